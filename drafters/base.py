@@ -1,0 +1,58 @@
+"""What a drafter is. It proposes; it never decides: a drafter that is wrong costs speed, never text."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.sampling import SamplingParams
+from engine.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the target said of one round.
+
+    tree: the tree it verified. path: the accepted nodes, root first. tokens: what the round emitted, the path's
+    tokens below the root and the bonus token. features: [positions, layers, hidden] float32, the target's hidden states
+    of `Drafter.feature_layers` at the path's nodes (the whole prompt, for the verdict of the prefill), or None.
+    """
+
+    tree: TokenTree
+    path: list[int]
+    tokens: list[int]
+    features: NDArray[np.float32] | None = None
+
+
+class Drafter(ABC):
+    """Proposes token trees for the requests it was told of.
+
+    One instance serves all requests of a worker, in turns, from one thread. `propose` may be asked for outcomes that
+    have not come true (and may never): it must not change what later calls return, except through caches.
+    """
+
+    feature_layers: tuple[int, ...] = ()
+    """Hidden states wanted from the target: 0 is the embedding, i the output of layer i (as `output_hidden_states`)."""
+
+    @abstractmethod
+    def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
+        """A request begins. `prompt`: its token ids. Called before the target has seen the prompt."""
+
+    @abstractmethod
+    def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:
+        """A tree for the request's text followed by `continuation`, a possible outcome of the round under way.
+
+        The root is the last token of that text. A root-only tree says: nothing to propose.
+        """
+
+    @abstractmethod
+    def observe(self, request: int, verdict: Verdict) -> None:
+        """The verdict's tokens are now the request's text. The first verdict of a request is the prefill's."""
+
+    @abstractmethod
+    def finish(self, request: int) -> None:
+        """Forget the request."""

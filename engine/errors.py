@@ -1,0 +1,37 @@
+"""Every error Talon raises on purpose. Each message is one line that names the field and the fix."""
+
+
+class TalonError(Exception):
+    """Base of all errors a caller of Talon can expect."""
+
+
+class ConfigError(TalonError, ValueError):
+    """A configuration key or value is wrong."""
+
+
+class RequestError(TalonError, ValueError):
+    """A prompt or sampling parameter is wrong; the engine was not touched."""
+
+
+class ModelError(TalonError):
+    """A model directory is missing, incomplete, or of a family that cannot verify a tree."""
+
+
+class DrafterMismatch(ModelError):
+    """The drafter was made for another target."""
+
+
+class QueueFull(TalonError):
+    """The engine refuses more work (`queue.full: refuse`)."""
+
+
+class EngineClosed(TalonError):
+    """The engine was closed while, or before, the request ran."""
+
+
+class WorkerDied(TalonError):
+    """The verifier died with the request in flight; later requests are served by its successor."""
+
+
+class ProtocolError(TalonError):
+    """A message does not follow `engine.messages`; it is dropped and counted."""
