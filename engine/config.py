@@ -1,0 +1,158 @@
+"""The configuration: YAML in configs/, checked here, once, before any work starts."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from engine.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+DEMO = ROOT / "configs" / "demo.yaml"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class DrafterConfig(_Section):
+    """Options of the drafter named by `method`; each method reads those that concern it.
+
+    budget: most nodes of a tree, root included. path: the draft model or head. threads: of its torch pool, None:
+    an even share of the machine's cores. length: tokens of a drafted chain (pld, sps). branches: width of the SPS
+    tree at each level, e.g. [3, 2, 1]; empty drafts a chain. max_ngram, min_ngram: context lengths tried, longest first.
+    """
+
+    budget: int = Field(32, ge=2, le=1024)
+    path: str | None = None
+    threads: int | None = Field(None, ge=1)
+    length: int = Field(10, ge=1, le=64)
+    branches: tuple[int, ...] = ()
+    max_ngram: int = Field(3, ge=1)
+    min_ngram: int = Field(1, ge=1)
+
+
+class VerifierConfig(_Section):
+    """threads: of its torch pool, None: the cores the drafter leaves. prefill_chunk: prompt tokens read in one turn.
+    max_running: requests decoded in turns; the others wait. draft_timeout_s: after this long without an answer the
+    drafter is taken for hung and requests go on without it until it speaks again.
+    """
+
+    threads: int | None = Field(None, ge=1)
+    prefill_chunk: int = Field(512, ge=1)
+    max_running: int = Field(8, ge=1)
+    draft_timeout_s: float = Field(1.0, gt=0)
+
+
+class QueueConfig(_Section):
+    """size: requests accepted at once. full: whether `generate` then waits or raises QueueFull."""
+
+    size: int = Field(256, ge=1)
+    full: Literal["wait", "refuse"] = "wait"
+
+
+class Config(_Section):
+    """Everything `Engine.start` needs.
+
+    model: a Hugging Face directory or hub id. method: which drafter (`drafters.registry`). transport: workers as
+    threads (inproc) or processes (ipc). start_timeout_s: for the workers to load. heartbeat_timeout_s: a worker that
+    is silent for longer is killed and replaced.
+    """
+
+    model: str
+    dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    method: str = "suffix"
+    mode: Literal["sequential"] = "sequential"
+    transport: Literal["inproc", "ipc"] = "ipc"
+    drafter: DrafterConfig = DrafterConfig()
+    verifier: VerifierConfig = VerifierConfig()
+    queue: QueueConfig = QueueConfig()
+    start_timeout_s: float = Field(300, gt=0)
+    heartbeat_timeout_s: float = Field(20, gt=0)
+
+
+def load(source: str | Path | Mapping[str, Any] | Config, overrides: Mapping[str, Any] | None = None) -> Config:
+    """The configuration from a YAML file, a dict or a Config, with `overrides` applied (dots reach into sections).
+
+    Values that start with "./" or "../" in a file are relative to that file. Raises ConfigError, one line.
+    """
+    if isinstance(source, Config):
+        values = source.model_dump()
+    elif isinstance(source, Mapping):
+        values = dict(source)
+    else:
+        values = _read(Path(source))
+    for key, value in (overrides or {}).items():
+        _assign(values, key.split("."), value)
+    if "model" not in values:
+        values["model"] = str(ROOT / "models" / "demo")
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from None
+
+
+def parse_assignment(text: str) -> tuple[str, Any]:
+    """`drafter.budget=40` as (key, value); the value is read as YAML."""
+    key, separator, value = text.partition("=")
+    if not separator:
+        raise ConfigError(f"--set {text}: write KEY=VALUE, for example --set drafter.budget=40")
+    return key, yaml.safe_load(value)
+
+
+def cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf8"))
+    except OSError as error:
+        raise ConfigError(f"config={path}: cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config={path}: is not YAML: {str(error).splitlines()[0]}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"config={path}: must hold keys and values, for example `method: suffix`")
+    return _resolve(values, path.parent)  # type: ignore[no-any-return]
+
+
+def _resolve(value: Any, folder: Path) -> Any:
+    if isinstance(value, dict):
+        return {key: _resolve(item, folder) for key, item in value.items()}
+    if isinstance(value, str) and value.startswith(("./", "../")):
+        return str((folder / value).resolve())
+    return value
+
+
+def _assign(values: dict[str, Any], keys: list[str], value: Any) -> None:
+    for key in keys[:-1]:
+        section = values.setdefault(key, {})
+        if isinstance(section, BaseModel):
+            section = section.model_dump()
+        if not isinstance(section, dict):
+            raise ConfigError(f"{'.'.join(keys)}: {key} is a value, not a section")
+        values[key] = section = dict(section)
+        values = section
+    values[keys[-1]] = value
+
+
+def _explain(error: ValidationError) -> str:
+    """The first problem as `key=value: what to do`."""
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        section: type[BaseModel] = Config
+        for part in first["loc"][:-1]:
+            section = section.model_fields[str(part)].annotation  # type: ignore[assignment]
+        known = list(section.model_fields)
+        near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1, cutoff=0)
+        return f"{key}: unknown configuration key; did you mean {'.'.join([*map(str, first['loc'][:-1]), near[0]])}?"
+    return f"{key}={first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"

@@ -1,0 +1,83 @@
+"""The target's keys and values for one request, in two buffers allocated once.
+
+A forward writes its nodes behind the committed positions; the verdict then moves the accepted path's entries together
+by index. Nothing is concatenated or reallocated while decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from engine.errors import ModelError
+
+
+class KVCache(Cache):
+    """Room for `capacity` positions in each of `layers` layers.
+
+    `length`: committed positions. Buffers keys, values: [layers, 1, kv_heads, capacity, head_dim], made at the first
+    forward from the shapes the model hands over.
+    """
+
+    def __init__(self, layers: int, capacity: int):
+        super().__init__(layers=[_KVLayer(self, index) for index in range(layers)])
+        self.capacity = capacity
+        self.length = 0
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def allocate(self, keys: Tensor, values: Tensor) -> None:
+        """Make the buffers for states shaped like `keys` and `values`: [1, kv_heads, tokens, head_dim]."""
+        self.keys, self.values = (
+            torch.empty((len(self.layers), *s.shape[:2], self.capacity, s.shape[3]), dtype=s.dtype, device=s.device)
+            for s in (keys, values)
+        )
+
+    def commit(self, path: Sequence[int]) -> None:
+        """Keep the entries of the last forward's nodes `path` (ascending) as the next committed positions."""
+        moved = next((i for i, node in enumerate(path) if node != i), len(path))
+        if moved < len(path):
+            assert self.keys is not None and self.values is not None
+            source = torch.tensor(path[moved:], device=self.keys.device) + self.length
+            start, end = self.length + moved, self.length + len(path)
+            self.keys[..., start:end, :] = self.keys.index_select(3, source)
+            self.values[..., start:end, :] = self.values.index_select(3, source)
+        self.length += len(path)
+
+
+class _KVLayer(CacheLayerMixin):
+    """What one attention layer sees of a KVCache."""
+
+    is_croppable = False
+
+    def __init__(self, cache: KVCache, index: int):
+        super().__init__()
+        self.cache, self.index = cache, index
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing is held by the layer itself."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        cache = self.cache
+        if cache.keys is None or cache.values is None:
+            cache.allocate(key_states, value_states)
+        assert cache.keys is not None and cache.values is not None
+        keys, values = cache.keys[self.index], cache.values[self.index]
+        if key_states.shape[1] != keys.shape[1] or key_states.shape[3] != keys.shape[3]:
+            raise ModelError("model: its layers have keys of different shapes, which this cache cannot hold")
+        start, end = cache.length, cache.length + key_states.shape[2]
+        keys[:, :, start:end] = key_states
+        values[:, :, start:end] = value_states
+        return keys[:, :, :end], values[:, :, :end]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.cache.length
+
+    def get_max_length(self) -> int:
+        return self.cache.capacity

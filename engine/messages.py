@@ -1,0 +1,183 @@
+"""The whole protocol on one page: who says what to whom.
+
+    front end -> verifier   Submit, Cancel, Stop          verifier -> front end   Ready, Tokens, Failed, Heartbeat
+    verifier  -> drafter    Start, Verdict, Finish        drafter  -> verifier    Hello, Draft
+    front end -> drafter    Stop                          drafter  -> front end   Ready, Failed, Heartbeat
+
+A message is one msgpack frame, [struct, shapes], followed by raw little-endian arrays, one frame each. ARRAYS says
+which arrays a struct carries; lengths, types and shapes are checked before anything is used. Nothing is pickled.
+
+Rounds count from 1 per request; round 0 is the prefill, whose verdict carries the first token. A `Draft` names the
+outcome it is for: tree `parent` was verified in round - 1, the path ended at `node` and the target then drew `token`.
+Drafts may come before their verdict: the verifier keeps those of coming outcomes and drops those that did not come true.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Union
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import ProtocolError
+from engine.sampling import SamplingParams
+
+Array = NDArray[Any]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all messages; the class name is the tag."""
+
+
+class Submit(Message):
+    """Generate. Arrays: prompt."""
+
+    request: int
+    sampling: SamplingParams
+
+
+class Cancel(Message):
+    """Forget the request; nothing more is sent for it."""
+
+    request: int
+
+
+class Stop(Message):
+    """End the worker."""
+
+
+class Ready(Message):
+    """The worker has loaded. The target's facts are the verifier's to tell; 0 and "" from a drafter."""
+
+    vocab_size: int = 0
+    context: int = 0
+    dtype: str = ""
+
+
+class Tokens(Message):
+    """What a round emitted, and what it cost.
+
+    finish_reason: "eos" or "length" with the last tokens, else None. nodes: of the tree. hit: the tree was at hand
+    when the last verdict fell. round_us: since the last verdict (or arrival). forward_us: of the target in this round,
+    draft_us: of a draft model. busy_us: of all target forwards since the verifier started. at_us: the verifier's clock.
+    """
+
+    request: int
+    round: int
+    tokens: tuple[int, ...]
+    finish_reason: str | None
+    nodes: int
+    hit: bool
+    round_us: int
+    forward_us: int
+    draft_us: int
+    busy_us: int
+    at_us: int
+
+
+class Failed(Message):
+    """A request (or, with request None, the worker's start) failed. kind: a class of engine.errors."""
+
+    request: int | None
+    kind: str
+    text: str
+
+
+class Heartbeat(Message):
+    """The worker's loop turns."""
+
+
+class Hello(Message):
+    """A drafter has joined and wants these hidden states of the target."""
+
+    feature_layers: tuple[int, ...] = ()
+
+
+class Start(Message):
+    """A request begins, or a new drafter must catch up with it after `round`. Arrays: the text so far."""
+
+    request: int
+    round: int
+    sampling: SamplingParams
+
+
+class Verdict(Message):
+    """What became of `draft` (0: a tree the verifier made itself) in `round`.
+
+    following: the draft the next round uses, 0 while it is not known. Arrays: path, tokens, features.
+    """
+
+    request: int
+    round: int
+    draft: int
+    following: int
+
+
+class Finish(Message):
+    """The request is over."""
+
+    request: int
+
+
+class Draft(Message):
+    """A tree for `round`, for one outcome of the round before. Arrays: those of the TokenTree.
+
+    draft: its number, from 1. draft_us: spent in the draft model's forwards.
+    """
+
+    request: int
+    round: int
+    draft: int
+    parent: int
+    node: int
+    token: int
+    draft_us: int
+
+
+AnyMessage = Union[  # noqa: UP007 - msgspec reads the union at run time, on Python 3.10 too
+    Submit, Cancel, Stop, Ready, Tokens, Failed, Heartbeat, Hello, Start, Verdict, Finish, Draft
+]
+
+ARRAYS: dict[type, tuple[tuple[str, int], ...]] = {  # dtype and dimensions
+    Submit: (("int32", 1),),
+    Start: (("int32", 1),),
+    Verdict: (("int32", 1), ("int32", 1), ("float32", 3)),
+    Draft: (("int32", 1), ("int32", 1), ("float32", 1), ("uint8", 1)),
+}
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(tuple[AnyMessage, tuple[tuple[int, ...], ...]])
+
+
+def encode(message: Message, arrays: Sequence[Array] = ()) -> list[bytes | memoryview]:
+    """The frames of a message."""
+    raw = [np.ascontiguousarray(array, dtype=dtype) for array, (dtype, _) in zip(arrays, _specs(message), strict=True)]
+    return [_encoder.encode((message, [array.shape for array in raw])), *(array.data.cast("B") if array.size else b"" for array in raw)]
+
+
+def decode(frames: Sequence[bytes], expected: tuple[type, ...]) -> tuple[Any, list[Array]]:
+    """The message and its arrays (views of the frames, read-only). Raises ProtocolError for anything else."""
+    if not frames:
+        raise ProtocolError("message without frames")
+    try:
+        message, shapes = _decoder.decode(frames[0])
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"message is not of the protocol: {error}") from None
+    if not isinstance(message, expected):
+        raise ProtocolError(f"{type(message).__name__} is not for this receiver")
+    specs = _specs(message)
+    if not len(specs) == len(shapes) == len(frames) - 1:
+        raise ProtocolError(f"{type(message).__name__} with {len(frames) - 1} arrays instead of {len(specs)}")
+    arrays = []
+    for (dtype, dimensions), shape, frame in zip(specs, shapes, frames[1:], strict=True):
+        if len(shape) != dimensions or min(shape) < 0 or math.prod(shape) * np.dtype(dtype).itemsize != len(frame):
+            raise ProtocolError(f"{type(message).__name__} with an array of shape {shape} in {len(frame)} bytes")
+        arrays.append(np.frombuffer(frame, dtype=dtype).reshape(shape))
+    return message, arrays
+
+
+def _specs(message: Message) -> tuple[tuple[str, int], ...]:
+    return ARRAYS.get(type(message), ())

@@ -1,0 +1,199 @@
+"""A stock Hugging Face causal language model that can verify a token tree.
+
+Tree attention goes in through the 4-D mask and the position ids; the KV cache is ours; nothing of the model family's
+code is copied or patched. Families whose attention cannot take such a mask are found by trying, and refused by name.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.utils import logging as transformers_logging
+
+from engine.errors import ConfigError, ModelError
+from engine.kv_cache import KVCache
+from engine.tree import TokenTree
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+
+
+class Target:
+    """A loaded model and the facts about it that decoding needs.
+
+    context: the most positions it can hold. eos_tokens: the ids that end an answer.
+    """
+
+    def __init__(self, model: Any, name: str):
+        self.model = model.eval()
+        self.name = name
+        config = model.config.get_text_config()
+        self.vocab_size: int = config.vocab_size
+        self.context: int = config.max_position_embeddings
+        self.layers: int = config.num_hidden_layers
+        self.eos_tokens = eos_tokens(model.generation_config)
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self._boolean_mask = config._attn_implementation == "sdpa"
+        types, options = get_layer_types_and_kwargs(config)
+        self._windows = {
+            kind: option.get("sliding_window") for kind, option in zip(types, options, strict=True)
+        }
+        if unknown := set(self._windows) - {"full_attention", "sliding_attention"}:
+            raise ModelError(f"model={name}: {config.model_type} has {sorted(unknown)} layers, which cannot take a tree mask")
+
+    @classmethod
+    def load(cls, path: str, dtype: str = "auto", device: str = "auto") -> Target:
+        """Load a checkpoint directory or hub id and show that it can verify a tree."""
+        where = _device(device)
+        transformers_logging.disable_progress_bar()
+        config = load_config(path)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                path, config=config, dtype=_dtype(dtype, config, where), local_files_only=Path(path).is_dir()
+            )
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelError(f"model={path}: cannot be loaded: {_first_line(error)}") from error
+        target = cls(model.to(where), path)
+        target.check_tree_attention()
+        return target
+
+    def new_cache(self, capacity: int) -> KVCache:
+        """An empty cache for one request of at most `capacity` positions, tree nodes included."""
+        return KVCache(self.layers, capacity)
+
+    @torch.inference_mode()
+    def prefill(
+        self, cache: KVCache, tokens: list[int], feature_layers: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """Commit `tokens` behind what the cache holds.
+
+        Returns the last position's logits, [vocab] float32, and [tokens, layers, hidden] features if layers are asked.
+        """
+        start = cache.length
+        logits, features = self._forward(cache, tokens, range(start, start + len(tokens)), None, feature_layers, 1)
+        cache.commit(range(len(tokens)))
+        return logits[0], features
+
+    @torch.inference_mode()
+    def verify(
+        self, cache: KVCache, tree: TokenTree, feature_layers: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """One forward over the tree; the caller commits the accepted path.
+
+        Returns [nodes, vocab] float32 logits and [nodes, layers, hidden] features if layers are asked.
+        """
+        positions = (tree.depths + cache.length).tolist()
+        mask = self._tree_mask(cache.length, tree, positions) if len(tree) > 1 else None
+        return self._forward(cache, tree.tokens.tolist(), positions, mask, feature_layers, 0)
+
+    def _forward(
+        self,
+        cache: KVCache,
+        tokens: list[int],
+        positions: range | list[int],
+        mask: Tensor | dict[str, Tensor] | None,
+        feature_layers: tuple[int, ...],
+        logits_to_keep: int,
+    ) -> tuple[Tensor, Tensor | None]:
+        out = self.model(
+            input_ids=torch.tensor([tokens], device=self.device),
+            position_ids=torch.tensor([list(positions)], device=self.device),
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=logits_to_keep,
+            output_hidden_states=bool(feature_layers),
+        )
+        features = None
+        if feature_layers:
+            features = torch.stack([out.hidden_states[layer][0] for layer in feature_layers], dim=1)
+        return out.logits[0].float(), features
+
+    def _tree_mask(self, past: int, tree: TokenTree, positions: list[int]) -> Tensor | dict[str, Tensor]:
+        """Mask(s) [1, 1, nodes, past + nodes]: every node sees the committed text and its own ancestors.
+
+        One mask per kind of layer where the model has several; a sliding layer sees only its window.
+        """
+        nodes = len(tree)
+        visible = torch.ones(nodes, past + nodes, dtype=torch.bool)
+        visible[:, past:] = torch.from_numpy(tree.ancestor_mask)
+        masks = {}
+        for kind, window in self._windows.items():
+            seen = visible
+            if window is not None and max(positions) >= window:
+                query = torch.tensor(positions)
+                key = torch.cat([torch.arange(past), query])
+                seen = visible & (query[:, None] - key < window)
+            if not self._boolean_mask:
+                hidden = torch.finfo(self.dtype).min
+                seen = torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(~seen, hidden)
+            masks[kind] = seen[None, None].to(self.device)
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def check_tree_attention(self) -> None:
+        """Verify a small tree and compare with reading each of its paths in sequence; raise ModelError if they differ."""
+        prompt = [token % self.vocab_size for token in (7, 3, 11, 5, 2)]
+        tokens = [token % self.vocab_size for token in (1, 4, 6, 8, 9)]
+        tree = TokenTree.from_lists(tokens, [-1, 0, 0, 1, 2], [1, 1, 1, 1, 1])
+        refusal = ModelError(f"model={self.name}: the {self.model.config.model_type} family cannot take a tree mask; use another target")
+        try:
+            cache = self.new_cache(len(prompt) + len(tree))
+            self.prefill(cache, prompt)
+            logits, _ = self.verify(cache, tree)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise refusal from error
+        tolerance = 1e-3 if self.dtype == torch.float32 else 0.15
+        for leaf in (3, 4):
+            alone, _ = self.prefill(self.new_cache(16), prompt + tree.path_tokens(leaf))
+            if not (logits[leaf] - alone).abs().max() <= tolerance * alone.std():
+                raise refusal
+
+
+def load_config(path: str) -> Any:
+    """The model's `transformers` configuration; ModelError if there is none or it is no decoder-only model."""
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=Path(path).is_dir())
+    except (OSError, ValueError, KeyError) as error:
+        if Path(path).is_dir():
+            raise ModelError(f"model={path}: no usable config.json in this directory: {_first_line(error)}") from error
+        raise ModelError(f"model={path}: no such directory, and no model of that name can be reached on the hub") from error
+    if config.is_encoder_decoder:
+        raise ModelError(f"model={path}: {config.model_type} is an encoder-decoder; use a decoder-only model")
+    return config
+
+
+def eos_tokens(generation_config: GenerationConfig) -> frozenset[int]:
+    """The token ids that end an answer."""
+    eos = generation_config.eos_token_id
+    return frozenset([eos] if isinstance(eos, int) else eos or [])
+
+
+def has_native_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 itself; where it does not, float32 was measured to be faster."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def _device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device='cuda': torch finds no CUDA device here; use device: cpu or auto")
+    return torch.device(device)
+
+
+def _dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
+    if dtype != "auto":
+        return DTYPES[dtype]
+    stored = config.get_text_config().dtype or torch.float32
+    if device.type == "cpu" and (stored == torch.float16 or not has_native_bfloat16()):
+        return torch.float32
+    return stored  # type: ignore[no-any-return]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,98 @@
+"""Lossless verification: draw the target's own next token and walk down the tree while it has it.
+
+Every draw is emitted, so the walk is plain decoding; the tree only decides how many draws one forward pays for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from engine.noise import gumbel_argmax
+from engine.sampling import SamplingParams
+from engine.tree import TokenTree
+
+
+class Sampler:
+    """Draws a request's tokens one after the other, as `transformers` would: penalty, minimum length, temperature,
+    top-k, top-p, min-p, and then Gumbel-max (DESIGN: noise keyed by seed, position and token, not by history).
+
+    finish_reason: None while the request runs, then "eos" or "length".
+    """
+
+    def __init__(self, params: SamplingParams, prompt: Sequence[int], eos_tokens: Iterable[int], vocab_size: int):
+        self.params = params
+        self.finish_reason: str | None = None
+        self.drawn = 0
+        self._position = len(prompt)
+        self._eos = sorted(eos_tokens)
+        self._seen: Tensor | None = None
+        if params.repetition_penalty != 1:
+            self._seen = torch.zeros(vocab_size, dtype=torch.bool)
+            self._seen[torch.tensor(prompt)] = True
+        self._plain = params.temperature == 0 and self._seen is None
+
+    def choices(self, logits: Tensor) -> Tensor | list[int]:
+        """What `draw` takes rows of: the logits [nodes, vocab], or their argmax where that settles every draw."""
+        if self._plain and self.drawn >= self.params.min_tokens:
+            return logits.argmax(dim=-1).tolist()
+        return logits
+
+    def draw(self, choice: Tensor | int) -> int:
+        """The next token, from one row of `choices`."""
+        token = choice if isinstance(choice, int) else self._sample(choice)
+        self.drawn += 1
+        self._position += 1
+        if self._seen is not None:
+            self._seen[token] = True
+        if token in self._eos and not self.params.ignore_eos:
+            self.finish_reason = "eos"
+        elif self.drawn >= self.params.max_tokens:
+            self.finish_reason = "length"
+        return token
+
+    def _sample(self, logits: Tensor) -> int:
+        params = self.params
+        if self._seen is not None:
+            seen = self._seen = self._seen.to(logits.device)
+            penalty = params.repetition_penalty
+            logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+        if self.drawn < params.min_tokens and self._eos:
+            logits = logits.index_fill(0, torch.tensor(self._eos, device=logits.device), -torch.inf)
+        if params.temperature == 0:
+            return int(logits.argmax())
+        scores = truncate(logits / params.temperature, params.top_k, params.top_p, params.min_p)
+        return gumbel_argmax(scores, params.seed, self._position)
+
+
+def truncate(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """`scores` [vocab] with -inf at the tokens that top-k, top-p and min-p, in this order, rule out."""
+    if 0 < top_k < len(scores):
+        scores = scores.masked_fill(scores < scores.topk(top_k).values[-1], -torch.inf)
+    if top_p < 1:
+        ascending, tokens = scores.sort()
+        dropped = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
+        dropped[-1] = False
+        scores = scores.index_fill(0, tokens[dropped], -torch.inf)
+    if min_p > 0:
+        chance = scores.softmax(-1)
+        scores = scores.masked_fill(chance < min_p * chance.max(), -torch.inf)
+    return scores
+
+
+def verify(tree: TokenTree, logits: Tensor, sampler: Sampler) -> tuple[list[int], list[int]]:
+    """Accept the drawn path. logits: [nodes, vocab] float32, the target's after each node.
+
+    Returns the accepted nodes, root first, and the tokens emitted: the path's below the root, then the bonus token.
+    """
+    choices = sampler.choices(logits)
+    node: int | None = 0
+    path, tokens = [], []
+    while node is not None:
+        path.append(node)
+        token = sampler.draw(choices[node])
+        tokens.append(token)
+        node = None if sampler.finish_reason else tree.child(node, token)
+    return path, tokens
