@@ -1,0 +1,239 @@
+"""Growth policies: which draft nodes a tree gets, whatever head predicts them.
+
+A policy is a generator: it yields a `Frontier` of nodes to expand, is sent the `Candidates` that a head sees behind
+them, and returns the finished `TokenTree`. So the head never knows the policy, several trees can grow in lockstep
+in the same forward passes, and heads that draft a whole tree in one call hand it to `trim` instead.
+A budget counts every node that is verified, the root included.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from engine.tree import TokenTree
+
+Path = tuple[int, ...]
+
+# EAGLE-1 (arXiv 2401.15077), 25 nodes, and Medusa (arXiv 2401.10774), 63 nodes, as published: child ranks from the root
+EAGLE_25: tuple[Path, ...] = (
+    (0,), (1,), (2,), (3,), (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (0, 0, 0), (0, 0, 1),
+    (0, 0, 2), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0), (0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2),
+    (0, 0, 0, 0, 0), (0, 0, 0, 0, 1),
+)  # fmt: skip
+MEDUSA_63: tuple[Path, ...] = (
+    (0,), (0, 0), (1,), (0, 1), (2,), (0, 0, 0), (1, 0), (0, 2), (3,), (0, 3), (4,), (0, 4), (2, 0), (0, 5), (0, 0, 1),
+    (5,), (0, 6), (6,), (0, 7), (0, 1, 0), (1, 1), (7,), (0, 8), (0, 0, 2), (3, 0), (0, 9), (8,), (9,), (1, 0, 0),
+    (0, 2, 0), (1, 2), (0, 0, 3), (4, 0), (2, 1), (0, 0, 4), (0, 0, 5), (0, 0, 0, 0), (0, 1, 1), (0, 0, 6), (0, 3, 0),
+    (5, 0), (1, 3), (0, 0, 7), (0, 0, 8), (0, 0, 9), (6, 0), (0, 4, 0), (1, 4), (7, 0), (0, 1, 2), (2, 0, 0), (3, 1),
+    (2, 2), (8, 0), (0, 5, 0), (1, 5), (1, 0, 1), (0, 2, 1), (9, 0), (0, 6, 0), (0, 0, 0, 1), (1, 6), (0, 7, 0),
+)  # fmt: skip
+STATIC_TREES = {"eagle_25": EAGLE_25, "medusa_63": MEDUSA_63}
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Nodes to expand, all of them drafted before.
+
+    nodes, parents: indices in the tree under construction, the root is 0 and its parent -1. tokens: the nodes' own.
+    """
+
+    nodes: list[int]
+    parents: list[int]
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What may follow each frontier node, most likely first.
+
+    tokens: [frontier, k]. chance: [frontier, k], the probability that the token is accepted if its parent was. Rows
+    may be shorter, or empty where a head can see no further.
+    """
+
+    tokens: list[list[int]]
+    chance: list[list[float]]
+
+
+Steps = Generator[Frontier, Candidates, TokenTree]
+
+
+@dataclass
+class Sketch:
+    """A tree under construction: parallel lists in topological order."""
+
+    tokens: list[int]
+    source: int
+    parents: list[int] = field(default_factory=lambda: [-1])
+    confidence: list[float] = field(default_factory=lambda: [1.0])
+
+    def add(self, parent: int, token: int, confidence: float) -> int:
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.confidence.append(confidence)
+        return len(self.tokens) - 1
+
+    def frontier(self, nodes: list[int]) -> Frontier:
+        return Frontier(nodes, [self.parents[node] for node in nodes], [self.tokens[node] for node in nodes])
+
+    def tree(self) -> TokenTree:
+        return TokenTree.from_lists(self.tokens, self.parents, self.confidence, self.source)
+
+    def children(self, frontier: Sequence[int], seen: Candidates) -> list[tuple[float, int, int]]:
+        """(path confidence, parent, token) of every candidate, best first; of equals the one found first."""
+        found = [
+            (self.confidence[node] * chance, node, token)
+            for node, tokens, chances in zip(frontier, seen.tokens, seen.chance, strict=True)
+            for token, chance in zip(tokens, chances, strict=True)
+        ]
+        return sorted(found, key=lambda child: -child[0])
+
+
+class Policy(ABC):
+    """How a tree grows. budget: most nodes, root included. top_k: candidates wanted behind each node.
+
+    max_expansions: most nodes it ever yields in one growth, which is what a head must have room for.
+    """
+
+    budget: int
+    top_k: int
+    max_expansions: int
+
+    @abstractmethod
+    def steps(self, root: int, source: int = 0) -> Steps:
+        """Grow a tree below the token `root`; drafted nodes carry the bit set `source`."""
+
+    def trim(self, tree: TokenTree) -> TokenTree:
+        """The part of a ready-made tree that this policy would have kept."""
+        return tree.prune(self.budget)
+
+
+def grow(policy: Policy, root: int, expand: Callable[[Frontier], Candidates], source: int = 0) -> TokenTree:
+    """Run one policy to its end."""
+    steps = policy.steps(root, source)
+    try:
+        frontier = next(steps)
+        while True:
+            frontier = steps.send(expand(frontier))
+    except StopIteration as end:
+        tree: TokenTree = end.value
+        return tree
+
+
+class Static(Policy):
+    """The same tree every time, given by child ranks along each path (EAGLE-1, Medusa, Token Recycling)."""
+
+    def __init__(self, paths: Sequence[Sequence[int]] = EAGLE_25):
+        self.paths = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
+        missing = [path for path in self.paths if len(path) > 1 and path[:-1] not in self.paths]
+        if missing or not all(self.paths):
+            raise ValueError(f"static tree: path {list(missing[0]) if missing else []} has no parent in the list")
+        self.budget = len(self.paths) + 1
+        self.top_k = 1 + max(rank for path in self.paths for rank in path)
+        self.max_expansions = len({path[:-1] for path in self.paths})
+
+    def steps(self, root: int, source: int = 0) -> Steps:
+        sketch = Sketch([root], source)
+        node_of: dict[Path, int] = {(): 0}
+        for depth in range(1, len(self.paths[-1]) + 1):
+            layer = [path for path in self.paths if len(path) == depth and path[:-1] in node_of]
+            above = list(dict.fromkeys(path[:-1] for path in layer))
+            if not above:
+                break
+            seen = yield sketch.frontier([node_of[path] for path in above])
+            rows = {path: row for row, path in enumerate(above)}
+            for path in layer:
+                row, rank = rows[path[:-1]], path[-1]
+                if rank < len(seen.tokens[row]):
+                    parent = node_of[path[:-1]]
+                    confidence = sketch.confidence[parent] * seen.chance[row][rank]
+                    node_of[path] = sketch.add(parent, seen.tokens[row][rank], confidence)
+        return sketch.tree()
+
+    def trim(self, tree: TokenTree) -> TokenTree:
+        """The nodes at the listed ranks; children stand in the order they were drafted, best first."""
+        kept: dict[Path, int] = {(): 0}
+        for path in self.paths:
+            children = tree.children(kept[path[:-1]]) if path[:-1] in kept else []
+            if path[-1] < len(children):
+                kept[path] = children[path[-1]]
+        return tree.keep(list(kept.values()))
+
+
+class Dynamic(Policy):
+    """EAGLE-2 (arXiv 2406.16858, section 4): expand the best `top_k` nodes of each layer, then keep the best of all.
+
+    depth: layers drafted below the root's own candidates, as the published code counts it, so paths have up to
+    depth + 1 drafted tokens. Every candidate ever seen takes part in the final ranking, expanded or not.
+    """
+
+    def __init__(self, depth: int = 7, top_k: int = 10, budget: int = 60):
+        self.depth, self.top_k, self.budget = depth, top_k, budget
+        self.max_expansions = 1 + depth * top_k
+
+    def steps(self, root: int, source: int = 0) -> Steps:
+        sketch, frontier = Sketch([root], source), [0]
+        for _ in range(self.depth + 1):
+            seen = yield sketch.frontier(frontier)
+            layer = [sketch.add(parent, token, c) for c, parent, token in sketch.children(frontier, seen)]
+            frontier = layer[: self.top_k]
+            if not frontier:
+                break
+        return sketch.tree().prune(self.budget)
+
+
+class Adaptive(Policy):
+    """TALON (arXiv 2601.07353): layer 0 takes the best `top_k` ungated, deeper layers what passes the gate `mu`.
+
+    A candidate passes if c(v) >= mu (gate "path") or c(v) >= mu times the best c of its layer (gate "layer"). Growth
+    stops when the budget is spent or nothing passes, so depth and width follow the head's confidence; of a layer that
+    does not fit, the most confident nodes are kept. max_depth: an optional limit, off as in the paper.
+    """
+
+    def __init__(
+        self,
+        budget: int = 60,
+        top_k: int = 10,
+        mu: float = 0.03,
+        gate: Literal["path", "layer"] = "path",
+        max_depth: int | None = None,
+    ):
+        self.budget, self.top_k, self.mu, self.gate = budget, top_k, mu, gate
+        self.max_depth = budget if max_depth is None else max_depth
+        self.max_expansions = budget
+
+    def steps(self, root: int, source: int = 0) -> Steps:
+        sketch, frontier = Sketch([root], source), [0]
+        for depth in range(self.max_depth):
+            seen = yield sketch.frontier(frontier)
+            children = sketch.children(frontier, seen)[: self.budget - len(sketch.tokens)]
+            if depth > 0:
+                children = [child for child in children if child[0] >= self.threshold(children[0][0])]
+            layer = [sketch.add(parent, token, c) for c, parent, token in children]
+            # a child is never more confident than its parent, so below mu the path gate lets nothing pass
+            frontier = [node for node in layer if self.gate == "layer" or sketch.confidence[node] >= self.mu]
+            if not frontier or len(sketch.tokens) >= self.budget:
+                break
+        return sketch.tree()
+
+    def threshold(self, best: float) -> float:
+        """What a node must reach in a layer whose most confident candidate has confidence `best`."""
+        return self.mu if self.gate == "path" else self.mu * best
+
+    def trim(self, tree: TokenTree) -> TokenTree:
+        """Gate a ready-made tree layer by layer, then keep the most confident within the budget."""
+        kept = np.zeros(len(tree), dtype=bool)
+        kept[0] = True
+        for depth in range(1, min(int(tree.depths.max()), self.max_depth) + 1):
+            layer = np.flatnonzero((tree.depths == depth) & kept[tree.parents])
+            layer = layer[np.argsort(-tree.confidence[layer], kind="stable")]
+            if depth == 1:
+                layer = layer[: self.top_k]
+            elif len(layer):
+                layer = layer[tree.confidence[layer] >= self.threshold(float(tree.confidence[layer[0]]))]
+            kept[layer] = True
+        return tree.keep(np.flatnonzero(kept).tolist()).prune(self.budget)

@@ -1,0 +1,143 @@
+"""Growth policies, driven by random heads."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafters.growth import (
+    EAGLE_25,
+    MEDUSA_63,
+    Adaptive,
+    Candidates,
+    Dynamic,
+    Frontier,
+    Policy,
+    Static,
+    grow,
+)
+from engine.tree import TokenTree
+
+VOCAB = 50
+
+
+class RandomHead:
+    """Answers like a head: k distinct tokens per node with falling chances that sum to at most one."""
+
+    def __init__(self, seed: int, k: int, sharpness: float):
+        self.random, self.k, self.sharpness = random.Random(seed), k, sharpness
+        self.frontiers: list[Frontier] = []
+
+    def __call__(self, frontier: Frontier) -> Candidates:
+        self.frontiers.append(frontier)
+        tokens, chances = [], []
+        for _ in frontier.nodes:
+            weights = sorted((self.random.random() ** self.sharpness for _ in range(self.k)), reverse=True)
+            total = sum(weights) * (1 + self.random.random())
+            tokens.append(self.random.sample(range(VOCAB), self.k))
+            chances.append([weight / total for weight in weights])
+        return Candidates(tokens, chances)
+
+
+policies = st.one_of(
+    st.sampled_from([Static(EAGLE_25), Static(MEDUSA_63), Static([(0,), (1,), (1, 2)])]),
+    st.builds(Dynamic, depth=st.integers(0, 5), top_k=st.integers(1, 6), budget=st.integers(1, 30)),
+    st.builds(
+        Adaptive,
+        budget=st.integers(2, 40),
+        top_k=st.integers(1, 10),
+        mu=st.sampled_from([0.01, 0.03, 0.2, 0.9]),
+        gate=st.sampled_from(["path", "layer"]),
+    ),
+)
+heads = st.tuples(st.integers(0, 10**6), st.integers(1, 10), st.sampled_from([0.2, 1.0, 8.0]))
+
+
+@given(policies, heads)
+def test_a_tree_is_well_formed_and_never_over_budget(policy: Policy, head: tuple[int, int, float]) -> None:
+    tree = grow(policy, 7, RandomHead(*head), source=4)
+    assert len(tree) <= policy.budget
+    assert tree.tokens[0] == 7
+    assert (tree.source[1:] == 4).all()
+    tree.validate(VOCAB)  # topological order, distinct siblings, falling confidence
+
+
+@given(policies, heads)
+def test_the_same_head_gives_the_same_tree(policy: Policy, head: tuple[int, int, float]) -> None:
+    one, two = grow(policy, 7, RandomHead(*head)), grow(policy, 7, RandomHead(*head))
+    assert (one.tokens == two.tokens).all() and (one.parents == two.parents).all()
+    assert (one.confidence == two.confidence).all()
+
+
+@given(policies, heads)
+def test_a_policy_expands_each_node_once_after_its_parent_and_within_its_promise(
+    policy: Policy, head: tuple[int, int, float]
+) -> None:
+    answers = RandomHead(*head)
+    grow(policy, 7, answers)
+    expanded = [node for frontier in answers.frontiers for node in frontier.nodes]
+    assert len(expanded) == len(set(expanded)) <= policy.max_expansions
+    for frontier in answers.frontiers[1:]:
+        assert set(frontier.parents) <= set(expanded)
+
+
+@given(st.sampled_from(["path", "layer"]), st.sampled_from([0.03, 0.2]), heads)
+def test_every_layer_of_an_adaptive_tree_below_the_first_obeys_the_gate(
+    gate: str, mu: float, head: tuple[int, int, float]
+) -> None:
+    policy = Adaptive(budget=40, mu=mu, gate=gate)  # type: ignore[arg-type]
+    tree = grow(policy, 7, RandomHead(*head))
+    assert (tree.depths == 1).sum() == min(policy.top_k, head[1])
+    for depth in range(2, int(tree.depths.max()) + 1):
+        layer = tree.confidence[tree.depths == depth]
+        assert (layer >= np.float32(policy.threshold(float(layer.max()))) - 1e-7).all()
+
+
+@given(heads)
+def test_the_dynamic_tree_is_the_best_of_all_candidates(head: tuple[int, int, float]) -> None:
+    wide = grow(Dynamic(depth=3, top_k=4, budget=10**6), 7, RandomHead(*head))
+    narrow = grow(Dynamic(depth=3, top_k=4, budget=12), 7, RandomHead(*head))
+    best = sorted(wide.confidence.tolist(), reverse=True)[: len(narrow)]
+    assert sorted(narrow.confidence.tolist(), reverse=True) == best
+
+
+@given(policies, heads)
+def test_a_ready_made_tree_is_trimmed_within_the_policy(policy: Policy, head: tuple[int, int, float]) -> None:
+    ready = grow(Dynamic(depth=4, top_k=5, budget=200), 7, RandomHead(*head))
+    tree = policy.trim(ready)
+    assert len(tree) <= policy.budget
+    tree.validate(VOCAB)
+
+
+def test_adaptive_trees_are_deep_for_sure_heads_and_shallow_for_unsure_ones() -> None:
+    def head(chance: float) -> TokenTree:
+        row = [chance] + [(1 - chance) / 9] * 9
+        return grow(Adaptive(), 0, lambda f: Candidates([list(range(10))] * len(f.nodes), [row] * len(f.nodes)))
+
+    assert head(0.99).depths.max() > 20
+    assert head(0.12).depths.max() == 1
+    assert len(head(0.12)) == 11
+
+
+def test_the_published_trees_have_their_published_sizes() -> None:
+    assert len(EAGLE_25) == 25 and len(MEDUSA_63) == 63
+    for paths in (EAGLE_25, MEDUSA_63):
+        tree = grow(Static(paths), 0, RandomHead(1, 10, 1.0))
+        assert len(tree) == len(paths) + 1 == Static(paths).budget
+
+
+def test_a_static_tree_takes_the_candidates_at_its_ranks() -> None:
+    answers = iter([Candidates([[5, 6, 7]], [[0.5, 0.3, 0.1]]), Candidates([[8, 9]], [[0.5, 0.25]])])
+    tree = grow(Static([(0,), (2,), (2, 1)]), 1, lambda _: next(answers))
+    assert tree.tokens.tolist() == [1, 5, 7, 9]
+    assert tree.parents.tolist() == [-1, 0, 0, 2]
+    assert tree.confidence.tolist() == pytest.approx([1, 0.5, 0.1, 0.025])
+
+
+def test_a_static_tree_without_the_parent_of_a_path_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"\[0, 1\] has no parent"):
+        Static([(1,), (0, 1)])
