@@ -1,0 +1,180 @@
+"""Reading draft heads in their public layouts, and what they borrow from the target: embeddings and output matrix.
+
+Every tensor is asked for by name and shape and none may be left over, so a head in another layout or for another
+model is refused before a request meets it. Pickles are only ever opened with `weights_only=True`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.errors import DrafterMismatch, ModelError
+
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+
+
+class Checkpoint:
+    """A directory with `config.json` and one file of tensors, taken out by name until none is left.
+
+    method: what to train instead, for the fix in each message (`talon train <method>`).
+    """
+
+    def __init__(self, path: str, method: str, files: Sequence[str] = WEIGHT_FILES):
+        self.path, self.method = path, method
+        folder = find_folder(path, "drafter.path")
+        self.config = read_config(folder, "drafter.path")
+        found = [folder / name for name in files if (folder / name).is_file()]
+        if not found:
+            raise self.error(f"has none of {', '.join(files)}")
+        self.tensors = read_tensors(found[0], "drafter.path")
+
+    def number(self, key: str, default: int | None = None) -> int:
+        """A size or count from the config."""
+        value = self.config.get(key, default)
+        if not isinstance(value, int) or value < 1:
+            raise self.error(f"config.json: {key}={value!r} is not a positive count")
+        return value
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """The tensor `name`, which must have `shape`."""
+        if name not in self.tensors:
+            raise self.error(f"tensor {name} is missing")
+        tensor = self.tensors.pop(name)
+        if tuple(tensor.shape) != shape:
+            raise self.error(f"tensor {name} has shape {list(tensor.shape)}, not {list(shape)}")
+        return tensor
+
+    def take_optional(self, name: str, *shape: int) -> Tensor | None:
+        return self.take(name, *shape) if name in self.tensors else None
+
+    def ignore(self, suffix: str) -> None:
+        """Drop tensors that published files carry but that hold no weights, such as cached rotary frequencies."""
+        self.tensors = {name: tensor for name, tensor in self.tensors.items() if not name.endswith(suffix)}
+
+    def finish(self) -> None:
+        """Refuse what was not taken: a head with more in it than was read would draft wrongly."""
+        if self.tensors:
+            raise self.error(f"tensor {min(self.tensors)} is not part of the {self.method} layout")
+
+    def match(self, what: str, mine: int, target: int) -> None:
+        if mine != target:
+            raise DrafterMismatch(
+                f"drafter {what} {mine} != target {what} {target} (drafter.path={self.path}): "
+                f'train a head for this target with "talon train {self.method}"'
+            )
+
+    def error(self, problem: str) -> ModelError:
+        return ModelError(
+            f"drafter.path={self.path}: {problem}: give a checkpoint in the public {self.method} layout, "
+            f'or train one with "talon train {self.method}"'
+        )
+
+
+@dataclass(frozen=True)
+class TargetWeights:
+    """What a head borrows. embedding: [vocab, hidden]. lm_head: [vocab, hidden], the embedding itself where tied."""
+
+    embedding: Tensor
+    lm_head: Tensor
+    layers: int
+
+    @property
+    def vocab_size(self) -> int:
+        return self.embedding.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.embedding.shape[1]
+
+    @classmethod
+    def read(cls, path: str) -> TargetWeights:
+        """Read the two tensors, and only those, from the target's (possibly sharded) files."""
+        folder = find_folder(path, "model")
+        config = read_config(folder, "model")
+        config = config.get("text_config", config)
+        embedding = _find_tensor(folder, path, "embed_tokens.weight")
+        lm_head = _find_tensor(folder, path, "lm_head.weight")
+        if embedding is None:
+            raise ModelError(f"model={path}: no tensor named *embed_tokens.weight; draft heads need its embeddings")
+        if lm_head is None and not config.get("tie_word_embeddings", False):
+            raise ModelError(f"model={path}: no tensor named lm_head.weight; the directory is incomplete, copy it again")
+        return cls(embedding, embedding if lm_head is None else lm_head, int(config["num_hidden_layers"]))
+
+
+def find_folder(path: str, field: str) -> Path:
+    """The directory itself, or the cached snapshot of a hub id."""
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        return Path(snapshot_download(path, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError):
+        raise ModelError(
+            f'{field}={path}: no such directory, and not in the hub cache: check the path or run "hf download {path}"'
+        ) from None
+
+
+def read_config(folder: Path, field: str) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{field}={folder}: config.json cannot be read ({error}): copy the directory again") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{field}={folder}: config.json does not hold an object: copy the directory again")
+    return config
+
+
+def read_tensors(file: Path, field: str) -> dict[str, Tensor]:
+    """All tensors of a .safetensors file or of a pickle that holds nothing but tensors."""
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as opened:
+                return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+        tensors = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, ValueError, EOFError, SafetensorError) as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"{field}={file}: cannot be read ({first}): copy the file again") from None
+    except Exception as error:  # noqa: BLE001 (pickle raises whatever its opcodes run into)
+        raise ModelError(
+            f"{field}={file}: is not a plain file of tensors ({type(error).__name__}): convert it to safetensors"
+        ) from None
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise ModelError(f"{field}={file}: holds more than named tensors: convert it to safetensors")
+    return tensors
+
+
+def _find_tensor(folder: Path, path: str, suffix: str) -> Tensor | None:
+    """The one tensor whose name ends in `suffix`."""
+    for index in sorted(folder.glob("*.index.json")):
+        for name, file in json.loads(index.read_text(encoding="utf8"))["weight_map"].items():
+            if name.endswith(suffix):
+                return _read_one(folder / file, name)
+        return None
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    if not files:
+        raise ModelError(f"model={path}: no safetensors or pytorch_model.bin in this directory: copy it again")
+    for file in files:
+        if (tensor := _read_one(file, suffix)) is not None:
+            return tensor
+    return None
+
+
+def _read_one(file: Path, suffix: str) -> Tensor | None:
+    if file.suffix != ".safetensors":
+        tensors = read_tensors(file, "model")
+        return next((tensor for name, tensor in tensors.items() if name.endswith(suffix)), None)
+    try:
+        with safe_open(file, framework="pt") as opened:
+            name = next((name for name in opened.keys() if name.endswith(suffix)), None)  # noqa: SIM118
+            return None if name is None else opened.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"model={file}: cannot be read ({error}): copy the file again") from None

@@ -1,0 +1,63 @@
+"""EAGLE-1 and EAGLE-2 (arXiv 2401.15077, 2406.16858): the same head, drafting a static or a dynamic tree.
+
+Public layout: `embed_tokens.weight`, `fc.weight` [h, 2h] (+ `fc.bias`) over [embedding, last hidden state], and one
+Llama layer `layers.0.*` without input norm. The target's own lm_head gives the logits. Heads trained here leave out
+`embed_tokens.weight`, a frozen copy of the target's; `"target_embeddings": true` in their config says so.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drafters.checkpoint import Checkpoint, TargetWeights
+from drafters.feature_session import FeatureHead
+from drafters.layers import DecoderLayer, KVCache, Linear, draft_dtype, llama_config
+
+
+class EagleHead(FeatureHead):
+    """Predicts the target's last hidden state (after its final norm) from the one before and the token between."""
+
+    def __init__(self, checkpoint: Checkpoint, target: TargetWeights, device: torch.device):
+        self.device, self.dtype = device, draft_dtype(device)
+        config = llama_config(checkpoint.config, checkpoint.path)
+        self.hidden_size = hidden = config.hidden_size
+        checkpoint.match("hidden size", hidden, target.hidden_size)
+        checkpoint.match("vocabulary", checkpoint.number("vocab_size", target.vocab_size), target.vocab_size)
+        self.feature_layers = (target.layers,)
+        self.target_ids = torch.arange(target.vocab_size, device=device)
+        embedding = target.embedding
+        if not checkpoint.config.get("target_embeddings", False):
+            embedding = checkpoint.take("embed_tokens.weight", target.vocab_size, hidden)
+        self.embedding = embedding.to(device, self.dtype)
+        bias = checkpoint.take("fc.bias", hidden) if checkpoint.config.get("bias", True) else None
+        self.fc = Linear(
+            checkpoint.take("fc.weight", hidden, 2 * hidden).to(device, self.dtype),
+            None if bias is None else bias.to(device, self.dtype),
+        )
+        self.layer = DecoderLayer(
+            config, lambda name, *shape: checkpoint.take(f"layers.0.{name}", *shape), hidden, device, self.dtype
+        )
+        self.lm_head = Linear(target.lm_head.to(device, self.dtype))
+        checkpoint.ignore("rotary_emb.inv_freq")
+        checkpoint.finish()
+
+    @classmethod
+    def load(cls, path: str, target: TargetWeights, device: str = "cpu") -> EagleHead:
+        return cls(Checkpoint(path, "eagle"), target, torch.device(device))
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return features[:, 0]
+
+    def forward(
+        self, features: Tensor, tokens: Tensor, positions: Tensor, cache: KVCache, start: int, mask: Tensor | None
+    ) -> Tensor:
+        x = self.fc(torch.cat([F.embedding(tokens, self.embedding), features], dim=-1))
+        return self.layer(x, x, positions, cache, start, mask)
+
+    def logits(self, features: Tensor) -> Tensor:
+        return self.lm_head(features)
+
+    def new_cache(self, capacity: int) -> KVCache:
+        return KVCache(self.layer, capacity)

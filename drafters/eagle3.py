@@ -1,0 +1,94 @@
+"""EAGLE-3 (arXiv 2503.01840): three of the target's hidden states fused, an output matrix of its own, and a vocabulary
+of the tokens that occur most.
+
+Public layout: `fc.weight` [h, 3 * target hidden]; `midlayer.*`, a Llama layer whose attention reads the normalised
+embedding and feature, concatenated; `norm.weight`; `lm_head.weight` [draft_vocab, h]; `d2t` [draft_vocab], what to add
+to a draft id to get the target's; `t2d` [vocab], which target ids have one. Embeddings are the target's, unless the
+file has its own.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drafters.checkpoint import Checkpoint, TargetWeights
+from drafters.feature_session import FeatureHead
+from drafters.layers import DecoderLayer, KVCache, Linear, RMSNorm, draft_dtype, llama_config
+from engine.errors import DrafterMismatch
+
+
+def fused_layers(layers: int) -> tuple[int, int, int]:
+    """The hidden states EAGLE-3 reads: those entering layers 2, L // 2 and L - 3."""
+    return (2, layers // 2, layers - 3)
+
+
+class Eagle3Head(FeatureHead):
+    """The layer's output before `norm` is the next feature of the same kind that `fuse` makes of true ones."""
+
+    def __init__(self, checkpoint: Checkpoint, target: TargetWeights, device: torch.device):
+        self.device, self.dtype = device, draft_dtype(device)
+        config = llama_config(checkpoint.config, checkpoint.path)
+        self.hidden_size = hidden = config.hidden_size
+        target_hidden = checkpoint.number("target_hidden_size", hidden)
+        vocab = checkpoint.number("draft_vocab_size", target.vocab_size)
+        checkpoint.match("hidden size", target_hidden, target.hidden_size)
+        checkpoint.match("vocabulary", checkpoint.number("vocab_size", target.vocab_size), target.vocab_size)
+        self.feature_layers = fused_layers(target.layers)
+        if self.feature_layers[-1] < 1:
+            raise DrafterMismatch(
+                f"target has {target.layers} layers, EAGLE-3 reads layer {self.feature_layers[-1]} (L - 3) "
+                f'(drafter.path={checkpoint.path}): use a deeper target, or "talon train eagle"'
+            )
+
+        def take(name: str, *shape: int) -> Tensor:
+            return checkpoint.take(name, *shape).to(device, self.dtype)
+
+        own = checkpoint.take_optional("embed_tokens.weight", target.vocab_size, hidden)
+        if own is None:
+            checkpoint.match("embedding size", hidden, target.hidden_size)
+        self.embedding = (target.embedding if own is None else own).to(device, self.dtype)
+        self.target_ids = self._target_ids(checkpoint, vocab, target.vocab_size).to(device)
+        self.fc = Linear(take("fc.weight", hidden, 3 * target_hidden))
+        self.embedding_norm = RMSNorm(take("midlayer.input_layernorm.weight", hidden), config.rms_norm_eps)
+        self.feature_norm = RMSNorm(take("midlayer.hidden_norm.weight", hidden), config.rms_norm_eps)
+        self.layer = DecoderLayer(
+            config, lambda name, *shape: checkpoint.take(f"midlayer.{name}", *shape), 2 * hidden, device, self.dtype
+        )
+        self.norm = RMSNorm(take("norm.weight", hidden), config.rms_norm_eps)
+        self.lm_head = Linear(take("lm_head.weight", vocab, hidden))
+        checkpoint.ignore("rotary_emb.inv_freq")
+        checkpoint.finish()
+
+    @classmethod
+    def load(cls, path: str, target: TargetWeights, device: str = "cpu") -> Eagle3Head:
+        return cls(Checkpoint(path, "eagle3"), target, torch.device(device))
+
+    @staticmethod
+    def _target_ids(checkpoint: Checkpoint, draft_vocab: int, vocab: int) -> Tensor:
+        """[draft_vocab] int64 from the offsets in `d2t`, checked against `t2d`."""
+        if draft_vocab == vocab and "d2t" not in checkpoint.tensors:
+            return torch.arange(vocab)
+        ids = checkpoint.take("d2t", draft_vocab).long() + torch.arange(draft_vocab)
+        drafted = checkpoint.take("t2d", vocab).bool()
+        inside = bool(((ids >= 0) & (ids < vocab)).all())
+        if not inside or len(set(ids.tolist())) != draft_vocab or int(drafted.sum()) != draft_vocab or not drafted[ids].all():
+            raise checkpoint.error("tensors d2t and t2d do not describe the same tokens")
+        return ids
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return self.fc(features.flatten(1))
+
+    def forward(
+        self, features: Tensor, tokens: Tensor, positions: Tensor, cache: KVCache, start: int, mask: Tensor | None
+    ) -> Tensor:
+        embedding = self.embedding_norm(F.embedding(tokens, self.embedding))
+        x = torch.cat([embedding, self.feature_norm(features)], dim=-1)
+        return self.layer(x, features, positions, cache, start, mask)
+
+    def logits(self, features: Tensor) -> Tensor:
+        return self.lm_head(self.norm(features))
+
+    def new_cache(self, capacity: int) -> KVCache:
+        return KVCache(self.layer, capacity)

@@ -1,0 +1,121 @@
+"""The session of heads that draft by predicting the target's next feature (the EAGLE family).
+
+The feature f[i] of text position i is paired with the token t[i + 1] behind it; one layer turns the pair into a guess
+at f[i + 1], from which the next token's logits come. Pairs with the target's true features fill the first cache
+slots; pairs of drafted nodes, whose features are the head's own guesses, come behind them and are dropped at the next
+sync. A layer of the tree is one forward: a mask lets each node see the text and its ancestors.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from drafters.head import Head, Session
+from drafters.layers import KVCache, causal_mask
+
+_SYNC_CHUNK = 512  # rows of one forward over a long prompt, which bounds the mask's size
+
+
+class FeatureHead(Head):
+    """What the EAGLE heads have in common: everything but the layer itself."""
+
+    hidden_size: int
+    dtype: torch.dtype
+
+    @abstractmethod
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's true features [n, layers, hidden] as the head's own kind, [n, hidden_size]."""
+
+    @abstractmethod
+    def forward(
+        self, features: Tensor, tokens: Tensor, positions: Tensor, cache: KVCache, start: int, mask: Tensor | None
+    ) -> Tensor:
+        """Guess the features behind (feature, token) pairs, which take the cache slots from `start` on: [n, hidden_size]."""
+
+    @abstractmethod
+    def logits(self, features: Tensor) -> Tensor:
+        """[n, hidden_size] -> [n, draft_vocab]."""
+
+    @abstractmethod
+    def new_cache(self, capacity: int) -> KVCache:
+        """A cache of the head's layer."""
+
+    def open(self, text: int, scratch: int) -> FeatureSession:
+        return FeatureSession(self, text, scratch)
+
+
+class FeatureSession(Session):
+    """One request of a `FeatureHead`; node n > 0 occupies the cache slot `slots + n - 1`."""
+
+    def __init__(self, head: FeatureHead, text: int, scratch: int):
+        self.head, self.scratch = head, scratch
+        self.cache = head.new_cache(text + scratch)
+        self.slots = 0  # cache slots that hold true features
+        self.nodes = 1
+        # per node: its predicted feature, the position its pair stands at, and the drafted nodes it may attend to
+        self.features = torch.empty(scratch + 1, head.hidden_size, device=head.device, dtype=head.dtype)
+        self.positions = [0] * (scratch + 1)
+        self.visible = torch.zeros(scratch + 1, scratch, dtype=torch.bool)
+        self._pending: list[tuple[int, Tensor, list[int]]] = []
+        self._root_logits: Tensor | None = None
+
+    def commit(self, start: int, features: Tensor, tokens: list[int]) -> None:
+        # computed when first needed: a verdict whose next tree is ready already must not wait for it
+        self._pending.append((start, features, tokens))
+        self.synced = start + len(tokens)
+        self.nodes, self._root_logits = 1, None
+
+    def root(self) -> Tensor:
+        for start, features, tokens in self._pending:
+            for at in range(0, len(tokens), _SYNC_CHUNK):
+                self._sync(start + at, features[at : at + _SYNC_CHUNK], tokens[at : at + _SYNC_CHUNK])
+        self._pending.clear()
+        if self._root_logits is None:
+            self._root_logits = self.head.logits(self.features[:1])
+        return self._root_logits
+
+    def extend(self, parents: list[int], tokens: list[int]) -> tuple[list[int], Tensor]:
+        n, first, head = len(tokens), self.nodes, self.head
+        nodes = list(range(first, first + n))
+        for node, parent in zip(nodes, parents, strict=True):
+            self.positions[node] = self.positions[parent] + 1
+        rows = torch.tensor(parents)
+        visible = self.visible[first : first + n]
+        visible.copy_(self.visible[rows])
+        visible[:, first - 1 : first - 1 + n].fill_diagonal_(True)
+        mask = torch.ones(n, self.slots + first - 1 + n, dtype=torch.bool)
+        mask[:, self.slots :] = visible[:, : first - 1 + n]
+        features = head.forward(
+            self.features[rows],
+            torch.tensor(tokens, device=head.device),
+            torch.tensor(self.positions[first : first + n], device=head.device),
+            self.cache,
+            self.slots + first - 1,
+            mask.to(head.device),
+        )
+        self.features[first : first + n] = features
+        self.nodes += n
+        return nodes, head.logits(features)
+
+    def room(self) -> int:
+        return self.scratch - (self.nodes - 1)
+
+    def clear(self) -> None:
+        self.nodes = 1
+
+    def _sync(self, start: int, features: Tensor, tokens: list[int]) -> None:
+        """Pairs with true features for the positions from `start` on."""
+        n, head = len(tokens), self.head
+        guessed = head.forward(
+            head.fuse(features.to(head.dtype)),
+            torch.tensor(tokens, device=head.device),
+            torch.arange(start, start + n, device=head.device),
+            self.cache,
+            self.slots,
+            causal_mask(n, self.slots, head.device) if n > 1 else None,
+        )
+        self.slots += n
+        self.features[0], self.positions[0] = guessed[-1], start + n - 1

@@ -1,0 +1,207 @@
+"""Draft heads as drafters: a head predicts, a growth policy decides what the tree gets, this module joins the two.
+
+A `Head` holds weights and opens one `Session` per request. A session's nodes form a trie below the last synced token,
+so the tree of a round, and of any outcome the engine asks about, reuse what has been computed for their common paths.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from drafters.base import Drafter, Verdict
+from drafters.growth import Candidates, Frontier, Policy
+from drafters.ranking import Ranking
+from engine.sampling import SamplingParams
+from engine.tree import TokenTree
+
+_SCRATCH = 256  # drafted nodes a request can hold at least
+
+
+class Session(ABC):
+    """One request's state in a head. Node 0 is the last synced token; other nodes are drafted below it.
+
+    synced: features have been committed for this many positions of the text; the token at that index is node 0.
+    Before the first commit it is 0 and there is no node. depth_limit: nodes this deep predict nothing.
+    """
+
+    synced: int = 0
+    depth_limit: int | None = None
+
+    @abstractmethod
+    def commit(self, start: int, features: Tensor, tokens: list[int]) -> None:
+        """True features [m, layers, hidden] of the text's positions from `start` on; tokens: the m that follow them.
+
+        Drops all drafted nodes. `start` is `synced` unless features got lost in between; then the head does without.
+        """
+
+    @abstractmethod
+    def root(self) -> Tensor:
+        """Node 0's logits, [1, draft_vocab]."""
+
+    @abstractmethod
+    def extend(self, parents: list[int], tokens: list[int]) -> tuple[list[int], Tensor]:
+        """New nodes below known ones, in one forward: their ids and logits, [n, draft_vocab] (or [1, ...] for all)."""
+
+    @abstractmethod
+    def room(self) -> int:
+        """How many more nodes can be drafted."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Drop all nodes but node 0."""
+
+
+class Head(ABC):
+    """Weights that predict a target's next tokens from its hidden states.
+
+    feature_layers: as `Drafter.feature_layers`. target_ids: [draft_vocab] int64, the target's id of each output.
+    """
+
+    feature_layers: tuple[int, ...]
+    target_ids: Tensor
+    device: torch.device
+
+    @abstractmethod
+    def open(self, text: int, scratch: int) -> Session:
+        """A session for a text of at most `text` tokens with room for `scratch` drafted nodes."""
+
+
+@dataclass
+class _Request:
+    text: list[int]
+    session: Session
+    ranking: Ranking
+    child: dict[tuple[int, int], int] = field(default_factory=dict)
+    depth: dict[int, int] = field(default_factory=lambda: {0: 0})
+    seen: dict[int, tuple[list[int], list[float]]] = field(default_factory=dict)
+
+    def forget_nodes(self) -> None:
+        self.child, self.depth, self.seen = {}, {0: 0}, {}
+
+
+class HeadDrafter(Drafter):
+    """Drafts with a head and a growth policy. source: the bit that marks its nodes; shared_noise: see `Ranking`."""
+
+    def __init__(self, head: Head, policy: Policy, source: int = 1, shared_noise: bool = True):
+        self.head, self.policy, self.source, self.shared_noise = head, policy, source, shared_noise
+        self.feature_layers = head.feature_layers
+        self._requests: dict[int, _Request] = {}
+
+    def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
+        scratch = max(_SCRATCH, 2 * self.policy.max_expansions)
+        self._requests[request] = _Request(
+            list(prompt),
+            self.head.open(len(prompt) + sampling.max_tokens + 1, scratch),
+            Ranking(sampling, self.head.target_ids, self.policy.top_k, self.shared_noise),
+        )
+
+    def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:
+        return self.propose_many(request, [continuation])[0]
+
+    @torch.inference_mode()
+    def propose_many(self, request: int, continuations: Sequence[Sequence[int]]) -> list[TokenTree]:
+        """One tree per possible continuation, grown in the same forward passes as far as there is room for all."""
+        state = self._requests[request]
+        # tokens behind node 0 whose features have not come (yet): drafted like the continuation, with stand-ins
+        unsynced = state.text[state.session.synced + 1 :] if state.session.synced else []
+        paths = [[*unsynced, *continuation] for continuation in continuations]
+        trees: list[TokenTree] = []
+        while len(trees) < len(paths):
+            group = self._fitting(state, paths[len(trees) :])
+            if not state.session.synced or not group:  # nothing to draft from, or no room for even one
+                trees.append(TokenTree.root_only([*state.text, *continuations[len(trees)]][-1]))
+                continue
+            roots = self._descend(state, group)
+            tokens = [(path or state.text)[-1] for path in group]
+            trees += self._grow(state, roots, tokens)
+        return trees
+
+    def observe(self, request: int, verdict: Verdict) -> None:
+        state = self._requests[request]
+        state.text += verdict.tokens
+        if verdict.features is None or not len(verdict.features):
+            return
+        start = len(state.text) - 1 - len(verdict.features)
+        known = max(0, state.session.synced - start)
+        features = torch.from_numpy(verdict.features[known:]).to(self.head.device)
+        state.session.commit(start + known, features, state.text[start + known + 1 :])
+        state.forget_nodes()
+
+    def finish(self, request: int) -> None:
+        self._requests.pop(request, None)
+
+    def _fitting(self, state: _Request, paths: list[list[int]]) -> list[list[int]]:
+        """The first of `paths` whose trees are sure to fit into the session's room, which is cleared if it is short."""
+        needs = [len(path) + self.policy.max_expansions for path in paths]
+        if state.session.room() < needs[0]:
+            state.session.clear()
+            state.forget_nodes()
+        room, fitting = state.session.room(), 0
+        while fitting < len(paths) and needs[fitting] <= room:
+            room -= needs[fitting]
+            fitting += 1
+        return paths[:fitting]
+
+    def _descend(self, state: _Request, paths: list[list[int]]) -> list[int]:
+        """The node at the end of each path, drafted where the request has not been there before."""
+        if 0 not in state.seen:
+            self._note(state, [0], state.session.root())
+        nodes = [0] * len(paths)
+        for level in range(max(map(len, paths))):
+            going = [row for row, path in enumerate(paths) if len(path) > level]
+            reached = self._nodes(state, [(nodes[row], paths[row][level]) for row in going])
+            for row, node in zip(going, reached, strict=True):
+                nodes[row] = node
+        return nodes
+
+    def _grow(self, state: _Request, roots: list[int], tokens: list[int]) -> list[TokenTree]:
+        """Run one growth per root in lockstep: each turn expands all their frontiers in one forward."""
+        growths = [self.policy.steps(token, self.source) for token in tokens]
+        known = [{0: root} for root in roots]  # per growth: index in its tree -> node of the session
+        frontiers: dict[int, Frontier] = {row: next(growth) for row, growth in enumerate(growths)}
+        trees: dict[int, TokenTree] = {}
+        while frontiers:
+            pairs, owners = [], []
+            for row, frontier in frontiers.items():
+                for node, parent, token in zip(frontier.nodes, frontier.parents, frontier.tokens, strict=True):
+                    if node not in known[row]:
+                        pairs.append((known[row][parent], token))
+                        owners.append((row, node))
+            for (row, node), handle in zip(owners, self._nodes(state, pairs), strict=True):
+                known[row][node] = handle
+            for row, frontier in list(frontiers.items()):
+                seen = [state.seen[known[row][node]] for node in frontier.nodes]
+                try:
+                    frontiers[row] = growths[row].send(Candidates([s[0] for s in seen], [s[1] for s in seen]))
+                except StopIteration as end:
+                    trees[row] = end.value
+                    del frontiers[row]
+        return [trees[row] for row in range(len(roots))]
+
+    def _nodes(self, state: _Request, pairs: list[tuple[int, int]]) -> list[int]:
+        """The nodes of (parent, token) pairs; those not yet drafted are, in one forward."""
+        limit = state.session.depth_limit
+        new = [pair for pair in dict.fromkeys(pairs) if pair not in state.child]
+        blind = [pair for pair in new if limit is not None and state.depth[pair[0]] + 1 >= limit]
+        for pair in blind:
+            node = state.child[pair] = -1 - len(state.child)
+            state.depth[node], state.seen[node] = state.depth[pair[0]] + 1, ([], [])
+        if new := [pair for pair in new if pair not in state.child]:
+            nodes, logits = state.session.extend([parent for parent, _ in new], [token for _, token in new])
+            for pair, node in zip(new, nodes, strict=True):
+                state.child[pair], state.depth[node] = node, state.depth[pair[0]] + 1
+            self._note(state, nodes, logits)
+        return [state.child[pair] for pair in pairs]
+
+    def _note(self, state: _Request, nodes: list[int], logits: Tensor) -> None:
+        """Remember what the head sees behind each node."""
+        positions = [state.session.synced + 1 + state.depth[node] for node in nodes[: len(logits)]]
+        seen = state.ranking(logits, positions)
+        for row, node in enumerate(nodes):
+            row = row if len(logits) > 1 else 0
+            state.seen[node] = (seen.tokens[row], seen.chance[row])
