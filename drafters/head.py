@@ -15,7 +15,7 @@ from torch import Tensor
 
 from drafters.base import Drafter, Verdict
 from drafters.growth import Candidates, Frontier, Policy
-from drafters.ranking import Ranking
+from drafters.ranking import ErrorScale, Ranking
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
 
@@ -90,6 +90,7 @@ class HeadDrafter(Drafter):
     def __init__(self, head: Head, policy: Policy, source: int = 1, shared_noise: bool = True):
         self.head, self.policy, self.source, self.shared_noise = head, policy, source, shared_noise
         self.feature_layers = head.feature_layers
+        self.error = ErrorScale()
         self._requests: dict[int, _Request] = {}
 
     def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
@@ -97,7 +98,7 @@ class HeadDrafter(Drafter):
         self._requests[request] = _Request(
             list(prompt),
             self.head.open(len(prompt) + sampling.max_tokens + 1, scratch),
-            Ranking(sampling, self.head.target_ids, self.policy.top_k, self.shared_noise),
+            Ranking(sampling, self.head.target_ids, self.policy.top_k, self.shared_noise, self.error),
         )
 
     def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:
@@ -121,8 +122,11 @@ class HeadDrafter(Drafter):
             trees += self._grow(state, roots, tokens)
         return trees
 
+    @torch.inference_mode()
     def observe(self, request: int, verdict: Verdict) -> None:
         state = self._requests[request]
+        if 0 in state.seen and state.session.synced == len(state.text) - 1:
+            state.ranking.learn(state.session.root(), len(state.text), verdict.tokens[0])
         state.text += verdict.tokens
         if verdict.features is None or not len(verdict.features):
             return

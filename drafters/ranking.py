@@ -4,15 +4,19 @@ At temperature 0 that is the head's softmax. At T > 0 the target's draw is argma
 with noise g that a drafter can compute too. Its logits being close to z, the best guess at the draw is the largest
 s = log q / T + g, not the largest q.
 
-How likely is that guess right? The target's z / T differs from the head's by an error the head does not know. If the
-errors of the tokens were independent Gumbel variables of scale b, token i would win with probability softmax(s / b)_i
-(the Gumbel-max rule once more). So `chance` is that softmax: it is near 1 where the noise has settled the draw by more
-than the head's usual error, spread out where it has not, and sums to one over the vocabulary. Ranked by log q alone
-it would be softmax(log q / T), which does not know the noise, says too little where the noise agrees with q and too
-much where it does not. Both are raw scores: `drafters.calibration` maps them to observed acceptance.
+How likely is that guess right? The target's logits differ from the head's by an error the head does not know. If the
+errors of the tokens were independent Gumbel variables of scale b, token i would win with probability
+softmax(s * T / b)_i (the Gumbel-max rule once more). So `chance` is that softmax: near 1 where the noise has settled
+the draw by more than the head's usual error, spread out where it has not, and it sums to one over the vocabulary. The
+scale b belongs to the head, not to the request; `ErrorScale` learns it from the draws that verdicts report, one step
+of gradient descent on their log loss each. Without the noise `chance` is softmax(log q / T).
+
+Both are raw scores: `drafters.calibration` maps them to observed acceptance.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -21,37 +25,76 @@ from drafters.growth import Candidates
 from engine.noise import gumbel
 from engine.sampling import SamplingParams
 
-ERROR_SCALE = 0.6  # b at T = 1; least log loss for a head whose logits miss the target's by a unit normal error
 _KEPT_POSITIONS = 64
+
+
+class ErrorScale:
+    """How far a head's logits usually miss the target's: b, in logits.
+
+    0.6 has the least log loss for a head that misses by a unit normal error, 0.3 for half of that, 0.8 for 1.5
+    (simulated, 8,192 tokens, T from 0.5 to 1).
+    """
+
+    def __init__(self, value: float = 0.6):
+        self.value = value
+
+    def learn(self, surprise: float) -> None:
+        """surprise: how far the drawn token's s * T lay below what was expected of it, in units of b."""
+        self.value *= math.exp(max(-0.1, min(0.1, 0.05 * surprise)))
+        self.value = max(0.05, min(5.0, self.value))
 
 
 class Ranking:
     """Ranks one request's candidates.
 
     target_ids: [draft_vocab] int64, the target's ids of the head's outputs. shared_noise: whether to use the noise of
-    the target's own draw. top_k: candidates per node.
+    the target's own draw. top_k: candidates per node. error: the head's, shared by its requests.
     """
 
-    def __init__(self, sampling: SamplingParams, target_ids: Tensor, top_k: int, shared_noise: bool = True):
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        target_ids: Tensor,
+        top_k: int,
+        shared_noise: bool = True,
+        error: ErrorScale | None = None,
+    ):
         self.sampling, self.target_ids, self.shared_noise = sampling, target_ids, shared_noise
+        self.error = error or ErrorScale()
         self.top_k = min(top_k, len(target_ids))
         self.same_ids = bool((target_ids == torch.arange(len(target_ids), device=target_ids.device)).all())
         self._noise: dict[int, Tensor] = {}
 
     def __call__(self, logits: Tensor, positions: list[int]) -> Candidates:
         """logits: [n, draft_vocab]; positions: [n], the absolute position of the token each row predicts."""
-        scores = logits.float()
-        temperature = self.sampling.temperature
-        if temperature > 0:
-            scores = self._truncate(scores / temperature)
-            if self.shared_noise:
-                scores = (scores + self._noise_at(positions)) / (ERROR_SCALE * max(1.0, 1 / temperature))
+        scores = self._scores(logits, positions)
         best = scores.topk(self.top_k)
         # one pass over the vocabulary: the maximum is known from the top, so logsumexp need not look for it
         peak = best.values[:, :1]
         chance = (best.values - peak).exp() / (scores - peak).exp().sum(-1, keepdim=True)
         tokens = best.indices if self.same_ids else self.target_ids[best.indices]
         return Candidates(tokens.tolist(), chance.clamp(max=1.0).tolist())
+
+    def learn(self, logits: Tensor, position: int, drawn: int) -> None:
+        """The target drew the token `drawn` at `position`, of which the head said `logits` [1, draft_vocab]."""
+        if self.sampling.temperature == 0 or not self.shared_noise:
+            return
+        place = torch.nonzero(self.target_ids == drawn).flatten()
+        scores = self._scores(logits, [position])[0]
+        if len(place) and scores[place[0]] > -torch.inf:
+            chance = scores.softmax(-1)
+            expected = (chance * scores.clamp(min=-1e9)).sum()
+            self.error.learn(float(expected - scores[place[0]]))
+
+    def _scores(self, logits: Tensor, positions: list[int]) -> Tensor:
+        """[n, draft_vocab]: candidates are ranked by it, and its softmax is their chance."""
+        scores, temperature = logits.float(), self.sampling.temperature
+        if temperature == 0:
+            return scores
+        scores = self._truncate(scores / temperature)
+        if self.shared_noise:
+            scores = (scores + self._noise_at(positions)) * (temperature / self.error.value)
+        return scores
 
     def _truncate(self, scores: Tensor) -> Tensor:
         """The head's guess at which tokens the request's top-k, top-p and min-p leave to draw from."""
