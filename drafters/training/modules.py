@@ -1,0 +1,277 @@
+"""The heads as they train: plain modules whose state dict is the public checkpoint layout.
+
+All share one indexing. Row i of a sequence stands for the text up to token t[i + 1]: the target's feature f[i] and the
+token behind it. Draft step k of row i has seen the tokens up to t[i + 1 + k] and predicts t[i + 2 + k].
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from drafters.training.recipe import Recipe
+
+
+class HeadModule(nn.Module, ABC):
+    """A head under training. draft_ids: [draft_vocab] the target's id of each output; None, all in order."""
+
+    draft_ids: Tensor | None = None
+
+    @abstractmethod
+    def unroll(self, features: Tensor, embedded: Tensor, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Draft steps over whole sequences.
+
+        features: [batch, rows, layers, hidden], true. embedded: [batch, rows + steps, hidden], t[1:] as vectors.
+        Yields per step what is predicted behind every row: [batch, rows, h], and the feature that became of it.
+        """
+
+    @abstractmethod
+    def logits(self, states: Tensor, step: int) -> Tensor:
+        """[n, h] states of draft step `step` -> [n, draft_vocab]."""
+
+    @abstractmethod
+    def export(self) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+        """File name, config and tensors of the public layout."""
+
+
+class TreeAttention(nn.Module):
+    """Attention of training-time test: step k of row i sees the true rows up to i and its own earlier guesses."""
+
+    def __init__(self, config: LlamaConfig, inputs: int):
+        super().__init__()
+        self.heads: int = config.num_attention_heads
+        self.kv_heads: int = config.num_key_value_heads or self.heads
+        self.head_dim: int = config.head_dim or config.hidden_size // self.heads
+        self.q_proj = nn.Linear(inputs, self.heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(inputs, self.kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(inputs, self.kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
+        self.rotary = LlamaRotaryEmbedding(config)
+
+    def forward(self, x: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """x: [batch, rows, inputs] of step len(past); its keys and values are appended to `past`."""
+        batch, rows, _ = x.shape
+        step = len(past)
+        query, key, value = (
+            project(x).view(batch, rows, -1, self.head_dim).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        cos, sin = self.rotary(x, torch.arange(step, rows + step, device=x.device)[None])
+        query, key = apply_rotary_pos_emb(query, key, cos, sin)
+        groups = self.heads // self.kv_heads
+        past.append((key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)))
+        if step == 0:
+            attended = F.scaled_dot_product_attention(query, *past[0], is_causal=True)
+        else:
+            causal = torch.ones(rows, rows, dtype=torch.bool, device=x.device).tril()
+            true = (query @ past[0][0].transpose(2, 3)).masked_fill(~causal, -torch.inf)
+            own = torch.stack([(query * earlier).sum(-1) for earlier, _ in past[1:]], dim=-1)
+            weight = (torch.cat([true, own], dim=-1) * self.head_dim**-0.5).float().softmax(-1).to(x.dtype)
+            attended = weight[..., :rows] @ past[0][1].to(x.dtype)
+            for index, (_, earlier) in enumerate(past[1:]):
+                attended = attended + weight[..., rows + index, None] * earlier
+        return self.o_proj(attended.transpose(1, 2).reshape(batch, rows, -1))  # type: ignore[no-any-return]
+
+
+class DraftLayer(nn.Module):
+    """A Llama layer whose caller normalises the attention's input; extra norms carry their public names."""
+
+    def __init__(self, config: LlamaConfig, inputs: int, norms: tuple[str, ...] = ()):
+        super().__init__()
+        for name in norms:
+            self.add_module(name, LlamaRMSNorm(config.hidden_size, config.rms_norm_eps))
+        self.self_attn = TreeAttention(config, inputs)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = LlamaMLP(config)  # type: ignore[no-untyped-call]
+
+    def forward(self, x: Tensor, residual: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
+        x = residual + self.self_attn(x, past)
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+
+
+class EagleModule(HeadModule):
+    def __init__(self, config: LlamaConfig, target_head: Tensor):
+        super().__init__()
+        hidden = config.hidden_size
+        self.config = config
+        self.fc = nn.Linear(2 * hidden, hidden)
+        self.layers = nn.ModuleList([DraftLayer(config, hidden)])
+        self.register_buffer("target_head", target_head, persistent=False)
+
+    def unroll(self, features: Tensor, embedded: Tensor, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+        feature, past, rows = features[:, :, 0], [], features.shape[1]  # type: ignore[var-annotated]
+        for step in range(steps):
+            x = self.fc(torch.cat([embedded[:, step : step + rows], feature], dim=-1))
+            feature = self.layers[0](x, x, past)
+            yield feature, feature
+
+    def logits(self, states: Tensor, step: int) -> Tensor:
+        return states @ self.target_head.T.to(states.dtype)  # type: ignore[operator]
+
+    def export(self) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+        config = {**llama_values(self.config), "bias": True, "target_embeddings": True}
+        return "model.safetensors", config, dict(self.state_dict())
+
+
+class Eagle3Module(HeadModule):
+    def __init__(self, config: LlamaConfig, target_head: Tensor, draft_ids: Tensor):
+        super().__init__()
+        hidden = config.hidden_size
+        self.config, self.vocab_size = config, len(target_head)
+        self.fc = nn.Linear(3 * hidden, hidden, bias=False)
+        self.midlayer = DraftLayer(config, 2 * hidden, ("hidden_norm", "input_layernorm"))
+        self.norm = LlamaRMSNorm(hidden, config.rms_norm_eps)
+        self.lm_head = nn.Linear(hidden, len(draft_ids), bias=False)
+        self.lm_head.weight.data.copy_(target_head[draft_ids])
+        self.draft_ids = draft_ids
+
+    def unroll(self, features: Tensor, embedded: Tensor, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+        feature, past, rows = self.fc(features.flatten(2)), [], features.shape[1]  # type: ignore[var-annotated]
+        layer = self.midlayer
+        for step in range(steps):
+            token = layer.input_layernorm(embedded[:, step : step + rows])  # type: ignore[operator]
+            x = torch.cat([token, layer.hidden_norm(feature)], dim=-1)  # type: ignore[operator]
+            feature = layer(x, feature, past)
+            yield feature, feature
+
+    def logits(self, states: Tensor, step: int) -> Tensor:
+        return self.lm_head(self.norm(states))  # type: ignore[no-any-return]
+
+    def export(self) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+        assert self.draft_ids is not None
+        config = {**llama_values(self.config), "draft_vocab_size": len(self.draft_ids)}
+        ids = self.draft_ids.cpu()
+        maps = {
+            "d2t": ids - torch.arange(len(ids)),
+            "t2d": torch.zeros(self.vocab_size, dtype=torch.bool).index_fill(0, ids, True),
+        }
+        return "model.safetensors", config, {**self.state_dict(), **maps}
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(linear(x)), or res_connection(x) + ... where the input is wider; starts by passing its first part on."""
+
+    def __init__(self, hidden: int, parts: int = 1):
+        super().__init__()
+        self.linear = nn.Linear(parts * hidden, hidden)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+        self.res_connection: nn.Module = nn.Identity()
+        if parts > 1:
+            self.res_connection = nn.Linear(parts * hidden, hidden)
+            nn.init.eye_(self.res_connection.weight)
+            nn.init.zeros_(self.res_connection.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.res_connection(x) + F.silu(self.linear(x))  # type: ignore[no-any-return]
+
+
+class MedusaModule(HeadModule):
+    """Reads nothing but the feature; `wide` gives each head the embeddings drafted before it, which makes it Hydra."""
+
+    wide = False
+
+    def __init__(self, hidden: int, target_head: Tensor, recipe: Recipe):
+        super().__init__()
+        self.recipe, self.hidden, self.vocab_size = recipe, hidden, len(target_head)
+        first = [2 + i if self.wide else 1 for i in range(recipe.heads)]
+        self.blocks = nn.ModuleList(
+            nn.Sequential(ResidualBlock(hidden, parts), *(ResidualBlock(hidden) for _ in range(recipe.blocks - 1)))
+            for parts in first
+        )
+        self.outputs = nn.ModuleList()
+        self.register_buffer("target_head", target_head, persistent=False)
+        if not recipe.tie_lm_head:
+            for _ in range(recipe.heads):
+                self.outputs.append(nn.Linear(hidden, self.vocab_size, bias=False))
+                self.outputs[-1].weight.data.copy_(target_head)  # type: ignore[operator]
+
+    def unroll(self, features: Tensor, embedded: Tensor, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+        x, rows = features[:, :, 0], features.shape[1]
+        for step in range(min(steps, self.recipe.heads)):
+            if self.wide:
+                x = torch.cat([x, embedded[:, step : step + rows]], dim=-1)
+            state = self.blocks[step](x)
+            yield state, state
+
+    def logits(self, states: Tensor, step: int) -> Tensor:
+        if self.recipe.tie_lm_head:
+            return states @ self.target_head.T.to(states.dtype)  # type: ignore[operator]
+        return self.outputs[step](states)  # type: ignore[no-any-return]
+
+    def export(self) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+        config = {
+            "medusa_num_heads": self.recipe.heads,
+            "medusa_num_layers": self.recipe.blocks,
+            "hidden_size": self.hidden,
+            "vocab_size": self.vocab_size,
+            "tie_lm_head": self.recipe.tie_lm_head,
+        }
+        state = self.state_dict()
+        tensors = {name.removeprefix("blocks."): t for name, t in state.items() if name.startswith("blocks.")}
+        for i, output in enumerate(self.outputs):
+            tensors[f"{i}.{self.recipe.blocks}.weight"] = output.weight.data
+        return "medusa_lm_head.safetensors", config, tensors
+
+
+class HydraModule(MedusaModule):
+    """Teacher forced: head i reads the true tokens where drafting will have guesses."""
+
+    wide = True
+
+    def export(self) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+        config = {
+            "hydra_num_heads": self.recipe.heads,
+            "hydra_num_layers": self.recipe.blocks,
+            "hydra_head_arch": "mlp",
+            "grounded_heads": True,
+            "hidden_size": self.hidden,
+            "vocab_size": self.vocab_size,
+            "tie_lm_head": self.recipe.tie_lm_head,
+        }
+        tensors = {
+            name.replace("blocks.", "hydra_mlp.").replace("outputs.", "hydra_lm_head."): tensor
+            for name, tensor in self.state_dict().items()
+        }
+        return "hydra_lm_head.safetensors", config, tensors
+
+
+def build(recipe: Recipe, target: Any, draft_ids: Tensor) -> HeadModule:
+    """A fresh head for a loaded target, initialised from the recipe's seed."""
+    torch.manual_seed(recipe.seed)
+    config = target.config.get_text_config()
+    head = target.get_output_embeddings().weight.detach().float().cpu()
+    if recipe.method == "medusa":
+        return MedusaModule(config.hidden_size, head, recipe)
+    if recipe.method == "hydra":
+        return HydraModule(config.hidden_size, head, recipe)
+    heads = config.num_attention_heads
+    draft = LlamaConfig(
+        hidden_size=config.hidden_size,
+        intermediate_size=recipe.intermediate_size or config.intermediate_size,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.hidden_size // heads,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_position_embeddings,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_parameters=config.rope_parameters,
+    )
+    return EagleModule(draft, head) if recipe.method == "eagle" else Eagle3Module(draft, head, draft_ids)
+
+
+def llama_values(config: LlamaConfig) -> dict[str, Any]:
+    """What a head's config.json says of its layer."""
+    keys = (
+        "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+        "max_position_embeddings", "rms_norm_eps", "rope_parameters", "hidden_act",
+    )  # fmt: skip
+    return {"model_type": "llama", "num_hidden_layers": 1, **{key: getattr(config, key) for key in keys}}
