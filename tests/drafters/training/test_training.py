@@ -1,0 +1,304 @@
+"""Training: resumable answers and runs, checkpoints in the public layout, acceptance that rises, clear refusals."""
+
+from __future__ import annotations
+
+import errno
+import json
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from drafters.checkpoint import TargetWeights
+from drafters.eagle import EagleHead
+from drafters.eagle3 import Eagle3Head
+from drafters.feature_session import FeatureHead, FeatureSession
+from drafters.hydra import HydraHead
+from drafters.medusa import MedusaHead
+from drafters.training import answers as answers_module
+from drafters.training.answers import Example, answer
+from drafters.training.cli import app, export, train
+from drafters.training.modules import build
+from drafters.training.recipe import Recipe
+from drafters.training.trainer import Trainer, draft_vocabulary
+from engine.errors import ConfigError, ModelError
+from tests.drafters.conftest import LAYERS, LLAMA, VOCAB
+
+METHODS = ["eagle", "eagle3", "medusa", "hydra"]
+LOADERS = {"eagle": EagleHead, "eagle3": Eagle3Head, "medusa": MedusaHead, "hydra": HydraHead}
+SMALL: dict[str, Any] = {
+    "prompts": 12, "held_out": 4, "answer_tokens": 12, "answer_batch": 4, "length": 24, "steps": 6, "batch": 3,
+    "lr": 3e-3, "warmup": 2, "heads": 3, "blocks": 2, "unroll": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target with a tokenizer and a chat template."""
+    path = tmp_path_factory.mktemp("chatty")
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(LlamaConfig(**LLAMA, num_hidden_layers=LAYERS, tie_word_embeddings=True, eos_token_id=3))
+    for parameter in model.parameters():
+        parameter.data *= 4 if parameter.dim() == 2 else 1
+    model.save_pretrained(path)
+    words = {f"w{i}": i for i in range(VOCAB)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", eos_token="w3")
+    fast.chat_template = "{% for m in messages %}w1 {{ m['content'] }} w2{% endfor %}"
+    fast.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "prompts.jsonl.xz"
+    with lzma.open(path, "wt") as file:
+        for i in range(14):
+            file.write(json.dumps({"prompt": f"w{4 + i} w{5 + 2 * i} w{60 - i}", "completion": ""}) + "\n")
+    return path
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Callable[..., Path]:
+    def write(method: str, **changes: Any) -> Path:
+        path = tmp_path / f"{method}.yaml"
+        vocabulary = {"draft_vocab_size": 40} if method == "eagle3" else {}
+        path.write_text(json.dumps({"method": method, **SMALL, **vocabulary, **changes}))
+        return path
+
+    return write
+
+
+def weights(out: Path) -> dict[str, Tensor]:
+    state = torch.load(out / "training" / "state.pt", weights_only=True)
+    return state["module"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_trained_head_loads_from_the_public_layout(
+    method: str, chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    score = train(method, str(chatty), data, tmp_path / "head", recipe(method))
+    assert len(score.count) == (5 if method.startswith("eagle") else 3)
+    LOADERS[method].load(str(tmp_path / "head"), TargetWeights.read(str(chatty)))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_that_was_killed_and_resumed_ends_with_the_same_weights(
+    method: str,
+    chatty: Path,
+    data: Path,
+    recipe: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = recipe(method, feature_noise=0.1)
+    train(method, str(chatty), data, tmp_path / "whole", plan)
+    step, calls = Trainer.train_step, []
+
+    def dies(self: Trainer) -> Any:
+        calls.append(self.step)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return step(self)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Trainer, "train_step", dies)
+        train(method, str(chatty), data, tmp_path / "cut", plan, save_minutes=0)
+    train(method, str(chatty), data, tmp_path / "cut", plan, resume=True)
+    whole, cut = weights(tmp_path / "whole"), weights(tmp_path / "cut")
+    assert whole.keys() == cut.keys()
+    assert all(whole[name].equal(cut[name]) for name in whole)
+
+
+def test_answers_are_generated_once_and_a_cut_off_line_is_generated_again(
+    chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train("medusa", str(chatty), data, tmp_path / "one", recipe("medusa"))
+    [cache] = (tmp_path / "answers").iterdir()
+    complete = cache.read_bytes()
+    lines = complete.splitlines(keepends=True)
+    cache.write_bytes(b"".join(lines[:8]) + lines[8][:10])
+    generated = []
+    generate = answers_module._generate
+    monkeypatch.setattr(
+        answers_module, "_generate", lambda model, batch, *rest, **kw: generated.append(len(batch)) or generate(model, batch, *rest, **kw)
+    )
+    train("hydra", str(chatty), data, tmp_path / "two", recipe("hydra"))
+    assert generated == [4]  # one batch of the three
+    assert cache.read_bytes() == complete
+
+
+def test_a_batched_answer_is_the_targets_own_greedy_continuation(chatty: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(chatty)
+    plan = Recipe(method="medusa", answer_tokens=6, answer_batch=2, length=20)
+    prompts = [[1, 5, 6, 2], [1, 9, 2]]
+    for example, prompt in zip(answer(model, prompts, frozenset([3]), plan, tmp_path / "a"), prompts, strict=True):
+        tokens = list(prompt)
+        while len(tokens) < len(prompt) + 6 and (len(tokens) == len(prompt) or tokens[-1] != 3):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        assert example == Example(tokens, len(prompt))
+
+
+def copying_target() -> tuple[Any, list[Example]]:
+    """A target and texts that run through a fixed cycle of tokens: easy to foresee."""
+    torch.manual_seed(2)
+    model = LlamaForCausalLM(LlamaConfig(**LLAMA, num_hidden_layers=LAYERS, tie_word_embeddings=True)).eval()
+    model.requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    texts = torch.stack([(torch.arange(24) * 7 + start) % VOCAB for start in range(VOCAB)])
+    for step in range(120):
+        batch = texts[torch.randperm(VOCAB, generator=torch.Generator().manual_seed(step))[:16]]
+        model(batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.requires_grad_(False), [Example(text.tolist(), 4) for text in texts]
+
+
+@pytest.fixture(scope="module")
+def copying() -> tuple[Any, list[Example]]:
+    return copying_target()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_held_out_acceptance_rises_at_every_position(method: str, copying: tuple[Any, list[Example]]) -> None:
+    model, examples = copying
+    changes = {"steps": 150, "batch": 8, "held_out": 8, "unroll": 3, "warmup": 10, "logit_weight": 1.0}
+    plan = Recipe(method=method, **{**SMALL, **changes})  # type: ignore[arg-type]
+    trainer = Trainer(plan, model, build(plan, model, torch.arange(VOCAB)), examples)
+    before = trainer.evaluate().acceptance()
+    while trainer.step < plan.steps:
+        trainer.train_step()
+    after = trainer.evaluate().acceptance()
+    assert all(late > early + 0.3 for early, late in zip(before[:3], after[:3], strict=True)), (before, after)
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_training_and_drafting_compute_the_same_logits(method: str, copying: tuple[Any, list[Example]], tmp_path: Path) -> None:
+    """The unrolled steps of a row are what the draft cache computes along a path behind it."""
+    model, examples = copying
+    plan = Recipe(method=method, **SMALL)  # type: ignore[arg-type]
+    module = build(plan, model, draft_vocabulary(examples, 40, VOCAB))
+    trainer = Trainer(plan, model, module, examples)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.bfloat16().float()  # as exported
+    export(module, tmp_path)
+    weight = model.get_input_embeddings().weight.data
+    head = LOADERS[method].load(str(tmp_path), TargetWeights(weight, weight, LAYERS))
+    assert isinstance(head, FeatureHead)
+    tokens = examples[3].tokens[:12]
+    hidden = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    features = torch.stack([hidden[layer] for layer in trainer.feature_layers], dim=2)
+    row, steps = 6, 4
+    embedded = torch.cat([weight[tokens[1:]], torch.zeros(steps, len(weight[0]))])[None]
+    session = head.open(20, 10)
+    assert isinstance(session, FeatureSession)
+    session.commit(0, features[0, : row + 1], tokens[1 : row + 2])
+    node, logits = 0, session.root()
+    with torch.no_grad():
+        for step, (states, _) in enumerate(module.unroll(features[:, :-1], embedded, steps)):
+            torch.testing.assert_close(logits[0], module.logits(states[0, row], step), atol=1e-4, rtol=1e-4)
+            [node], logits = session.extend([node], [tokens[row + 2 + step]])
+
+
+def test_the_draft_vocabulary_holds_the_most_answered_tokens() -> None:
+    examples = [Example([9, 9, 9, 4, 7, 7], 3), Example([2, 4, 4, 1], 1)]
+    assert draft_vocabulary(examples, 2, 10).tolist() == [4, 7]
+    assert draft_vocabulary(examples, 0, 4).tolist() == [0, 1, 2, 3]
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_intact(
+    chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, plan = tmp_path / "head", recipe("medusa")
+    saved, fsync = [], answers_module.os.fsync
+
+    def full(descriptor: int) -> None:
+        saved.append(descriptor)
+        if len(saved) > 3 + 2:  # three batches of answers and two checkpoints fit
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(descriptor)
+
+    with monkeypatch.context() as patch, pytest.raises(ModelError, match=r"No space left.*--resume"):
+        patch.setattr("os.fsync", full)
+        train("medusa", str(chatty), data, out, plan, save_minutes=0)
+    assert torch.load(out / "training" / "state.pt", weights_only=True)["step"] == 2
+    assert [file.name for file in (out / "training").iterdir()] == ["state.pt"]
+    train("medusa", str(chatty), data, out, plan, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds 0 prompts"),
+        ("hello\n", "line 1 is not a JSON object"),
+        ('{"prompt": "w5"}\n{"text": "w6"}\n', "line 2 is not a JSON object"),
+        ('{"prompt": 5}\n', "line 1: prompt is not a text"),
+    ],
+)
+def test_a_file_that_is_no_training_data_is_refused(
+    content: str, message: str, chatty: Path, recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        train("medusa", str(chatty), file, tmp_path / "head", recipe("medusa"))
+
+
+def test_a_missing_file_and_a_broken_archive_are_refused(chatty: Path, recipe: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "x.xz").write_bytes(b"no archive")
+    for name in ("nowhere.jsonl", "x.xz"):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            train("medusa", str(chatty), tmp_path / name, tmp_path / "head", recipe("medusa"))
+
+
+def test_a_target_without_the_wanted_layers_is_refused_before_work_starts(
+    data: Path, chatty: Path, recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    shallow = tmp_path / "shallow"
+    LlamaForCausalLM(LlamaConfig(**LLAMA, num_hidden_layers=3)).save_pretrained(shallow)
+    for file in chatty.glob("*token*"):
+        (shallow / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(ModelError, match="target has 3 layers"):
+        train("eagle3", str(shallow), data, tmp_path / "head", recipe("eagle3"))
+    assert not (tmp_path / "answers").exists()
+
+
+def test_resuming_needs_a_checkpoint_of_the_same_recipe(
+    chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "head"
+    with pytest.raises(ConfigError, match="no checkpoint"):
+        train("medusa", str(chatty), data, out, recipe("medusa"), resume=True)
+    train("medusa", str(chatty), data, out, recipe("medusa"))
+    with pytest.raises(ConfigError, match="another recipe"):
+        train("medusa", str(chatty), data, out, recipe("medusa", lr=0.5), resume=True)
+
+
+def test_a_wrong_recipe_is_refused_by_key(recipe: Callable[..., Path]) -> None:
+    with pytest.raises(ConfigError, match="stepz"):
+        Recipe.load(recipe("medusa", stepz=3), "medusa")
+    with pytest.raises(ConfigError, match="not a recipe for hydra"):
+        Recipe.load(recipe("medusa"), "hydra")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_recipes_in_the_repository_are_valid(method: str) -> None:
+    Recipe.load(Path(__file__).parents[3] / "configs" / "train" / f"{method}.yaml", method)
+
+
+def test_the_command_prints_one_line_on_bad_input(tmp_path: Path) -> None:
+    missing = str(tmp_path / "nowhere")
+    result = CliRunner().invoke(app, ["medusa", "--target", missing, "--data", missing, "--out", str(tmp_path / "o")])
+    assert result.exit_code == 1
+    assert result.output.count("\n") == 1 and "ModelError: target=" in result.output
