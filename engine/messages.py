@@ -97,7 +97,10 @@ class Hello(Message):
 
 
 class Start(Message):
-    """A request begins, or a new drafter must catch up with it after `round`. Arrays: the text so far."""
+    """A request begins (round 0: its prefill is under way), or a drafter joins it and is to draft for `round`.
+
+    Arrays: the text so far.
+    """
 
     request: int
     round: int
@@ -175,7 +178,7 @@ def decode(frames: Sequence[bytes], expected: tuple[type, ...]) -> tuple[Any, li
     for (dtype, dimensions), shape, frame in zip(specs, shapes, frames[1:], strict=True):
         if len(shape) != dimensions or min(shape) < 0 or math.prod(shape) * np.dtype(dtype).itemsize != len(frame):
             raise ProtocolError(f"{type(message).__name__} with an array of shape {shape} in {len(frame)} bytes")
-        arrays.append(np.frombuffer(frame, dtype=dtype).reshape(shape))
+        arrays.append(np.frombuffer(frame, dtype=dtype).reshape(shape if math.prod(shape) else (0,) * dimensions))
     return message, arrays
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.cache_utils import get_layer_types_and_kwargs
@@ -81,15 +83,17 @@ class Target:
 
     @torch.inference_mode()
     def verify(
-        self, cache: KVCache, tree: TokenTree, feature_layers: tuple[int, ...] = ()
+        self, cache: KVCache, tree: TokenTree, feature_layers: tuple[int, ...] = (), first: int = 0
     ) -> tuple[Tensor, Tensor | None]:
-        """One forward over the tree; the caller commits the accepted path.
+        """One forward over the tree's nodes from `first` on; the caller commits the accepted path.
 
+        The nodes before `first` were forwarded already (a draft model grows its tree level by level).
         Returns [nodes, vocab] float32 logits and [nodes, layers, hidden] features if layers are asked.
         """
-        positions = (tree.depths + cache.length).tolist()
-        mask = self._tree_mask(cache.length, tree, positions) if len(tree) > 1 else None
-        return self._forward(cache, tree.tokens.tolist(), positions, mask, feature_layers, 0)
+        positions = tree.depths + cache.length
+        mask = self._tree_mask(cache.length, tree, positions, first) if len(tree) > 1 else None
+        cache.pending = first
+        return self._forward(cache, tree.tokens[first:].tolist(), positions[first:].tolist(), mask, feature_layers, 0)
 
     def _forward(
         self,
@@ -114,21 +118,23 @@ class Target:
             features = torch.stack([out.hidden_states[layer][0] for layer in feature_layers], dim=1)
         return out.logits[0].float(), features
 
-    def _tree_mask(self, past: int, tree: TokenTree, positions: list[int]) -> Tensor | dict[str, Tensor]:
-        """Mask(s) [1, 1, nodes, past + nodes]: every node sees the committed text and its own ancestors.
+    def _tree_mask(
+        self, past: int, tree: TokenTree, positions: NDArray[np.int32], first: int
+    ) -> Tensor | dict[str, Tensor]:
+        """Mask(s) [1, 1, nodes - first, past + nodes]: every node sees the committed text and its own ancestors.
 
         One mask per kind of layer where the model has several; a sliding layer sees only its window.
         """
         nodes = len(tree)
-        visible = torch.ones(nodes, past + nodes, dtype=torch.bool)
-        visible[:, past:] = torch.from_numpy(tree.ancestor_mask)
+        visible = torch.ones(nodes - first, past + nodes, dtype=torch.bool)
+        visible[:, past:] = torch.from_numpy(tree.ancestor_mask[first:])
         masks = {}
         for kind, window in self._windows.items():
             seen = visible
-            if window is not None and max(positions) >= window:
-                query = torch.tensor(positions)
+            if window is not None and positions.max() >= window:
+                query = torch.from_numpy(positions)
                 key = torch.cat([torch.arange(past), query])
-                seen = visible & (query[:, None] - key < window)
+                seen = visible & (query[first:, None] - key < window)
             if not self._boolean_mask:
                 hidden = torch.finfo(self.dtype).min
                 seen = torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(~seen, hidden)
