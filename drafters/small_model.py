@@ -128,11 +128,13 @@ def check_same_vocabulary(path: str, model: str) -> None:
     ours, theirs = (load_config(p).get_text_config().vocab_size for p in (path, model))
     if ours != theirs:
         raise DrafterMismatch(
-            f"drafter vocabulary {ours} != target vocabulary {theirs} (drafter.path={path}): use a small model of the target's family"
+            f"drafter vocabulary {ours} != target vocabulary {theirs} (drafter.path={path}): "
+            "use a small model of the target's family"
         )
     if all((Path(p) / "tokenizer.json").is_file() for p in (path, model)):
         mine, other = (AutoTokenizer.from_pretrained(p).get_vocab() for p in (path, model))
         if mine != other:
             raise DrafterMismatch(
-                f"drafter tokenizer != target tokenizer (drafter.path={path}): same size, other tokens; use a small model of the target's family"
+                f"drafter tokenizer != target tokenizer (drafter.path={path}): same size, other tokens; "
+                "use a small model of the target's family"
             )

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,16 @@ import msgspec
 import numpy as np
 import zmq
 import zmq.asyncio
-from transformers import AutoTokenizer
 
 from engine import config as configuration
 from engine import errors
 from engine.config import Config
-from engine.errors import EngineClosed, ModelError, QueueFull, RequestError, TalonError, WorkerDied
+from engine.errors import EngineClosed, QueueFull, RequestError, TalonError, WorkerDied
 from engine.launch import STOP_S, Workers
 from engine.messages import Cancel, Failed, Heartbeat, Ready, Stop, Submit, Tokens
 from engine.sampling import SamplingParams
-from engine.text import TextStream
+from engine.target import load_config
+from engine.text import TextStream, encode_text, load_tokenizer
 from engine.transport import Hub
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
@@ -162,7 +162,7 @@ class Engine:
 
     async def _answer(
         self, stream: Stream, prompt: Prompt, sampling: SamplingParams, raw: bool
-    ) -> AsyncIterator[Piece]:
+    ) -> AsyncGenerator[Piece]:
         if self._closed:
             raise EngineClosed("the engine is closed; start a new one")
         started = time.perf_counter()
@@ -200,27 +200,15 @@ class Engine:
             self._places.release_on_behalf_of(number)
 
     def _encode(self, prompt: Prompt, raw: bool) -> list[int]:
-        if isinstance(prompt, str):
-            if not prompt:
-                raise RequestError("prompt: is empty; give at least one character")
-            if raw or not self._tokenizer.chat_template:
-                return list(self._tokenizer(prompt)["input_ids"])
-            prompt = [{"role": "user", "content": prompt}]
         if not len(prompt):
             raise RequestError("prompt: is empty; give text, chat messages or token ids")
-        if isinstance(prompt[0], Mapping):
-            if not self._tokenizer.chat_template:
-                raise RequestError(f"prompt: {self.config.model} has no chat template; give text or token ids")
-            try:
-                text = self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-            except Exception as error:  # the template is the model's own code
-                raise RequestError(f"prompt: the chat template refused the messages: {error}") from error
-            return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        if isinstance(prompt, str) or isinstance(prompt[0], Mapping):
+            return encode_text(self._tokenizer, prompt, raw)
         vocabulary = self._target.vocab_size
-        wrong = [t for t in prompt if not isinstance(t, int | np.integer) or not 0 <= t < vocabulary]
-        if wrong:
-            raise RequestError(f"prompt: {wrong[0]!r} is no token id; they go from 0 to {vocabulary - 1}")
-        return [int(token) for token in prompt]  # type: ignore[call-overload]
+        tokens = [int(t) for t in prompt if isinstance(t, int | np.integer) and 0 <= t < vocabulary]
+        if len(tokens) < len(prompt):
+            raise RequestError(f"prompt: holds something that is no token id; they go from 0 to {vocabulary - 1}")
+        return tokens
 
     def _check_room(self, tokens: list[int], sampling: SamplingParams) -> None:
         if not tokens:
@@ -238,7 +226,8 @@ class Engine:
     # Workers.
 
     async def _launch(self) -> None:
-        self._tokenizer = await anyio.to_thread.run_sync(_load_tokenizer, self.config.model)
+        await anyio.to_thread.run_sync(load_config, self.config.model)
+        self._tokenizer = await anyio.to_thread.run_sync(load_tokenizer, self.config.model)
         for role in self._workers.roles:
             self._workers.start(role)
         self._tasks.append(asyncio.create_task(self._listen()))
@@ -346,13 +335,3 @@ class _Answer:
             draft_hit_rate=sum(r.hit for r in self.rounds[1:]) / rounds if rounds else 0.0,
         )
         return Result(self.text.text, self.token_ids, self.prompt_tokens, self.finish_reason, metrics, self.rounds)
-
-
-def _load_tokenizer(model: str) -> Any:
-    from engine.target import load_config
-
-    load_config(model)
-    try:
-        return AutoTokenizer.from_pretrained(model, local_files_only=Path(model).is_dir())
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"model={model}: has no usable tokenizer: {str(error).splitlines()[0]}") from error

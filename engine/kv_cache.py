@@ -19,7 +19,7 @@ class KVCache(Cache):
     """Room for `capacity` positions in each of `layers` layers.
 
     `length`: committed positions. `pending`: entries behind them that the next forward leaves alone (a tree's earlier
-    levels, while a draft model grows it). Buffers keys, values: [layers, 1, kv_heads, capacity, head_dim], made at the first
+    levels, while a draft model grows it). keys, values: [layers, 1, kv_heads, capacity, head_dim], made at the first
     forward from the shapes the model hands over.
     """
 
@@ -64,7 +64,9 @@ class _KVLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing is held by the layer itself."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         cache = self.cache
         if cache.keys is None or cache.values is None:
             cache.allocate(key_states, value_states)

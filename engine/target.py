@@ -42,11 +42,11 @@ class Target:
         self.dtype: torch.dtype = model.dtype
         self._boolean_mask = config._attn_implementation == "sdpa"
         types, options = get_layer_types_and_kwargs(config)
-        self._windows = {
-            kind: option.get("sliding_window") for kind, option in zip(types, options, strict=True)
-        }
+        self._windows = {kind: option.get("sliding_window") for kind, option in zip(types, options, strict=True)}
         if unknown := set(self._windows) - {"full_attention", "sliding_attention"}:
-            raise ModelError(f"model={name}: {config.model_type} has {sorted(unknown)} layers, which cannot take a tree mask")
+            raise ModelError(
+                f"model={name}: {config.model_type} has {sorted(unknown)} layers, which cannot take a tree mask"
+            )
 
     @classmethod
     def load(cls, path: str, dtype: str = "auto", device: str = "auto") -> Target:
@@ -142,11 +142,13 @@ class Target:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def check_tree_attention(self) -> None:
-        """Verify a small tree and compare with reading each of its paths in sequence; raise ModelError if they differ."""
+        """Compare a small tree's logits with those of its paths read in sequence; ModelError if they differ."""
         prompt = [token % self.vocab_size for token in (7, 3, 11, 5, 2)]
         tokens = [token % self.vocab_size for token in (1, 4, 6, 8, 9)]
         tree = TokenTree.from_lists(tokens, [-1, 0, 0, 1, 2], [1, 1, 1, 1, 1])
-        refusal = ModelError(f"model={self.name}: the {self.model.config.model_type} family cannot take a tree mask; use another target")
+        refusal = ModelError(
+            f"model={self.name}: the {self.model.config.model_type} family cannot take a tree mask; use another target"
+        )
         try:
             cache = self.new_cache(len(prompt) + len(tree))
             self.prefill(cache, prompt)
@@ -167,7 +169,9 @@ def load_config(path: str) -> Any:
     except (OSError, ValueError, KeyError) as error:
         if Path(path).is_dir():
             raise ModelError(f"model={path}: no usable config.json in this directory: {_first_line(error)}") from error
-        raise ModelError(f"model={path}: no such directory, and no model of that name can be reached on the hub") from error
+        raise ModelError(
+            f"model={path}: no such directory, and no model of that name can be reached on the hub"
+        ) from error
     if config.is_encoder_decoder:
         raise ModelError(f"model={path}: {config.model_type} is an encoder-decoder; use a decoder-only model")
     return config
@@ -181,7 +185,7 @@ def eos_tokens(generation_config: GenerationConfig) -> frozenset[int]:
 
 def has_native_bfloat16() -> bool:
     """Whether this CPU multiplies bfloat16 itself; where it does not, float32 was measured to be faster."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def _device(device: str) -> torch.device:
@@ -198,7 +202,7 @@ def _dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
     stored = config.get_text_config().dtype or torch.float32
     if device.type == "cpu" and (stored == torch.float16 or not has_native_bfloat16()):
         return torch.float32
-    return stored  # type: ignore[no-any-return]
+    return stored
 
 
 def _first_line(error: Exception) -> str:
