@@ -38,6 +38,9 @@ class Drafter(ABC):
     feature_layers: tuple[int, ...] = ()
     """Hidden states wanted from the target: 0 is the embedding, i the output of layer i (as `output_hidden_states`)."""
 
+    forward_s: float = 0.0
+    """Seconds spent so far in a draft model's forwards; stays 0 for drafters without one."""
+
     @abstractmethod
     def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
         """A request begins. `prompt`: its token ids. Called before the target has seen the prompt."""

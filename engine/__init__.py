@@ -1,0 +1,34 @@
+"""Talon: asynchronous, hybrid, lossless speculative decoding.
+
+`from engine import Engine, SamplingParams`. Names load on first use, so that workers import only what they need.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.api import Engine, Metrics, Piece, Result
+    from engine.config import Config
+    from engine.errors import TalonError
+    from engine.sampling import SamplingParams
+
+__all__ = ["Config", "Engine", "Metrics", "Piece", "Result", "SamplingParams", "TalonError"]
+
+_HOMES = {
+    "Config": "engine.config",
+    "Engine": "engine.api",
+    "Metrics": "engine.api",
+    "Piece": "engine.api",
+    "Result": "engine.api",
+    "SamplingParams": "engine.sampling",
+    "TalonError": "engine.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name not in _HOMES:
+        raise AttributeError(f"module 'engine' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -26,7 +26,7 @@ class DrafterConfig(_Section):
 
     budget: most nodes of a tree, root included. path: the draft model or head. threads: of its torch pool, None:
     an even share of the machine's cores. length: tokens of a drafted chain (pld, sps). branches: width of the SPS
-    tree at each level, e.g. [3, 2, 1]; empty drafts a chain. max_ngram, min_ngram: context lengths tried, longest first.
+    tree at each level, e.g. [3, 2, 1]; empty drafts a chain. max_ngram, min_ngram: context lengths tried.
     """
 
     budget: int = Field(32, ge=2, le=1024)

@@ -21,6 +21,10 @@ class DrafterMismatch(ModelError):
     """The drafter was made for another target."""
 
 
+class RequestFailed(TalonError):
+    """The verifier could not go on with this request (out of memory, say); others are not affected."""
+
+
 class QueueFull(TalonError):
     """The engine refuses more work (`queue.full: refuse`)."""
 

@@ -18,7 +18,8 @@ from engine.errors import ModelError
 class KVCache(Cache):
     """Room for `capacity` positions in each of `layers` layers.
 
-    `length`: committed positions. Buffers keys, values: [layers, 1, kv_heads, capacity, head_dim], made at the first
+    `length`: committed positions. `pending`: entries behind them that the next forward leaves alone (a tree's earlier
+    levels, while a draft model grows it). keys, values: [layers, 1, kv_heads, capacity, head_dim], made at the first
     forward from the shapes the model hands over.
     """
 
@@ -26,6 +27,7 @@ class KVCache(Cache):
         super().__init__(layers=[_KVLayer(self, index) for index in range(layers)])
         self.capacity = capacity
         self.length = 0
+        self.pending = 0
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
@@ -36,8 +38,10 @@ class KVCache(Cache):
             for s in (keys, values)
         )
 
+    @torch.inference_mode()
     def commit(self, path: Sequence[int]) -> None:
-        """Keep the entries of the last forward's nodes `path` (ascending) as the next committed positions."""
+        """Keep the entries of the last tree's nodes `path` (ascending) as the next committed positions."""
+        self.pending = 0
         moved = next((i for i, node in enumerate(path) if node != i), len(path))
         if moved < len(path):
             assert self.keys is not None and self.values is not None
@@ -60,7 +64,9 @@ class _KVLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing is held by the layer itself."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         cache = self.cache
         if cache.keys is None or cache.values is None:
             cache.allocate(key_states, value_states)
@@ -68,16 +74,17 @@ class _KVLayer(CacheLayerMixin):
         keys, values = cache.keys[self.index], cache.values[self.index]
         if key_states.shape[1] != keys.shape[1] or key_states.shape[3] != keys.shape[3]:
             raise ModelError("model: its layers have keys of different shapes, which this cache cannot hold")
-        start, end = cache.length, cache.length + key_states.shape[2]
+        start = cache.length + cache.pending
+        end = start + key_states.shape[2]
         keys[:, :, start:end] = key_states
         values[:, :, start:end] = value_states
         return keys[:, :, :end], values[:, :, :end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.length + query_length, 0
+        return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        return self.cache.length
+        return self.cache.length + self.cache.pending
 
     def get_max_length(self) -> int:
         return self.cache.capacity

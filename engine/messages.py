@@ -9,7 +9,7 @@ which arrays a struct carries; lengths, types and shapes are checked before anyt
 
 Rounds count from 1 per request; round 0 is the prefill, whose verdict carries the first token. A `Draft` names the
 outcome it is for: tree `parent` was verified in round - 1, the path ended at `node` and the target then drew `token`.
-Drafts may come before their verdict: the verifier keeps those of coming outcomes and drops those that did not come true.
+Drafts may come before their verdict: the verifier keeps those of coming outcomes and drops what did not come true.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of all messages; the class name is the tag."""
 
 
-class Submit(Message):
+class Submit(Message, frozen=True, kw_only=True):
     """Generate. Arrays: prompt."""
 
     request: int
     sampling: SamplingParams
 
 
-class Cancel(Message):
+class Cancel(Message, frozen=True, kw_only=True):
     """Forget the request; nothing more is sent for it."""
 
     request: int
 
 
-class Stop(Message):
+class Stop(Message, frozen=True, kw_only=True):
     """End the worker."""
 
 
-class Ready(Message):
+class Ready(Message, frozen=True, kw_only=True):
     """The worker has loaded. The target's facts are the verifier's to tell; 0 and "" from a drafter."""
 
     vocab_size: int = 0
@@ -57,7 +57,7 @@ class Ready(Message):
     dtype: str = ""
 
 
-class Tokens(Message):
+class Tokens(Message, frozen=True, kw_only=True):
     """What a round emitted, and what it cost.
 
     finish_reason: "eos" or "length" with the last tokens, else None. nodes: of the tree. hit: the tree was at hand
@@ -78,7 +78,7 @@ class Tokens(Message):
     at_us: int
 
 
-class Failed(Message):
+class Failed(Message, frozen=True, kw_only=True):
     """A request (or, with request None, the worker's start) failed. kind: a class of engine.errors."""
 
     request: int | None
@@ -86,25 +86,28 @@ class Failed(Message):
     text: str
 
 
-class Heartbeat(Message):
+class Heartbeat(Message, frozen=True, kw_only=True):
     """The worker's loop turns."""
 
 
-class Hello(Message):
+class Hello(Message, frozen=True, kw_only=True):
     """A drafter has joined and wants these hidden states of the target."""
 
     feature_layers: tuple[int, ...] = ()
 
 
-class Start(Message):
-    """A request begins, or a new drafter must catch up with it after `round`. Arrays: the text so far."""
+class Start(Message, frozen=True, kw_only=True):
+    """A request begins (round 0: its prefill is under way), or a drafter joins it and is to draft for `round`.
+
+    Arrays: the text so far.
+    """
 
     request: int
     round: int
     sampling: SamplingParams
 
 
-class Verdict(Message):
+class Verdict(Message, frozen=True, kw_only=True):
     """What became of `draft` (0: a tree the verifier made itself) in `round`.
 
     following: the draft the next round uses, 0 while it is not known. Arrays: path, tokens, features.
@@ -116,13 +119,13 @@ class Verdict(Message):
     following: int
 
 
-class Finish(Message):
+class Finish(Message, frozen=True, kw_only=True):
     """The request is over."""
 
     request: int
 
 
-class Draft(Message):
+class Draft(Message, frozen=True, kw_only=True):
     """A tree for `round`, for one outcome of the round before. Arrays: those of the TokenTree.
 
     draft: its number, from 1. draft_us: spent in the draft model's forwards.
@@ -155,7 +158,10 @@ _decoder = msgspec.msgpack.Decoder(tuple[AnyMessage, tuple[tuple[int, ...], ...]
 def encode(message: Message, arrays: Sequence[Array] = ()) -> list[bytes | memoryview]:
     """The frames of a message."""
     raw = [np.ascontiguousarray(array, dtype=dtype) for array, (dtype, _) in zip(arrays, _specs(message), strict=True)]
-    return [_encoder.encode((message, [array.shape for array in raw])), *(array.data.cast("B") if array.size else b"" for array in raw)]
+    return [
+        _encoder.encode((message, [array.shape for array in raw])),
+        *(array.data.cast("B") if array.size else b"" for array in raw),
+    ]
 
 
 def decode(frames: Sequence[bytes], expected: tuple[type, ...]) -> tuple[Any, list[Array]]:
@@ -175,7 +181,7 @@ def decode(frames: Sequence[bytes], expected: tuple[type, ...]) -> tuple[Any, li
     for (dtype, dimensions), shape, frame in zip(specs, shapes, frames[1:], strict=True):
         if len(shape) != dimensions or min(shape) < 0 or math.prod(shape) * np.dtype(dtype).itemsize != len(frame):
             raise ProtocolError(f"{type(message).__name__} with an array of shape {shape} in {len(frame)} bytes")
-        arrays.append(np.frombuffer(frame, dtype=dtype).reshape(shape))
+        arrays.append(np.frombuffer(frame, dtype=dtype).reshape(shape if math.prod(shape) else (0,) * dimensions))
     return message, arrays
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.cache_utils import get_layer_types_and_kwargs
@@ -40,11 +42,11 @@ class Target:
         self.dtype: torch.dtype = model.dtype
         self._boolean_mask = config._attn_implementation == "sdpa"
         types, options = get_layer_types_and_kwargs(config)
-        self._windows = {
-            kind: option.get("sliding_window") for kind, option in zip(types, options, strict=True)
-        }
+        self._windows = {kind: option.get("sliding_window") for kind, option in zip(types, options, strict=True)}
         if unknown := set(self._windows) - {"full_attention", "sliding_attention"}:
-            raise ModelError(f"model={name}: {config.model_type} has {sorted(unknown)} layers, which cannot take a tree mask")
+            raise ModelError(
+                f"model={name}: {config.model_type} has {sorted(unknown)} layers, which cannot take a tree mask"
+            )
 
     @classmethod
     def load(cls, path: str, dtype: str = "auto", device: str = "auto") -> Target:
@@ -81,15 +83,17 @@ class Target:
 
     @torch.inference_mode()
     def verify(
-        self, cache: KVCache, tree: TokenTree, feature_layers: tuple[int, ...] = ()
+        self, cache: KVCache, tree: TokenTree, feature_layers: tuple[int, ...] = (), first: int = 0
     ) -> tuple[Tensor, Tensor | None]:
-        """One forward over the tree; the caller commits the accepted path.
+        """One forward over the tree's nodes from `first` on; the caller commits the accepted path.
 
+        The nodes before `first` were forwarded already (a draft model grows its tree level by level).
         Returns [nodes, vocab] float32 logits and [nodes, layers, hidden] features if layers are asked.
         """
-        positions = (tree.depths + cache.length).tolist()
-        mask = self._tree_mask(cache.length, tree, positions) if len(tree) > 1 else None
-        return self._forward(cache, tree.tokens.tolist(), positions, mask, feature_layers, 0)
+        positions = tree.depths + cache.length
+        mask = self._tree_mask(cache.length, tree, positions, first) if len(tree) > 1 else None
+        cache.pending = first
+        return self._forward(cache, tree.tokens[first:].tolist(), positions[first:].tolist(), mask, feature_layers, 0)
 
     def _forward(
         self,
@@ -114,21 +118,23 @@ class Target:
             features = torch.stack([out.hidden_states[layer][0] for layer in feature_layers], dim=1)
         return out.logits[0].float(), features
 
-    def _tree_mask(self, past: int, tree: TokenTree, positions: list[int]) -> Tensor | dict[str, Tensor]:
-        """Mask(s) [1, 1, nodes, past + nodes]: every node sees the committed text and its own ancestors.
+    def _tree_mask(
+        self, past: int, tree: TokenTree, positions: NDArray[np.int32], first: int
+    ) -> Tensor | dict[str, Tensor]:
+        """Mask(s) [1, 1, nodes - first, past + nodes]: every node sees the committed text and its own ancestors.
 
         One mask per kind of layer where the model has several; a sliding layer sees only its window.
         """
         nodes = len(tree)
-        visible = torch.ones(nodes, past + nodes, dtype=torch.bool)
-        visible[:, past:] = torch.from_numpy(tree.ancestor_mask)
+        visible = torch.ones(nodes - first, past + nodes, dtype=torch.bool)
+        visible[:, past:] = torch.from_numpy(tree.ancestor_mask[first:])
         masks = {}
         for kind, window in self._windows.items():
             seen = visible
-            if window is not None and max(positions) >= window:
-                query = torch.tensor(positions)
+            if window is not None and positions.max() >= window:
+                query = torch.from_numpy(positions)
                 key = torch.cat([torch.arange(past), query])
-                seen = visible & (query[:, None] - key < window)
+                seen = visible & (query[first:, None] - key < window)
             if not self._boolean_mask:
                 hidden = torch.finfo(self.dtype).min
                 seen = torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(~seen, hidden)
@@ -136,11 +142,13 @@ class Target:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def check_tree_attention(self) -> None:
-        """Verify a small tree and compare with reading each of its paths in sequence; raise ModelError if they differ."""
+        """Compare a small tree's logits with those of its paths read in sequence; ModelError if they differ."""
         prompt = [token % self.vocab_size for token in (7, 3, 11, 5, 2)]
         tokens = [token % self.vocab_size for token in (1, 4, 6, 8, 9)]
         tree = TokenTree.from_lists(tokens, [-1, 0, 0, 1, 2], [1, 1, 1, 1, 1])
-        refusal = ModelError(f"model={self.name}: the {self.model.config.model_type} family cannot take a tree mask; use another target")
+        refusal = ModelError(
+            f"model={self.name}: the {self.model.config.model_type} family cannot take a tree mask; use another target"
+        )
         try:
             cache = self.new_cache(len(prompt) + len(tree))
             self.prefill(cache, prompt)
@@ -161,7 +169,9 @@ def load_config(path: str) -> Any:
     except (OSError, ValueError, KeyError) as error:
         if Path(path).is_dir():
             raise ModelError(f"model={path}: no usable config.json in this directory: {_first_line(error)}") from error
-        raise ModelError(f"model={path}: no such directory, and no model of that name can be reached on the hub") from error
+        raise ModelError(
+            f"model={path}: no such directory, and no model of that name can be reached on the hub"
+        ) from error
     if config.is_encoder_decoder:
         raise ModelError(f"model={path}: {config.model_type} is an encoder-decoder; use a decoder-only model")
     return config
@@ -175,7 +185,7 @@ def eos_tokens(generation_config: GenerationConfig) -> frozenset[int]:
 
 def has_native_bfloat16() -> bool:
     """Whether this CPU multiplies bfloat16 itself; where it does not, float32 was measured to be faster."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def _device(device: str) -> torch.device:
@@ -192,7 +202,7 @@ def _dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
     stored = config.get_text_config().dtype or torch.float32
     if device.type == "cpu" and (stored == torch.float16 or not has_native_bfloat16()):
         return torch.float32
-    return stored  # type: ignore[no-any-return]
+    return stored
 
 
 def _first_line(error: Exception) -> str:

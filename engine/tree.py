@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from engine.errors import ProtocolError
 
@@ -106,14 +106,12 @@ class TokenTree:
         """The tokens of `path(node)`."""
         return [int(token) for token in self.tokens[self.path(node)]]
 
-    def keep(self, nodes: Sequence[int] | Int) -> TokenTree:
+    def keep(self, nodes: ArrayLike) -> TokenTree:
         """The tree of `nodes` alone: the root among them, and with each node its parent."""
         kept = np.sort(np.asarray(nodes, dtype=np.int64))
         new_index = np.full(len(self) + 1, -1, dtype=np.int32)  # the last entry maps the root's parent, -1
         new_index[kept] = np.arange(len(kept), dtype=np.int32)
-        return TokenTree(
-            self.tokens[kept], new_index[self.parents[kept]], self.confidence[kept], self.source[kept]
-        )
+        return TokenTree(self.tokens[kept], new_index[self.parents[kept]], self.confidence[kept], self.source[kept])
 
     def prune(self, budget: int) -> TokenTree:
         """The `budget` most confident nodes (root included, at least the root); the earlier of two equals wins.

@@ -1,0 +1,45 @@
+"""The methods a configuration can name. Adding a drafter: its file, one line here, one file in configs/."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from importlib import import_module
+
+from drafters.base import Drafter
+from engine.config import Config
+from engine.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Method:
+    """drafter: "module:class" with a `from_config`, None for plain decoding. has_model: it runs a torch model."""
+
+    drafter: str | None
+    has_model: bool = False
+
+
+METHODS = {
+    "none": Method(None),
+    "pld": Method("drafters.prompt_lookup:PromptLookup"),
+    "suffix": Method("drafters.suffix:SuffixDrafter"),
+    "sps": Method("drafters.small_model:SmallModel", has_model=True),
+}
+
+
+def find(method: str) -> Method:
+    """The method of that name; ConfigError with the nearest name otherwise."""
+    if method not in METHODS:
+        near = difflib.get_close_matches(method, METHODS, n=1, cutoff=0)[0]
+        raise ConfigError(f"method={method!r}: unknown method; did you mean {near}? known: {', '.join(METHODS)}")
+    return METHODS[method]
+
+
+def build(config: Config) -> Drafter:
+    """The drafter that `config` names."""
+    where = find(config.method).drafter
+    if where is None:
+        raise ConfigError(f"method={config.method}: has no drafter")
+    module, name = where.split(":")
+    drafter: Drafter = getattr(import_module(module), name).from_config(config)
+    return drafter

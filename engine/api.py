@@ -1,0 +1,337 @@
+"""The async API. The event loop only moves messages; models live in the workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import sys
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+import numpy as np
+import zmq
+import zmq.asyncio
+
+from engine import config as configuration
+from engine import errors
+from engine.config import Config
+from engine.errors import EngineClosed, QueueFull, RequestError, TalonError, WorkerDied
+from engine.launch import STOP_S, Workers
+from engine.messages import Cancel, Failed, Heartbeat, Ready, Stop, Submit, Tokens
+from engine.sampling import SamplingParams
+from engine.target import load_config
+from engine.text import TextStream, encode_text, load_tokenizer
+from engine.transport import Hub
+
+Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
+FROM_WORKERS = (Ready, Tokens, Failed, Heartbeat)
+_WATCH_S = 0.05
+
+
+class Metrics(msgspec.Struct, frozen=True):
+    """How an answer came about.
+
+    mean_accepted_tokens: tokens per round, bonus included; the first token is the prefill's and not counted.
+    tokens_per_second: of the answer, from the call to the last token. verifier_busy: share of the decoding time that
+    the verifier spent in target forwards, for whichever request. draft_hit_rate: rounds whose tree was there when the
+    verdict before fell.
+    """
+
+    mean_accepted_tokens: float
+    rounds: int
+    tokens_per_second: float
+    time_to_first_token_s: float
+    verifier_busy: float
+    draft_hit_rate: float
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """New text of a streamed answer, and the tokens that arrived with it."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+class Result(msgspec.Struct, frozen=True):
+    """A finished answer. finish_reason: "eos", "length" or "stop". rounds: what each round emitted and cost."""
+
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    finish_reason: str
+    metrics: Metrics
+    rounds: list[Tokens]
+
+
+class Stream:
+    """An answer under way: iterate over its pieces; `result` is there when the iteration has ended."""
+
+    def __init__(self, engine: Engine, prompt: Prompt, sampling: SamplingParams, raw: bool):
+        self._pieces = engine._answer(self, prompt, sampling, raw)
+        self.result: Result | None = None
+
+    def __aiter__(self) -> AsyncIterator[Piece]:
+        return self._pieces
+
+    async def aclose(self) -> None:
+        """Cancel the request; harmless if it has ended."""
+        await self._pieces.aclose()
+
+
+class Engine:
+    """`async with await Engine.start(config) as engine: ...`"""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self._context = zmq.asyncio.Context()
+        self._workers = Workers(config, zmq.Context.shadow(self._context))
+        self._hub = Hub(self._context, self._workers.control, FROM_WORKERS)
+        self._tokenizer: Any = None
+        self._target = Ready()
+        self._ready: dict[str, asyncio.Event] = {role: asyncio.Event() for role in self._workers.roles}
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, asyncio.Queue[Tokens | TalonError]] = {}
+        self._places = anyio.CapacityLimiter(config.queue.size)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._failed_start: TalonError | None = None
+        self._closed = False
+
+    @classmethod
+    async def start(
+        cls, config: str | Path | Mapping[str, Any] | Config = configuration.DEMO, **overrides: Any
+    ) -> Engine:
+        """Load the model and start the workers. Overrides name configuration keys: `method="pld"`.
+
+        Raises ConfigError, ModelError or DrafterMismatch, each one line that says what to change.
+        """
+        engine = cls(configuration.load(config, overrides))
+        try:
+            await engine._launch()
+        except BaseException:
+            await engine.close()
+            raise
+        return engine
+
+    async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None, *, raw: bool = False) -> Result:
+        """Answer `prompt`: text (one user message, unless `raw`), chat messages, or token ids as they are.
+
+        Cancelling the task cancels the request. Raises RequestError, QueueFull, WorkerDied or EngineClosed.
+        """
+        stream = self.stream(prompt, sampling, raw=raw)
+        async with contextlib.aclosing(stream):
+            async for _ in stream:
+                pass
+        assert stream.result is not None
+        return stream.result
+
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, *, raw: bool = False) -> Stream:
+        """As `generate`, piece by piece: `async for piece in engine.stream(...)`."""
+        return Stream(self, prompt, (sampling or SamplingParams()).validate(), raw)
+
+    async def close(self) -> None:
+        """End every request with EngineClosed, stop the workers, remove what they left."""
+        if self._closed:
+            return
+        self._closed = True
+        self._fail_all(EngineClosed("the engine was closed"))
+        with anyio.CancelScope(shield=True):
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            for worker in self._workers.running.values():
+                self._hub.send(worker.name, Stop())
+            for role in list(self._workers.running):
+                await anyio.to_thread.run_sync(self._workers.end, role, STOP_S)
+            self._hub.close()
+            self._context.term()
+            self._workers.remove_folder()
+
+    async def __aenter__(self) -> Engine:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    # A request's life.
+
+    async def _answer(
+        self, stream: Stream, prompt: Prompt, sampling: SamplingParams, raw: bool
+    ) -> AsyncGenerator[Piece]:
+        if self._closed:
+            raise EngineClosed("the engine is closed; start a new one")
+        started = time.perf_counter()
+        tokens = await anyio.to_thread.run_sync(self._encode, prompt, raw)
+        self._check_room(tokens, sampling)
+        if self.config.queue.full == "refuse" and not self._places.available_tokens:
+            raise QueueFull(f"queue.size={self.config.queue.size}: all places are taken; try later or raise it")
+        number = next(self._numbers)
+        async with self._places_for(number):
+            arrivals = self._answers[number] = asyncio.Queue()
+            try:
+                await self._ready["verifier"].wait()
+                submit = Submit(request=number, sampling=sampling)
+                self._hub.send(self._workers.running["verifier"].name, submit, [np.asarray(tokens)])
+                answer = _Answer(TextStream(self._tokenizer, sampling.stop), len(tokens), started)
+                while answer.finish_reason is None:
+                    arrival = await arrivals.get()
+                    if isinstance(arrival, TalonError):
+                        raise arrival
+                    piece = answer.add(arrival)
+                    if piece.text or piece.token_ids:
+                        yield piece
+                stream.result = answer.result()
+            finally:
+                del self._answers[number]
+                if not self._closed and (worker := self._workers.running.get("verifier")) is not None:
+                    self._hub.send(worker.name, Cancel(request=number))
+
+    @contextlib.asynccontextmanager
+    async def _places_for(self, number: int) -> AsyncIterator[None]:
+        await self._places.acquire_on_behalf_of(number)
+        try:
+            yield
+        finally:
+            self._places.release_on_behalf_of(number)
+
+    def _encode(self, prompt: Prompt, raw: bool) -> list[int]:
+        if not len(prompt):
+            raise RequestError("prompt: is empty; give text, chat messages or token ids")
+        if isinstance(prompt, str) or isinstance(prompt[0], Mapping):
+            return encode_text(self._tokenizer, prompt, raw)
+        vocabulary = self._target.vocab_size
+        tokens = [int(t) for t in prompt if isinstance(t, int | np.integer) and 0 <= t < vocabulary]
+        if len(tokens) < len(prompt):
+            raise RequestError(f"prompt: holds something that is no token id; they go from 0 to {vocabulary - 1}")
+        return tokens
+
+    def _check_room(self, tokens: list[int], sampling: SamplingParams) -> None:
+        if not tokens:
+            raise RequestError("prompt: holds no tokens; give more text")
+        if len(tokens) + sampling.max_tokens > self._target.context:
+            raise RequestError(
+                f"max_tokens={sampling.max_tokens}: with a prompt of {len(tokens)} tokens that is over the context of "
+                f"{self._target.context}; shorten the prompt or ask for at most {self._target.context - len(tokens)}"
+            )
+
+    def _fail_all(self, error: TalonError) -> None:
+        for arrivals in self._answers.values():
+            arrivals.put_nowait(error)
+
+    # Workers.
+
+    async def _launch(self) -> None:
+        await anyio.to_thread.run_sync(load_config, self.config.model)
+        self._tokenizer = await anyio.to_thread.run_sync(load_tokenizer, self.config.model)
+        for role in self._workers.roles:
+            self._workers.start(role)
+        self._tasks.append(asyncio.create_task(self._listen()))
+        with anyio.move_on_after(self.config.start_timeout_s):
+            while not all(event.is_set() for event in self._ready.values()):
+                if self._failed_start is not None:
+                    raise self._failed_start
+                for role in self._workers.roles:
+                    if not self._ready[role].is_set() and not self._workers.running[role].alive():
+                        await asyncio.sleep(0.2)  # its last words may be under way
+                        raise self._failed_start or WorkerDied(f"the {role} died while loading {self.config.model}")
+                await asyncio.sleep(0.01)
+        if not all(event.is_set() for event in self._ready.values()):
+            raise WorkerDied(f"start_timeout_s={self.config.start_timeout_s:g}: the workers were not ready in time")
+        self._tasks.append(asyncio.create_task(self._watch()))
+
+    async def _listen(self) -> None:
+        """Hand what the workers say to the requests it is for."""
+        while True:
+            arrival = self._hub.open(await self._hub.socket.recv_multipart())  # type: ignore[misc]
+            if arrival is None:
+                continue
+            name, message, _ = arrival
+            role = name.partition("-")[0]
+            if (worker := self._workers.running.get(role)) is None or worker.name != name:
+                continue  # the last words of a worker already replaced
+            self._workers.heard_s[role] = time.monotonic()
+            if isinstance(message, Tokens):
+                if (answer := self._answers.get(message.request)) is not None:
+                    answer.put_nowait(message)
+            elif isinstance(message, Failed):
+                self._hear_failure(role, message)
+            elif isinstance(message, Ready):
+                self._target = message if role == "verifier" else self._target
+                self._ready[role].set()
+
+    def _hear_failure(self, role: str, message: Failed) -> None:
+        kind = getattr(errors, message.kind, TalonError)
+        error = kind(message.text) if issubclass(kind, TalonError) else TalonError(message.text)
+        if message.request is None:
+            self._failed_start = error
+            print(f"talon: {role}: {error}", file=sys.stderr) if self._ready[role].is_set() else None
+        elif (answer := self._answers.get(message.request)) is not None:
+            answer.put_nowait(error)
+
+    async def _watch(self) -> None:
+        """Replace workers that died or fell silent. A verifier's requests are lost with it; a drafter's are not."""
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            for role in self._workers.roles:
+                if (reason := self._workers.dead(role)) is not None:
+                    await self._replace(role, reason)
+
+    async def _replace(self, role: str, reason: str) -> None:
+        print(f"talon: the {role} {reason}; starting another", file=sys.stderr)
+        self._ready[role].clear()
+        delay_s = self._workers.back_off_s(role)
+        if role == "verifier":
+            self._fail_all(WorkerDied(f"the verifier {reason} with the request in flight; send it again"))
+            for other in list(self._workers.running):
+                self._hub.send(self._workers.running[other].name, Stop())
+        await anyio.to_thread.run_sync(self._workers.end, role, 0.0)
+        await asyncio.sleep(delay_s)
+        self._workers.start(role)
+        if role == "verifier" and "drafter" in self._workers.roles:
+            self._ready["drafter"].clear()
+            await anyio.to_thread.run_sync(self._workers.end, "drafter", STOP_S)
+            self._workers.start("drafter")
+
+
+class _Answer:
+    """Collects the rounds of one answer."""
+
+    def __init__(self, text: TextStream, prompt_tokens: int, started_s: float):
+        self.text, self.prompt_tokens, self.started_s = text, prompt_tokens, started_s
+        self.token_ids: list[int] = []
+        self.rounds: list[Tokens] = []
+        self.first_s = self.last_s = 0.0
+        self.finish_reason: str | None = None
+
+    def add(self, round_: Tokens) -> Piece:
+        """Take in a round; what comes after a stop string is dropped."""
+        self.last_s = time.perf_counter()
+        self.first_s = self.first_s or self.last_s
+        self.rounds.append(round_)
+        self.finish_reason = round_.finish_reason
+        known = len(self.token_ids)
+        for token in round_.tokens:
+            self.token_ids.append(token)
+            if self.text.push(token):
+                self.finish_reason = "stop"
+                break
+        return Piece(self.text.take(final=self.finish_reason is not None), tuple(self.token_ids[known:]))
+
+    def result(self) -> Result:
+        assert self.finish_reason is not None
+        first, last = self.rounds[0], self.rounds[-1]
+        rounds = len(self.rounds) - 1
+        metrics = Metrics(
+            mean_accepted_tokens=(len(self.token_ids) - 1) / rounds if rounds else 0.0,
+            rounds=rounds,
+            tokens_per_second=len(self.token_ids) / (self.last_s - self.started_s),
+            time_to_first_token_s=self.first_s - self.started_s,
+            verifier_busy=(last.busy_us - first.busy_us) / max(1, last.at_us - first.at_us),
+            draft_hit_rate=sum(r.hit for r in self.rounds[1:]) / rounds if rounds else 0.0,
+        )
+        return Result(self.text.text, self.token_ids, self.prompt_tokens, self.finish_reason, metrics, self.rounds)

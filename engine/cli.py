@@ -1,0 +1,112 @@
+"""The `talon` command."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import typer
+
+from engine import config as configuration
+from engine.errors import TalonError
+from engine.sampling import SamplingParams
+
+T = TypeVar("T")
+app = typer.Typer(
+    help="Talon: faster answers from large language models, not one token changed.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+ConfigOption = Annotated[Path, typer.Option("--config", help="YAML file, see configs/.", show_default="the demo model")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override any configuration key: drafter.budget=40"),
+]
+
+
+def overrides(assignments: list[str] | None, **named: Any) -> dict[str, Any]:
+    """Configuration overrides from --set and from options that name a key; what was not given is left out."""
+    values = dict(configuration.parse_assignment(text) for text in assignments or [])
+    return values | {key: value for key, value in named.items() if value is not None}
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run a command to its end: errors of ours are one line and exit code 2, Ctrl-C cleans up and exits with 130."""
+    try:
+        return asyncio.run(main)
+    except TalonError as error:
+        print(f"talon: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The question; sent as one user message through the chat template.")],
+    config: ConfigOption = configuration.DEMO,
+    method: Annotated[str | None, typer.Option(help="Who drafts: none, pld, suffix, sps.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this much probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Keep this many of the likeliest tokens; 0 keeps all.")] = 0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text with every method and mode.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given again.")] = None,
+    mode: Annotated[str | None, typer.Option(help="How drafter and verifier take turns: sequential.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Send the prompt as it is, without the chat template.")] = False,
+    set_: SetOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming.")] = False,
+) -> None:
+    """Answer a prompt, streaming the text; a summary line follows on standard error."""
+
+    async def main() -> None:
+        from engine.api import Engine
+
+        sampling = SamplingParams(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+            max_tokens=max_tokens,
+            stop=tuple(stop or ()),
+        ).validate()
+        async with await Engine.start(config, **overrides(set_, method=method, mode=mode)) as engine:
+            stream = engine.stream(prompt, sampling, raw=raw)
+            async for piece in stream:
+                if not as_json:
+                    print(piece.text, end="", flush=True)
+        result = stream.result
+        assert result is not None
+        if as_json:
+            shown = {key: value for key, value in msgspec.to_builtins(result).items() if key != "rounds"}
+            print(msgspec.json.encode(shown).decode())
+            return
+        metrics = result.metrics
+        print(flush=True)
+        print(
+            f"[{len(result.token_ids)} tokens, {metrics.tokens_per_second:.1f} tokens/s, "
+            f"MAT {metrics.mean_accepted_tokens:.2f}, verifier busy {metrics.verifier_busy:.0%}, "
+            f"{engine.config.method}, {result.finish_reason}]",
+            file=sys.stderr,
+        )
+
+    run(main())
+
+
+def main() -> None:
+    """Entry point of the `talon` command."""
+    from benchmarks.commands import bench, check
+
+    app.command()(bench)
+    app.command()(check)
+    app()
+
+
+if __name__ == "__main__":
+    main()

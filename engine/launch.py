@@ -1,0 +1,158 @@
+"""Start, watch, restart and stop the workers, as threads (inproc) or processes (ipc)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+
+from drafters.registry import find
+from engine.config import Config
+from engine.worker import WorkerSpec, run_worker, share_cores
+
+STOP_S = 5.0
+_BACK_OFF_S = (0.0, 0.2, 1.0, 5.0)  # before the first, second, ... restart in a row
+_STABLE_S = 30.0  # a worker that lived this long starts the row afresh
+
+
+class Worker(Protocol):
+    """A running worker. name: how it signs its messages."""
+
+    name: str
+
+    def alive(self) -> bool: ...
+
+    def end(self, timeout_s: float) -> None:
+        """Wait for a worker that was told to stop, and make an end of it."""
+
+
+class ProcessWorker:
+    """`python -m engine.worker`, which ends by itself when its standard input closes."""
+
+    def __init__(self, spec: WorkerSpec):
+        self.name = spec.name
+        threads = str(spec.threads)
+        paths = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "engine.worker"], stdin=subprocess.PIPE, env=environment, start_new_session=True
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(msgspec.to_builtins(spec)).encode() + b"\n")
+        self._process.stdin.flush()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def end(self, timeout_s: float) -> None:
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+
+class ThreadWorker:
+    """A thread of this process; it cannot be killed, only told to stop."""
+
+    def __init__(self, spec: WorkerSpec, context: zmq.Context[Any]):
+        self.name = spec.name
+        self._thread = threading.Thread(target=run_worker, args=(spec, context), name=spec.name, daemon=True)
+        self._thread.start()
+
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def end(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+
+
+class Workers:
+    """The workers of one engine by role, and where they meet. Every start gets a name of its own."""
+
+    def __init__(self, config: Config, context: zmq.Context[Any]):
+        self.config, self._context = config, context
+        self.method = find(config.method)
+        self.folder = Path(tempfile.mkdtemp(prefix="talon-")) if config.transport == "ipc" else None
+        self.control = self._endpoint("control")
+        self.running: dict[str, Worker] = {}
+        self.heard_s: dict[str, float] = {}
+        self._starts = 0
+        self._meeting = ""
+        self._history: dict[str, tuple[float, int]] = {}
+
+    @property
+    def roles(self) -> list[str]:
+        return ["verifier"] if self.method.drafter is None else ["verifier", "drafter"]
+
+    def start(self, role: str) -> None:
+        """Start a worker; with a new verifier comes a new meeting point, so the drafter must be started after it."""
+        self._starts += 1
+        if role == "verifier":
+            self._meeting = self._endpoint(f"drafts-{self._starts}")
+        verifier_threads, drafter_threads = share_cores(self.config, self.method.has_model)
+        spec = WorkerSpec(
+            role=role,
+            name=f"{role}-{self._starts}",
+            control=self.control,
+            drafts=self._meeting,
+            threads=verifier_threads if role == "verifier" else drafter_threads,
+            config=self.config.model_dump(mode="json"),
+        )
+        self.heard_s[role] = time.monotonic()
+        _, failures = self._history.get(role, (0.0, 0))
+        self._history[role] = (time.monotonic(), failures)
+        self.running[role] = ThreadWorker(spec, self._context) if self.folder is None else ProcessWorker(spec)
+
+    def dead(self, role: str) -> str | None:
+        """Why the worker must be replaced, or None while it is well."""
+        worker = self.running.get(role)
+        if worker is None:
+            return None
+        if not worker.alive():
+            return "died"
+        if time.monotonic() - self.heard_s[role] > self.config.heartbeat_timeout_s:
+            return f"was silent for {self.config.heartbeat_timeout_s:g} s"
+        return None
+
+    def back_off_s(self, role: str) -> float:
+        """How long to wait before the next start of `role`, longer each time it fails soon."""
+        started, failures = self._history[role]
+        failures = 0 if time.monotonic() - started > _STABLE_S else failures
+        self._history[role] = (started, failures + 1)
+        return _BACK_OFF_S[min(failures, len(_BACK_OFF_S) - 1)]
+
+    def end(self, role: str, timeout_s: float) -> None:
+        """Wait for the worker to stop, kill it if it does not. Blocks."""
+        if (worker := self.running.pop(role, None)) is not None:
+            worker.end(timeout_s)
+
+    def remove_folder(self) -> None:
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _endpoint(self, name: str) -> str:
+        if self.folder is not None:
+            return f"ipc://{self.folder / name}"
+        return f"inproc://{id(self)}-{name}"

@@ -1,0 +1,92 @@
+"""Text to tokens and back. Back goes in pieces: whole characters only, nothing that may begin a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from engine.errors import ModelError, RequestError
+
+_INCOMPLETE = "\ufffd"
+
+
+def load_tokenizer(model: str) -> Any:
+    """The model's own tokenizer; ModelError if it has none."""
+    try:
+        return AutoTokenizer.from_pretrained(model, local_files_only=Path(model).is_dir())
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"model={model}: has no usable tokenizer: {str(error).splitlines()[0]}") from error
+
+
+def encode_text(tokenizer: Any, prompt: str | Sequence[Any], raw: bool = False) -> list[int]:
+    """Token ids of a text (one user message, unless `raw`) or of chat messages, through the chat template.
+
+    A tokenizer without a template takes a text as it is. Raises RequestError for messages it cannot take.
+    """
+    if isinstance(prompt, str):
+        if raw or not tokenizer.chat_template:
+            return list(tokenizer(prompt)["input_ids"])
+        prompt = [{"role": "user", "content": prompt}]
+    if not tokenizer.chat_template:
+        raise RequestError("prompt: this model has no chat template; give text or token ids")
+    for message in prompt:
+        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+            raise RequestError(f"prompt: {message!r} is no chat message; each needs role and content")
+    try:
+        text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # the template is the model's own code
+        raise RequestError(f"prompt: the chat template refused the messages: {error}") from error
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+class TextStream:
+    """Detokenises one answer. `push` tokens, `take` what can be shown; `text` is all there is so far.
+
+    tokenizer: a `transformers` tokenizer. A window of the last tokens is decoded with and without the newest, because
+    a token's text depends on its neighbours (word-initial spaces, characters of several tokens).
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()):
+        self._tokenizer, self._stop = tokenizer, stop
+        self._tokens: list[int] = []
+        self._window, self._read = 0, 0
+        self._shown = 0
+        self.text = ""
+        self.stopped = False
+
+    def push(self, token: int) -> bool:
+        """Add a token; true once a stop string is complete, which ends the text before it."""
+        self._tokens.append(token)
+        known, now = self._decode(self._read), self._decode(len(self._tokens))
+        if not now.endswith(_INCOMPLETE):
+            self._append(now[len(known) :])
+        return self.stopped
+
+    def take(self, final: bool = False) -> str:
+        """Text not taken yet. `final`: nothing follows, so keep nothing back."""
+        if final and not self.stopped:
+            self._append(self._decode(len(self._tokens))[len(self._decode(self._read)) :])
+        end = len(self.text) - (0 if final or self.stopped else self._held_back())
+        piece, self._shown = self.text[self._shown : end], max(self._shown, end)
+        return piece
+
+    def _decode(self, end: int) -> str:
+        text: str = self._tokenizer.decode(
+            self._tokens[self._window : end], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def _append(self, piece: str) -> None:
+        self._window, self._read = self._read, len(self._tokens)
+        searched = len(self.text)
+        self.text += piece
+        ends = [at for stop in self._stop if (at := self.text.find(stop, max(0, searched - len(stop) + 1))) >= 0]
+        if ends:
+            self.text, self.stopped = self.text[: min(ends)], True
+
+    def _held_back(self) -> int:
+        """Length of the longest tail that begins a stop string."""
+        return max((n for stop in self._stop for n in range(1, len(stop)) if self.text.endswith(stop[:n])), default=0)

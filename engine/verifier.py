@@ -1,0 +1,282 @@
+"""The verifier worker: owns the target and every request's KV cache, and turns drafts into tokens.
+
+Requests are served in turns, one prefill chunk or one round each. A round starts as soon as its tree is there; while
+one request waits for its tree another is served. Without a drafter, or when it is late, a round verifies the root
+alone, which is plain decoding: the drafter decides speed, never text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+import numpy as np
+import zmq
+from torch import Tensor
+
+from engine.config import Config
+from engine.errors import ProtocolError
+from engine.kv_cache import KVCache
+from engine.messages import (
+    Array,
+    Cancel,
+    Draft,
+    Failed,
+    Finish,
+    Heartbeat,
+    Hello,
+    Ready,
+    Start,
+    Stop,
+    Submit,
+    Tokens,
+    Verdict,
+)
+from engine.sampling import SamplingParams
+from engine.target import Target
+from engine.transport import Hub, Line
+from engine.tree import TokenTree
+from engine.verification import Sampler, verify
+
+Outcome = tuple[int, int, int]
+"""What a round came to: the draft it verified, its last accepted node, and the token the target drew there."""
+
+FROM_FRONT_END = (Submit, Cancel, Stop)
+FROM_DRAFTER = (Hello, Draft)
+HEARTBEAT_S = 0.5
+_KEPT_DRAFTS = 64  # per request; drafts of outcomes that did not come true are dropped every round
+
+
+class Decoding:
+    """One request being decoded. text: prompt and answer; the cache holds all of it but the last token, the root."""
+
+    def __init__(self, request: int, prompt: list[int], sampling: SamplingParams, target: Target, budget: int):
+        self.request = request
+        self.sampling = sampling
+        self.text = prompt
+        self.unread = list(prompt)
+        self.sampler = Sampler(sampling, prompt, target.eos_tokens, target.vocab_size)
+        self.cache: KVCache = target.new_cache(len(prompt) + sampling.max_tokens + budget)
+        self.round = 0
+        self.outcome: Outcome = (0, 0, 0)
+        self.drafts: dict[Outcome, tuple[int, TokenTree, int]] = {}
+        self.features: list[Array] = []
+        self.since_ns = time.perf_counter_ns()
+        self.deadline_ns = 0
+        self.hit = False
+
+
+class Verifier:
+    """The worker's loop and state. control: the line to the front end; drafts: the hub drafters connect to."""
+
+    def __init__(self, config: Config, target: Target, control: Line, drafts: Hub):
+        self.config, self.target, self.control, self.drafts = config, target, control, drafts
+        self.waiting: deque[Decoding] = deque()
+        self.running: deque[Decoding] = deque()
+        self.drafter: str | None = None
+        self.drafter_late = False
+        self.feature_layers: tuple[int, ...] = ()
+        self.busy_ns = 0
+        self.heard_ns = 0
+        self.stopping = False
+
+    def run(self) -> None:
+        """Serve until told to stop."""
+        self.control.send(
+            Ready(vocab_size=self.target.vocab_size, context=self.target.context, dtype=str(self.target.dtype)[6:])
+        )
+        poller = zmq.Poller()
+        poller.register(self.control.socket, zmq.POLLIN)
+        poller.register(self.drafts.socket, zmq.POLLIN)
+        while not self.stopping:
+            decoding = self._next()
+            if decoding is None:
+                poller.poll(self._patience_ms())
+            else:
+                self._advance(decoding)
+            self._receive()
+            self._beat()
+
+    def _advance(self, decoding: Decoding) -> None:
+        try:
+            if decoding.unread:
+                self._prefill(decoding)
+            else:
+                self._round(decoding)
+        except (RuntimeError, MemoryError) as error:  # torch reports exhausted memory as either
+            text = f"request {decoding.request}: {type(error).__name__} in the target: {str(error).splitlines()[0]}"
+            self.control.send(Failed(request=decoding.request, kind="RequestFailed", text=text))
+            self._forget(decoding)
+
+    # The step, on one page.
+
+    def _round(self, decoding: Decoding) -> None:
+        """Propose, verify, commit."""
+        draft, tree, draft_us = decoding.drafts.get(decoding.outcome) or (0, TokenTree.root_only(decoding.text[-1]), 0)
+        if len(decoding.text) + int(tree.depths.max()) > self.target.context:
+            draft, tree = 0, TokenTree.root_only(decoding.text[-1])
+        started = time.perf_counter_ns()
+        logits, features = self.target.verify(decoding.cache, tree, self.feature_layers)
+        forward_ns = time.perf_counter_ns() - started
+        path, tokens = verify(tree, logits, decoding.sampler)
+        decoding.cache.commit(path)
+        decoding.round += 1
+        self._conclude(decoding, draft, path, tokens, len(tree), forward_ns, draft_us, features)
+
+    def _prefill(self, decoding: Decoding) -> None:
+        """Read one chunk of the prompt; behind the last, draw the first token."""
+        chunk = decoding.unread[: self.config.verifier.prefill_chunk]
+        decoding.unread = decoding.unread[len(chunk) :]
+        started = time.perf_counter_ns()
+        logits, features = self.target.prefill(decoding.cache, chunk, self.feature_layers)
+        forward_ns = time.perf_counter_ns() - started
+        if features is not None:
+            decoding.features.append(_wire(features))
+        if decoding.unread:
+            self.busy_ns += forward_ns
+            return
+        token = decoding.sampler.draw(decoding.sampler.choices(logits[None])[0])
+        self._conclude(decoding, 0, [0], [token], len(chunk), forward_ns, 0, None)
+
+    def _conclude(
+        self,
+        decoding: Decoding,
+        draft: int,
+        path: list[int],
+        tokens: list[int],
+        nodes: int,
+        forward_ns: int,
+        draft_us: int,
+        features: Tensor | None,
+    ) -> None:
+        """Commit the verdict to the text, and tell the drafter and the front end."""
+        finish_reason = decoding.sampler.finish_reason
+        decoding.text.extend(tokens)
+        decoding.outcome = (draft, path[-1], tokens[-1])
+        hit, decoding.hit = decoding.hit, decoding.outcome in decoding.drafts
+        self.busy_ns += forward_ns
+        if self.drafter is not None and finish_reason is None:
+            if features is not None:
+                decoding.features.append(_wire(features[path]))
+            seen = np.concatenate(decoding.features) if decoding.features else np.zeros((0, 0, 0), np.float32)
+            decoding.features = []
+            following = decoding.drafts[decoding.outcome][0] if decoding.hit else 0
+            verdict = Verdict(request=decoding.request, round=decoding.round, draft=draft, following=following)
+            self.drafts.send(self.drafter, verdict, [np.asarray(path), np.asarray(tokens), seen])
+        decoding.drafts = {decoding.outcome: decoding.drafts[decoding.outcome]} if decoding.hit else {}
+        now = time.perf_counter_ns()
+        self.control.send(
+            Tokens(
+                request=decoding.request,
+                round=decoding.round,
+                tokens=tuple(tokens),
+                finish_reason=finish_reason,
+                nodes=nodes,
+                hit=hit,
+                round_us=(now - decoding.since_ns) // 1000,
+                forward_us=forward_ns // 1000,
+                draft_us=draft_us,
+                busy_us=self.busy_ns // 1000,
+                at_us=now // 1000,
+            )
+        )
+        decoding.since_ns = now
+        decoding.deadline_ns = now + int(self.config.verifier.draft_timeout_s * 1e9)
+        if finish_reason is not None:
+            self._forget(decoding)
+
+    # Whose turn it is.
+
+    def _next(self) -> Decoding | None:
+        """The request whose turn it is, if one can go on."""
+        while self.waiting and len(self.running) < self.config.verifier.max_running:
+            self.running.append(self.waiting.popleft())
+        for decoding in self.running:
+            if decoding.unread or not self._awaits_draft(decoding):
+                self.running.remove(decoding)
+                self.running.append(decoding)
+                return decoding
+        return None
+
+    def _awaits_draft(self, decoding: Decoding) -> bool:
+        if self.drafter is None or self.drafter_late or decoding.outcome in decoding.drafts:
+            return False
+        if time.perf_counter_ns() > decoding.deadline_ns:
+            self.drafter_late = True
+        return not self.drafter_late
+
+    def _patience_ms(self) -> int:
+        """How long nothing but a message can change what is to be done."""
+        deadlines = [d.deadline_ns - time.perf_counter_ns() for d in self.running]
+        return min(int(HEARTBEAT_S * 1000), *(max(0, left // 1_000_000 + 1) for left in deadlines), 500)
+
+    # What arrives.
+
+    def _receive(self) -> None:
+        for message, arrays in self.control.received():
+            if isinstance(message, Submit):
+                self._admit(message, arrays[0])
+            elif isinstance(message, Cancel):
+                for decoding in [d for d in (*self.running, *self.waiting) if d.request == message.request]:
+                    self._forget(decoding)
+            else:
+                self.stopping = True
+        for peer, message, arrays in self.drafts.received():
+            if isinstance(message, Hello):
+                self._welcome(peer, message)
+            elif peer == self.drafter:
+                self.drafter_late = False
+                self._keep(message, arrays)
+
+    def _admit(self, message: Submit, prompt: Array) -> None:
+        decoding = Decoding(message.request, prompt.tolist(), message.sampling, self.target, self.config.drafter.budget)
+        self.waiting.append(decoding)
+        if self.drafter is not None:
+            start = Start(request=message.request, round=0, sampling=message.sampling)
+            self.drafts.send(self.drafter, start, [prompt])
+
+    def _welcome(self, peer: str, hello: Hello) -> None:
+        """A drafter joins: it learns of every request, and drafts from the text so far."""
+        self.drafter, self.drafter_late, self.feature_layers = peer, False, hello.feature_layers
+        if any(not 0 <= layer <= self.target.layers for layer in hello.feature_layers):
+            self.drafter = None
+            return
+        for decoding in (*self.running, *self.waiting):
+            decoding.drafts = {}
+            decoding.outcome = (0, 0, decoding.text[-1])
+            round_ = 0 if decoding.unread else decoding.round + 1
+            start = Start(request=decoding.request, round=round_, sampling=decoding.sampling)
+            self.drafts.send(peer, start, [np.asarray(decoding.text)])
+
+    def _keep(self, message: Draft, arrays: list[Array]) -> None:
+        """File a draft under the outcome it is for; what is for an earlier round, or unknown, is dropped."""
+        decoding = next((d for d in self.running if d.request == message.request), None)
+        if decoding is None or message.round <= decoding.round or len(decoding.drafts) >= _KEPT_DRAFTS:
+            return
+        try:
+            tree = TokenTree(*arrays).validate(self.target.vocab_size)
+            if len(tree) > self.config.drafter.budget or tree.tokens[0] != message.token or message.draft < 1:
+                raise ProtocolError("draft is over the budget or does not continue its outcome")
+        except ProtocolError:
+            self.drafts.malformed += 1
+            return
+        decoding.drafts[message.parent, message.node, message.token] = (message.draft, tree, message.draft_us)
+
+    def _forget(self, decoding: Decoding) -> None:
+        for queue in (self.running, self.waiting):
+            if decoding in queue:
+                queue.remove(decoding)
+        if self.drafter is not None:
+            self.drafts.send(self.drafter, Finish(request=decoding.request))
+
+    def _beat(self) -> None:
+        now = time.perf_counter_ns()
+        if now - self.heard_ns > HEARTBEAT_S * 1e9:
+            self.heard_ns = now
+            self.control.send(Heartbeat())
+
+
+def _wire(features: Tensor) -> Any:
+    """[positions, layers, hidden] as float32 on the CPU."""
+    return features.float().cpu().numpy()
