@@ -90,11 +90,11 @@ class TargetWeights:
 
     @property
     def vocab_size(self) -> int:
-        return self.embedding.shape[0]
+        return len(self.embedding)
 
     @property
     def hidden_size(self) -> int:
-        return self.embedding.shape[1]
+        return len(self.embedding[0])
 
     @classmethod
     def read(cls, path: str) -> TargetWeights:
@@ -107,7 +107,9 @@ class TargetWeights:
         if embedding is None:
             raise ModelError(f"model={path}: no tensor named *embed_tokens.weight; draft heads need its embeddings")
         if lm_head is None and not config.get("tie_word_embeddings", False):
-            raise ModelError(f"model={path}: no tensor named lm_head.weight; the directory is incomplete, copy it again")
+            raise ModelError(
+                f"model={path}: no tensor named lm_head.weight; the directory is incomplete, copy it again"
+            )
         return cls(embedding, embedding if lm_head is None else lm_head, int(config["num_hidden_layers"]))
 
 
@@ -143,7 +145,7 @@ def read_tensors(file: Path, field: str) -> dict[str, Tensor]:
     except (OSError, RuntimeError, ValueError, EOFError, SafetensorError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelError(f"{field}={file}: cannot be read ({first}): copy the file again") from None
-    except Exception as error:  # noqa: BLE001 (pickle raises whatever its opcodes run into)
+    except Exception as error:
         raise ModelError(
             f"{field}={file}: is not a plain file of tensors ({type(error).__name__}): convert it to safetensors"
         ) from None

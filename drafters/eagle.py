@@ -13,11 +13,15 @@ from torch import Tensor
 
 from drafters.checkpoint import Checkpoint, TargetWeights
 from drafters.feature_session import FeatureHead
+from drafters.growth import EAGLE_25, Static
 from drafters.layers import DecoderLayer, KVCache, Linear, draft_dtype, llama_config
 
 
 class EagleHead(FeatureHead):
     """Predicts the target's last hidden state (after its final norm) from the one before and the token between."""
+
+    method = "eagle"
+    published_growth = Static(EAGLE_25)
 
     def __init__(self, checkpoint: Checkpoint, target: TargetWeights, device: torch.device):
         self.device, self.dtype = device, draft_dtype(device)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from drafters.checkpoint import Checkpoint, TargetWeights
 from drafters.feature_session import FeatureHead
+from drafters.growth import Dynamic
 from drafters.layers import DecoderLayer, KVCache, Linear, RMSNorm, draft_dtype, llama_config
 from engine.errors import DrafterMismatch
 
@@ -26,6 +27,9 @@ def fused_layers(layers: int) -> tuple[int, int, int]:
 
 class Eagle3Head(FeatureHead):
     """The layer's output before `norm` is the next feature of the same kind that `fuse` makes of true ones."""
+
+    method = "eagle3"
+    published_growth = Dynamic()
 
     def __init__(self, checkpoint: Checkpoint, target: TargetWeights, device: torch.device):
         self.device, self.dtype = device, draft_dtype(device)
@@ -73,7 +77,12 @@ class Eagle3Head(FeatureHead):
         ids = checkpoint.take("d2t", draft_vocab).long() + torch.arange(draft_vocab)
         drafted = checkpoint.take("t2d", vocab).bool()
         inside = bool(((ids >= 0) & (ids < vocab)).all())
-        if not inside or len(set(ids.tolist())) != draft_vocab or int(drafted.sum()) != draft_vocab or not drafted[ids].all():
+        if (
+            not inside
+            or len(set(ids.tolist())) != draft_vocab
+            or int(drafted.sum()) != draft_vocab
+            or not drafted[ids].all()
+        ):
             raise checkpoint.error("tensors d2t and t2d do not describe the same tokens")
         return ids
 

@@ -33,7 +33,7 @@ class FeatureHead(Head):
     def forward(
         self, features: Tensor, tokens: Tensor, positions: Tensor, cache: KVCache, start: int, mask: Tensor | None
     ) -> Tensor:
-        """Guess the features behind (feature, token) pairs, which take the cache slots from `start` on: [n, hidden_size]."""
+        """[n, hidden_size]: the features guessed behind (feature, token) pairs, which take the slots from `start` on."""
 
     @abstractmethod
     def logits(self, features: Tensor) -> Tensor:

@@ -6,19 +6,25 @@ so the tree of a round, and of any outcome the engine asks about, reuse what has
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from drafters.base import Drafter, Verdict
-from drafters.growth import Candidates, Frontier, Policy
+from drafters.checkpoint import TargetWeights
+from drafters.growth import STATIC_TREES, Adaptive, Candidates, Dynamic, Frontier, Policy, Static
 from drafters.ranking import ErrorScale, Ranking
+from engine.config import Config
+from engine.errors import ConfigError
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
 
+SOURCE = 8
 _SCRATCH = 256  # drafted nodes a request can hold at least
 
 
@@ -60,11 +66,39 @@ class Head(ABC):
     """Weights that predict a target's next tokens from its hidden states.
 
     feature_layers: as `Drafter.feature_layers`. target_ids: [draft_vocab] int64, the target's id of each output.
+    method: its name in "talon train". published_growth: the policy its paper used.
     """
 
     feature_layers: tuple[int, ...]
     target_ids: Tensor
     device: torch.device
+    method: ClassVar[str]
+    published_growth: ClassVar[Policy]
+
+    @classmethod
+    @abstractmethod
+    def load(cls, path: str, target: TargetWeights, device: str = "cpu") -> Head:
+        """Read a checkpoint in the head's public layout."""
+
+    @classmethod
+    def from_config(cls, config: Config) -> HeadDrafter:
+        """The drafter of this head that `config` describes."""
+        path, options = config.drafter.path, config.drafter.growth
+        if path is None:
+            raise ConfigError(
+                f'drafter.path: method {config.method} needs a head: give its directory, or "talon train {cls.method}"'
+            )
+        device = config.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        head = cls.load(path, TargetWeights.read(config.model), device)
+        policies: dict[str, Policy] = {
+            "published": cls.published_growth,
+            "static": Static(STATIC_TREES[options.tree]),
+            "dynamic": Dynamic(options.depth, options.top_k, config.drafter.budget),
+            "adaptive": Adaptive(config.drafter.budget, options.top_k, options.mu, options.gate),
+        }
+        return HeadDrafter(head, policies[options.policy], SOURCE, config.drafter.shared_noise)
 
     @abstractmethod
     def open(self, text: int, scratch: int) -> Session:
@@ -87,7 +121,7 @@ class _Request:
 class HeadDrafter(Drafter):
     """Drafts with a head and a growth policy. source: the bit that marks its nodes; shared_noise: see `Ranking`."""
 
-    def __init__(self, head: Head, policy: Policy, source: int = 1, shared_noise: bool = True):
+    def __init__(self, head: Head, policy: Policy, source: int = SOURCE, shared_noise: bool = True):
         self.head, self.policy, self.source, self.shared_noise = head, policy, source, shared_noise
         self.feature_layers = head.feature_layers
         self.error = ErrorScale()
@@ -102,12 +136,13 @@ class HeadDrafter(Drafter):
         )
 
     def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:
-        return self.propose_many(request, [continuation])[0]
+        trees: list[TokenTree] = self.propose_many(request, [continuation])
+        return trees[0]
 
     @torch.inference_mode()
     def propose_many(self, request: int, continuations: Sequence[Sequence[int]]) -> list[TokenTree]:
         """One tree per possible continuation, grown in the same forward passes as far as there is room for all."""
-        state = self._requests[request]
+        state, started = self._requests[request], time.perf_counter()
         # tokens behind node 0 whose features have not come (yet): drafted like the continuation, with stand-ins
         unsynced = state.text[state.session.synced + 1 :] if state.session.synced else []
         paths = [[*unsynced, *continuation] for continuation in continuations]
@@ -120,6 +155,7 @@ class HeadDrafter(Drafter):
             roots = self._descend(state, group)
             tokens = [(path or state.text)[-1] for path in group]
             trees += self._grow(state, roots, tokens)
+        self.forward_s += time.perf_counter() - started
         return trees
 
     @torch.inference_mode()
@@ -132,7 +168,7 @@ class HeadDrafter(Drafter):
             return
         start = len(state.text) - 1 - len(verdict.features)
         known = max(0, state.session.synced - start)
-        features = torch.from_numpy(verdict.features[known:]).to(self.head.device)
+        features = torch.tensor(verdict.features[known:], device=self.head.device)  # messages' arrays are read-only
         state.session.commit(start + known, features, state.text[start + known + 1 :])
         state.forget_nodes()
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafters.checkpoint import WEIGHT_FILES, Checkpoint, TargetWeights
+from drafters.growth import MEDUSA_63, Static
 from drafters.head import Head, Session
 from drafters.layers import Linear, draft_dtype
 
@@ -37,6 +38,9 @@ class _Tower:
 
 class HydraHead(Head):
     """Guesses the token behind a path from the hidden state before the path and the path's embeddings."""
+
+    method = "hydra"
+    published_growth = Static(MEDUSA_63)
 
     def __init__(self, checkpoint: Checkpoint, target: TargetWeights, device: torch.device):
         self.device, self.dtype = device, draft_dtype(device)
@@ -64,7 +68,9 @@ class HydraHead(Head):
         shared = Linear(target.lm_head.to(device, self.dtype)) if config.get("tie_lm_head", False) else None
         self.towers = []
         for i in range(self.count):
-            indices = sorted({int(m[1]) for name in names if (m := re.match(rf"hydra_mlp\.{i}\.(\d+)\.linear\.", name))})
+            indices = sorted(
+                {int(m[1]) for name in names if (m := re.match(rf"hydra_mlp\.{i}\.(\d+)\.linear\.", name))}
+            )
             if len(indices) != layers:
                 raise checkpoint.error(f"head {i} has {len(indices)} blocks hydra_mlp.{i}.*.linear, not {layers}")
             blocks: list[tuple[Linear, Linear | None]] = []
@@ -73,7 +79,9 @@ class HydraHead(Head):
                 residual = linear(f"hydra_mlp.{i}.{j}.res_connection", hidden, width) if j == indices[0] else None
                 blocks.append((linear(f"hydra_mlp.{i}.{j}.linear", hidden, width), residual))
             nested = f"hydra_lm_head.{i}.1.weight" in checkpoint.tensors
-            output = shared or linear(f"hydra_lm_head.{i}.1" if nested else f"hydra_lm_head.{i}", target.vocab_size, hidden)
+            output = shared or linear(
+                f"hydra_lm_head.{i}.1" if nested else f"hydra_lm_head.{i}", target.vocab_size, hidden
+            )
             self.towers.append(_Tower(blocks, output))
         checkpoint.finish()
 

@@ -4,6 +4,7 @@ well under a millisecond, so every Python call and every copy shows.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -35,10 +36,8 @@ class Linear:
         self.weight, self.bias = weight.t().contiguous(), bias
         self.packed: Tensor | None = None
         if weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= _PACK_FROM:
-            try:
+            with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):  # torch without oneDNN
                 self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 10)
-            except (RuntimeError, AttributeError, NotImplementedError):
-                pass  # a torch built without oneDNN
         if self.packed is not None:
             self.weight = weight.new_empty(0)
 
@@ -75,7 +74,9 @@ class Rotary:
         if positions <= len(self.table):
             return
         with torch.no_grad():
-            cos, sin = self.module(torch.empty(0, device=self.device), torch.arange(2 * positions, device=self.device)[None])
+            cos, sin = self.module(
+                torch.empty(0, device=self.device), torch.arange(2 * positions, device=self.device)[None]
+            )
         half = cos.shape[-1] // 2
         sin = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)  # the sign of rotate_half, so that `roll` will do
         self.table = torch.stack([cos[0], sin[0]], dim=1)[:, :, None].to(self.dtype)
@@ -164,10 +165,12 @@ def llama_config(values: dict[str, Any], path: str) -> LlamaConfig:
     needed = ("hidden_size", "intermediate_size", "num_attention_heads")
     for key in needed:
         if not isinstance(values.get(key), int) or values[key] < 1:
-            raise ModelError(f"drafter.path={path}: config.json: {key}={values.get(key)!r} is not a positive count: copy it again")
+            raise ModelError(
+                f"drafter.path={path}: config.json: {key}={values.get(key)!r} is not a positive count: copy it again"
+            )
     ignored = {"model_type", "architectures", "transformers_version", "torch_dtype", "dtype", "num_hidden_layers"}
     try:
         return LlamaConfig(**{key: value for key, value in values.items() if key not in ignored}, num_hidden_layers=1)
-    except Exception as error:  # noqa: BLE001 (transformers validates with its own exceptions, many and changing)
+    except Exception as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelError(f"drafter.path={path}: config.json: {first}: copy it again") from None

@@ -13,12 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafters.checkpoint import WEIGHT_FILES, Checkpoint, TargetWeights
+from drafters.growth import MEDUSA_63, Static
 from drafters.head import Head, Session
 from drafters.layers import Linear, draft_dtype
 
 
 class MedusaHead(Head):
     """All heads' logits come from one call; a tree only chooses among them."""
+
+    method = "medusa"
+    published_growth = Static(MEDUSA_63)
 
     def __init__(self, checkpoint: Checkpoint, target: TargetWeights, device: torch.device):
         self.device, self.dtype = device, draft_dtype(device)

@@ -24,6 +24,10 @@ METHODS = {
     "pld": Method("drafters.prompt_lookup:PromptLookup"),
     "suffix": Method("drafters.suffix:SuffixDrafter"),
     "sps": Method("drafters.small_model:SmallModel", has_model=True),
+    "eagle": Method("drafters.eagle:EagleHead", has_model=True),
+    "eagle3": Method("drafters.eagle3:Eagle3Head", has_model=True),
+    "medusa": Method("drafters.medusa:MedusaHead", has_model=True),
+    "hydra": Method("drafters.hydra:HydraHead", has_model=True),
 }
 
 

@@ -21,15 +21,33 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
+class GrowthConfig(_Section):
+    """How a draft head's tree grows (`drafters.growth`).
+
+    policy: published is the one of the head's paper. tree: of `static`. depth: layers of `dynamic`. top_k: candidates
+    behind each node. mu, gate: of `adaptive`, whose gate compares with mu or with mu times the layer's best.
+    """
+
+    policy: Literal["published", "static", "dynamic", "adaptive"] = "adaptive"
+    tree: Literal["eagle_25", "medusa_63"] = "eagle_25"
+    depth: int = Field(7, ge=0, le=64)
+    top_k: int = Field(10, ge=1, le=64)
+    mu: float = Field(0.03, ge=0, le=1)
+    gate: Literal["path", "layer"] = "path"
+
+
 class DrafterConfig(_Section):
     """Options of the drafter named by `method`; each method reads those that concern it.
 
     budget: most nodes of a tree, root included. path: the draft model or head. threads: of its torch pool, None:
     an even share of the machine's cores. length: tokens of a drafted chain (pld, sps). branches: width of the SPS
     tree at each level, e.g. [3, 2, 1]; empty drafts a chain. max_ngram, min_ngram: context lengths tried.
+    growth, shared_noise: of draft heads; the second ranks candidates by the noise of the target's own draw.
     """
 
     budget: int = Field(32, ge=2, le=1024)
+    growth: GrowthConfig = GrowthConfig()
+    shared_noise: bool = True
     path: str | None = None
     threads: int | None = Field(None, ge=1)
     length: int = Field(10, ge=1, le=64)

@@ -97,7 +97,7 @@ def answer(
                 os.fsync(file.fileno())
         except OSError as error:
             raise ConfigError(
-                f"answers={cache}: cannot be written ({error.strerror}): free space there and run again, finished answers are kept"
+                f"answers={cache}: cannot be written ({error.strerror}): make room and run again, nothing is lost"
             ) from None
         progress(len(examples))
     return examples
@@ -154,7 +154,5 @@ def _generate(model: Any, batch: list[list[int]], pad: int, recipe: Recipe, seed
     sample: dict[str, Any] = {"do_sample": False}
     if recipe.temperature:
         sample = {"do_sample": True, "temperature": recipe.temperature, "top_k": 0, "top_p": 1.0}
-    out = model.generate(
-        ids, attention_mask=seen, max_new_tokens=recipe.answer_tokens, pad_token_id=pad, **sample
-    )
+    out = model.generate(ids, attention_mask=seen, max_new_tokens=recipe.answer_tokens, pad_token_id=pad, **sample)
     return out[:, width:].tolist()  # type: ignore[no-any-return]

@@ -81,9 +81,11 @@ def train(
             trainer.load(checkpoint)
         task = progress.add_task("training", total=plan.steps, completed=trainer.step, figures="")
         trainer.run(
-            checkpoint, save_minutes * 60, lambda step, score: progress.update(task, completed=step, figures=_figures(score))
+            checkpoint,
+            save_minutes * 60,
+            lambda step, score: progress.update(task, completed=step, figures=_figures(score)),
         )
-    score = trainer.evaluate()
+    score: Score = trainer.evaluate()
     export(trainer.module, out)
     console.print(acceptance_table(method, score))
     return score
@@ -102,7 +104,10 @@ def export(module: HeadModule, out: Path) -> None:
 
 
 def acceptance_table(method: str, score: Score) -> Table:
-    table = Table(title=f"{method}: held-out acceptance", caption=f"chain of first guesses: {score.chain_length():.2f} tokens per round")
+    table = Table(
+        title=f"{method}: held-out acceptance",
+        caption=f"chain of first guesses: {score.chain_length():.2f} tokens per round",
+    )
     for column in ("position", "tokens", "loss", "accepted"):
         table.add_column(column, justify="right")
     for position, share in enumerate(score.acceptance()):

@@ -77,7 +77,7 @@ class TreeAttention(nn.Module):
             attended = weight[..., :rows] @ past[0][1].to(x.dtype)
             for index, (_, earlier) in enumerate(past[1:]):
                 attended = attended + weight[..., rows + index, None] * earlier
-        return self.o_proj(attended.transpose(1, 2).reshape(batch, rows, -1))  # type: ignore[no-any-return]
+        return self.o_proj(attended.transpose(1, 2).reshape(batch, rows, -1))
 
 
 class DraftLayer(nn.Module):
@@ -89,11 +89,11 @@ class DraftLayer(nn.Module):
             self.add_module(name, LlamaRMSNorm(config.hidden_size, config.rms_norm_eps))
         self.self_attn = TreeAttention(config, inputs)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = LlamaMLP(config)  # type: ignore[no-untyped-call]
+        self.mlp = LlamaMLP(config)
 
     def forward(self, x: Tensor, residual: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
         x = residual + self.self_attn(x, past)
-        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class EagleModule(HeadModule):
@@ -113,7 +113,7 @@ class EagleModule(HeadModule):
             yield feature, feature
 
     def logits(self, states: Tensor, step: int) -> Tensor:
-        return states @ self.target_head.T.to(states.dtype)  # type: ignore[operator]
+        return states @ self.target_head.T.to(states.dtype)
 
     def export(self) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
         config = {**llama_values(self.config), "bias": True, "target_embeddings": True}
@@ -136,13 +136,13 @@ class Eagle3Module(HeadModule):
         feature, past, rows = self.fc(features.flatten(2)), [], features.shape[1]  # type: ignore[var-annotated]
         layer = self.midlayer
         for step in range(steps):
-            token = layer.input_layernorm(embedded[:, step : step + rows])  # type: ignore[operator]
-            x = torch.cat([token, layer.hidden_norm(feature)], dim=-1)  # type: ignore[operator]
+            token = layer.input_layernorm(embedded[:, step : step + rows])
+            x = torch.cat([token, layer.hidden_norm(feature)], dim=-1)
             feature = layer(x, feature, past)
             yield feature, feature
 
     def logits(self, states: Tensor, step: int) -> Tensor:
-        return self.lm_head(self.norm(states))  # type: ignore[no-any-return]
+        return self.lm_head(self.norm(states))
 
     def export(self) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
         assert self.draft_ids is not None
@@ -170,7 +170,7 @@ class ResidualBlock(nn.Module):
             nn.init.zeros_(self.res_connection.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.res_connection(x) + F.silu(self.linear(x))  # type: ignore[no-any-return]
+        return self.res_connection(x) + F.silu(self.linear(x))
 
 
 class MedusaModule(HeadModule):
@@ -191,7 +191,7 @@ class MedusaModule(HeadModule):
         if not recipe.tie_lm_head:
             for _ in range(recipe.heads):
                 self.outputs.append(nn.Linear(hidden, self.vocab_size, bias=False))
-                self.outputs[-1].weight.data.copy_(target_head)  # type: ignore[operator]
+                self.outputs[-1].weight.data.copy_(target_head)
 
     def unroll(self, features: Tensor, embedded: Tensor, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
         x, rows = features[:, :, 0], features.shape[1]
@@ -203,8 +203,8 @@ class MedusaModule(HeadModule):
 
     def logits(self, states: Tensor, step: int) -> Tensor:
         if self.recipe.tie_lm_head:
-            return states @ self.target_head.T.to(states.dtype)  # type: ignore[operator]
-        return self.outputs[step](states)  # type: ignore[no-any-return]
+            return states @ self.target_head.T.to(states.dtype)
+        return self.outputs[step](states)
 
     def export(self) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
         config = {

@@ -14,8 +14,8 @@ Method = Literal["eagle", "eagle3", "medusa", "hydra"]
 
 
 class Recipe(BaseModel):
-    """Data: prompts: at most so many are used, held_out of them only for the acceptance table; answer_tokens, answer_batch,
-    temperature: how the target answers them (0 is greedy); length: tokens of an example, prompt included.
+    """Data: prompts: at most so many are used, held_out of them only for the acceptance table; answer_tokens,
+    answer_batch, temperature: how the target answers them (0 is greedy); length: tokens of an example, prompt included.
 
     Optimisation: steps of `batch` examples; lr with linear warmup (steps) and cosine decay; unroll: steps of
     training-time test (EAGLE-3), each weighted `step_decay` times the one before; feature_weight, logit_weight: parts
@@ -67,4 +67,6 @@ class Recipe(BaseModel):
             return cls(**values)
         except ValidationError as error:
             first = error.errors()[0]
-            raise ConfigError(f"recipe={path}: {'.'.join(map(str, first['loc']))}: {first['msg']}: correct the file") from None
+            raise ConfigError(
+                f"recipe={path}: {'.'.join(map(str, first['loc']))}: {first['msg']}: correct the file"
+            ) from None

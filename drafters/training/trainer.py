@@ -87,7 +87,7 @@ class Trainer:
             group["lr"] = recipe.lr * schedule(self.step, recipe)
         self.module.train()
         loss = self._loss(self._batch(self.step), recipe.unroll, score, noise_seed=recipe.seed + self.step)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -179,7 +179,7 @@ class Trainer:
                 total = total + recipe.step_decay**step * loss
         return total
 
-    def _autocast(self) -> contextlib.AbstractContextManager[None]:
+    def _autocast(self) -> Any:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.low_precision)
 
 

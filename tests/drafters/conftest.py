@@ -49,7 +49,8 @@ def target(target_dir: Path) -> TargetWeights:
 def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int = 1) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: torch.randn(shape, generator=generator) * (0.3 if len(shape) > 1 else 0.1) + (1.0 if "norm" in name else 0.0)
+        name: torch.randn(shape, generator=generator) * (0.3 if len(shape) > 1 else 0.1)
+        + (1.0 if "norm" in name else 0.0)
         for name, shape in shapes.items()
     }
 

@@ -38,7 +38,9 @@ def layer(weights: dict[str, Tensor], prefix: str, x: Tensor, residual: Tensor) 
     x = residual + attended.reshape(n, -1) @ weights[f"{prefix}.self_attn.o_proj.weight"].T
     normed = rms(x, weights[f"{prefix}.post_attention_layernorm.weight"])
     gate = torch.nn.functional.silu(normed @ weights[f"{prefix}.mlp.gate_proj.weight"].T)
-    return x + (gate * (normed @ weights[f"{prefix}.mlp.up_proj.weight"].T)) @ weights[f"{prefix}.mlp.down_proj.weight"].T
+    return (
+        x + (gate * (normed @ weights[f"{prefix}.mlp.up_proj.weight"].T)) @ weights[f"{prefix}.mlp.down_proj.weight"].T
+    )
 
 
 def eagle_features(weights: dict[str, Tensor], features: Tensor, tokens: list[int]) -> Tensor:

@@ -90,13 +90,17 @@ def test_a_public_checkpoint_gives_the_reference_logits_over_a_tree_and_after_a_
     assert isinstance(session, FeatureSession)
     features, tokens = true_features(9, name), [4, 9, 2, 33, 7, 61, 5]
     session.commit(0, features[:6], tokens[:6])
-    torch.testing.assert_close(session.root()[0], expected(name, target, features[:6], tokens[:6]), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        session.root()[0], expected(name, target, features[:6], tokens[:6]), atol=1e-4, rtol=1e-4
+    )
     first, logits = session.extend([0, 0, 0], [7, 8, 9])
     second, deeper = session.extend([first[0], first[2], first[2]], [11, 12, 13])
     _, deepest = session.extend([second[2]], [14])
-    for row, path in zip([*logits, *deeper, *deepest], [[7], [8], [9], [7, 11], [9, 12], [9, 13], [9, 13, 14]], strict=True):
+    for row, path in zip(
+        [*logits, *deeper, *deepest], [[7], [8], [9], [7, 11], [9, 12], [9, 13], [9, 13, 14]], strict=True
+    ):
         torch.testing.assert_close(row, expected(name, target, features[:6], tokens[:6] + path), atol=1e-4, rtol=1e-4)
-    text = tokens[:6] + [9, 13, 50]
+    text = [*tokens[:6], 9, 13, 50]
     session.commit(6, features[6:9], text[6:])
     torch.testing.assert_close(session.root()[0], expected(name, target, features, text), atol=1e-4, rtol=1e-4)
 
@@ -150,7 +154,9 @@ def test_asking_about_other_outcomes_does_not_change_the_next_tree(
 
 
 @both
-def test_outcomes_drafted_together_get_the_trees_they_get_alone(name: str, tmp_path: Path, target: TargetWeights) -> None:
+def test_outcomes_drafted_together_get_the_trees_they_get_alone(
+    name: str, tmp_path: Path, target: TargetWeights
+) -> None:
     continuations = [[], [3], [3, 4], [17, 2, 5]]
     together = drafter_with_text(name, tmp_path, target).propose_many(1, continuations)
     for continuation, tree in zip(continuations, together, strict=True):
@@ -173,7 +179,9 @@ def test_after_a_verdict_the_tree_is_that_of_a_drafter_that_read_the_text_at_onc
 
 
 @both
-def test_tokens_without_features_are_drafted_like_a_continuation(name: str, tmp_path: Path, target: TargetWeights) -> None:
+def test_tokens_without_features_are_drafted_like_a_continuation(
+    name: str, tmp_path: Path, target: TargetWeights
+) -> None:
     lost, asked = drafter_with_text(name, tmp_path / "a", target), drafter_with_text(name, tmp_path / "b", target)
     lost.observe(1, Verdict(TokenTree.root_only(9), [0], [12], None))
     assert same(lost.propose(1), asked.propose(1, [12]))

@@ -18,10 +18,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+from drafters.base import Verdict
 from drafters.checkpoint import TargetWeights
 from drafters.eagle import EagleHead
 from drafters.eagle3 import Eagle3Head
 from drafters.feature_session import FeatureHead, FeatureSession
+from drafters.growth import Adaptive
+from drafters.head import HeadDrafter
 from drafters.hydra import HydraHead
 from drafters.medusa import MedusaHead
 from drafters.training import answers as answers_module
@@ -31,6 +34,8 @@ from drafters.training.modules import build
 from drafters.training.recipe import Recipe
 from drafters.training.trainer import Trainer, draft_vocabulary
 from engine.errors import ConfigError, ModelError
+from engine.sampling import SamplingParams
+from engine.tree import TokenTree
 from tests.drafters.conftest import LAYERS, LLAMA, VOCAB
 
 METHODS = ["eagle", "eagle3", "medusa", "hydra"]
@@ -132,7 +137,9 @@ def test_answers_are_generated_once_and_a_cut_off_line_is_generated_again(
     generated = []
     generate = answers_module._generate
     monkeypatch.setattr(
-        answers_module, "_generate", lambda model, batch, *rest, **kw: generated.append(len(batch)) or generate(model, batch, *rest, **kw)
+        answers_module,
+        "_generate",
+        lambda model, batch, *rest, **kw: generated.append(len(batch)) or generate(model, batch, *rest, **kw),
     )
     train("hydra", str(chatty), data, tmp_path / "two", recipe("hydra"))
     assert generated == [4]  # one batch of the three
@@ -184,7 +191,9 @@ def test_held_out_acceptance_rises_at_every_position(method: str, copying: tuple
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
-def test_training_and_drafting_compute_the_same_logits(method: str, copying: tuple[Any, list[Example]], tmp_path: Path) -> None:
+def test_training_and_drafting_compute_the_same_logits(
+    method: str, copying: tuple[Any, list[Example]], tmp_path: Path
+) -> None:
     """The unrolled steps of a row are what the draft cache computes along a path behind it."""
     model, examples = copying
     plan = Recipe(method=method, **SMALL)  # type: ignore[arg-type]
@@ -209,6 +218,28 @@ def test_training_and_drafting_compute_the_same_logits(method: str, copying: tup
         for step, (states, _) in enumerate(module.unroll(features[:, :-1], embedded, steps)):
             torch.testing.assert_close(logits[0], module.logits(states[0, row], step), atol=1e-4, rtol=1e-4)
             [node], logits = session.extend([node], [tokens[row + 2 + step]])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_training_and_drafting_run_in_bfloat16_where_the_hardware_has_it(
+    method: str,
+    chatty: Path,
+    data: Path,
+    recipe: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Emulated here: the types must fit together, the speed is the hardware's business."""
+    for module in ("drafters.training.cli", "drafters.training.trainer", "drafters.layers"):
+        monkeypatch.setattr(f"{module}.has_native_bfloat16", lambda: True)
+    out = tmp_path / "head"
+    train(method, str(chatty), data, out, recipe(method, steps=2))
+    head = LOADERS[method].load(str(out), TargetWeights.read(str(chatty)))
+    drafter = HeadDrafter(head, Adaptive(budget=12, top_k=4))
+    drafter.start(1, [4, 5, 6], SamplingParams(temperature=1.0))
+    features = torch.randn(3, len(head.feature_layers), 32).numpy()
+    drafter.observe(1, Verdict(TokenTree.root_only(6), [0], [7], features))
+    assert len(drafter.propose(1)) > 4
 
 
 def test_the_draft_vocabulary_holds_the_most_answered_tokens() -> None:
@@ -255,7 +286,9 @@ def test_a_file_that_is_no_training_data_is_refused(
         train("medusa", str(chatty), file, tmp_path / "head", recipe("medusa"))
 
 
-def test_a_missing_file_and_a_broken_archive_are_refused(chatty: Path, recipe: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_missing_file_and_a_broken_archive_are_refused(
+    chatty: Path, recipe: Callable[..., Path], tmp_path: Path
+) -> None:
     (tmp_path / "x.xz").write_bytes(b"no archive")
     for name in ("nowhere.jsonl", "x.xz"):
         with pytest.raises(ConfigError, match="cannot be read"):

@@ -1,0 +1,81 @@
+"""Heads in the loop of a real target: the text is that of plain decoding, whatever the head says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from drafters.base import Verdict
+from drafters.checkpoint import TargetWeights
+from drafters.growth import Adaptive, Dynamic, Policy, Static
+from drafters.head import Head, HeadDrafter
+from engine.sampling import SamplingParams
+from engine.target import Target
+from engine.tree import TokenTree
+from engine.verification import Sampler, verify
+from tests.drafters.test_eagle import eagle, eagle3
+from tests.drafters.test_medusa import hydra, medusa
+
+PROMPT = [1, 9, 33, 12, 2]
+HEADS: list[Callable[[Path, TargetWeights], Head]] = [eagle, eagle3, medusa, hydra]
+
+
+@pytest.fixture(scope="module")
+def model(target_dir: Path) -> Target:
+    return Target.load(str(target_dir), dtype="float32", device="cpu")
+
+
+def decode(model: Target, params: SamplingParams, drafter: HeadDrafter | None = None) -> tuple[list[int], int]:
+    """The answer to PROMPT and the rounds it took, drafting and verifying in turns."""
+    cache = model.new_cache(256)
+    sampler = Sampler(params, PROMPT, [], model.vocab_size)
+    layers = drafter.feature_layers if drafter else ()
+    logits, features = model.prefill(cache, PROMPT, layers)
+    _, answer = verify(TokenTree.root_only(PROMPT[-1]), logits[None], sampler)
+    rounds = 0
+    if drafter:
+        drafter.start(0, PROMPT, params)
+        assert features is not None
+        drafter.observe(0, Verdict(TokenTree.root_only(PROMPT[-1]), [0], list(answer), features.numpy()))
+    while sampler.finish_reason is None:
+        tree = drafter.propose(0).validate(model.vocab_size) if drafter else TokenTree.root_only(answer[-1])
+        logits, features = model.verify(cache, tree, layers)
+        path, tokens = verify(tree, logits, sampler)
+        cache.commit(path)
+        answer += tokens
+        rounds += 1
+        if drafter:
+            assert features is not None
+            drafter.observe(0, Verdict(tree, path, tokens, features[path].numpy()))
+    return answer, rounds
+
+
+@pytest.mark.parametrize("build", HEADS)
+@pytest.mark.parametrize("policy", [Static(), Dynamic(depth=2, top_k=4, budget=20), Adaptive(budget=24, top_k=6)])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_text_is_that_of_plain_decoding(
+    build: Callable[[Path, TargetWeights], Head],
+    policy: Policy,
+    temperature: float,
+    model: Target,
+    target: TargetWeights,
+    tmp_path: Path,
+) -> None:
+    params = SamplingParams(temperature=temperature, seed=4, max_tokens=24)
+    plain, _ = decode(model, params)
+    assert decode(model, params, HeadDrafter(build(tmp_path, target), policy))[0] == plain
+
+
+@pytest.mark.parametrize("build", HEADS)
+def test_shared_noise_makes_even_an_untrained_head_agree_with_more_draws(
+    build: Callable[[Path, TargetWeights], Head], model: Target, target: TargetWeights, tmp_path: Path
+) -> None:
+    """At a high temperature the noise decides, and the head knows the noise."""
+    params = SamplingParams(temperature=25.0, seed=4, max_tokens=60)
+    head = build(tmp_path, target)
+    with_noise = decode(model, params, HeadDrafter(head, Adaptive(budget=12, top_k=4)))
+    without = decode(model, params, HeadDrafter(head, Adaptive(budget=12, top_k=4), shared_noise=False))
+    assert with_noise[0] == without[0]
+    assert with_noise[1] < without[1]
