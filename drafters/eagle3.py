@@ -52,10 +52,11 @@ class Eagle3Head(FeatureHead):
         own = checkpoint.take_optional("embed_tokens.weight", target.vocab_size, hidden)
         if own is None:
             checkpoint.match("embedding size", hidden, target.hidden_size)
-        self.embedding = (target.embedding if own is None else own).to(device, self.dtype)
         self.target_ids = self._target_ids(checkpoint, vocab, target.vocab_size).to(device)
         self.fc = Linear(take("fc.weight", hidden, 3 * target_hidden))
-        self.embedding_norm = RMSNorm(take("midlayer.input_layernorm.weight", hidden), config.rms_norm_eps)
+        embedding_norm = RMSNorm(take("midlayer.input_layernorm.weight", hidden), config.rms_norm_eps)
+        # normalised once instead of in every step
+        self.embedding = embedding_norm((target.embedding if own is None else own).to(device, self.dtype))
         self.feature_norm = RMSNorm(take("midlayer.hidden_norm.weight", hidden), config.rms_norm_eps)
         self.layer = DecoderLayer(
             config, lambda name, *shape: checkpoint.take(f"midlayer.{name}", *shape), 2 * hidden, device, self.dtype
@@ -92,8 +93,7 @@ class Eagle3Head(FeatureHead):
     def forward(
         self, features: Tensor, tokens: Tensor, positions: Tensor, cache: KVCache, start: int, mask: Tensor | None
     ) -> Tensor:
-        embedding = self.embedding_norm(F.embedding(tokens, self.embedding))
-        x = torch.cat([embedding, self.feature_norm(features)], dim=-1)
+        x = torch.cat([F.embedding(tokens, self.embedding), self.feature_norm(features)], dim=-1)
         return self.layer(x, features, positions, cache, start, mask)
 
     def logits(self, features: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ class FeatureHead(Head):
     def forward(
         self, features: Tensor, tokens: Tensor, positions: Tensor, cache: KVCache, start: int, mask: Tensor | None
     ) -> Tensor:
-        """[n, hidden_size]: the features guessed behind (feature, token) pairs, which take the slots from `start` on."""
+        """[n, hidden_size]: the features guessed behind (feature, token) pairs, which take slots from `start` on."""
 
     @abstractmethod
     def logits(self, features: Tensor) -> Tensor:
@@ -55,10 +55,11 @@ class FeatureSession(Session):
         self.cache = head.new_cache(text + scratch)
         self.slots = 0  # cache slots that hold true features
         self.nodes = 1
-        # per node: its predicted feature, the position its pair stands at, and the drafted nodes it may attend to
+        # per node: its predicted feature, the position its pair stands at, and what it may attend to
         self.features = torch.empty(scratch + 1, head.hidden_size, device=head.device, dtype=head.dtype)
         self.positions = [0] * (scratch + 1)
-        self.visible = torch.zeros(scratch + 1, scratch, dtype=torch.bool)
+        # one row per node over the cache slots, so that a layer's mask is a slice and costs no assembling
+        self.visible = torch.zeros(scratch + 1, text + scratch, dtype=torch.bool, device=head.device)
         self._pending: list[tuple[int, Tensor, list[int]]] = []
         self._root_logits: Tensor | None = None
 
@@ -79,26 +80,19 @@ class FeatureSession(Session):
 
     def extend(self, parents: list[int], tokens: list[int]) -> tuple[list[int], Tensor]:
         n, first, head = len(tokens), self.nodes, self.head
-        nodes = list(range(first, first + n))
-        for node, parent in zip(nodes, parents, strict=True):
-            self.positions[node] = self.positions[parent] + 1
-        rows = torch.tensor(parents)
+        start = self.slots + first - 1
+        positions = [self.positions[parent] + 1 for parent in parents]
+        self.positions[first : first + n] = positions
+        # one transfer for all three
+        rows, ids, at = torch.tensor([parents, tokens, positions], device=head.device).unbind()
         visible = self.visible[first : first + n]
-        visible.copy_(self.visible[rows])
-        visible[:, first - 1 : first - 1 + n].fill_diagonal_(True)
-        mask = torch.ones(n, self.slots + first - 1 + n, dtype=torch.bool)
-        mask[:, self.slots :] = visible[:, : first - 1 + n]
-        features = head.forward(
-            self.features[rows],
-            torch.tensor(tokens, device=head.device),
-            torch.tensor(self.positions[first : first + n], device=head.device),
-            self.cache,
-            self.slots + first - 1,
-            mask.to(head.device),
-        )
+        visible.copy_(self.visible.index_select(0, rows))
+        visible[:, start : start + n].fill_diagonal_(True)
+        mask = visible[:, : start + n]
+        features = head.forward(self.features.index_select(0, rows), ids, at, self.cache, start, mask)
         self.features[first : first + n] = features
         self.nodes += n
-        return nodes, head.logits(features)
+        return list(range(first, first + n)), head.logits(features)
 
     def room(self) -> int:
         return self.scratch - (self.nodes - 1)
@@ -118,4 +112,5 @@ class FeatureSession(Session):
             causal_mask(n, self.slots, head.device) if n > 1 else None,
         )
         self.slots += n
+        self.visible[0, : self.slots] = True  # the row that all others are copied from
         self.features[0], self.positions[0] = guessed[-1], start + n - 1

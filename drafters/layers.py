@@ -55,9 +55,8 @@ class RMSNorm:
         self.weight, self.eps = weight, eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        scale = wide.square().mean(-1, keepdim=True).add_(self.eps).rsqrt_()
-        return (wide * scale).to(x.dtype).mul_(self.weight)
+        scale = x.float().square().mean(-1, keepdim=True).add_(self.eps).rsqrt_()
+        return (x * scale).to(x.dtype).mul_(self.weight)
 
 
 class Rotary:
