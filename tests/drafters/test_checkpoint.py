@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from drafters.checkpoint import TargetWeights
+from drafters.layers import Linear
 from engine.errors import ModelError
 
 EMBEDDING, LM_HEAD = torch.randn(8, 4), torch.randn(8, 4)
@@ -61,3 +62,12 @@ def test_a_broken_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"config\.json"):
         TargetWeights.read(str(tmp_path))
+
+
+@pytest.mark.parametrize("bias", [None, torch.randn(2100)])
+def test_a_packed_matrix_gives_the_product_of_the_plain_one(bias: torch.Tensor | None) -> None:
+    weight = torch.randn(2100, 1000)
+    linear = Linear(weight, bias)
+    for rows in (1, 3, 10):
+        x = torch.randn(rows, 1000)
+        torch.testing.assert_close(linear(x), torch.nn.functional.linear(x, weight, bias), atol=1e-3, rtol=1e-4)
