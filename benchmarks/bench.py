@@ -1,4 +1,4 @@
-"""`talon bench`: methods interleaved prompt by prompt, as machines drift, and compared per prompt, as prompts differ."""
+"""`talon bench`: methods interleaved prompt by prompt, for machines drift, compared per prompt, for prompts differ."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def summary(rows: list[Row]) -> Table:
 
 async def run_overhead(config: Config, methods: list[str], sampling: SamplingParams, console: Console) -> Table:
     """Time per round outside model forwards (both workers and their messages), for both transports."""
-    prompt = "Weng earns $12 an hour for babysitting. Yesterday, she just did 50 minutes of babysitting. How much did she earn?"
+    prompt = "Weng earns $12 an hour for babysitting. Yesterday, she just did 50 minutes. How much did she earn?"
     table = Table(title="Time per round outside model forwards")
     for column in ("transport", "method", "rounds", "p50", "p95"):
         table.add_column(column, justify="left" if column in ("transport", "method") else "right")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
@@ -101,6 +102,7 @@ def generate(
 
 def main() -> None:
     """Entry point of the `talon` command."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # for workers that are threads; see engine.launch
     from benchmarks.commands import bench, check
 
     app.command()(bench)
