@@ -142,7 +142,7 @@ class HeadDrafter(Drafter):
     @torch.inference_mode()
     def propose_many(self, request: int, continuations: Sequence[Sequence[int]]) -> list[TokenTree]:
         """One tree per possible continuation, grown in the same forward passes as far as there is room for all."""
-        state, started = self._requests[request], time.perf_counter()
+        state = self._requests[request]
         # tokens behind node 0 whose features have not come (yet): drafted like the continuation, with stand-ins
         unsynced = state.text[state.session.synced + 1 :] if state.session.synced else []
         paths = [[*unsynced, *continuation] for continuation in continuations]
@@ -155,7 +155,6 @@ class HeadDrafter(Drafter):
             roots = self._descend(state, group)
             tokens = [(path or state.text)[-1] for path in group]
             trees += self._grow(state, roots, tokens)
-        self.forward_s += time.perf_counter() - started
         return trees
 
     @torch.inference_mode()
@@ -168,6 +167,8 @@ class HeadDrafter(Drafter):
             return
         start = len(state.text) - 1 - len(verdict.features)
         known = max(0, state.session.synced - start)
+        if known >= len(verdict.features):
+            return
         features = torch.tensor(verdict.features[known:], device=self.head.device)  # messages' arrays are read-only
         state.session.commit(start + known, features, state.text[start + known + 1 :])
         state.forget_nodes()
@@ -190,7 +191,10 @@ class HeadDrafter(Drafter):
     def _descend(self, state: _Request, paths: list[list[int]]) -> list[int]:
         """The node at the end of each path, drafted where the request has not been there before."""
         if 0 not in state.seen:
-            self._note(state, [0], state.session.root())
+            started = time.perf_counter()
+            logits = state.session.root()
+            self.forward_s += time.perf_counter() - started
+            self._note(state, [0], logits)
         nodes = [0] * len(paths)
         for level in range(max(map(len, paths))):
             going = [row for row, path in enumerate(paths) if len(path) > level]
@@ -232,7 +236,9 @@ class HeadDrafter(Drafter):
             node = state.child[pair] = -1 - len(state.child)
             state.depth[node], state.seen[node] = state.depth[pair[0]] + 1, ([], [])
         if new := [pair for pair in new if pair not in state.child]:
+            started = time.perf_counter()
             nodes, logits = state.session.extend([parent for parent, _ in new], [token for _, token in new])
+            self.forward_s += time.perf_counter() - started
             for pair, node in zip(new, nodes, strict=True):
                 state.child[pair], state.depth[node] = node, state.depth[pair[0]] + 1
             self._note(state, nodes, logits)
