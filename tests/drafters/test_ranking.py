@@ -50,7 +50,7 @@ def test_without_shared_noise_the_order_is_the_heads_own() -> None:
 def acceptance(shared_noise: bool, draws: int = 400) -> tuple[list[bool], list[float]]:
     """Whether the first candidate is the target's draw, and the chance claimed; the head errs by a unit normal."""
     logits, error = random_logits(draws, 4), torch.randn(draws, VOCAB, generator=torch.Generator().manual_seed(9))
-    ranking = Ranking(SamplingParams(temperature=1.0, seed=1), IDS, 4, shared_noise)
+    ranking = Ranking(SamplingParams(temperature=1.0, seed=1), IDS, 4, shared_noise, ErrorScale(0.6))
     hits, chances = [], []
     for row in range(draws):
         seen = ranking(logits[row : row + 1] + error[row], [row])
