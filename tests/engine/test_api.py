@@ -22,7 +22,13 @@ from tests.conftest import tiny_tokenizer
 TOKENIZER = tiny_tokenizer()
 PROMPTS = [list(text) for text in (b"the cat sat on the mat, the cat", b"1 + 1 = 2, 1 + 2 =", b"zzzz")]
 LENGTH = 40
-DRAFTS = {"none": {}, "pld": {}, "suffix": {}, "sps": {"drafter.length": 4}, "sps tree": {"drafter.branches": [3, 2, 1]}}
+DRAFTS = {
+    "none": {},
+    "pld": {},
+    "suffix": {},
+    "sps": {"drafter.length": 4},
+    "sps tree": {"drafter.branches": [3, 2, 1]},
+}
 
 
 @asynccontextmanager
@@ -180,7 +186,7 @@ async def test_a_full_queue_waits_by_default(tiny: str, tiny_draft: str) -> None
         ([], {}, "prompt: is empty"),
         ([1, 2, 99_999], {}, "token id"),
         (["a", "b"], {}, "token id"),
-        ("hi", {"max_tokens": 5000}, "max_tokens=5000: .* context of 512"),
+        ("hi", {"max_tokens": 5000}, r"max_tokens=5000: .* context of 512"),
         ("hi", {"temperature": -1.0}, "temperature=-1.0"),
         ("hi", {"temperature": float("nan")}, "temperature=nan"),
         ("hi", {"top_p": 0.0}, "top_p=0.0"),
