@@ -167,7 +167,7 @@ async def test_a_full_queue_refuses_if_so_configured(tiny: str, tiny_draft: str)
     async with tiny_engine(tiny, tiny_draft, **{"queue.size": 1, "queue.full": "refuse"}) as engine:
         first = asyncio.create_task(engine.generate(PROMPTS[2], SamplingParams(max_tokens=400, ignore_eos=True)))
         await asyncio.sleep(0.1)
-        with pytest.raises(QueueFull, match="queue.size=1"):
+        with pytest.raises(QueueFull, match=r"queue\.size=1"):
             await engine.generate(PROMPTS[0])
         first.cancel()
 
