@@ -26,7 +26,7 @@ from engine.target import Target, load_config
 from engine.tree import TokenTree
 
 SOURCE = 4
-_CANDIDATES = 64
+_CANDIDATES = 256  # of the draft model's ranking; the shared noise may lift any of them to the top
 
 
 class _Request:

@@ -21,6 +21,7 @@ from engine.errors import ConfigError, ModelError
 from engine.kv_cache import KVCache
 from engine.tree import TokenTree
 
+_UNBOUNDED = 2**31 - 1
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
@@ -35,7 +36,7 @@ class Target:
         self.name = name
         config = model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
-        self.context: int = config.max_position_embeddings
+        self.context: int = getattr(config, "max_position_embeddings", _UNBOUNDED)
         self.layers: int = config.num_hidden_layers
         self.eos_tokens = eos_tokens(model.generation_config)
         self.device: torch.device = model.device

@@ -1,0 +1,106 @@
+"""The command line as a user has it: a process, its output and its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def talon(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "engine.cli", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> str:
+    file = tmp_path / "questions.jsonl"
+    rows = [{"question_id": i, "category": "test", "turns": [f"count {i} and {i} and {i}"]} for i in range(3)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def test_generate_json_is_exactly_one_object(tiny: str) -> None:
+    done = talon("generate", "hi", "--set", f"model={tiny}", "--max-tokens", "5", "--json", "--method", "pld")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert set(answer) == {"text", "token_ids", "prompt_tokens", "finish_reason", "metrics"}
+    assert set(answer["metrics"]) == {
+        "mean_accepted_tokens", "rounds", "tokens_per_second", "time_to_first_token_s", "verifier_busy",
+        "draft_hit_rate",
+    }  # fmt: skip
+
+
+def test_generate_streams_the_text_and_sums_up_on_standard_error(tiny: str) -> None:
+    options = ["--set", f"model={tiny}", "--set", "transport=inproc", "--max-tokens", "5", "--seed", "1"]
+    streamed = talon("generate", "hi", *options, "--temperature", "1")
+    whole = talon("generate", "hi", *options, "--temperature", "1", "--json")
+    assert streamed.stdout == json.loads(whole.stdout)["text"] + "\n"
+    assert "verifier busy" in streamed.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["generate", ""], "prompt: is empty"),
+        (["generate", "hi", "--temperature", "-1"], "temperature=-1.0"),
+        (["generate", "hi", "--method", "pldd"], "did you mean pld"),
+        (["generate", "hi", "--set", "model=/no/such"], "model=/no/such"),
+        (["generate", "hi", "--set", "dtype=int4"], "dtype='int4'"),
+        (["generate", "hi", "--set", "drafter.budgt=3"], "did you mean drafter.budget"),
+        (["generate", "hi", "--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["bench"], "--questions"),
+        (["check", "--questions", "nowhere.jsonl"], "nowhere.jsonl"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], told: str) -> None:
+    done = talon(*arguments, *(["--set", "transport=inproc"] if arguments[0] == "generate" else []))
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert done.stderr.startswith("talon: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_bench_writes_a_row_per_question_and_method(tiny: str, questions: str, tmp_path: Path) -> None:
+    done = talon(
+        "bench", "--questions", questions, "--methods", "none,pld,suffix,hf", "--limit", "2", "--max-tokens", "12",
+        "--out", str(tmp_path), "--set", f"model={tiny}", "--set", "transport=inproc",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert len(rows) == 8
+    assert {row["method"] for row in rows} == {"none", "pld", "suffix", "hf"}
+    assert all(row["output_equal"] for row in rows)
+    assert set(rows[0]) == {
+        "question_id", "category", "method", "mode", "temperature", "repeat", "tokens", "rounds",
+        "mean_accepted_tokens", "tokens_per_second", "time_to_first_token_s", "verifier_busy", "draft_hit_rate",
+        "output_equal",
+    }  # fmt: skip
+    assert "speed-up" in done.stdout
+
+
+def test_bench_overhead_prints_both_transports(tiny: str) -> None:
+    done = talon("bench", "--overhead", "--methods", "pld", "--max-tokens", "12", "--set", f"model={tiny}")
+    assert done.returncode == 0, done.stderr
+    assert "inproc" in done.stdout and "ipc" in done.stdout
+
+
+def test_check_compares_with_transformers(tiny: str, tiny_draft: str, questions: str) -> None:
+    done = talon(
+        "check", "--questions", questions, "--methods", "none,sps", "--transports", "inproc", "--max-tokens", "12",
+        "--set", f"model={tiny}", "--set", f"drafter.path={tiny_draft}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "different" in done.stdout

@@ -1,0 +1,94 @@
+"""Tiny real models, built once per session: nothing is downloaded and nothing beside the repository is needed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+VOCABULARY = 260
+TEMPLATE = (
+    "{% for m in messages %}<|user|>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, and four special ones: 0 end, 1 user, 2 assistant, 3 unused."""
+    special = ["<|end|>", "<|user|>", "<|assistant|>", "<|unused|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*special, *alphabet])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|end|>",
+        pad_token="<|end|>",
+        extra_special_tokens=special[1:],
+        chat_template=TEMPLATE,
+    )
+
+
+def save_tiny_llama(folder: Path, seed: int = 0, vocabulary: int = VOCABULARY, **changes: Any) -> str:
+    """A random Llama with grouped-query attention, and the tiny tokenizer, as a Hugging Face directory."""
+    torch.manual_seed(seed)
+    options: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.3,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+    }
+    LlamaForCausalLM(LlamaConfig(**options | changes)).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A target."""
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def tiny_draft(tmp_path_factory: pytest.TempPathFactory, tiny: str) -> str:
+    """A smaller model of the same vocabulary that often agrees with the target: its first two layers."""
+    folder = tmp_path_factory.mktemp("tiny-draft")
+    model = LlamaForCausalLM.from_pretrained(tiny)
+    model.model.layers = model.model.layers[:2]
+    model.config.num_hidden_layers = 2
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_stranger(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model of another vocabulary."""
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny-stranger"), vocabulary=300)
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Benchmark data beside the repository."""
+    folder = Path(os.environ.get("TALON_SHARED", Path(__file__).parents[2] / "shared"))
+    if not folder.is_dir():
+        pytest.skip("no benchmark data: set TALON_SHARED to its folder")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)

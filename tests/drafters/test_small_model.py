@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from drafters.base import Verdict
+from drafters.small_model import SmallModel
+from engine.sampling import SamplingParams
+from engine.target import Target
+from engine.tree import TokenTree
+
+PROMPT = list(b"what is one and one?")
+
+
+def continuation(model: Target, text: list[int], count: int) -> list[int]:
+    """What the model says greedily, token by token, without any cache."""
+    tokens: list[int] = []
+    for _ in range(count):
+        logits, _ = model.prefill(model.new_cache(200), text + tokens)
+        tokens.append(int(logits.argmax()))
+    return tokens
+
+
+def drafter(path: str, branches: list[int], budget: int = 40) -> SmallModel:
+    small = SmallModel(Target.load(path), branches, budget)
+    small.start(1, PROMPT, SamplingParams(max_tokens=50))
+    return small
+
+
+def test_the_chain_is_what_the_draft_model_says(tiny_draft: str) -> None:
+    small = drafter(tiny_draft, [1] * 6)
+    assert small.propose(1).tokens.tolist() == PROMPT[-1:] + continuation(small.model, PROMPT, 6)
+
+
+def test_it_goes_on_from_what_the_target_said(tiny_draft: str) -> None:
+    small = drafter(tiny_draft, [1] * 4)
+    for tokens in ([5], [6, 7, 8], [9]):
+        small.observe(1, Verdict(TokenTree.root_only(0), [0], tokens))
+        small.propose(1)
+    text = [*PROMPT, 5, 6, 7, 8, 9]
+    assert small.propose(1).tokens.tolist() == [9, *continuation(small.model, text, 4)]
+
+
+def test_an_outcome_asked_about_leaves_no_trace(tiny_draft: str) -> None:
+    small = drafter(tiny_draft, [1] * 4)
+    before = small.propose(1)
+    assert small.propose(1, [50, 60]).tokens.tolist()[0] == 60
+    assert small.propose(1).tokens.tolist() == before.tokens.tolist()
+
+
+def test_a_tree_has_the_likeliest_children_of_each_node_level_by_level(tiny_draft: str) -> None:
+    small = drafter(tiny_draft, [3, 2])
+    tree = small.propose(1)
+    assert tree.depths.tolist() == [0] + [1] * 3 + [2] * 6
+    for node in range(4):
+        logits, _ = small.model.prefill(small.model.new_cache(100), PROMPT[:-1] + tree.path_tokens(node))
+        width = 3 if node == 0 else 2
+        assert tree.tokens[tree.children(node)].tolist() == logits.topk(width).indices.tolist()
+
+
+def test_confidence_is_the_draft_models_probability_of_the_path(tiny_draft: str) -> None:
+    small = drafter(tiny_draft, [2, 1])
+    tree = small.propose(1)
+    for node in range(1, len(tree)):
+        parent = int(tree.parents[node])
+        logits, _ = small.model.prefill(small.model.new_cache(100), PROMPT[:-1] + tree.path_tokens(parent))
+        step = torch.softmax(logits, -1)[tree.tokens[node]]
+        assert float(tree.confidence[node]) == pytest.approx(float(tree.confidence[parent] * step), rel=1e-4)
+
+
+def test_the_budget_bounds_the_tree(tiny_draft: str) -> None:
+    assert len(drafter(tiny_draft, [4, 4, 4], budget=9).propose(1)) == 9
+
+
+def test_finished_requests_are_forgotten(tiny_draft: str) -> None:
+    small = drafter(tiny_draft, [1])
+    small.finish(1)
+    assert not small.requests

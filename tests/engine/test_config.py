@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import DEMO, Config, DrafterConfig, load, parse_assignment
+from engine.errors import ConfigError
+from engine.worker import share_cores
+
+
+def test_the_demo_configuration_names_a_model_that_is_there() -> None:
+    assert (Path(load(DEMO).model) / "config.json").is_file()
+
+
+def test_an_override_reaches_into_a_section_and_leaves_the_rest() -> None:
+    config = load({"model": "m", "drafter": {"length": 7}}, {"drafter.budget": 40, "method": "pld"})
+    assert (config.drafter.budget, config.drafter.length, config.method) == (40, 7, "pld")
+
+
+def test_a_config_object_can_be_overridden() -> None:
+    assert load(Config(model="m", drafter=DrafterConfig(length=3)), {"drafter.budget": 9}).drafter.length == 3
+
+
+def test_overriding_leaves_the_callers_dictionary_alone() -> None:
+    values: dict[str, Any] = {"model": "m", "drafter": {"length": 7}}
+    load(values, {"drafter.budget": 40})
+    assert values == {"model": "m", "drafter": {"length": 7}}
+
+
+def test_paths_with_a_dot_are_relative_to_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("model: ./m\ndrafter: {path: ../d}\n")
+    config = load(tmp_path / "a.yaml")
+    assert (config.model, config.drafter.path) == (str(tmp_path / "m"), str(tmp_path.parent / "d"))
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"methd": "pld"}, "methd: unknown configuration key; did you mean method?"),
+        ({"drafter": {"budgt": 3}}, "drafter.budgt: unknown configuration key; did you mean drafter.budget?"),
+        ({"dtype": "int8"}, "dtype='int8': "),
+        ({"drafter": {"budget": "many"}}, "drafter.budget='many': "),
+        ({"drafter": {"budget": 0}}, "drafter.budget=0: "),
+        ({"verifier": 3}, "verifier=3: "),
+        ({"queue": {"full": "explode"}}, "queue.full='explode': "),
+    ],
+)
+def test_a_wrong_key_or_value_is_told_in_one_line(values: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load({"model": "m"} | values)
+    assert str(error.value).startswith(told)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [", "just words"])
+def test_a_file_that_holds_no_configuration_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"bad\.yaml"):
+        load(tmp_path / "bad.yaml")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml: cannot be read"):
+        load(tmp_path / "none.yaml")
+
+
+def test_assignments_are_read_as_yaml() -> None:
+    assert parse_assignment("drafter.branches=[3, 2]") == ("drafter.branches", [3, 2])
+    with pytest.raises(ConfigError, match="KEY=VALUE"):
+        parse_assignment("drafter.budget")
+
+
+def test_a_draft_model_shares_the_cores_and_a_table_leaves_them_to_the_verifier(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine.worker.cores", lambda: 8)
+    config = Config(model="m")
+    assert share_cores(config, drafter_has_model=True) == (4, 4)
+    assert share_cores(config, drafter_has_model=False) == (8, 1)
+    assert share_cores(load(config, {"verifier.threads": 3}), drafter_has_model=True)[0] == 3

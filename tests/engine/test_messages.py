@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.errors import ProtocolError
+from engine.messages import (
+    ARRAYS,
+    Cancel,
+    Draft,
+    Failed,
+    Finish,
+    Heartbeat,
+    Hello,
+    Message,
+    Ready,
+    Start,
+    Stop,
+    Submit,
+    Tokens,
+    Verdict,
+    decode,
+    encode,
+)
+from engine.sampling import SamplingParams
+
+INTS = np.array([3, 1, 2], np.int32)
+EXAMPLES: list[tuple[Message, list[Any]]] = [
+    (Submit(request=1, sampling=SamplingParams(temperature=0.5, stop=("x",))), [INTS]),
+    (Cancel(request=1), []),
+    (Stop(), []),
+    (Ready(vocab_size=10, context=20, dtype="float32"), []),
+    (
+        Tokens(
+            request=1, round=2, tokens=(1, 2), finish_reason=None, nodes=3, hit=True, round_us=4, forward_us=5,
+            draft_us=6, busy_us=7, at_us=8,
+        ),
+        [],
+    ),
+    (Failed(request=None, kind="ModelError", text="no"), []),
+    (Heartbeat(), []),
+    (Hello(feature_layers=(1, 2)), []),
+    (Start(request=1, round=0, sampling=SamplingParams()), [INTS]),
+    (Verdict(request=1, round=2, draft=3, following=0), [INTS, INTS, np.ones((2, 1, 4), np.float32)]),
+    (Finish(request=1), []),
+    (
+        Draft(request=1, round=2, draft=3, parent=0, node=1, token=5, draft_us=0),
+        [INTS, INTS, np.ones(3, np.float32), np.ones(3, np.uint8)],
+    ),
+]  # fmt: skip
+EVERY = tuple(type(message) for message, _ in EXAMPLES)
+
+
+def frames_of(message: Message, arrays: list[Any]) -> list[bytes]:
+    return [bytes(frame) for frame in encode(message, arrays)]
+
+
+@pytest.mark.parametrize(("message", "arrays"), EXAMPLES, ids=lambda value: type(value).__name__)
+def test_every_message_survives_the_wire(message: Message, arrays: list[Any]) -> None:
+    received, received_arrays = decode(frames_of(message, arrays), EVERY)
+    assert received == message
+    assert all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in zip(arrays, received_arrays, strict=True))
+
+
+def test_there_is_an_example_of_every_message_with_arrays() -> None:
+    assert set(ARRAYS) <= set(EVERY)
+
+
+def test_empty_features_survive_the_wire() -> None:
+    message = Verdict(request=1, round=2, draft=3, following=0)
+    _, arrays = decode(frames_of(message, [INTS, INTS, np.zeros((0, 0, 0), np.float32)]), EVERY)
+    assert arrays[2].shape == (0, 0, 0)
+
+
+def test_a_message_for_somebody_else_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="Stop is not for this receiver"):
+        decode(frames_of(Stop(), []), (Draft,))
+
+
+@pytest.mark.parametrize("damage", ["missing array", "extra array", "short array", "no frames", "not msgpack"])
+def test_a_damaged_message_is_refused(damage: str) -> None:
+    frames = frames_of(*EXAMPLES[-1])
+    broken = {
+        "missing array": frames[:-1],
+        "extra array": [*frames, b"more"],
+        "short array": [*frames[:-1], frames[-1][:-1]],
+        "no frames": [],
+        "not msgpack": [b"\xc1", *frames[1:]],
+    }[damage]
+    with pytest.raises(ProtocolError):
+        decode(broken, EVERY)
+
+
+def test_ten_thousand_mutated_messages_decode_or_are_refused_and_nothing_else() -> None:
+    rng = random.Random(20)
+    refused = 0
+    for _ in range(10_000):
+        frames = frames_of(*rng.choice(EXAMPLES))
+        for _ in range(rng.randrange(1, 4)):
+            at = rng.randrange(len(frames))
+            frame = bytearray(frames[at])
+            action = rng.randrange(5)
+            if action == 0 and frame:
+                frame[rng.randrange(len(frame))] = rng.randrange(256)
+            elif action == 1:
+                del frame[rng.randrange(len(frame) + 1) :]
+            elif action == 2:
+                frame += rng.randbytes(rng.randrange(1, 9))
+            elif action == 3:
+                frame = bytearray(rng.randbytes(rng.randrange(40)))
+            else:
+                frames.insert(at, bytes(frame))
+            frames[at] = bytes(frame)
+        try:
+            message, arrays = decode(frames, EVERY)
+            assert isinstance(message, EVERY)
+            assert len(arrays) == len(ARRAYS.get(type(message), ()))
+        except ProtocolError:
+            refused += 1
+    assert refused > 5_000

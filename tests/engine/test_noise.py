@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.noise import _bits, gumbel, gumbel_argmax
+
+SEEDS = st.integers(-(2**63), 2**63 - 1)
+
+
+def reference_bits(seed: int, position: int, token: int) -> int:
+    """The same numbers by plain integers: splitmix64's finaliser over a key of seed and position."""
+    mask = (1 << 64) - 1
+
+    def mix(x: int) -> int:
+        x &= mask
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & mask
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB & mask
+        return x ^ (x >> 31)
+
+    key = mix(mix(seed * 0x9E3779B97F4A7C15) ^ (position + 1) * 0xBF58476D1CE4E5B9)
+    return mix((token + 1) * 0x9E3779B97F4A7C15 + key) >> 12
+
+
+@given(SEEDS, st.integers(0, 2**40), st.integers(0, 300_000))
+def test_bits_are_those_of_plain_integer_arithmetic(seed: int, position: int, token: int) -> None:
+    assert int(_bits(seed, position, torch.tensor([token]))[0]) == reference_bits(seed, position, token)
+
+
+@settings(deadline=None)
+@given(SEEDS, st.integers(0, 5000), st.integers(1, 400), st.floats(0.01, 20), st.integers(0, 2**31))
+def test_ruling_tokens_out_never_changes_the_winner(
+    seed: int, position: int, vocabulary: int, spread: float, logits_seed: int
+) -> None:
+    scores = torch.randn(vocabulary, generator=torch.Generator().manual_seed(logits_seed)) * spread
+    everything = scores.double() + gumbel(seed, position, torch.arange(vocabulary))
+    assert gumbel_argmax(scores, seed, position) == int(everything.argmax())
+
+
+def test_an_excluded_token_is_never_drawn() -> None:
+    scores = torch.zeros(200)
+    scores[:150] = -torch.inf
+    assert all(gumbel_argmax(scores, 1, position) >= 150 for position in range(300))
+
+
+@pytest.mark.parametrize("axis", ["token", "position", "seed"])
+def test_noise_is_uniform_along_every_key(axis: str) -> None:
+    n = 4096
+    if axis == "token":
+        bits = _bits(5, 7, torch.arange(n))
+    elif axis == "position":
+        bits = torch.cat([_bits(5, i, torch.tensor([7])) for i in range(n)])
+    else:
+        bits = torch.cat([_bits(i, 5, torch.tensor([7])) for i in range(n)])
+    counts = np.bincount((bits >> 46).numpy(), minlength=64)
+    chi_square = float(((counts - n / 64) ** 2 / (n / 64)).sum())
+    assert chi_square < 63 + 5 * math.sqrt(2 * 63)
+
+
+def test_draws_follow_the_softmax() -> None:
+    scores = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    draws = [gumbel_argmax(scores, 11, position) for position in range(8000)]
+    counts = np.bincount(draws, minlength=4)
+    expected = scores.softmax(-1).numpy() * len(draws)
+    assert ((counts - expected) ** 2 / expected).sum() < 16.3  # 3 degrees of freedom, one in a thousand

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, MambaConfig, T5Config
+
+from engine.errors import ConfigError, ModelError
+from engine.sampling import SamplingParams
+from engine.target import Target, has_native_bfloat16
+from engine.tree import TokenTree
+from engine.verification import Sampler, verify
+from tests.conftest import save_tiny_llama
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama with grouped queries": ("LlamaConfig", {"num_key_value_heads": 2}),
+    "qwen2": ("Qwen2Config", {"num_key_value_heads": 2}),
+    "qwen3": ("Qwen3Config", {"num_key_value_heads": 2, "head_dim": 8}),
+    "mistral with a sliding window": ("MistralConfig", {"num_key_value_heads": 2, "sliding_window": 12}),
+    "phi3": ("Phi3Config", {"num_key_value_heads": 2}),
+    "gemma2": ("Gemma2Config", {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 12}),
+    "gpt_neox": ("GPTNeoXConfig", {}),
+}
+
+
+def build(family: str) -> Any:
+    name, options = FAMILIES[family]
+    torch.manual_seed(0)
+    config = getattr(transformers, name)(**COMMON | options)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def random_tree(root: int, truth: list[int], rng: random.Random) -> TokenTree:
+    """A tree of right and wrong candidates: parts of the true continuation, and noise beside and below it."""
+    tokens, parents = [root], [-1]
+    for token in truth[: rng.randrange(5)]:
+        tokens.append(token)
+        parents.append(len(tokens) - 2)
+    for _ in range(rng.randrange(8)):
+        parent, token = rng.randrange(len(tokens)), rng.randrange(128)
+        if (parent, token) not in set(zip(parents, tokens, strict=True)):
+            tokens.append(token)
+            parents.append(parent)
+    return TokenTree.from_lists(tokens, parents, [1.0] * len(tokens))
+
+
+def decode(target: Target, prompt: list[int], truth: list[int], rng: random.Random, count: int) -> list[int]:
+    """Greedy decoding through random trees, the prompt read in chunks."""
+    sampler = Sampler(SamplingParams(max_tokens=count), prompt, [], target.vocab_size)
+    cache = target.new_cache(len(prompt) + count + 16)
+    for at in range(0, len(prompt), 7):
+        logits, _ = target.prefill(cache, prompt[at : at + 7])
+    tokens = [sampler.draw(sampler.choices(logits[None])[0])]
+    while sampler.finish_reason is None:
+        tree = random_tree(tokens[-1], truth[len(tokens) :], rng)
+        logits, _ = target.verify(cache, tree)
+        path, new = verify(tree, logits, sampler)
+        cache.commit(path)
+        tokens += new
+    return tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decoding_through_trees_is_greedy_generate_token_for_token(family: str) -> None:
+    model = build(family)
+    target = Target(model, family)
+    prompt = [random.Random(1).randrange(128) for _ in range(20)]
+    truth = model.generate(
+        torch.tensor([prompt]), max_new_tokens=40, do_sample=False, attention_mask=torch.ones(1, len(prompt))
+    )[0, len(prompt) :].tolist()
+    for seed in range(3):
+        tokens = decode(target, prompt, truth, random.Random(seed), 40)
+        first = next((i for i, (a, b) in enumerate(zip(tokens, truth, strict=True)) if a != b), None)
+        if first is not None:  # only a tie may differ
+            logits, _ = target.prefill(target.new_cache(100), prompt + truth[:first])
+            assert abs(logits[tokens[first]] - logits[truth[first]]) < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_in_a_tree_are_those_of_each_path_alone(family: str) -> None:
+    target = Target(build(family), family)
+    prompt = [random.Random(2).randrange(128) for _ in range(18)]
+    tree = TokenTree.from_lists([5, 1, 2, 3, 4, 6], [-1, 0, 0, 1, 3, 2], [1.0] * 6)
+    cache = target.new_cache(40)
+    target.prefill(cache, prompt)
+    logits, _ = target.verify(cache, tree)
+    for node in range(len(tree)):
+        alone, _ = target.prefill(target.new_cache(40), prompt + tree.path_tokens(node))
+        torch.testing.assert_close(logits[node], alone, atol=1e-4, rtol=1e-4)
+
+
+def test_a_tree_grown_level_by_level_gives_the_logits_of_the_whole(tiny: str) -> None:
+    target = Target.load(tiny)
+    cache = target.new_cache(40)
+    target.prefill(cache, [5, 6, 7, 8])
+    tree = TokenTree.from_lists([9, 10, 11, 12, 13], [-1, 0, 0, 1, 2], [1.0] * 5)
+    whole, _ = target.verify(cache, tree)
+    parts = [target.verify(cache, tree.keep(range(end)), first=first)[0] for first, end in ((0, 1), (1, 3), (3, 5))]
+    torch.testing.assert_close(torch.cat(parts), whole, atol=1e-5, rtol=1e-5)
+
+
+def test_features_are_the_hidden_states_of_the_layers_asked_for(tiny: str) -> None:
+    target = Target.load(tiny)
+    cache = target.new_cache(20)
+    _, prompt_features = target.prefill(cache, [5, 6, 7], (0, 2))
+    _, features = target.verify(cache, TokenTree.chain(8, [9], [1.0]), (0, 2))
+    with torch.inference_mode():
+        states = target.model(torch.tensor([[5, 6, 7, 8, 9]]), output_hidden_states=True).hidden_states
+    expected = torch.stack([states[0][0], states[2][0]], dim=1)
+    assert prompt_features is not None and features is not None
+    torch.testing.assert_close(torch.cat([prompt_features, features]), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_family_that_cannot_take_a_tree_mask_is_refused_by_name() -> None:
+    bloom = AutoModelForCausalLM.from_config(BloomConfig(vocab_size=128, hidden_size=32, n_layer=2, n_head=4))
+    with pytest.raises(ModelError, match="bloom"):
+        Target(bloom, "some/bloom").check_tree_attention()
+
+
+def test_a_model_without_attention_is_refused_by_name() -> None:
+    mamba = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=128, hidden_size=32, num_hidden_layers=2))
+    with pytest.raises(ModelError, match="mamba"):
+        Target(mamba, "some/mamba")
+
+
+def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
+    T5Config(vocab_size=128, d_model=32).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="encoder-decoder"):
+        Target.load(str(tmp_path))
+
+
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="nowhere"):
+        Target.load(str(tmp_path / "nowhere"))
+
+
+def test_a_directory_without_weights_is_named(tmp_path: Path) -> None:
+    LlamaConfig(**COMMON).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        Target.load(str(tmp_path))
+
+
+def test_dtype_auto_is_the_checkpoints_where_the_cpu_multiplies_it(tmp_path: Path) -> None:
+    path = save_tiny_llama(tmp_path, dtype=torch.bfloat16)
+    AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).save_pretrained(path)
+    expected = torch.bfloat16 if has_native_bfloat16() else torch.float32
+    assert Target.load(path, "auto", "cpu").dtype == expected
+    assert Target.load(path, "bfloat16", "cpu").dtype == torch.bfloat16
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_without_a_device_is_refused(tiny: str) -> None:
+    with pytest.raises(ConfigError, match="device='cuda'"):
+        Target.load(tiny, device="cuda")

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.errors import RequestError
+from engine.text import TextStream, encode_text
+from tests.conftest import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()  # one token per byte, so that every character beyond ASCII is split
+
+
+def tokens_of(text: str) -> list[int]:
+    return list(TOKENIZER(text)["input_ids"])
+
+
+@given(st.text(max_size=30))
+def test_the_pieces_add_up_to_the_text(text: str) -> None:
+    stream = TextStream(TOKENIZER)
+    pieces = []
+    for token in tokens_of(text):
+        stream.push(token)
+        pieces.append(stream.take())
+    pieces.append(stream.take(final=True))
+    assert "".join(pieces) == stream.text == text
+
+
+def test_half_a_character_is_not_shown() -> None:
+    stream = TextStream(TOKENIZER)
+    first, *_ = tokens_of("é")
+    stream.push(first)
+    assert stream.take() == ""
+
+
+@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
+def test_the_text_ends_before_the_first_stop_string_and_none_of_it_was_shown(text: str, stops: list[str]) -> None:
+    stream = TextStream(TOKENIZER, stops)
+    shown = ""
+    for token in tokens_of(text):
+        if stream.push(token):
+            break
+        shown += stream.take()
+    shown += stream.take(final=True)
+    # a stop string is found when its last character arrives, the one that began first wins
+    ends = [end for end in range(len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
+    expected = text
+    if ends:
+        seen = text[: ends[0]]
+        expected = seen[: min(seen.find(stop) for stop in stops if stop in seen)]
+    assert shown == stream.text == expected
+    assert stream.stopped == bool(ends)
+
+
+def test_messages_need_role_and_content() -> None:
+    with pytest.raises(RequestError, match="role and content"):
+        encode_text(TOKENIZER, [{"text": "hi"}])
+
+
+def test_text_becomes_one_user_message_unless_raw() -> None:
+    assert TOKENIZER.decode(encode_text(TOKENIZER, "hi")) == "<|user|>hi<|assistant|>"
+    assert TOKENIZER.decode(encode_text(TOKENIZER, "hi", raw=True)) == "hi"

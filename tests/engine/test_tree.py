@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.errors import ProtocolError
+from engine.tree import TokenTree
+
+VOCABULARY = 6
+
+
+@st.composite
+def trees(draw: st.DrawFn, root: int = 0) -> TokenTree:
+    """Any well-formed tree over a small vocabulary, so that siblings and merges collide often."""
+    tokens, parents, confidence = [root], [-1], [1.0]
+    for _ in range(draw(st.integers(0, 20))):
+        parent = draw(st.integers(0, len(tokens) - 1))
+        token = draw(st.integers(0, VOCABULARY - 1))
+        taken = {t for t, p in zip(tokens, parents, strict=True) if p == parent}
+        if token not in taken:
+            tokens.append(token)
+            parents.append(parent)
+            confidence.append(confidence[parent] * draw(st.floats(0, 1, width=32)))
+    return TokenTree.from_lists(tokens, parents, confidence, draw(st.sampled_from([1, 2, 4])))
+
+
+def paths(tree: TokenTree) -> dict[tuple[int, ...], float]:
+    """Every path's tokens with its confidence, straight from the definition."""
+    found: dict[tuple[int, ...], float] = {}
+    keys: list[tuple[int, ...]] = []
+    for token, parent, confidence in zip(tree.tokens, tree.parents, tree.confidence, strict=True):
+        key = (*(keys[parent] if parent >= 0 else ()), int(token))
+        keys.append(key)
+        found[key] = float(confidence)
+    return found
+
+
+@given(trees())
+def test_generated_trees_are_valid(tree: TokenTree) -> None:
+    assert tree.validate(VOCABULARY) is tree
+
+
+@given(trees())
+def test_a_node_sees_exactly_itself_and_its_ancestors(tree: TokenTree) -> None:
+    for node in range(len(tree)):
+        assert set(np.flatnonzero(tree.ancestor_mask[node])) == set(tree.path(node))
+
+
+@given(trees())
+def test_depth_counts_the_steps_from_the_root(tree: TokenTree) -> None:
+    assert [len(tree.path(node)) - 1 for node in range(len(tree))] == tree.depths.tolist()
+
+
+@given(trees())
+def test_child_finds_each_node_by_its_parent_and_token(tree: TokenTree) -> None:
+    for node in range(1, len(tree)):
+        assert tree.child(int(tree.parents[node]), int(tree.tokens[node])) == node
+    assert tree.child(0, VOCABULARY) is None
+
+
+@given(trees())
+def test_children_are_the_nodes_that_name_the_parent(tree: TokenTree) -> None:
+    for node in range(len(tree)):
+        assert all(tree.parents[child] == node for child in tree.children(node))
+    assert sum(len(tree.children(node)) for node in range(len(tree))) == len(tree) - 1
+
+
+@given(trees(), st.integers(1, 25))
+def test_pruning_keeps_the_most_confident_nodes_with_their_ancestors(tree: TokenTree, budget: int) -> None:
+    pruned = tree.prune(budget).validate(VOCABULARY)
+    assert len(pruned) == min(budget, len(tree))
+    kept, everything = paths(pruned), paths(tree)
+    assert kept.items() <= everything.items()
+    left_out = [everything[path] for path in everything.keys() - kept.keys()]
+    assert not left_out or max(left_out) <= min(kept.values())
+
+
+@given(trees(), st.integers(0, 6))
+def test_limiting_depth_keeps_exactly_the_shallow_nodes(tree: TokenTree, depth: int) -> None:
+    limited = tree.limit_depth(depth).validate(VOCABULARY)
+    assert paths(limited) == {path: c for path, c in paths(tree).items() if len(path) <= depth + 1}
+
+
+@given(trees(), trees())
+def test_the_union_holds_the_paths_of_both_and_no_others(one: TokenTree, other: TokenTree) -> None:
+    union = one.union(other).validate(VOCABULARY)
+    assert paths(union).keys() == paths(one).keys() | paths(other).keys()
+
+
+@given(trees(), trees())
+def test_no_path_loses_confidence_in_a_union(one: TokenTree, other: TokenTree) -> None:
+    union = paths(one.union(other))
+    for tree in (one, other):
+        assert all(union[path] >= confidence - 1e-5 for path, confidence in paths(tree).items())
+
+
+def test_agreement_raises_confidence_and_joins_the_sources() -> None:
+    one, other = TokenTree.chain(0, [3], [0.5], source=1), TokenTree.chain(0, [3, 4], [0.5, 0.25], source=2)
+    union = one.union(other)
+    assert union.confidence.tolist() == [1.0, 0.75, 0.375]
+    assert union.source.tolist() == [0, 3, 2]
+
+
+def test_trees_of_different_roots_do_not_merge() -> None:
+    with pytest.raises(ValueError, match="different roots"):
+        TokenTree.root_only(1).union(TokenTree.root_only(2))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents", "confidence"),
+    [
+        ([], [], []),
+        ([1, 2], [-1], [1, 1]),
+        ([1, 2], [0, 0], [1, 1]),
+        ([1, 2, 3], [-1, 2, 0], [1, 1, 1]),
+        ([1, 2], [-1, -1], [1, 1]),
+        ([1, VOCABULARY], [-1, 0], [1, 1]),
+        ([1, -1], [-1, 0], [1, 1]),
+        ([1, 2, 2], [-1, 0, 0], [1, 0.5, 0.4]),
+        ([1, 2], [-1, 0], [1, 1.5]),
+        ([1, 2], [-1, 0], [1, float("nan")]),
+        ([1, 2, 3], [-1, 0, 1], [1, 0.5, 0.6]),
+    ],
+)
+def test_malformed_trees_are_refused(tokens: list[int], parents: list[int], confidence: list[float]) -> None:
+    tree = TokenTree(
+        np.array(tokens, np.int32),
+        np.array(parents, np.int32),
+        np.array(confidence, np.float32),
+        np.zeros(len(tokens), np.uint8),
+    )
+    with pytest.raises(ProtocolError):
+        tree.validate(VOCABULARY)

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from engine.noise import gumbel_argmax
+from engine.sampling import SamplingParams
+from engine.target import Target
+from engine.tree import TokenTree
+from engine.verification import Sampler, truncate, verify
+
+
+def logits_of(tree: TokenTree, draws: dict[int, int], vocabulary: int = 10) -> torch.Tensor:
+    """Logits whose argmax at a node is `draws[node]`, and token 9 elsewhere."""
+    logits = torch.zeros(len(tree), vocabulary)
+    for node in range(len(tree)):
+        logits[node, draws.get(node, 9)] = 5.0
+    return logits
+
+
+TREE = TokenTree.from_lists([0, 1, 2, 3, 4], [-1, 0, 0, 1, 3], [1, 0.5, 0.4, 0.3, 0.2])
+
+
+def greedy(**options: Any) -> Sampler:
+    return Sampler(SamplingParams(**options), [7, 8], [5], 10)
+
+
+def test_the_walk_follows_the_targets_own_tokens_and_adds_the_bonus() -> None:
+    assert verify(TREE, logits_of(TREE, {0: 1, 1: 3, 3: 8}), greedy()) == ([0, 1, 3], [1, 3, 8])
+
+
+def test_a_tree_of_wrong_candidates_still_yields_the_targets_token() -> None:
+    assert verify(TREE, logits_of(TREE, {0: 6}), greedy()) == ([0], [6])
+
+
+def test_the_walk_ends_at_the_end_of_sequence_token() -> None:
+    tree = TokenTree.chain(0, [5, 1], [0.5, 0.5])
+    sampler = greedy()
+    assert verify(tree, logits_of(tree, {0: 5, 1: 1}), sampler) == ([0], [5])
+    assert sampler.finish_reason == "eos"
+
+
+def test_ignore_eos_goes_on_after_it() -> None:
+    tree = TokenTree.chain(0, [5, 1], [0.5, 0.5])
+    assert verify(tree, logits_of(tree, {0: 5, 1: 1, 2: 2}), greedy(ignore_eos=True))[1] == [5, 1, 2]
+
+
+def test_the_walk_ends_at_max_tokens() -> None:
+    sampler = greedy(max_tokens=2)
+    assert verify(TREE, logits_of(TREE, {0: 1, 1: 3, 3: 4}), sampler)[1] == [1, 3]
+    assert sampler.finish_reason == "length"
+
+
+def test_the_end_of_sequence_token_is_not_drawn_before_min_tokens() -> None:
+    sampler = greedy(min_tokens=2)
+    logits = torch.zeros(1, 10)
+    logits[0, 5], logits[0, 4] = 5.0, 4.0
+    root = TokenTree.root_only(0)
+    assert [verify(root, logits, sampler)[1][0] for _ in range(3)] == [4, 4, 5]
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, 2**31),
+    st.floats(0.1, 3),
+    st.integers(0, 60),
+    st.floats(0.05, 1),
+    st.floats(0, 0.9),
+)
+def test_truncation_is_that_of_transformers(
+    seed: int, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(seed)) * 3
+    ids = torch.tensor([[1]])
+    expected = TemperatureLogitsWarper(temperature)(ids, logits)
+    if top_k:
+        expected = TopKLogitsWarper(top_k)(ids, expected)
+    if top_p < 1:
+        expected = TopPLogitsWarper(top_p)(ids, expected)
+    if min_p > 0:
+        expected = MinPLogitsWarper(min_p)(ids, expected)
+    assert torch.equal(truncate(logits[0] / temperature, top_k, top_p, min_p), expected[0])
+
+
+def test_the_repetition_penalty_covers_prompt_and_answer_as_in_transformers() -> None:
+    params = SamplingParams(repetition_penalty=1.7)
+    sampler = Sampler(params, [3, 4], [], 10)
+    processor = RepetitionPenaltyLogitsProcessor(1.7)
+    text = [3, 4]
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(30):
+        logits = torch.randn(1, 10, generator=generator)
+        expected = int(processor(torch.tensor([text]), logits.clone())[0].argmax())
+        assert verify(TokenTree.root_only(text[-1]), logits, sampler)[1] == [expected]
+        text.append(expected)
+
+
+def test_a_draw_depends_on_seed_and_position_alone() -> None:
+    logits = torch.randn(1, 100, generator=torch.Generator().manual_seed(2))
+    sampler = Sampler(SamplingParams(temperature=1.0, seed=9), [1, 2, 3], [], 100)
+    draws = [verify(TokenTree.root_only(0), logits, sampler)[1][0] for _ in range(5)]
+    assert draws == [gumbel_argmax(logits[0], 9, 3 + i) for i in range(5)]
+
+
+@pytest.mark.parametrize("candidates", ["none", "likely", "unlikely"])
+def test_the_next_token_distribution_is_the_models_own_through_any_tree(tiny: str, candidates: str) -> None:
+    target = Target.load(tiny)
+    prompt = list(b"What is the sum?")
+    cache = target.new_cache(64)
+    target.prefill(cache, prompt[:-1])
+    alone, _ = target.prefill(target.new_cache(64), prompt)
+    chance = (alone / 1.0).softmax(-1)
+    order = chance.argsort(descending=True).tolist()
+    drafted = {"none": [], "likely": order[:5], "unlikely": order[-5:]}[candidates]
+    tree = TokenTree.from_lists([prompt[-1], *drafted], [-1] + [0] * len(drafted), [1.0] + [0.1] * len(drafted))
+    logits, _ = target.verify(cache, tree)
+    draws = []
+    for seed in range(4000):
+        sampler = Sampler(SamplingParams(temperature=1.0, seed=seed, max_tokens=1), prompt, [], target.vocab_size)
+        draws.append(verify(tree, logits, sampler)[1][0])
+    counts = np.bincount(draws, minlength=target.vocab_size)
+    top = order[:15]
+    observed = np.append(counts[top], len(draws) - counts[top].sum())
+    share = chance[top].numpy()
+    expected = np.append(share, 1 - share.sum()) * len(draws)
+    assert ((observed - expected) ** 2 / expected).sum() < 37.7  # 15 degrees of freedom, one in a thousand

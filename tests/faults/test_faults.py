@@ -1,0 +1,151 @@
+"""Real faults, against worker processes: killed, stopped, orphaned, lied to."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from engine import Engine, SamplingParams
+from engine.errors import WorkerDied
+from engine.launch import ProcessWorker
+from engine.messages import Draft, Hello, encode
+
+PROMPT = list(b"the cat sat on the mat, the cat")
+LONG = SamplingParams(max_tokens=400, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def _own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield
+    assert not list(tmp_path.glob("talon-*"))
+
+
+async def expected_text(model: str) -> list[int]:
+    async with await Engine.start({"model": model}, method="none", transport="inproc") as engine:
+        return (await engine.generate(PROMPT, LONG)).token_ids
+
+
+def pid_of(engine: Engine, role: str) -> int:
+    worker = engine._workers.running[role]
+    assert isinstance(worker, ProcessWorker)
+    return worker.pid
+
+
+async def until(true: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "did not happen in time"
+        await asyncio.sleep(0.05)
+
+
+async def test_a_killed_drafter_changes_no_text_and_comes_back(tiny: str) -> None:
+    expected = await expected_text(tiny)
+    async with await Engine.start({"model": tiny}, method="pld") as engine:
+        for _ in range(3):
+            first = pid_of(engine, "drafter")
+            task = asyncio.create_task(engine.generate(PROMPT, LONG))
+            await asyncio.sleep(0.15)
+            os.kill(first, signal.SIGKILL)
+            assert (await task).token_ids == expected
+            await until(lambda first=first: pid_of(engine, "drafter") != first and engine._ready["drafter"].is_set())
+        result = await engine.generate(PROMPT, LONG)
+    assert result.token_ids == expected
+    assert result.metrics.mean_accepted_tokens > 1  # the new drafter drafts
+
+
+async def test_a_stopped_drafter_changes_no_text_and_is_replaced(tiny: str) -> None:
+    expected = await expected_text(tiny)
+    options: dict[str, Any] = {"heartbeat_timeout_s": 3, "verifier.draft_timeout_s": 0.2}
+    async with await Engine.start({"model": tiny}, method="pld", **options) as engine:
+        first = pid_of(engine, "drafter")
+        task = asyncio.create_task(engine.generate(PROMPT, LONG))
+        await asyncio.sleep(0.15)
+        os.kill(first, signal.SIGSTOP)
+        assert (await task).token_ids == expected
+        await until(lambda: pid_of(engine, "drafter") != first and engine._ready["drafter"].is_set())
+        assert (await engine.generate(PROMPT, LONG)).token_ids == expected
+
+
+async def test_a_killed_verifier_fails_what_is_in_flight_and_later_requests_work(tiny: str) -> None:
+    expected = await expected_text(tiny)
+    async with await Engine.start({"model": tiny}, method="pld") as engine:
+        task = asyncio.create_task(engine.generate(PROMPT, LONG))
+        await asyncio.sleep(0.15)
+        os.kill(pid_of(engine, "verifier"), signal.SIGKILL)
+        with pytest.raises(WorkerDied, match="send it again"):
+            await task
+        assert (await asyncio.wait_for(engine.generate(PROMPT, LONG), 60)).token_ids == expected
+
+
+async def test_garbage_from_the_drafters_side_changes_no_text(tiny: str) -> None:
+    expected = await expected_text(tiny)
+    async with await Engine.start({"model": tiny}, method="pld") as engine:
+        liar = zmq.Context.shadow(engine._context).socket(zmq.DEALER)
+        liar.setsockopt(zmq.LINGER, 0)
+        liar.connect(engine._workers._meeting)
+        liar.send_multipart(encode(Hello()))  # from now on the verifier takes this peer for its drafter
+        rng = np.random.default_rng(3)
+        task = asyncio.create_task(engine.generate(PROMPT, LONG))
+        request = 1
+        while not task.done():
+            fields = {name: int(rng.integers(0, 4)) for name in ("draft", "parent", "node")}
+            draft = Draft(
+                request=request, round=int(rng.integers(0, 400)), token=int(rng.integers(0, 260)), draft_us=0, **fields
+            )
+            n = int(rng.integers(1, 6))
+            arrays = [rng.integers(-2, 300, n), rng.integers(-1, n, n), rng.random(n), rng.integers(0, 9, n)]
+            liar.send_multipart(encode(draft, arrays))
+            liar.send_multipart([rng.bytes(20), rng.bytes(3)])
+            await asyncio.sleep(0.001)
+        liar.close()
+        assert (await task).token_ids == expected
+
+
+SCRIPT = """
+import asyncio, sys
+from engine import Engine, SamplingParams
+
+async def main():
+    async with await Engine.start({"model": sys.argv[1]}, method="pld") as engine:
+        print(*[worker.pid for worker in engine._workers.running.values()], flush=True)
+        while True:
+            await engine.generate("again and again and", SamplingParams(max_tokens=200, ignore_eos=True))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+async def test_however_the_front_end_ends_no_process_and_no_file_is_left(
+    tiny: str, tmp_path: Path, end: signal.Signals
+) -> None:
+    script = subprocess.Popen(  # noqa: ASYNC220 - nothing else runs on this loop
+        [sys.executable, "-c", textwrap.dedent(SCRIPT), tiny],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert script.stdout is not None
+    workers = [int(pid) for pid in (await asyncio.to_thread(script.stdout.readline)).split()]
+    assert len(workers) == 2
+    await asyncio.sleep(0.3)
+    script.send_signal(end)
+    await asyncio.to_thread(script.wait, 30)
+    script.stdout.close()
+    await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), 20)
+    await until(lambda: not list(tmp_path.glob("talon-*")), 10)
