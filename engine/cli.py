@@ -52,7 +52,9 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 def generate(
     prompt: Annotated[str, typer.Argument(help="The question; sent as one user message through the chat template.")],
     config: ConfigOption = configuration.DEMO,
-    method: Annotated[str | None, typer.Option(help="Who drafts: none, pld, suffix, sps.")] = None,
+    method: Annotated[
+        str | None, typer.Option(help="Who drafts: none, pld, suffix, sps, eagle, eagle3, medusa, hydra.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this much probability.")] = 1.0,
@@ -104,9 +106,11 @@ def main() -> None:
     """Entry point of the `talon` command."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # for workers that are threads; see engine.launch
     from benchmarks.commands import bench, check
+    from drafters.training.cli import app as train
 
     app.command()(bench)
     app.command()(check)
+    app.add_typer(train, name="train")
     app()
 
 

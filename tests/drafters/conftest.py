@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafters.checkpoint import TargetWeights
+from tests.conftest import tiny_tokenizer
 
 HIDDEN, VOCAB, LAYERS, FFN, HEADS, KV_HEADS = 32, 64, 6, 48, 4, 2
 LLAMA = {
@@ -38,6 +39,7 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for parameter in model.parameters():
         parameter.data *= 4 if parameter.dim() == 2 else 1
     model.save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
     return path
 
 

@@ -11,6 +11,7 @@ from drafters.base import Verdict
 from drafters.checkpoint import TargetWeights
 from drafters.growth import Adaptive, Dynamic, Policy, Static
 from drafters.head import Head, HeadDrafter
+from engine import Engine
 from engine.sampling import SamplingParams
 from engine.target import Target
 from engine.tree import TokenTree
@@ -79,3 +80,22 @@ def test_shared_noise_makes_even_an_untrained_head_agree_with_more_draws(
     without = decode(model, params, HeadDrafter(head, Adaptive(budget=12, top_k=4), shared_noise=False))
     assert with_noise[0] == without[0]
     assert with_noise[1] < without[1]
+
+
+@pytest.mark.parametrize("transport", ["inproc", "ipc"])
+@pytest.mark.parametrize("build", HEADS)
+async def test_a_head_behind_the_engine_changes_no_text(
+    build: Callable[[Path, TargetWeights], Head],
+    transport: str,
+    target_dir: Path,
+    target: TargetWeights,
+    tmp_path: Path,
+) -> None:
+    build(tmp_path, target)
+    settings = {"model": str(target_dir), "transport": transport, "drafter": {"path": str(tmp_path)}}
+    requests = [SamplingParams(max_tokens=30), SamplingParams(max_tokens=30, temperature=1.0, seed=2)]
+    texts = {}
+    for method in ("none", build.__name__):
+        async with await Engine.start(settings, method=method, dtype="float32") as engine:
+            texts[method] = [(await engine.generate(PROMPT, params)).token_ids for params in requests]
+    assert texts["none"] == texts[build.__name__]

@@ -51,8 +51,9 @@ def greedy(tiny: str) -> list[list[int]]:
     ]
 
 
-def test_every_method_is_tested_here() -> None:
-    assert {name.split()[0] for name in DRAFTS} == set(METHODS)
+def test_every_method_is_tested_here_or_with_the_heads() -> None:
+    heads = {"eagle", "eagle3", "medusa", "hydra"}  # in tests/drafters/test_lossless.py
+    assert {name.split()[0] for name in DRAFTS} | heads == set(METHODS)
 
 
 @pytest.mark.parametrize("transport", ["inproc", "ipc"])

@@ -26,6 +26,14 @@ def open_files(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
+def is_running(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def leftovers(folder: Path) -> list[Path]:
+    return list(folder.glob("talon-*"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["suffix", "sps"])
 async def test_a_thousand_requests_are_answered_and_memory_stays_flat(
@@ -58,6 +66,6 @@ async def test_a_thousand_requests_are_answered_and_memory_stays_flat(
     for (memory, files), (memory_then, files_then) in zip(ended, settled, strict=True):
         assert memory - memory_then < 0.05 * memory_then, (settled, ended)
         assert files <= files_then + 2, (settled, ended)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
-    assert not list(tmp_path.glob("talon-*"))
+    assert not any(is_running(pid) for pid in workers)
+    assert not leftovers(tmp_path)
     print(f"{method}: resident MB after {SETTLED} {settled}, after {REQUESTS} {ended}")
