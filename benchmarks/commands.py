@@ -12,7 +12,6 @@ from engine import config as configuration
 from engine.cli import ConfigOption, SetOption, overrides, run
 from engine.errors import ConfigError
 from engine.sampling import SamplingParams
-from engine.target import Target
 
 QuestionsOption = Annotated[
     list[Path] | None, typer.Option("--questions", help="JSONL file of the Spec-Bench form; may be given again.")
@@ -76,6 +75,7 @@ def check(
 
     async def main() -> int:
         from benchmarks.equality import report, run_check
+        from engine.target import Target
 
         settings = configuration.load(config, overrides(set_))
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed).validate()

@@ -227,10 +227,10 @@ class Engine:
 
     async def _launch(self) -> None:
         await anyio.to_thread.run_sync(load_config, self.config.model)
-        self._tokenizer = await anyio.to_thread.run_sync(load_tokenizer, self.config.model)
         for role in self._workers.roles:
             self._workers.start(role)
         self._tasks.append(asyncio.create_task(self._listen()))
+        self._tokenizer = await anyio.to_thread.run_sync(load_tokenizer, self.config.model)
         with anyio.move_on_after(self.config.start_timeout_s):
             while not all(event.is_set() for event in self._ready.values()):
                 if self._failed_start is not None:

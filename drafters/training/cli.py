@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
-from safetensors.torch import save as to_safetensors
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
-from drafters.checkpoint import find_folder
-from drafters.training.answers import answer, cache_name, encode_prompts
-from drafters.training.modules import HeadModule, build
-from drafters.training.recipe import Recipe
-from drafters.training.trainer import Score, Trainer, draft_vocabulary, replace_file, wanted_layers
-from engine.errors import ConfigError, ModelError, TalonError
-from engine.target import eos_tokens, has_native_bfloat16
+from engine.errors import TalonError
 
-RECIPES = Path(__file__).resolve().parents[2] / "configs" / "train"
 app = typer.Typer(help="Train a draft head for a target.", no_args_is_help=True)
 
 Target = Annotated[str, typer.Option(help="The target: a Hugging Face directory or hub id.")]
@@ -37,103 +22,6 @@ Answers = Annotated[Path | None, typer.Option(help="Folder of generated answers,
 SaveMinutes = Annotated[float, typer.Option(help="Time between checkpoints.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
-
-
-def train(
-    method: str,
-    target: str,
-    data: Path,
-    out: Path,
-    recipe: Path | None = None,
-    steps: int | None = None,
-    prompts: int | None = None,
-    resume: bool = False,
-    answers: Path | None = None,
-    save_minutes: float = 3.0,
-    device: str = "auto",
-    threads: int | None = None,
-    console: Console | None = None,
-) -> Score:
-    """Answer, train, measure, export. Returns the held-out score; raises TalonError, one line."""
-    console = console or Console()
-    if threads:
-        torch.set_num_threads(threads)
-    plan = Recipe.load(recipe or RECIPES / f"{method}.yaml", method, steps=steps, prompts=prompts)
-    checkpoint = out / "training" / "state.pt"
-    if resume and not checkpoint.is_file():
-        raise ConfigError(f"out={out}: holds no checkpoint to go on from: run without --resume")
-    folder = find_folder(target, "target")
-    model, tokenizer = _load_target(folder, device)
-    wanted_layers(plan, model)  # refused before hours of answering, not after
-    encoded = encode_prompts(data, tokenizer, plan)
-    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, TextColumn("{task.fields[figures]}"), console=console) as progress:
-        task = progress.add_task("answering", total=len(encoded), figures="")
-        cache = (answers or out.parent / "answers") / cache_name(folder, encoded, plan)
-        stop = eos_tokens(model.generation_config)
-        examples = answer(model, encoded, stop, plan, cache, lambda done: progress.update(task, completed=done))
-        examples = [example for example in examples if len(example.tokens) > example.answer]
-        if len(examples) < 2:
-            raise ConfigError(f"data={data}: the target answers fewer than two of its prompts: give other prompts")
-        vocabulary = draft_vocabulary(examples, plan.draft_vocab_size, model.config.get_text_config().vocab_size)
-        trainer = Trainer(plan, model, build(plan, model, vocabulary), examples)
-        if resume:
-            trainer.load(checkpoint)
-        task = progress.add_task("training", total=plan.steps, completed=trainer.step, figures="")
-        trainer.run(
-            checkpoint,
-            save_minutes * 60,
-            lambda step, score: progress.update(task, completed=step, figures=_figures(score)),
-        )
-    score: Score = trainer.evaluate()
-    export(trainer.module, out)
-    console.print(acceptance_table(method, score))
-    return score
-
-
-def export(module: HeadModule, out: Path) -> None:
-    """Write the head in its public layout, bfloat16 safetensors."""
-    name, config, tensors = module.export()
-    stored = {
-        key: (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
-        for key, tensor in tensors.items()
-    }
-    intact = "the training checkpoint is intact"
-    replace_file(out / name, to_safetensors(stored), intact)
-    replace_file(out / "config.json", (json.dumps(config, indent=2) + "\n").encode(), intact)
-
-
-def acceptance_table(method: str, score: Score) -> Table:
-    table = Table(
-        title=f"{method}: held-out acceptance",
-        caption=f"chain of first guesses: {score.chain_length():.2f} tokens per round",
-    )
-    for column in ("position", "tokens", "loss", "accepted"):
-        table.add_column(column, justify="right")
-    for position, share in enumerate(score.acceptance()):
-        count = score.count[position]
-        table.add_row(str(position + 1), str(count), f"{score.loss[position] / max(count, 1):.3f}", f"{share:.3f}")
-    return table
-
-
-def _figures(score: Score) -> str:
-    losses = " ".join(f"{loss / max(count, 1):.2f}" for loss, count in zip(score.loss, score.count, strict=True))
-    return f"loss {losses}  accepted {' '.join(f'{share:.2f}' for share in score.acceptance())}"
-
-
-def _load_target(folder: Path, device: str) -> tuple[Any, Any]:
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device='cuda': torch finds no CUDA device here: use --device cpu or auto")
-    where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    dtype = torch.bfloat16 if where.type == "cuda" or has_native_bfloat16() else torch.float32
-    transformers_logging.disable_progress_bar()
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"target={folder}: cannot be loaded ({first}): give a complete model directory") from None
-    return model.to(where).eval().requires_grad_(False), tokenizer
 
 
 def _command(method: str, summary: str) -> None:
@@ -151,11 +39,13 @@ def _command(method: str, summary: str) -> None:
         device: Device = "auto",
         threads: Threads = None,
     ) -> None:
+        from drafters.training.run import train  # torch and transformers take seconds to import
+
         try:
             train(method, target, data, out, recipe, steps, prompts, resume, answers, save_minutes, device, threads)
         except TalonError as error:
-            typer.echo(f"{type(error).__name__}: {error}", err=True)
-            raise typer.Exit(1) from None
+            typer.echo(f"talon: {error}", err=True)
+            raise typer.Exit(2) from None
         except KeyboardInterrupt:
             typer.echo("stopped; go on with --resume", err=True)
             raise typer.Exit(130) from None
@@ -165,6 +55,3 @@ _command("eagle", "EAGLE-1/2: one layer that predicts the target's last hidden s
 _command("eagle3", "EAGLE-3: three fused hidden states, training-time test.")
 _command("medusa", "Medusa-1: independent heads on the frozen target's last hidden state.")
 _command("hydra", "Hydra: heads that read the tokens drafted before them, teacher forced.")
-
-if __name__ == "__main__":
-    app()

@@ -29,9 +29,10 @@ from drafters.hydra import HydraHead
 from drafters.medusa import MedusaHead
 from drafters.training import answers as answers_module
 from drafters.training.answers import Example, answer
-from drafters.training.cli import app, export, train
+from drafters.training.cli import app
 from drafters.training.modules import build
 from drafters.training.recipe import Recipe
+from drafters.training.run import export, train
 from drafters.training.trainer import Trainer, draft_vocabulary
 from engine.errors import ConfigError, ModelError
 from engine.sampling import SamplingParams
@@ -230,7 +231,7 @@ def test_training_and_drafting_run_in_bfloat16_where_the_hardware_has_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Emulated here: the types must fit together, the speed is the hardware's business."""
-    for module in ("drafters.training.cli", "drafters.training.trainer", "drafters.layers"):
+    for module in ("drafters.training.run", "drafters.training.trainer", "drafters.layers"):
         monkeypatch.setattr(f"{module}.has_native_bfloat16", lambda: True)
     out = tmp_path / "head"
     train(method, str(chatty), data, out, recipe(method, steps=2))
@@ -333,5 +334,5 @@ def test_the_recipes_in_the_repository_are_valid(method: str) -> None:
 def test_the_command_prints_one_line_on_bad_input(tmp_path: Path) -> None:
     missing = str(tmp_path / "nowhere")
     result = CliRunner().invoke(app, ["medusa", "--target", missing, "--data", missing, "--out", str(tmp_path / "o")])
-    assert result.exit_code == 1
-    assert result.output.count("\n") == 1 and "ModelError: target=" in result.output
+    assert result.exit_code == 2
+    assert result.output.count("\n") == 1 and result.output.startswith("talon: target=")
