@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,7 @@ class Engine:
         self._tasks: list[asyncio.Task[None]] = []
         self._failed_start: TalonError | None = None
         self._closed = False
+        self._failed = False
 
     @classmethod
     async def start(
@@ -140,6 +141,8 @@ class Engine:
             return
         self._closed = True
         self._fail_all(EngineClosed("the engine was closed"))
+        for event in self._ready.values():
+            event.set()  # nobody shall wait for a worker that will not come
         with anyio.CancelScope(shield=True):
             for task in self._tasks:
                 task.cancel()
@@ -163,8 +166,7 @@ class Engine:
     async def _answer(
         self, stream: Stream, prompt: Prompt, sampling: SamplingParams, raw: bool
     ) -> AsyncGenerator[Piece]:
-        if self._closed:
-            raise EngineClosed("the engine is closed; start a new one")
+        self._check_open()
         started = time.perf_counter()
         tokens = await anyio.to_thread.run_sync(self._encode, prompt, raw)
         self._check_room(tokens, sampling)
@@ -172,9 +174,11 @@ class Engine:
             raise QueueFull(f"queue.size={self.config.queue.size}: all places are taken; try later or raise it")
         number = next(self._numbers)
         async with self._places_for(number):
+            self._check_open()
             arrivals = self._answers[number] = asyncio.Queue()
             try:
                 await self._ready["verifier"].wait()
+                self._check_open()
                 submit = Submit(request=number, sampling=sampling)
                 self._hub.send(self._workers.running["verifier"].name, submit, [np.asarray(tokens)])
                 answer = _Answer(TextStream(self._tokenizer, sampling.stop), len(tokens), started)
@@ -219,6 +223,10 @@ class Engine:
                 f"{self._target.context}; shorten the prompt or ask for at most {self._target.context - len(tokens)}"
             )
 
+    def _check_open(self) -> None:
+        if self._closed or self._failed:
+            raise EngineClosed("the engine is closed; start a new one")
+
     def _fail_all(self, error: TalonError) -> None:
         for arrivals in self._answers.values():
             arrivals.put_nowait(error)
@@ -229,7 +237,7 @@ class Engine:
         await anyio.to_thread.run_sync(load_config, self.config.model)
         for role in self._workers.roles:
             self._workers.start(role)
-        self._tasks.append(asyncio.create_task(self._listen()))
+        self._keep_running(self._listen())
         self._tokenizer = await anyio.to_thread.run_sync(load_tokenizer, self.config.model)
         with anyio.move_on_after(self.config.start_timeout_s):
             while not all(event.is_set() for event in self._ready.values()):
@@ -242,7 +250,20 @@ class Engine:
                 await asyncio.sleep(0.01)
         if not all(event.is_set() for event in self._ready.values()):
             raise WorkerDied(f"start_timeout_s={self.config.start_timeout_s:g}: the workers were not ready in time")
-        self._tasks.append(asyncio.create_task(self._watch()))
+        self._keep_running(self._watch())
+
+    def _keep_running(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` until the engine closes; should it fail, so does every request, rather than wait forever."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                print(f"talon: {type(error).__name__}: {error}; the engine cannot go on", file=sys.stderr)
+                self._fail_all(EngineClosed(f"the engine failed: {error}; start a new one"))
+                self._failed = True
+
+        task = asyncio.create_task(work)
+        task.add_done_callback(ended)
+        self._tasks.append(task)
 
     async def _listen(self) -> None:
         """Hand what the workers say to the requests it is for."""

@@ -52,7 +52,7 @@ def greedy(tiny: str) -> list[list[int]]:
 
 
 def test_every_method_is_tested_here_or_with_the_heads() -> None:
-    heads = {"eagle", "eagle3", "medusa", "hydra"}  # in tests/drafters/test_lossless.py
+    heads = {"eagle", "eagle3", "medusa", "hydra"}  # in tests/drafters/test_head_lossless.py
     assert {name.split()[0] for name in DRAFTS} | heads == set(METHODS)
 
 
@@ -248,6 +248,15 @@ async def test_closing_ends_what_is_under_way_and_refuses_what_comes(tiny: str, 
         await task
     with pytest.raises(EngineClosed):
         await engine.generate("hi")
+
+
+async def test_closing_ends_requests_that_wait_for_a_place(tiny: str, tiny_draft: str) -> None:
+    async with tiny_engine(tiny, tiny_draft, **{"queue.size": 1}) as engine:
+        params = SamplingParams(max_tokens=450, ignore_eos=True)
+        tasks = [asyncio.create_task(engine.generate(PROMPTS[2], params)) for _ in range(3)]
+        await asyncio.sleep(0.1)
+    results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
+    assert [type(result) for result in results] == [EngineClosed] * 3
 
 
 @pytest.mark.parametrize("transport", ["inproc", "ipc"])

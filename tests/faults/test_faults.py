@@ -93,9 +93,10 @@ async def test_a_killed_verifier_fails_what_is_in_flight_and_later_requests_work
 
 async def test_garbage_from_the_drafters_side_changes_no_text(tiny: str) -> None:
     expected = await expected_text(tiny)
-    async with await Engine.start({"model": tiny}, method="pld") as engine:
+    async with await Engine.start({"model": tiny}, method="pld", **{"verifier.draft_timeout_s": 0.01}) as engine:
         liar = zmq.Context.shadow(engine._context).socket(zmq.DEALER)
         liar.setsockopt(zmq.LINGER, 0)
+        liar.setsockopt(zmq.IDENTITY, b"liar")
         liar.connect(engine._workers._meeting)
         liar.send_multipart(encode(Hello()))  # from now on the verifier takes this peer for its drafter
         rng = np.random.default_rng(3)
