@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 from drafters.base import Drafter, Verdict
@@ -11,14 +12,14 @@ from engine.tree import TokenTree
 
 SOURCE = 2
 _ORDERS = (16, 12, 8, 6, 5, 4, 3, 2, 1)
-_OCCURRENCES = 8  # the latest of each context that are looked at
+_OCCURRENCES = 8  # places looked at, those of longer contexts and later ones first
 
 
 class SuffixDrafter(Drafter):
-    """Looks up the text's last n tokens for falling n and merges the continuations of their latest occurrences.
+    """Finds earlier places of the text's last n tokens, for falling n, and grows one tree of what followed them.
 
-    A continuation after a context of n tokens that occurred k times, m of them followed alike, gets the conditional
-    chance (m + 0) / (k + 1), times the trust in a match of n tokens, n / (n + 1) : c(v) is their product on the path.
+    A place speaks with the length of its match: a token's conditional chance is the weight of the places it followed
+    over the weight of all places at its node plus one, and c(v) the product on the path. Nodes are expanded best first.
     """
 
     def __init__(self, budget: int = 32, length: int = 10):
@@ -41,39 +42,39 @@ class SuffixDrafter(Drafter):
         del self.texts[request], self.ends[request]
 
     def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:
-        text, ends = self.texts[request], self.ends[request]
-        context = text[-_ORDERS[0] :] + list(continuation)
-        tree = TokenTree.root_only(context[-1])
-        for n in _ORDERS:
-            if n > len(context):
-                continue
-            places = [at for at in ends.get(tuple(context[-n:]), ())[-_OCCURRENCES:] if at < len(text)]
-            if places:
-                tree = tree.union(self._continuations(text, places, n, context[-1]))
-            if len(tree) >= self.budget:
-                break
-        return tree.prune(self.budget)
+        context = self.texts[request][-_ORDERS[0] :] + list(continuation)
+        return self._grow(self.texts[request], context[-1], self._places(request, context))
 
-    def _continuations(self, text: list[int], places: list[int], n: int, root: int) -> TokenTree:
-        """The trie of what followed the context of length n at `places`."""
-        tokens, parents, at_node = [root], [-1], [places]
-        confidence = [1.0]
-        node = 0
-        depth = {0: 0}
-        while node < len(tokens) and len(tokens) < self.budget:
-            followers: dict[int, list[int]] = {}
-            for at in at_node[node]:
+    def _places(self, request: int, context: list[int]) -> list[tuple[int, int]]:
+        """(position behind an earlier occurrence, length of its match), each position with its longest match."""
+        text, ends = self.texts[request], self.ends[request]
+        places: dict[int, int] = {}
+        for n in _ORDERS:
+            if n <= len(context):
+                for at in reversed(ends.get(tuple(context[-n:]), ())[-_OCCURRENCES - 1 :]):
+                    if at < len(text) and len(places) < _OCCURRENCES:
+                        places.setdefault(at, n)
+        return list(places.items())
+
+    def _grow(self, text: list[int], root: int, places: list[tuple[int, int]]) -> TokenTree:
+        tokens, parents, confidence = [root], [-1], [1.0]
+        frontier = [(-1.0, 0, 0, places)]  # (-confidence, node, depth, its places)
+        while frontier and len(tokens) < self.budget:
+            chance, node, depth, here = heapq.heappop(frontier)
+            if depth == self.length:
+                continue
+            followers: dict[int, list[tuple[int, int]]] = {}
+            for at, weight in here:
                 if at < len(text):
-                    followers.setdefault(text[at], []).append(at + 1)
-            if depth[node] < self.length:
-                for token, behind in sorted(followers.items(), key=lambda item: -len(item[1])):
-                    depth[len(tokens)] = depth[node] + 1
-                    chance = len(behind) / (len(at_node[node]) + 1) if len(places) > 1 else 0.7
+                    followers.setdefault(text[at], []).append((at + 1, weight + 1))
+            total = sum(weight for _, weight in here) + 1
+            for token, behind in followers.items():
+                if len(tokens) < self.budget:
+                    step = sum(weight - 1 for _, weight in behind) / total
+                    heapq.heappush(frontier, (chance * step, len(tokens), depth + 1, behind))
                     tokens.append(token)
                     parents.append(node)
-                    at_node.append(behind)
-                    confidence.append(confidence[node] * chance * (n + depth[node]) / (n + depth[node] + 1))
-            node += 1
+                    confidence.append(-chance * step)
         return TokenTree.from_lists(tokens, parents, confidence, SOURCE)
 
     def _append(self, request: int, tokens: Sequence[int]) -> None:
