@@ -41,7 +41,9 @@ def gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
     # noise > gap  <=>  uniform > exp(-exp(-gap)); one part in 2^40 is given away to rounding
     threshold = int(math.exp(-math.exp(-gap)) * (1 - 2.0**-40) / _UNIT)
     bits = _bits(seed, position, torch.arange(len(scores), device=scores.device))
-    rivals = torch.nonzero((bits >= threshold) & (scores > -math.inf)).flatten()
+    rivals = torch.nonzero(bits >= threshold).flatten()
+    if not len(rivals):
+        return int(tokens[leader])
     rivals = torch.cat([tokens[leader : leader + 1], rivals])
     return int(rivals[(scores[rivals].double().cpu() + gumbel(seed, position, rivals)).argmax()])
 
