@@ -6,7 +6,7 @@ import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -51,7 +51,7 @@ class DrafterConfig(_Section):
     path: str | None = None
     threads: int | None = Field(None, ge=1)
     length: int = Field(10, ge=1, le=64)
-    branches: tuple[int, ...] = ()
+    branches: tuple[Annotated[int, Field(ge=1)], ...] = ()
     max_ngram: int = Field(3, ge=1)
     min_ngram: int = Field(1, ge=1)
 
@@ -122,7 +122,10 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     key, separator, value = text.partition("=")
     if not separator:
         raise ConfigError(f"--set {text}: write KEY=VALUE, for example --set drafter.budget=40")
-    return key, yaml.safe_load(value)
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {text}: {value!r} is not YAML; quote it or close its brackets") from None
 
 
 def cores() -> int:
