@@ -28,15 +28,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
 
     def validate(self) -> SamplingParams:
-        """Return self, or raise RequestError naming the first wrong field."""
+        """Return the parameters with every value of its type, or raise RequestError naming the first wrong field."""
+        values = {}
+        for field in msgspec.structs.fields(self):
+            value = getattr(self, field.name)
+            try:
+                values[field.name] = msgspec.convert(value.item() if hasattr(value, "item") else value, field.type)
+            except (msgspec.ValidationError, TypeError) as error:
+                raise RequestError(f"{field.name}={value!r}: {str(error).split(' - at')[0].lower()}") from None
+        return SamplingParams(**values)._in_range()
+
+    def _in_range(self) -> SamplingParams:
         for ok, field, value, fix in (
-            (
-                0 <= self.temperature < float("inf"),
-                "temperature",
-                self.temperature,
-                "use 0 (greedy) or a positive number",
-            ),
-            (self.top_k >= 0, "top_k", self.top_k, "use 0 (off) or a positive count"),
+            (0 <= self.temperature < float("inf"), "temperature", self.temperature, "use 0 (greedy) or a positive number"),
+            (0 <= self.top_k < 2**63, "top_k", self.top_k, "use 0 (off) or a positive count"),
             (0 < self.top_p <= 1, "top_p", self.top_p, "use a fraction in (0, 1]"),
             (0 <= self.min_p < 1, "min_p", self.min_p, "use a fraction in [0, 1)"),
             (

@@ -14,6 +14,8 @@ from engine.noise import gumbel_argmax
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
 
+_COLDEST = 1e-30  # logits divided by less than this overflow float32, and all infinite scores are equal
+
 
 class Sampler:
     """Draws a request's tokens one after the other, as `transformers` would: penalty, minimum length, temperature,
@@ -65,7 +67,7 @@ class Sampler:
             logits = logits.index_fill(0, torch.tensor(self._eos, device=logits.device), -torch.inf)
         if params.temperature == 0:
             return int(logits.argmax())
-        scores = truncate(logits / params.temperature, params.top_k, params.top_p, params.min_p)
+        scores = truncate(logits / max(params.temperature, _COLDEST), params.top_k, params.top_p, params.min_p)
         return gumbel_argmax(scores, params.seed, self._position)
 
 
