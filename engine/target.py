@@ -36,7 +36,9 @@ class Target:
         self.name = name
         config = model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
-        self.context: int = getattr(config, "max_position_embeddings", _UNBOUNDED)
+        if (context := getattr(config, "max_position_embeddings", None)) is None:
+            raise self._refusal()
+        self.context: int = context
         self.layers: int = config.num_hidden_layers
         self.eos_tokens = eos_tokens(model.generation_config)
         self.device: torch.device = model.device
@@ -56,11 +58,17 @@ class Target:
         transformers_logging.disable_progress_bar()
         config = load_config(path)
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                path, config=config, dtype=_dtype(dtype, config, where), local_files_only=Path(path).is_dir()
+            model, report = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=_dtype(dtype, config, where),
+                local_files_only=Path(path).is_dir(),
+                output_loading_info=True,
             )
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # every file format has errors of its own
             raise ModelError(f"model={path}: cannot be loaded: {_first_line(error)}") from error
+        if missing := sorted(report["missing_keys"]):
+            raise ModelError(f"model={path}: {len(missing)} weights are missing, {missing[0]} first; get the whole checkpoint")
         target = cls(model.to(where), path)
         target.check_tree_attention()
         return target
@@ -147,20 +155,21 @@ class Target:
         prompt = [token % self.vocab_size for token in (7, 3, 11, 5, 2)]
         tokens = [token % self.vocab_size for token in (1, 4, 6, 8, 9)]
         tree = TokenTree.from_lists(tokens, [-1, 0, 0, 1, 2], [1, 1, 1, 1, 1])
-        refusal = ModelError(
-            f"model={self.name}: the {self.model.config.model_type} family cannot take a tree mask; use another target"
-        )
         try:
             cache = self.new_cache(len(prompt) + len(tree))
             self.prefill(cache, prompt)
             logits, _ = self.verify(cache, tree)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise refusal from error
+            raise self._refusal() from error
         tolerance = 1e-3 if self.dtype == torch.float32 else 0.15
         for leaf in (3, 4):
             alone, _ = self.prefill(self.new_cache(16), prompt + tree.path_tokens(leaf))
             if not (logits[leaf] - alone).abs().max() <= tolerance * alone.std():
-                raise refusal
+                raise self._refusal()
+
+    def _refusal(self) -> ModelError:
+        family = self.model.config.model_type
+        return ModelError(f"model={self.name}: the {family} family cannot take a tree mask; use another target")
 
 
 def load_config(path: str) -> Any:
