@@ -57,7 +57,8 @@ class SmallModel(Drafter):
     def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
         cache = self.model.new_cache(len(prompt) + sampling.max_tokens + self.budget + len(self.branches))
         self.requests[request] = _Request(list(prompt), sampling, cache)
-        self._read(self.requests[request], self.requests[request].text[:-1])
+        if len(prompt) <= self.model.context:
+            self._read(self.requests[request], self.requests[request].text[:-1])
 
     def observe(self, request: int, verdict: Verdict) -> None:
         self.requests[request].text.extend(verdict.tokens)

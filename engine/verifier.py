@@ -104,8 +104,9 @@ class Verifier:
                 self._prefill(decoding)
             else:
                 self._round(decoding)
-        except (RuntimeError, MemoryError) as error:  # torch reports exhausted memory as either
-            text = f"request {decoding.request}: {type(error).__name__} in the target: {str(error).splitlines()[0]}"
+        except Exception as error:  # exhausted memory, a logit that is no number: the others go on
+            reason = (str(error) or "no reason given").splitlines()[0]
+            text = f"request {decoding.request}: {type(error).__name__} in the target: {reason}"
             self.control.send(Failed(request=decoding.request, kind="RequestFailed", text=text))
             self._forget(decoding)
 
@@ -238,10 +239,10 @@ class Verifier:
 
     def _welcome(self, peer: str, hello: Hello) -> None:
         """A drafter joins: it learns of every request, and drafts from the text so far."""
-        self.drafter, self.drafter_late, self.feature_layers = peer, False, hello.feature_layers
         if any(not 0 <= layer <= self.target.layers for layer in hello.feature_layers):
-            self.drafter = None
+            self.drafts.malformed += 1
             return
+        self.drafter, self.drafter_late, self.feature_layers = peer, False, hello.feature_layers
         for decoding in (*self.running, *self.waiting):
             decoding.drafts = {}
             decoding.outcome = (0, 0, decoding.text[-1])
