@@ -141,8 +141,7 @@ class Engine:
             return
         self._closed = True
         self._fail_all(EngineClosed("the engine was closed"))
-        for event in self._ready.values():
-            event.set()  # nobody shall wait for a worker that will not come
+        self._ready["verifier"].set()  # nobody need wait for it any more
         with anyio.CancelScope(shield=True):
             for task in self._tasks:
                 task.cancel()
@@ -165,7 +164,7 @@ class Engine:
 
     async def _answer(
         self, stream: Stream, prompt: Prompt, sampling: SamplingParams, raw: bool
-    ) -> AsyncGenerator[Piece]:
+    ) -> AsyncIterator[Piece]:
         self._check_open()
         started = time.perf_counter()
         tokens = await anyio.to_thread.run_sync(self._encode, prompt, raw)
@@ -174,7 +173,7 @@ class Engine:
             raise QueueFull(f"queue.size={self.config.queue.size}: all places are taken; try later or raise it")
         number = next(self._numbers)
         async with self._places_for(number):
-            self._check_open()
+            self._check_open()  # after every wait: close() reaches only the requests in _answers
             arrivals = self._answers[number] = asyncio.Queue()
             try:
                 await self._ready["verifier"].wait()
@@ -213,6 +212,10 @@ class Engine:
         if len(tokens) < len(prompt):
             raise RequestError(f"prompt: holds something that is no token id; they go from 0 to {vocabulary - 1}")
         return tokens
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosed("the engine is closed; start a new one")
 
     def _check_room(self, tokens: list[int], sampling: SamplingParams) -> None:
         if not tokens:
@@ -299,7 +302,10 @@ class Engine:
         while True:
             await asyncio.sleep(_WATCH_S)
             for role in self._workers.roles:
-                if (reason := self._workers.dead(role)) is not None:
+                loading = not self._ready[role].is_set()
+                config = self.config
+                patience_s = config.start_timeout_s if loading else config.heartbeat_timeout_s
+                if (reason := self._workers.dead(role, patience_s)) is not None:
                     await self._replace(role, reason)
 
     async def _replace(self, role: str, reason: str) -> None:

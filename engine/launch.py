@@ -127,15 +127,15 @@ class Workers:
         self._history[role] = (time.monotonic(), failures)
         self.running[role] = ThreadWorker(spec, self._context) if self.folder is None else ProcessWorker(spec)
 
-    def dead(self, role: str) -> str | None:
-        """Why the worker must be replaced, or None while it is well."""
+    def dead(self, role: str, patience_s: float) -> str | None:
+        """Why the worker must be replaced, or None while it is well. patience_s: how long it may be silent."""
         worker = self.running.get(role)
         if worker is None:
             return None
         if not worker.alive():
             return "died"
-        if time.monotonic() - self.heard_s[role] > self.config.heartbeat_timeout_s:
-            return f"was silent for {self.config.heartbeat_timeout_s:g} s"
+        if time.monotonic() - self.heard_s[role] > patience_s:
+            return f"was silent for {patience_s:g} s"
         return None
 
     def back_off_s(self, role: str) -> float:
