@@ -141,7 +141,6 @@ class Engine:
             return
         self._closed = True
         self._fail_all(EngineClosed("the engine was closed"))
-        self._ready["verifier"].set()  # nobody need wait for it any more
         with anyio.CancelScope(shield=True):
             for task in self._tasks:
                 task.cancel()
@@ -164,7 +163,7 @@ class Engine:
 
     async def _answer(
         self, stream: Stream, prompt: Prompt, sampling: SamplingParams, raw: bool
-    ) -> AsyncIterator[Piece]:
+    ) -> AsyncGenerator[Piece]:
         self._check_open()
         started = time.perf_counter()
         tokens = await anyio.to_thread.run_sync(self._encode, prompt, raw)
@@ -212,10 +211,6 @@ class Engine:
         if len(tokens) < len(prompt):
             raise RequestError(f"prompt: holds something that is no token id; they go from 0 to {vocabulary - 1}")
         return tokens
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineClosed("the engine is closed; start a new one")
 
     def _check_room(self, tokens: list[int], sampling: SamplingParams) -> None:
         if not tokens:

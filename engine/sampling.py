@@ -40,7 +40,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def _in_range(self) -> SamplingParams:
         for ok, field, value, fix in (
-            (0 <= self.temperature < float("inf"), "temperature", self.temperature, "use 0 (greedy) or a positive number"),
+            (
+                0 <= self.temperature < float("inf"),
+                "temperature",
+                self.temperature,
+                "use 0 (greedy) or a positive number",
+            ),
             (0 <= self.top_k < 2**63, "top_k", self.top_k, "use 0 (off) or a positive count"),
             (0 < self.top_p <= 1, "top_p", self.top_p, "use a fraction in (0, 1]"),
             (0 <= self.min_p < 1, "min_p", self.min_p, "use a fraction in [0, 1)"),

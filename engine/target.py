@@ -21,7 +21,6 @@ from engine.errors import ConfigError, ModelError
 from engine.kv_cache import KVCache
 from engine.tree import TokenTree
 
-_UNBOUNDED = 2**31 - 1
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
@@ -68,7 +67,9 @@ class Target:
         except Exception as error:  # every file format has errors of its own
             raise ModelError(f"model={path}: cannot be loaded: {_first_line(error)}") from error
         if missing := sorted(report["missing_keys"]):
-            raise ModelError(f"model={path}: {len(missing)} weights are missing, {missing[0]} first; get the whole checkpoint")
+            raise ModelError(
+                f"model={path}: {len(missing)} weights are missing, {missing[0]} first; get the whole checkpoint"
+            )
         target = cls(model.to(where), path)
         target.check_tree_attention()
         return target

@@ -70,6 +70,8 @@ def test_assignments_are_read_as_yaml() -> None:
     assert parse_assignment("drafter.branches=[3, 2]") == ("drafter.branches", [3, 2])
     with pytest.raises(ConfigError, match="KEY=VALUE"):
         parse_assignment("drafter.budget")
+    with pytest.raises(ConfigError, match="not YAML"):
+        parse_assignment("drafter.branches=[3")
 
 
 def test_a_draft_model_shares_the_cores_and_a_table_leaves_them_to_the_verifier(

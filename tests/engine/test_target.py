@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, MambaConfig, T5Config
 
 from engine.errors import ConfigError, ModelError
@@ -154,6 +155,15 @@ def test_a_directory_without_weights_is_named(tmp_path: Path) -> None:
     LlamaConfig(**COMMON).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="cannot be loaded"):
         Target.load(str(tmp_path))
+
+
+def test_a_checkpoint_with_weights_missing_is_refused(tmp_path: Path) -> None:
+    path = save_tiny_llama(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"1 weights are missing, model\.layers\.1\.mlp\.up_proj\.weight"):
+        Target.load(path)
 
 
 def test_dtype_auto_is_the_checkpoints_where_the_cpu_multiplies_it(tmp_path: Path) -> None:
