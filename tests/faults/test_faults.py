@@ -130,6 +130,11 @@ asyncio.run(main())
 """
 
 
+def restore_interrupt() -> None:
+    """A shell's background job ignores Ctrl-C, and so would its children."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 async def test_however_the_front_end_ends_no_process_and_no_file_is_left(
     tiny: str, tmp_path: Path, end: signal.Signals
@@ -140,13 +145,17 @@ async def test_however_the_front_end_ends_no_process_and_no_file_is_left(
         cwd=Path(__file__).parents[2],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
+        preexec_fn=restore_interrupt,
     )
     assert script.stdout is not None
     workers = [int(pid) for pid in (await asyncio.to_thread(script.stdout.readline)).split()]
     assert len(workers) == 2
     await asyncio.sleep(0.3)
     script.send_signal(end)
-    await asyncio.to_thread(script.wait, 30)
-    script.stdout.close()
+    try:
+        await asyncio.to_thread(script.wait, 60)
+    finally:
+        script.kill()
+        script.stdout.close()
     await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), 20)
     await until(lambda: not list(tmp_path.glob("talon-*")), 10)
