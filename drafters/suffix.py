@@ -1,4 +1,4 @@
-"""Suffix drafting over the request's own text: what followed the longest recent contexts, as a tree."""
+"""Suffix drafting: trees from the session index, over the request's own text and earlier answers."""
 
 from __future__ import annotations
 
@@ -8,78 +8,33 @@ from drafters.base import Drafter, Verdict
 from engine.config import Config
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
+from retrieval_index.suffix import SessionIndex
 
 SOURCE = 2
-_ORDERS = (16, 12, 8, 6, 5, 4, 3, 2, 1)
-_OCCURRENCES = 8  # the latest of each context that are looked at
 
 
 class SuffixDrafter(Drafter):
-    """Looks up the text's last n tokens for falling n and merges the continuations of their latest occurrences.
+    """The likeliest `budget` nodes of the index's mixture; its probabilities are learned, so they are c(v) as they are.
 
-    A continuation after a context of n tokens that occurred k times, m of them followed alike, gets the conditional
-    chance (m + 0) / (k + 1), times the trust in a match of n tokens, n / (n + 1) : c(v) is their product on the path.
+    capacity: tokens of finished answers kept for later requests, 0: each request sees its own text only.
     """
 
-    def __init__(self, budget: int = 32, length: int = 10):
+    def __init__(self, budget: int = 32, length: int = 24, capacity: int = 1_000_000):
         self.budget, self.length = budget, length
-        self.texts: dict[int, list[int]] = {}
-        self.ends: dict[int, dict[tuple[int, ...], list[int]]] = {}
+        self.index = SessionIndex(capacity)
 
     @classmethod
     def from_config(cls, config: Config) -> SuffixDrafter:
-        return cls(config.drafter.budget, config.drafter.length)
+        return cls(config.drafter.budget)
 
     def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
-        self.texts[request], self.ends[request] = [], {}
-        self._append(request, prompt)
-
-    def observe(self, request: int, verdict: Verdict) -> None:
-        self._append(request, verdict.tokens)
-
-    def finish(self, request: int) -> None:
-        del self.texts[request], self.ends[request]
+        self.index.start(request, prompt)
 
     def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:
-        text, ends = self.texts[request], self.ends[request]
-        context = text[-_ORDERS[0] :] + list(continuation)
-        tree = TokenTree.root_only(context[-1])
-        for n in _ORDERS:
-            if n > len(context):
-                continue
-            places = [at for at in ends.get(tuple(context[-n:]), ())[-_OCCURRENCES:] if at < len(text)]
-            if places:
-                tree = tree.union(self._continuations(text, places, n, context[-1]))
-            if len(tree) >= self.budget:
-                break
-        return tree.prune(self.budget)
+        return self.index.draft(request, continuation, self.budget, self.length, SOURCE)
 
-    def _continuations(self, text: list[int], places: list[int], n: int, root: int) -> TokenTree:
-        """The trie of what followed the context of length n at `places`."""
-        tokens, parents, at_node = [root], [-1], [places]
-        confidence = [1.0]
-        node = 0
-        depth = {0: 0}
-        while node < len(tokens) and len(tokens) < self.budget:
-            followers: dict[int, list[int]] = {}
-            for at in at_node[node]:
-                if at < len(text):
-                    followers.setdefault(text[at], []).append(at + 1)
-            if depth[node] < self.length:
-                for token, behind in sorted(followers.items(), key=lambda item: -len(item[1])):
-                    depth[len(tokens)] = depth[node] + 1
-                    chance = len(behind) / (len(at_node[node]) + 1) if len(places) > 1 else 0.7
-                    tokens.append(token)
-                    parents.append(node)
-                    at_node.append(behind)
-                    confidence.append(confidence[node] * chance * (n + depth[node]) / (n + depth[node] + 1))
-            node += 1
-        return TokenTree.from_lists(tokens, parents, confidence, SOURCE)
+    def observe(self, request: int, verdict: Verdict) -> None:
+        self.index.append(request, verdict.tokens)
 
-    def _append(self, request: int, tokens: Sequence[int]) -> None:
-        text, ends = self.texts[request], self.ends[request]
-        for token in tokens:
-            text.append(token)
-            for n in _ORDERS:
-                if n <= len(text):
-                    ends.setdefault(tuple(text[-n:]), []).append(len(text))
+    def finish(self, request: int) -> None:
+        self.index.finish(request)
