@@ -6,6 +6,7 @@ are served by a *match*: the latest place whose last 6 tokens were the same, fol
 agrees with the text.
 
 All kernels stay in this one file: numba's cache notices a change of the file a kernel stands in, and of no other.
+Arrays are passed one by one and never sliced in a loop: each view costs an atomic reference count.
 """
 
 from __future__ import annotations
@@ -18,100 +19,96 @@ from numpy.typing import NDArray
 
 ORDERS = 5  # contexts of 0, 1, 2, 3 and 4 tokens
 MATCH = 6  # tokens that must agree before a match is followed
+LONGEST = 32  # a match found is compared this far back
 SEPARATOR = -1  # stands between texts: no context reaches across it
 FANOUT = 32  # most followers kept for a context
 LOOK = 16  # most followers looked at
 COMPONENTS = 2 * ORDERS + 2  # (order, store) from short to long, then the matches; even: shared, odd: own text
 BUCKETS = 32
-LONGEST = 32  # a match found is compared this far back
-TAIL = 64  # tokens before a draft that are looked at; a power of two
-ROOM = 64 * ORDERS  # pool entries that one token may need
+FLOOR = 1e-5  # chance of a token never seen
 RATE, PRIOR = 0.01, 20.0  # slowest step of the weights, and how many observations the first weight stands for
 CARELESS = 0.1  # candidates' chances may lack this fraction of what would get a node into the tree
-FLOOR = 1e-5  # chance of a token never seen
+TAIL = 64  # tokens before a draft that are looked at; a power of two
+ROOM = 64 * ORDERS  # pool entries that one token may need
 
-START, END, USED, TOP, FREE = 0, 1, 2, 3, 4  # indices of Store.state; FREE + c: the free blocks of 2 << c entries
-STATE = FREE + 5
+START, END, USED, TOP = 0, 1, 2, 3  # of the text, slots in use, end of the pool's used part
+SLOTS, POOL, RING, HEADS = 4, 5, 6, 7  # sizes of the parts of the arena
+FREE = 8  # FREE + c: first free block of 2 << c followers, -1: none
+SHARED_MATCH, OWN_MATCH = 13, 15  # position behind the agreeing tokens, and how many agree
+STATE = 17
+
+_jit = njit(cache=True, error_model="numpy")
+_inline = njit(cache=True, error_model="numpy", inline="always")
 
 
 class Store(NamedTuple):
-    """slots: [capacity, 4] int32, a hash table of contexts: key, follower or block, occurrences, key and list length
-    (0: the one follower itself stands in the slot). pool: [entries] int64, blocks of followers, token | count << 32.
-    text: [ring] int32. heads: [power of two] int32, hash of 6 tokens -> the position behind their latest occurrence.
-    state: [STATE] int64: first and end position of the text, slots in use, end of the pool's used part, free blocks.
+    """arena: int32, one after the other
+    slots [SLOTS, 4], a hash table of contexts: key, follower or block, occurrences, key and list length (0: the one
+    follower itself stands in the slot); pool [POOL, 2], blocks of followers: token, count; text [RING];
+    heads [HEADS], hash of 6 tokens -> the position behind their latest occurrence.
+    state: [STATE] int64, see the names above. One array each, as every array handed to a kernel costs half a microsecond.
     """
 
-    slots: NDArray[np.int32]
-    pool: NDArray[np.int64]
-    text: NDArray[np.int32]
-    heads: NDArray[np.int32]
+    arena: NDArray[np.int32]
     state: NDArray[np.int64]
 
 
-def new_store(tokens: int) -> Store:
-    """A store with room for about `tokens` tokens; the arrays are touched, so resident, only as they fill."""
-    size = 1 << max(8, (tokens - 1).bit_length())
+def new_store(slots: int, pool: int, ring: int, heads: int) -> Store:
+    """An empty store; all but `pool` are powers of two. Memory becomes resident only as it fills."""
     state = np.zeros(STATE, np.int64)
-    state[FREE:] = -1
-    return Store(
-        np.zeros((4 * size, 4), np.int32),
-        np.zeros(2 * size, np.int64),
-        np.zeros(size, np.int32),
-        np.zeros(2 * size, np.int32),
-        state,
-    )
+    state[SLOTS : HEADS + 1] = slots, pool, ring, heads
+    state[FREE:SHARED_MATCH] = -1
+    return Store(np.zeros(4 * slots + 2 * pool + ring + heads, np.int32), state)
 
 
-@njit(cache=True, inline="always")
+@_inline
+def parts(arena, state):  # type: ignore[no-untyped-def]
+    """The arrays of an arena: slots, pool, text, heads."""
+    a, b, c = 4 * state[SLOTS], 4 * state[SLOTS] + 2 * state[POOL], 4 * state[SLOTS] + 2 * state[POOL] + state[RING]
+    return arena[:a].reshape((-1, 4)), arena[a:b].reshape((-1, 2)), arena[b:c], arena[c:]
+
+
+@_inline
 def _mix(h, token):  # type: ignore[no-untyped-def]
     h = (h ^ np.uint64(token + 1)) * np.uint64(0x9E3779B97F4A7C15)
     return h ^ (h >> np.uint64(31))
 
 
-@njit(cache=True)
+@_inline
+def _low(key):  # type: ignore[no-untyped-def]
+    return np.int32(key & np.uint64(0x7FFFFFFF))
+
+
+@_inline
+def _high(key):  # type: ignore[no-untyped-def]
+    return np.int32((key >> np.uint64(33)) & np.uint64(0xFFFFFF))
+
+
+@_jit
 def _find(slots, key):  # type: ignore[no-untyped-def]
     """The slot of `key`, or of the gap where it would be."""
     mask = len(slots) - 1
-    low, high = np.int32(key & np.uint64(0x7FFFFFFF)), np.int32((key >> np.uint64(33)) & np.uint64(0xFFFFFF))
+    low, high = _low(key), _high(key)
     i = np.int64(low) & mask
     while slots[i, 2] != 0 and (slots[i, 0] != low or (slots[i, 3] >> 6) != high):
         i = (i + 1) & mask
     return i
 
 
-@njit(cache=True)
-def _keys(store, position, keys):  # type: ignore[no-untyped-def]
+@_jit
+def _keys(text, start, position, keys):  # type: ignore[no-untyped-def]
     """Fill keys[o] with the context of o tokens before `position`; returns how many there are."""
-    text, mask = store.text, len(store.text) - 1
-    h = np.uint64(0x51ED270B)
-    keys[0] = h
+    mask = len(text) - 1
+    keys[0] = np.uint64(0x51ED270B)
     for order in range(1, ORDERS):
         at = position - order
-        if at < store.state[START] or text[at & mask] < 0:
+        if at < start or text[at & mask] < 0:
             return order
-        h = _mix(h, text[at & mask])
-        keys[order] = h
+        keys[order] = _mix(keys[order - 1], text[at & mask])
     return ORDERS
 
 
-@njit(cache=True)
-def _allocate(store, size_class):  # type: ignore[no-untyped-def]
-    block = store.state[FREE + size_class]
-    if block >= 0:
-        store.state[FREE + size_class] = store.pool[block]
-    else:
-        block = store.state[TOP]
-        store.state[TOP] += 2 << size_class
-    return block
-
-
-@njit(cache=True)
-def _release(store, block, size_class):  # type: ignore[no-untyped-def]
-    store.pool[block] = store.state[FREE + size_class]
-    store.state[FREE + size_class] = block
-
-
-@njit(cache=True)
+@_jit
 def _class_of(length):  # type: ignore[no-untyped-def]
     c = 0
     while (2 << c) < length:
@@ -119,101 +116,102 @@ def _class_of(length):  # type: ignore[no-untyped-def]
     return c
 
 
-@njit(cache=True)
-def _count(store, key, token):  # type: ignore[no-untyped-def]
+@_jit
+def _move(pool, state, block, length, old, new):  # type: ignore[no-untyped-def]
+    """Move a list to a block of another size class (old -1: there is none yet); returns the new block."""
+    target = state[FREE + new]
+    if target >= 0:
+        state[FREE + new] = pool[target, 0]
+    else:
+        target = state[TOP]
+        state[TOP] += 2 << new
+    for j in range(length):
+        pool[target + j, 0], pool[target + j, 1] = pool[block + j, 0], pool[block + j, 1]
+    if old >= 0:
+        pool[block, 0] = state[FREE + old]
+        state[FREE + old] = block
+    return target
+
+
+@_jit
+def _count(slots, pool, state, key, token):  # type: ignore[no-untyped-def]
     """Count `token` as a follower of the context `key`."""
-    slots, pool = store.slots, store.pool
     i = _find(slots, key)
-    if slots[i, 2] == 0:
-        slots[i, 0] = np.int32(key & np.uint64(0x7FFFFFFF))
-        slots[i, 1] = token
-        slots[i, 2] = 1
-        slots[i, 3] = np.int32((key >> np.uint64(33)) & np.uint64(0xFFFFFF)) << 6
-        store.state[USED] += 1
+    total = slots[i, 2]
+    slots[i, 2] = total + 1
+    if total == 0:
+        slots[i, 0], slots[i, 1], slots[i, 3] = _low(key), token, _high(key) << 6
+        state[USED] += 1
         return
-    length = slots[i, 3] & 63
-    slots[i, 2] += 1
+    length, block = slots[i, 3] & 63, np.int64(slots[i, 1])
     if length == 0:
-        if slots[i, 1] == token:
+        if block == token:
             return
-        block = _allocate(store, 0)
-        pool[block] = np.int64(slots[i, 1]) | (np.int64(slots[i, 2] - 1) << 32)
+        follower, block, length = block, _move(pool, state, 0, 0, -1, 0), 1
+        pool[block, 0], pool[block, 1] = follower, total
         slots[i, 1] = block
         slots[i, 3] += 1
-        length = 1
-    block = slots[i, 1]
     at = 0
-    while at < length and (pool[block + at] & 0xFFFFFFFF) != token:
+    while at < length and pool[block + at, 0] != token:
         at += 1
-    if at == length:
-        if length == FANOUT:  # the last one, rarest and oldest, makes room
-            at = FANOUT - 1
-        else:
-            size = _class_of(length)
-            if length == 2 << size:
-                bigger = _allocate(store, size + 1)
-                for j in range(length):
-                    pool[bigger + j] = pool[block + j]
-                _release(store, block, size)
-                slots[i, 1] = block = bigger
-            slots[i, 3] += 1
-        entry = np.int64(token) | (np.int64(1) << 32)
+    count = 1
+    if at < length:
+        count = pool[block + at, 1] + 1
+    elif length == FANOUT:
+        at = FANOUT - 1  # the last one, rarest and oldest, makes room
     else:
-        entry = pool[block + at] + (np.int64(1) << 32)
-    while at > 0 and (pool[block + at - 1] >> 32) <= (entry >> 32):
-        pool[block + at] = pool[block + at - 1]
+        size = _class_of(length)
+        if length == 2 << size:
+            block = _move(pool, state, block, length, size, size + 1)
+            slots[i, 1] = block
+        slots[i, 3] += 1
+    while at > 0 and pool[block + at - 1, 1] <= count:
+        pool[block + at, 0], pool[block + at, 1] = pool[block + at - 1, 0], pool[block + at - 1, 1]
         at -= 1
-    pool[block + at] = entry
+    pool[block + at, 0], pool[block + at, 1] = token, count
 
 
-@njit(cache=True)
-def _uncount(store, key, token):  # type: ignore[no-untyped-def]
+@_jit
+def _uncount(slots, pool, state, key, token):  # type: ignore[no-untyped-def]
     """Take back one `_count`; a follower that had lost its place in a full list is only taken off the total."""
-    slots, pool = store.slots, store.pool
     i = _find(slots, key)
     if slots[i, 2] == 0:
         return
     slots[i, 2] -= 1
-    length, block = slots[i, 3] & 63, slots[i, 1]
-    if length > 0:
-        at = 0
-        while at < length and (pool[block + at] & 0xFFFFFFFF) != token:
+    length, block = slots[i, 3] & 63, np.int64(slots[i, 1])
+    at = 0
+    while at < length and pool[block + at, 0] != token:
+        at += 1
+    if at < length:
+        count = pool[block + at, 1] - 1
+        while at + 1 < length and pool[block + at + 1, 1] > count:
+            pool[block + at, 0], pool[block + at, 1] = pool[block + at + 1, 0], pool[block + at + 1, 1]
             at += 1
-        if at < length:
-            entry = pool[block + at] - (np.int64(1) << 32)
-            left = (entry >> 32) > 0
-            while at + 1 < length and (not left or (pool[block + at + 1] >> 32) > (entry >> 32)):
-                pool[block + at] = pool[block + at + 1]
-                at += 1
-            if left:
-                pool[block + at] = entry
-            else:
-                _shorten(store, i, length)
+        pool[block + at, 0], pool[block + at, 1] = token, count
+        if count == 0:  # it is the last now
+            _shorten(slots, pool, state, i, length)
     if slots[i, 2] == 0:
-        _close_gap(store, i)
+        _close_gap(slots, state, i)
 
 
-@njit(cache=True)
-def _shorten(store, i, length):  # type: ignore[no-untyped-def]
+@_jit
+def _shorten(slots, pool, state, i, length):  # type: ignore[no-untyped-def]
     """Drop the last of `length` followers of slot `i`; a list that fits into half its block moves to a smaller one."""
-    slots, pool, block, size = store.slots, store.pool, store.slots[i, 1], _class_of(length)
+    block, size = np.int64(slots[i, 1]), _class_of(length)
     slots[i, 3] -= 1
     if length == 1:
-        _release(store, block, size)
+        pool[block, 0] = state[FREE + size]
+        state[FREE + size] = block
         slots[i, 2] = 0  # what is left of the total belongs to followers that had lost their place
-    elif length - 1 == 1 << size and size > 0:
-        smaller = _allocate(store, size - 1)
-        for j in range(length - 1):
-            pool[smaller + j] = pool[block + j]
-        _release(store, block, size)
-        slots[i, 1] = smaller
+    elif size > 0 and length - 1 == 1 << size:
+        slots[i, 1] = _move(pool, state, block, length - 1, size, size - 1)
 
 
-@njit(cache=True)
-def _close_gap(store, gap):  # type: ignore[no-untyped-def]
+@_jit
+def _close_gap(slots, state, gap):  # type: ignore[no-untyped-def]
     """Empty a slot and move back what had been displaced over it."""
-    slots, mask = store.slots, len(store.slots) - 1
-    store.state[USED] -= 1
+    mask = len(slots) - 1
+    state[USED] -= 1
     i = gap
     while True:
         i = (i + 1) & mask
@@ -221,12 +219,13 @@ def _close_gap(store, gap):  # type: ignore[no-untyped-def]
             break
         home = np.int64(slots[i, 0]) & mask
         if ((i - home) & mask) >= ((i - gap) & mask):
-            slots[gap] = slots[i]
+            for j in range(4):
+                slots[gap, j] = slots[i, j]
             gap = i
     slots[gap, 2] = 0
 
 
-@njit(cache=True)
+@_jit
 def _match_hash(text, position, start):  # type: ignore[no-untyped-def]
     """Hash of the MATCH tokens before `position`, 0 if there are fewer."""
     mask = len(text) - 1
@@ -234,333 +233,353 @@ def _match_hash(text, position, start):  # type: ignore[no-untyped-def]
     for back in range(1, MATCH + 1):
         at = position - back
         if at < start or text[at & mask] < 0:
-            return np.uint64(0)
+            return np.int64(0)
         h = _mix(h, text[at & mask])
-    return h | np.uint64(1)
+    return np.int64(h >> np.uint64(20)) | 1 << 44
 
 
-@njit(cache=True)
-def _head(store, h):  # type: ignore[no-untyped-def]
-    return np.int64(h >> np.uint64(20)) & (len(store.heads) - 1)
-
-
-@njit(cache=True)
-def _push(store, token, keys):  # type: ignore[no-untyped-def]
-    """Append `token` to the text; counted unless it is a separator."""
-    position = store.state[END]
-    store.text[position & (len(store.text) - 1)] = token
-    store.state[END] = position + 1
+@_jit
+def _push(slots, pool, text, heads, state, token, keys):  # type: ignore[no-untyped-def]
+    """Append `token` to the text and count it, unless it is a separator."""
+    position = state[END]
+    text[position & (len(text) - 1)] = token
+    state[END] = position + 1
     if token < 0:
         return
-    for order in range(_keys(store, position, keys)):
-        _count(store, keys[order], token)
-    h = _match_hash(store.text, position, store.state[START])
-    if h != 0:
-        store.heads[_head(store, h)] = np.int32(position & 0x7FFFFFFF)
+    for order in range(_keys(text, state[START], position, keys)):
+        _count(slots, pool, state, keys[order], token)
+    h = _match_hash(text, position, state[START])
+    if h:
+        heads[h & (len(heads) - 1)] = np.int32(position & 0x7FFFFFFF)
 
 
-@njit(cache=True)
-def _evict(store, keys):  # type: ignore[no-untyped-def]
-    """Forget the oldest token, and the counts that its text's next ones have from contexts reaching back to it."""
-    start, mask = store.state[START], len(store.text) - 1
-    last = min(start + ORDERS, store.state[END])
-    for position in range(start, last):
-        token = store.text[position & mask]
+@_jit
+def _evict(slots, pool, text, state, keys):  # type: ignore[no-untyped-def]
+    """Forget the oldest token, and the counts of the contexts that begin with it."""
+    start = state[START]
+    for order in range(min(ORDERS, state[END] - start)):
+        token = text[(start + order) & (len(text) - 1)]
         if token < 0:
             break
-        n = _keys(store, position, keys)
-        order = position - start
-        if order < n:
-            _uncount(store, keys[order], token)
-    store.state[START] = start + 1
+        _keys(text, start, start + order, keys)
+        _uncount(slots, pool, state, keys[order], token)
+    state[START] = start + 1
 
 
-@njit(cache=True)
-def _follow(store, text, position, start, match):  # type: ignore[no-untyped-def]
-    """Move `match`, [position, length] in the store, past the token at `position - 1` of `text`; find one if lost."""
-    mask = len(store.text) - 1
-    if match[1] > 0 and store.state[START] <= match[0] < store.state[END]:
-        if store.text[match[0] & mask] == text[(position - 1) & (len(text) - 1)]:
-            match[0] += 1
-            match[1] += 1
-            return
-    match[1] = 0
-    h = _match_hash(text, position, start)
+@_jit
+def _follow(text, heads, state, tail, position, start, match, length):  # type: ignore[no-untyped-def]
+    """Move a match (where, how long) past the token at `position - 1` of `tail`, or find one if it is lost."""
+    mask, tail_mask = len(text) - 1, len(tail) - 1
+    if length > 0 and state[START] <= match < state[END] and text[match & mask] == tail[(position - 1) & tail_mask]:
+        return match + 1, length + 1
+    h = _match_hash(tail, position, start)
     if h == 0:
-        return
-    at = np.int64(store.heads[_head(store, h)])
-    at += (store.state[END] - 1 - at) & ~np.int64(0x7FFFFFFF)  # heads hold the low 31 bits
-    length = 0
-    while length < LONGEST and at - length > store.state[START] and position - length > start:
-        if store.text[(at - 1 - length) & mask] != text[(position - 1 - length) & (len(text) - 1)]:
+        return np.int64(0), np.int64(0)
+    at = np.int64(heads[h & (len(heads) - 1)])
+    at += (state[END] - 1 - at) & ~np.int64(0x7FFFFFFF)  # heads hold the low 31 bits
+    length = np.int64(0)
+    while length < LONGEST and at - length > state[START] and position - length > start:
+        if text[(at - 1 - length) & mask] != tail[(position - 1 - length) & tail_mask]:
             break
         length += 1
-    if length >= MATCH and at < store.state[END]:
-        match[0], match[1] = at, length
+    if length < MATCH or at >= state[END]:
+        return np.int64(0), np.int64(0)
+    return at, length
 
 
-@njit(cache=True, inline="always")
-def _next_of(store, match):  # type: ignore[no-untyped-def]
-    """The token that the match says comes next, -1 if none."""
-    if match[1] == 0 or match[0] < store.state[START] or match[0] >= store.state[END]:
-        return np.int32(-1)
-    return store.text[match[0] & (len(store.text) - 1)]
+@_inline
+def _next_of(text, state, match, length):  # type: ignore[no-untyped-def]
+    """The token that a match says comes next, -1 if it says nothing."""
+    token = np.int32(-1)
+    if length > 0 and match >= state[START] and match < state[END]:
+        token = text[match & (len(text) - 1)]
+    return token
 
 
-@njit(cache=True, inline="always")
+@_inline
 def _match_bucket(length):  # type: ignore[no-untyped-def]
-    return min(length, 16) if length < 24 else (17 if length < 32 else 18)
+    return min(length, 16) + (length >= 24) + (length >= 32)
 
 
-@njit(cache=True)
-def _bucket(store, i):  # type: ignore[no-untyped-def]
+@_jit
+def _bucket(slots, pool, i):  # type: ignore[no-untyped-def]
     """How much a context has been seen (8 steps), and how sure it is of its first follower (4 steps)."""
-    total = store.slots[i, 2]
-    if total <= 4:
-        seen = total - 1
-    elif total <= 8:
-        seen = 4
-    elif total <= 16:
-        seen = 5
-    else:
-        seen = 6 if total <= 64 else 7
+    total = slots[i, 2]
+    seen = total - 1 if total <= 4 else 4 + (total > 8) + (total > 16) + (total > 64)
     share = 1.0
-    if store.slots[i, 3] & 63:
-        share = (store.pool[store.slots[i, 1]] >> 32) / total
+    if slots[i, 3] & 63:
+        share = pool[slots[i, 1], 1] / total
     return 4 * seen + (share > 0.3) + (share > 0.6) + (share > 0.95)
 
 
-@njit(cache=True)
-def _lookup(stores, keys, n, found):  # type: ignore[no-untyped-def]
+@_jit
+def _lookup(slots, keys, n, found, store):  # type: ignore[no-untyped-def]
     """Fill found[2 * order + store] with slots, -1 where the context is unknown (so are then all longer ones)."""
-    found[:] = -1
-    for s in range(2):
-        for order in range(n):
-            i = _find(stores[s].slots, keys[order])
-            if stores[s].slots[i, 2] == 0:
-                break
-            found[2 * order + s] = i
+    for order in range(ORDERS):
+        found[2 * order + store] = -1
+    for order in range(n):
+        i = _find(slots, keys[order])
+        if slots[i, 2] == 0:
+            break
+        found[2 * order + store] = i
 
 
-@njit(cache=True)
-def _share(store, i, token):  # type: ignore[no-untyped-def]
+@_jit
+def _share(slots, pool, i, token):  # type: ignore[no-untyped-def]
     """How often, of its occurrences, the context in slot `i` was followed by `token`."""
-    length, block = store.slots[i, 3] & 63, store.slots[i, 1]
+    length, block = slots[i, 3] & 63, np.int64(slots[i, 1])
     if length == 0:
         return 1.0 if block == token else 0.0
     for at in range(block, block + length):
-        if store.pool[at] & 0xFFFFFFFF == token:
-            return (store.pool[at] >> 32) / store.slots[i, 2]
+        if pool[at, 0] == token:
+            return pool[at, 1] / slots[i, 2]
     return 0.0
 
 
-@njit(cache=True)
-def _learn(stores, weights, matches, keys, n, token, found, bucket, share, mixed):  # type: ignore[no-untyped-def]
-    """One step of online EM: a component's weight moves towards the chance that it is what produced `token`."""
-    _lookup(stores, keys, n, found)
+@_jit
+def _adjust(weights, bucket, share):  # type: ignore[no-untyped-def]
+    """One step of online EM: a component's weight moves towards the chance that it is what produced the token."""
+    mixed = np.empty(COMPONENTS)
     below = FLOOR
     for c in range(COMPONENTS):
-        store = stores[c & 1]
-        bucket[c] = -1
-        if c < 2 * ORDERS:
-            if found[c] >= 0:
-                bucket[c] = _bucket(store, found[c])
-                share[c] = _share(store, found[c], token)
-        elif _next_of(store, matches[c & 1]) >= 0:
-            bucket[c] = _match_bucket(matches[c & 1, 1])
-            share[c] = 1.0 if _next_of(store, matches[c & 1]) == token else 0.0
         if bucket[c] >= 0:
-            weight = weights[c, bucket[c], 0]
-            below += weight * (share[c] - below)
+            below += weights[c, bucket[c], 0] * (share[c] - below)
         mixed[c] = below
     chance = 1.0
     for c in range(COMPONENTS - 1, -1, -1):
-        if bucket[c] >= 0:
-            cell = weights[c, bucket[c]]
-            blame = cell[0] * share[c] / mixed[c]
-            cell[1] += chance
-            cell[0] += chance * max(1 / (cell[1] + PRIOR), RATE) * (blame - cell[0])
+        b = bucket[c]
+        if b >= 0:
+            weight = weights[c, b, 0]
+            blame = weight * share[c] / mixed[c]
+            weights[c, b, 1] += chance
+            weights[c, b, 0] = weight + chance * max(1 / (weights[c, b, 1] + PRIOR), RATE) * (blame - weight)
             chance *= 1 - blame
             if chance < 1e-3:
                 break
 
 
-@njit(cache=True)
-def append(own, shared, weights, matches, tokens, learn):  # type: ignore[no-untyped-def]
-    """Append to a request's text until its store is full; returns how many tokens were. With `learn` the weights are
-    adjusted to what came. weights: [COMPONENTS, BUCKETS, 2] float64, weight and how often it was adjusted.
-    matches: [2, 2] int64, where the shared and the own text agree with the end of the request's, and for how long.
-    """
-    keys, found = np.empty(ORDERS, np.uint64), np.empty(2 * ORDERS, np.int64)
-    bucket, share, mixed = np.empty(COMPONENTS, np.int64), np.empty(COMPONENTS), np.empty(COMPONENTS)
-    stores = (shared, own)
-    for done in range(len(tokens)):
-        if is_full(own):
-            return done
-        if learn:
-            n = _keys(own, own.state[END], keys)
-            _learn(stores, weights, matches, keys, n, tokens[done], found, bucket, share, mixed)
-        _push(own, tokens[done], keys)
-        for s in range(2):
-            _follow(stores[s], own.text, own.state[END], own.state[START], matches[s])
-    return len(tokens)
-
-
-@njit(cache=True)
-def is_full(store):  # type: ignore[no-untyped-def]
-    """Whether one more token might not fit into the arrays."""
-    live = store.state[END] - store.state[START]
+@_jit
+def is_full(state):  # type: ignore[no-untyped-def]
+    """Whether one more token might not fit."""
     return (
-        4 * (store.state[USED] + ORDERS) > 3 * len(store.slots)
-        or store.state[TOP] + ROOM > len(store.pool)
-        or live + 1 >= len(store.text)
+        4 * (state[USED] + ORDERS) > 3 * state[SLOTS]
+        or state[TOP] + ROOM > state[POOL]
+        or state[END] - state[START] + 1 >= state[RING]
     )
 
 
-@njit(cache=True)
-def remember(store, tokens, bound):  # type: ignore[no-untyped-def]
-    """Append a finished text to the shared store, the oldest tokens making room beyond `bound`; returns as `append`."""
-    keys = np.empty(ORDERS, np.uint64)
+@_jit
+def append(own_arena, own, shared_arena, shared, weights, tokens, learn):  # type: ignore[no-untyped-def]
+    """Append to a request's text until its store is full; returns how many tokens were. With `learn` the weights are
+    adjusted to what came. weights: [COMPONENTS, BUCKETS, 2] float64, weight and how often it was adjusted.
+    """
+    o_slots, o_pool, o_text, o_heads = parts(own_arena, own)
+    s_slots, s_pool, s_text, s_heads = parts(shared_arena, shared)
+    keys, found = np.empty(ORDERS, np.uint64), np.empty(2 * ORDERS, np.int64)
+    bucket, share = np.empty(COMPONENTS, np.int64), np.empty(COMPONENTS)
     for done in range(len(tokens)):
-        while store.state[END] - store.state[START] >= bound:
-            _evict(store, keys)
-        if is_full(store):
+        if is_full(own):
             return done
-        _push(store, tokens[done], keys)
+        token = tokens[done]
+        if learn:
+            n = _keys(o_text, own[START], own[END], keys)
+            _lookup(s_slots, keys, n, found, 0)
+            _lookup(o_slots, keys, n, found, 1)
+            for c in range(0, 2 * ORDERS, 2):
+                bucket[c] = bucket[c + 1] = -1
+                if found[c] >= 0:
+                    bucket[c], share[c] = _bucket(s_slots, s_pool, found[c]), _share(s_slots, s_pool, found[c], token)
+                if found[c + 1] >= 0:
+                    bucket[c + 1] = _bucket(o_slots, o_pool, found[c + 1])
+                    share[c + 1] = _share(o_slots, o_pool, found[c + 1], token)
+            s_next = _next_of(s_text, shared, own[SHARED_MATCH], own[SHARED_MATCH + 1])
+            o_next = _next_of(o_text, own, own[OWN_MATCH], own[OWN_MATCH + 1])
+            bucket[2 * ORDERS] = _match_bucket(own[SHARED_MATCH + 1]) if s_next >= 0 else -1
+            bucket[2 * ORDERS + 1] = _match_bucket(own[OWN_MATCH + 1]) if o_next >= 0 else -1
+            share[2 * ORDERS] = 1.0 if s_next == token else 0.0
+            share[2 * ORDERS + 1] = 1.0 if o_next == token else 0.0
+            _adjust(weights, bucket, share)
+        _push(o_slots, o_pool, o_text, o_heads, own, token, keys)
+        own[SHARED_MATCH], own[SHARED_MATCH + 1] = _follow(
+            s_text, s_heads, shared, o_text, own[END], own[START], own[SHARED_MATCH], own[SHARED_MATCH + 1]
+        )
+        own[OWN_MATCH], own[OWN_MATCH + 1] = _follow(
+            o_text, o_heads, own, o_text, own[END], own[START], own[OWN_MATCH], own[OWN_MATCH + 1]
+        )
     return len(tokens)
 
 
-@njit(cache=True)
-def rehash(slots, bigger):  # type: ignore[no-untyped-def]
-    """Copy a table of contexts into a larger, empty one."""
-    mask = len(bigger) - 1
+@_jit
+def remember(arena, state, tokens, bound):  # type: ignore[no-untyped-def]
+    """Append a finished text to the shared store, the oldest tokens making room beyond `bound`; returns as `append`."""
+    slots, pool, text, heads = parts(arena, state)
+    keys = np.empty(ORDERS, np.uint64)
+    for done in range(len(tokens)):
+        while state[END] - state[START] >= bound:
+            _evict(slots, pool, text, state, keys)
+        if is_full(state):
+            return done
+        _push(slots, pool, text, heads, state, tokens[done], keys)
+    return len(tokens)
+
+
+@_jit
+def copy_into(arena, state, bigger_arena, bigger):  # type: ignore[no-untyped-def]
+    """Move a store's content into a larger, empty one."""
+    slots, pool, text, heads = parts(arena, state)
+    new_slots, new_pool, new_text, new_heads = parts(bigger_arena, bigger)
+    mask = len(new_slots) - 1
     for i in range(len(slots)):
         if slots[i, 2]:
             j = np.int64(slots[i, 0]) & mask
-            while bigger[j, 2]:
+            while new_slots[j, 2]:
                 j = (j + 1) & mask
-            bigger[j] = slots[i]
+            for k in range(4):
+                new_slots[j, k] = slots[i, k]
+    new_pool[: state[TOP]] = pool[: state[TOP]]
+    bigger[:SLOTS] = state[:SLOTS]
+    bigger[FREE:] = state[FREE:]
+    for position in range(state[START], state[END]):
+        new_text[position & (len(new_text) - 1)] = text[position & (len(text) - 1)]
+        h = _match_hash(text, position, state[START])
+        if h and text[position & (len(text) - 1)] >= 0:
+            new_heads[h & (len(new_heads) - 1)] = np.int32(position & 0x7FFFFFFF)
 
 
-@njit(cache=True)
+@_inline
 def _offer(token, chance, tokens, chances, index, n):  # type: ignore[no-untyped-def]
     """Add `chance` to a candidate. index: [256] int32, a hash table of candidate number + 1."""
     i = token & 255
-    while index[i]:
-        if tokens[index[i] - 1] == token:
-            chances[index[i] - 1] += chance
-            return n
+    while index[i] and tokens[index[i] - 1] != token:
         i = (i + 1) & 255
-    if n < len(tokens):
-        index[i] = n + 1
-        tokens[n] = token
-        chances[n] = chance
+    if index[i]:
+        chances[index[i] - 1] += chance
+    elif n < len(tokens):
+        tokens[n], chances[n] = token, chance
         n += 1
+        index[i] = n
     return n
 
 
-@njit(cache=True)
-def _predict(stores, weights, matches, keys, n, cutoff, found, tokens, chances, index):  # type: ignore[no-untyped-def]
-    """Candidates for the next token and their chances; what all together has less than `cutoff` is left out."""
-    _lookup(stores, keys, n, found)
-    index[:] = 0
-    count, left = 0, 1.0
-    for c in range(COMPONENTS - 1, -1, -1):
-        store = stores[c & 1]
-        if c >= 2 * ORDERS:
-            token = _next_of(store, matches[c & 1])
-            if token < 0:
-                continue
-            weight = weights[c, _match_bucket(matches[c & 1, 1]), 0]
-            count = _offer(token, left * weight, tokens, chances, index, count)
-        elif found[c] >= 0:
-            slot = store.slots[found[c]]
-            weight = weights[c, _bucket(store, found[c]), 0]
-            length = slot[3] & 63
-            if length == 0:
-                count = _offer(slot[1], left * weight, tokens, chances, index, count)
-            for at in range(slot[1], slot[1] + min(length, LOOK)):
-                entry = store.pool[at]
-                chance = left * weight * (entry >> 32) / slot[2]
-                count = _offer(entry & 0xFFFFFFFF, chance, tokens, chances, index, count)
-        else:
-            continue
-        left *= 1 - weight
-        if left < cutoff:
-            break
-    return count
+@_jit
+def _offer_list(slots, pool, i, scale, tokens, chances, index, n):  # type: ignore[no-untyped-def]
+    """Offer the followers of the context in slot `i`."""
+    length, block = min(slots[i, 3] & 63, LOOK), np.int64(slots[i, 1])
+    if length == 0:
+        return _offer(np.int64(block), scale, tokens, chances, index, n)
+    scale /= slots[i, 2]
+    for at in range(block, block + length):
+        n = _offer(np.int64(pool[at, 0]), scale * pool[at, 1], tokens, chances, index, n)
+    return n
 
 
-@njit(cache=True)
-def draft(own, shared, weights, matches, continuation, budget, depth, least, tokens, parents, confidence):  # type: ignore[no-untyped-def]
-    """Fill the arrays of a tree, likeliest node first, up to `budget` nodes (root included); returns how many."""
-    stores = (shared, own)
-    end, tail = own.state[END], np.full(TAIL, -1, np.int32)
+@_jit
+def draft(own_arena, own, shared_arena, shared, weights, continuation, depth, least, tree, confidence):  # type: ignore[no-untyped-def]
+    """Fill `tree`, [2, budget] int32: tokens and parents, and `confidence`, [budget] float32, likeliest node first.
+
+    Returns the number of nodes, root included. Nodes less likely than `least` are left out.
+    """
+    o_slots, o_pool, o_text, o_heads = parts(own_arena, own)
+    s_slots, s_pool, s_text, s_heads = parts(shared_arena, shared)
+    budget = tree.shape[1]
+    end, tail = own[END], np.full(TAIL, -1, np.int32)
     for i in range(TAIL):
         back = TAIL - i - len(continuation)  # of the text's end
         if back <= 0:
-            tail[i] = continuation[-back]
+            tail[i] = continuation[len(continuation) - TAIL + i]
         elif back <= end:
-            tail[i] = own.text[(end - back) & (len(own.text) - 1)]
-    match = np.zeros((budget, 2, 2), np.int64)
-    match[0] = matches
+            tail[i] = o_text[(end - back) & (len(o_text) - 1)]
+    match = np.zeros((budget, 4), np.int64)  # shared and own: where, how long
+    for j in range(4):
+        match[0, j] = own[SHARED_MATCH + j]
     for at in range(max(TAIL - len(continuation), MATCH), TAIL):
-        for s in range(2):
-            _follow(stores[s], tail, at + 1, 0, match[0, s])
-    recent = np.full((budget, ORDERS - 1), -1, np.int32)
-    for back in range(ORDERS - 1):
+        match[0, 0], match[0, 1] = _follow(s_text, s_heads, shared, tail, at + 1, 0, match[0, 0], match[0, 1])
+        match[0, 2], match[0, 3] = _follow(o_text, o_heads, own, tail, at + 1, 0, match[0, 2], match[0, 3])
+    recent = np.full((budget, ORDERS), -1, np.int32)
+    for back in range(ORDERS):
         recent[0, back] = tail[TAIL - 1 - back]
     level = np.zeros(budget, np.int64)
     keys, found = np.empty(ORDERS, np.uint64), np.empty(2 * ORDERS, np.int64)
-    offered, chances, index = np.empty(128, np.int32), np.empty(128), np.empty(256, np.int32)
+    keys[0] = np.uint64(0x51ED270B)
+    tokens, chances, index = np.empty(128, np.int32), np.empty(128), np.zeros(256, np.int16)
+    # candidates that wait for a place in the tree: the best `room` of all seen
     open_token, open_parent, open_chance = np.empty(budget, np.int32), np.empty(budget, np.int32), np.empty(budget)
     waiting, lowest = 0, 0
-    tokens[0], parents[0], confidence[0] = tail[TAIL - 1], -1, 1.0
+    tree[0, 0], tree[1, 0], confidence[0] = tail[TAIL - 1], -1, 1.0
     node, nodes = 0, 1
     while nodes < budget:
         room = budget - nodes
-        if level[node] < depth:
-            keys[0] = np.uint64(0x51ED270B)
+        here = np.float64(confidence[node])
+        bar = open_chance[lowest] if waiting >= room else least
+        if level[node] < depth and here > bar:
             n = 1
             while n < ORDERS and recent[node, n - 1] >= 0:
                 keys[n] = _mix(keys[n - 1], recent[node, n - 1])
                 n += 1
-            bar = open_chance[lowest] if waiting >= room else least
-            cutoff = CARELESS * bar / confidence[node]
-            count = 0
-            if confidence[node] > bar:
-                count = _predict(stores, weights, match[node], keys, n, cutoff, found, offered, chances, index)
+            _lookup(s_slots, keys, n, found, 0)
+            _lookup(o_slots, keys, n, found, 1)
+            left, cutoff, count = here, CARELESS * bar, 0
+            token = _next_of(o_text, own, match[node, 2], match[node, 3])
+            if token >= 0:
+                weight = weights[2 * ORDERS + 1, _match_bucket(match[node, 3]), 0]
+                count = _offer(np.int64(token), left * weight, tokens, chances, index, count)
+                left *= 1 - weight
+            token = _next_of(s_text, shared, match[node, 0], match[node, 1])
+            if token >= 0:
+                weight = weights[2 * ORDERS, _match_bucket(match[node, 1]), 0]
+                count = _offer(np.int64(token), left * weight, tokens, chances, index, count)
+                left *= 1 - weight
+            for order in range(n - 1, -1, -1):
+                i = found[2 * order + 1]
+                if i >= 0 and left > cutoff:
+                    weight = weights[2 * order + 1, _bucket(o_slots, o_pool, i), 0]
+                    count = _offer_list(o_slots, o_pool, i, left * weight, tokens, chances, index, count)
+                    left *= 1 - weight
+                i = found[2 * order]
+                if i >= 0 and left > cutoff:
+                    weight = weights[2 * order, _bucket(s_slots, s_pool, i), 0]
+                    count = _offer_list(s_slots, s_pool, i, left * weight, tokens, chances, index, count)
+                    left *= 1 - weight
+            index[:] = 0
             for i in range(count):
-                chance = confidence[node] * chances[i]
                 if waiting < room:
                     place = waiting
                     waiting += 1
-                elif chance > open_chance[lowest]:
+                elif chances[i] > open_chance[lowest]:
                     place = lowest
                 else:
                     continue
-                open_token[place], open_parent[place], open_chance[place] = offered[i], node, chance
+                open_token[place], open_parent[place], open_chance[place] = tokens[i], node, chances[i]
                 if waiting >= room:
-                    lowest = np.argmin(open_chance[:waiting])
-        if waiting == 0:
-            break
-        best = np.argmax(open_chance[:waiting])
-        if open_chance[best] < least:
+                    lowest = 0
+                    for j in range(1, waiting):
+                        if open_chance[j] < open_chance[lowest]:
+                            lowest = j
+        best = -1
+        bar = least
+        for j in range(waiting):
+            if open_chance[j] > bar:
+                best, bar = j, open_chance[j]
+        if best < 0:
             break
         node, parent = nodes, open_parent[best]
         nodes += 1
-        tokens[node], parents[node] = open_token[best], parent
-        confidence[node] = min(open_chance[best], confidence[parent])
+        token = open_token[best]
+        tree[0, node], tree[1, node] = token, parent
+        confidence[node] = min(np.float32(bar), confidence[parent])
         level[node] = level[parent] + 1
-        recent[node, 0] = tokens[node]
-        recent[node, 1:] = recent[parent, :-1]
-        for s in range(2):
-            if _next_of(stores[s], match[parent, s]) == tokens[node]:
-                match[node, s, 0] = match[parent, s, 0] + 1
-                match[node, s, 1] = match[parent, s, 1] + 1
+        recent[node, 0] = token
+        for back in range(1, ORDERS):
+            recent[node, back] = recent[parent, back - 1]
+        if _next_of(s_text, shared, match[parent, 0], match[parent, 1]) == token:
+            match[node, 0], match[node, 1] = match[parent, 0] + 1, match[parent, 1] + 1
+        if _next_of(o_text, own, match[parent, 2], match[parent, 3]) == token:
+            match[node, 2], match[node, 3] = match[parent, 2] + 1, match[parent, 3] + 1
         waiting -= 1
         open_token[best], open_parent[best] = open_token[waiting], open_parent[waiting]
         open_chance[best] = open_chance[waiting]
-        if waiting:
-            lowest = np.argmin(open_chance[:waiting])
+        if lowest == waiting:  # it has just moved
+            lowest = best
+        if lowest >= waiting:
+            lowest = 0
     return nodes

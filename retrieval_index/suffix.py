@@ -24,10 +24,9 @@ CONTEXT = 8  # last tokens of the prompt that are kept with an answer, so that i
 
 @dataclass
 class _Request:
-    """own: its text. matches: [2, 2] int64, see `ngrams.append`. prompt: its length in tokens."""
+    """own: its text. prompt: its length in tokens."""
 
     own: Store
-    matches: NDArray[np.int64]
     prompt: int
 
 
@@ -39,16 +38,14 @@ class SessionIndex:
 
         self._kernels: Any = ngrams
         self.capacity = capacity
-        self.shared = ngrams.new_store(max(capacity, 1))
+        self.shared = self._new_store(max(capacity, 1))
         self.weights = np.zeros((ngrams.COMPONENTS, ngrams.BUCKETS, 2))
         self.weights[..., 0] = 0.5
         self._requests: dict[int, _Request] = {}
 
     def start(self, request: int, prompt: Sequence[int]) -> None:
         """Index a prompt. Nothing is learned from it: it is not what the target says."""
-        self._requests[request] = _Request(
-            self._kernels.new_store(2 * len(prompt) + 512), np.zeros((2, 2), np.int64), len(prompt)
-        )
+        self._requests[request] = _Request(self._new_store(len(prompt) + 512), len(prompt))
         self._append(self._requests[request], np.asarray(prompt, np.int32), learn=False)
 
     def append(self, request: int, tokens: Sequence[int]) -> None:
@@ -59,27 +56,27 @@ class SessionIndex:
         self, request: int, continuation: Sequence[int] = (), budget: int = 17, depth: int = 24, source: int = 0
     ) -> TokenTree:
         """The likeliest continuations of the request's text and `continuation`, at most `budget` nodes, root included."""
-        state = self._requests[request]
-        tokens, parents = np.empty(budget, np.int32), np.empty(budget, np.int32)
-        confidence = np.empty(budget, np.float64)
+        own, shared = self._requests[request].own, self.shared
+        tree, confidence = np.empty((2, budget), np.int32), np.empty(budget, np.float32)
+        asked = np.asarray(continuation, np.int32) if continuation else _NOTHING
         n = self._kernels.draft(
-            state.own, self.shared, self.weights, state.matches, np.asarray(continuation, np.int32),
-            budget, depth, 1e-4, tokens, parents, confidence,
-        )  # fmt: skip
+            own.arena, own.state, shared.arena, shared.state, self.weights, asked, depth, 1e-4, tree, confidence
+        )
         sources = np.full(n, source, np.uint8)
         sources[0] = 0
-        return TokenTree(tokens[:n], parents[:n], confidence[:n].astype(np.float32), sources)
+        return TokenTree(tree[0, :n], tree[1, :n], confidence[:n], sources)
 
     def finish(self, request: int) -> None:
         """Forget the request; its answer goes to the shared cache."""
-        state = self._requests.pop(request)
+        request_state = self._requests.pop(request)
         if not self.capacity:
             return
-        text = state.own.text[max(state.prompt - CONTEXT, 0) : state.own.state[self._kernels.END]]
-        text = np.concatenate([text, np.asarray([self._kernels.SEPARATOR], np.int32)])
+        own = request_state.own
+        text = self._kernels.parts(*own)[2][max(request_state.prompt - CONTEXT, 0) : own.state[self._kernels.END]]
+        text = np.append(text, np.int32(self._kernels.SEPARATOR))
         done = 0
         while done < len(text):
-            done += self._kernels.remember(self.shared, text[done:], self.capacity)
+            done += self._kernels.remember(self.shared.arena, self.shared.state, text[done:], self.capacity)
             if done < len(text):
                 self.shared = self._grown(self.shared)
 
@@ -88,30 +85,35 @@ class SessionIndex:
         """Tokens in the shared cache, separators included."""
         return int(self.shared.state[self._kernels.END] - self.shared.state[self._kernels.START])
 
-    def _append(self, state: _Request, tokens: NDArray[np.int32], learn: bool) -> None:
-        done = 0
+    def _append(self, request: _Request, tokens: NDArray[np.int32], learn: bool) -> None:
+        done, shared = 0, self.shared
         while done < len(tokens):
-            done += self._kernels.append(state.own, self.shared, self.weights, state.matches, tokens[done:], learn)
+            own = request.own
+            done += self._kernels.append(
+                own.arena, own.state, shared.arena, shared.state, self.weights, tokens[done:], learn
+            )
             if done < len(tokens):
-                state.own = self._grown(state.own)
+                request.own = self._grown(own)
 
-    def _grown(self, store: Store) -> Store:
-        """The store with those of its arrays doubled that are nearly full."""
-        ngrams = self._kernels
-        if 4 * (store.state[ngrams.USED] + ngrams.ORDERS) > 3 * len(store.slots):
-            slots = np.zeros((2 * len(store.slots), 4), np.int32)
-            ngrams.rehash(store.slots, slots)
-            store = store._replace(slots=slots)
-        if store.state[ngrams.TOP] + ngrams.ROOM > len(store.pool):
-            store = store._replace(pool=np.concatenate([store.pool, np.zeros_like(store.pool)]))
-        if store.state[ngrams.END] - store.state[ngrams.START] + 1 >= len(store.text):
-            store = store._replace(text=_unrolled(store.text, int(store.state[ngrams.START])))
+    def _new_store(self, tokens: int) -> Store:
+        size = 1 << max(9, (tokens + 1).bit_length())
+        store: Store = self._kernels.new_store(slots=2 * size, pool=size, ring=size, heads=size)
         return store
 
+    def _grown(self, store: Store) -> Store:
+        """A copy with those parts doubled that are nearly full."""
+        k = self._kernels
+        state = store.state.tolist()
+        slots, pool, ring, heads = state[k.SLOTS : k.HEADS + 1]
+        if 2 * (state[k.USED] + k.ORDERS) > slots:
+            slots *= 2
+        if 3 * state[k.TOP] + 4 * k.ROOM > 2 * pool:
+            pool *= 2
+        if state[k.END] - state[k.START] + 1 >= ring // 2:
+            ring, heads = 2 * ring, 2 * heads
+        bigger: Store = k.new_store(slots, pool, ring, heads)
+        k.copy_into(*store, *bigger)
+        return bigger
 
-def _unrolled(ring: NDArray[np.int32], start: int) -> NDArray[np.int32]:
-    """A ring of twice the size with every position in its place."""
-    twice = np.zeros(2 * len(ring), np.int32)
-    positions = start + np.arange(len(ring))
-    twice[positions % len(twice)] = ring[positions % len(ring)]
-    return twice
+
+_NOTHING = np.empty(0, np.int32)
