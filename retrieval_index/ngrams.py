@@ -27,7 +27,7 @@ COMPONENTS = 2 * ORDERS + 2  # (order, store) from short to long, then the match
 BUCKETS = 32
 FLOOR = 1e-5  # chance of a token never seen
 RATE, PRIOR = 0.01, 20.0  # slowest step of the weights, and how many observations the first weight stands for
-CARELESS = 0.1  # candidates' chances may lack this fraction of what would get a node into the tree
+CARELESS = 0.5  # candidates' chances may lack this fraction of what would get a node into the tree
 TAIL = 64  # tokens before a draft that are looked at; a power of two
 ROOM = 64 * ORDERS  # pool entries that one token may need
 
