@@ -25,6 +25,7 @@ FANOUT = 32  # most followers kept for a context
 LOOK = 16  # most followers looked at
 COMPONENTS = 2 * ORDERS + 2  # (order, store) from short to long, then the matches; even: shared, odd: own text
 BUCKETS = 32
+FAINT = 0.1  # and one context's share of them this fraction
 FLOOR = 1e-5  # chance of a token never seen
 RATE, PRIOR = 0.01, 20.0  # slowest step of the weights, and how many observations the first weight stands for
 CARELESS = 0.5  # candidates' chances may lack this fraction of what would get a node into the tree
@@ -462,14 +463,17 @@ def _offer(token, chance, tokens, chances, index, n):  # type: ignore[no-untyped
 
 
 @_jit
-def _offer_list(slots, pool, i, scale, tokens, chances, index, n):  # type: ignore[no-untyped-def]
-    """Offer the followers of the context in slot `i`."""
+def _offer_list(slots, pool, i, scale, faint, tokens, chances, index, n):  # type: ignore[no-untyped-def]
+    """Offer the followers of the context in slot `i`, down to those that it gives a chance below `faint`."""
     length, block = min(slots[i, 3] & 63, LOOK), np.int64(slots[i, 1])
     if length == 0:
         return _offer(np.int64(block), scale, tokens, chances, index, n)
     scale /= slots[i, 2]
     for at in range(block, block + length):
-        n = _offer(np.int64(pool[at, 0]), scale * pool[at, 1], tokens, chances, index, n)
+        chance = scale * pool[at, 1]
+        if chance < faint:
+            break
+        n = _offer(np.int64(pool[at, 0]), chance, tokens, chances, index, n)
     return n
 
 
@@ -518,7 +522,7 @@ def draft(own_arena, own, shared_arena, shared, weights, continuation, depth, le
                 n += 1
             _lookup(s_slots, keys, n, found, 0)
             _lookup(o_slots, keys, n, found, 1)
-            left, cutoff, count = here, CARELESS * bar, 0
+            left, cutoff, faint, count = here, CARELESS * bar, FAINT * bar, 0
             token = _next_of(o_text, own, match[node, 2], match[node, 3])
             if token >= 0:
                 weight = weights[2 * ORDERS + 1, _match_bucket(match[node, 3]), 0]
@@ -533,12 +537,12 @@ def draft(own_arena, own, shared_arena, shared, weights, continuation, depth, le
                 i = found[2 * order + 1]
                 if i >= 0 and left > cutoff:
                     weight = weights[2 * order + 1, _bucket(o_slots, o_pool, i), 0]
-                    count = _offer_list(o_slots, o_pool, i, left * weight, tokens, chances, index, count)
+                    count = _offer_list(o_slots, o_pool, i, left * weight, faint, tokens, chances, index, count)
                     left *= 1 - weight
                 i = found[2 * order]
                 if i >= 0 and left > cutoff:
                     weight = weights[2 * order, _bucket(s_slots, s_pool, i), 0]
-                    count = _offer_list(s_slots, s_pool, i, left * weight, tokens, chances, index, count)
+                    count = _offer_list(s_slots, s_pool, i, left * weight, faint, tokens, chances, index, count)
                     left *= 1 - weight
             index[:] = 0
             for i in range(count):
