@@ -66,7 +66,7 @@ def _build(
     described += [mark, str(shard_tokens)]
     progress = _resume(out / "progress.json", described)
     buffer: list[NDArray[np.uint32]] = []
-    held, skipped, documents = 0, 0, 0
+    held, documents = 0, 0
 
     def flush(document: int, token: int) -> None:
         nonlocal held
@@ -79,7 +79,6 @@ def _build(
 
     for documents, text in enumerate(_tokenised(tokenizer, inputs, progress.documents, separator), progress.documents):
         at = progress.tokens if documents == progress.documents else 0
-        skipped += at
         while at < len(text):
             piece = text[at : at + shard_tokens - held]
             buffer.append(piece)
