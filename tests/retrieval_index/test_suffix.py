@@ -120,14 +120,13 @@ def test_a_long_match_survives_what_the_outcome_adds() -> None:
 
 
 def test_later_requests_draft_from_finished_answers_but_not_from_a_private_index() -> None:
-    for capacity, nodes in ((1000, 4), (0, 1)):
+    for capacity in (1000, 0):
         index = SessionIndex(capacity)
         index.start(1, [1])
         index.append(1, [11, 12, 13, 14])
         index.finish(1)
         index.start(2, [12])
         tree = index.draft(2, budget=4)
-        assert len(tree) == nodes
         assert (tree.child(0, 13) is not None) == (capacity > 0)
 
 
