@@ -125,7 +125,7 @@ def replay(
     budget: Annotated[int, typer.Option(help="Candidate tokens a round.", min=1, max=1023)] = 16,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """What retrieval drafting would give on recorded answers: mean accepted tokens and lookup times, without a model."""
+    """What retrieval would give on recorded answers: mean accepted tokens and lookup times, without a model."""
     try:
         results = _run(trace, tokenizer, [name.strip() for name in names.split(",")], limit, budget)
     except TalonError as error:

@@ -75,7 +75,13 @@ class Calibrator:
     def table(self) -> list[dict[str, float]]:
         """One row for each kind seen: what a reliability diagram shows."""
         return [
-            {"source": c.source, "depth": c.depth, "bucket": c.bucket, "seen": c.seen, "acceptance": c.accepted / c.seen}
+            {
+                "source": c.source,
+                "depth": c.depth,
+                "bucket": c.bucket,
+                "seen": c.seen,
+                "acceptance": c.accepted / c.seen,
+            }
             for c in sorted(self._cells.values(), key=lambda c: (c.source, c.depth, c.bucket))
         ]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from itertools import pairwise
 
 from drafters.base import Drafter, Verdict
 from drafters.calibration import Calibrator
@@ -34,7 +35,7 @@ class TokenRecycling(Drafter):
         return cls(budget=config.drafter.budget)
 
     def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
-        for token, following in zip(prompt, prompt[1:], strict=False):
+        for token, following in pairwise(prompt):
             self._note(token, following)
         self.last[request] = prompt[-1]
 

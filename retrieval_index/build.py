@@ -147,13 +147,13 @@ def _locked(out: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise DatastoreError(f"{out}: another process is building here: wait for it or name another folder") from None
+            raise DatastoreError(
+                f"{out}: another process is building here: wait for it or name another folder"
+            ) from None
         yield
 
 
-def _tokenised(
-    tokenizer: Any, inputs: Sequence[Path], skip: int, separator: int
-) -> Iterator[NDArray[np.uint32]]:
+def _tokenised(tokenizer: Any, inputs: Sequence[Path], skip: int, separator: int) -> Iterator[NDArray[np.uint32]]:
     """The documents from number `skip` on as token ids, a separator at their ends."""
     batch: list[str] = []
     for number, document in enumerate(text for path in inputs for text in _documents(path)):

@@ -54,7 +54,9 @@ def build(
 
 
 @app.command()
-def info(folder: Path, verify: Annotated[bool, typer.Option(help="Read everything, compare checksums.")] = True) -> None:
+def info(
+    folder: Path, verify: Annotated[bool, typer.Option(help="Read everything, compare checksums.")] = True
+) -> None:
     """What a datastore holds, and whether its files are intact."""
     from retrieval_index.datastore import Datastore
 

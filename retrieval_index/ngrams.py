@@ -47,7 +47,8 @@ class Store(NamedTuple):
     slots [SLOTS, 4], a hash table of contexts: key, follower or block, occurrences, key and list length (0: the one
     follower itself stands in the slot); pool [POOL, 2], blocks of followers: token, count; text [RING];
     heads [HEADS], hash of 6 tokens -> the position behind their latest occurrence.
-    state: [STATE] int64, see the names above. One array each, as every array handed to a kernel costs half a microsecond.
+    state: [STATE] int64, see the names above. One array each: every
+    array handed to a kernel costs half a microsecond.
     """
 
     arena: NDArray[np.int32]
@@ -427,7 +428,7 @@ def remember(arena, state, tokens, bound):  # type: ignore[no-untyped-def]
 @_jit
 def copy_into(arena, state, bigger_arena, bigger):  # type: ignore[no-untyped-def]
     """Move a store's content into a larger, empty one."""
-    slots, pool, text, heads = parts(arena, state)
+    slots, pool, text, _ = parts(arena, state)
     new_slots, new_pool, new_text, new_heads = parts(bigger_arena, bigger)
     mask = len(new_slots) - 1
     for i in range(len(slots)):

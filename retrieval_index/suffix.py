@@ -55,7 +55,7 @@ class SessionIndex:
     def draft(
         self, request: int, continuation: Sequence[int] = (), budget: int = 17, depth: int = 24, source: int = 0
     ) -> TokenTree:
-        """The likeliest continuations of the request's text and `continuation`, at most `budget` nodes, root included."""
+        """The likeliest continuations of text and `continuation`, at most `budget` nodes, root included."""
         own, shared = self._requests[request].own, self.shared
         tree, confidence = np.empty((2, budget), np.int32), np.empty(budget, np.float32)
         asked = np.asarray(continuation, np.int32) if continuation else _NOTHING

@@ -37,7 +37,9 @@ def test_every_child_of_an_accepted_node_is_an_observation() -> None:
     calibrator.learn(raw, 1, [1, 9])
     seen = {(row["depth"], row["bucket"]): row["acceptance"] for row in calibrator.table()}
     assert seen == {(1, 5): 1.0, (1, 3): 0.0, (2, 9): 0.0}, "node 4's parent was not accepted"
-    assert calibrator.apply(raw, 1).validate(10).confidence.tolist() == pytest.approx([1, 0.775, 0.175, 0.352, 0.15], abs=1e-2)
+    assert calibrator.apply(raw, 1).validate(10).confidence.tolist() == pytest.approx(
+        [1, 0.775, 0.175, 0.352, 0.15], abs=1e-2
+    )
 
 
 def test_counts_are_kept_in_a_file(tmp_path: Path) -> None:

@@ -51,7 +51,9 @@ def test_the_longest_match_is_that_of_brute_force(tokens: list[int], pattern: li
         assert set(suffixes[first:last].tolist()) == places
         rows = read(np.asarray(tokens, np.uint16), suffixes, first, last, length, 3, 100, 65535)
         assert rows.tolist() == sorted(rows.tolist())
-        assert {tuple(row) for row in rows} == {tuple([*tokens[i + length : i + length + 3], -1, -1, -1][:3]) for i in places}
+        assert {tuple(row) for row in rows} == {
+            tuple([*tokens[i + length : i + length + 3], -1, -1, -1][:3]) for i in places
+        }
 
 
 def test_the_trie_keeps_the_most_frequent_nodes() -> None:

@@ -89,7 +89,9 @@ def test_trees_are_valid_and_propose_only_what_was_seen(
 
 
 @settings(max_examples=30, deadline=None)
-@given(prompt=st.lists(st.integers(0, 3), min_size=12, max_size=60), continuation=st.lists(st.integers(0, 3), max_size=9))
+@given(
+    prompt=st.lists(st.integers(0, 3), min_size=12, max_size=60), continuation=st.lists(st.integers(0, 3), max_size=9)
+)
 def test_asking_about_an_outcome_changes_nothing(prompt: list[int], continuation: list[int]) -> None:
     index = SessionIndex()
     index.start(1, prompt)
