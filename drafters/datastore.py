@@ -25,8 +25,14 @@ class DatastoreDrafter(Drafter):
     """
 
     def __init__(
-        self, path: str | Path, longest: int = 16, shortest: int = 2, budget: int = 65, depth: int = 10, tokenizer: Any = None
-    ):  # fmt: skip
+        self,
+        path: str | Path,
+        longest: int = 16,
+        shortest: int = 2,
+        budget: int = 65,
+        depth: int = 10,
+        tokenizer: Any = None,
+    ):
         self.store = Datastore(Path(path), tokenizer)
         self.longest, self.shortest, self.budget, self.depth = longest, shortest, budget, depth
         self.context: dict[int, list[int]] = {}

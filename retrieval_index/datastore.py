@@ -102,8 +102,8 @@ class Datastore:
     ) -> tuple[int, NDArray[np.int32]]:
         """What followed the longest suffix of `context`, of `longest` down to `shortest` tokens, that occurs.
 
-        Returns the length of that suffix, 0 if there is none, and [occurrences, depth] int32, sorted, -1 behind a text's
-        end: at most `samples` of each shard, spread evenly.
+        Returns the length of that suffix, 0 if there is none, and [occurrences, depth] int32, sorted, -1 behind a
+        text's end: at most `samples` of each shard, spread evenly.
         """
         from retrieval_index.suffix_search import longest_match, read
 

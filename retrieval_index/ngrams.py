@@ -25,6 +25,7 @@ FANOUT = 32  # most followers kept for a context
 LOOK = 16  # most followers looked at
 COMPONENTS = 2 * ORDERS + 2  # (order, store) from short to long, then the matches; even: shared, odd: own text
 BUCKETS = 32
+HOPE = 0.5  # a node is asked for followers only if one of this chance would get into the tree
 FAINT = 0.1  # and one context's share of them this fraction
 FLOOR = 1e-5  # chance of a token never seen
 RATE, PRIOR = 0.01, 20.0  # slowest step of the weights, and how many observations the first weight stands for
@@ -516,7 +517,7 @@ def draft(own_arena, own, shared_arena, shared, weights, continuation, depth, le
         room = budget - nodes
         here = np.float64(confidence[node])
         bar = open_chance[lowest] if waiting >= room else least
-        if level[node] < depth and here > bar:
+        if level[node] < depth and HOPE * here > bar:
             n = 1
             while n < ORDERS and recent[node, n - 1] >= 0:
                 keys[n] = _mix(keys[n - 1], recent[node, n - 1])

@@ -103,7 +103,10 @@ def test_a_killed_build_goes_on_where_it_was(corpus: Path, tmp_path: Path, monke
 def test_a_second_builder_is_refused_and_a_dead_ones_lock_is_gone(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "store"
     out.mkdir()
-    code = "import fcntl, sys, time; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True); time.sleep(60)"
+    code = (
+        "import fcntl, sys, time; file = open(sys.argv[1], 'a'); fcntl.flock(file, fcntl.LOCK_EX);"
+        "print('locked', flush=True); time.sleep(60)"
+    )
     with subprocess.Popen([sys.executable, "-c", code, str(out / "lock")], stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         other.stdout.readline()
