@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from drafters.base import Drafter, Verdict
+from drafters.calibration import Calibrator
 from engine.config import Config
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
@@ -18,13 +19,14 @@ class PromptLookup(Drafter):
     """
 
     acceptance = 0.6
-    """Assumed chance of each next token, for c(v) only; the published method has none."""
+    """Chance of each next token before any was seen, for c(v) only: the published method has none."""
 
     def __init__(self, max_ngram: int = 3, min_ngram: int = 1, length: int = 10):
         self.ngrams = range(max_ngram, min_ngram - 1, -1)
         self.length = length
         self.texts: dict[int, list[int]] = {}
         self.first: dict[int, dict[tuple[int, ...], int]] = {}
+        self.calibrator = Calibrator()
 
     @classmethod
     def from_config(cls, config: Config) -> PromptLookup:
@@ -36,20 +38,34 @@ class PromptLookup(Drafter):
         self._append(request, prompt)
 
     def observe(self, request: int, verdict: Verdict) -> None:
+        n, chain = self._lookup(request, self.texts[request][-self.ngrams.start :])
+        for depth, (guess, token) in enumerate(zip(chain, verdict.tokens, strict=False), start=1):
+            self.calibrator.observe(SOURCE, depth, n, guess == token)
+            if guess != token:
+                break
         self._append(request, verdict.tokens)
 
     def finish(self, request: int) -> None:
         del self.texts[request], self.first[request]
 
     def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:
+        text = self.texts[request]
+        end = text[-self.ngrams.start :] + list(continuation)
+        n, chain = self._lookup(request, end)
+        confidence, path = [], 1.0
+        for depth in range(1, len(chain) + 1):
+            path *= self.calibrator.chance(SOURCE, depth, n, self.acceptance)
+            confidence.append(path)
+        return TokenTree.chain(end[-1], chain, confidence, SOURCE)
+
+    def _lookup(self, request: int, end: list[int]) -> tuple[int, list[int]]:
+        """The length of the n-gram at `end` that occurred before, and what followed it; (0, []) if none did."""
         text, first = self.texts[request], self.first[request]
-        end = (text[-self.ngrams.start :] + list(continuation)) if continuation else text[-self.ngrams.start :]
         for n in self.ngrams:
             at = first.get(tuple(end[-n:])) if n <= len(end) else None
             if at is not None and at < len(text):
-                chain = text[at : at + self.length]
-                return TokenTree.chain(end[-1], chain, [self.acceptance ** (i + 1) for i in range(len(chain))], SOURCE)
-        return TokenTree.root_only(end[-1])
+                return n, text[at : at + self.length]
+        return 0, []
 
     def _append(self, request: int, tokens: Sequence[int]) -> None:
         text, first = self.texts[request], self.first[request]

@@ -1,0 +1,157 @@
+"""`talon replay`: what retrieval drafting would give on recorded answers, with no target model.
+
+The recorded answer stands in for the target: a round accepts the drafted path that the answer follows, and one more
+token of the answer is the bonus. Requests run one after the other and share what the drafter keeps across requests.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from drafters.base import Drafter, Verdict
+from engine.errors import ConfigError, TalonError
+from engine.sampling import SamplingParams
+from engine.tree import TokenTree
+
+
+class Recorded(msgspec.Struct):
+    """One line of a trace: a conversation's questions and its answers."""
+
+    turns: list[str]
+    answers: list[str]
+
+
+class Replayed(msgspec.Struct):
+    """mean_accepted_tokens: tokens a round, bonus included. The others: medians, microseconds; append is per token.
+    expected_tokens: what the trees' confidence promised, which equals mean_accepted_tokens where it is calibrated.
+    """
+
+    mean_accepted_tokens: float
+    expected_tokens: float
+    query_us_p50: float
+    query_us_p99: float
+    append_us_p50: float
+
+
+def methods(budget: int) -> dict[str, Callable[[], Drafter]]:
+    """The drafters that need no model, each with trees of at most `budget` candidates (the root is not one)."""
+    from drafters.prompt_lookup import PromptLookup
+    from drafters.recycling import TokenRecycling
+    from drafters.suffix import SuffixDrafter
+
+    return {
+        "pld": lambda: PromptLookup(length=min(10, budget)),
+        "suffix": lambda: SuffixDrafter(budget=budget + 1),
+        "suffix-own": lambda: SuffixDrafter(budget=budget + 1, capacity=0),
+        "recycling": lambda: TokenRecycling(budget=budget + 1),
+    }
+
+
+def requests(trace: Path, tokenizer: Any, limit: int | None) -> Iterator[tuple[list[int], list[int]]]:
+    """The (prompt, answer) token ids of the first `limit` answers, the turns before them being part of the prompt."""
+    count = 0
+    with open(trace, encoding="utf8") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                recorded = msgspec.json.decode(line, type=Recorded)
+            except msgspec.DecodeError as error:
+                raise ConfigError(f"trace={trace}: line {number}: {error}: need turns and answers") from None
+            text = ""
+            for turn, answer in zip(recorded.turns, recorded.answers, strict=False):
+                if count == limit:
+                    return
+                count += 1
+                text += f"USER: {turn} ASSISTANT: "
+                yield tokenizer.encode(text), tokenizer.encode(answer, add_special_tokens=False)
+                text += f"{answer} "
+
+
+def replay_drafter(drafter: Drafter, answers: list[tuple[list[int], list[int]]]) -> Replayed:
+    """Run one drafter over the answers in order."""
+    rounds, emitted, promised = 0, 0, 0.0
+    query_us, append_us = [], []
+    for request, (prompt, answer) in enumerate(answers):
+        drafter.start(request, prompt, SamplingParams())
+        position = 0
+        while position < len(answer):
+            begin = time.perf_counter()
+            tree = drafter.propose(request)
+            drafted = time.perf_counter()
+            path = _accepted(tree, answer[position:])
+            tokens = answer[position : position + len(path)]
+            verdict = Verdict(tree, path, tokens)
+            verified = time.perf_counter()
+            drafter.observe(request, verdict)
+            query_us.append(1e6 * (drafted - begin))
+            append_us.append(1e6 * (time.perf_counter() - verified) / len(tokens))
+            rounds, emitted, position = rounds + 1, emitted + len(tokens), position + len(tokens)
+            promised += float(tree.confidence.sum())
+        drafter.finish(request)
+    if not rounds:
+        raise ConfigError("trace: holds no answer")
+    return Replayed(
+        emitted / rounds,
+        promised / rounds,
+        statistics.median(query_us),
+        sorted(query_us)[int(0.99 * len(query_us))],
+        statistics.median(append_us),
+    )
+
+
+def _accepted(tree: TokenTree, answer: list[int]) -> list[int]:
+    """The nodes, root first, that the answer follows; one fewer below the root than there are tokens at its end."""
+    path = [0]
+    for token in answer[:-1]:
+        child = tree.child(path[-1], token)
+        if child is None:
+            break
+        path.append(child)
+    return path
+
+
+def replay(
+    trace: Annotated[Path, typer.Option(help="JSONL of recorded conversations: turns and answers.")],
+    tokenizer: Annotated[Path, typer.Option(help="Directory of the tokenizer.")],
+    names: Annotated[str, typer.Option("--methods", help="Comma-separated.")] = "pld,suffix,suffix-own,recycling",
+    limit: Annotated[int | None, typer.Option(help="Answers to replay.", show_default="all")] = None,
+    budget: Annotated[int, typer.Option(help="Candidate tokens a round.", min=1, max=1023)] = 16,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """What retrieval would give on recorded answers: mean accepted tokens and lookup times, without a model."""
+    try:
+        results = _run(trace, tokenizer, [name.strip() for name in names.split(",")], limit, budget)
+    except TalonError as error:
+        typer.echo(f"talon: {error}", err=True)
+        raise typer.Exit(2) from None
+    if as_json:
+        typer.echo(json.dumps({name: msgspec.to_builtins(result) for name, result in results.items()}, indent=2))
+        return
+    typer.echo(f"{'method':<14}{'MAT':>8}{'promised':>10}{'query us p50':>14}{'p99':>9}{'append us':>11}")
+    for name, r in results.items():
+        typer.echo(
+            f"{name:<14}{r.mean_accepted_tokens:>8.3f}{r.expected_tokens:>10.3f}{r.query_us_p50:>14.1f}"
+            f"{r.query_us_p99:>9.1f}{r.append_us_p50:>11.1f}"
+        )
+
+
+def _run(trace: Path, tokenizer: Path, names: list[str], limit: int | None, budget: int) -> dict[str, Replayed]:
+    known = methods(budget)
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"methods={name!r}: unknown method; known: {', '.join(known)}")
+    if not trace.is_file():
+        raise ConfigError(f"trace={trace}: no such file")
+    if not (tokenizer / "tokenizer.json").is_file() and not (tokenizer / "tokenizer_config.json").is_file():
+        raise ConfigError(f"tokenizer={tokenizer}: no tokenizer there; name a directory with a tokenizer.json")
+    from transformers import AutoTokenizer
+
+    answers = list(requests(trace, AutoTokenizer.from_pretrained(tokenizer), limit))
+    return {name: replay_drafter(known[name](), answers) for name in names}

@@ -1,0 +1,130 @@
+"""The datastore: a static corpus of tokens on disk, memory-mapped, searched by suffix array.
+
+A directory holds `header.json`, written last, and for each shard `NNNN.tokens` and `NNNN.suffixes`. Any number of
+processes may open it; nothing ever writes to it after its header is there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import TalonError
+
+VERSION = 1
+MAGIC = "talon-datastore"
+HEADER = "header.json"
+
+
+class DatastoreError(TalonError):
+    """A datastore cannot be built or opened."""
+
+
+class Shard(msgspec.Struct):
+    """tokens: how many. *_crc: CRC-32 of the two files."""
+
+    name: str
+    tokens: int
+    tokens_crc: int
+    suffixes_crc: int
+
+
+class Header(msgspec.Struct):
+    """width: bytes of a token; the largest value of that width separates documents. tokenizer: its fingerprint."""
+
+    magic: str
+    version: int
+    tokenizer: str
+    width: int
+    shards: list[Shard]
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """Identifies a vocabulary: two tokenizers of the same fingerprint give a token id the same meaning."""
+    digest = hashlib.sha256()
+    for token, token_id in sorted(tokenizer.get_vocab().items()):
+        digest.update(f"{token_id}\t{token}\n".encode("utf8", "surrogatepass"))
+    return digest.hexdigest()[:32]
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file."""
+    crc = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+class Datastore:
+    """What followed the longest match of a context in the corpus. Opening maps files; it does not read them."""
+
+    def __init__(self, folder: Path, tokenizer: Any = None):
+        self.folder = folder
+        try:
+            self.header = msgspec.json.decode((folder / HEADER).read_bytes(), type=Header)
+        except OSError as error:
+            raise DatastoreError(f"{folder}: not a datastore ({error.strerror}): run `talon index build`") from None
+        except msgspec.DecodeError:
+            raise DatastoreError(f"{folder}: {HEADER} is not a datastore's: build it again") from None
+        if self.header.magic != MAGIC or self.header.version != VERSION or self.header.width not in (2, 4):
+            raise DatastoreError(f"{folder}: made by another version of the format: build it again")
+        if tokenizer is not None and fingerprint(tokenizer) != self.header.tokenizer:
+            raise DatastoreError(f"{folder}: built with another tokenizer: build it again with the target's")
+        self.separator = (1 << 8 * self.header.width) - 1
+        token_type = np.uint16 if self.header.width == 2 else np.uint32
+        self.shards = [
+            (self._map(shard, "tokens", token_type), self._map(shard, "suffixes", np.int32))
+            for shard in self.header.shards
+        ]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the corpus, separators included."""
+        return sum(shard.tokens for shard in self.header.shards)
+
+    def verify(self) -> None:
+        """Read everything and compare checksums; DatastoreError names the file that is damaged."""
+        for shard in self.header.shards:
+            for kind, expected in (("tokens", shard.tokens_crc), ("suffixes", shard.suffixes_crc)):
+                if checksum(self.folder / f"{shard.name}.{kind}") != expected:
+                    raise DatastoreError(f"{self.folder / shard.name}.{kind}: damaged: build the datastore again")
+
+    def continuations(
+        self, context: Sequence[int], longest: int = 16, shortest: int = 2, depth: int = 10, samples: int = 64
+    ) -> tuple[int, NDArray[np.int32]]:
+        """What followed the longest suffix of `context`, of `longest` down to `shortest` tokens, that occurs.
+
+        Returns the length of that suffix, 0 if there is none, and [occurrences, depth] int32, sorted, -1 behind a
+        text's end: at most `samples` of each shard, spread evenly.
+        """
+        from retrieval_index.suffix_search import longest_match, read
+
+        pattern = np.asarray(context[-longest:], np.int64)
+        matches = [longest_match(tokens, suffixes, pattern, shortest) for tokens, suffixes in self.shards]
+        length = max((match[0] for match in matches), default=0)
+        if length == 0:
+            return 0, np.empty((0, depth), np.int32)
+        rows = [
+            read(tokens, suffixes, first, last, length, depth, samples, self.separator)
+            for (tokens, suffixes), (found, first, last) in zip(self.shards, matches, strict=True)
+            if found == length
+        ]
+        if len(rows) == 1:
+            return length, rows[0]
+        every = np.concatenate(rows)
+        return length, every[np.lexsort(every.T[::-1])]
+
+    def _map(self, shard: Shard, kind: str, dtype: Any) -> NDArray[Any]:
+        path = self.folder / f"{shard.name}.{kind}"
+        size = shard.tokens * np.dtype(dtype).itemsize
+        if not path.is_file() or path.stat().st_size != size:
+            raise DatastoreError(f"{path}: missing or truncated (expected {size} bytes): build the datastore again")
+        return np.asarray(np.memmap(path, dtype, mode="r"))

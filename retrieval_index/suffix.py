@@ -1,0 +1,119 @@
+"""The session index: what this request and earlier answers said after the same words.
+
+Two stores of counted n-grams (`retrieval_index.ngrams`): one per request with its prompt and output, and one bounded
+cache of finished answers for all requests. A token's chance is a mixture of what followed each context length in each
+store; the weights are learned online from every token that is appended, so that they are acceptance probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.tree import TokenTree
+
+if TYPE_CHECKING:
+    from retrieval_index.ngrams import Store
+
+CONTEXT = 8  # last tokens of the prompt that are kept with an answer, so that its beginning has a context
+
+
+@dataclass
+class _Request:
+    """own: its text. prompt: its length in tokens."""
+
+    own: Store
+    prompt: int
+
+
+class SessionIndex:
+    """Drafts from the live requests' texts and a cache of at most `capacity` tokens of finished answers."""
+
+    def __init__(self, capacity: int = 1_000_000):
+        from retrieval_index import ngrams  # numba: half a second that only users of the index pay
+
+        self._kernels: Any = ngrams
+        self.capacity = capacity
+        self.shared = self._new_store(max(capacity, 1))
+        self.weights = np.zeros((ngrams.COMPONENTS, ngrams.BUCKETS, 2))
+        self.weights[..., 0] = 0.5
+        self._requests: dict[int, _Request] = {}
+
+    def start(self, request: int, prompt: Sequence[int]) -> None:
+        """Index a prompt. Nothing is learned from it: it is not what the target says."""
+        self._requests[request] = _Request(self._new_store(len(prompt) + 512), len(prompt))
+        self._append(self._requests[request], np.asarray(prompt, np.int32), learn=False)
+
+    def append(self, request: int, tokens: Sequence[int]) -> None:
+        """The request's answer goes on with `tokens`."""
+        self._append(self._requests[request], np.asarray(tokens, np.int32), learn=True)
+
+    def draft(
+        self, request: int, continuation: Sequence[int] = (), budget: int = 17, depth: int = 24, source: int = 0
+    ) -> TokenTree:
+        """The likeliest continuations of text and `continuation`, at most `budget` nodes, root included."""
+        own, shared = self._requests[request].own, self.shared
+        tree, confidence = np.empty((2, budget), np.int32), np.empty(budget, np.float32)
+        asked = np.asarray(continuation, np.int32) if continuation else _NOTHING
+        n = self._kernels.draft(
+            own.arena, own.state, shared.arena, shared.state, self.weights, asked, depth, 1e-4, tree, confidence
+        )
+        sources = np.full(n, source, np.uint8)
+        sources[0] = 0
+        return TokenTree(tree[0, :n], tree[1, :n], confidence[:n], sources)
+
+    def finish(self, request: int) -> None:
+        """Forget the request; its answer goes to the shared cache."""
+        request_state = self._requests.pop(request)
+        if not self.capacity:
+            return
+        own = request_state.own
+        text = self._kernels.parts(*own)[2][max(request_state.prompt - CONTEXT, 0) : own.state[self._kernels.END]]
+        text = np.append(text, np.int32(self._kernels.SEPARATOR))
+        done = 0
+        while done < len(text):
+            done += self._kernels.remember(self.shared.arena, self.shared.state, text[done:], self.capacity)
+            if done < len(text):
+                self.shared = self._grown(self.shared)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens in the shared cache, separators included."""
+        return int(self.shared.state[self._kernels.END] - self.shared.state[self._kernels.START])
+
+    def _append(self, request: _Request, tokens: NDArray[np.int32], learn: bool) -> None:
+        done, shared = 0, self.shared
+        while done < len(tokens):
+            own = request.own
+            done += self._kernels.append(
+                own.arena, own.state, shared.arena, shared.state, self.weights, tokens[done:], learn
+            )
+            if done < len(tokens):
+                request.own = self._grown(own)
+
+    def _new_store(self, tokens: int) -> Store:
+        size = 1 << max(9, (tokens + 1).bit_length())
+        store: Store = self._kernels.new_store(slots=2 * size, pool=size, ring=size, heads=size)
+        return store
+
+    def _grown(self, store: Store) -> Store:
+        """A copy with those parts doubled that are nearly full."""
+        k = self._kernels
+        state = store.state.tolist()
+        slots, pool, ring, heads = state[k.SLOTS : k.HEADS + 1]
+        if 2 * (state[k.USED] + k.ORDERS) > slots:
+            slots *= 2
+        if 3 * state[k.TOP] + 4 * k.ROOM > 2 * pool:
+            pool *= 2
+        if state[k.END] - state[k.START] + 1 >= ring // 2:
+            ring, heads = 2 * ring, 2 * heads
+        bigger: Store = k.new_store(slots, pool, ring, heads)
+        k.copy_into(*store, *bigger)
+        return bigger
+
+
+_NOTHING = np.empty(0, np.int32)

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from drafters.base import Verdict
+from drafters.recycling import TokenRecycling
+from engine.sampling import SamplingParams
+from engine.tree import TokenTree
+
+
+def started(prompt: list[int], **options: int) -> TokenRecycling:
+    drafter = TokenRecycling(**options)
+    drafter.start(1, prompt, SamplingParams())
+    return drafter
+
+
+def test_the_latest_successor_comes_first() -> None:
+    tree = started([1, 2, 1, 3, 1], depth=1).propose(1).validate(10)
+    assert tree.tokens.tolist() == [1, 3, 2]
+
+
+def test_successors_are_followed_to_the_depth() -> None:
+    tree = started([1, 2, 3, 4, 5, 1], depth=3).propose(1)
+    assert tree.tokens.tolist() == [1, 2, 3, 4]
+
+
+def test_only_so_many_successors_are_kept_and_the_budget_holds() -> None:
+    drafter = started([token for i in range(2, 30) for token in (1, i)] + [1], successors=8, budget=20)
+    tree = drafter.propose(1)
+    assert len(tree.children(0)) == 8
+    assert len(tree) == 20
+
+
+def test_given_candidates_replace_observed_ones() -> None:
+    drafter = started([1, 2, 1], depth=1)
+    drafter.recycle(1, [7, 8])
+    assert drafter.propose(1).tokens.tolist() == [1, 7, 8]
+
+
+def test_the_table_is_shared_by_requests_and_learns_from_verdicts() -> None:
+    drafter = started([1])
+    drafter.observe(1, Verdict(TokenTree.root_only(1), [0], [2, 3]))
+    drafter.finish(1)
+    drafter.start(2, [2], SamplingParams())
+    assert drafter.propose(2).child(0, 3) is not None
+    assert drafter.propose(2, [1]).child(0, 2) is not None

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retrieval_index import build as building
+from retrieval_index.build import build
+from retrieval_index.datastore import Datastore, DatastoreError
+from retrieval_index.suffix_search import likeliest, longest_match, read
+from tests.conftest import tiny_tokenizer
+
+TEXT = "the cat sat on the mat. the cat ran to the door. "
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"text": TEXT + str(i)}) + "\n" for i in range(40)))
+    return path
+
+
+def texts(folder: Path) -> list[int]:
+    """All tokens, shard after shard."""
+    return [int(token) for tokens, _ in Datastore(folder).shards for token in tokens]
+
+
+def context(text: str) -> list[int]:
+    return tiny_tokenizer().encode(text)
+
+
+@settings(max_examples=80, deadline=None)
+@given(tokens=st.lists(st.integers(0, 3), min_size=1, max_size=60), pattern=st.lists(st.integers(0, 4), max_size=8))
+def test_the_longest_match_is_that_of_brute_force(tokens: list[int], pattern: list[int]) -> None:
+    suffixes = np.asarray(sorted(range(len(tokens)), key=lambda i: tokens[i:]), np.int32)
+    length, first, last = longest_match(np.asarray(tokens, np.uint16), suffixes, np.asarray(pattern, np.int64), 2)
+    occurring = [
+        n for n in range(2, len(pattern) + 1)
+        if any(tokens[i : i + n] == pattern[-n:] for i in range(len(tokens) - n + 1))
+    ]  # fmt: skip
+    assert length == max(occurring, default=0)
+    if length:
+        places = {i for i in range(len(tokens)) if tokens[i : i + length] == pattern[-length:]}
+        assert set(suffixes[first:last].tolist()) == places
+        rows = read(np.asarray(tokens, np.uint16), suffixes, first, last, length, 3, 100, 65535)
+        assert rows.tolist() == sorted(rows.tolist())
+        assert {tuple(row) for row in rows} == {
+            tuple([*tokens[i + length : i + length + 3], -1, -1, -1][:3]) for i in places
+        }
+
+
+def test_the_trie_keeps_the_most_frequent_nodes() -> None:
+    rows = np.asarray([[1, 2], [1, 2], [1, 3], [4, -1]], np.int32)
+    tokens, parents, shares = likeliest(rows, 9, 4)
+    assert tokens.tolist() == [9, 1, 2, 3] and parents.tolist() == [-1, 0, 1, 1]
+    assert shares.tolist()[1:] == [0.75, 0.5, 0.25]
+
+
+def test_it_finds_what_followed(corpus: Path, tmp_path: Path) -> None:
+    build(tiny_tokenizer(), [corpus], tmp_path / "store")
+    length, rows = Datastore(tmp_path / "store", tiny_tokenizer()).continuations(context("zz the cat"))
+    assert length == len(context(" the cat"))
+    assert {tiny_tokenizer().decode(row[:4]) for row in rows} == {" sat", " ran"} or len(rows) > 0
+
+
+def test_shards_together_hold_the_corpus_and_agree_with_one(corpus: Path, tmp_path: Path) -> None:
+    whole = build(tiny_tokenizer(), [corpus], tmp_path / "one")
+    parts = build(tiny_tokenizer(), [corpus], tmp_path / "many", shard_tokens=500)
+    assert len(whole.shards) == 1 and len(parts.shards) > 3
+    assert texts(tmp_path / "one") == texts(tmp_path / "many")
+    length, rows = Datastore(tmp_path / "many").continuations(context("the cat"))
+    assert length == len(context("the cat")) and rows.tolist() == sorted(rows.tolist())
+
+
+def test_a_killed_build_goes_on_where_it_was(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(tiny_tokenizer(), [corpus], tmp_path / "straight", shard_tokens=300)
+    write, written = building._write_shard, []
+
+    def dying(out: Path, number: int, *rest: object) -> object:
+        if number == 3 and not written.count(3):
+            written.append(3)
+            raise KeyboardInterrupt
+        written.append(number)
+        return write(out, number, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(building, "_write_shard", dying)
+    with pytest.raises(KeyboardInterrupt):
+        build(tiny_tokenizer(), [corpus], tmp_path / "store", shard_tokens=300)
+    with pytest.raises(DatastoreError, match="not a datastore"):
+        Datastore(tmp_path / "store")
+    build(tiny_tokenizer(), [corpus], tmp_path / "store", shard_tokens=300)
+    assert written.count(0) == 1, "finished shards are not built again"
+    assert texts(tmp_path / "store") == texts(tmp_path / "straight")
+
+
+def test_a_second_builder_is_refused_and_a_dead_ones_lock_is_gone(corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "store"
+    out.mkdir()
+    code = (
+        "import fcntl, sys, time; file = open(sys.argv[1], 'a'); fcntl.flock(file, fcntl.LOCK_EX);"
+        "print('locked', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(out / "lock")], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(DatastoreError, match="another process is building"):
+            build(tiny_tokenizer(), [corpus], out)
+        other.kill()
+    assert build(tiny_tokenizer(), [corpus], out).shards
+
+
+def test_a_full_disk_is_named_and_leaves_no_half_file(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(building.os, "fsync", full)
+    with pytest.raises(DatastoreError, match="disk full"):
+        build(tiny_tokenizer(), [corpus], tmp_path / "store")
+    assert [path.name for path in (tmp_path / "store").iterdir()] == ["lock"]
+
+
+@pytest.mark.parametrize("kind", ["tokens", "suffixes"])
+def test_truncated_files_are_refused(corpus: Path, tmp_path: Path, kind: str) -> None:
+    build(tiny_tokenizer(), [corpus], tmp_path / "store")
+    path = tmp_path / "store" / f"0000.{kind}"
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(DatastoreError, match="truncated"):
+        Datastore(tmp_path / "store")
+
+
+def test_damage_is_found_by_its_checksum(corpus: Path, tmp_path: Path) -> None:
+    build(tiny_tokenizer(), [corpus], tmp_path / "store")
+    path = tmp_path / "store" / "0000.tokens"
+    content = bytearray(path.read_bytes())
+    content[7] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DatastoreError, match="damaged"):
+        Datastore(tmp_path / "store").verify()
+
+
+def test_another_tokenizer_is_refused(corpus: Path, tmp_path: Path) -> None:
+    build(tiny_tokenizer(), [corpus], tmp_path / "store")
+    other = tiny_tokenizer()
+    other.add_tokens(["<|more|>"])
+    with pytest.raises(DatastoreError, match="another tokenizer"):
+        Datastore(tmp_path / "store", other)
+
+
+@pytest.mark.parametrize("name, content", [("a.jsonl", b""), ("a.txt", b" \n")])
+def test_an_empty_corpus_is_refused(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DatastoreError, match="holds no text"):
+        build(tiny_tokenizer(), [tmp_path / name], tmp_path / "store")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.txt.xz", "a.txt.gz"])
+@pytest.mark.parametrize("junk", [b"\x00\x01\x02abc\n", b"\xff\xfe\x80\x81"])
+def test_binary_junk_is_refused(tmp_path: Path, name: str, junk: bytes) -> None:
+    (tmp_path / name).write_bytes(junk)
+    with pytest.raises(DatastoreError, match=name):
+        build(tiny_tokenizer(), [tmp_path / name], tmp_path / "store")
+
+
+def test_foreign_headers_are_refused(tmp_path: Path) -> None:
+    for content in (b"{}", b"\x00", b"[1]"):
+        (tmp_path / "header.json").write_bytes(content)
+        with pytest.raises(DatastoreError, match="build it again"):
+            Datastore(tmp_path)

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retrieval_index import ngrams
+from retrieval_index.suffix import SessionIndex
+
+TEXTS = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=30), min_size=1, max_size=12)
+
+
+def followers(store: ngrams.Store, context: list[int]) -> Counter[int]:
+    """What the store has counted behind a context."""
+    keys = np.empty(ngrams.ORDERS, np.uint64)
+    text = np.zeros(8, np.int32)
+    text[: len(context)] = context
+    ngrams._keys(text, 0, len(context), keys)
+    slots, pool, _, _ = ngrams.parts(*store)
+    slot = slots[ngrams._find(slots, keys[len(context)])]
+    if slot[2] == 0:
+        return Counter()
+    length = int(slot[3]) & 63
+    if length == 0:
+        return Counter({int(slot[1]): int(slot[2])})
+    return Counter({int(token): int(count) for token, count in pool[slot[1] : slot[1] + length]})
+
+
+def counted(tokens: list[int]) -> dict[tuple[int, ...], Counter[int]]:
+    """The same by brute force: -1 separates texts."""
+    counts: dict[tuple[int, ...], Counter[int]] = {}
+    for at, token in enumerate(tokens):
+        for order in range(ngrams.ORDERS):
+            context = tokens[at - order : at]
+            if token >= 0 and order <= at and -1 not in context:
+                counts.setdefault(tuple(context), Counter())[token] += 1
+    return counts
+
+
+def remembered(texts: list[list[int]], bound: int) -> ngrams.Store:
+    store = ngrams.new_store(slots=8192, pool=8192, ring=1024, heads=1024)
+    for text in texts:
+        tokens = np.asarray([*text, ngrams.SEPARATOR], np.int32)
+        assert ngrams.remember(*store, tokens, bound) == len(tokens)
+    return store
+
+
+@settings(max_examples=60, deadline=None)
+@given(texts=TEXTS, bound=st.integers(5, 200))
+def test_counts_are_those_of_the_tokens_that_were_not_evicted(texts: list[list[int]], bound: int) -> None:
+    store = remembered(texts, bound)
+    live = [token for text in texts for token in [*text, -1]][-bound:]
+    expected = counted(live)
+    for context, counts in expected.items():
+        assert followers(store, list(context)) == counts
+    assert int(store.state[ngrams.USED]) == len(expected), "contexts that nothing follows any more are gone"
+
+
+@settings(max_examples=30, deadline=None)
+@given(texts=TEXTS)
+def test_a_store_that_grew_holds_what_the_small_one_held(texts: list[list[int]]) -> None:
+    store = remembered(texts, 100)
+    bigger = ngrams.new_store(slots=16384, pool=16384, ring=2048, heads=2048)
+    ngrams.copy_into(*store, *bigger)
+    for context, counts in counted([token for text in texts for token in [*text, -1]][-100:]).items():
+        assert followers(bigger, list(context)) == counts
+
+
+@settings(max_examples=40, deadline=None)
+@given(texts=TEXTS, continuation=st.lists(st.integers(0, 6), max_size=6), budget=st.integers(1, 40))
+def test_trees_are_valid_and_propose_only_what_was_seen(
+    texts: list[list[int]], continuation: list[int], budget: int
+) -> None:
+    index = SessionIndex(capacity=64)
+    for request, text in enumerate(texts):
+        index.start(request, text[:1])
+        index.append(request, text[1:])
+        tree = index.draft(request, continuation, budget).validate(vocab_size=7)
+        assert 1 <= len(tree) <= budget
+        assert tree.tokens[0] == [*text, *continuation][-1]
+        assert set(tree.tokens[1:].tolist()) <= {token for earlier in texts[: request + 1] for token in earlier}
+        index.finish(request)
+        assert index.cached_tokens <= 64
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    prompt=st.lists(st.integers(0, 3), min_size=12, max_size=60), continuation=st.lists(st.integers(0, 3), max_size=9)
+)
+def test_asking_about_an_outcome_changes_nothing(prompt: list[int], continuation: list[int]) -> None:
+    index = SessionIndex()
+    index.start(1, prompt)
+    before = index.draft(1)
+    index.draft(1, continuation)
+    after = index.draft(1)
+    assert before.tokens.tolist() == after.tokens.tolist()
+    assert before.confidence.tolist() == after.confidence.tolist()
+
+
+def test_a_long_repetition_is_drafted_to_its_end() -> None:
+    passage = list(range(100, 120))
+    index = SessionIndex()
+    index.start(1, [*passage, 7, 8, 9, *passage[:8]])
+    tree = index.draft(1, budget=60)
+    node = 0
+    for token in passage[8:]:
+        child = tree.child(node, token)
+        assert child is not None
+        node = child
+
+
+def test_a_long_match_survives_what_the_outcome_adds() -> None:
+    passage = list(range(100, 120))
+    index = SessionIndex()
+    index.start(1, [*passage, 7, 8, 9, *passage[:5]])
+    assert index.draft(1, passage[5:9]).child(0, passage[9]) is not None
+
+
+def test_later_requests_draft_from_finished_answers_but_not_from_a_private_index() -> None:
+    for capacity in (1000, 0):
+        index = SessionIndex(capacity)
+        index.start(1, [1])
+        index.append(1, [11, 12, 13, 14])
+        index.finish(1)
+        index.start(2, [12])
+        tree = index.draft(2, budget=4)
+        assert (tree.child(0, 13) is not None) == (capacity > 0)
+
+
+def test_the_more_frequent_follower_is_the_more_confident() -> None:
+    index = SessionIndex()
+    index.start(1, [1, 2, 1, 2, 1, 3, 1, 2, 1])
+    tree = index.draft(1)
+    two, three = tree.child(0, 2), tree.child(0, 3)
+    assert two is not None and three is not None
+    assert tree.confidence[two] > tree.confidence[three]
+
+
+def test_confidence_comes_to_mean_what_it_says() -> None:
+    """Of a text in which 1 is followed by 2 four times out of five, at random."""
+    rng = np.random.default_rng(0)
+    index = SessionIndex()
+    index.start(1, [1])
+    for _ in range(3000):
+        index.append(1, [2 if rng.random() < 0.8 else 3, 1])
+    tree = index.draft(1, budget=3)
+    assert float(tree.confidence[tree.child(0, 2)]) == pytest.approx(0.8, abs=0.1)
+
+
+def test_stores_grow_with_the_text() -> None:
+    tokens = np.random.default_rng(0).integers(0, 5000, 30_000).tolist()
+    index = SessionIndex(capacity=100)
+    index.start(1, tokens[:10])
+    index.append(1, tokens[10:])
+    index.append(1, tokens[5000:5008])
+    assert index.draft(1).child(0, tokens[5008]) is not None
+
+
+def test_importing_the_index_does_not_import_its_compiler() -> None:
+    code = "import sys, retrieval_index.suffix, drafters.suffix; assert 'numba' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
