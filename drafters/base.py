@@ -20,12 +20,15 @@ class Verdict:
     tree: the tree it verified. path: the accepted nodes, root first. tokens: what the round emitted, the path's
     tokens below the root and the bonus token. features: [positions, layers, hidden] float32, the target's hidden states
     of `Drafter.feature_layers` at the path's nodes (the whole prompt, for the verdict of the prefill), or None.
+    successors: [nodes, Drafter.successors] int32, the target's likeliest tokens behind each node of the tree, best
+    first, or None.
     """
 
     tree: TokenTree
     path: list[int]
     tokens: list[int]
     features: NDArray[np.float32] | None = None
+    successors: NDArray[np.int32] | None = None
 
 
 class Drafter(ABC):
@@ -37,6 +40,9 @@ class Drafter(ABC):
 
     feature_layers: tuple[int, ...] = ()
     """Hidden states wanted from the target: 0 is the embedding, i the output of layer i (as `output_hidden_states`)."""
+
+    successors: int = 0
+    """How many of the target's likeliest tokens behind each verified node the verdicts are to carry."""
 
     forward_s: float = 0.0
     """Seconds spent so far in a draft model's forwards; stays 0 for drafters without one."""

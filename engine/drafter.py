@@ -42,7 +42,7 @@ class DrafterWorker:
 
     def run(self) -> None:
         """Serve until told to stop."""
-        self.verdicts.send(Hello(feature_layers=self.drafter.feature_layers))
+        self.verdicts.send(Hello(feature_layers=self.drafter.feature_layers, successors=self.drafter.successors))
         self.control.send(Ready())
         poller = zmq.Poller()
         poller.register(self.control.socket, zmq.POLLIN)
@@ -75,7 +75,8 @@ class DrafterWorker:
         path, tokens = arrays[0].tolist(), arrays[1].tolist()
         tree = request.sent.get(message.draft) or TokenTree.root_only(request.last_token)
         features = arrays[2] if arrays[2].size else None
-        self.drafter.observe(message.request, Observed(tree, path, tokens, features))
+        successors = arrays[3] if len(arrays[3]) == len(tree) else None
+        self.drafter.observe(message.request, Observed(tree, path, tokens, features, successors))
         request.last_token = tokens[-1]
         request.sent = {number: tree for number, tree in request.sent.items() if number == message.following}
         request.wanted = (message.round + 1, (message.draft, path[-1], tokens[-1]))

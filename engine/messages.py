@@ -91,9 +91,11 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """A drafter has joined and wants these hidden states of the target."""
+    """A drafter has joined. feature_layers: hidden states of the target it wants; successors: how many of the target's
+    likeliest next tokens behind every verified node."""
 
     feature_layers: tuple[int, ...] = ()
+    successors: int = 0
 
 
 class Start(Message, frozen=True, kw_only=True):
@@ -110,7 +112,8 @@ class Start(Message, frozen=True, kw_only=True):
 class Verdict(Message, frozen=True, kw_only=True):
     """What became of `draft` (0: a tree the verifier made itself) in `round`.
 
-    following: the draft the next round uses, 0 while it is not known. Arrays: path, tokens, features.
+    following: the draft the next round uses, 0 while it is not known. Arrays: path, tokens, features,
+    successors.
     """
 
     request: int
@@ -147,7 +150,7 @@ AnyMessage = Union[  # noqa: UP007 - msgspec reads the union at run time, on Pyt
 ARRAYS: dict[type, tuple[tuple[str, int], ...]] = {  # dtype and dimensions
     Submit: (("int32", 1),),
     Start: (("int32", 1),),
-    Verdict: (("int32", 1), ("int32", 1), ("float32", 3)),
+    Verdict: (("int32", 1), ("int32", 1), ("float32", 3), ("int32", 2)),
     Draft: (("int32", 1), ("int32", 1), ("float32", 1), ("uint8", 1)),
 }
 

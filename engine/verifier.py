@@ -77,6 +77,7 @@ class Verifier:
         self.drafter: str | None = None
         self.drafter_late = False
         self.feature_layers: tuple[int, ...] = ()
+        self.successors = 0
         self.busy_ns = 0
         self.heard_ns = 0
         self.stopping = False
@@ -123,7 +124,8 @@ class Verifier:
         path, tokens = verify(tree, logits, decoding.sampler)
         decoding.cache.commit(path)
         decoding.round += 1
-        self._conclude(decoding, draft, path, tokens, len(tree), forward_ns, draft_us, features)
+        successors = logits.topk(self.successors).indices if self.successors else None
+        self._conclude(decoding, draft, path, tokens, len(tree), forward_ns, draft_us, features, successors)
 
     def _prefill(self, decoding: Decoding) -> None:
         """Read one chunk of the prompt; behind the last, draw the first token."""
@@ -138,7 +140,7 @@ class Verifier:
             self.busy_ns += forward_ns
             return
         token = decoding.sampler.draw(decoding.sampler.choices(logits[None])[0])
-        self._conclude(decoding, 0, [0], [token], len(chunk), forward_ns, 0, None)
+        self._conclude(decoding, 0, [0], [token], len(chunk), forward_ns, 0, None, None)
 
     def _conclude(
         self,
@@ -150,6 +152,7 @@ class Verifier:
         forward_ns: int,
         draft_us: int,
         features: Tensor | None,
+        successors: Tensor | None,
     ) -> None:
         """Commit the verdict to the text, and tell the drafter and the front end."""
         finish_reason = decoding.sampler.finish_reason
@@ -164,7 +167,8 @@ class Verifier:
             decoding.features = []
             following = decoding.drafts[decoding.outcome][0] if decoding.hit else 0
             verdict = Verdict(request=decoding.request, round=decoding.round, draft=draft, following=following)
-            self.drafts.send(self.drafter, verdict, [np.asarray(path), np.asarray(tokens), seen])
+            ranked = np.zeros((0, 0), np.int32) if successors is None else successors.cpu().numpy()
+            self.drafts.send(self.drafter, verdict, [np.asarray(path), np.asarray(tokens), seen, ranked])
         decoding.drafts = {decoding.outcome: decoding.drafts[decoding.outcome]} if decoding.hit else {}
         now = time.perf_counter_ns()
         self.control.send(
@@ -239,10 +243,12 @@ class Verifier:
 
     def _welcome(self, peer: str, hello: Hello) -> None:
         """A drafter joins: it learns of every request, and drafts from the text so far."""
-        if any(not 0 <= layer <= self.target.layers for layer in hello.feature_layers):
+        layers_exist = all(0 <= layer <= self.target.layers for layer in hello.feature_layers)
+        if not (layers_exist and 0 <= hello.successors <= self.target.vocab_size):
             self.drafts.malformed += 1
             return
-        self.drafter, self.drafter_late, self.feature_layers = peer, False, hello.feature_layers
+        self.drafter, self.drafter_late = peer, False
+        self.feature_layers, self.successors = hello.feature_layers, hello.successors
         for decoding in (*self.running, *self.waiting):
             decoding.drafts = {}
             decoding.outcome = (0, 0, decoding.text[-1])

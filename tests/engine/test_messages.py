@@ -28,6 +28,7 @@ from engine.messages import (
 from engine.sampling import SamplingParams
 
 INTS = np.array([3, 1, 2], np.int32)
+FEATURES, SUCCESSORS = np.ones((2, 1, 4), np.float32), np.ones((3, 2), np.int32)
 EXAMPLES: list[tuple[Message, list[Any]]] = [
     (Submit(request=1, sampling=SamplingParams(temperature=0.5, stop=("x",))), [INTS]),
     (Cancel(request=1), []),
@@ -42,9 +43,9 @@ EXAMPLES: list[tuple[Message, list[Any]]] = [
     ),
     (Failed(request=None, kind="ModelError", text="no"), []),
     (Heartbeat(), []),
-    (Hello(feature_layers=(1, 2)), []),
+    (Hello(feature_layers=(1, 2), successors=8), []),
     (Start(request=1, round=0, sampling=SamplingParams()), [INTS]),
-    (Verdict(request=1, round=2, draft=3, following=0), [INTS, INTS, np.ones((2, 1, 4), np.float32)]),
+    (Verdict(request=1, round=2, draft=3, following=0), [INTS, INTS, FEATURES, SUCCESSORS]),
     (Finish(request=1), []),
     (
         Draft(request=1, round=2, draft=3, parent=0, node=1, token=5, draft_us=0),
@@ -71,7 +72,9 @@ def test_there_is_an_example_of_every_message_with_arrays() -> None:
 
 def test_empty_features_survive_the_wire() -> None:
     message = Verdict(request=1, round=2, draft=3, following=0)
-    _, arrays = decode(frames_of(message, [INTS, INTS, np.zeros((0, 0, 0), np.float32)]), EVERY)
+    _, arrays = decode(
+        frames_of(message, [INTS, INTS, np.zeros((0, 0, 0), np.float32), np.zeros((0, 0), np.int32)]), EVERY
+    )
     assert arrays[2].shape == (0, 0, 0)
 
 
