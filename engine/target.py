@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from engine.errors import ConfigError, ModelError
 from engine.kv_cache import KVCache
+from engine.packed_linear import pack_linears
 from engine.tree import TokenTree
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
@@ -42,7 +43,6 @@ class Target:
         self.eos_tokens = eos_tokens(model.generation_config)
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-        self._boolean_mask = config._attn_implementation == "sdpa"
         types, options = get_layer_types_and_kwargs(config)
         self._windows = {kind: option.get("sliding_window") for kind, option in zip(types, options, strict=True)}
         if unknown := set(self._windows) - {"full_attention", "sliding_attention"}:
@@ -70,7 +70,9 @@ class Target:
             raise ModelError(
                 f"model={path}: {len(missing)} weights are missing, {missing[0]} first; get the whole checkpoint"
             )
-        target = cls(model.to(where), path)
+        model = model.to(where)
+        pack_linears(model)
+        target = cls(model, path)
         target.check_tree_attention()
         return target
 
@@ -145,10 +147,9 @@ class Target:
                 query = torch.from_numpy(positions)
                 key = torch.cat([torch.arange(past), query])
                 seen = visible & (query[first:, None] - key < window)
-            if not self._boolean_mask:
-                hidden = torch.finfo(self.dtype).min
-                seen = torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(~seen, hidden)
-            masks[kind] = seen[None, None].to(self.device)
+            # additive, since every layer's attention would turn a boolean mask into this one
+            mask = torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(~seen, torch.finfo(self.dtype).min)
+            masks[kind] = mask[None, None].to(self.device)
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def check_tree_attention(self) -> None:
