@@ -9,6 +9,7 @@ sync. A layer of the tree is one forward: a mask lets each node see the text and
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -43,8 +44,8 @@ class FeatureHead(Head):
     def new_cache(self, capacity: int) -> KVCache:
         """A cache of the head's layer."""
 
-    def open(self, text: int, scratch: int) -> FeatureSession:
-        return FeatureSession(self, text, scratch)
+    def open(self, prompt: Sequence[int], capacity: int, scratch: int) -> FeatureSession:
+        return FeatureSession(self, capacity, scratch)
 
 
 class FeatureSession(Session):
@@ -63,7 +64,8 @@ class FeatureSession(Session):
         self._pending: list[tuple[int, Tensor, list[int]]] = []
         self._root_logits: Tensor | None = None
 
-    def commit(self, start: int, features: Tensor, tokens: list[int]) -> None:
+    def commit(self, start: int, features: Tensor | None, tokens: list[int]) -> None:
+        assert features is not None
         # computed when first needed: a verdict whose next tree is ready already must not wait for it
         self._pending.append((start, features, tokens))
         self.synced = start + len(tokens)

@@ -19,7 +19,7 @@ from drafters.base import Drafter, Verdict
 from drafters.checkpoint import TargetWeights
 from drafters.growth import STATIC_TREES, Adaptive, Candidates, Dynamic, Frontier, Policy, Static
 from drafters.ranking import ErrorScale, Ranking
-from engine.config import Config
+from engine.config import Config, DrafterConfig
 from engine.errors import ConfigError
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
@@ -39,8 +39,9 @@ class Session(ABC):
     depth_limit: int | None = None
 
     @abstractmethod
-    def commit(self, start: int, features: Tensor, tokens: list[int]) -> None:
+    def commit(self, start: int, features: Tensor | None, tokens: list[int]) -> None:
         """True features [m, layers, hidden] of the text's positions from `start` on; tokens: the m that follow them.
+        None for a head without `feature_layers`.
 
         Drops all drafted nodes. `start` is `synced` unless features got lost in between; then the head does without.
         """
@@ -83,7 +84,7 @@ class Head(ABC):
     @classmethod
     def from_config(cls, config: Config) -> HeadDrafter:
         """The drafter of this head that `config` describes."""
-        path, options = config.drafter.path, config.drafter.growth
+        path, options = config.drafter.path, config.drafter
         if path is None:
             raise ConfigError(
                 f'drafter.path: method {config.method} needs a head: give its directory, or "talon train {cls.method}"'
@@ -92,17 +93,26 @@ class Head(ABC):
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         head = cls.load(path, TargetWeights.read(config.model), device)
-        policies: dict[str, Policy] = {
-            "published": cls.published_growth,
-            "static": Static(STATIC_TREES[options.tree]),
-            "dynamic": Dynamic(options.depth, options.top_k, config.drafter.budget),
-            "adaptive": Adaptive(config.drafter.budget, options.top_k, options.mu, options.gate),
-        }
-        return HeadDrafter(head, policies[options.policy], SOURCE, config.drafter.shared_noise)
+        return HeadDrafter(head, policy_of(options, cls.published_growth), SOURCE, options.shared_noise)
 
     @abstractmethod
-    def open(self, text: int, scratch: int) -> Session:
-        """A session for a text of at most `text` tokens with room for `scratch` drafted nodes."""
+    def open(self, prompt: Sequence[int], capacity: int, scratch: int) -> Session:
+        """A session for a text of at most `capacity` tokens, `prompt` first, with room for `scratch` drafted nodes."""
+
+
+def policy_of(options: DrafterConfig, published: Policy, default: str = "adaptive") -> Policy:
+    """The growth policy that a configuration describes. published: the one of the method's paper; default: where the
+    configuration names none.
+    """
+    growth = options.growth
+    name = growth.policy or default
+    if name == "static":
+        return Static(STATIC_TREES[growth.tree])
+    if name == "dynamic":
+        return Dynamic(growth.depth, growth.top_k, options.budget)
+    if name == "adaptive":
+        return Adaptive(options.budget, growth.top_k, growth.mu, growth.gate)
+    return published
 
 
 @dataclass
@@ -131,7 +141,7 @@ class HeadDrafter(Drafter):
         scratch = max(_SCRATCH, 2 * self.policy.max_expansions)
         self._requests[request] = _Request(
             list(prompt),
-            self.head.open(len(prompt) + sampling.max_tokens + 1, scratch),
+            self.head.open(prompt, len(prompt) + sampling.max_tokens + 1, scratch),
             Ranking(sampling, self.head.target_ids, self.policy.top_k, self.shared_noise, self.error),
         )
 
@@ -163,6 +173,9 @@ class HeadDrafter(Drafter):
         if 0 in state.seen and state.session.synced == len(state.text) - 1:
             state.ranking.learn(state.session.root(), len(state.text), verdict.tokens[0])
         state.text += verdict.tokens
+        if not self.feature_layers:
+            state.session.commit(state.session.synced, None, state.text[state.session.synced + 1 :])
+            state.forget_nodes()
         if verdict.features is None or not len(verdict.features):
             return
         start = len(state.text) - 1 - len(verdict.features)

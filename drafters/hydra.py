@@ -10,6 +10,7 @@ may share the target's output matrix (`"tie_lm_head": true`).
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -90,7 +91,7 @@ class HydraHead(Head):
         files = ("hydra_lm_head.safetensors", "hydra_lm_head.pt", *WEIGHT_FILES)
         return cls(Checkpoint(path, "hydra", files), target, torch.device(device))
 
-    def open(self, text: int, scratch: int) -> HydraSession:
+    def open(self, prompt: Sequence[int], capacity: int, scratch: int) -> HydraSession:
         return HydraSession(self, scratch)
 
 
@@ -102,7 +103,8 @@ class HydraSession(Session):
         self.depth: list[int] = []
         self.inputs: list[Tensor] = []
 
-    def commit(self, start: int, features: Tensor, tokens: list[int]) -> None:
+    def commit(self, start: int, features: Tensor | None, tokens: list[int]) -> None:
+        assert features is not None
         root = F.embedding(torch.tensor(tokens[-1], device=self.head.device), self.head.embedding)
         self.inputs, self.depth = [torch.cat([features[-1, 0].to(self.head.dtype), root])], [0]
         self.synced = start + len(tokens)

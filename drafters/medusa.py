@@ -8,6 +8,8 @@ their own; `"tie_lm_head": true` in their config says so.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -71,7 +73,7 @@ class MedusaHead(Head):
             return rows[0][1](torch.cat([x for x, _ in rows]))
         return torch.cat([output(x) for x, output in rows])
 
-    def open(self, text: int, scratch: int) -> MedusaSession:
+    def open(self, prompt: Sequence[int], capacity: int, scratch: int) -> MedusaSession:
         return MedusaSession(self)
 
 
@@ -84,7 +86,8 @@ class MedusaSession(Session):
         self._feature: Tensor | None = None
         self._logits: Tensor | None = None
 
-    def commit(self, start: int, features: Tensor, tokens: list[int]) -> None:
+    def commit(self, start: int, features: Tensor | None, tokens: list[int]) -> None:
+        assert features is not None
         self._feature, self._logits = features[-1].to(self.head.dtype), None
         self.synced = start + len(tokens)
         self.clear()

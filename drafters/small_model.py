@@ -1,127 +1,110 @@
-"""SPS: a smaller causal LM of the same vocabulary drafts a chain, or a tree level by level (speculative sampling,
-Leviathan et al. 2023; candidates are fixed tokens here, so verification needs no rejection step).
+"""SPS: a smaller causal LM of the same vocabulary drafts (speculative sampling, Leviathan et al. 2023).
 
-At T > 0 it ranks its candidates with the noise the target will draw with (DESIGN, "Sampling that does not depend on
-the drafter"), so that both pick the same token wherever their distributions agree.
+It is a head that reads the text itself instead of the target's hidden states, so it grows any tree that a head can:
+the published chain, a fixed tree of `branches`, or an adaptive one.
 """
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from drafters.base import Drafter, Verdict
+from drafters.checkpoint import TargetWeights
+from drafters.growth import Policy, Static
+from drafters.head import Head, HeadDrafter, Session, policy_of
 from engine.config import Config
 from engine.errors import ConfigError, DrafterMismatch
-from engine.kv_cache import KVCache
-from engine.noise import gumbel
-from engine.sampling import SamplingParams
 from engine.target import Target, load_config
 from engine.tree import TokenTree
 
 SOURCE = 4
-_CANDIDATES = 256  # of the draft model's ranking; the shared noise may lift any of them to the top
+_CHUNK = 512  # prompt tokens of one forward
 
 
-class _Request:
-    """text: all committed tokens; the cache holds a prefix of it."""
+class SmallModel(Head):
+    """A draft model as a head; its outputs are the target's own tokens."""
 
-    def __init__(self, text: list[int], sampling: SamplingParams, cache: KVCache):
-        self.text, self.sampling, self.cache = text, sampling, cache
+    method: ClassVar[str] = "sps"
+    published_growth: ClassVar[Policy] = Static([(0,) * depth for depth in range(1, 11)])
 
-
-class SmallModel(Drafter):
-    """branches: how many children each node of a level gets, level by level; all 1 is the published chain."""
-
-    def __init__(self, model: Target, branches: Sequence[int], budget: int):
+    def __init__(self, model: Target):
         self.model = model
-        self.branches = branches
-        self.budget = budget
-        self.requests: dict[int, _Request] = {}
+        self.feature_layers, self.device = (), model.device
+        self.target_ids = torch.arange(model.vocab_size, device=model.device)
 
     @classmethod
-    def from_config(cls, config: Config) -> SmallModel:
-        path = config.drafter.path
+    def load(cls, path: str, target: TargetWeights, device: str = "auto") -> SmallModel:
+        return cls(Target.load(path, device=device))
+
+    @classmethod
+    def from_config(cls, config: Config) -> HeadDrafter:
+        path, options = config.drafter.path, config.drafter
         if path is None:
             raise ConfigError("drafter.path: method sps needs the directory or hub id of a small model")
         check_same_vocabulary(path, config.model)
-        model = Target.load(path, config.dtype, config.device)
-        return cls(model, config.drafter.branches or (1,) * config.drafter.length, config.drafter.budget)
+        head = cls(Target.load(path, config.dtype, config.device))
+        widths = options.branches or (1,) * options.length
+        policy = policy_of(options, level_by_level(widths, options.budget), default="published")
+        return HeadDrafter(head, policy, SOURCE, options.shared_noise)
 
-    def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
-        cache = self.model.new_cache(len(prompt) + sampling.max_tokens + self.budget + len(self.branches))
-        self.requests[request] = _Request(list(prompt), sampling, cache)
-        if len(prompt) <= self.model.context:
-            self._read(self.requests[request], self.requests[request].text[:-1])
-
-    def observe(self, request: int, verdict: Verdict) -> None:
-        self.requests[request].text.extend(verdict.tokens)
-
-    def finish(self, request: int) -> None:
-        del self.requests[request]
-
-    def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:
-        state = self.requests[request]
-        text = state.text + list(continuation)
-        if len(text) + len(self.branches) > self.model.context:
-            return TokenTree.root_only(text[-1])
-        committed = state.cache.length
-        self._read(state, text[committed:-1])
-        tree = self._grow(state, text)
-        # only what is committed text stays in the cache
-        state.cache.length = min(state.cache.length, len(state.text) - 1)
-        state.cache.pending = 0
-        return tree
-
-    def _read(self, state: _Request, tokens: list[int]) -> None:
-        started = time.perf_counter()
-        for start in range(0, len(tokens), 512):
-            self.model.prefill(state.cache, tokens[start : start + 512])
-        self.forward_s += time.perf_counter() - started
-
-    def _grow(self, state: _Request, text: list[int]) -> TokenTree:
-        tokens, parents, confidence = [text[-1]], [-1], [1.0]
-        level = 0
-        for depth, width in enumerate(self.branches):
-            tree = TokenTree.from_lists(tokens, parents, confidence, SOURCE)
-            if len(tokens) >= self.budget:
-                break
-            started = time.perf_counter()
-            logits, _ = self.model.verify(state.cache, tree, first=level)
-            self.forward_s += time.perf_counter() - started
-            frontier = range(level, len(tokens))
-            level = len(tokens)
-            for node, row in zip(frontier, logits, strict=True):
-                for token, chance in candidates(row, state.sampling, len(text) + depth, width):
-                    if len(tokens) < self.budget:
-                        tokens.append(token)
-                        parents.append(node)
-                        confidence.append(confidence[node] * chance)
-        return TokenTree.from_lists(tokens, parents, confidence, SOURCE)
+    def open(self, prompt: Sequence[int], capacity: int, scratch: int) -> SmallSession:
+        return SmallSession(self.model, prompt, capacity, scratch)
 
 
-def candidates(logits: Tensor, sampling: SamplingParams, position: int, width: int) -> list[tuple[int, float]]:
-    """The `width` likeliest draws at absolute `position`, with the draft model's own probability of each.
+class SmallSession(Session):
+    """One request of a `SmallModel`. The cache holds the text up to node 0, whose entry is its last; nodes follow."""
 
-    logits: [vocab] float32. Greedy: by probability. Otherwise by log q / T + the shared noise of that position.
-    """
-    temperature = sampling.temperature or 1.0
-    best = (logits / temperature).topk(min(_CANDIDATES if sampling.temperature else width, len(logits)))
-    values, tokens = best.values.cpu(), best.indices.cpu()
-    normaliser = float(torch.logsumexp(logits / temperature, -1))
-    if sampling.temperature:
-        order = (values.double() + gumbel(sampling.seed, position, tokens)).argsort(descending=True)[:width]
-        values, tokens = values[order], tokens[order]
-    return [
-        (int(token), min(1.0, math.exp(float(value) - normaliser)))
-        for token, value in zip(tokens[:width], values[:width], strict=True)
-    ]
+    def __init__(self, model: Target, prompt: Sequence[int], capacity: int, scratch: int):
+        self.model, self.scratch = model, scratch
+        self.cache = model.new_cache(capacity + scratch)
+        self.unread = list(prompt)
+        self.tokens, self.parents = [prompt[-1]], [-1]
+        self.synced = len(prompt) - 1
+        self._root_logits: Tensor | None = None
+
+    def commit(self, start: int, features: Tensor | None, tokens: list[int]) -> None:
+        self.unread += tokens
+        self.synced = start + len(tokens)
+        self.clear()
+        self.tokens[0], self._root_logits = tokens[-1], None
+
+    def root(self) -> Tensor:
+        if self._root_logits is None:
+            self.cache.length += self.cache.pending  # what was node 0 the last time is text now
+            self.cache.pending = 0
+            for at in range(0, len(self.unread), _CHUNK):
+                logits, _ = self.model.prefill(self.cache, self.unread[at : at + _CHUNK])
+            self.unread, self._root_logits = [], logits[None]
+            self.cache.length -= 1
+            self.cache.pending = 1
+        return self._root_logits
+
+    def extend(self, parents: list[int], tokens: list[int]) -> tuple[list[int], Tensor]:
+        first = len(self.tokens)
+        self.tokens += tokens
+        self.parents += parents
+        tree = TokenTree.from_lists(self.tokens, self.parents, [1.0] * len(self.tokens))
+        logits, _ = self.model.verify(self.cache, tree, first=first)
+        self.cache.pending = 1
+        return list(range(first, len(self.tokens))), logits
+
+    def room(self) -> int:
+        return min(self.scratch - (len(self.tokens) - 1), self.model.context - self.synced - 1)
+
+    def clear(self) -> None:
+        del self.tokens[1:], self.parents[1:]
+
+
+def level_by_level(widths: Sequence[int], budget: int) -> Static:
+    """The tree in which every node of level i has widths[i] children, cut at `budget` nodes, root included."""
+    paths = [path for depth in range(1, len(widths) + 1) for path in product(*map(range, widths[:depth]))]
+    return Static(paths[: budget - 1])
 
 
 def check_same_vocabulary(path: str, model: str) -> None:

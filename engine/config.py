@@ -24,11 +24,12 @@ class _Section(BaseModel):
 class GrowthConfig(_Section):
     """How a draft head's tree grows (`drafters.growth`).
 
-    policy: published is the one of the head's paper. tree: of `static`. depth: layers of `dynamic`. top_k: candidates
-    behind each node. mu, gate: of `adaptive`, whose gate compares with mu or with mu times the layer's best.
+    policy: published is the one of the method's paper; None: adaptive for heads, the chain for sps. tree: of `static`.
+    depth: layers of `dynamic`. top_k: candidates behind each node. mu, gate: of `adaptive`, whose gate compares with mu
+    or with mu times the layer's best.
     """
 
-    policy: Literal["published", "static", "dynamic", "adaptive"] = "adaptive"
+    policy: Literal["published", "static", "dynamic", "adaptive"] | None = None
     tree: Literal["eagle_25", "medusa_63"] = "eagle_25"
     depth: int = Field(7, ge=0, le=64)
     top_k: int = Field(10, ge=1, le=64)

@@ -30,8 +30,9 @@ class Line:
         self.malformed = 0
 
     def send(self, message: Message, arrays: Sequence[Array] = ()) -> None:
-        """Hand the message to ZeroMQ; never blocks."""
-        self.socket.send_multipart(encode(message, arrays), flags=zmq.NOBLOCK)
+        """Hand the message to ZeroMQ; never blocks. Without a hub (over inproc, one that has closed) it is lost."""
+        with contextlib.suppress(zmq.Again):
+            self.socket.send_multipart(encode(message, arrays), flags=zmq.NOBLOCK)
 
     def received(self) -> Iterator[tuple[Any, list[Array]]]:
         """The messages that have arrived."""

@@ -86,7 +86,7 @@ def true_features(n: int, name: str, seed: int = 3) -> Tensor:
 def test_a_public_checkpoint_gives_the_reference_logits_over_a_tree_and_after_a_sync(
     name: str, tmp_path: Path, target: TargetWeights
 ) -> None:
-    session = BUILD[name](tmp_path, target).open(64, 32)
+    session = BUILD[name](tmp_path, target).open([], 64, 32)
     assert isinstance(session, FeatureSession)
     features, tokens = true_features(9, name), [4, 9, 2, 33, 7, 61, 5]
     session.commit(0, features[:6], tokens[:6])
@@ -111,7 +111,7 @@ def test_a_long_prompt_is_synced_in_chunks_with_the_same_result(
 ) -> None:
     head, features, tokens = BUILD[name](tmp_path, target), true_features(20, name), list(range(20))
     monkeypatch.setattr("drafters.feature_session._SYNC_CHUNK", 7)
-    session = head.open(32, 8)
+    session = head.open([], 32, 8)
     session.commit(0, features, tokens)
     torch.testing.assert_close(session.root()[0], expected(name, target, features, tokens), atol=1e-4, rtol=1e-4)
 

@@ -125,7 +125,7 @@ def test_a_continuation_uses_up_the_first_medusa_heads(tmp_path: Path, target: T
 
 
 def test_a_public_hydra_checkpoint_gives_the_reference_logits(tmp_path: Path, target: TargetWeights) -> None:
-    session = hydra(tmp_path, target).open(10, 20)
+    session = hydra(tmp_path, target).open([], 10, 20)
     session.commit(0, features(4), [6, 7, 8, 9])
     last = features(4)[-1, 0]
     torch.testing.assert_close(session.root()[0], hydra_reference(target, [9], last), atol=1e-4, rtol=1e-4)

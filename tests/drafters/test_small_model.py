@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from drafters.base import Verdict
-from drafters.small_model import SmallModel
+from drafters.head import HeadDrafter
+from drafters.small_model import SmallModel, level_by_level
 from engine.sampling import SamplingParams
 from engine.target import Target
 from engine.tree import TokenTree
@@ -21,15 +22,20 @@ def continuation(model: Target, text: list[int], count: int) -> list[int]:
     return tokens
 
 
-def drafter(path: str, branches: list[int], budget: int = 40) -> SmallModel:
-    small = SmallModel(Target.load(path), branches, budget)
+def drafter(path: str, branches: list[int], budget: int = 40) -> HeadDrafter:
+    small = HeadDrafter(SmallModel(Target.load(path)), level_by_level(branches, budget))
     small.start(1, PROMPT, SamplingParams(max_tokens=50))
     return small
 
 
+def model_of(small: HeadDrafter) -> Target:
+    assert isinstance(small.head, SmallModel)
+    return small.head.model
+
+
 def test_the_chain_is_what_the_draft_model_says(tiny_draft: str) -> None:
     small = drafter(tiny_draft, [1] * 6)
-    assert small.propose(1).tokens.tolist() == PROMPT[-1:] + continuation(small.model, PROMPT, 6)
+    assert small.propose(1).tokens.tolist() == PROMPT[-1:] + continuation(model_of(small), PROMPT, 6)
 
 
 def test_it_goes_on_from_what_the_target_said(tiny_draft: str) -> None:
@@ -38,7 +44,7 @@ def test_it_goes_on_from_what_the_target_said(tiny_draft: str) -> None:
         small.observe(1, Verdict(TokenTree.root_only(0), [0], tokens))
         small.propose(1)
     text = [*PROMPT, 5, 6, 7, 8, 9]
-    assert small.propose(1).tokens.tolist() == [9, *continuation(small.model, text, 4)]
+    assert small.propose(1).tokens.tolist() == [9, *continuation(model_of(small), text, 4)]
 
 
 def test_an_outcome_asked_about_leaves_no_trace(tiny_draft: str) -> None:
@@ -53,7 +59,7 @@ def test_a_tree_has_the_likeliest_children_of_each_node_level_by_level(tiny_draf
     tree = small.propose(1)
     assert tree.depths.tolist() == [0] + [1] * 3 + [2] * 6
     for node in range(4):
-        logits, _ = small.model.prefill(small.model.new_cache(100), PROMPT[:-1] + tree.path_tokens(node))
+        logits, _ = model_of(small).prefill(model_of(small).new_cache(100), PROMPT[:-1] + tree.path_tokens(node))
         width = 3 if node == 0 else 2
         assert tree.tokens[tree.children(node)].tolist() == logits.topk(width).indices.tolist()
 
@@ -63,7 +69,7 @@ def test_confidence_is_the_draft_models_probability_of_the_path(tiny_draft: str)
     tree = small.propose(1)
     for node in range(1, len(tree)):
         parent = int(tree.parents[node])
-        logits, _ = small.model.prefill(small.model.new_cache(100), PROMPT[:-1] + tree.path_tokens(parent))
+        logits, _ = model_of(small).prefill(model_of(small).new_cache(100), PROMPT[:-1] + tree.path_tokens(parent))
         step = torch.softmax(logits, -1)[tree.tokens[node]]
         assert float(tree.confidence[node]) == pytest.approx(float(tree.confidence[parent] * step), rel=1e-4)
 
@@ -75,4 +81,4 @@ def test_the_budget_bounds_the_tree(tiny_draft: str) -> None:
 def test_finished_requests_are_forgotten(tiny_draft: str) -> None:
     small = drafter(tiny_draft, [1])
     small.finish(1)
-    assert not small.requests
+    assert not small._requests

@@ -211,7 +211,7 @@ def test_training_and_drafting_compute_the_same_logits(
     features = torch.stack([hidden[layer] for layer in trainer.feature_layers], dim=2)
     row, steps = 6, 4
     embedded = torch.cat([weight[tokens[1:]], torch.zeros(steps, len(weight[0]))])[None]
-    session = head.open(20, 10)
+    session = head.open([], 20, 10)
     assert isinstance(session, FeatureSession)
     session.commit(0, features[0, : row + 1], tokens[1 : row + 2])
     node, logits = 0, session.root()
