@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM
 
 from engine.api import Engine
 from engine.config import Config
@@ -78,8 +79,12 @@ class TransformersContestant:
 
     @classmethod
     async def start(cls, config: Config) -> TransformersContestant:
-        model = await asyncio.to_thread(lambda: Target.load(config.model, config.dtype, config.device).model)
-        return cls(model, share_cores(config, drafter_has_model=False)[0])
+        def load() -> Any:  # as its own users would: without our CPU layout of the weights
+            dtype = Target.load(config.model, config.dtype, config.device).dtype
+            return AutoModelForCausalLM.from_pretrained(config.model, dtype=dtype).eval()
+
+        model = await asyncio.to_thread(load)
+        return cls(model, share_cores(config.model_copy(update={"method": "none"})).verifier_alone)
 
     async def answer(self, prompt: list[int], sampling: SamplingParams) -> Run:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._answer, prompt, sampling)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from drafters.outcomes import Following
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
 
@@ -57,6 +58,22 @@ class Drafter(ABC):
 
         The root is the last token of that text. A root-only tree says: nothing to propose.
         """
+
+    def propose_many(self, request: int, continuations: Sequence[Sequence[int]]) -> list[TokenTree]:
+        """`propose` for several outcomes; drafters with a model draft them in the same forwards."""
+        return [self.propose(request, continuation) for continuation in continuations]
+
+    def following(self, request: int, continuations: Sequence[Sequence[int]]) -> list[Following]:
+        """The tokens that may follow each continuation, likeliest first, and their chances.
+
+        From this the outcomes of a round are ranked. A drafter that foresees nothing is not asked to draft ahead.
+        """
+        trees = [self.propose(request, continuation) for continuation in continuations]
+        return [
+            (tree.tokens[children].tolist(), tree.confidence[children].tolist())
+            for tree in trees
+            for children in [tree.children(0)]
+        ]
 
     @abstractmethod
     def observe(self, request: int, verdict: Verdict) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from drafters.base import Drafter, Verdict
 from drafters.checkpoint import TargetWeights
 from drafters.growth import STATIC_TREES, Adaptive, Candidates, Dynamic, Frontier, Policy, Static
+from drafters.outcomes import Following
 from drafters.ranking import ErrorScale, Ranking
 from engine.config import Config, DrafterConfig
 from engine.errors import ConfigError
@@ -25,7 +26,7 @@ from engine.sampling import SamplingParams
 from engine.tree import TokenTree
 
 SOURCE = 8
-_SCRATCH = 256  # drafted nodes a request can hold at least
+_TREES = 12  # as large as the policy's largest, that a request has room for: those of the likeliest outcomes
 
 
 class Session(ABC):
@@ -138,7 +139,7 @@ class HeadDrafter(Drafter):
         self._requests: dict[int, _Request] = {}
 
     def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
-        scratch = max(_SCRATCH, 2 * self.policy.max_expansions)
+        scratch = _TREES * (self.policy.max_expansions + 1)
         self._requests[request] = _Request(
             list(prompt),
             self.head.open(prompt, len(prompt) + sampling.max_tokens + 1, scratch),
@@ -153,8 +154,7 @@ class HeadDrafter(Drafter):
     def propose_many(self, request: int, continuations: Sequence[Sequence[int]]) -> list[TokenTree]:
         """One tree per possible continuation, grown in the same forward passes as far as there is room for all."""
         state = self._requests[request]
-        # tokens behind node 0 whose features have not come (yet): drafted like the continuation, with stand-ins
-        unsynced = state.text[state.session.synced + 1 :] if state.session.synced else []
+        unsynced = self._unsynced(state)
         paths = [[*unsynced, *continuation] for continuation in continuations]
         trees: list[TokenTree] = []
         while len(trees) < len(paths):
@@ -166,6 +166,15 @@ class HeadDrafter(Drafter):
             tokens = [(path or state.text)[-1] for path in group]
             trees += self._grow(state, roots, tokens)
         return trees
+
+    @torch.inference_mode()
+    def following(self, request: int, continuations: Sequence[Sequence[int]]) -> list[Following]:
+        state = self._requests[request]
+        unsynced = self._unsynced(state)
+        paths = [[*unsynced, *continuation] for continuation in continuations]
+        if not state.session.synced or state.session.room() < sum(map(len, paths)):
+            return [([], [])] * len(paths)
+        return [state.seen[node] for node in self._descend(state, paths)]
 
     @torch.inference_mode()
     def observe(self, request: int, verdict: Verdict) -> None:
@@ -188,6 +197,10 @@ class HeadDrafter(Drafter):
 
     def finish(self, request: int) -> None:
         self._requests.pop(request, None)
+
+    def _unsynced(self, state: _Request) -> list[int]:
+        """Tokens behind node 0 whose features have not come (yet): drafted like a continuation, with stand-ins."""
+        return state.text[state.session.synced + 1 :] if state.session.synced else []
 
     def _fitting(self, state: _Request, paths: list[list[int]]) -> list[list[int]]:
         """The first of `paths` whose trees are sure to fit into the session's room, which is cleared if it is short."""

@@ -23,14 +23,16 @@ from engine import errors
 from engine.config import Config
 from engine.errors import EngineClosed, QueueFull, RequestError, TalonError, WorkerDied
 from engine.launch import STOP_S, Workers
-from engine.messages import Cancel, Failed, Heartbeat, Ready, Stop, Submit, Tokens
+from engine.messages import Cancel, Failed, Heartbeat, Ready, Spans, Stop, Submit, Tokens
 from engine.sampling import SamplingParams
 from engine.target import load_config
 from engine.text import TextStream, encode_text, load_tokenizer
+from engine.trace import Timeline
 from engine.transport import Hub
+from engine.worker import oversubscription
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
-FROM_WORKERS = (Ready, Tokens, Failed, Heartbeat)
+FROM_WORKERS = (Ready, Tokens, Failed, Heartbeat, Spans)
 _WATCH_S = 0.05
 
 
@@ -92,6 +94,7 @@ class Engine:
         self._context = zmq.asyncio.Context()
         self._workers = Workers(config, zmq.Context.shadow(self._context))
         self._hub = Hub(self._context, self._workers.control, FROM_WORKERS)
+        self.timeline = Timeline()
         self._tokenizer: Any = None
         self._target = Ready()
         self._ready: dict[str, asyncio.Event] = {role: asyncio.Event() for role in self._workers.roles}
@@ -142,16 +145,20 @@ class Engine:
         self._closed = True
         self._fail_all(EngineClosed("the engine was closed"))
         with anyio.CancelScope(shield=True):
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            listener, others = self._tasks[:1], self._tasks[1:]  # the workers' last words are still heard
+            await _cancel(others)
             for worker in self._workers.running.values():
                 self._hub.send(worker.name, Stop())
             for role in list(self._workers.running):
                 await anyio.to_thread.run_sync(self._workers.end, role, STOP_S)
+            if self.config.trace is not None:
+                await asyncio.sleep(0.05)  # the workers' last spans
+            await _cancel(listener)
             self._hub.close()
             self._context.term()
             self._workers.remove_folder()
+        if self.config.trace is not None:
+            self.timeline.write(Path(self.config.trace))
 
     async def __aenter__(self) -> Engine:
         return self
@@ -232,6 +239,8 @@ class Engine:
     # Workers.
 
     async def _launch(self) -> None:
+        if (warning := oversubscription(self.config)) is not None:
+            print(f"talon: {warning}", file=sys.stderr)
         await anyio.to_thread.run_sync(load_config, self.config.model)
         for role in self._workers.roles:
             self._workers.start(role)
@@ -282,6 +291,8 @@ class Engine:
             elif isinstance(message, Ready):
                 self._target = message if role == "verifier" else self._target
                 self._ready[role].set()
+            elif isinstance(message, Spans):
+                self.timeline.add(role, message)
 
     def _hear_failure(self, role: str, message: Failed) -> None:
         kind = getattr(errors, message.kind, TalonError)
@@ -318,6 +329,12 @@ class Engine:
             self._ready["drafter"].clear()
             await anyio.to_thread.run_sync(self._workers.end, "drafter", STOP_S)
             self._workers.start("drafter")
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Answer:

@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine.errors import ConfigError
+from engine.pace import Mode
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "configs" / "demo.yaml"
@@ -60,13 +61,16 @@ class DrafterConfig(_Section):
 class VerifierConfig(_Section):
     """threads: of its torch pool, None: the cores the drafter leaves. prefill_chunk: prompt tokens read in one turn.
     max_running: requests decoded in turns; the others wait. draft_timeout_s: after this long without an answer the
-    drafter is taken for hung and requests go on without it until it speaks again.
+    drafter is taken for hung and requests go on without it until it speaks again. simulated_latency_ms: a wait that
+    uses no CPU behind every forward of the target, in place of an accelerator's time; what is measured with it is a
+    simulation.
     """
 
     threads: int | None = Field(None, ge=1)
     prefill_chunk: int = Field(512, ge=1)
     max_running: int = Field(8, ge=1)
     draft_timeout_s: float = Field(1.0, gt=0)
+    simulated_latency_ms: float = Field(0.0, ge=0)
 
 
 class QueueConfig(_Section):
@@ -79,20 +83,22 @@ class QueueConfig(_Section):
 class Config(_Section):
     """Everything `Engine.start` needs.
 
-    model: a Hugging Face directory or hub id. method: which drafter (`drafters.registry`). transport: workers as
-    threads (inproc) or processes (ipc). start_timeout_s: for the workers to load. heartbeat_timeout_s: a worker that
-    is silent for longer is killed and replaced.
+    model: a Hugging Face directory or hub id. method: which drafter (`drafters.registry`). mode: drafter and verifier
+    in turns (sequential), both at once (async), or what proves faster (auto). transport: workers as threads (inproc)
+    or processes (ipc). trace: a file for what each worker did when. start_timeout_s: for the workers to load.
+    heartbeat_timeout_s: a worker that is silent for longer is killed and replaced.
     """
 
     model: str
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     method: str = "suffix"
-    mode: Literal["sequential"] = "sequential"
+    mode: Mode = "sequential"
     transport: Literal["inproc", "ipc"] = "ipc"
     drafter: DrafterConfig = DrafterConfig()
     verifier: VerifierConfig = VerifierConfig()
     queue: QueueConfig = QueueConfig()
+    trace: str | None = None
     start_timeout_s: float = Field(300, gt=0)
     heartbeat_timeout_s: float = Field(20, gt=0)
 

@@ -41,7 +41,8 @@ class ProcessWorker:
 
     def __init__(self, spec: WorkerSpec):
         self.name = spec.name
-        threads = str(spec.threads)
+        shares = share_cores(Config.model_validate(spec.config))
+        threads = str(shares.verifier_alone if spec.role == "verifier" else shares.drafter)
         paths = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {
             "OMP_NUM_THREADS": threads,
@@ -113,13 +114,11 @@ class Workers:
         self._starts += 1
         if role == "verifier":
             self._meeting = self._endpoint(f"drafts-{self._starts}")
-        verifier_threads, drafter_threads = share_cores(self.config, self.method.has_model)
         spec = WorkerSpec(
             role=role,
             name=f"{role}-{self._starts}",
             control=self.control,
             drafts=self._meeting,
-            threads=verifier_threads if role == "verifier" else drafter_threads,
             config=self.config.model_dump(mode="json"),
         )
         self.heard_s[role] = time.monotonic()

@@ -1,8 +1,8 @@
 """The whole protocol on one page: who says what to whom.
 
-    front end -> verifier   Submit, Cancel, Stop          verifier -> front end   Ready, Tokens, Failed, Heartbeat
-    verifier  -> drafter    Start, Verdict, Finish        drafter  -> verifier    Hello, Draft
-    front end -> drafter    Stop                          drafter  -> front end   Ready, Failed, Heartbeat
+    front end -> verifier   Submit, Cancel, Stop      verifier -> front end   Ready, Tokens, Failed, Heartbeat, Spans
+    verifier  -> drafter    Start, Verdict, Finish    drafter  -> verifier    Hello, Draft
+    front end -> drafter    Stop                      drafter  -> front end   Ready, Failed, Heartbeat, Spans
 
 A message is one msgpack frame, [struct, shapes], followed by raw little-endian arrays, one frame each. ARRAYS says
 which arrays a struct carries; lengths, types and shapes are checked before anything is used. Nothing is pickled.
@@ -90,6 +90,22 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     """The worker's loop turns."""
 
 
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Something a worker did. start_us: of time.perf_counter."""
+
+    name: str
+    request: int
+    start_us: int
+    duration_us: int
+    detail: str = ""
+
+
+class Spans(Message, frozen=True, kw_only=True):
+    """What the worker did since it last said so; sent only where a trace is wanted."""
+
+    spans: tuple[Span, ...]
+
+
 class Hello(Message, frozen=True, kw_only=True):
     """A drafter has joined. feature_layers: hidden states of the target it wants; successors: how many of the target's
     likeliest next tokens behind every verified node."""
@@ -112,14 +128,15 @@ class Start(Message, frozen=True, kw_only=True):
 class Verdict(Message, frozen=True, kw_only=True):
     """What became of `draft` (0: a tree the verifier made itself) in `round`.
 
-    following: the draft the next round uses, 0 while it is not known. Arrays: path, tokens, features,
-    successors.
+    following: the draft the next round uses, 0 while it is not known. ahead: whether to draft for the outcomes of that
+    round while it runs. Arrays: path, tokens, features, successors.
     """
 
     request: int
     round: int
     draft: int
     following: int
+    ahead: bool = False
 
 
 class Finish(Message, frozen=True, kw_only=True):
@@ -144,7 +161,7 @@ class Draft(Message, frozen=True, kw_only=True):
 
 
 AnyMessage = Union[  # noqa: UP007 - msgspec reads the union at run time, on Python 3.10 too
-    Submit, Cancel, Stop, Ready, Tokens, Failed, Heartbeat, Hello, Start, Verdict, Finish, Draft
+    Submit, Cancel, Stop, Ready, Tokens, Failed, Heartbeat, Spans, Hello, Start, Verdict, Finish, Draft
 ]
 
 ARRAYS: dict[type, tuple[tuple[str, int], ...]] = {  # dtype and dimensions

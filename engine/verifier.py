@@ -12,6 +12,7 @@ from collections import deque
 from typing import Any
 
 import numpy as np
+import torch
 import zmq
 from torch import Tensor
 
@@ -33,8 +34,10 @@ from engine.messages import (
     Tokens,
     Verdict,
 )
+from engine.pace import Pace
 from engine.sampling import SamplingParams
 from engine.target import Target
+from engine.trace import Trace
 from engine.transport import Hub, Line
 from engine.tree import TokenTree
 from engine.verification import Sampler, verify
@@ -60,7 +63,7 @@ class Decoding:
         self.cache: KVCache = target.new_cache(len(prompt) + sampling.max_tokens + budget)
         self.round = 0
         self.outcome: Outcome = (0, 0, 0)
-        self.drafts: dict[Outcome, tuple[int, TokenTree, int]] = {}
+        self.drafts: dict[Outcome, tuple[Draft, list[Array]]] = {}
         self.features: list[Array] = []
         self.since_ns = time.perf_counter_ns()
         self.deadline_ns = 0
@@ -70,8 +73,9 @@ class Decoding:
 class Verifier:
     """The worker's loop and state. control: the line to the front end; drafts: the hub drafters connect to."""
 
-    def __init__(self, config: Config, target: Target, control: Line, drafts: Hub):
-        self.config, self.target, self.control, self.drafts = config, target, control, drafts
+    def __init__(self, config: Config, target: Target, control: Line, drafts: Hub, pace: Pace):
+        self.config, self.target, self.control, self.drafts, self.pace = config, target, control, drafts, pace
+        self.trace = Trace(control, config.trace is not None)
         self.waiting: deque[Decoding] = deque()
         self.running: deque[Decoding] = deque()
         self.drafter: str | None = None
@@ -98,6 +102,7 @@ class Verifier:
                 self._advance(decoding)
             self._receive()
             self._beat()
+        self.trace.flush()
 
     def _advance(self, decoding: Decoding) -> None:
         try:
@@ -115,17 +120,39 @@ class Verifier:
 
     def _round(self, decoding: Decoding) -> None:
         """Propose, verify, commit."""
-        draft, tree, draft_us = decoding.drafts.get(decoding.outcome) or (0, TokenTree.root_only(decoding.text[-1]), 0)
-        if len(decoding.text) + int(tree.depths.max()) > self.target.context:
-            draft, tree = 0, TokenTree.root_only(decoding.text[-1])
+        draft, tree, draft_us = self._tree(decoding)
         started = time.perf_counter_ns()
         logits, features = self.target.verify(decoding.cache, tree, self.feature_layers)
-        forward_ns = time.perf_counter_ns() - started
+        forward_ns = self._forward_ended("verify", started, decoding, len(tree))
+        self._hear_drafts()
         path, tokens = verify(tree, logits, decoding.sampler)
         decoding.cache.commit(path)
         decoding.round += 1
         successors = logits.topk(self.successors).indices if self.successors else None
         self._conclude(decoding, draft, path, tokens, len(tree), forward_ns, draft_us, features, successors)
+
+    def _tree(self, decoding: Decoding) -> tuple[int, TokenTree, int]:
+        """The draft to verify, its number and the draft model's microseconds; the root alone if there is none."""
+        root = (0, TokenTree.root_only(decoding.text[-1]), 0)
+        if (filed := decoding.drafts.get(decoding.outcome)) is None:
+            return root
+        draft, arrays = filed
+        try:
+            tree = TokenTree(*arrays).validate(self.target.vocab_size)
+            if len(tree) > self.config.drafter.budget or tree.tokens[0] != draft.token:
+                raise ProtocolError("draft is over the budget or does not continue its outcome")
+        except ProtocolError:
+            self.drafts.malformed += 1
+            return root
+        fits = len(decoding.text) + int(tree.depths.max()) <= self.target.context
+        return (draft.draft, tree, draft.draft_us) if fits else root
+
+    def _forward_ended(self, name: str, started_ns: int, decoding: Decoding, nodes: int) -> int:
+        """Nanoseconds of a forward that has just ended, the simulated accelerator's included."""
+        if self.config.verifier.simulated_latency_ms:
+            time.sleep(self.config.verifier.simulated_latency_ms / 1000)
+        self.trace.span(name, started_ns, decoding.request, f"{nodes} tokens")
+        return time.perf_counter_ns() - started_ns
 
     def _prefill(self, decoding: Decoding) -> None:
         """Read one chunk of the prompt; behind the last, draw the first token."""
@@ -133,7 +160,7 @@ class Verifier:
         decoding.unread = decoding.unread[len(chunk) :]
         started = time.perf_counter_ns()
         logits, features = self.target.prefill(decoding.cache, chunk, self.feature_layers)
-        forward_ns = time.perf_counter_ns() - started
+        forward_ns = self._forward_ended("prefill", started, decoding, len(chunk))
         if features is not None:
             decoding.features.append(_wire(features))
         if decoding.unread:
@@ -165,8 +192,14 @@ class Verifier:
                 decoding.features.append(_wire(features[path]))
             seen = np.concatenate(decoding.features) if decoding.features else np.zeros((0, 0, 0), np.float32)
             decoding.features = []
-            following = decoding.drafts[decoding.outcome][0] if decoding.hit else 0
-            verdict = Verdict(request=decoding.request, round=decoding.round, draft=draft, following=following)
+            following = decoding.drafts[decoding.outcome][0].draft if decoding.hit else 0
+            verdict = Verdict(
+                request=decoding.request,
+                round=decoding.round,
+                draft=draft,
+                following=following,
+                ahead=self.pace.ahead,
+            )
             ranked = np.zeros((0, 0), np.int32) if successors is None else successors.cpu().numpy()
             self.drafts.send(self.drafter, verdict, [np.asarray(path), np.asarray(tokens), seen, ranked])
         decoding.drafts = {decoding.outcome: decoding.drafts[decoding.outcome]} if decoding.hit else {}
@@ -186,6 +219,8 @@ class Verifier:
                 at_us=now // 1000,
             )
         )
+        if draft and len(self.running) == 1 and self.pace.observe((now - decoding.since_ns) / 1e9):
+            torch.set_num_threads(self.pace.threads)
         decoding.since_ns = now
         decoding.deadline_ns = now + int(self.config.verifier.draft_timeout_s * 1e9)
         if finish_reason is not None:
@@ -227,6 +262,9 @@ class Verifier:
                     self._forget(decoding)
             else:
                 self.stopping = True
+        self._hear_drafts()
+
+    def _hear_drafts(self) -> None:
         for peer, message, arrays in self.drafts.received():
             if isinstance(message, Hello):
                 self._welcome(peer, message)
@@ -257,18 +295,17 @@ class Verifier:
             self.drafts.send(peer, start, [np.asarray(decoding.text)])
 
     def _keep(self, message: Draft, arrays: list[Array]) -> None:
-        """File a draft under the outcome it is for; what is for an earlier round, or unknown, is dropped."""
+        """File a draft under the outcome it is for; what is for an earlier round, or unknown, is dropped.
+
+        Most drafts made ahead are never used, so a tree is looked at when its outcome has come true.
+        """
         decoding = next((d for d in self.running if d.request == message.request), None)
         if decoding is None or message.round <= decoding.round or len(decoding.drafts) >= _KEPT_DRAFTS:
             return
-        try:
-            tree = TokenTree(*arrays).validate(self.target.vocab_size)
-            if len(tree) > self.config.drafter.budget or tree.tokens[0] != message.token or message.draft < 1:
-                raise ProtocolError("draft is over the budget or does not continue its outcome")
-        except ProtocolError:
+        if message.draft < 1:
             self.drafts.malformed += 1
             return
-        decoding.drafts[message.parent, message.node, message.token] = (message.draft, tree, message.draft_us)
+        decoding.drafts[message.parent, message.node, message.token] = (message, arrays)
 
     def _forget(self, decoding: Decoding) -> None:
         for queue in (self.running, self.waiting):
@@ -282,6 +319,7 @@ class Verifier:
         if now - self.heard_ns > HEARTBEAT_S * 1e9:
             self.heard_ns = now
             self.control.send(Heartbeat())
+            self.trace.flush()
 
 
 def _wire(features: Tensor) -> Any:

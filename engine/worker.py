@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
@@ -27,7 +27,6 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     name: str
     control: str
     drafts: str
-    threads: int
     config: dict[str, Any]
 
 
@@ -48,11 +47,14 @@ def _run_verifier(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -
     try:
         import torch
 
+        from engine.pace import Pace
         from engine.target import Target
 
-        torch.set_num_threads(spec.threads)
+        threads = share_cores(config)
+        pace = Pace(config.mode, threads.verifier_alone, threads.verifier_beside)
+        torch.set_num_threads(pace.threads)
         target = Target.load(config.model, config.dtype, config.device)
-        Verifier(config, target, control, drafts).run()
+        Verifier(config, target, control, drafts, pace).run()
     except TalonError as error:
         control.send(Failed(request=None, kind=type(error).__name__, text=str(error)))
     finally:
@@ -70,8 +72,8 @@ def _run_drafter(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) ->
         if METHODS[config.method].has_model:
             import torch
 
-            torch.set_num_threads(spec.threads)
-        DrafterWorker(build(config), control, verdicts).run()
+            torch.set_num_threads(share_cores(config).drafter)
+        DrafterWorker(build(config), control, verdicts, config.trace is not None).run()
     except TalonError as error:
         control.send(Failed(request=None, kind=type(error).__name__, text=str(error)))
     finally:
@@ -79,11 +81,42 @@ def _run_drafter(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) ->
         verdicts.close()
 
 
-def share_cores(config: Config, drafter_has_model: bool) -> tuple[int, int]:
-    """Threads of verifier and drafter: a draft model gets half of the cores, anything else needs none of its own."""
-    drafter = config.drafter.threads or (max(1, cores() // 2) if drafter_has_model else 1)
-    rest = cores() - drafter if drafter_has_model else cores()
-    return config.verifier.threads or max(1, rest), drafter
+class Threads(NamedTuple):
+    """Threads of each worker's pool. verifier_alone: while no draft model computes at the same time."""
+
+    verifier_alone: int
+    verifier_beside: int
+    drafter: int
+
+
+def share_cores(config: Config) -> Threads:
+    """A draft model gets half of the cores, any other drafter needs none of its own. More threads than cores are
+    refused: two workers of two threads each on two cores were measured to run 6 to 8 times slower.
+    """
+    from drafters.registry import find
+
+    available, wanted = cores(), config.verifier.threads
+    if not find(config.method).has_model:
+        alone = min(wanted or available, available)
+        return Threads(alone, alone, 1)
+    drafter = min(config.drafter.threads or max(1, available // 2), available)
+    return Threads(min(wanted or available, available), min(wanted or available, max(1, available - drafter)), drafter)
+
+
+def oversubscription(config: Config) -> str | None:
+    """A line for people whose configuration asks for more threads than there are cores; None for all others."""
+    given = share_cores(config)
+    beside = given.verifier_alone if config.mode == "sequential" else given.verifier_beside
+    for key, wanted, threads in (
+        ("verifier.threads", config.verifier.threads, beside),
+        ("drafter.threads", config.drafter.threads, given.drafter),
+    ):
+        if wanted is not None and wanted > threads:
+            return (
+                f"{key}={wanted}: {threads} used, since drafter and verifier share {cores()} cores; "
+                "with more threads than cores both were measured to run 6 to 8 times slower"
+            )
+    return None
 
 
 def main() -> None:

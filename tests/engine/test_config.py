@@ -7,7 +7,7 @@ import pytest
 
 from engine.config import DEMO, Config, DrafterConfig, load, parse_assignment
 from engine.errors import ConfigError
-from engine.worker import share_cores
+from engine.worker import oversubscription, share_cores
 
 
 def test_the_demo_configuration_names_a_model_that_is_there() -> None:
@@ -74,11 +74,18 @@ def test_assignments_are_read_as_yaml() -> None:
         parse_assignment("drafter.branches=[3")
 
 
-def test_a_draft_model_shares_the_cores_and_a_table_leaves_them_to_the_verifier(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_draft_model_gets_half_of_the_cores_and_a_table_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.worker.cores", lambda: 8)
-    config = Config(model="m")
-    assert share_cores(config, drafter_has_model=True) == (4, 4)
-    assert share_cores(config, drafter_has_model=False) == (8, 1)
-    assert share_cores(load(config, {"verifier.threads": 3}), drafter_has_model=True)[0] == 3
+    assert share_cores(Config(model="m", method="eagle3")) == (8, 4, 4)
+    assert share_cores(Config(model="m", method="suffix")) == (8, 8, 1)
+    assert share_cores(load({"model": "m"}, {"method": "eagle3", "drafter.threads": 2})) == (8, 6, 2)
+    assert share_cores(load({"model": "m"}, {"method": "eagle3", "verifier.threads": 3})) == (3, 3, 4)
+
+
+def test_more_threads_than_cores_are_refused_with_what_they_would_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.worker.cores", lambda: 2)
+    greedy = load({"model": "m"}, {"method": "eagle3", "mode": "async", "verifier.threads": 2})
+    assert share_cores(greedy) == (2, 1, 1)
+    assert "verifier.threads=2: 1 used" in (oversubscription(greedy) or "")
+    assert oversubscription(load(greedy, {"mode": "sequential"})) is None
+    assert oversubscription(Config(model="m")) is None

@@ -1,0 +1,74 @@
+"""What each worker did when, for a person to look at: spans, and the Chrome/Perfetto file they are written to."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import msgspec
+
+from engine.errors import ConfigError
+from engine.messages import Span, Spans
+from engine.transport import Line
+
+
+class Trace:
+    """A worker's spans, sent to the front end now and then; costs one comparison where tracing is off."""
+
+    def __init__(self, control: Line, wanted: bool):
+        self._control, self._wanted = control, wanted
+        self._spans: list[Span] = []
+
+    def span(self, name: str, started_ns: int, request: int, detail: str = "") -> None:
+        """Something that began at `started_ns` (time.perf_counter_ns) and has just ended."""
+        if self._wanted:
+            duration_us = (time.perf_counter_ns() - started_ns) // 1000
+            self._spans.append(Span(name, request, started_ns // 1000, duration_us, detail))
+
+    def flush(self) -> None:
+        if self._spans:
+            self._control.send(Spans(spans=tuple(self._spans)))
+            self._spans = []
+
+
+class Timeline:
+    """The spans of all workers. lanes: worker -> its spans."""
+
+    def __init__(self) -> None:
+        self.lanes: dict[str, list[Span]] = {}
+
+    def add(self, worker: str, spans: Spans) -> None:
+        self.lanes.setdefault(worker, []).extend(spans.spans)
+
+    def write(self, path: Path) -> None:
+        """As Chrome's trace event format, which Perfetto reads."""
+        events: list[dict[str, object]] = []
+        for lane, (worker, spans) in enumerate(sorted(self.lanes.items(), reverse=True)):
+            events.append({"ph": "M", "pid": 1, "tid": lane, "name": "thread_name", "args": {"name": worker}})
+            for span in spans:
+                arguments = {"request": span.request, "detail": span.detail}
+                at = {"ts": span.start_us, "dur": span.duration_us}
+                events.append({"ph": "X", "pid": 1, "tid": lane, "name": span.name, **at, "args": arguments})
+        try:
+            path.write_text(json.dumps({"traceEvents": events}))
+        except OSError as error:
+            raise ConfigError(f"trace={path}: cannot be written ({error.strerror}): give another file") from None
+
+    @classmethod
+    def read(cls, path: Path) -> Timeline:
+        """A file that `write` wrote."""
+        try:
+            events = json.loads(path.read_text())["traceEvents"]
+            names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+            timeline = cls()
+            for event in events:
+                if event["ph"] == "X":
+                    span = msgspec.convert(
+                        (event["name"], event["args"]["request"], event["ts"], event["dur"], event["args"]["detail"]),
+                        Span,
+                    )
+                    timeline.lanes.setdefault(names[event["tid"]], []).append(span)
+        except (OSError, ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
+            raise ConfigError(f"trace={path}: is no trace of talon ({error}): write one with --trace") from None
+        return timeline
