@@ -26,6 +26,7 @@ from engine.sampling import SamplingParams
 from engine.tree import TokenTree
 
 SOURCE = 8
+_FORESEEN = 10  # candidates behind each node, for ranking outcomes where the policy wants fewer
 _TREES = 12  # as large as the policy's largest, that a request has room for: those of the likeliest outcomes
 
 
@@ -143,7 +144,7 @@ class HeadDrafter(Drafter):
         self._requests[request] = _Request(
             list(prompt),
             self.head.open(prompt, len(prompt) + sampling.max_tokens + 1, scratch),
-            Ranking(sampling, self.head.target_ids, self.policy.top_k, self.shared_noise, self.error),
+            Ranking(sampling, self.head.target_ids, max(self.policy.top_k, _FORESEEN), self.shared_noise, self.error),
         )
 
     def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:
@@ -235,6 +236,7 @@ class HeadDrafter(Drafter):
         known = [{0: root} for root in roots]  # per growth: index in its tree -> node of the session
         frontiers: dict[int, Frontier] = {row: next(growth) for row, growth in enumerate(growths)}
         trees: dict[int, TokenTree] = {}
+        width = self.policy.top_k
         while frontiers:
             pairs, owners = [], []
             for row, frontier in frontiers.items():
@@ -247,7 +249,8 @@ class HeadDrafter(Drafter):
             for row, frontier in list(frontiers.items()):
                 seen = [state.seen[known[row][node]] for node in frontier.nodes]
                 try:
-                    frontiers[row] = growths[row].send(Candidates([s[0] for s in seen], [s[1] for s in seen]))
+                    best = Candidates([tokens[:width] for tokens, _ in seen], [chance[:width] for _, chance in seen])
+                    frontiers[row] = growths[row].send(best)
                 except StopIteration as end:
                     trees[row] = end.value
                     del frontiers[row]
