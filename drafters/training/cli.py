@@ -1,4 +1,4 @@
-"""`talon train {eagle,eagle3,medusa,hydra}`: a draft head for any target, from prompts alone."""
+"""`talon train {eagle,eagle3,medusa,hydra,sps}`: a draft head for any target, from prompts alone."""
 
 from __future__ import annotations
 
@@ -54,4 +54,5 @@ def _command(method: str, summary: str) -> None:
 _command("eagle", "EAGLE-1/2: one layer that predicts the target's last hidden state.")
 _command("eagle3", "EAGLE-3: three fused hidden states, training-time test.")
 _command("medusa", "Medusa-1: independent heads on the frozen target's last hidden state.")
+_command("sps", "A small causal LM of the target's vocabulary, distilled from it.")
 _command("hydra", "Hydra: heads that read the tokens drafted before them, teacher forced.")

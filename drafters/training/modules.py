@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from drafters.training.recipe import Recipe
@@ -23,12 +23,19 @@ class HeadModule(nn.Module, ABC):
     """A head under training. draft_ids: [draft_vocab] the target's id of each output; None, all in order."""
 
     draft_ids: Tensor | None = None
+    learns_prompts = False
+    """Whether it learns from the prompts' tokens too; the others only from the target's own words."""
+
+    def embed(self, tokens: Tensor, target: Any) -> Tensor:
+        """tokens: [batch, n] -> what `unroll` reads of them: t[1:] in the target's embedding."""
+        embedded: Tensor = target.get_input_embeddings()(tokens[:, 1:])
+        return embedded
 
     @abstractmethod
     def unroll(self, features: Tensor, embedded: Tensor, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Draft steps over whole sequences.
 
-        features: [batch, rows, layers, hidden], true. embedded: [batch, rows + steps, hidden], t[1:] as vectors.
+        features: [batch, rows, layers, hidden], true. embedded: [batch, rows + steps, hidden], from `embed`.
         Yields per step what is predicted behind every row: [batch, rows, h], and the feature that became of it.
         """
 
@@ -243,6 +250,51 @@ class HydraModule(MedusaModule):
         return "hydra_lm_head.safetensors", config, tensors
 
 
+class SmallModule(HeadModule):
+    """A small causal LM that learns the target's distribution; it reads the text from t[0] on, and no features."""
+
+    learns_prompts = True
+
+    def __init__(self, recipe: Recipe, target_config: Any, target_embedding: Tensor):
+        super().__init__()
+        hidden = recipe.hidden_size
+        self.lm = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=len(target_embedding),
+                hidden_size=hidden,
+                intermediate_size=recipe.intermediate_size or 4 * hidden,
+                num_hidden_layers=recipe.layers,
+                num_attention_heads=recipe.attention_heads,
+                max_position_embeddings=target_config.max_position_embeddings,
+                bos_token_id=target_config.bos_token_id,
+                eos_token_id=target_config.eos_token_id,
+                tie_word_embeddings=True,
+            )
+        )
+        # the target's embedding along its main axes: what words are alike is known from the first step
+        torch.manual_seed(recipe.seed)
+        axes = torch.pca_lowrank(target_embedding, q=hidden, niter=4)
+        main = axes[0] * axes[1]
+        self.lm.get_input_embeddings().weight.data.copy_(main * 0.02 / main.std())
+
+    def embed(self, tokens: Tensor, target: Any) -> Tensor:
+        embedded: Tensor = self.lm.get_input_embeddings()(tokens)
+        return embedded
+
+    def unroll(self, features: Tensor, embedded: Tensor, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+        state = self.lm.model(inputs_embeds=embedded[:, : features.shape[1] + 1]).last_hidden_state[:, 1:]
+        yield state, state
+
+    def logits(self, states: Tensor, step: int) -> Tensor:
+        out: Tensor = self.lm.lm_head(states)
+        return out
+
+    def export(self) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+        tensors = {name: tensor for name, tensor in self.lm.state_dict().items() if name != "lm_head.weight"}
+        config = {**self.lm.config.to_diff_dict(), "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
+        return "model.safetensors", config, tensors
+
+
 def build(recipe: Recipe, target: Any, draft_ids: Tensor) -> HeadModule:
     """A fresh head for a loaded target, initialised from the recipe's seed."""
     torch.manual_seed(recipe.seed)
@@ -252,6 +304,8 @@ def build(recipe: Recipe, target: Any, draft_ids: Tensor) -> HeadModule:
         return MedusaModule(config.hidden_size, head, recipe)
     if recipe.method == "hydra":
         return HydraModule(config.hidden_size, head, recipe)
+    if recipe.method == "sps":
+        return SmallModule(recipe, config, target.get_input_embeddings().weight.detach().float().cpu())
     heads = config.num_attention_heads
     draft = LlamaConfig(
         hidden_size=config.hidden_size,

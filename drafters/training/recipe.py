@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine.errors import ConfigError
 
-Method = Literal["eagle", "eagle3", "medusa", "hydra"]
+Method = Literal["eagle", "eagle3", "medusa", "hydra", "sps"]
 
 
 class Recipe(BaseModel):
@@ -22,7 +22,8 @@ class Recipe(BaseModel):
     of EAGLE's loss; feature_noise: width of the uniform noise on its input.
 
     Head: intermediate_size of the layer; draft_vocab_size (EAGLE-3), 0 is all; heads and blocks (Medusa, Hydra);
-    tie_lm_head: use the target's output matrix instead of training one per head (Medusa, Hydra).
+    tie_lm_head: use the target's output matrix instead of training one per head (Medusa, Hydra). hidden_size, layers,
+    attention_heads: of the small model (sps).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -50,6 +51,9 @@ class Recipe(BaseModel):
     heads: int = Field(4, ge=1)
     blocks: int = Field(1, ge=1)
     tie_lm_head: bool = False
+    hidden_size: int = Field(160, ge=8)
+    layers: int = Field(2, ge=1)
+    attention_heads: int = Field(5, ge=1)
 
     @classmethod
     def load(cls, path: Path, method: str, **overrides: object) -> Recipe:

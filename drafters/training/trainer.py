@@ -147,11 +147,11 @@ class Trainer:
         width = max(len(example.tokens) for example in batch)
         tokens = torch.tensor([[*e.tokens, *[0] * (width + steps - len(e.tokens))] for e in batch], device=self.device)
         # (b, j): hidden state j predicts token j + 1 of the answer, the things a head is to foresee
-        places = [(b, j) for b, e in enumerate(batch) for j in range(max(e.answer, 2) - 1, len(e.tokens) - 1)]
+        first = [1 if module.learns_prompts and noise_seed is not None else max(e.answer, 2) - 1 for e in batch]
+        places = [(b, j) for b, e in enumerate(batch) for j in range(first[b], len(e.tokens) - 1)]
         b, j = torch.tensor(places, device=self.device).T
         with torch.no_grad(), self._autocast():
             hidden = self.target(tokens[:, :width], output_hidden_states=True, logits_to_keep=1).hidden_states
-            embedded = self.target.get_input_embeddings()(tokens[:, 1:])
             features = torch.stack([hidden[layer] for layer in self.feature_layers], dim=2)[:, :-1]
             true = hidden[-1][b, j]
             logits = self.target.get_output_embeddings()(true).float()
@@ -163,6 +163,7 @@ class Trainer:
                 features = features + noise * recipe.feature_noise
         total = torch.zeros((), device=self.device)
         with self._autocast():
+            embedded = module.embed(tokens, self.target)
             for step, (states, guessed) in enumerate(module.unroll(features, embedded, steps)):
                 seen = j - 1 - step >= 0
                 if not seen.any():

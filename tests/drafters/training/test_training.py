@@ -27,6 +27,7 @@ from drafters.growth import Adaptive
 from drafters.head import HeadDrafter
 from drafters.hydra import HydraHead
 from drafters.medusa import MedusaHead
+from drafters.small_model import SmallModel
 from drafters.training import answers as answers_module
 from drafters.training.answers import Example, answer
 from drafters.training.cli import app
@@ -39,11 +40,12 @@ from engine.sampling import SamplingParams
 from engine.tree import TokenTree
 from tests.drafters.conftest import LAYERS, LLAMA, VOCAB
 
-METHODS = ["eagle", "eagle3", "medusa", "hydra"]
-LOADERS = {"eagle": EagleHead, "eagle3": Eagle3Head, "medusa": MedusaHead, "hydra": HydraHead}
+METHODS = ["eagle", "eagle3", "medusa", "hydra", "sps"]
+LOADERS = {"eagle": EagleHead, "eagle3": Eagle3Head, "medusa": MedusaHead, "hydra": HydraHead, "sps": SmallModel}
 SMALL: dict[str, Any] = {
     "prompts": 12, "held_out": 4, "answer_tokens": 12, "answer_batch": 4, "length": 24, "steps": 6, "batch": 3,
     "lr": 3e-3, "warmup": 2, "heads": 3, "blocks": 2, "unroll": 2,
+    "hidden_size": 16, "attention_heads": 2,
 }  # fmt: skip
 
 
@@ -95,7 +97,7 @@ def test_a_trained_head_loads_from_the_public_layout(
     method: str, chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path
 ) -> None:
     score = train(method, str(chatty), data, tmp_path / "head", recipe(method))
-    assert len(score.count) == (5 if method.startswith("eagle") else 3)
+    assert len(score.count) == {"eagle": 5, "eagle3": 5, "medusa": 3, "hydra": 3, "sps": 1}[method]
     LOADERS[method].load(str(tmp_path / "head"), TargetWeights.read(str(chatty)))
 
 
