@@ -61,7 +61,8 @@ class DrafterConfig(_Section):
 class VerifierConfig(_Section):
     """threads: of its torch pool, None: the cores the drafter leaves. prefill_chunk: prompt tokens read in one turn.
     max_running: requests decoded in turns; the others wait. draft_timeout_s: after this long without an answer the
-    drafter is taken for hung and requests go on without it until it speaks again. simulated_latency_ms: a wait that
+    drafter is taken for hung and requests go on without it until it speaks again.
+    cut: verify only those nodes of a tree that pay for the time they take. simulated_latency_ms: a wait that
     uses no CPU behind every forward of the target, in place of an accelerator's time; what is measured with it is a
     simulation.
     """
@@ -70,6 +71,7 @@ class VerifierConfig(_Section):
     prefill_chunk: int = Field(512, ge=1)
     max_running: int = Field(8, ge=1)
     draft_timeout_s: float = Field(1.0, gt=0)
+    cut: bool = True
     simulated_latency_ms: float = Field(0.0, ge=0)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 import zmq
 from torch import Tensor
 
+from engine.budget import Budget, CostCurve
 from engine.config import Config
 from engine.errors import ProtocolError
 from engine.kv_cache import KVCache
@@ -70,6 +72,22 @@ class Decoding:
         self.hit = False
 
 
+@dataclass(frozen=True)
+class Round:
+    """What a round came to. draft: the number of the tree verified; path: its accepted nodes; nodes: tokens forwarded;
+    features: [path, layers, hidden]; successors: [nodes of the tree, k] int32.
+    """
+
+    draft: int
+    path: list[int]
+    tokens: list[int]
+    nodes: int
+    forward_ns: int
+    draft_us: int = 0
+    features: Tensor | None = None
+    successors: Array | None = None
+
+
 class Verifier:
     """The worker's loop and state. control: the line to the front end; drafts: the hub drafters connect to."""
 
@@ -82,12 +100,15 @@ class Verifier:
         self.drafter_late = False
         self.feature_layers: tuple[int, ...] = ()
         self.successors = 0
+        self.budget: Budget | None = None
         self.busy_ns = 0
         self.heard_ns = 0
         self.stopping = False
 
     def run(self) -> None:
         """Serve until told to stop."""
+        if self.config.verifier.cut and self.config.method != "none":
+            self.budget = Budget(CostCurve.measure(self._forward_s, self.config.drafter.budget))
         self.control.send(
             Ready(vocab_size=self.target.vocab_size, context=self.target.context, dtype=str(self.target.dtype)[6:])
         )
@@ -103,6 +124,14 @@ class Verifier:
             self._receive()
             self._beat()
         self.trace.flush()
+
+    def _forward_s(self, nodes: int) -> float:
+        """Seconds of a forward over a tree of so many nodes behind a short text."""
+        cache = self.target.new_cache(nodes + 8)
+        self.target.prefill(cache, list(range(min(8, self.target.vocab_size))))
+        started = time.perf_counter()
+        self.target.verify(cache, TokenTree.chain(0, [0] * (nodes - 1), [1.0] * (nodes - 1)))
+        return time.perf_counter() - started + self.config.verifier.simulated_latency_ms / 1000
 
     def _advance(self, decoding: Decoding) -> None:
         try:
@@ -121,15 +150,25 @@ class Verifier:
     def _round(self, decoding: Decoding) -> None:
         """Propose, verify, commit."""
         draft, tree, draft_us = self._tree(decoding)
+        kept = self.budget.keep(tree) if self.budget is not None else np.arange(len(tree))
+        verified = tree.keep(kept)
         started = time.perf_counter_ns()
-        logits, features = self.target.verify(decoding.cache, tree, self.feature_layers)
-        forward_ns = self._forward_ended("verify", started, decoding, len(tree))
+        logits, features = self.target.verify(decoding.cache, verified, self.feature_layers)
+        forward_ns = self._forward_ended("verify", started, decoding, len(kept))
         self._hear_drafts()
-        path, tokens = verify(tree, logits, decoding.sampler)
+        path, tokens = verify(verified, logits, decoding.sampler)
         decoding.cache.commit(path)
         decoding.round += 1
-        successors = logits.topk(self.successors).indices if self.successors else None
-        self._conclude(decoding, draft, path, tokens, len(tree), forward_ns, draft_us, features, successors)
+        features = None if features is None else features[path]
+        successors = self._successors(logits, kept, len(tree)) if self.successors else None
+        round_ = Round(draft, kept[path].tolist(), tokens, len(kept), forward_ns, draft_us, features, successors)
+        self._conclude(decoding, round_)
+
+    def _successors(self, logits: Tensor, kept: Array, nodes: int) -> Array:
+        """[nodes, successors] int32: the target's likeliest tokens behind every drafted node, -1 for those cut off."""
+        ranked = np.full((nodes, self.successors), -1, np.int32)
+        ranked[kept] = logits.topk(self.successors).indices.cpu().numpy()
+        return ranked
 
     def _tree(self, decoding: Decoding) -> tuple[int, TokenTree, int]:
         """The draft to verify, its number and the draft model's microseconds; the root alone if there is none."""
@@ -167,64 +206,67 @@ class Verifier:
             self.busy_ns += forward_ns
             return
         token = decoding.sampler.draw(decoding.sampler.choices(logits[None])[0])
-        self._conclude(decoding, 0, [0], [token], len(chunk), forward_ns, 0, None, None)
+        self._conclude(decoding, Round(0, [0], [token], len(chunk), forward_ns))
 
-    def _conclude(
-        self,
-        decoding: Decoding,
-        draft: int,
-        path: list[int],
-        tokens: list[int],
-        nodes: int,
-        forward_ns: int,
-        draft_us: int,
-        features: Tensor | None,
-        successors: Tensor | None,
-    ) -> None:
+    def _conclude(self, decoding: Decoding, round_: Round) -> None:
         """Commit the verdict to the text, and tell the drafter and the front end."""
-        finish_reason = decoding.sampler.finish_reason
-        decoding.text.extend(tokens)
-        decoding.outcome = (draft, path[-1], tokens[-1])
+        decoding.text.extend(round_.tokens)
+        decoding.outcome = (round_.draft, round_.path[-1], round_.tokens[-1])
         hit, decoding.hit = decoding.hit, decoding.outcome in decoding.drafts
-        self.busy_ns += forward_ns
-        if self.drafter is not None and finish_reason is None:
-            if features is not None:
-                decoding.features.append(_wire(features[path]))
-            seen = np.concatenate(decoding.features) if decoding.features else np.zeros((0, 0, 0), np.float32)
-            decoding.features = []
-            following = decoding.drafts[decoding.outcome][0].draft if decoding.hit else 0
-            verdict = Verdict(
-                request=decoding.request,
-                round=decoding.round,
-                draft=draft,
-                following=following,
-                ahead=self.pace.ahead,
-            )
-            ranked = np.zeros((0, 0), np.int32) if successors is None else successors.cpu().numpy()
-            self.drafts.send(self.drafter, verdict, [np.asarray(path), np.asarray(tokens), seen, ranked])
+        self.busy_ns += round_.forward_ns
+        if self.drafter is not None and decoding.sampler.finish_reason is None:
+            self._tell_drafter(decoding, round_)
         decoding.drafts = {decoding.outcome: decoding.drafts[decoding.outcome]} if decoding.hit else {}
         now = time.perf_counter_ns()
-        self.control.send(
-            Tokens(
-                request=decoding.request,
-                round=decoding.round,
-                tokens=tuple(tokens),
-                finish_reason=finish_reason,
-                nodes=nodes,
-                hit=hit,
-                round_us=(now - decoding.since_ns) // 1000,
-                forward_us=forward_ns // 1000,
-                draft_us=draft_us,
-                busy_us=self.busy_ns // 1000,
-                at_us=now // 1000,
-            )
-        )
-        if draft and len(self.running) == 1 and self.pace.observe((now - decoding.since_ns) / 1e9):
-            torch.set_num_threads(self.pace.threads)
+        self._tell_front_end(decoding, round_, hit, now)
+        self._measure(decoding, round_, now)
         decoding.since_ns = now
         decoding.deadline_ns = now + int(self.config.verifier.draft_timeout_s * 1e9)
-        if finish_reason is not None:
+        if decoding.sampler.finish_reason is not None:
             self._forget(decoding)
+
+    def _tell_drafter(self, decoding: Decoding, round_: Round) -> None:
+        assert self.drafter is not None
+        if round_.features is not None:
+            decoding.features.append(_wire(round_.features))
+        features = np.concatenate(decoding.features) if decoding.features else np.zeros((0, 0, 0), np.float32)
+        decoding.features = []
+        verdict = Verdict(
+            request=decoding.request,
+            round=decoding.round,
+            draft=round_.draft,
+            following=decoding.drafts[decoding.outcome][0].draft if decoding.hit else 0,
+            ahead=self.pace.ahead,
+        )
+        successors = np.zeros((0, 0), np.int32) if round_.successors is None else round_.successors
+        arrays = [np.asarray(round_.path), np.asarray(round_.tokens), features, successors]
+        self.drafts.send(self.drafter, verdict, arrays)
+
+    def _tell_front_end(self, decoding: Decoding, round_: Round, hit: bool, now_ns: int) -> None:
+        tokens = Tokens(
+            request=decoding.request,
+            round=decoding.round,
+            tokens=tuple(round_.tokens),
+            finish_reason=decoding.sampler.finish_reason,
+            nodes=round_.nodes,
+            hit=hit,
+            round_us=(now_ns - decoding.since_ns) // 1000,
+            forward_us=round_.forward_ns // 1000,
+            draft_us=round_.draft_us,
+            busy_us=self.busy_ns // 1000,
+            at_us=now_ns // 1000,
+        )
+        self.control.send(tokens)
+
+    def _measure(self, decoding: Decoding, round_: Round, now_ns: int) -> None:
+        """What the round cost, for the tree's budget and the pace; one request alone shows its own costs."""
+        if decoding.round == 0 or len(self.running) > 1:
+            return
+        round_s = (now_ns - decoding.since_ns) / 1e9
+        if self.budget is not None:
+            self.budget.observe(round_.nodes, len(round_.tokens), round_.forward_ns / 1e9, round_s)
+        if round_.draft and self.pace.observe(round_s):
+            torch.set_num_threads(self.pace.threads)
 
     # Whose turn it is.
 

@@ -1,0 +1,76 @@
+"""How much of a tree to verify: a node is worth its chance of being accepted, and costs its share of the forward.
+
+A round over nodes with path confidences c(v) is expected to emit 1 + sum of c(v) tokens (the root counts for the bonus
+token). It takes t(n) seconds for n nodes, during which the engine would otherwise emit `rate` tokens a second. So the
+n most confident nodes are verified for which the expected tokens less rate * t(n) is largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.tree import TokenTree
+
+SIZES = (1, 8, 16, 32, 64)  # nodes at which the cost is known; forwards are as dear as the next larger one
+_NEW = 0.1  # weight of the latest measurement
+_SLOW_S = 0.5  # no larger size is tried at start-up once a forward takes this long
+
+
+class CostCurve:
+    """Seconds of a target forward over n nodes: measured at start-up, kept up to date while running."""
+
+    def __init__(self, seconds: dict[int, float]):
+        self._seconds = dict(sorted(seconds.items()))
+
+    @classmethod
+    def measure(cls, forward_s: Callable[[int], float], largest: int) -> CostCurve:
+        """forward_s: runs a forward over so many nodes and returns its time. largest: nodes a tree may have."""
+        seconds: dict[int, float] = {}
+        for size in [size for size in SIZES if size < largest] + [largest]:
+            forward_s(size)  # the first of a size prepares things
+            seconds[size] = min(forward_s(size) for _ in range(3))
+            if seconds[size] > _SLOW_S:
+                break
+        return cls(seconds)
+
+    def observe(self, nodes: int, seconds: float) -> None:
+        """A forward over `nodes` took so long."""
+        size = self._size(nodes)
+        self._seconds[size] += _NEW * (seconds - self._seconds[size])
+
+    def seconds(self, nodes: int) -> float:
+        """t(n); beyond the largest size measured, in proportion to it."""
+        size = self._size(nodes)
+        return self._seconds[size] * max(1.0, nodes / size)
+
+    def _size(self, nodes: int) -> int:
+        return next((size for size in self._seconds if size >= nodes), next(reversed(self._seconds)))
+
+    def sizes(self, most: int) -> list[int]:
+        """The numbers of nodes worth considering: those just before the cost rises, and `most`."""
+        return [size for size in self._seconds if size < most] + [most]
+
+
+class Budget:
+    """Cuts trees to what pays. rate: tokens a second at present."""
+
+    def __init__(self, curve: CostCurve):
+        self.curve = curve
+        self.rate = 1 / curve.seconds(1)
+
+    def observe(self, nodes: int, tokens: int, forward_s: float, round_s: float) -> None:
+        """A round over `nodes` emitted `tokens` in `round_s`, of which the target's forward took `forward_s`."""
+        self.curve.observe(nodes, forward_s)
+        mean_s = 1 / self.rate
+        self.rate = 1 / (mean_s + _NEW * tokens * (round_s / tokens - mean_s) / (1 + _NEW * tokens))
+
+    def keep(self, tree: TokenTree) -> NDArray[np.int64]:
+        """The nodes to verify, ascending, the root first; with every node its ancestors."""
+        order = np.argsort(-tree.confidence, kind="stable")
+        expected = np.cumsum(tree.confidence[order])
+        sizes: Sequence[int] = self.curve.sizes(len(tree))
+        best = max(sizes, key=lambda n: float(expected[n - 1]) - self.rate * self.curve.seconds(n))
+        return np.sort(order[:best])
