@@ -45,6 +45,9 @@ class Drafter(ABC):
     successors: int = 0
     """How many of the target's likeliest tokens behind each verified node the verdicts are to carry."""
 
+    calibrated: bool = False
+    """Whether c(v) is what acceptance was observed to be, so that the verifier may cut trees by what they cost."""
+
     forward_s: float = 0.0
     """Seconds spent so far in a draft model's forwards; stays 0 for drafters without one."""
 

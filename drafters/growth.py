@@ -40,11 +40,13 @@ class Frontier:
     """Nodes to expand, all of them drafted before.
 
     nodes, parents: indices in the tree under construction, the root is 0 and its parent -1. tokens: the nodes' own.
+    confidence: their c(v).
     """
 
     nodes: list[int]
     parents: list[int]
     tokens: list[int]
+    confidence: list[float]
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ class Sketch:
         return len(self.tokens) - 1
 
     def frontier(self, nodes: list[int]) -> Frontier:
-        return Frontier(nodes, [self.parents[node] for node in nodes], [self.tokens[node] for node in nodes])
+        columns = ([column[node] for node in nodes] for column in (self.parents, self.tokens, self.confidence))
+        return Frontier(nodes, *columns)  # type: ignore[arg-type]
 
     def tree(self) -> TokenTree:
         return TokenTree.from_lists(self.tokens, self.parents, self.confidence, self.source)

@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -117,6 +117,16 @@ def policy_of(options: DrafterConfig, published: Policy, default: str = "adaptiv
     return published
 
 
+class Advice(Protocol):
+    """Another source's part in the growth of one tree."""
+
+    def worth_drafting(self, frontier: Frontier) -> bool:
+        """Whether the head is to expand these nodes, or the other source goes on alone."""
+
+    def candidates(self, node: int, parent: int, token: int, seen: Following | None) -> Following:
+        """What may follow a node of the growing tree, given what the head sees there (None: it did not look)."""
+
+
 @dataclass
 class _Request:
     text: list[int]
@@ -137,6 +147,7 @@ class HeadDrafter(Drafter):
         self.head, self.policy, self.source, self.shared_noise = head, policy, source, shared_noise
         self.feature_layers = head.feature_layers
         self.error = ErrorScale()
+        self.steps = 0
         self._requests: dict[int, _Request] = {}
 
     def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
@@ -152,8 +163,13 @@ class HeadDrafter(Drafter):
         return trees[0]
 
     @torch.inference_mode()
-    def propose_many(self, request: int, continuations: Sequence[Sequence[int]]) -> list[TokenTree]:
-        """One tree per possible continuation, grown in the same forward passes as far as there is room for all."""
+    def propose_many(
+        self, request: int, continuations: Sequence[Sequence[int]], advice: Sequence[Advice] = ()
+    ) -> list[TokenTree]:
+        """One tree per possible continuation, grown in the same forward passes as far as there is room for all.
+
+        advice: for each of them, if another source takes part.
+        """
         state = self._requests[request]
         unsynced = self._unsynced(state)
         paths = [[*unsynced, *continuation] for continuation in continuations]
@@ -165,7 +181,8 @@ class HeadDrafter(Drafter):
                 continue
             roots = self._descend(state, group)
             tokens = [(path or state.text)[-1] for path in group]
-            trees += self._grow(state, roots, tokens)
+            advisers = advice[len(trees) : len(trees) + len(group)] if advice else [None] * len(group)
+            trees += self._grow(state, roots, tokens, advisers)
         return trees
 
     @torch.inference_mode()
@@ -199,6 +216,15 @@ class HeadDrafter(Drafter):
     def finish(self, request: int) -> None:
         self._requests.pop(request, None)
 
+    def seen(self, request: int, continuation: Sequence[int]) -> Following | None:
+        """What the head saw behind `continuation`, None if it has not drafted there."""
+        state, node = self._requests[request], 0
+        for token in [*self._unsynced(state), *continuation]:
+            if (following := state.child.get((node, token))) is None:
+                return None
+            node = following
+        return state.seen.get(node)
+
     def _unsynced(self, state: _Request) -> list[int]:
         """Tokens behind node 0 whose features have not come (yet): drafted like a continuation, with stand-ins."""
         return state.text[state.session.synced + 1 :] if state.session.synced else []
@@ -230,31 +256,56 @@ class HeadDrafter(Drafter):
                 nodes[row] = node
         return nodes
 
-    def _grow(self, state: _Request, roots: list[int], tokens: list[int]) -> list[TokenTree]:
+    def _grow(
+        self, state: _Request, roots: list[int], tokens: list[int], advice: Sequence[Advice | None]
+    ) -> list[TokenTree]:
         """Run one growth per root in lockstep: each turn expands all their frontiers in one forward."""
         growths = [self.policy.steps(token, self.source) for token in tokens]
         known = [{0: root} for root in roots]  # per growth: index in its tree -> node of the session
         frontiers: dict[int, Frontier] = {row: next(growth) for row, growth in enumerate(growths)}
         trees: dict[int, TokenTree] = {}
-        width = self.policy.top_k
         while frontiers:
-            pairs, owners = [], []
-            for row, frontier in frontiers.items():
-                for node, parent, token in zip(frontier.nodes, frontier.parents, frontier.tokens, strict=True):
-                    if node not in known[row]:
-                        pairs.append((known[row][parent], token))
-                        owners.append((row, node))
-            for (row, node), handle in zip(owners, self._nodes(state, pairs), strict=True):
-                known[row][node] = handle
+            self._expand(state, frontiers, known, advice)
             for row, frontier in list(frontiers.items()):
-                seen = [state.seen[known[row][node]] for node in frontier.nodes]
                 try:
-                    best = Candidates([tokens[:width] for tokens, _ in seen], [chance[:width] for _, chance in seen])
-                    frontiers[row] = growths[row].send(best)
+                    frontiers[row] = growths[row].send(self._candidates(state, frontier, known[row], advice[row]))
                 except StopIteration as end:
                     trees[row] = end.value
                     del frontiers[row]
         return [trees[row] for row in range(len(roots))]
+
+    def _expand(
+        self,
+        state: _Request,
+        frontiers: dict[int, Frontier],
+        known: list[dict[int, int]],
+        advice: Sequence[Advice | None],
+    ) -> None:
+        """Draft the frontiers' nodes that are not drafted yet and worth it, and enter them in `known`."""
+        pairs, owners = [], []
+        for row, frontier in frontiers.items():
+            adviser = advice[row]
+            if adviser is not None and frontier.parents[0] >= 0 and not adviser.worth_drafting(frontier):
+                continue
+            for node, parent, token in zip(frontier.nodes, frontier.parents, frontier.tokens, strict=True):
+                if node not in known[row] and parent in known[row]:
+                    pairs.append((known[row][parent], token))
+                    owners.append((row, node))
+        for (row, node), handle in zip(owners, self._nodes(state, pairs), strict=True):
+            known[row][node] = handle
+
+    def _candidates(
+        self, state: _Request, frontier: Frontier, known: dict[int, int], adviser: Advice | None
+    ) -> Candidates:
+        """What may follow the frontier's nodes."""
+        rows: list[Following] = []
+        for node, parent, token in zip(frontier.nodes, frontier.parents, frontier.tokens, strict=True):
+            seen = state.seen[known[node]] if node in known else None
+            if adviser is not None:
+                seen = adviser.candidates(node, parent, token, seen)
+            rows.append(seen or ([], []))
+        width = self.policy.top_k
+        return Candidates([tokens[:width] for tokens, _ in rows], [chance[:width] for _, chance in rows])
 
     def _nodes(self, state: _Request, pairs: list[tuple[int, int]]) -> list[int]:
         """The nodes of (parent, token) pairs; those not yet drafted are, in one forward."""
@@ -268,6 +319,7 @@ class HeadDrafter(Drafter):
             started = time.perf_counter()
             nodes, logits = state.session.extend([parent for parent, _ in new], [token for _, token in new])
             self.forward_s += time.perf_counter() - started
+            self.steps += 1
             for pair, node in zip(new, nodes, strict=True):
                 state.child[pair], state.depth[node] = node, state.depth[pair[0]] + 1
             self._note(state, nodes, logits)

@@ -21,6 +21,8 @@ class PromptLookup(Drafter):
     acceptance = 0.6
     """Chance of each next token before any was seen, for c(v) only: the published method has none."""
 
+    calibrated = True
+
     def __init__(self, max_ngram: int = 3, min_ngram: int = 1, length: int = 10):
         self.ngrams = range(max_ngram, min_ngram - 1, -1)
         self.length = length

@@ -24,6 +24,8 @@ class TokenRecycling(Drafter):
     the paper has a fixed shape of as many nodes: the best one for the ranks' chances.
     """
 
+    calibrated = True
+
     def __init__(self, successors: int = 8, budget: int = 81, depth: int = 6):
         self.width, self.budget, self.depth = successors, budget, depth
         self.table: dict[int, list[int]] = {}

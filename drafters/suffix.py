@@ -19,6 +19,8 @@ class SuffixDrafter(Drafter):
     capacity: tokens of finished answers kept for later requests, 0: each request sees its own text only.
     """
 
+    calibrated = True
+
     def __init__(self, budget: int = 32, length: int = 24, capacity: int = 1_000_000):
         self.budget, self.length = budget, length
         self.index = SessionIndex(capacity)

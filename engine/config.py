@@ -44,10 +44,13 @@ class DrafterConfig(_Section):
     budget: most nodes of a tree, root included. path: the draft model or head. threads: of its torch pool, None:
     an even share of the machine's cores. length: tokens of a drafted chain (pld, sps). branches: width of the SPS
     tree at each level, e.g. [3, 2, 1]; empty drafts a chain. max_ngram, min_ngram: context lengths tried.
-    growth, shared_noise: of draft heads; the second ranks candidates by the noise of the target's own draw.
+    growth, shared_noise: of draft heads; the second ranks candidates by the noise of the target's own draw. head,
+    memories: the methods that `hybrid` merges, one draft model and any number of retrieval drafters.
     """
 
-    budget: int = Field(32, ge=2, le=1024)
+    budget: int = Field(60, ge=2, le=1024)
+    head: Literal["eagle", "eagle3", "medusa", "hydra", "sps"] = "eagle3"
+    memories: tuple[Literal["pld", "suffix"], ...] = ("suffix",)
     growth: GrowthConfig = GrowthConfig()
     shared_noise: bool = True
     path: str | None = None
@@ -62,9 +65,9 @@ class VerifierConfig(_Section):
     """threads: of its torch pool, None: the cores the drafter leaves. prefill_chunk: prompt tokens read in one turn.
     max_running: requests decoded in turns; the others wait. draft_timeout_s: after this long without an answer the
     drafter is taken for hung and requests go on without it until it speaks again.
-    cut: verify only those nodes of a tree that pay for the time they take. simulated_latency_ms: a wait that
-    uses no CPU behind every forward of the target, in place of an accelerator's time; what is measured with it is a
-    simulation.
+    cut: of a calibrated drafter's tree, verify only the nodes that pay for their time. simulated_latency_ms: a wait
+    that uses no CPU behind every forward of the target, in place of an accelerator's time; what is measured with it
+    is a simulation.
     """
 
     threads: int | None = Field(None, ge=1)

@@ -64,7 +64,9 @@ class DrafterWorker:
 
     def run(self) -> None:
         """Serve until told to stop."""
-        self.verdicts.send(Hello(feature_layers=self.drafter.feature_layers, successors=self.drafter.successors))
+        wants = self.drafter
+        hello = Hello(feature_layers=wants.feature_layers, successors=wants.successors, calibrated=wants.calibrated)
+        self.verdicts.send(hello)
         self.control.send(Ready())
         poller = zmq.Poller()
         poller.register(self.control.socket, zmq.POLLIN)

@@ -108,10 +108,11 @@ class Spans(Message, frozen=True, kw_only=True):
 
 class Hello(Message, frozen=True, kw_only=True):
     """A drafter has joined. feature_layers: hidden states of the target it wants; successors: how many of the target's
-    likeliest next tokens behind every verified node."""
+    likeliest next tokens behind every verified node. calibrated: its trees may be cut by their confidence."""
 
     feature_layers: tuple[int, ...] = ()
     successors: int = 0
+    calibrated: bool = False
 
 
 class Start(Message, frozen=True, kw_only=True):

@@ -100,6 +100,7 @@ class Verifier:
         self.drafter_late = False
         self.feature_layers: tuple[int, ...] = ()
         self.successors = 0
+        self.calibrated = False
         self.budget: Budget | None = None
         self.busy_ns = 0
         self.heard_ns = 0
@@ -150,7 +151,7 @@ class Verifier:
     def _round(self, decoding: Decoding) -> None:
         """Propose, verify, commit."""
         draft, tree, draft_us = self._tree(decoding)
-        kept = self.budget.keep(tree) if self.budget is not None else np.arange(len(tree))
+        kept = self.budget.keep(tree) if self.budget is not None and self.calibrated else np.arange(len(tree))
         verified = tree.keep(kept)
         started = time.perf_counter_ns()
         logits, features = self.target.verify(decoding.cache, verified, self.feature_layers)
@@ -329,6 +330,7 @@ class Verifier:
             return
         self.drafter, self.drafter_late = peer, False
         self.feature_layers, self.successors = hello.feature_layers, hello.successors
+        self.calibrated = hello.calibrated
         for decoding in (*self.running, *self.waiting):
             decoding.drafts = {}
             decoding.outcome = (0, 0, decoding.text[-1])

@@ -82,20 +82,25 @@ def test_shared_noise_makes_even_an_untrained_head_agree_with_more_draws(
     assert with_noise[1] < without[1]
 
 
-@pytest.mark.parametrize("transport", ["inproc", "ipc"])
+@pytest.mark.parametrize(("transport", "mode"), [("inproc", "sequential"), ("ipc", "async"), ("inproc", "auto")])
 @pytest.mark.parametrize("build", HEADS)
+@pytest.mark.parametrize("merged", [False, True])
 async def test_a_head_behind_the_engine_changes_no_text(
     build: Callable[[Path, TargetWeights], Head],
+    merged: bool,
     transport: str,
+    mode: str,
     target_dir: Path,
     target: TargetWeights,
     tmp_path: Path,
 ) -> None:
     build(tmp_path, target)
-    settings = {"model": str(target_dir), "transport": transport, "drafter": {"path": str(tmp_path)}}
+    method = "hybrid" if merged else build.__name__
+    drafter = {"path": str(tmp_path), "head": build.__name__}
+    settings = {"model": str(target_dir), "transport": transport, "mode": mode, "drafter": drafter}
     requests = [SamplingParams(max_tokens=30), SamplingParams(max_tokens=30, temperature=1.0, seed=2)]
     texts = {}
-    for method in ("none", build.__name__):
-        async with await Engine.start(settings, method=method, dtype="float32") as engine:
-            texts[method] = [(await engine.generate(PROMPT, params)).token_ids for params in requests]
-    assert texts["none"] == texts[build.__name__]
+    for name in ("none", method):
+        async with await Engine.start(settings, method=name, dtype="float32") as engine:
+            texts[name] = [(await engine.generate(PROMPT, params)).token_ids for params in requests]
+    assert texts["none"] == texts[method]

@@ -29,6 +29,11 @@ DRAFTS = {
     "sps": {"drafter.length": 4},
     "sps tree": {"drafter.branches": [3, 2, 1]},
 }
+SAMPLED = [
+    SamplingParams(max_tokens=LENGTH, temperature=0.8, seed=5),
+    SamplingParams(max_tokens=LENGTH, temperature=1.0, seed=6, top_p=0.9, top_k=30),
+    SamplingParams(max_tokens=LENGTH, temperature=1.0, seed=7, min_p=0.02, repetition_penalty=1.2, min_tokens=10),
+]
 
 
 @asynccontextmanager
@@ -51,28 +56,39 @@ def greedy(tiny: str) -> list[list[int]]:
     ]
 
 
+@pytest.fixture(scope="module")
+def sampled(tiny: str) -> list[list[int]]:
+    """What plain decoding draws."""
+
+    async def draw() -> list[list[int]]:
+        async with tiny_engine(tiny, tiny) as plain:
+            return [(await plain.generate(PROMPTS[0], params)).token_ids for params in SAMPLED]
+
+    texts = asyncio.run(draw())
+    assert len({tuple(tokens) for tokens in texts}) == len(texts)
+    return texts
+
+
 def test_every_method_is_tested_here_or_with_the_heads() -> None:
-    heads = {"eagle", "eagle3", "medusa", "hydra"}  # in tests/drafters/test_head_lossless.py
+    heads = {"eagle", "eagle3", "medusa", "hydra", "hybrid"}  # in tests/drafters/test_head_lossless.py
     assert {name.split()[0] for name in DRAFTS} | heads == set(METHODS)
 
 
-@pytest.mark.parametrize("transport", ["inproc", "ipc"])
+@pytest.mark.parametrize(("transport", "mode"), [("inproc", "sequential"), ("inproc", "async"), ("ipc", "async")])
 @pytest.mark.parametrize("name", DRAFTS)
 async def test_greedy_text_is_that_of_transformers_and_seeded_text_that_of_plain_decoding(
-    tiny: str, tiny_draft: str, greedy: list[list[int]], name: str, transport: str
+    tiny: str,
+    tiny_draft: str,
+    greedy: list[list[int]],
+    sampled: list[list[int]],
+    name: str,
+    transport: str,
+    mode: str,
 ) -> None:
-    sampled = [
-        SamplingParams(max_tokens=LENGTH, temperature=0.8, seed=5),
-        SamplingParams(max_tokens=LENGTH, temperature=1.0, seed=6, top_p=0.9, top_k=30),
-        SamplingParams(max_tokens=LENGTH, temperature=1.0, seed=7, min_p=0.02, repetition_penalty=1.2, min_tokens=10),
-    ]
-    async with tiny_engine(tiny, tiny_draft) as plain:
-        expected = [(await plain.generate(PROMPTS[0], params)).token_ids for params in sampled]
-    async with tiny_engine(tiny, tiny_draft, name, transport=transport) as engine:
+    async with tiny_engine(tiny, tiny_draft, name, transport=transport, mode=mode) as engine:
         results = await asyncio.gather(*(engine.generate(p, SamplingParams(max_tokens=LENGTH)) for p in PROMPTS))
         assert [r.token_ids for r in results] == greedy
-        assert [(await engine.generate(PROMPTS[0], params)).token_ids for params in sampled] == expected
-    assert len({tuple(tokens) for tokens in expected}) == len(expected)
+        assert [(await engine.generate(PROMPTS[0], params)).token_ids for params in SAMPLED] == sampled
 
 
 async def test_a_good_drafter_saves_rounds(tiny: str) -> None:

@@ -1,0 +1,193 @@
+"""The hybrid drafter: what a draft model predicts and what retrieval remembers, in one confidence-gated tree.
+
+The growth policy asks for the candidates behind a node. Here they are those of the head and those of the retrieval tree
+at the same place, so a token that both propose is one node, the head drafts on below retrieved nodes, and the gate and
+the budget see the union. Where the head is not worth its time any more, retrieval goes on alone.
+
+A head's softmax and an index's counts are not on one scale, and agreement says more than either. So the chance of a
+candidate is learned from verdicts for each pair (what the head says, what retrieval says); until enough was seen, the
+prior is that a token is right unless both are wrong.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import reduce
+
+import numpy as np
+
+from drafters.base import Drafter, Verdict
+from drafters.calibration import Calibrator
+from drafters.growth import Frontier
+from drafters.head import HeadDrafter
+from drafters.outcomes import Following
+from engine.config import Config
+from engine.sampling import SamplingParams
+from engine.tree import TokenTree
+
+SOURCE = 64
+_EDGES = (1e-6, 0.01, 0.03, 0.07, 0.15, 0.25, 0.4, 0.55, 0.7, 0.82, 0.91, 0.97)
+_NEXT = 0.6  # chance that some candidate behind an accepted node is accepted, for what a draft step may yield
+_NEW = 0.1  # weight of the latest measurement
+
+
+class Merge:
+    """The chance of a token, given the head's and retrieval's; None: it says nothing of this place."""
+
+    def __init__(self) -> None:
+        self.calibrator = Calibrator(prior_weight=20.0, memory=5000.0)
+
+    def chance(self, model: float | None, memory: float | None) -> float:
+        prior = 1 - (1 - (model or 0.0)) * (1 - (memory or 0.0))
+        return self.calibrator.chance(SOURCE, 0, _pair(model, memory), prior)
+
+    def learn(self, model: float | None, memory: float | None, accepted: bool) -> None:
+        self.calibrator.observe(SOURCE, 0, _pair(model, memory), accepted)
+
+    def candidates(self, model: Following | None, memory: Following) -> list[tuple[int, float | None, float | None]]:
+        """Every token that one of them proposes, with the chance that each gives it."""
+        ours = dict(zip(*model, strict=True)) if model is not None else {}
+        theirs = dict(zip(*memory, strict=True))
+        unknown = None if model is None else 0.0
+        unseen = 0.0 if theirs else None
+        return [(token, ours.get(token, unknown), theirs.get(token, unseen)) for token in ours | theirs]
+
+    def following(self, model: Following | None, memory: Following) -> Following:
+        """The candidates of both, likeliest first."""
+        found = [(self.chance(p, q), token) for token, p, q in self.candidates(model, memory)]
+        found.sort(key=lambda candidate: -candidate[0])
+        total = max(1.0, sum(chance for chance, _ in found))
+        return [token for _, token in found], [chance / total for chance, _ in found]
+
+
+class Advice:
+    """Retrieval's part in the growth of one tree (`drafters.head.Advice`). retrieved: its tree over the same root."""
+
+    def __init__(self, merge: Merge, retrieved: TokenTree, least_gain: float):
+        self.merge, self.retrieved, self.least_gain = merge, retrieved, least_gain
+        self._place: dict[int, int | None] = {0: 0}  # node of the growing tree -> node of `retrieved`
+
+    def worth_drafting(self, frontier: Frontier) -> bool:
+        return _NEXT * sum(frontier.confidence) > self.least_gain
+
+    def candidates(self, node: int, parent: int, token: int, seen: Following | None) -> Following:
+        if node:
+            above = self._place[parent]
+            self._place[node] = None if above is None else self.retrieved.child(above, token)
+        return self.merge.following(seen, children(self.retrieved, self._place[node]))
+
+
+class HybridDrafter(Drafter):
+    """head: drafts with a model. memories: the retrieval drafters whose trees are merged in."""
+
+    calibrated = True
+
+    def __init__(self, head: HeadDrafter, memories: Sequence[Drafter]):
+        self.head, self.memories = head, memories
+        self.feature_layers = head.feature_layers
+        self.successors = max((memory.successors for memory in memories), default=0)
+        self.merge = Merge()
+        self._token_s = 0.01  # the engine's time for a token
+        self._step_s = 0.001  # the head's for a draft step
+        self._observed_s: dict[int, float] = {}
+
+    @classmethod
+    def from_config(cls, config: Config) -> HybridDrafter:
+        from drafters.registry import build
+
+        head = build(config.model_copy(update={"method": config.drafter.head}))
+        assert isinstance(head, HeadDrafter)
+        return cls(head, [build(config.model_copy(update={"method": name})) for name in config.drafter.memories])
+
+    @property
+    def forward_s(self) -> float:  # type: ignore[override]
+        return self.head.forward_s
+
+    def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
+        for drafter in (*self.memories, self.head):
+            drafter.start(request, prompt, sampling)
+
+    def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:
+        return self.propose_many(request, [continuation])[0]
+
+    def propose_many(self, request: int, continuations: Sequence[Sequence[int]]) -> list[TokenTree]:
+        retrieved = [self._retrieve(request, continuation) for continuation in continuations]
+        advice = [Advice(self.merge, tree, self._step_s / self._token_s) for tree in retrieved]
+        steps, before_s = self.head.steps, self.head.forward_s
+        drafted = self.head.propose_many(request, continuations, advice)
+        if steps := self.head.steps - steps:
+            self._step_s += _NEW * ((self.head.forward_s - before_s) / steps - self._step_s)
+        return [
+            _with_sources(tree, memory, self.head.source) if len(tree) > 1 else memory
+            for tree, memory in zip(drafted, retrieved, strict=True)
+        ]
+
+    def following(self, request: int, continuations: Sequence[Sequence[int]]) -> list[Following]:
+        seen = self.head.following(request, continuations)
+        retrieved = [self._retrieve(request, continuation) for continuation in continuations]
+        return [
+            self.merge.following(model if model[0] else None, children(tree, 0))
+            for model, tree in zip(seen, retrieved, strict=True)
+        ]
+
+    def observe(self, request: int, verdict: Verdict) -> None:
+        self._learn(request, verdict.tokens)
+        now = time.perf_counter()
+        if request in self._observed_s and len(self._observed_s) == 1:
+            self._token_s += _NEW * ((now - self._observed_s[request]) / len(verdict.tokens) - self._token_s)
+        self._observed_s[request] = now
+        for drafter in (*self.memories, self.head):
+            drafter.observe(request, verdict)
+
+    def finish(self, request: int) -> None:
+        self._observed_s.pop(request, None)
+        for drafter in (*self.memories, self.head):
+            drafter.finish(request)
+
+    def _retrieve(self, request: int, continuation: Sequence[int]) -> TokenTree:
+        return reduce(TokenTree.union, (memory.propose(request, continuation) for memory in self.memories))
+
+    def _learn(self, request: int, tokens: Sequence[int]) -> None:
+        """What the verdict says of every candidate along the accepted path."""
+        retrieved, place = self._retrieve(request, ()), 0
+        for depth, token in enumerate(tokens):
+            seen = self.head.seen(request, tokens[:depth])
+            for candidate, model, memory in self.merge.candidates(seen, children(retrieved, place)):
+                self.merge.learn(model, memory, candidate == token)
+            following = retrieved.child(place, token)
+            if following is None:
+                break
+            place = following
+
+
+def children(tree: TokenTree, node: int | None) -> Following:
+    """The tokens that `tree` has behind `node`, with the chance of each given that the node is right."""
+    if node is None:
+        return [], []
+    found = tree.children(node)
+    above = max(float(tree.confidence[node]), 1e-9)
+    return [int(tree.tokens[child]) for child in found], [float(tree.confidence[child]) / above for child in found]
+
+
+def _pair(model: float | None, memory: float | None) -> int:
+    return _bucket(model) * (len(_EDGES) + 2) + _bucket(memory)
+
+
+def _bucket(chance: float | None) -> int:
+    return 0 if chance is None else 1 + bisect_right(_EDGES, chance)
+
+
+def _with_sources(tree: TokenTree, retrieved: TokenTree, head: int) -> TokenTree:
+    """The tree, its nodes marked with who proposed them: retrieval where it has them, the head for all others."""
+    source = np.full(len(tree), head, np.uint8)
+    place: list[int | None] = [0] * len(tree)
+    source[0] = 0
+    for node, (parent, token) in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)):
+        if node:
+            above = place[parent]
+            place[node] = found = None if above is None else retrieved.child(above, token)
+            if found is not None:
+                source[node] = retrieved.source[found]
+    return TokenTree(tree.tokens, tree.parents, tree.confidence, source)

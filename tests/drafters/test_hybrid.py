@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafters.base import Verdict
+from drafters.checkpoint import TargetWeights
+from drafters.growth import Adaptive
+from drafters.head import HeadDrafter
+from drafters.hybrid import HybridDrafter, Merge
+from drafters.prompt_lookup import PromptLookup
+from drafters.suffix import SOURCE as SUFFIX
+from drafters.suffix import SuffixDrafter
+from engine.sampling import SamplingParams
+from engine.tree import TokenTree
+from tests.drafters.conftest import VOCAB
+from tests.drafters.test_eagle import eagle3, true_features
+
+TEXT = [5, 6, 7, 8, 9, 5, 6, 7]
+CHANCES = st.none() | st.floats(0, 1)
+
+
+def hybrid(path: Path, target: TargetWeights, text: list[int] = TEXT) -> HybridDrafter:
+    """A hybrid that has read `text`, of which the last token is the target's."""
+    drafter = HybridDrafter(HeadDrafter(eagle3(path, target), Adaptive(budget=24)), [SuffixDrafter(budget=24)])
+    drafter.start(1, text[:-1], SamplingParams(max_tokens=60))
+    features = true_features(len(text) - 1, "eagle3").numpy()
+    drafter.observe(1, Verdict(TokenTree.root_only(text[-2]), [0], text[-1:], features))
+    return drafter
+
+
+def test_its_tree_holds_what_the_head_and_what_the_text_suggest(tmp_path: Path, target: TargetWeights) -> None:
+    drafter = hybrid(tmp_path, target)
+    tree = drafter.propose(1).validate(VOCAB)
+    model = drafter.head.propose(1)
+    assert tree.child(0, 8) is not None  # what followed 5 6 7 in the text
+    assert tree.child(0, int(model.tokens[1])) is not None  # the head's first guess
+    assert len(tree) <= 24
+
+
+def test_the_head_drafts_on_below_a_retrieved_node(tmp_path: Path, target: TargetWeights) -> None:
+    drafter = hybrid(tmp_path, target)
+    tree = drafter.propose(1)
+    retrieved = tree.child(0, 8)
+    assert retrieved is not None
+    continued = [child for child in tree.children(retrieved) if not tree.source[child] & SUFFIX]
+    assert continued
+
+
+def test_a_node_of_the_index_is_marked_as_such(tmp_path: Path, target: TargetWeights) -> None:
+    tree = hybrid(tmp_path, target).propose(1)
+    assert tree.source[0] == 0 and tree.source[tree.child(0, 8)] & SUFFIX
+    assert (tree.source[1:] > 0).all()
+
+
+def test_before_the_first_features_retrieval_drafts_alone(tmp_path: Path, target: TargetWeights) -> None:
+    drafter = HybridDrafter(HeadDrafter(eagle3(tmp_path, target), Adaptive()), [PromptLookup()])
+    drafter.start(1, TEXT, SamplingParams())
+    assert drafter.propose(1).child(0, 8) is not None
+
+
+def test_an_outcome_asked_about_leaves_no_trace(tmp_path: Path, target: TargetWeights) -> None:
+    drafter = hybrid(tmp_path, target)
+    before = drafter.propose(1)
+    assert [tree.tokens[0] for tree in drafter.propose_many(1, [[3], [4, 5]])] == [3, 5]
+    assert drafter.propose(1).tokens.tolist() == before.tokens.tolist()
+
+
+def test_a_step_that_costs_more_than_it_can_bring_is_left_to_retrieval(tmp_path: Path, target: TargetWeights) -> None:
+    drafter = hybrid(tmp_path, target)
+    drafter._step_s = 1e6 * drafter._token_s
+    steps = drafter.head.steps
+    tree = drafter.propose(1)
+    assert drafter.head.steps == steps  # the root's candidates were there already
+    assert tree.child(tree.child(0, 8) or 0, 9) is not None  # the text goes on: 8 9
+
+
+@given(CHANCES, CHANCES)
+def test_until_something_was_seen_a_token_is_right_unless_both_are_wrong(
+    model: float | None, memory: float | None
+) -> None:
+    expected = 1 - (1 - (model or 0)) * (1 - (memory or 0))
+    assert Merge().chance(model, memory) == pytest.approx(expected)
+
+
+def test_the_chance_of_a_pair_of_opinions_is_learned() -> None:
+    merge = Merge()
+    for _ in range(400):
+        merge.learn(0.9, 0.5, accepted=False)
+        merge.learn(0.1, 0.5, accepted=True)
+    assert merge.chance(0.9, 0.5) < 0.1 and merge.chance(0.1, 0.5) > 0.9
+    assert merge.chance(0.1, None) == pytest.approx(0.1)
+
+
+@given(st.dictionaries(st.integers(0, 9), st.floats(0, 1)), st.dictionaries(st.integers(0, 9), st.floats(0, 1)))
+def test_merged_candidates_are_both_sides_best_first_and_no_more_than_certain(
+    model: dict[int, float], memory: dict[int, float]
+) -> None:
+    tokens, chances = Merge().following((list(model), list(model.values())), (list(memory), list(memory.values())))
+    assert sorted(tokens) == sorted(model | memory)
+    assert chances == sorted(chances, reverse=True) and sum(chances) <= 1 + 1e-6

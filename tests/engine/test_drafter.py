@@ -1,0 +1,148 @@
+"""The drafter worker behind real sockets, with a drafter whose every answer is known."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from drafters.base import Drafter
+from drafters.base import Verdict as Observed
+from engine.drafter import FROM_FRONT_END, FROM_VERIFIER, DrafterWorker
+from engine.messages import Draft, Finish, Heartbeat, Hello, Ready, Start, Stop, Verdict
+from engine.sampling import SamplingParams
+from engine.transport import Hub, Line
+from engine.tree import TokenTree
+
+
+class Counting(Drafter):
+    """Behind token t comes t + 1 for sure."""
+
+    def __init__(self) -> None:
+        self.text: list[int] = []
+
+    def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
+        self.text = list(prompt)
+
+    def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:
+        last = [*self.text, *continuation][-1]
+        return TokenTree.chain(last, [last + 1, last + 2], [0.9, 0.8])
+
+    def observe(self, request: int, verdict: Observed) -> None:
+        self.text += verdict.tokens
+
+    def finish(self, request: int) -> None:
+        self.text = []
+
+
+class Verifier:
+    """The test's end of the worker's line."""
+
+    def __init__(self, hub: Hub):
+        self.hub = hub
+        peer, self.hello, _ = self.receive()
+        self.peer = peer
+
+    def receive(self) -> tuple[str, Any, list[Any]]:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            for arrival in self.hub.received():
+                return arrival
+            time.sleep(0.002)
+        raise AssertionError("nothing arrived")
+
+    def draft(self) -> tuple[Draft, TokenTree]:
+        _, message, arrays = self.receive()
+        assert isinstance(message, Draft)
+        return message, TokenTree(*arrays)
+
+    def verdict(self, round_: int, draft: int, path: list[int], tokens: list[int], **fields: Any) -> None:
+        message = Verdict(request=1, round=round_, draft=draft, **{"following": 0} | fields)
+        arrays = [np.asarray(path), np.asarray(tokens), np.zeros((0, 0, 0), np.float32), np.zeros((0, 0), np.int32)]
+        self.hub.send(self.peer, message, arrays)
+
+
+@pytest.fixture
+def verifier() -> Iterator[Verifier]:
+    context: zmq.Context[Any] = zmq.Context()
+    front_end = Hub(context, "inproc://control", (Ready, Heartbeat))
+    hub = Hub(context, "inproc://drafts", (Hello, Draft))
+    control = Line(context, "inproc://control", "drafter-1", FROM_FRONT_END)
+    verdicts = Line(context, "inproc://drafts", "drafter-1", FROM_VERIFIER)
+    thread = threading.Thread(target=DrafterWorker(Counting(), control, verdicts).run)
+    thread.start()
+    verifier = Verifier(hub)
+    verifier.hub.send(
+        verifier.peer, Start(request=1, round=0, sampling=SamplingParams()), [np.asarray([5, 6], np.int32)]
+    )
+    yield verifier
+    front_end.send("drafter-1", Stop())
+    thread.join(20)
+    assert not thread.is_alive()
+    context.destroy(linger=0)
+
+
+def test_a_verdict_is_answered_with_the_tree_of_its_outcome(verifier: Verifier) -> None:
+    verifier.verdict(0, 0, [0], [7])
+    draft, tree = verifier.draft()
+    assert (draft.round, draft.parent, draft.node, draft.token) == (1, 0, 0, 7)
+    assert tree.tokens.tolist() == [7, 8, 9]
+
+
+def test_in_turns_nothing_is_drafted_before_it_is_asked_for(verifier: Verifier) -> None:
+    verifier.verdict(0, 0, [0], [7])
+    first, _ = verifier.draft()
+    time.sleep(0.2)
+    assert not list(verifier.hub.received())
+    verifier.verdict(1, first.draft, [0], [30])
+    assert verifier.draft()[0].token == 30
+
+
+def test_ahead_the_likeliest_outcome_is_drafted_while_the_round_runs(verifier: Verifier) -> None:
+    verifier.verdict(0, 0, [0], [7], ahead=True)
+    first, _ = verifier.draft()
+    ahead, tree = verifier.draft()
+    # all of 7 -> 8 -> 9 is accepted and 10 is drawn
+    assert (ahead.round, ahead.parent, ahead.node, ahead.token) == (2, first.draft, 2, 10)
+    assert tree.tokens.tolist() == [10, 11, 12]
+
+
+def test_on_a_hit_the_worker_goes_on_from_the_tree_the_verifier_has(verifier: Verifier) -> None:
+    verifier.verdict(0, 0, [0], [7], ahead=True)
+    first, _ = verifier.draft()
+    ahead, _ = verifier.draft()
+    verifier.verdict(1, first.draft, [0, 1, 2], [8, 9, 10], following=ahead.draft, ahead=True)
+    following, tree = verifier.draft()
+    assert (following.round, following.parent, following.node, following.token) == (3, ahead.draft, 2, 13)
+    assert tree.tokens.tolist() == [13, 14, 15]
+
+
+def test_a_tree_that_crossed_its_verdict_is_not_drafted_again(verifier: Verifier) -> None:
+    """The verifier did not have it yet when it told of the outcome; it has it now."""
+    verifier.verdict(0, 0, [0], [7], ahead=True)
+    first, _ = verifier.draft()
+    ahead, _ = verifier.draft()
+    verifier.verdict(1, first.draft, [0, 1, 2], [8, 9, 10], following=0, ahead=True)
+    assert verifier.draft()[0].parent == ahead.draft
+
+
+def test_on_a_miss_the_outcome_that_came_true_is_drafted_first(verifier: Verifier) -> None:
+    verifier.verdict(0, 0, [0], [7], ahead=True)
+    first, _ = verifier.draft()
+    verifier.draft()
+    verifier.verdict(1, first.draft, [0], [50], ahead=True)
+    draft, tree = verifier.draft()
+    assert (draft.round, draft.parent, draft.node, draft.token) == (2, first.draft, 0, 50)
+    assert tree.tokens.tolist() == [50, 51, 52]
+
+
+def test_a_finished_request_is_drafted_for_no_more(verifier: Verifier) -> None:
+    verifier.hub.send(verifier.peer, Finish(request=1))
+    verifier.verdict(0, 0, [0], [7], ahead=True)
+    time.sleep(0.2)
+    assert not list(verifier.hub.received())
