@@ -10,11 +10,14 @@ import numpy as np
 
 from drafters.base import Drafter, Verdict
 from drafters.calibration import Calibrator
+from engine.config import Config
+from engine.errors import ConfigError
 from engine.sampling import SamplingParams
+from engine.text import load_tokenizer
 from engine.tree import TokenTree
 from retrieval_index.datastore import Datastore
 
-SOURCE = 8
+SOURCE = 32
 
 
 class DatastoreDrafter(Drafter):
@@ -23,6 +26,8 @@ class DatastoreDrafter(Drafter):
     c(v): the share of continuations that go through the node, times the learned chance that a match of that length
     tells the truth.
     """
+
+    calibrated = True
 
     def __init__(
         self,
@@ -37,6 +42,12 @@ class DatastoreDrafter(Drafter):
         self.longest, self.shortest, self.budget, self.depth = longest, shortest, budget, depth
         self.context: dict[int, list[int]] = {}
         self.calibrator = Calibrator()
+
+    @classmethod
+    def from_config(cls, config: Config) -> DatastoreDrafter:
+        if (path := config.drafter.datastore) is None:
+            raise ConfigError('drafter.datastore: method datastore needs the folder of one: "talon index build"')
+        return cls(path, budget=config.drafter.budget, tokenizer=load_tokenizer(config.model))
 
     def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
         self.context[request] = list(prompt[-self.longest :])

@@ -1,7 +1,7 @@
 """Token Recycling (Luo et al. 2024): each token's latest candidate successors, followed as a tree.
 
-Published, the successors are the top 8 of the target's logits wherever the token was last read. A verdict carries no
-logits, so until `recycle` is fed with them the table is filled with the tokens that did follow, latest first.
+The successors are the top 8 of the target's logits wherever the token was last verified; for tokens that were only
+read in a prompt, those that did follow, latest first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine.config import Config
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
 
-SOURCE = 4
+SOURCE = 16
 
 
 class TokenRecycling(Drafter):
@@ -25,6 +25,7 @@ class TokenRecycling(Drafter):
     """
 
     calibrated = True
+    successors = 8
 
     def __init__(self, successors: int = 8, budget: int = 81, depth: int = 6):
         self.width, self.budget, self.depth = successors, budget, depth
@@ -66,12 +67,16 @@ class TokenRecycling(Drafter):
         return TokenTree.from_lists(tokens, parents, confidence, SOURCE)
 
     def observe(self, request: int, verdict: Verdict) -> None:
+        ranked = [] if verdict.successors is None else verdict.successors.tolist()
         for depth, token in enumerate(verdict.tokens, start=1):
             last = self.last[request]
             for rank, guess in enumerate(self.table.get(last, ())):
                 self.calibrator.observe(SOURCE, depth, rank, guess == token)
             self._note(last, token)
             self.last[request] = token
+        for token, successors in zip(verdict.tree.tokens.tolist(), ranked, strict=False):
+            if successors[0] >= 0:  # the node was verified
+                self.recycle(token, successors)
 
     def finish(self, request: int) -> None:
         del self.last[request]

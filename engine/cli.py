@@ -53,7 +53,8 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The question; sent as one user message through the chat template.")],
     config: ConfigOption = configuration.DEMO,
     method: Annotated[
-        str | None, typer.Option(help="Who drafts: none, pld, suffix, sps, eagle, eagle3, medusa, hydra.")
+        str | None,
+        typer.Option(help="Who drafts: none, pld, suffix, eagle3, hybrid, ...; a wrong name lists them all."),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -106,10 +107,14 @@ def main() -> None:
     """Entry point of the `talon` command."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # for workers that are threads; see engine.launch
     from benchmarks.commands import bench, check
+    from benchmarks.replay import replay
     from drafters.training.cli import app as train
+    from retrieval_index.commands import app as index
 
     app.command()(bench)
     app.command()(check)
+    app.command()(replay)
+    app.add_typer(index, name="index")
     app.add_typer(train, name="train")
     app()
 

@@ -45,12 +45,14 @@ class DrafterConfig(_Section):
     an even share of the machine's cores. length: tokens of a drafted chain (pld, sps). branches: width of the SPS
     tree at each level, e.g. [3, 2, 1]; empty drafts a chain. max_ngram, min_ngram: context lengths tried.
     growth, shared_noise: of draft heads; the second ranks candidates by the noise of the target's own draw. head,
-    memories: the methods that `hybrid` merges, one draft model and any number of retrieval drafters.
+    memories: the methods that `hybrid` merges, one draft model and any number of retrieval drafters. datastore: a
+    folder that "talon index build" has made.
     """
 
     budget: int = Field(60, ge=2, le=1024)
     head: Literal["eagle", "eagle3", "medusa", "hydra", "sps"] = "eagle3"
-    memories: tuple[Literal["pld", "suffix"], ...] = ("suffix",)
+    memories: tuple[Literal["pld", "suffix", "recycling", "datastore"], ...] = ("suffix",)
+    datastore: str | None = None
     growth: GrowthConfig = GrowthConfig()
     shared_noise: bool = True
     path: str | None = None

@@ -11,6 +11,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from retrieval_index.build import build
+
 VOCABULARY = 260
 TEMPLATE = (
     "{% for m in messages %}<|user|>{{ m['content'] }}{% endfor %}"
@@ -64,13 +66,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def tiny_draft(tmp_path_factory: pytest.TempPathFactory, tiny: str) -> str:
-    """A smaller model of the same vocabulary that often agrees with the target: its first two layers."""
+    """The target's first two layers, which often agree with it, and a datastore."""
     folder = tmp_path_factory.mktemp("tiny-draft")
     model = LlamaForCausalLM.from_pretrained(tiny)
     model.model.layers = model.model.layers[:2]
     model.config.num_hidden_layers = 2
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
+    (folder / "corpus.txt").write_text("the cat sat on the mat, 1 + 1 = 2. the cat sat on the hat, 1 + 2 = 3.")
+    build(tiny_tokenizer(), [folder / "corpus.txt"], folder / "datastore")
     return str(folder)
 
 

@@ -25,7 +25,10 @@ LENGTH = 40
 DRAFTS = {
     "none": {},
     "pld": {},
+    "lookahead": {},
     "suffix": {},
+    "recycling": {},
+    "datastore": {},
     "sps": {"drafter.length": 4},
     "sps tree": {"drafter.branches": [3, 2, 1]},
 }
@@ -40,6 +43,8 @@ SAMPLED = [
 async def tiny_engine(model: str, draft: str, name: str = "none", **overrides: Any) -> AsyncIterator[Engine]:
     """An engine on the tiny target, as threads unless told otherwise. name: a key of DRAFTS."""
     settings = {"transport": "inproc", "method": name.split()[0], "drafter.path": draft} | DRAFTS.get(name, {})
+    if name == "datastore":
+        settings["drafter.datastore"] = str(Path(draft) / "datastore")
     async with await Engine.start({"model": model}, **settings | overrides) as engine:
         yield engine
 
