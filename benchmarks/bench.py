@@ -1,8 +1,9 @@
-"""`talon bench`: methods interleaved prompt by prompt, for machines drift, compared per prompt, for prompts differ."""
+"""`talon bench`: contestants take turns prompt by prompt, as machines drift, and are compared per prompt."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from pathlib import Path
 from statistics import mean, median
 
@@ -12,122 +13,122 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainin
 from rich.table import Table
 
 from benchmarks.contestants import Contestant, Run, overhead_us, start_contestant
+from benchmarks.figures import BASELINE, Row, loops, summaries
 from benchmarks.questions import Question, read_questions
 from engine.config import Config
+from engine.errors import TalonError
 from engine.sampling import SamplingParams
 from engine.text import encode_text, load_tokenizer
-
-BASELINE = "none"
-
-
-class Row(msgspec.Struct, frozen=True):
-    """One line of results.jsonl."""
-
-    question_id: str
-    category: str
-    method: str
-    mode: str
-    temperature: float
-    repeat: int
-    tokens: int
-    rounds: int
-    mean_accepted_tokens: float
-    tokens_per_second: float
-    time_to_first_token_s: float
-    verifier_busy: float | None
-    draft_hit_rate: float | None
-    output_equal: bool | None
 
 
 async def run_bench(
     config: Config,
-    methods: list[str],
+    names: list[str],
     files: list[Path],
     out: Path,
     limit: int | None,
-    sampling: SamplingParams,
+    samplings: list[SamplingParams],
     repeats: int,
+    heads: Path | None,
     console: Console,
 ) -> list[Row]:
-    """Answer every question with every method and write `out`/results.jsonl as the rows come in.
+    """Answer every question with every contestant and write `out`/results.jsonl as the rows come in.
 
-    Plain decoding is always among the methods: it is the speed and the text the others are compared with.
+    Plain decoding is always among them: it is the speed and the text the others are compared with. Every repeat starts
+    afresh: a drafter that remembers answers must not meet a question twice.
     """
-    methods = list(dict.fromkeys([BASELINE, *methods]))
-    questions = [question for file in files for question in read_questions(file, limit)]
+    questions = [(file.stem, question) for file in files for question in read_questions(file, limit)]
     tokenizer = load_tokenizer(config.model)
-    contestants: dict[str, Contestant] = {}
     rows: list[Row] = []
-    order = random.Random(sampling.seed)
-    try:
-        with progress_bar(console) as progress, (out / "results.jsonl").open("w", encoding="utf8") as results:
-            task = progress.add_task("starting", total=len(questions) * len(methods) * repeats)
-            for method in methods:
-                contestants[method] = await start_contestant(method, config)
-                await contestants[method].answer(
-                    encode_text(tokenizer, questions[0].prompt),
-                    msgspec.structs.replace(sampling, max_tokens=min(16, sampling.max_tokens)),
-                )
-            for repeat in range(repeats):
-                for question in questions:
-                    prompt = encode_text(tokenizer, question.prompt)
-                    runs: dict[str, Run] = {}
-                    for method in order.sample(methods, len(methods)):
-                        progress.update(task, description=f"{question.category} {method}")
-                        runs[method] = await contestants[method].answer(prompt, sampling)
-                        progress.advance(task)
-                    for method, run in runs.items():
-                        row = _row(question, method, config, sampling, repeat, run, runs[BASELINE])
-                        rows.append(row)
-                        results.write(msgspec.json.encode(row).decode() + "\n")
-                    results.flush()
-    finally:
-        for contestant in contestants.values():
-            await contestant.close()
+    order = random.Random(samplings[0].seed)
+    with progress_bar(console) as progress, (out / "results.jsonl").open("w", encoding="utf8") as results:
+        task = progress.add_task("starting", total=None)
+        for repeat in range(repeats):
+            for sampling in samplings:
+                warm_up = encode_text(tokenizer, "Say hello.")
+                contestants = await start_all(list(dict.fromkeys([BASELINE, *names])), config, heads, warm_up, console)
+                progress.update(task, total=len(questions) * len(contestants) * repeats * len(samplings))
+                try:
+                    for suite, question in questions:
+                        prompt = encode_text(tokenizer, question.prompt)
+                        runs: dict[str, Run] = {}
+                        for name in order.sample(list(contestants), len(contestants)):
+                            progress.update(task, description=f"{suite} {name}")
+                            runs[name] = await contestants[name].answer(prompt, sampling)
+                            progress.advance(task)
+                        for name, run in runs.items():
+                            row = row_of(suite, question, name, sampling, repeat, run, runs[BASELINE])
+                            rows.append(row)
+                            results.write(msgspec.json.encode(row).decode() + "\n")
+                        results.flush()
+                finally:
+                    for contestant in contestants.values():
+                        await contestant.close()
     return rows
 
 
-def _row(
-    question: Question, method: str, config: Config, sampling: SamplingParams, repeat: int, run: Run, plain: Run
+async def start_all(
+    names: list[str], config: Config, heads: Path | None, warm_up: list[int], console: Console
+) -> dict[str, Contestant]:
+    """The contestants that can be started here; of the others, a line says what they lack."""
+    contestants: dict[str, Contestant] = {}
+    for name in names:
+        try:
+            contestants[name] = await start_contestant(name, config, heads)
+            await contestants[name].answer(warm_up, SamplingParams(max_tokens=24))
+        except TalonError as error:
+            if name == BASELINE or "no such contestant" in str(error):
+                raise
+            console.print(f"left out: {name}: {error}")
+    return contestants
+
+
+def row_of(
+    suite: str, question: Question, name: str, sampling: SamplingParams, repeat: int, run: Run, plain: Run
 ) -> Row:
-    comparable = method != "hf" or sampling.temperature == 0  # transformers draws with other random numbers
+    """What one answer was worth."""
+    comparable = not name.startswith("hf") or sampling.temperature == 0  # transformers draws with other random numbers
+    log = run.log[1:]
+    gaps_ms = sorted(r.round_us / 1000 for r in log)
     return Row(
+        suite=suite,
         question_id=question.question_id,
-        category=question.category,
-        method=method,
-        mode=config.mode,
+        method=name,
         temperature=sampling.temperature,
         repeat=repeat,
         tokens=len(run.token_ids),
+        seconds=run.seconds,
         rounds=run.rounds,
         mean_accepted_tokens=run.mean_accepted_tokens,
-        tokens_per_second=len(run.token_ids) / run.seconds,
         time_to_first_token_s=run.time_to_first_token_s,
         verifier_busy=run.verifier_busy,
         draft_hit_rate=run.draft_hit_rate,
         output_equal=run.token_ids == plain.token_ids if comparable else None,
+        loops=loops(run.token_ids),
+        round_ms_p50=median(gaps_ms) if gaps_ms else None,
+        round_ms_p95=gaps_ms[int(0.95 * len(gaps_ms))] if gaps_ms else None,
+        verify_ms=mean(r.forward_us for r in log) / 1000 if log else None,
+        draft_ms=mean(r.draft_us for r in log) / 1000 if log else None,
+        nodes=mean(r.nodes for r in log) if log else None,
+        accepted=dict(Counter(str(len(r.tokens)) for r in log)),
     )
 
 
 def summary(rows: list[Row]) -> Table:
-    """Per method: tokens/s, speed-up over plain decoding (median of the per-prompt ratios), MAT and equality."""
-    plain = {(r.question_id, r.category, r.repeat): r.tokens_per_second for r in rows if r.method == BASELINE}
-    table = Table(title=f"{len(plain)} answers per method, T = {rows[0].temperature:g}, {rows[0].mode}")
-    for column in ("method", "tokens/s", "speed-up", "MAT", "first token", "verifier busy", "same text"):
+    """Per contestant, over all suites and temperatures given."""
+    table = Table(title="All answers" if not any(row.loops for row in rows) else "All answers, loops included")
+    for column in ("method", "tokens/s", "speed-up", "95%", "MAT", "first token", "verifier busy", "same text"):
         table.add_column(column, justify="left" if column == "method" else "right")
-    for method in dict.fromkeys(row.method for row in rows):
-        mine = [row for row in rows if row.method == method]
-        ratios = [r.tokens_per_second / plain[r.question_id, r.category, r.repeat] for r in mine]
-        busy = [row.verifier_busy for row in mine if row.verifier_busy is not None]
-        compared = [row.output_equal for row in mine if row.output_equal is not None]
+    for line in summaries(rows):
         table.add_row(
-            method,
-            f"{mean(row.tokens_per_second for row in mine):.1f}",
-            f"{median(ratios):.2f}x",
-            f"{mean(row.mean_accepted_tokens for row in mine):.2f}",
-            f"{median(row.time_to_first_token_s for row in mine) * 1000:.0f} ms",
-            f"{mean(busy):.0%}" if busy else "-",
-            f"{sum(compared)}/{len(compared)}" if compared else "-",
+            line.method,
+            f"{line.tokens_per_second:.1f}",
+            f"{line.speed_up:.2f}x",
+            f"{line.low:.2f}-{line.high:.2f}",
+            "-" if line.mean_accepted_tokens is None else f"{line.mean_accepted_tokens:.2f}",
+            "-" if line.time_to_first_token_s is None else f"{1000 * line.time_to_first_token_s:.0f} ms",
+            "-" if line.verifier_busy is None else f"{line.verifier_busy:.0%}",
+            f"{line.equal}/{line.compared}" if line.compared else "-",
         )
     return table
 

@@ -21,40 +21,78 @@ QuestionsOption = Annotated[
 def bench(
     questions: QuestionsOption = None,
     methods: Annotated[
-        str, typer.Option(help="Comma-separated: none, pld, suffix, sps; hf is transformers generate.")
+        str, typer.Option(help="Comma-separated contestants, or all, or ablation; a wrong name lists them.")
     ] = "none,pld,suffix",
     limit: Annotated[int | None, typer.Option(help="Questions per file.", show_default="all")] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the sampling and of the order of methods.")] = 0,
-    repeats: Annotated[int, typer.Option(help="How often everything is run.")] = 1,
-    out: Annotated[Path, typer.Option(help="Folder for results.jsonl.")] = Path("out"),
+    temperature: Annotated[list[float] | None, typer.Option(help="May be given again.", show_default="0")] = None,
+    seed: Annotated[int, typer.Option(help="Of the sampling and of the order of contestants.")] = 0,
+    repeats: Annotated[int, typer.Option(help="How often everything is run, each time afresh.")] = 1,
+    heads: Annotated[
+        Path, typer.Option(help="Folder with the drafters' weights: eagle, eagle3, medusa, hydra, sps.")
+    ] = configuration.ROOT / "models" / "demo" / "heads",
+    out: Annotated[Path, typer.Option(help="Folder for results.jsonl and the report.")] = Path("out"),
     overhead: Annotated[
         bool, typer.Option("--overhead", help="Measure the time per round outside model forwards instead.")
     ] = False,
     config: ConfigOption = configuration.DEMO,
     set_: SetOption = None,
 ) -> None:
-    """Compare methods on question files: tokens/s, speed-up over plain decoding, MAT, and whether texts are equal."""
+    """Compare contestants on question files: tokens/s, speed-up over plain decoding, MAT, equality of texts."""
     console = Console(stderr=True)
-    names = [name.strip() for name in methods.split(",")]
-
     if not overhead:
         out.mkdir(parents=True, exist_ok=True)
 
-    async def main() -> None:
+    async def main() -> int:
         from benchmarks.bench import run_bench, run_overhead, summary
+        from benchmarks.contestants import ABLATION, CONTESTANTS, PEERS
 
+        every = [name for name in CONTESTANTS if not name.startswith("+")] + list(PEERS)
+        groups = {"all": every, "ablation": list(ABLATION)}
+        names = groups.get(methods) or [name.strip() for name in methods.split(",")]
         settings = configuration.load(config, overrides(set_))
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed).validate()
+        samplings = [
+            SamplingParams(max_tokens=max_tokens, temperature=value, seed=seed).validate()
+            for value in temperature or [0.0]
+        ]
         if overhead:
-            Console().print(await run_overhead(settings, [n for n in names if n != "hf"], sampling, console))
-            return
-        rows = await run_bench(settings, names, _files(questions), out, limit, sampling, repeats, console)
+            Console().print(await run_overhead(settings, [n for n in names if n != "hf"], samplings[0], console))
+            return 0
+        rows = await run_bench(
+            settings, names, _files(questions), out, limit, samplings, repeats, heads if heads.is_dir() else None,
+            console,
+        )  # fmt: skip
         Console().print(summary(rows))
-        console.print(f"rows: {out / 'results.jsonl'}")
+        different = [row for row in rows if row.output_equal is False]
+        for row in different:
+            console.print(f"different text: {row.method}, {row.suite} {row.question_id}, T = {row.temperature:g}")
+        write_report(out, console)
+        return len(different)
+
+    if run(main()):
+        raise typer.Exit(1)
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(help="What talon bench --out named.")],
+) -> None:
+    """Make report.md and report.html again from the rows of a benchmark."""
+
+    async def main() -> None:
+        write_report(folder, Console(stderr=True))
 
     run(main())
+
+
+def write_report(folder: Path, console: Console) -> None:
+    """report.md, report.html and their pictures; without matplotlib, a line that says how to get them."""
+    try:
+        from benchmarks.report import write
+    except ImportError as error:
+        console.print(f"no report: {error}; pip install 'talon-decoding[bench]'")
+        return
+    write(folder)
+    console.print(f"rows, pictures and report: {folder}")
 
 
 def check(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -12,8 +14,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from drafters.registry import find
 from engine.api import Engine
-from engine.config import Config
+from engine.config import Config, load
+from engine.errors import ConfigError
 from engine.messages import Tokens
 from engine.sampling import SamplingParams
 from engine.target import Target
@@ -25,9 +29,9 @@ class Run(msgspec.Struct, frozen=True):
 
     token_ids: list[int]
     seconds: float
-    rounds: int
-    mean_accepted_tokens: float
-    time_to_first_token_s: float
+    rounds: int | None
+    mean_accepted_tokens: float | None
+    time_to_first_token_s: float | None
     verifier_busy: float | None
     draft_hit_rate: float | None
     log: list[Tokens]
@@ -42,7 +46,7 @@ class Contestant(Protocol):
 
 
 class TalonContestant:
-    """An engine with one method."""
+    """An engine with one configuration."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
@@ -71,27 +75,33 @@ class TalonContestant:
 
 
 class TransformersContestant:
-    """`model.generate` on a thread of its own, with as many torch threads as Talon's verifier has."""
+    """`model.generate` on a thread of its own, with as many torch threads as Talon's verifier has alone."""
 
-    def __init__(self, model: Any, threads: int):
-        self.model = model
+    def __init__(self, model: Any, threads: int, options: dict[str, Any]):
+        self.model, self.options = model, options
         self._thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,))
 
     @classmethod
-    async def start(cls, config: Config) -> TransformersContestant:
-        def load() -> Any:  # as its own users would: without our CPU layout of the weights
+    async def start(
+        cls, config: Config, assistant: str | None = None, prompt_lookup: bool = False
+    ) -> TransformersContestant:
+        def load() -> tuple[Any, dict[str, Any]]:  # as its own users would: without our CPU layout of the weights
             dtype = Target.load(config.model, config.dtype, config.device).dtype
-            return AutoModelForCausalLM.from_pretrained(config.model, dtype=dtype).eval()
+            model = AutoModelForCausalLM.from_pretrained(config.model, dtype=dtype).eval()
+            if assistant is not None:
+                small = AutoModelForCausalLM.from_pretrained(assistant, dtype=dtype).eval()
+                return model, {"assistant_model": small}
+            return model, {"prompt_lookup_num_tokens": 10} if prompt_lookup else {}
 
-        model = await asyncio.to_thread(load)
-        return cls(model, share_cores(config.model_copy(update={"method": "none"})).verifier_alone)
+        model, options = await asyncio.to_thread(load)
+        return cls(model, share_cores(config.model_copy(update={"method": "none"})).verifier_alone, options)
 
     async def answer(self, prompt: list[int], sampling: SamplingParams) -> Run:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._answer, prompt, sampling)
 
     def _answer(self, prompt: list[int], sampling: SamplingParams) -> Run:
         torch.manual_seed(sampling.seed)
-        clock = _FirstToken()
+        clock = _FirstToken() if "assistant_model" not in self.options else None
         started = time.perf_counter()
         with torch.inference_mode():
             output = self.model.generate(
@@ -103,10 +113,12 @@ class TransformersContestant:
                 top_k=sampling.top_k or None,
                 top_p=sampling.top_p,
                 streamer=clock,
+                **self.options,
             )
         tokens = output[0, len(prompt) :].tolist()
         ended = time.perf_counter()
-        return Run(tokens, ended - started, len(tokens) - 1, 1.0, clock.first_s - started, None, None, [])
+        first_s = clock.first_s - started if clock is not None else None
+        return Run(tokens, ended - started, None, None, first_s, None, None, [])
 
     async def close(self) -> None:
         self._thread.shutdown()
@@ -127,11 +139,56 @@ class _FirstToken:
         """Nothing to do."""
 
 
-async def start_contestant(method: str, config: Config) -> Contestant:
-    """The contestant named `method`: a Talon method, or `hf` for plain `transformers`."""
-    if method == "hf":
-        return await TransformersContestant.start(config)
-    return await TalonContestant.start(config.model_copy(update={"method": method}))
+AS_PUBLISHED: dict[str, Any] = {"drafter.shared_noise": False, "verifier.cut": False, "mode": "sequential"}
+
+CONTESTANTS: dict[str, dict[str, Any]] = {
+    "none": {"method": "none", "mode": "sequential"},
+    "pld": AS_PUBLISHED | {"method": "pld"},
+    "lookahead": AS_PUBLISHED | {"method": "lookahead", "drafter.budget": 121},
+    "suffix": AS_PUBLISHED | {"method": "suffix", "drafter.budget": 32},
+    "datastore": AS_PUBLISHED | {"method": "datastore", "drafter.budget": 64},
+    "recycling": AS_PUBLISHED | {"method": "recycling", "drafter.budget": 81},
+    "sps": AS_PUBLISHED | {"method": "sps"},
+    "medusa": AS_PUBLISHED | {"method": "medusa", "drafter.growth.policy": "published", "drafter.budget": 64},
+    "hydra": AS_PUBLISHED | {"method": "hydra", "drafter.growth.policy": "published", "drafter.budget": 64},
+    "eagle": AS_PUBLISHED | {"method": "eagle", "drafter.growth.policy": "published"},
+    "eagle2": AS_PUBLISHED | {"method": "eagle", "drafter.growth.policy": "dynamic"},
+    "eagle3": AS_PUBLISHED | {"method": "eagle3", "drafter.growth.policy": "dynamic"},
+    "talon-tree": AS_PUBLISHED | {"method": "eagle3", "drafter.growth.policy": "adaptive"},
+    "hybrid": {"method": "hybrid", "mode": "sequential"},
+    "talon": {"method": "hybrid", "mode": "auto"},
+    # what each of our parts adds to eagle3
+    "+adaptive": AS_PUBLISHED | {"method": "eagle3", "drafter.growth.policy": "adaptive"},
+    "+noise": {"method": "eagle3", "mode": "sequential", "verifier.cut": False},
+    "+calibration": {"method": "hybrid", "drafter.memories": [], "mode": "sequential", "verifier.cut": False},
+    "+merge": {"method": "hybrid", "mode": "sequential", "verifier.cut": False},
+    "+budget": {"method": "hybrid", "mode": "sequential"},
+    "+async": {"method": "hybrid", "mode": "async"},
+}
+"""What each name stands for: configuration keys. Baselines run as published: their trees, no calibration, no shared
+noise, every node verified."""
+
+ABLATION = ("eagle3", "+adaptive", "+noise", "+calibration", "+merge", "+budget", "+async")
+PEERS = ("hf", "hf-pld", "hf-assisted")
+"""`transformers` itself: plain generate, prompt lookup, and assisted generation with the SPS model."""
+
+
+async def start_contestant(name: str, config: Config, heads: Path | None = None) -> Contestant:
+    """The contestant `name`, on the model of `config`. heads: a folder with eagle, eagle3, medusa, hydra and sps."""
+    if name in PEERS:
+        assistant = str(heads / "sps") if name == "hf-assisted" and heads is not None else None
+        if name == "hf-assisted" and assistant is None:
+            raise ConfigError("hf-assisted: needs a small model: give --heads DIR with an sps folder")
+        return await TransformersContestant.start(config, assistant, prompt_lookup=name == "hf-pld")
+    if name not in CONTESTANTS:
+        near = difflib.get_close_matches(name, [*CONTESTANTS, *PEERS], n=1, cutoff=0)[0]
+        known = ", ".join([*CONTESTANTS, *PEERS])
+        raise ConfigError(f"method={name!r}: no such contestant; did you mean {near}? known: {known}")
+    settings = load(config, CONTESTANTS[name])
+    model = settings.drafter.head if settings.method == "hybrid" else settings.method
+    if heads is not None and settings.drafter.path is None and find(settings.method).has_model:
+        settings = load(settings, {"drafter.path": str(heads / model)})
+    return await TalonContestant.start(settings)
 
 
 def overhead_us(run: Run) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -216,6 +216,9 @@ class HeadDrafter(Drafter):
     def finish(self, request: int) -> None:
         self._requests.pop(request, None)
 
+    def last_token(self, request: int) -> int:
+        return self._requests[request].text[-1]
+
     def seen(self, request: int, continuation: Sequence[int]) -> Following | None:
         """What the head saw behind `continuation`, None if it has not drafted there."""
         state, node = self._requests[request], 0

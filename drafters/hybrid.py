@@ -29,8 +29,7 @@ from engine.tree import TokenTree
 
 SOURCE = 64
 _EDGES = (1e-6, 0.01, 0.03, 0.07, 0.15, 0.25, 0.4, 0.55, 0.7, 0.82, 0.91, 0.97)
-_NEXT = 0.6  # chance that some candidate behind an accepted node is accepted, for what a draft step may yield
-_NEW = 0.1  # weight of the latest measurement
+_NEW, _SLOWLY = 0.1, 0.01  # weight of the latest measurement, of costs and of chances
 
 
 class Merge:
@@ -63,20 +62,34 @@ class Merge:
 
 
 class Advice:
-    """Retrieval's part in the growth of one tree (`drafters.head.Advice`). retrieved: its tree over the same root."""
+    """Retrieval's part in the growth of one tree (`drafters.head.Advice`). retrieved: its tree over the same root.
 
-    def __init__(self, merge: Merge, retrieved: TokenTree, least_gain: float):
-        self.merge, self.retrieved, self.least_gain = merge, retrieved, least_gain
+    needed: the accepted tokens that a draft step must bring to be worth its time. A step brings something where
+    retrieval misses the next token and the head has it, which it then does with the chance `rescue`.
+    """
+
+    def __init__(self, merge: Merge, retrieved: TokenTree, needed: float, rescue: float):
+        self.merge, self.retrieved, self.needed, self.rescue = merge, retrieved, needed, rescue
         self._place: dict[int, int | None] = {0: 0}  # node of the growing tree -> node of `retrieved`
 
     def worth_drafting(self, frontier: Frontier) -> bool:
-        return _NEXT * sum(frontier.confidence) > self.least_gain
+        gain = 0.0
+        for node, parent, token, confidence in zip(
+            frontier.nodes, frontier.parents, frontier.tokens, frontier.confidence, strict=True
+        ):
+            known = sum(children(self.retrieved, self._locate(node, parent, token))[1])
+            gain += confidence * max(0.0, 1 - known) * self.rescue
+        return gain > self.needed
 
     def candidates(self, node: int, parent: int, token: int, seen: Following | None) -> Following:
-        if node:
+        return self.merge.following(seen, children(self.retrieved, self._locate(node, parent, token)))
+
+    def _locate(self, node: int, parent: int, token: int) -> int | None:
+        """The retrieved node at the same place, if there is one."""
+        if node not in self._place:
             above = self._place[parent]
             self._place[node] = None if above is None else self.retrieved.child(above, token)
-        return self.merge.following(seen, children(self.retrieved, self._place[node]))
+        return self._place[node]
 
 
 class HybridDrafter(Drafter):
@@ -89,8 +102,9 @@ class HybridDrafter(Drafter):
         self.feature_layers = head.feature_layers
         self.successors = max((memory.successors for memory in memories), default=0)
         self.merge = Merge()
+        self._rescue = 0.6
         self._token_s = 0.01  # the engine's time for a token
-        self._step_s = 0.001  # the head's for a draft step
+        self._step_s = 0.001  # the time of a draft step
         self._observed_s: dict[int, float] = {}
 
     @classmethod
@@ -113,16 +127,18 @@ class HybridDrafter(Drafter):
         return self.propose_many(request, [continuation])[0]
 
     def propose_many(self, request: int, continuations: Sequence[Sequence[int]]) -> list[TokenTree]:
-        retrieved = [self._retrieve(request, continuation) for continuation in continuations]
-        advice = [Advice(self.merge, tree, self._step_s / self._token_s) for tree in retrieved]
-        steps, before_s = self.head.steps, self.head.forward_s
-        drafted = self.head.propose_many(request, continuations, advice)
-        if steps := self.head.steps - steps:
-            self._step_s += _NEW * ((self.head.forward_s - before_s) / steps - self._step_s)
-        return [
-            _with_sources(tree, memory, self.head.source) if len(tree) > 1 else memory
-            for tree, memory in zip(drafted, retrieved, strict=True)
-        ]
+        trees = [self._retrieve(request, continuation) for continuation in continuations]
+        advice = [Advice(self.merge, tree, self._step_s / self._token_s, self._rescue) for tree in trees]
+        drafting = [row for row, tree in enumerate(trees) if advice[row].worth_drafting(_root_of(tree))]
+        if drafting:
+            started, steps = time.perf_counter(), self.head.steps
+            grown = self.head.propose_many(request, [continuations[i] for i in drafting], [advice[i] for i in drafting])
+            taken_s = (time.perf_counter() - started) / (1 + self.head.steps - steps)
+            self._step_s += _NEW * (taken_s - self._step_s)
+            for row, tree in zip(drafting, grown, strict=True):
+                if len(tree) > 1:
+                    trees[row] = _with_sources(tree, trees[row], self.head.source)
+        return trees
 
     def following(self, request: int, continuations: Sequence[Sequence[int]]) -> list[Following]:
         seen = self.head.following(request, continuations)
@@ -147,6 +163,8 @@ class HybridDrafter(Drafter):
             drafter.finish(request)
 
     def _retrieve(self, request: int, continuation: Sequence[int]) -> TokenTree:
+        if not self.memories:
+            return TokenTree.root_only(continuation[-1] if continuation else self.head.last_token(request))
         return reduce(TokenTree.union, (memory.propose(request, continuation) for memory in self.memories))
 
     def _learn(self, request: int, tokens: Sequence[int]) -> None:
@@ -154,12 +172,19 @@ class HybridDrafter(Drafter):
         retrieved, place = self._retrieve(request, ()), 0
         for depth, token in enumerate(tokens):
             seen = self.head.seen(request, tokens[:depth])
-            for candidate, model, memory in self.merge.candidates(seen, children(retrieved, place)):
+            known = children(retrieved, place)
+            for candidate, model, memory in self.merge.candidates(seen, known):
                 self.merge.learn(model, memory, candidate == token)
+            if seen is not None and token not in known[0]:
+                self._rescue += _SLOWLY * ((token in seen[0]) - self._rescue)
             following = retrieved.child(place, token)
             if following is None:
                 break
             place = following
+
+
+def _root_of(tree: TokenTree) -> Frontier:
+    return Frontier([0], [-1], [int(tree.tokens[0])], [1.0])
 
 
 def children(tree: TokenTree, node: int | None) -> Following:

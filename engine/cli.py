@@ -106,13 +106,14 @@ def generate(
 def main() -> None:
     """Entry point of the `talon` command."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # for workers that are threads; see engine.launch
-    from benchmarks.commands import bench, check
+    from benchmarks.commands import bench, check, report
     from benchmarks.replay import replay
     from drafters.training.cli import app as train
     from retrieval_index.commands import app as index
 
     app.command()(bench)
     app.command()(check)
+    app.command()(report)
     app.command()(replay)
     app.add_typer(index, name="index")
     app.add_typer(train, name="train")

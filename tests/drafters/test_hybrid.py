@@ -24,8 +24,9 @@ CHANCES = st.none() | st.floats(0, 1)
 
 
 def hybrid(path: Path, target: TargetWeights, text: list[int] = TEXT) -> HybridDrafter:
-    """A hybrid that has read `text`, of which the last token is the target's."""
+    """A hybrid that has read `text`, of which the last token is the target's; tokens are dear, so any step pays."""
     drafter = HybridDrafter(HeadDrafter(eagle3(path, target), Adaptive(budget=24)), [SuffixDrafter(budget=24)])
+    drafter._token_s = 1e6
     drafter.start(1, text[:-1], SamplingParams(max_tokens=60))
     features = true_features(len(text) - 1, "eagle3").numpy()
     drafter.observe(1, Verdict(TokenTree.root_only(text[-2]), [0], text[-1:], features))
@@ -71,11 +72,20 @@ def test_an_outcome_asked_about_leaves_no_trace(tmp_path: Path, target: TargetWe
 
 def test_a_step_that_costs_more_than_it_can_bring_is_left_to_retrieval(tmp_path: Path, target: TargetWeights) -> None:
     drafter = hybrid(tmp_path, target)
-    drafter._step_s = 1e6 * drafter._token_s
+    drafter._token_s = 1e-9
     steps = drafter.head.steps
     tree = drafter.propose(1)
-    assert drafter.head.steps == steps  # the root's candidates were there already
+    assert drafter.head.steps == steps
     assert tree.child(tree.child(0, 8) or 0, 9) is not None  # the text goes on: 8 9
+
+
+def test_how_often_the_head_knows_what_retrieval_misses_is_learned(tmp_path: Path, target: TargetWeights) -> None:
+    drafter = hybrid(tmp_path, target)
+    before = drafter._rescue
+    tree = drafter.propose(1)
+    unforeseen = next(t for t in range(VOCAB) if tree.child(0, t) is None)
+    drafter.observe(1, Verdict(tree, [0], [unforeseen], true_features(1, "eagle3").numpy()))
+    assert drafter._rescue < before
 
 
 @given(CHANCES, CHANCES)

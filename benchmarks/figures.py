@@ -1,0 +1,160 @@
+"""From rows to figures: speed-ups with their intervals, and which answers loop."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import mean, median
+
+import msgspec
+import numpy as np
+
+from engine.errors import ConfigError
+
+BASELINE = "none"
+_LOOP_LENGTH, _LOOP_COUNT = 8, 4
+_RESAMPLES = 2000
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One answer, a line of results.jsonl. None: not known of this contestant.
+
+    seconds: from the call to the last token. round_ms: between verdicts. verify_ms, draft_ms: of models' forwards, mean
+    per round. nodes: verified, mean per round. accepted: how many rounds emitted so many tokens.
+    """
+
+    suite: str
+    question_id: str
+    method: str
+    temperature: float
+    repeat: int
+    tokens: int
+    seconds: float
+    rounds: int | None
+    mean_accepted_tokens: float | None
+    time_to_first_token_s: float | None
+    verifier_busy: float | None
+    draft_hit_rate: float | None
+    output_equal: bool | None
+    loops: bool
+    round_ms_p50: float | None
+    round_ms_p95: float | None
+    verify_ms: float | None
+    draft_ms: float | None
+    nodes: float | None
+    accepted: dict[str, int]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """A contestant over some answers. speed_up: median of per-prompt ratios of tokens/s to plain decoding's, low and
+    high its 95% interval by bootstrap over prompts. The others: means, first token: median.
+    """
+
+    method: str
+    answers: int
+    tokens_per_second: float
+    speed_up: float
+    low: float
+    high: float
+    mean_accepted_tokens: float | None
+    time_to_first_token_s: float | None
+    verifier_busy: float | None
+    draft_hit_rate: float | None
+    round_ms_p50: float | None
+    round_ms_p95: float | None
+    verify_ms: float | None
+    draft_ms: float | None
+    nodes: float | None
+    equal: int
+    compared: int
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows that `talon bench` wrote."""
+    try:
+        with path.open(encoding="utf8") as lines:
+            rows = [msgspec.json.decode(line, type=Row) for line in lines]
+    except OSError as error:
+        raise ConfigError(f"results={path}: cannot be read ({error.strerror}): run talon bench first") from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"results={path}: is not of this version's talon bench ({error}): run it again") from None
+    if not rows:
+        raise ConfigError(f"results={path}: holds no rows: run talon bench first")
+    return rows
+
+
+def loops(tokens: Sequence[int]) -> bool:
+    """Whether some 8 tokens in a row occur more than 4 times."""
+    grams = Counter(tuple(tokens[i : i + _LOOP_LENGTH]) for i in range(len(tokens) - _LOOP_LENGTH + 1))
+    return max(grams.values(), default=0) > _LOOP_COUNT
+
+
+def speed_ups(rows: Iterable[Row], method: str) -> list[float]:
+    """Per prompt, the method's tokens/s over plain decoding's in the same repeat."""
+    rows = list(rows)
+    plain = {_prompt(row): row.tokens_per_second for row in rows if row.method == BASELINE}
+    return [row.tokens_per_second / plain[_prompt(row)] for row in rows if row.method == method]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """95% interval of the median, by bootstrap."""
+    sample = np.random.default_rng(0).choice(np.asarray(values), (_RESAMPLES, len(values)))
+    low, high = np.quantile(np.median(sample, axis=1), [0.025, 0.975])
+    return float(low), float(high)
+
+
+def summaries(rows: Sequence[Row]) -> list[Summary]:
+    """One line per contestant, in the order of the rows' first mention, plain decoding first."""
+    names = sorted({row.method for row in rows}, key=lambda name: (name != BASELINE, _first(rows, name)))
+    return [_summary(rows, name) for name in names]
+
+
+def without_loops(rows: Sequence[Row]) -> list[Row]:
+    """The prompts on which plain decoding does not loop: a loop flatters whoever copies from the text."""
+    looping = {_prompt(row) for row in rows if row.method == BASELINE and row.loops}
+    return [row for row in rows if _prompt(row) not in looping]
+
+
+def _summary(rows: Sequence[Row], method: str) -> Summary:
+    mine = [row for row in rows if row.method == method]
+    ratios = speed_ups(rows, method)
+    low, high = interval(ratios)
+    compared = [row.output_equal for row in mine if row.output_equal is not None]
+
+    def average(name: str) -> float | None:
+        known = [getattr(row, name) for row in mine if getattr(row, name) is not None]
+        return mean(known) if known else None
+
+    first = [row.time_to_first_token_s for row in mine if row.time_to_first_token_s is not None]
+    return Summary(
+        method=method,
+        answers=len(mine),
+        tokens_per_second=mean(row.tokens_per_second for row in mine),
+        speed_up=median(ratios),
+        low=low,
+        high=high,
+        mean_accepted_tokens=average("mean_accepted_tokens"),
+        time_to_first_token_s=median(first) if first else None,
+        verifier_busy=average("verifier_busy"),
+        draft_hit_rate=average("draft_hit_rate"),
+        round_ms_p50=average("round_ms_p50"),
+        round_ms_p95=average("round_ms_p95"),
+        verify_ms=average("verify_ms"),
+        draft_ms=average("draft_ms"),
+        nodes=average("nodes"),
+        equal=sum(compared),
+        compared=len(compared),
+    )
+
+
+def _prompt(row: Row) -> tuple[str, str, float, int]:
+    return row.suite, row.question_id, row.temperature, row.repeat
+
+
+def _first(rows: Sequence[Row], method: str) -> int:
+    return next(i for i, row in enumerate(rows) if row.method == method)

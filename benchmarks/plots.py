@@ -1,0 +1,127 @@
+"""The report's pictures. Okabe and Ito's colours, which people with any kind of colour vision can tell apart."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from benchmarks.figures import BASELINE, Row, summaries
+
+OURS, BASELINES, PEERS = "#0072B2", "#999999", "#E69F00"
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
+OUR_METHODS = {"talon", "hybrid", "talon-tree"}
+
+
+def speed_up_bars(rows: Sequence[Row], path: Path) -> None:
+    """Speed-up over plain decoding per suite: a bar per contestant, its 95% interval, the fastest on top."""
+    suites = list(dict.fromkeys(row.suite for row in rows))
+    columns = min(3, len(suites))
+    lines = -(-len(suites) // columns)
+    methods = len({row.method for row in rows})
+    figure, axes = plt.subplots(lines, columns, figsize=(4.6 * columns, (0.27 * methods + 1.1) * lines), squeeze=False)
+    for place, axis in enumerate(axes.flat):
+        if place >= len(suites):
+            axis.axis("off")
+            continue
+        table = sorted(summaries([row for row in rows if row.suite == suites[place]]), key=lambda s: s.speed_up)
+        errors = [[s.speed_up - s.low for s in table], [s.high - s.speed_up for s in table]]
+        colours = [_colour(s.method) for s in table]
+        axis.barh([s.method for s in table], [s.speed_up for s in table], xerr=errors, color=colours, ecolor="#333333")
+        axis.axvline(1, color="black", linewidth=0.8)
+        axis.set_title(suites[place])
+        axis.set_xlabel("speed-up over plain decoding")
+    _save(figure, path)
+
+
+def summary_bars(rows: Sequence[Row], path: Path) -> None:
+    """The same over all suites, with the number on each bar: the picture of the README."""
+    table = sorted(summaries(rows), key=lambda s: s.speed_up)
+    figure, axis = plt.subplots(figsize=(7.5, 0.3 * len(table) + 1.2))
+    errors = [[s.speed_up - s.low for s in table], [s.high - s.speed_up for s in table]]
+    bars = axis.barh(
+        [s.method for s in table],
+        [s.speed_up for s in table],
+        xerr=errors,
+        color=[_colour(s.method) for s in table],
+        ecolor="#333333",
+    )
+    axis.bar_label(bars, [f"{s.speed_up:.2f}x" for s in table], padding=14, fontsize=8)
+    axis.axvline(1, color="black", linewidth=0.8)
+    axis.set_xlim(0, 1.15 * max(s.high for s in table))
+    axis.set_xlabel("speed-up over plain decoding (median over prompts, 95% interval)")
+    kinds = ((OURS, "Talon"), (BASELINES, "baselines, built in"), (PEERS, "transformers"))
+    axis.legend(handles=[Patch(color=colour, label=kind) for colour, kind in kinds], loc="lower right", fontsize=8)
+    _save(figure, path)
+
+
+def accepted_lengths(rows: Sequence[Row], path: Path, most: int = 12) -> None:
+    """How many tokens a round emits: the share of rounds, for the contestants that accept most."""
+    table = [s for s in summaries(rows) if s.mean_accepted_tokens is not None and s.method != BASELINE]
+    best = sorted(table, key=lambda s: -(s.mean_accepted_tokens or 0))[:5]
+    figure, axis = plt.subplots(figsize=(7.5, 3.6))
+    for colour, line in zip(COLOURS, best, strict=False):
+        counts: Counter[int] = Counter()
+        for row in rows:
+            if row.method == line.method:
+                counts.update({min(int(length), most): count for length, count in row.accepted.items()})
+        total = max(1, sum(counts.values()))
+        lengths = range(1, most + 1)
+        label = f"{line.method} (mean {line.mean_accepted_tokens:.2f})"
+        axis.plot(lengths, [counts[n] / total for n in lengths], marker="o", color=colour, label=label)
+    axis.set_xlabel(f"tokens emitted in a round (the last: {most} or more)")
+    axis.set_ylabel("share of rounds")
+    axis.legend(fontsize=8)
+    _save(figure, path)
+
+
+def verification_cost(rows: Sequence[Row], path: Path) -> None:
+    """What a forward of the target takes against the nodes it verifies; one point per answer."""
+    figure, axis = plt.subplots(figsize=(7.5, 3.6))
+    methods = [m for m in dict.fromkeys(row.method for row in rows) if any(r.nodes and r.method == m for r in rows)]
+    for place, method in enumerate(methods):
+        points = [(r.nodes, r.verify_ms) for r in rows if r.method == method and r.nodes and r.verify_ms]
+        colour, marker = COLOURS[place % len(COLOURS)], "os^Dv"[place // len(COLOURS) % 5]
+        nodes, cost_ms = zip(*points, strict=True)
+        axis.scatter(nodes, cost_ms, s=12, color=colour, marker=marker, label=method)
+    axis.set_xlabel("nodes verified in a round (mean of an answer)")
+    axis.set_ylabel("target forward, ms")
+    axis.set_ylim(bottom=0)
+    axis.legend(fontsize=7, ncols=3)
+    _save(figure, path)
+
+
+def tree_sizes(rows: Sequence[Row], path: Path) -> None:
+    """Nodes verified a round, suite by suite."""
+    suites = list(dict.fromkeys(row.suite for row in rows))
+    methods = [m for m in ("talon", "hybrid", "talon-tree", "eagle2", "suffix") if any(r.method == m for r in rows)]
+    figure, axis = plt.subplots(figsize=(7.5, 3.2))
+    width = 0.8 / max(1, len(methods))
+    for place, method in enumerate(methods):
+        heights = []
+        for suite in suites:
+            nodes = [row.nodes for row in rows if row.method == method and row.suite == suite and row.nodes]
+            heights.append(sum(nodes) / max(1, len(nodes)))
+        at = [x + place * width for x in range(len(suites))]
+        axis.bar(at, heights, width, color=COLOURS[place], label=method)
+    axis.set_xticks([x + 0.4 - width / 2 for x in range(len(suites))], suites)
+    axis.set_ylabel("nodes verified a round")
+    axis.legend(fontsize=8)
+    _save(figure, path)
+
+
+def _colour(method: str) -> str:
+    return OURS if method in OUR_METHODS or method.startswith("+") else PEERS if method.startswith("hf") else BASELINES
+
+
+def _save(figure: Figure, path: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
