@@ -94,7 +94,7 @@ class Engine:
         self._context = zmq.asyncio.Context()
         self._workers = Workers(config, zmq.Context.shadow(self._context))
         self._hub = Hub(self._context, self._workers.control, FROM_WORKERS)
-        self.timeline = Timeline()
+        self.timeline = Timeline(f"{config.method}, {config.mode}{config.simulation}")
         self._tokenizer: Any = None
         self._target = Ready()
         self._ready: dict[str, asyncio.Event] = {role: asyncio.Event() for role in self._workers.roles}
@@ -280,6 +280,8 @@ class Engine:
                 continue
             name, message, _ = arrival
             role = name.partition("-")[0]
+            if isinstance(message, Spans):  # its last ones come when it has ended
+                self.timeline.add(role, message)
             if (worker := self._workers.running.get(role)) is None or worker.name != name:
                 continue  # the last words of a worker already replaced
             self._workers.heard_s[role] = time.monotonic()
@@ -291,8 +293,6 @@ class Engine:
             elif isinstance(message, Ready):
                 self._target = message if role == "verifier" else self._target
                 self._ready[role].set()
-            elif isinstance(message, Spans):
-                self.timeline.add(role, message)
 
     def _hear_failure(self, role: str, message: Failed) -> None:
         kind = getattr(errors, message.kind, TalonError)

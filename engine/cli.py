@@ -62,7 +62,12 @@ def generate(
     top_k: Annotated[int, typer.Option(help="Keep this many of the likeliest tokens; 0 keeps all.")] = 0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text with every method and mode.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given again.")] = None,
-    mode: Annotated[str | None, typer.Option(help="How drafter and verifier take turns: sequential.")] = None,
+    mode: Annotated[
+        str | None, typer.Option(help="Drafter and verifier in turns or at once: sequential, async, auto.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write what each worker did when, for Perfetto and `talon timeline`.")
+    ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Send the prompt as it is, without the chat template.")] = False,
     set_: SetOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming.")] = False,
@@ -80,7 +85,9 @@ def generate(
             max_tokens=max_tokens,
             stop=tuple(stop or ()),
         ).validate()
-        async with await Engine.start(config, **overrides(set_, method=method, mode=mode)) as engine:
+        async with await Engine.start(
+            config, **overrides(set_, method=method, mode=mode, trace=str(trace) if trace else None)
+        ) as engine:
             stream = engine.stream(prompt, sampling, raw=raw)
             async for piece in stream:
                 if not as_json:
@@ -96,7 +103,7 @@ def generate(
         print(
             f"[{len(result.token_ids)} tokens, {metrics.tokens_per_second:.1f} tokens/s, "
             f"MAT {metrics.mean_accepted_tokens:.2f}, verifier busy {metrics.verifier_busy:.0%}, "
-            f"{engine.config.method}, {result.finish_reason}]",
+            f"{engine.config.method}, {result.finish_reason}{engine.config.simulation}]",
             file=sys.stderr,
         )
 
@@ -108,6 +115,7 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # for workers that are threads; see engine.launch
     from benchmarks.commands import bench, check, report
     from benchmarks.replay import replay
+    from benchmarks.timeline import timeline
     from drafters.training.cli import app as train
     from retrieval_index.commands import app as index
 
@@ -115,6 +123,7 @@ def main() -> None:
     app.command()(check)
     app.command()(report)
     app.command()(replay)
+    app.command()(timeline)
     app.add_typer(index, name="index")
     app.add_typer(train, name="train")
     app()

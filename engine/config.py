@@ -109,6 +109,12 @@ class Config(_Section):
     start_timeout_s: float = Field(300, gt=0)
     heartbeat_timeout_s: float = Field(20, gt=0)
 
+    @property
+    def simulation(self) -> str:
+        """What to add wherever a number is shown: empty unless the target's latency is simulated."""
+        latency_ms = self.verifier.simulated_latency_ms
+        return f", simulated target latency +{latency_ms:g} ms" if latency_ms else ""
+
 
 def load(source: str | Path | Mapping[str, Any] | Config, overrides: Mapping[str, Any] | None = None) -> Config:
     """The configuration from a YAML file, a dict or a Config, with `overrides` applied (dots reach into sections).

@@ -33,9 +33,10 @@ class Trace:
 
 
 class Timeline:
-    """The spans of all workers. lanes: worker -> its spans."""
+    """The spans of all workers. lanes: worker -> its spans. title: what was run."""
 
-    def __init__(self) -> None:
+    def __init__(self, title: str = "") -> None:
+        self.title = title
         self.lanes: dict[str, list[Span]] = {}
 
     def add(self, worker: str, spans: Spans) -> None:
@@ -51,7 +52,7 @@ class Timeline:
                 at = {"ts": span.start_us, "dur": span.duration_us}
                 events.append({"ph": "X", "pid": 1, "tid": lane, "name": span.name, **at, "args": arguments})
         try:
-            path.write_text(json.dumps({"traceEvents": events}))
+            path.write_text(json.dumps({"traceEvents": events, "otherData": {"title": self.title}}))
         except OSError as error:
             raise ConfigError(f"trace={path}: cannot be written ({error.strerror}): give another file") from None
 
@@ -59,9 +60,10 @@ class Timeline:
     def read(cls, path: Path) -> Timeline:
         """A file that `write` wrote."""
         try:
-            events = json.loads(path.read_text())["traceEvents"]
+            trace = json.loads(path.read_text())
+            events = trace["traceEvents"]
             names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-            timeline = cls()
+            timeline = cls(trace["otherData"]["title"])
             for event in events:
                 if event["ph"] == "X":
                     span = msgspec.convert(

@@ -63,6 +63,11 @@ def test_generate_streams_the_text_and_sums_up_on_standard_error(tiny: str) -> N
         (["generate", "hi", "--config", "nowhere.yaml"], "nowhere.yaml"),
         (["bench"], "--questions"),
         (["check", "--questions", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["bench", "--questions", "nowhere.jsonl", "--methods", "pldd"], "nowhere.jsonl"),
+        (["report", "nowhere"], "nowhere"),
+        (["timeline", "pyproject.toml"], "is no trace"),
+        (["replay", "--trace", "nowhere.jsonl", "--tokenizer", "."], "nowhere.jsonl"),
+        (["index", "info", "nowhere"], "nowhere"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], told: str) -> None:
@@ -84,11 +89,44 @@ def test_bench_writes_a_row_per_question_and_method(tiny: str, questions: str, t
     assert {row["method"] for row in rows} == {"none", "pld", "suffix", "hf"}
     assert all(row["output_equal"] for row in rows)
     assert set(rows[0]) == {
-        "question_id", "category", "method", "mode", "temperature", "repeat", "tokens", "rounds",
-        "mean_accepted_tokens", "tokens_per_second", "time_to_first_token_s", "verifier_busy", "draft_hit_rate",
-        "output_equal",
+        "suite", "question_id", "method", "temperature", "repeat", "tokens", "seconds", "rounds",
+        "mean_accepted_tokens", "time_to_first_token_s", "verifier_busy", "draft_hit_rate", "output_equal", "loops",
+        "round_ms_p50", "round_ms_p95", "verify_ms", "draft_ms", "nodes", "accepted",
     }  # fmt: skip
     assert "speed-up" in done.stdout
+    assert "speed-up over all suites" in (tmp_path / "report.md").read_text().lower()
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 5 and 'src="http' not in page
+
+
+def test_a_report_is_made_again_from_the_rows(tiny: str, questions: str, tmp_path: Path) -> None:
+    options = ["--questions", questions, "--methods", "none,pld", "--limit", "1", "--max-tokens", "8"]
+    talon("bench", *options, "--out", str(tmp_path), "--set", f"model={tiny}", "--set", "transport=inproc")
+    before = (tmp_path / "report.md").read_text()
+    (tmp_path / "report.md").unlink()
+    done = talon("report", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "report.md").read_text() == before
+
+
+def test_a_contestant_that_cannot_start_is_left_out_with_a_line(tiny: str, questions: str, tmp_path: Path) -> None:
+    done = talon(
+        "bench", "--questions", questions, "--methods", "pld,eagle3", "--limit", "1", "--max-tokens", "8",
+        "--heads", str(tmp_path), "--out", str(tmp_path), "--set", f"model={tiny}", "--set", "transport=inproc",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "left out: eagle3" in done.stderr
+
+
+def test_a_trace_is_drawn(tiny: str, tmp_path: Path) -> None:
+    trace, picture = tmp_path / "trace.json", tmp_path / "lanes.png"
+    options = ["--set", f"model={tiny}", "--set", "transport=inproc", "--set", "verifier.simulated_latency_ms=1"]
+    done = talon("generate", "hi", *options, "--max-tokens", "9", "--method", "pld", "--trace", str(trace))
+    assert "simulated target latency +1 ms" in done.stderr
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {"prefill", "verify", "draft"} <= {event["name"] for event in events}
+    assert talon("timeline", str(trace), "--out", str(picture)).returncode == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_bench_overhead_prints_both_transports(tiny: str) -> None:
