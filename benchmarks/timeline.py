@@ -61,7 +61,7 @@ def draw(timeline: Timeline, out: Path, from_s: float | None = None, to_s: float
     axis.set_yticks(range(len(lanes)), list(reversed(lanes)))
     axis.set_xlim(begin, end)
     axis.set_xlabel("seconds")
-    axis.set_title(timeline.title)
+    axis.set_title(timeline.title, loc="left")
     seen = [name for name in COLOURS if any(span.name == name for span in spans)]
     handles = [Patch(color=COLOURS[name], label=name) for name in seen]
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), fontsize=8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,8 +62,13 @@ class Drafter(ABC):
         The root is the last token of that text. A root-only tree says: nothing to propose.
         """
 
-    def propose_many(self, request: int, continuations: Sequence[Sequence[int]]) -> list[TokenTree]:
-        """`propose` for several outcomes; drafters with a model draft them in the same forwards."""
+    def propose_many(
+        self, request: int, continuations: Sequence[Sequence[int]], between_steps: Callable[[], None] | None = None
+    ) -> list[TokenTree]:
+        """`propose` for several outcomes; drafters with a model draft them in the same forwards.
+
+        between_steps: called between a model's draft steps; it may raise to abandon the work.
+        """
         return [self.propose(request, continuation) for continuation in continuations]
 
     def following(self, request: int, continuations: Sequence[Sequence[int]]) -> list[Following]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
@@ -164,7 +164,11 @@ class HeadDrafter(Drafter):
 
     @torch.inference_mode()
     def propose_many(
-        self, request: int, continuations: Sequence[Sequence[int]], advice: Sequence[Advice] = ()
+        self,
+        request: int,
+        continuations: Sequence[Sequence[int]],
+        between_steps: Callable[[], None] | None = None,
+        advice: Sequence[Advice] = (),
     ) -> list[TokenTree]:
         """One tree per possible continuation, grown in the same forward passes as far as there is room for all.
 
@@ -182,7 +186,7 @@ class HeadDrafter(Drafter):
             roots = self._descend(state, group)
             tokens = [(path or state.text)[-1] for path in group]
             advisers = advice[len(trees) : len(trees) + len(group)] if advice else [None] * len(group)
-            trees += self._grow(state, roots, tokens, advisers)
+            trees += self._grow(state, roots, tokens, advisers, between_steps)
         return trees
 
     @torch.inference_mode()
@@ -260,7 +264,12 @@ class HeadDrafter(Drafter):
         return nodes
 
     def _grow(
-        self, state: _Request, roots: list[int], tokens: list[int], advice: Sequence[Advice | None]
+        self,
+        state: _Request,
+        roots: list[int],
+        tokens: list[int],
+        advice: Sequence[Advice | None],
+        between_steps: Callable[[], None] | None,
     ) -> list[TokenTree]:
         """Run one growth per root in lockstep: each turn expands all their frontiers in one forward."""
         growths = [self.policy.steps(token, self.source) for token in tokens]
@@ -268,6 +277,8 @@ class HeadDrafter(Drafter):
         frontiers: dict[int, Frontier] = {row: next(growth) for row, growth in enumerate(growths)}
         trees: dict[int, TokenTree] = {}
         while frontiers:
+            if between_steps is not None:
+                between_steps()
             self._expand(state, frontiers, known, advice)
             for row, frontier in list(frontiers.items()):
                 try:

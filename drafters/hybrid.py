@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 
 import numpy as np
@@ -126,13 +126,17 @@ class HybridDrafter(Drafter):
     def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:
         return self.propose_many(request, [continuation])[0]
 
-    def propose_many(self, request: int, continuations: Sequence[Sequence[int]]) -> list[TokenTree]:
+    def propose_many(
+        self, request: int, continuations: Sequence[Sequence[int]], between_steps: Callable[[], None] | None = None
+    ) -> list[TokenTree]:
         trees = [self._retrieve(request, continuation) for continuation in continuations]
         advice = [Advice(self.merge, tree, self._step_s / self._token_s, self._rescue) for tree in trees]
         drafting = [row for row, tree in enumerate(trees) if advice[row].worth_drafting(_root_of(tree))]
         if drafting:
             started, steps = time.perf_counter(), self.head.steps
-            grown = self.head.propose_many(request, [continuations[i] for i in drafting], [advice[i] for i in drafting])
+            grown = self.head.propose_many(
+                request, [continuations[i] for i in drafting], between_steps, [advice[i] for i in drafting]
+            )
             taken_s = (time.perf_counter() - started) / (1 + self.head.steps - steps)
             self._step_s += _NEW * (taken_s - self._step_s)
             for row, tree in zip(drafting, grown, strict=True):

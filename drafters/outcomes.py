@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
 
 
 def likeliest(
-    tree: TokenTree, following: Callable[[Sequence[Sequence[int]]], list[Following]], limit: int, least: float = 0.02
+    tree: TokenTree, following: Callable[[Sequence[Sequence[int]]], list[Following]], limit: int, least: float = 0.005
 ) -> list[Outcome]:
     """The `limit` likeliest outcomes of a round over `tree`, best first, those of a chance below `least` left out.
 

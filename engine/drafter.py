@@ -7,6 +7,8 @@ before anything is drafted, so that no draft is made for an outcome already over
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -17,6 +19,7 @@ import zmq
 from drafters.base import Drafter
 from drafters.base import Verdict as Observed
 from drafters.outcomes import likeliest
+from engine.errors import ProtocolError
 from engine.messages import Array, Draft, Finish, Heartbeat, Hello, Ready, Start, Stop, Verdict
 from engine.trace import Trace
 from engine.transport import Line
@@ -30,6 +33,10 @@ BATCH = 4  # of them in the same forwards: more take longer until the first is t
 
 Outcome = tuple[int, int, int]
 """(draft, node, token), as a `Draft` names it."""
+
+
+class Overtaken(Exception):
+    """A message has come: what is being drafted ahead may not be wanted any more."""
 
 
 class _Request:
@@ -46,6 +53,7 @@ class _Request:
         self.ahead = False
         self.wanted: Outcome | None = None
         self.guesses: deque[tuple[int, int]] | None = None
+        self.given_up = False
 
     def number_of(self, outcome: Outcome) -> int:
         """The draft that was sent for `outcome`, 0 if none was."""
@@ -58,6 +66,7 @@ class DrafterWorker:
     def __init__(self, drafter: Drafter, control: Line, verdicts: Line, traced: bool = False):
         self.drafter, self.control, self.verdicts = drafter, control, verdicts
         self.trace = Trace(control, traced)
+        self.poller = zmq.Poller()
         self.requests: dict[int, _Request] = {}
         self.heard_ns = 0
         self.stopping = False
@@ -68,12 +77,11 @@ class DrafterWorker:
         hello = Hello(feature_layers=wants.feature_layers, successors=wants.successors, calibrated=wants.calibrated)
         self.verdicts.send(hello)
         self.control.send(Ready())
-        poller = zmq.Poller()
-        poller.register(self.control.socket, zmq.POLLIN)
-        poller.register(self.verdicts.socket, zmq.POLLIN)
+        self.poller.register(self.control.socket, zmq.POLLIN)
+        self.poller.register(self.verdicts.socket, zmq.POLLIN)
         while not self.stopping:
             busy = any(self._has_work(request) for request in self.requests.values())
-            poller.poll(0 if busy else int(HEARTBEAT_S * 1000))
+            self.poller.poll(0 if busy else int(HEARTBEAT_S * 1000))
             for _ in self.control.received():
                 self.stopping = True
             for message, arrays in self.verdicts.received():
@@ -83,7 +91,7 @@ class DrafterWorker:
         self.trace.flush()
 
     def _has_work(self, request: _Request) -> bool:
-        unranked = request.guesses is None and request.under in request.sent
+        unranked = request.guesses is None and request.under in request.sent and not request.given_up
         return request.wanted is not None or (request.ahead and (unranked or bool(request.guesses)))
 
     def _work(self) -> None:
@@ -94,40 +102,65 @@ class DrafterWorker:
         if not waited_for:
             for number, request in self.requests.items():
                 if self._has_work(request):
-                    self._draft_ahead(number, request)
                     self.requests[number] = self.requests.pop(number)  # the others' turn next
+                    try:
+                        self._draft_ahead(number, request)
+                    except Exception as error:
+                        self._give_up(number, error)
                     break
 
     # What arrives.
 
     def _hear(self, message: Any, arrays: list[Array]) -> None:
-        if isinstance(message, Start):
-            text = arrays[0].tolist()
-            request = self.requests[message.request] = _Request(message.round, text[-1])
-            self.drafter.start(message.request, text, message.sampling)
-            if message.round:
-                request.wanted = (0, 0, text[-1])
-        elif isinstance(message, Finish):
-            if self.requests.pop(message.request, None) is not None:
-                self.drafter.finish(message.request)
-        elif (known := self.requests.get(message.request)) is not None:
-            self._observe(message, arrays, known)
+        """Take in a message; one that makes no sense is counted and dropped."""
+        request = self.requests.get(message.request)
+        try:
+            if isinstance(message, Start):
+                self._start(message, arrays[0].tolist())
+            elif isinstance(message, Finish):
+                if (ended := self.requests.pop(message.request, None)) is not None and not ended.given_up:
+                    self.drafter.finish(message.request)
+            elif request is not None:
+                self._observe(message, arrays, request)
+        except ProtocolError:
+            self.verdicts.malformed += 1
+        except Exception as error:  # a token or a feature that the drafter cannot digest: the others go on
+            self._give_up(message.request, error)
+
+    def _start(self, message: Start, text: list[int]) -> None:
+        if message.request in self.requests or not text:
+            raise ProtocolError("request is known, or has no text")
+        request = self.requests[message.request] = _Request(message.round, text[-1])
+        if message.round:
+            request.wanted = (0, 0, text[-1])
+        self.drafter.start(message.request, text, message.sampling)
 
     def _observe(self, message: Verdict, arrays: list[Array], request: _Request) -> None:
         started = time.perf_counter_ns()
         path, tokens = arrays[0].tolist(), arrays[1].tolist()
         tree = request.sent[message.draft][1] if message.draft in request.sent else None
         tree = tree or TokenTree.root_only(request.last_token)
-        features = arrays[2] if arrays[2].size else None
-        successors = arrays[3] if len(arrays[3]) == len(tree) else None
-        self.drafter.observe(message.request, Observed(tree, path, tokens, features, successors))
+        if message.round != request.round or not _follows(tree, path, tokens):
+            raise ProtocolError("verdict is of another round or does not follow its tree")
         outcome = (message.draft, path[-1], tokens[-1])
         request.round, request.last_token, request.ahead = message.round + 1, tokens[-1], message.ahead
         request.under = request.number_of(outcome)
         request.sent = {request.under: request.sent[request.under]} if request.under else {}
         request.wanted = None if request.under else outcome
         request.guesses = None
+        if not request.given_up:
+            features = arrays[2] if arrays[2].size else None
+            successors = arrays[3] if len(arrays[3]) == len(tree) else None
+            self.drafter.observe(message.request, Observed(tree, path, tokens, features, successors))
         self.trace.span("sync" if request.under else "sync (miss)", started, message.request)
+
+    def _give_up(self, number: int, error: Exception) -> None:
+        """The drafter cannot go on with this request: it gets root-only trees, which is plain decoding."""
+        print(f"talon: drafter: request {number}: {type(error).__name__}: {error}; not drafted for", file=sys.stderr)
+        if (request := self.requests.get(number)) is not None:
+            request.given_up, request.guesses = True, deque()
+            with contextlib.suppress(Exception):
+                self.drafter.finish(number)
 
     # What is drafted.
 
@@ -136,7 +169,12 @@ class DrafterWorker:
         assert request.wanted is not None
         started = time.perf_counter_ns()
         before_s = self.drafter.forward_s
-        tree = self.drafter.propose(number)
+        tree = TokenTree.root_only(request.last_token)
+        if not request.given_up:
+            try:
+                tree = self.drafter.propose(number)
+            except Exception as error:
+                self._give_up(number, error)
         request.under = self._send(number, request, request.round, request.wanted, tree, before_s)
         request.wanted = None
         self.trace.span("draft", started, number, f"{len(tree)} nodes")
@@ -153,11 +191,20 @@ class DrafterWorker:
             request.guesses = deque((o.node, o.token) for o in likeliest(tree, following, OUTCOMES))
         before_s = self.drafter.forward_s
         batch = [request.guesses.popleft() for _ in range(min(BATCH, len(request.guesses)))]
-        trees = self.drafter.propose_many(number, [[*tree.path_tokens(node)[1:], token] for node, token in batch])
+        continuations = [[*tree.path_tokens(node)[1:], token] for node, token in batch]
+        try:
+            trees = self.drafter.propose_many(number, continuations, self._stop_if_overtaken)
+        except Overtaken:
+            self.trace.span("draft ahead", started, number, "overtaken")
+            return
         for (node, token), ahead in zip(batch, trees, strict=True):
             self._send(number, request, request.round + 1, (request.under, node, token), ahead, before_s)
             before_s = self.drafter.forward_s  # the batch's time is counted once
         self.trace.span("draft ahead", started, number, f"{len(batch)} outcomes")
+
+    def _stop_if_overtaken(self) -> None:
+        if self.poller.poll(0):
+            raise Overtaken
 
     def _send(
         self, number: int, request: _Request, round_: int, outcome: Outcome, tree: TokenTree, since_s: float
@@ -183,3 +230,11 @@ class DrafterWorker:
             self.heard_ns = now
             self.control.send(Heartbeat())
             self.trace.flush()
+
+
+def _follows(tree: TokenTree, path: list[int], tokens: list[int]) -> bool:
+    """Whether a verdict is one on this tree: a path from the root, its tokens, and one more."""
+    if not path or path[0] != 0 or len(tokens) != len(path):
+        return False
+    steps = zip(path, path[1:], tokens, strict=False)
+    return all(tree.child(above, token) == node for above, node, token in steps)
