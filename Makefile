@@ -1,4 +1,5 @@
 # make demo: answer a question with the demo model. make test: everything CI checks.
+# make demo-heads DATA=prompts.jsonl: train the drafters of models/demo/heads again; hours on two cores.
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -11,6 +12,18 @@ install: .venv/installed
 
 demo: .venv/installed
 	$(BIN)/talon generate "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many clips did Natalia sell altogether in April and May?" --max-tokens 128
+
+HEADS := eagle3 eagle medusa hydra sps
+demo-heads: .venv/installed
+	test -n "$(DATA)" || { echo 'make demo-heads: name the prompts: DATA=prompts.jsonl, a "prompt" per line'; exit 2; }
+	for head in $(HEADS); do \
+	  $(BIN)/talon train $$head --target models/demo --data "$(DATA)" --out out/heads/$$head || exit 1; \
+	  mkdir -p models/demo/heads/$$head && cp out/heads/$$head/*.json out/heads/$$head/*.safetensors models/demo/heads/$$head/; \
+	done
+
+bench: .venv/installed
+	test -n "$(EVAL)" || { echo 'make bench: name the folder of question files: EVAL=DIR'; exit 2; }
+	$(BIN)/talon bench --methods all --out benchmarks/results $(foreach suite,gsm8k humaneval alpaca mt_bench sum qa,--questions $(EVAL)/$(suite).jsonl) --limit $(or $(LIMIT),20)
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -25,4 +38,4 @@ test: lint types
 clean:
 	rm -rf .venv build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-.PHONY: install demo lint types test clean
+.PHONY: install demo demo-heads bench lint types test clean

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from drafters.registry import find
 from engine.api import Engine
 from engine.config import Config, load
 from engine.errors import ConfigError
@@ -185,9 +184,8 @@ async def start_contestant(name: str, config: Config, heads: Path | None = None)
         known = ", ".join([*CONTESTANTS, *PEERS])
         raise ConfigError(f"method={name!r}: no such contestant; did you mean {near}? known: {known}")
     settings = load(config, CONTESTANTS[name])
-    model = settings.drafter.head if settings.method == "hybrid" else settings.method
-    if heads is not None and settings.drafter.path is None and find(settings.method).has_model:
-        settings = load(settings, {"drafter.path": str(heads / model)})
+    if heads is not None:
+        settings = load(settings, {"drafter.path": str(heads / "{method}")})
     return await TalonContestant.start(settings)
 
 

@@ -86,7 +86,7 @@ class Head(ABC):
     @classmethod
     def from_config(cls, config: Config) -> HeadDrafter:
         """The drafter of this head that `config` describes."""
-        path, options = config.drafter.path, config.drafter
+        path, options = config.drafter.weights(config.method), config.drafter
         if path is None:
             raise ConfigError(
                 f'drafter.path: method {config.method} needs a head: give its directory, or "talon train {cls.method}"'

@@ -44,7 +44,7 @@ class SmallModel(Head):
 
     @classmethod
     def from_config(cls, config: Config) -> HeadDrafter:
-        path, options = config.drafter.path, config.drafter
+        path, options = config.drafter.weights(config.method), config.drafter
         if path is None:
             raise ConfigError("drafter.path: method sps needs the directory or hub id of a small model")
         check_same_vocabulary(path, config.model)

@@ -41,7 +41,8 @@ class GrowthConfig(_Section):
 class DrafterConfig(_Section):
     """Options of the drafter named by `method`; each method reads those that concern it.
 
-    budget: most nodes of a tree, root included. path: the draft model or head. threads: of its torch pool, None:
+    budget: most nodes of a tree, root included. path: the draft model or head, where
+    {method} stands for the method's name. threads: of its torch pool, None:
     an even share of the machine's cores. length: tokens of a drafted chain (pld, sps). branches: width of the SPS
     tree at each level, e.g. [3, 2, 1]; empty drafts a chain. max_ngram, min_ngram: context lengths tried.
     growth, shared_noise: of draft heads; the second ranks candidates by the noise of the target's own draw. head,
@@ -53,6 +54,11 @@ class DrafterConfig(_Section):
     head: Literal["eagle", "eagle3", "medusa", "hydra", "sps"] = "eagle3"
     memories: tuple[Literal["pld", "suffix", "recycling", "datastore"], ...] = ("suffix",)
     datastore: str | None = None
+
+    def weights(self, method: str) -> str | None:
+        """Where the weights of that head or draft model are."""
+        return None if self.path is None else self.path.replace("{method}", method)
+
     growth: GrowthConfig = GrowthConfig()
     shared_noise: bool = True
     path: str | None = None

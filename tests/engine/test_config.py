@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from engine.config import DEMO, Config, DrafterConfig, load, parse_assignment
+from drafters.registry import METHODS
+from engine.config import DEMO, ROOT, Config, DrafterConfig, load, parse_assignment
 from engine.errors import ConfigError
 from engine.worker import oversubscription, share_cores
 
@@ -89,3 +90,15 @@ def test_more_threads_than_cores_are_refused_with_what_they_would_cost(monkeypat
     assert "verifier.threads=2: 1 used" in (oversubscription(greedy) or "")
     assert oversubscription(load(greedy, {"mode": "sequential"})) is None
     assert oversubscription(Config(model="m")) is None
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_configuration_that_ships_is_valid(file: Path) -> None:
+    config = load(file)
+    assert config.method in METHODS
+
+
+def test_the_methods_name_can_stand_in_the_path_of_its_weights() -> None:
+    config = load({"model": "m"}, {"drafter.path": "heads/{method}"})
+    assert config.drafter.weights("eagle") == "heads/eagle"
+    assert Config(model="m").drafter.weights("eagle") is None
