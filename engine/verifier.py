@@ -152,18 +152,19 @@ class Verifier:
         """Propose, verify, commit."""
         draft, tree, draft_us = self._tree(decoding)
         kept = self.budget.keep(tree) if self.budget is not None and self.calibrated else np.arange(len(tree))
-        verified = tree.keep(kept)
+        verified = tree.keep(kept) if len(kept) < len(tree) else tree
         started = time.perf_counter_ns()
         logits, features = self.target.verify(decoding.cache, verified, self.feature_layers)
         forward_ns = self._forward_ended("verify", started, decoding, len(kept))
-        self._hear_drafts()
+        if self.pace.ahead:
+            self._hear_drafts()  # what was pushed meanwhile
         path, tokens = verify(verified, logits, decoding.sampler)
-        decoding.cache.commit(path)
         decoding.round += 1
         features = None if features is None else features[path]
         successors = self._successors(logits, kept, len(tree)) if self.successors else None
         round_ = Round(draft, kept[path].tolist(), tokens, len(kept), forward_ns, draft_us, features, successors)
         self._conclude(decoding, round_)
+        decoding.cache.commit(path)  # last: by now the drafter is at work
 
     def _successors(self, logits: Tensor, kept: Array, nodes: int) -> Array:
         """[nodes, successors] int32: the target's likeliest tokens behind every drafted node, -1 for those cut off."""
