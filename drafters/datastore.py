@@ -47,7 +47,9 @@ class DatastoreDrafter(Drafter):
     def from_config(cls, config: Config) -> DatastoreDrafter:
         if (path := config.drafter.datastore) is None:
             raise ConfigError('drafter.datastore: method datastore needs the folder of one: "talon index build"')
-        return cls(path, budget=config.drafter.budget, tokenizer=load_tokenizer(config.model))
+        drafter = cls(path, budget=config.drafter.budget, tokenizer=load_tokenizer(config.model))
+        drafter._trie([0] * drafter.longest)  # kernels are compiled when first called: not in a request
+        return drafter
 
     def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
         self.context[request] = list(prompt[-self.longest :])

@@ -27,6 +27,10 @@ class SuffixDrafter(Drafter):
 
     @classmethod
     def from_config(cls, config: Config) -> SuffixDrafter:
+        warm_up = cls(budget=4)  # kernels are compiled when first called: before the worker is ready, not in a request
+        warm_up.start(0, [1, 2, 1], SamplingParams())
+        warm_up.observe(0, Verdict(warm_up.propose(0, [2]), [0], [2]))
+        warm_up.finish(0)
         return cls(config.drafter.budget)
 
     def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
