@@ -82,9 +82,16 @@ def test_shared_noise_makes_even_an_untrained_head_agree_with_more_draws(
     assert with_noise[1] < without[1]
 
 
-@pytest.mark.parametrize(("transport", "mode"), [("inproc", "sequential"), ("ipc", "async"), ("inproc", "auto")])
-@pytest.mark.parametrize("build", HEADS)
-@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize(
+    ("build", "merged", "transport", "mode"),
+    [
+        *((head, False, "inproc", "sequential") for head in HEADS),
+        *((head, False, "inproc", "async") for head in HEADS),
+        *((head, True, "inproc", "auto") for head in HEADS),
+        (eagle3, False, "ipc", "async"),
+        (hydra, True, "ipc", "async"),
+    ],
+)
 async def test_a_head_behind_the_engine_changes_no_text(
     build: Callable[[Path, TargetWeights], Head],
     merged: bool,
