@@ -104,7 +104,6 @@ class HybridDrafter(Drafter):
         self.merge = Merge()
         self._rescue = 0.6
         self._token_s = 0.01  # the engine's time for a token
-        self._step_s = 0.001  # the time of a draft step
         self._observed_s: dict[int, float] = {}
 
     @classmethod
@@ -130,15 +129,12 @@ class HybridDrafter(Drafter):
         self, request: int, continuations: Sequence[Sequence[int]], between_steps: Callable[[], None] | None = None
     ) -> list[TokenTree]:
         trees = [self._retrieve(request, continuation) for continuation in continuations]
-        advice = [Advice(self.merge, tree, self._step_s / self._token_s, self._rescue) for tree in trees]
+        advice = [Advice(self.merge, tree, self.head.step_s / self._token_s, self._rescue) for tree in trees]
         drafting = [row for row, tree in enumerate(trees) if advice[row].worth_drafting(_root_of(tree))]
         if drafting:
-            started, steps = time.perf_counter(), self.head.steps
             grown = self.head.propose_many(
                 request, [continuations[i] for i in drafting], between_steps, [advice[i] for i in drafting]
             )
-            taken_s = (time.perf_counter() - started) / (1 + self.head.steps - steps)
-            self._step_s += _NEW * (taken_s - self._step_s)
             for row, tree in zip(drafting, grown, strict=True):
                 if len(tree) > 1:
                     trees[row] = _with_sources(tree, trees[row], self.head.source)

@@ -14,6 +14,7 @@ import typer
 
 from engine import config as configuration
 from engine.errors import TalonError
+from engine.launch import POOL_WAITS
 from engine.sampling import SamplingParams
 
 T = TypeVar("T")
@@ -112,7 +113,8 @@ def generate(
 
 def main() -> None:
     """Entry point of the `talon` command."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # for workers that are threads; see engine.launch
+    for key, value in POOL_WAITS.items():
+        os.environ.setdefault(key, value)  # for workers that are threads
     from benchmarks.commands import bench, check, report
     from benchmarks.replay import replay
     from benchmarks.timeline import timeline
