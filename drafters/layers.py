@@ -4,7 +4,6 @@ well under a millisecond, so every Python call and every copy shows.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +14,10 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.errors import ModelError
+from engine.packed_linear import pack, product
 from engine.target import has_native_bfloat16
 
 TakeTensor = Callable[..., Tensor]
-
-# Measured in float32 on one AVX512 core, 10 rows: a [384, 8192] matrix takes 1.7 ms packed by oneDNN, 2.7 ms stored as
-# [in, out] and 5.6 ms stored as [out, in]; of matrices that fit into the cache the second is the fastest.
-_PACK_FROM = 2000000
 
 
 def draft_dtype(device: torch.device) -> torch.dtype:
@@ -33,19 +29,13 @@ class Linear:
     """x [n, in] -> [n, out], with the weight laid out for few rows. weight: [out, in] as stored in checkpoints."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
-        self.weight, self.bias = weight.t().contiguous(), bias
-        self.packed: Tensor | None = None
-        if weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= _PACK_FROM:
-            with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):  # torch without oneDNN
-                self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 10)
-        if self.packed is not None:
-            self.weight = weight.new_empty(0)
+        self.packed, self.bias = pack(weight), bias
+        self.weight = weight if self.packed is None else weight.new_empty(0)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.packed is not None:
-            packed: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-            return packed
-        return x @ self.weight if self.bias is None else torch.addmm(self.bias, x, self.weight)
+        if self.packed is None:
+            return F.linear(x, self.weight, self.bias)
+        return product(x, self.packed, self.bias)
 
 
 class RMSNorm:
