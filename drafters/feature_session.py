@@ -72,10 +72,14 @@ class FeatureSession(Session):
         self.nodes, self._root_logits = 1, None
 
     def root(self) -> Tensor:
-        for start, features, tokens in self._pending:
+        if self._pending:
+            positions = [start + i for start, _, tokens in self._pending for i in range(len(tokens))]
+            features = torch.cat([features for _, features, _ in self._pending])
+            tokens = [token for _, _, tokens in self._pending for token in tokens]
             for at in range(0, len(tokens), _SYNC_CHUNK):
-                self._sync(start + at, features[at : at + _SYNC_CHUNK], tokens[at : at + _SYNC_CHUNK])
-        self._pending.clear()
+                chunk = slice(at, at + _SYNC_CHUNK)
+                self._sync(positions[chunk], features[chunk], tokens[chunk])
+            self._pending.clear()
         if self._root_logits is None:
             self._root_logits = self.head.logits(self.features[:1])
         return self._root_logits
@@ -102,17 +106,17 @@ class FeatureSession(Session):
     def clear(self) -> None:
         self.nodes = 1
 
-    def _sync(self, start: int, features: Tensor, tokens: list[int]) -> None:
-        """Pairs with true features for the positions from `start` on."""
+    def _sync(self, positions: list[int], features: Tensor, tokens: list[int]) -> None:
+        """Pairs with true features for these positions of the text."""
         n, head = len(tokens), self.head
         guessed = head.forward(
             head.fuse(features.to(head.dtype)),
             torch.tensor(tokens, device=head.device),
-            torch.arange(start, start + n, device=head.device),
+            torch.tensor(positions, device=head.device),
             self.cache,
             self.slots,
             causal_mask(n, self.slots, head.device) if n > 1 else None,
         )
         self.slots += n
         self.visible[0, : self.slots] = True  # the row that all others are copied from
-        self.features[0], self.positions[0] = guessed[-1], start + n - 1
+        self.features[0], self.positions[0] = guessed[-1], positions[-1]

@@ -27,7 +27,6 @@ from engine.tree import TokenTree
 
 SOURCE = 8
 _FORESEEN = 10  # candidates behind each node, for ranking outcomes where the policy wants fewer
-_NEW = 0.1  # weight of the latest step in `HeadDrafter.step_s`
 _TREES = 12  # as large as the policy's largest, that a request has room for: those of the likeliest outcomes
 
 
@@ -148,8 +147,7 @@ class HeadDrafter(Drafter):
         self.head, self.policy, self.source, self.shared_noise = head, policy, source, shared_noise
         self.feature_layers = head.feature_layers
         self.error = ErrorScale()
-        self.steps, self.step_s = 0, 0.001
-        """Draft steps so far, and what one takes of late, in seconds."""
+        self.steps = 0  # forwards of the head so far
         self._requests: dict[int, _Request] = {}
 
     def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
@@ -256,6 +254,7 @@ class HeadDrafter(Drafter):
             started = time.perf_counter()
             logits = state.session.root()
             self.forward_s += time.perf_counter() - started
+            self.steps += 1
             self._note(state, [0], logits)
         nodes = [0] * len(paths)
         for level in range(max(map(len, paths))):
@@ -334,10 +333,8 @@ class HeadDrafter(Drafter):
         if new := [pair for pair in new if pair not in state.child]:
             started = time.perf_counter()
             nodes, logits = state.session.extend([parent for parent, _ in new], [token for _, token in new])
-            taken_s = time.perf_counter() - started
-            self.forward_s += taken_s
+            self.forward_s += time.perf_counter() - started
             self.steps += 1
-            self.step_s += _NEW * (min(taken_s, 3 * self.step_s) - self.step_s)
             for pair, node in zip(new, nodes, strict=True):
                 state.child[pair], state.depth[node] = node, state.depth[pair[0]] + 1
             self._note(state, nodes, logits)

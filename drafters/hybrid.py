@@ -15,6 +15,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import reduce
+from itertools import islice
 
 import numpy as np
 
@@ -70,6 +71,7 @@ class Advice:
 
     def __init__(self, merge: Merge, retrieved: TokenTree, needed: float, rescue: float):
         self.merge, self.retrieved, self.needed, self.rescue = merge, retrieved, needed, rescue
+        self._followings = followings(retrieved)
         self._place: dict[int, int | None] = {0: 0}  # node of the growing tree -> node of `retrieved`
 
     def worth_drafting(self, frontier: Frontier) -> bool:
@@ -77,19 +79,20 @@ class Advice:
         for node, parent, token, confidence in zip(
             frontier.nodes, frontier.parents, frontier.tokens, frontier.confidence, strict=True
         ):
-            known = sum(children(self.retrieved, self._locate(node, parent, token))[1])
+            known = sum(self._known(node, parent, token)[1])
             gain += confidence * max(0.0, 1 - known) * self.rescue
         return gain > self.needed
 
     def candidates(self, node: int, parent: int, token: int, seen: Following | None) -> Following:
-        return self.merge.following(seen, children(self.retrieved, self._locate(node, parent, token)))
+        return self.merge.following(seen, self._known(node, parent, token))
 
-    def _locate(self, node: int, parent: int, token: int) -> int | None:
-        """The retrieved node at the same place, if there is one."""
+    def _known(self, node: int, parent: int, token: int) -> Following:
+        """What retrieval has at the same place."""
         if node not in self._place:
             above = self._place[parent]
             self._place[node] = None if above is None else self.retrieved.child(above, token)
-        return self._place[node]
+        place = self._place[node]
+        return ([], []) if place is None else self._followings[place]
 
 
 class HybridDrafter(Drafter):
@@ -103,7 +106,10 @@ class HybridDrafter(Drafter):
         self.successors = max((memory.successors for memory in memories), default=0)
         self.merge = Merge()
         self._rescue = 0.6
-        self._token_s = 0.01  # the engine's time for a token
+        self._step_s, self._token_s = (
+            0.001,
+            0.01,
+        )  # the time of a draft step, all that goes with it; the engine's for a token
         self._observed_s: dict[int, float] = {}
 
     @classmethod
@@ -129,12 +135,16 @@ class HybridDrafter(Drafter):
         self, request: int, continuations: Sequence[Sequence[int]], between_steps: Callable[[], None] | None = None
     ) -> list[TokenTree]:
         trees = [self._retrieve(request, continuation) for continuation in continuations]
-        advice = [Advice(self.merge, tree, self.head.step_s / self._token_s, self._rescue) for tree in trees]
+        advice = [Advice(self.merge, tree, self._step_s / self._token_s, self._rescue) for tree in trees]
         drafting = [row for row, tree in enumerate(trees) if advice[row].worth_drafting(_root_of(tree))]
         if drafting:
+            started, steps = time.perf_counter(), self.head.steps
             grown = self.head.propose_many(
                 request, [continuations[i] for i in drafting], between_steps, [advice[i] for i in drafting]
             )
+            if self.head.steps > steps:
+                taken_s = (time.perf_counter() - started) / (self.head.steps - steps)
+                self._step_s += _NEW * (min(taken_s, 3 * self._step_s) - self._step_s)
             for row, tree in zip(drafting, grown, strict=True):
                 if len(tree) > 1:
                     trees[row] = _with_sources(tree, trees[row], self.head.source)
@@ -144,7 +154,7 @@ class HybridDrafter(Drafter):
         seen = self.head.following(request, continuations)
         retrieved = [self._retrieve(request, continuation) for continuation in continuations]
         return [
-            self.merge.following(model if model[0] else None, children(tree, 0))
+            self.merge.following(model if model[0] else None, followings(tree)[0])
             for model, tree in zip(seen, retrieved, strict=True)
         ]
 
@@ -170,9 +180,10 @@ class HybridDrafter(Drafter):
     def _learn(self, request: int, tokens: Sequence[int]) -> None:
         """What the verdict says of every candidate along the accepted path."""
         retrieved, place = self._retrieve(request, ()), 0
+        behind = followings(retrieved)
         for depth, token in enumerate(tokens):
             seen = self.head.seen(request, tokens[:depth])
-            known = children(retrieved, place)
+            known = behind[place]
             for candidate, model, memory in self.merge.candidates(seen, known):
                 self.merge.learn(model, memory, candidate == token)
             if seen is not None and token not in known[0]:
@@ -187,13 +198,15 @@ def _root_of(tree: TokenTree) -> Frontier:
     return Frontier([0], [-1], [int(tree.tokens[0])], [1.0])
 
 
-def children(tree: TokenTree, node: int | None) -> Following:
-    """The tokens that `tree` has behind `node`, with the chance of each given that the node is right."""
-    if node is None:
-        return [], []
-    found = tree.children(node)
-    above = max(float(tree.confidence[node]), 1e-9)
-    return [int(tree.tokens[child]) for child in found], [float(tree.confidence[child]) / above for child in found]
+def followings(tree: TokenTree) -> list[Following]:
+    """The tokens that `tree` has behind each node, with the chance of each given that the node is right."""
+    confidence = tree.confidence.tolist()
+    found: list[Following] = [([], []) for _ in confidence]
+    nodes = zip(tree.tokens.tolist(), tree.parents.tolist(), confidence, strict=True)
+    for token, parent, chance in islice(nodes, 1, None):
+        found[parent][0].append(token)
+        found[parent][1].append(chance / max(confidence[parent], 1e-9))
+    return found
 
 
 def _pair(model: float | None, memory: float | None) -> int:
