@@ -32,6 +32,10 @@ class Verdict:
     successors: NDArray[np.int32] | None = None
 
 
+BetweenSteps = Callable[[Callable[[], dict[int, TokenTree]]], None]
+"""Called with what gives the trees so far, by their number; it may raise to abandon the work."""
+
+
 class Drafter(ABC):
     """Proposes token trees for the requests it was told of.
 
@@ -63,11 +67,11 @@ class Drafter(ABC):
         """
 
     def propose_many(
-        self, request: int, continuations: Sequence[Sequence[int]], between_steps: Callable[[], None] | None = None
+        self, request: int, continuations: Sequence[Sequence[int]], between_steps: BetweenSteps | None = None
     ) -> list[TokenTree]:
         """`propose` for several outcomes; drafters with a model draft them in the same forwards.
 
-        between_steps: called between a model's draft steps; it may raise to abandon the work.
+        between_steps: called between a model's draft steps.
         """
         return [self.propose(request, continuation) for continuation in continuations]
 

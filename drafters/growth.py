@@ -40,13 +40,14 @@ class Frontier:
     """Nodes to expand, all of them drafted before.
 
     nodes, parents: indices in the tree under construction, the root is 0 and its parent -1. tokens: the nodes' own.
-    confidence: their c(v).
+    confidence: their c(v). sketch: that tree.
     """
 
     nodes: list[int]
     parents: list[int]
     tokens: list[int]
     confidence: list[float]
+    sketch: Sketch
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,10 @@ class Sketch:
         return len(self.tokens) - 1
 
     def frontier(self, nodes: list[int]) -> Frontier:
-        columns = ([column[node] for node in nodes] for column in (self.parents, self.tokens, self.confidence))
-        return Frontier(nodes, *columns)  # type: ignore[arg-type]
+        parents, tokens, confidence = self.parents, self.tokens, self.confidence
+        return Frontier(
+            nodes, [parents[n] for n in nodes], [tokens[n] for n in nodes], [confidence[n] for n in nodes], self
+        )
 
     def tree(self) -> TokenTree:
         return TokenTree.from_lists(self.tokens, self.parents, self.confidence, self.source)

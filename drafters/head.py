@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from drafters.base import Drafter, Verdict
+from drafters.base import BetweenSteps, Drafter, Verdict
 from drafters.checkpoint import TargetWeights
 from drafters.growth import STATIC_TREES, Adaptive, Candidates, Dynamic, Frontier, Policy, Static
 from drafters.outcomes import Following
@@ -167,7 +167,7 @@ class HeadDrafter(Drafter):
         self,
         request: int,
         continuations: Sequence[Sequence[int]],
-        between_steps: Callable[[], None] | None = None,
+        between_steps: BetweenSteps | None = None,
         advice: Sequence[Advice] = (),
     ) -> list[TokenTree]:
         """One tree per possible continuation, grown in the same forward passes as far as there is room for all.
@@ -186,7 +186,7 @@ class HeadDrafter(Drafter):
             roots = self._descend(state, group)
             tokens = [(path or state.text)[-1] for path in group]
             advisers = advice[len(trees) : len(trees) + len(group)] if advice else [None] * len(group)
-            trees += self._grow(state, roots, tokens, advisers, between_steps)
+            trees += self._grow(state, roots, tokens, advisers, between_steps, len(trees))
         return trees
 
     @torch.inference_mode()
@@ -270,16 +270,20 @@ class HeadDrafter(Drafter):
         roots: list[int],
         tokens: list[int],
         advice: Sequence[Advice | None],
-        between_steps: Callable[[], None] | None,
+        between_steps: BetweenSteps | None,
+        first: int,
     ) -> list[TokenTree]:
-        """Run one growth per root in lockstep: each turn expands all their frontiers in one forward."""
+        """Run one growth per root in lockstep: each turn expands all their frontiers in one forward.
+
+        first: the number of the first of them among those proposed.
+        """
         growths = [self.policy.steps(token, self.source) for token in tokens]
         known = [{0: root} for root in roots]  # per growth: index in its tree -> node of the session
         frontiers: dict[int, Frontier] = {row: next(growth) for row, growth in enumerate(growths)}
         trees: dict[int, TokenTree] = {}
         while frontiers:
             if between_steps is not None:
-                between_steps()
+                between_steps(lambda: {first + row: tree for row, tree in self._so_far(trees, frontiers).items()})
             self._expand(state, frontiers, known, advice)
             for row, frontier in list(frontiers.items()):
                 try:
@@ -288,6 +292,10 @@ class HeadDrafter(Drafter):
                     trees[row] = end.value
                     del frontiers[row]
         return [trees[row] for row in range(len(roots))]
+
+    def _so_far(self, trees: dict[int, TokenTree], frontiers: dict[int, Frontier]) -> dict[int, TokenTree]:
+        """The trees that are finished, and what there is of the others."""
+        return trees | {row: f.sketch.tree().prune(self.policy.budget) for row, f in frontiers.items()}
 
     def _expand(
         self,

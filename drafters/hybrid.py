@@ -19,9 +19,9 @@ from itertools import islice
 
 import numpy as np
 
-from drafters.base import Drafter, Verdict
+from drafters.base import BetweenSteps, Drafter, Verdict
 from drafters.calibration import Calibrator
-from drafters.growth import Frontier
+from drafters.growth import Frontier, Sketch
 from drafters.head import HeadDrafter
 from drafters.outcomes import Following
 from engine.config import Config
@@ -132,15 +132,20 @@ class HybridDrafter(Drafter):
         return self.propose_many(request, [continuation])[0]
 
     def propose_many(
-        self, request: int, continuations: Sequence[Sequence[int]], between_steps: Callable[[], None] | None = None
+        self, request: int, continuations: Sequence[Sequence[int]], between_steps: BetweenSteps | None = None
     ) -> list[TokenTree]:
         trees = [self._retrieve(request, continuation) for continuation in continuations]
         advice = [Advice(self.merge, tree, self._step_s / self._token_s, self._rescue) for tree in trees]
         drafting = [row for row, tree in enumerate(trees) if advice[row].worth_drafting(_root_of(tree))]
+
+        def so_far(grown: Callable[[], dict[int, TokenTree]]) -> None:
+            assert between_steps is not None
+            between_steps(lambda: dict(enumerate(trees)) | {drafting[i]: tree for i, tree in grown().items()})
+
         if drafting:
             started, steps = time.perf_counter(), self.head.steps
             grown = self.head.propose_many(
-                request, [continuations[i] for i in drafting], between_steps, [advice[i] for i in drafting]
+                request, [continuations[i] for i in drafting], between_steps and so_far, [advice[i] for i in drafting]
             )
             if self.head.steps > steps:
                 taken_s = (time.perf_counter() - started) / (self.head.steps - steps)
@@ -195,7 +200,7 @@ class HybridDrafter(Drafter):
 
 
 def _root_of(tree: TokenTree) -> Frontier:
-    return Frontier([0], [-1], [int(tree.tokens[0])], [1.0])
+    return Sketch([int(tree.tokens[0])], 0).frontier([0])
 
 
 def followings(tree: TokenTree) -> list[Following]:

@@ -11,7 +11,7 @@ import contextlib
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
@@ -29,6 +29,7 @@ FROM_VERIFIER = (Start, Verdict, Finish)
 FROM_FRONT_END = (Stop,)
 HEARTBEAT_S = 0.5
 OUTCOMES = 24  # drafted for in one round at most
+_ENOUGH = 0.75  # of the usual expected tokens: with so many a tree goes out unfinished if it is waited for
 BATCH = 4  # of them in the same forwards: more take longer until the first is there and a verdict is heard
 
 Outcome = tuple[int, int, int]
@@ -36,13 +37,14 @@ Outcome = tuple[int, int, int]
 
 
 class Overtaken(Exception):
-    """A message has come: what is being drafted ahead may not be wanted any more."""
+    """A verdict has come, or is due: what is being drafted ahead goes out as it is or is not wanted any more."""
 
 
 class _Request:
     """round: the one under way. under: the draft it verifies, 0 if that is not ours (yet).
 
-    sent: what may be verified, or what is. wanted: the outcome to draft for now. guesses: those to draft ahead.
+    sent: what may be verified, or what is; 0 is the root alone. wanted: the outcome to draft for now. guesses: those to
+    draft ahead. begun: the trees that were being drafted when the verdict came, by outcome.
     """
 
     def __init__(self, round_: int, last_token: int):
@@ -53,11 +55,24 @@ class _Request:
         self.ahead = False
         self.wanted: Outcome | None = None
         self.guesses: deque[tuple[int, int]] | None = None
+        self.begun: dict[Outcome, TokenTree] = {}
+        self.since_ns = 0  # when the verifier began the round under way, as far as known here; 0 if it waits for a tree
         self.given_up = False
 
     def number_of(self, outcome: Outcome) -> int:
         """The draft that was sent for `outcome`, 0 if none was."""
-        return next((number for number, (known, _) in self.sent.items() if known == outcome), 0)
+        return next((number for number, (known, _) in self.sent.items() if number and known == outcome), 0)
+
+    def proceed(self, outcome: Outcome, alone: bool) -> None:
+        """The outcome came true. alone: the next round is under way and verifies its token alone."""
+        self.under = 0 if alone else self.number_of(outcome)
+        if alone:
+            self.sent = {0: (outcome, TokenTree.root_only(self.last_token))}
+        else:
+            self.sent = {self.under: self.sent[self.under]} if self.under else {}
+        self.wanted = None if alone or self.under else outcome
+        self.begun = {outcome: self.begun[outcome]} if outcome in self.begun and self.wanted else {}
+        self.guesses = None
 
 
 class DrafterWorker:
@@ -68,6 +83,8 @@ class DrafterWorker:
         self.trace = Trace(control, traced)
         self.poller = zmq.Poller()
         self.requests: dict[int, _Request] = {}
+        self.expected = 2.0  # tokens that a tree usually brings, by its own account
+        self.round_ns: dict[bool, float] = {}  # how long the rounds of a root alone (True) and of a tree take
         self.heard_ns = 0
         self.stopping = False
 
@@ -143,16 +160,25 @@ class DrafterWorker:
         if message.round != request.round or not _follows(tree, path, tokens):
             raise ProtocolError("verdict is of another round or does not follow its tree")
         outcome = (message.draft, path[-1], tokens[-1])
+        self._time(request, started)
         request.round, request.last_token, request.ahead = message.round + 1, tokens[-1], message.ahead
-        request.under = request.number_of(outcome)
-        request.sent = {request.under: request.sent[request.under]} if request.under else {}
-        request.wanted = None if request.under else outcome
-        request.guesses = None
+        request.proceed(outcome, message.alone)
+        request.since_ns = 0 if request.wanted else started
         if not request.given_up:
             features = arrays[2] if arrays[2].size else None
             successors = arrays[3] if len(arrays[3]) == len(tree) else None
             self.drafter.observe(message.request, Observed(tree, path, tokens, features, successors))
-        self.trace.span("sync" if request.under else "sync (miss)", started, message.request)
+        self.trace.span("sync (miss)" if request.wanted else "sync", started, message.request)
+
+    def _time(self, request: _Request, now_ns: int) -> None:
+        """A verdict has come: learn how long a round takes from one verdict to the next."""
+        if request.since_ns:
+            kind, taken_ns = request.under == 0, now_ns - request.since_ns
+            self.round_ns[kind] = 0.8 * self.round_ns.get(kind, taken_ns) + 0.2 * taken_ns
+
+    def _due_ns(self, request: _Request) -> float:
+        """When the verdict of the round under way is to be expected."""
+        return request.since_ns + self.round_ns.get(request.under == 0, float("inf"))
 
     def _give_up(self, number: int, error: Exception) -> None:
         """The drafter cannot go on with this request: it gets root-only trees, which is plain decoding."""
@@ -169,10 +195,12 @@ class DrafterWorker:
         assert request.wanted is not None
         started = time.perf_counter_ns()
         before_s = self.drafter.forward_s
-        tree = TokenTree.root_only(request.last_token)
-        if not request.given_up:
+        tree = request.begun.get(request.wanted, TokenTree.root_only(request.last_token))
+        enough = len(tree) > 1 and tree.confidence.sum() > _ENOUGH * self.expected
+        if not enough and not request.given_up:
             try:
                 tree = self.drafter.propose(number)
+                self.expected += 0.1 * (float(tree.confidence.sum()) - self.expected)
             except Exception as error:
                 self._give_up(number, error)
         request.under = self._send(number, request, request.round, request.wanted, tree, before_s)
@@ -192,19 +220,29 @@ class DrafterWorker:
         before_s = self.drafter.forward_s
         batch = [request.guesses.popleft() for _ in range(min(BATCH, len(request.guesses)))]
         continuations = [[*tree.path_tokens(node)[1:], token] for node, token in batch]
-        try:
-            trees = self.drafter.propose_many(number, continuations, self._stop_if_overtaken)
-        except Overtaken:
-            self.trace.span("draft ahead", started, number, "overtaken")
-            return
-        for (node, token), ahead in zip(batch, trees, strict=True):
-            self._send(number, request, request.round + 1, (request.under, node, token), ahead, before_s)
-            before_s = self.drafter.forward_s  # the batch's time is counted once
-        self.trace.span("draft ahead", started, number, f"{len(batch)} outcomes")
 
-    def _stop_if_overtaken(self) -> None:
-        if self.poller.poll(0):
-            raise Overtaken
+        trees: dict[int, TokenTree] = {}
+        last_ns = started
+
+        def stop_in_time(so_far: Callable[[], dict[int, TokenTree]]) -> None:
+            nonlocal trees, last_ns
+            now_ns = time.perf_counter_ns()
+            step_ns, last_ns = now_ns - last_ns, now_ns
+            if self.poller.poll(0):
+                request.begun = {(request.under, *batch[row]): tree for row, tree in so_far().items()}
+                raise Overtaken
+            if now_ns <= self._due_ns(request) < now_ns + step_ns:
+                trees = so_far()
+                raise Overtaken
+
+        with contextlib.suppress(Overtaken):
+            trees = dict(enumerate(self.drafter.propose_many(number, continuations, stop_in_time)))
+        for row, ahead in trees.items():
+            if len(ahead) == 1:
+                continue
+            self._send(number, request, request.round + 1, (request.under, *batch[row]), ahead, before_s)
+            before_s = self.drafter.forward_s  # the batch's time is counted once
+        self.trace.span("draft ahead", started, number, f"{len(trees)} outcomes" if trees else "overtaken")
 
     def _send(
         self, number: int, request: _Request, round_: int, outcome: Outcome, tree: TokenTree, since_s: float

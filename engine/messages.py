@@ -130,7 +130,8 @@ class Verdict(Message, frozen=True, kw_only=True):
     """What became of `draft` (0: a tree the verifier made itself) in `round`.
 
     following: the draft the next round uses, 0 while it is not known. ahead: whether to draft for the outcomes of that
-    round while it runs. Arrays: path, tokens, features, successors.
+    round while it runs. alone: the next round verifies the root alone rather than wait for a draft. Arrays: path,
+    tokens, features, successors.
     """
 
     request: int
@@ -138,6 +139,7 @@ class Verdict(Message, frozen=True, kw_only=True):
     draft: int
     following: int
     ahead: bool = False
+    alone: bool = False
 
 
 class Finish(Message, frozen=True, kw_only=True):

@@ -36,7 +36,7 @@ from engine.messages import (
     Tokens,
     Verdict,
 )
-from engine.pace import Pace
+from engine.pace import MissPolicy, Pace
 from engine.sampling import SamplingParams
 from engine.target import Target
 from engine.trace import Trace
@@ -44,8 +44,9 @@ from engine.transport import Hub, Line
 from engine.tree import TokenTree
 from engine.verification import Sampler, verify
 
-Outcome = tuple[int, int, int]
-"""What a round came to: the draft it verified, its last accepted node, and the token the target drew there."""
+Outcome = tuple[int, int, int, int]
+"""What a round came to, for the round after it (its number): the draft verified, the last accepted node, and the token
+that the target drew there."""
 
 FROM_FRONT_END = (Submit, Cancel, Stop)
 FROM_DRAFTER = (Hello, Draft)
@@ -64,12 +65,13 @@ class Decoding:
         self.sampler = Sampler(sampling, prompt, target.eos_tokens, target.vocab_size)
         self.cache: KVCache = target.new_cache(len(prompt) + sampling.max_tokens + budget)
         self.round = 0
-        self.outcome: Outcome = (0, 0, 0)
+        self.outcome: Outcome = (0, 0, 0, 0)
         self.drafts: dict[Outcome, tuple[Draft, list[Array]]] = {}
         self.features: list[Array] = []
         self.since_ns = time.perf_counter_ns()
         self.deadline_ns = 0
         self.hit = False
+        self.alone = False  # the round to come verifies the root alone
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ class Verifier:
         self.successors = 0
         self.calibrated = False
         self.budget: Budget | None = None
+        self.misses = MissPolicy()
         self.busy_ns = 0
         self.heard_ns = 0
         self.stopping = False
@@ -213,8 +216,9 @@ class Verifier:
     def _conclude(self, decoding: Decoding, round_: Round) -> None:
         """Commit the verdict to the text, and tell the drafter and the front end."""
         decoding.text.extend(round_.tokens)
-        decoding.outcome = (round_.draft, round_.path[-1], round_.tokens[-1])
+        decoding.outcome = (decoding.round + 1, round_.draft, round_.path[-1], round_.tokens[-1])
         hit, decoding.hit = decoding.hit, decoding.outcome in decoding.drafts
+        decoding.alone = not decoding.hit and self._goes_alone()
         self.busy_ns += round_.forward_ns
         if self.drafter is not None and decoding.sampler.finish_reason is None:
             self._tell_drafter(decoding, round_)
@@ -239,6 +243,7 @@ class Verifier:
             draft=round_.draft,
             following=decoding.drafts[decoding.outcome][0].draft if decoding.hit else 0,
             ahead=self.pace.ahead,
+            alone=decoding.alone,
         )
         successors = np.zeros((0, 0), np.int32) if round_.successors is None else round_.successors
         arrays = [np.asarray(round_.path), np.asarray(round_.tokens), features, successors]
@@ -267,7 +272,11 @@ class Verifier:
         round_s = (now_ns - decoding.since_ns) / 1e9
         if self.budget is not None:
             self.budget.observe(round_.nodes, len(round_.tokens), round_.forward_ns / 1e9, round_s)
-        if round_.draft and self.pace.observe(round_s):
+        if self.drafter is None:
+            return
+        if self.pace.ahead:
+            self.misses.observe(len(round_.tokens), round_s)
+        if self.pace.observe(len(round_.tokens), round_s):
             torch.set_num_threads(self.pace.threads)
 
     # Whose turn it is.
@@ -283,8 +292,13 @@ class Verifier:
                 return decoding
         return None
 
+    def _goes_alone(self) -> bool:
+        """Whether to verify the root alone when no draft is there. Beside other requests waiting costs nothing."""
+        lonely = len(self.running) == 1 and not self.waiting
+        return self.pace.ahead and self.drafter is not None and lonely and self.misses.decide()
+
     def _awaits_draft(self, decoding: Decoding) -> bool:
-        if self.drafter is None or self.drafter_late or decoding.outcome in decoding.drafts:
+        if self.drafter is None or self.drafter_late or decoding.alone or decoding.outcome in decoding.drafts:
             return False
         if time.perf_counter_ns() > decoding.deadline_ns:
             self.drafter_late = True
@@ -333,9 +347,9 @@ class Verifier:
         self.feature_layers, self.successors = hello.feature_layers, hello.successors
         self.calibrated = hello.calibrated
         for decoding in (*self.running, *self.waiting):
-            decoding.drafts = {}
-            decoding.outcome = (0, 0, decoding.text[-1])
+            decoding.drafts, decoding.alone = {}, False
             round_ = 0 if decoding.unread else decoding.round + 1
+            decoding.outcome = (round_, 0, 0, decoding.text[-1])
             start = Start(request=decoding.request, round=round_, sampling=decoding.sampling)
             self.drafts.send(peer, start, [np.asarray(decoding.text)])
 
@@ -350,7 +364,9 @@ class Verifier:
         if message.draft < 1:
             self.drafts.malformed += 1
             return
-        decoding.drafts[message.parent, message.node, message.token] = (message, arrays)
+        outcome = (message.round, message.parent, message.node, message.token)
+        if not (decoding.alone and outcome == decoding.outcome):  # too late: the drafter was told of the root alone
+            decoding.drafts[outcome] = (message, arrays)
 
     def _forget(self, decoding: Decoding) -> None:
         for queue in (self.running, self.waiting):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import zmq
 
-from drafters.base import Drafter
+from drafters.base import BetweenSteps, Drafter
 from drafters.base import Verdict as Observed
 from engine.drafter import FROM_FRONT_END, FROM_VERIFIER, DrafterWorker
 from engine.messages import Draft, Finish, Heartbeat, Hello, Ready, Start, Stop, Verdict
@@ -38,6 +38,24 @@ class Counting(Drafter):
 
     def finish(self, request: int) -> None:
         self.text = []
+
+
+class Slow(Counting):
+    """Never ends what it drafts ahead. drafting: it has begun; go_on: the first step may end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drafting, self.go_on = threading.Event(), threading.Event()
+
+    def propose_many(
+        self, request: int, continuations: Sequence[Sequence[int]], between_steps: BetweenSteps | None = None
+    ) -> list[TokenTree]:
+        assert between_steps is not None
+        self.drafting.set()
+        assert self.go_on.wait(20)
+        begun = {row: TokenTree.chain(last[-1], [77], [0.95]) for row, last in enumerate(continuations)}
+        while True:
+            between_steps(lambda: begun)
 
 
 class Verifier:
@@ -68,13 +86,19 @@ class Verifier:
 
 
 @pytest.fixture
-def verifier() -> Iterator[Verifier]:
+def slow() -> Slow:
+    return Slow()
+
+
+@pytest.fixture
+def verifier(request: pytest.FixtureRequest) -> Iterator[Verifier]:
+    drafter = request.getfixturevalue("slow") if "slow" in request.fixturenames else Counting()
     context: zmq.Context[Any] = zmq.Context()
     front_end = Hub(context, "inproc://control", (Ready, Heartbeat))
     hub = Hub(context, "inproc://drafts", (Hello, Draft))
     control = Line(context, "inproc://control", "drafter-1", FROM_FRONT_END)
     verdicts = Line(context, "inproc://drafts", "drafter-1", FROM_VERIFIER)
-    thread = threading.Thread(target=DrafterWorker(Counting(), control, verdicts).run)
+    thread = threading.Thread(target=DrafterWorker(drafter, control, verdicts).run)
     thread.start()
     verifier = Verifier(hub)
     verifier.hub.send(
@@ -139,6 +163,36 @@ def test_on_a_miss_the_outcome_that_came_true_is_drafted_first(verifier: Verifie
     draft, tree = verifier.draft()
     assert (draft.round, draft.parent, draft.node, draft.token) == (2, first.draft, 0, 50)
     assert tree.tokens.tolist() == [50, 51, 52]
+
+
+def test_while_the_root_is_verified_alone_what_may_follow_it_is_drafted(verifier: Verifier) -> None:
+    verifier.verdict(0, 0, [0], [7], ahead=True, alone=True)
+    ahead, tree = verifier.draft()
+    assert (ahead.round, ahead.parent, ahead.node, ahead.token) == (2, 0, 0, 8)
+    assert tree.tokens.tolist() == [8, 9, 10]
+    verifier.verdict(1, 0, [0], [8], following=ahead.draft, ahead=True)
+    following, _ = verifier.draft()
+    assert (following.round, following.parent) == (3, ahead.draft)
+
+
+def test_a_tree_that_comes_too_late_for_a_round_is_not_counted_on(verifier: Verifier) -> None:
+    """It crossed a verdict that told of a round without it."""
+    verifier.verdict(0, 0, [0], [7], ahead=True)
+    first, _ = verifier.draft()
+    verifier.draft()
+    verifier.verdict(1, first.draft, [0, 1, 2], [8, 9, 10], ahead=True, alone=True)
+    following, _ = verifier.draft()
+    assert (following.round, following.parent, following.node, following.token) == (3, 0, 0, 11)
+
+
+def test_a_tree_under_way_when_its_outcome_comes_true_goes_out_as_it_is(slow: Slow, verifier: Verifier) -> None:
+    verifier.verdict(0, 0, [0], [7], ahead=True)
+    first, _ = verifier.draft()
+    assert slow.drafting.wait(20)
+    verifier.verdict(1, first.draft, [0, 1, 2], [8, 9, 10], ahead=False)
+    slow.go_on.set()
+    draft, tree = verifier.draft()
+    assert (draft.round, draft.token, tree.tokens.tolist()) == (2, 10, [10, 77])
 
 
 def test_a_finished_request_is_drafted_for_no_more(verifier: Verifier) -> None:
