@@ -115,7 +115,7 @@ def main() -> None:
     """Entry point of the `talon` command."""
     for key, value in POOL_WAITS.items():
         os.environ.setdefault(key, value)  # for workers that are threads
-    from benchmarks.commands import bench, check, report
+    from benchmarks.commands import bench, check, qa, report
     from benchmarks.replay import replay
     from benchmarks.timeline import timeline
     from drafters.training.cli import app as train
@@ -124,6 +124,7 @@ def main() -> None:
     app.command()(bench)
     app.command()(check)
     app.command()(report)
+    app.command()(qa)
     app.command()(replay)
     app.command()(timeline)
     app.add_typer(index, name="index")

@@ -40,8 +40,9 @@ class DenseHeader(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Passage:
-    """score: the cosine between its vector and the question's."""
+    """number: its place in the corpus. score: the cosine between its vector and the question's."""
 
+    number: int
     score: float
     tokens: list[int]
 
@@ -78,7 +79,9 @@ class DenseIndex:
         """The `count` passages most similar to `text`, a list of token ids, the best first."""
         known = [token for token in text if token < len(self.embed.tokens)]
         scores, found = self._index.search(self.embed([known]), min(count, self.header.passages))
-        return [Passage(float(s), self.passage(int(i))) for s, i in zip(scores[0], found[0], strict=True) if i >= 0]
+        return [
+            Passage(int(i), float(s), self.passage(int(i))) for s, i in zip(scores[0], found[0], strict=True) if i >= 0
+        ]
 
     def passage(self, number: int) -> list[int]:
         """The tokens of one passage."""
