@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
+import numpy as np
 import typer
+from numpy.typing import NDArray
 from rich.console import Console
 
 from engine import config as configuration
@@ -38,6 +41,9 @@ def bench(
     overhead: Annotated[
         bool, typer.Option("--overhead", help="Measure the time per round outside model forwards instead.")
     ] = False,
+    calibration: Annotated[
+        bool, typer.Option("--calibration", help="Also draw what trees promised and what came of it, for each source.")
+    ] = False,
     config: ConfigOption = configuration.DEMO,
     set_: SetOption = None,
 ) -> None:
@@ -47,7 +53,7 @@ def bench(
         out.mkdir(parents=True, exist_ok=True)
 
     async def main() -> int:
-        from benchmarks.bench import run_bench, run_overhead, summary
+        from benchmarks.bench import gathered, run_bench, run_overhead, summary
         from benchmarks.contestants import ABLATION, CONTESTANTS, PEERS
 
         every = [name for name in CONTESTANTS if not name.startswith("+")] + list(PEERS)
@@ -61,10 +67,14 @@ def bench(
         if overhead:
             Console().print(await run_overhead(settings, [n for n in names if n != "hf"], samplings[0], console))
             return 0
-        rows = await run_bench(
-            settings, names, _files(questions), out, limit, samplings, repeats, heads if heads.is_dir() else None,
-            console,
-        )  # fmt: skip
+        with tempfile.TemporaryDirectory(prefix="talon-calibration-") as folder:
+            kept = Path(folder) if calibration else None
+            rows = await run_bench(
+                settings, names, _files(questions), out, limit, samplings, repeats, heads if heads.is_dir() else None,
+                console, kept,
+            )  # fmt: skip
+            if kept is not None:
+                draw_calibration(gathered(kept), out / "calibration.png", console)
         Console().print(summary(rows))
         different = [row for row in rows if row.output_equal is False]
         for row in different:
@@ -85,6 +95,20 @@ def report(
         write_report(folder, Console(stderr=True))
 
     run(main())
+
+
+def draw_calibration(sources: dict[str, NDArray[np.float64]], path: Path, console: Console) -> None:
+    """The picture; without matplotlib or anything to draw, a line that says why there is none."""
+    try:
+        from benchmarks.plots import reliability
+    except ImportError as error:
+        console.print(f"no picture: {error}; pip install 'talon-decoding[bench]'")
+        return
+    if not sources:
+        console.print("no picture: none of the contestants drafted anything")
+        return
+    reliability(sources, path)
+    console.print(f"promised and observed acceptance: {path}")
 
 
 def write_report(folder: Path, console: Console) -> None:
