@@ -146,7 +146,7 @@ def reliability(sources: Mapping[str, NDArray[np.float64]], path: Path) -> None:
         above.set(title=f"{name}\n{int(seen.sum()):,} nodes, mean gap {gap:.3f}", xlim=(0, 1), ylim=(0, 1))
         above.title.set_fontsize(9)
         below.bar(promised / seen, seen, width=0.06, color=BASELINES)
-        below.set(yscale="log", xlabel="promised chance")
+        below.set(yscale="log", ylim=(0.8, 2 * seen.max()), xlabel="promised chance")
         if place % columns == 0:
             above.set_ylabel("observed acceptance")
             below.set_ylabel("nodes")

@@ -2,7 +2,8 @@
 
 A dense index over all passages of the files finds those that go into the prompt. Exact match and F1 belong to the
 target: speculation must not change them, so every answer is compared with plain decoding's and any difference is an
-error. A contestant named METHOD+dense drafts from the passages found, which the target of a closed book never sees.
+error, unless two tokens were as likely as each other (`benchmarks.equality`). A contestant named METHOD+dense drafts
+from the passages found, which the target of a closed book never sees.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from rich.table import Table
 
 from benchmarks.bench import progress_bar, start_all
 from benchmarks.contestants import Contestant, Run
+from benchmarks.equality import Judge
 from benchmarks.figures import BASELINE
 from benchmarks.knowledge import Item, prompt_of, read_items
 from benchmarks.squad import exact_match, f1
@@ -37,7 +39,8 @@ CLOSED, OPEN = "closed-book", "with passages"
 
 
 class Line(msgspec.Struct):
-    """One method in one setting. exact_match, f1: of the answers with references, None if there are none."""
+    """One method in one setting. exact_match, f1: of the answers with references, None if there are none. ties: answers
+    that differ from plain decoding's by rounding. different: those that differ otherwise."""
 
     setting: str
     method: str
@@ -46,6 +49,7 @@ class Line(msgspec.Struct):
     mean_accepted_tokens: float | None
     exact_match: float | None
     f1: float | None
+    ties: int
     different: list[str]
 
 
@@ -138,19 +142,30 @@ async def _answer_all(
     """One setting: contestants start afresh, since some remember answers, and take turns question by question."""
     tokenizer, order = load_tokenizer(config.model), random.Random(sampling.seed)
     contestants = await _start(methods, config, index, heads, console)
+    prompts = [
+        encode_text(tokenizer, prompt_of(item.question, passages)) for item, passages in zip(items, given, strict=True)
+    ]
     answered: dict[str, list[Run]] = {name: [] for name in contestants}
     try:
         with progress_bar(console) as progress:
             task = progress.add_task(setting, total=len(items) * len(contestants))
-            for item, passages in zip(items, given, strict=True):
-                prompt = encode_text(tokenizer, prompt_of(item.question, passages))
+            for prompt in prompts:
                 for name in order.sample(list(contestants), len(contestants)):
                     answered[name].append(await contestants[name].answer(prompt, sampling))
                     progress.advance(task)
     finally:
         for contestant in contestants.values():
             await contestant.close()
-    return [line_of(setting, name, items, runs, answered[BASELINE], tokenizer) for name, runs in answered.items()]
+    judge, lines = Judge(config, sampling), []
+    for name, runs in answered.items():
+        line = line_of(setting, name, items, runs, tokenizer)
+        for item, prompt, mine, plain in zip(items, prompts, runs, answered[BASELINE], strict=True):
+            if mine.token_ids != plain.token_ids:
+                tie = judge.is_tie(prompt, mine.token_ids, plain.token_ids)
+                line.ties += tie
+                line.different += [] if tie else [f"{item.kind} {item.question_id}"]
+        lines.append(line)
+    return lines
 
 
 async def _start(
@@ -164,10 +179,8 @@ async def _start(
     return contestants | {name + DENSE: contestant for name, contestant in drafting.items()}
 
 
-def line_of(
-    setting: str, name: str, items: Sequence[Item], runs: Sequence[Run], plain: Sequence[Run], tokenizer: Any
-) -> Line:
-    """What a method's answers were worth, and where they are not plain decoding's."""
+def line_of(setting: str, name: str, items: Sequence[Item], runs: Sequence[Run], tokenizer: Any) -> Line:
+    """What a method's answers were worth, not yet compared with plain decoding's."""
     texts = [tokenizer.decode(run.token_ids, skip_special_tokens=True).strip() for run in runs]
     scored = [(text, item.references) for text, item in zip(texts, items, strict=True) if item.references]
     rounds = sum(run.rounds or 0 for run in runs)
@@ -179,18 +192,15 @@ def line_of(
         mean_accepted_tokens=sum(len(run.token_ids) - 1 for run in runs) / rounds if rounds else None,
         exact_match=sum(exact_match(*one) for one in scored) / len(scored) if scored else None,
         f1=sum(f1(*one) for one in scored) / len(scored) if scored else None,
-        different=[
-            f"{item.kind} {item.question_id}"
-            for item, run, other in zip(items, runs, plain, strict=True)
-            if run.token_ids != other.token_ids
-        ],
+        ties=0,
+        different=[],
     )
 
 
 def table_of(lines: Sequence[Line]) -> Table:
     """Per setting and method."""
     table = Table(title="Knowledge-heavy questions")
-    for column in ("setting", "method", "tokens/s", "speed-up", "MAT", "exact match", "F1", "same text"):
+    for column in ("setting", "method", "tokens/s", "speed-up", "MAT", "exact match", "F1", "same text", "ties"):
         table.add_column(column, justify="left" if column in ("setting", "method") else "right")
     plain = {line.setting: line.tokens_per_second for line in lines if line.method == BASELINE}
     for line in lines:
@@ -202,7 +212,8 @@ def table_of(lines: Sequence[Line]) -> Table:
             "-" if line.mean_accepted_tokens is None else f"{line.mean_accepted_tokens:.2f}",
             "-" if line.exact_match is None else f"{line.exact_match:.3f}",
             "-" if line.f1 is None else f"{line.f1:.3f}",
-            f"{line.answers - len(line.different)}/{line.answers}",
+            f"{line.answers - line.ties - len(line.different)}/{line.answers}",
+            str(line.ties),
         )
     return table
 

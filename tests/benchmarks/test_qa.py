@@ -7,9 +7,13 @@ from typing import Any
 import pytest
 
 from benchmarks.contestants import Run
+from benchmarks.equality import Judge
 from benchmarks.knowledge import Item, prompt_of, read_items
 from benchmarks.qa import line_of, table_of
+from engine.config import load
 from engine.errors import RequestError
+from engine.sampling import SamplingParams
+from engine.target import Target
 from tests.benchmarks.test_commands import talon
 from tests.conftest import tiny_tokenizer
 
@@ -57,16 +61,26 @@ def test_a_row_of_another_form_is_named(tmp_path: Path, line: str) -> None:
         read_items(tmp_path / "q.jsonl")
 
 
-def test_only_answers_with_references_are_scored_and_differences_are_named() -> None:
+def test_only_answers_with_references_are_scored() -> None:
     items = [Item("1", "nq", "q", [], ["cat"]), Item("2", "qa", "q", [], [])]
-    answers = [tiny_tokenizer().encode("The cat."), tiny_tokenizer().encode("dog")]
-    plain = [run_of(answers[0]), run_of([1])]
-    line = line_of("closed-book", "pld", items, [run_of(tokens) for tokens in answers], plain, tiny_tokenizer())
-    assert (line.exact_match, line.f1, line.different) == (1, 1, ["qa 2"])
+    runs = [run_of(tiny_tokenizer().encode(text)) for text in ("The cat.", "dog")]
+    line = line_of("closed-book", "none", items, runs, tiny_tokenizer())
+    assert (line.exact_match, line.f1) == (1, 1)
     assert line.mean_accepted_tokens == pytest.approx((8 - 1 + 3 - 1) / 4)
     assert line.tokens_per_second == 11
-    table = table_of([line, line_of("closed-book", "none", items, plain, plain, tiny_tokenizer())])
-    assert list(table.columns[-1].cells) == ["1/2", "2/2"]
+    line.ties, line.different = 0, ["qa 2"]
+    assert [list(column.cells) for column in table_of([line]).columns[-2:]] == [["1/2"], ["0"]]
+
+
+def test_a_difference_is_an_error_unless_both_tokens_were_as_likely(tiny: str) -> None:
+    judge = Judge(load({"model": tiny, "dtype": "float32"}), SamplingParams())
+    target = Target.load(tiny, "float32")
+    best = target.prefill(target.new_cache(3), [5, 6, 7])[0].topk(2).indices.tolist()
+    assert judge.is_tie([5, 6, 7], best[:1], best[:1]) is False, "one text is cut short"
+    assert not judge.is_tie([5, 6, 7], best[:1], best[1:])
+    assert not Judge(judge.config, SamplingParams(temperature=1.0)).is_tie([5], [1], [2])
+    judge._tie = 1e9
+    assert judge.is_tie([5, 6, 7], best[:1], best[1:])
 
 
 def test_the_command_answers_in_both_settings(tiny: str, questions: Path) -> None:
@@ -80,7 +94,7 @@ def test_the_command_answers_in_both_settings(tiny: str, questions: Path) -> Non
         for method in ("none", "suffix", "suffix+dense")
     ]
     for line in told["lines"]:
-        assert line["different"] == [] and line["answers"] == 4 and line["tokens_per_second"] > 0
+        assert line["different"] == [] and line["ties"] == 0 and line["answers"] == 4 and line["tokens_per_second"] > 0
         assert line["exact_match"] == told["lines"][0 if line["setting"] == "closed-book" else 3]["exact_match"]
     assert told["retrieval"]["passages"] == 4 and told["retrieval"]["questions"] == 3
     assert told["retrieval"]["recall_at_count"] >= told["retrieval"]["recall_at_1"]
