@@ -116,6 +116,7 @@ def main() -> None:
     for key, value in POOL_WAITS.items():
         os.environ.setdefault(key, value)  # for workers that are threads
     from benchmarks.commands import bench, check, qa, report
+    from benchmarks.index_speed import index_speed
     from benchmarks.replay import replay
     from benchmarks.timeline import timeline
     from drafters.training.cli import app as train
@@ -127,6 +128,7 @@ def main() -> None:
     app.command()(qa)
     app.command()(replay)
     app.command()(timeline)
+    index.command("speed")(index_speed)
     app.add_typer(index, name="index")
     app.add_typer(train, name="train")
     app()

@@ -60,7 +60,7 @@ def _build(
 
     def flush(document: int, token: int) -> None:
         nonlocal held
-        shard = _write_shard(out, len(progress.shards), np.concatenate(buffer), width)
+        shard = write_shard(out, len(progress.shards), np.concatenate(buffer), width)
         progress.shards.append(shard)
         progress.documents, progress.tokens = document, token
         write_whole(out / "progress.json", msgspec.json.encode(progress))
@@ -101,7 +101,7 @@ def _resume(path: Path, inputs: list[str]) -> Progress:
     return progress
 
 
-def _write_shard(out: Path, number: int, tokens: NDArray[np.uint32], width: int) -> Shard:
+def write_shard(out: Path, number: int, tokens: NDArray[np.uint32], width: int) -> Shard:
     """Both files of a shard. Suffixes sort by their tokens' values: as the bytes do, the high one first."""
     from pydivsufsort import divsufsort
 

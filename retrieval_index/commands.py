@@ -23,7 +23,8 @@ TokenizerOption = Annotated[
 
 
 @contextmanager
-def _one_line_errors() -> Iterator[None]:
+def one_line_errors() -> Iterator[None]:
+    """Errors of ours are one line and exit code 2."""
     try:
         yield
     except TalonError as error:
@@ -31,7 +32,8 @@ def _one_line_errors() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
-def _load(tokenizer: Path) -> Any:
+def load_tokenizer(tokenizer: Path) -> Any:
+    """The tokenizer in a directory; ConfigError if there is none."""
     from transformers import AutoTokenizer
 
     if not (tokenizer / "tokenizer.json").is_file() and not (tokenizer / "tokenizer_config.json").is_file():
@@ -57,9 +59,9 @@ def build(
     from retrieval_index.build import build as build_datastore
 
     columns = (SpinnerColumn(), TextColumn("{task.completed:,.0f} tokens"), TimeElapsedColumn())
-    with _one_line_errors(), Progress(*columns, console=Console(stderr=True)) as progress:
+    with one_line_errors(), Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("build", total=None)
-        words, report = _load(tokenizer), partial(progress.advance, task)
+        words, report = load_tokenizer(tokenizer), partial(progress.advance, task)
         if dense:
             done = f"{_build_dense(tokenizer, words, input, out, passage_tokens, report).passages:,} passages"
         else:
@@ -86,7 +88,7 @@ def info(
     from retrieval_index.datastore import Datastore
     from retrieval_index.dense import DenseIndex, is_dense
 
-    with _one_line_errors():
+    with one_line_errors():
         store = DenseIndex(folder) if is_dense(folder) else Datastore(folder)
         if verify:
             store.verify()
@@ -107,8 +109,8 @@ def query(
     from retrieval_index.datastore import Datastore
     from retrieval_index.dense import DenseIndex, is_dense
 
-    with _one_line_errors():
-        words = _load(tokenizer)
+    with one_line_errors():
+        words = load_tokenizer(tokenizer)
         if is_dense(folder):
             for passage in DenseIndex(folder, words).query(words.encode(text, add_special_tokens=False), count):
                 typer.echo(f"{passage.score:.3f}  {words.decode(passage.tokens)!r}")
