@@ -8,6 +8,8 @@ from pathlib import Path
 from statistics import mean, median
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -15,7 +17,8 @@ from rich.table import Table
 from benchmarks.contestants import Contestant, Run, overhead_us, start_contestant
 from benchmarks.figures import BASELINE, Row, loops, summaries
 from benchmarks.questions import Question, read_questions
-from engine.config import Config
+from drafters.experience import Reliability, read
+from engine.config import Config, load
 from engine.errors import TalonError
 from engine.sampling import SamplingParams
 from engine.text import encode_text, load_tokenizer
@@ -31,11 +34,13 @@ async def run_bench(
     repeats: int,
     heads: Path | None,
     console: Console,
+    calibration: Path | None = None,
 ) -> list[Row]:
     """Answer every question with every contestant and write `out`/results.jsonl as the rows come in.
 
     Plain decoding is always among them: it is the speed and the text the others are compared with. Every repeat starts
-    afresh: a drafter that remembers answers must not meet a question twice.
+    afresh: a drafter that remembers answers must not meet a question twice. calibration: an empty folder for what the
+    contestants learn of their trees, to be `gathered`.
     """
     questions = [(file.stem, question) for file in files for question in read_questions(file, limit)]
     tokenizer = load_tokenizer(config.model)
@@ -46,7 +51,10 @@ async def run_bench(
         for repeat in range(repeats):
             for sampling in samplings:
                 warm_up = encode_text(tokenizer, "Say hello.")
-                contestants = await start_all(list(dict.fromkeys([BASELINE, *names])), config, heads, warm_up, console)
+                kept = calibration and calibration / f"{repeat}-{sampling.temperature:g}"
+                contestants = await start_all(
+                    list(dict.fromkeys([BASELINE, *names])), config, heads, warm_up, console, kept
+                )
                 progress.update(task, total=len(questions) * len(contestants) * repeats * len(samplings))
                 try:
                     for suite, question in questions:
@@ -68,19 +76,38 @@ async def run_bench(
 
 
 async def start_all(
-    names: list[str], config: Config, heads: Path | None, warm_up: list[int], console: Console
+    names: list[str],
+    config: Config,
+    heads: Path | None,
+    warm_up: list[int],
+    console: Console,
+    calibration: Path | None = None,
 ) -> dict[str, Contestant]:
-    """The contestants that can be started here; of the others, a line says what they lack."""
+    """The contestants that can be started here; of the others, a line says what they lack. calibration: a folder where
+    each leaves what it learned of its trees."""
     contestants: dict[str, Contestant] = {}
     for name in names:
         try:
-            contestants[name] = await start_contestant(name, config, heads)
+            kept = {} if calibration is None else {"drafter.calibration": str(calibration / f"{name}.npz")}
+            contestants[name] = await start_contestant(name, load(config, kept), heads)
             await contestants[name].answer(warm_up, SamplingParams(max_tokens=24))
         except TalonError as error:
             if name == BASELINE or "no such contestant" in str(error):
                 raise
             console.print(f"left out: {name}: {error}")
     return contestants
+
+
+def gathered(calibration: Path) -> dict[str, NDArray[np.float64]]:
+    """What each contestant's trees promised, by source, and what came of it: [bins, 3] as `Reliability` has it."""
+    counts: dict[str, NDArray[np.float64]] = {}
+    for file in sorted(calibration.glob("*/*.npz")):
+        counts[file.stem] = counts.get(file.stem, 0.0) + read(file)["reliability"]
+    return {
+        f"{name}: {source}": bins
+        for name, count in counts.items()
+        for source, bins in Reliability(count).by_source().items()
+    }
 
 
 def row_of(

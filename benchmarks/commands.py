@@ -1,11 +1,16 @@
-"""`talon bench` and `talon check`."""
+"""`talon bench`, `talon report`, `talon check` and `talon qa`."""
 
 from __future__ import annotations
 
+import json
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
+import numpy as np
 import typer
+from numpy.typing import NDArray
 from rich.console import Console
 
 from engine import config as configuration
@@ -15,6 +20,9 @@ from engine.sampling import SamplingParams
 
 QuestionsOption = Annotated[
     list[Path] | None, typer.Option("--questions", help="JSONL file of the Spec-Bench form; may be given again.")
+]
+HeadsOption = Annotated[
+    Path, typer.Option(help="Folder with the drafters' weights: eagle, eagle3, medusa, hydra, sps.")
 ]
 
 
@@ -28,12 +36,13 @@ def bench(
     temperature: Annotated[list[float] | None, typer.Option(help="May be given again.", show_default="0")] = None,
     seed: Annotated[int, typer.Option(help="Of the sampling and of the order of contestants.")] = 0,
     repeats: Annotated[int, typer.Option(help="How often everything is run, each time afresh.")] = 1,
-    heads: Annotated[
-        Path, typer.Option(help="Folder with the drafters' weights: eagle, eagle3, medusa, hydra, sps.")
-    ] = configuration.ROOT / "models" / "demo" / "heads",
+    heads: HeadsOption = configuration.ROOT / "models" / "demo" / "heads",
     out: Annotated[Path, typer.Option(help="Folder for results.jsonl and the report.")] = Path("out"),
     overhead: Annotated[
         bool, typer.Option("--overhead", help="Measure the time per round outside model forwards instead.")
+    ] = False,
+    calibration: Annotated[
+        bool, typer.Option("--calibration", help="Also draw what trees promised and what came of it, for each source.")
     ] = False,
     config: ConfigOption = configuration.DEMO,
     set_: SetOption = None,
@@ -44,7 +53,7 @@ def bench(
         out.mkdir(parents=True, exist_ok=True)
 
     async def main() -> int:
-        from benchmarks.bench import run_bench, run_overhead, summary
+        from benchmarks.bench import gathered, run_bench, run_overhead, summary
         from benchmarks.contestants import ABLATION, CONTESTANTS, PEERS
 
         every = [name for name in CONTESTANTS if not name.startswith("+")] + list(PEERS)
@@ -58,10 +67,14 @@ def bench(
         if overhead:
             Console().print(await run_overhead(settings, [n for n in names if n != "hf"], samplings[0], console))
             return 0
-        rows = await run_bench(
-            settings, names, _files(questions), out, limit, samplings, repeats, heads if heads.is_dir() else None,
-            console,
-        )  # fmt: skip
+        with tempfile.TemporaryDirectory(prefix="talon-calibration-") as folder:
+            kept = Path(folder) if calibration else None
+            rows = await run_bench(
+                settings, names, _files(questions), out, limit, samplings, repeats, heads if heads.is_dir() else None,
+                console, kept,
+            )  # fmt: skip
+            if kept is not None:
+                draw_calibration(gathered(kept), out / "calibration.png", console)
         Console().print(summary(rows))
         different = [row for row in rows if row.output_equal is False]
         for row in different:
@@ -82,6 +95,20 @@ def report(
         write_report(folder, Console(stderr=True))
 
     run(main())
+
+
+def draw_calibration(sources: dict[str, NDArray[np.float64]], path: Path, console: Console) -> None:
+    """The picture; without matplotlib or anything to draw, a line that says why there is none."""
+    try:
+        from benchmarks.plots import reliability
+    except ImportError as error:
+        console.print(f"no picture: {error}; pip install 'talon-decoding[bench]'")
+        return
+    if not sources:
+        console.print("no picture: none of the contestants drafted anything")
+        return
+    reliability(sources, path)
+    console.print(f"promised and observed acceptance: {path}")
 
 
 def write_report(folder: Path, console: Console) -> None:
@@ -124,6 +151,48 @@ def check(
         table, wrong = report(comparisons, dtype)
         Console().print(table)
         return wrong
+
+    if run(main()):
+        raise typer.Exit(1)
+
+
+def qa(
+    questions: Annotated[
+        list[Path] | None, typer.Option("--questions", help="JSONL with rows of category nq, rag or qa; repeatable.")
+    ] = None,
+    methods: Annotated[
+        str, typer.Option(help="Comma-separated contestants; METHOD+dense also drafts from the passages found.")
+    ] = "none,suffix,suffix+dense,hybrid,hybrid+dense",
+    limit: Annotated[int | None, typer.Option(help="Questions of each category.", show_default="all")] = None,
+    passages: Annotated[int, typer.Option(help="Passages retrieved into the prompt.", min=1)] = 2,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the sampling and of the order of contestants.")] = 0,
+    heads: HeadsOption = configuration.ROOT / "models" / "demo" / "heads",
+    config: ConfigOption = configuration.DEMO,
+    set_: SetOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Knowledge-heavy questions: exact match, F1, MAT and tokens/s, closed-book and with retrieved passages."""
+    console = Console(stderr=True)
+
+    async def main() -> int:
+        from benchmarks.qa import run_qa, show
+
+        if not questions:
+            raise ConfigError("--questions: name at least one JSONL file with rows of category nq, rag or qa")
+        names = [name.strip() for name in methods.split(",")]
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed).validate()
+        settings, weights = configuration.load(config, overrides(set_)), heads if heads.is_dir() else None
+        retrieval, lines = await run_qa(settings, names, questions, limit, passages, sampling, weights, console)
+        if as_json:
+            print(json.dumps(msgspec.to_builtins({"retrieval": retrieval, "lines": lines}), indent=2))
+        else:
+            show(retrieval, lines)
+        for line in lines:
+            for answer in line.different:
+                console.print(f"different text: {line.setting}, {line.method}, {answer}")
+        return sum(len(line.different) for line in lines)
 
     if run(main()):
         raise typer.Exit(1)

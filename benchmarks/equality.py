@@ -93,6 +93,25 @@ def logit_gap(target: Target, prompt: list[int], one: list[int], other: list[int
     return abs(float(logits[one[at]] - logits[other[at]]))
 
 
+class Judge:
+    """Tells ties, which rounding decides, from errors; loads the target in float32 when first asked."""
+
+    def __init__(self, config: Config, sampling: SamplingParams):
+        self.config, self.greedy = config, sampling.temperature == 0
+        self._exact: Target | None = None
+        self._tie = 0.0
+
+    def is_tie(self, prompt: list[int], one: list[int], other: list[int]) -> bool:
+        """Whether two texts that differ part where two tokens are equally likely."""
+        if not self.greedy:
+            return False
+        if self._exact is None:
+            used = Target.load(self.config.model, self.config.dtype, self.config.device).dtype
+            self._tie = TIE[str(used).removeprefix("torch.")]
+            self._exact = Target.load(self.config.model, "float32", self.config.device)
+        return logit_gap(self._exact, prompt, one, other) < self._tie
+
+
 def report(comparisons: list[Comparison], dtype: str) -> tuple[Table, int]:
     """A table of the comparisons, and how many texts differed by more than a tie."""
     table = Table(title=f"Texts compared with the reference, {dtype} (a tie: float32 logit gap under {TIE[dtype]:g})")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from numpy.typing import NDArray
 
 from benchmarks.figures import BASELINE, Row, summaries
 
@@ -114,6 +116,40 @@ def tree_sizes(rows: Sequence[Row], path: Path) -> None:
     axis.set_xticks([x + 0.4 - width / 2 for x in range(len(suites))], suites)
     axis.set_ylabel("nodes verified a round")
     axis.legend(fontsize=8)
+    _save(figure, path)
+
+
+def reliability(sources: Mapping[str, NDArray[np.float64]], path: Path) -> None:
+    """Promised against observed acceptance, a panel for each source; below, how many nodes were promised that much.
+
+    sources: name -> [bins, 3], as `Reliability.by_source` gives it.
+    """
+    columns = min(4, len(sources))
+    lines = -(-len(sources) // columns)
+    figure, axes = plt.subplots(
+        2 * lines, columns, figsize=(3.2 * columns, 4.2 * lines), squeeze=False, sharex=True,
+        gridspec_kw={"height_ratios": [3, 1] * lines},
+    )  # fmt: skip
+    for place in range(lines * columns):
+        above, below = axes[2 * (place // columns)][place % columns], axes[2 * (place // columns) + 1][place % columns]
+        if place >= len(sources):
+            above.axis("off")
+            below.axis("off")
+            continue
+        name, bins = list(sources.items())[place]
+        promised, accepted, seen = bins.T
+        observed = accepted / seen
+        error = 1.96 * np.sqrt((observed * (1 - observed) + 1 / seen) / seen)
+        gap = float(np.abs(promised - accepted).sum() / seen.sum())
+        above.plot([0, 1], [0, 1], color="#999999", linewidth=0.8)
+        above.errorbar(promised / seen, observed, error, color=OURS, marker="o", markersize=4, linewidth=1)
+        above.set(title=f"{name}\n{int(seen.sum()):,} nodes, mean gap {gap:.3f}", xlim=(0, 1), ylim=(0, 1))
+        above.title.set_fontsize(9)
+        below.bar(promised / seen, seen, width=0.06, color=BASELINES)
+        below.set(yscale="log", ylim=(0.8, 2 * seen.max()), xlabel="promised chance")
+        if place % columns == 0:
+            above.set_ylabel("observed acceptance")
+            below.set_ylabel("nodes")
     _save(figure, path)
 
 

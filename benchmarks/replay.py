@@ -15,8 +15,11 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
+from rich.console import Console
 
+from benchmarks.commands import draw_calibration
 from drafters.base import Drafter, Verdict
+from drafters.experience import Reliability
 from engine.errors import ConfigError, TalonError
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
@@ -74,8 +77,10 @@ def requests(trace: Path, tokenizer: Any, limit: int | None) -> Iterator[tuple[l
                 text += f"{answer} "
 
 
-def replay_drafter(drafter: Drafter, answers: list[tuple[list[int], list[int]]]) -> Replayed:
-    """Run one drafter over the answers in order."""
+def replay_drafter(
+    drafter: Drafter, answers: list[tuple[list[int], list[int]]], reliability: Reliability | None = None
+) -> Replayed:
+    """Run one drafter over the answers in order. reliability: where to count what its trees promised."""
     rounds, emitted, promised = 0, 0, 0.0
     query_us, append_us = [], []
     for request, (prompt, answer) in enumerate(answers):
@@ -92,6 +97,8 @@ def replay_drafter(drafter: Drafter, answers: list[tuple[list[int], list[int]]])
             drafter.observe(request, verdict)
             query_us.append(1e6 * (drafted - begin))
             append_us.append(1e6 * (time.perf_counter() - verified) / len(tokens))
+            if reliability is not None:
+                reliability.add(verdict)
             rounds, emitted, position = rounds + 1, emitted + len(tokens), position + len(tokens)
             promised += float(tree.confidence.sum())
         drafter.finish(request)
@@ -123,11 +130,15 @@ def replay(
     names: Annotated[str, typer.Option("--methods", help="Comma-separated.")] = "pld,suffix,suffix-own,recycling",
     limit: Annotated[int | None, typer.Option(help="Answers to replay.", show_default="all")] = None,
     budget: Annotated[int, typer.Option(help="Candidate tokens a round.", min=1, max=1023)] = 16,
+    calibration: Annotated[
+        Path | None, typer.Option(help="Picture of promised against observed acceptance, a PNG.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """What retrieval would give on recorded answers: mean accepted tokens and lookup times, without a model."""
     try:
-        results = _run(trace, tokenizer, [name.strip() for name in names.split(",")], limit, budget)
+        listed = [name.strip() for name in names.split(",")]
+        results = _run(trace, tokenizer, listed, limit, budget, calibration)
     except TalonError as error:
         typer.echo(f"talon: {error}", err=True)
         raise typer.Exit(2) from None
@@ -142,7 +153,9 @@ def replay(
         )
 
 
-def _run(trace: Path, tokenizer: Path, names: list[str], limit: int | None, budget: int) -> dict[str, Replayed]:
+def _run(
+    trace: Path, tokenizer: Path, names: list[str], limit: int | None, budget: int, picture: Path | None
+) -> dict[str, Replayed]:
     known = methods(budget)
     for name in names:
         if name not in known:
@@ -154,4 +167,9 @@ def _run(trace: Path, tokenizer: Path, names: list[str], limit: int | None, budg
     from transformers import AutoTokenizer
 
     answers = list(requests(trace, AutoTokenizer.from_pretrained(tokenizer), limit))
-    return {name: replay_drafter(known[name](), answers) for name in names}
+    promised = {name: Reliability() for name in names}
+    results = {name: replay_drafter(known[name](), answers, promised[name]) for name in names}
+    if picture is not None:
+        bins = {name: bins for name, one in promised.items() for bins in one.by_source().values()}
+        draw_calibration(bins, picture, Console(stderr=True))
+    return results

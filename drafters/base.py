@@ -13,6 +13,9 @@ from drafters.outcomes import Following
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
 
+Learned = dict[str, NDArray[np.float64]]
+"""Arrays by name; a name begins with the source it belongs to."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -94,3 +97,10 @@ class Drafter(ABC):
     @abstractmethod
     def finish(self, request: int) -> None:
         """Forget the request."""
+
+    def learned(self) -> Learned:
+        """What it knows of how far its drafts can be trusted, for a later engine's drafter to `recall`."""
+        return {}
+
+    def recall(self, learned: Learned) -> None:  # noqa: B027
+        """Take over what an earlier drafter had learned, as far as it is there; ValueError if it makes no sense."""

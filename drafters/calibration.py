@@ -6,19 +6,19 @@ pulled towards a prior; old observations fade, so that a source that stops being
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
 
-import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from engine.errors import ConfigError
 from engine.tree import TokenTree
 
 DEEPEST = 8  # depths from here on are one kind
 
 
-class _Cell(msgspec.Struct, array_like=True):
+@dataclass
+class _Cell:
     """Faded counts of one kind."""
 
     source: int
@@ -85,19 +85,18 @@ class Calibrator:
             for c in sorted(self._cells.values(), key=lambda c: (c.source, c.depth, c.bucket))
         ]
 
-    def save(self, path: Path) -> None:
-        """Write the counts, all or nothing."""
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        temporary.write_bytes(msgspec.json.encode(list(self._cells.values())))
-        temporary.replace(path)
+    def cells(self) -> NDArray[np.float64]:
+        """[kinds, 5]: source, depth, bucket and the faded counts of accepted and seen, to be kept."""
+        rows = [[c.source, c.depth, c.bucket, c.accepted, c.seen] for c in self._cells.values()]
+        return np.asarray(rows, np.float64).reshape(-1, 5)
 
-    def load(self, path: Path) -> None:
-        """Take over the counts of a file that `save` wrote."""
-        try:
-            cells = msgspec.json.decode(path.read_bytes(), type=list[_Cell])
-        except (OSError, msgspec.DecodeError) as error:
-            raise ConfigError(f"calibration={path}: cannot be read ({error}): delete it to start afresh") from None
-        self._cells = {(cell.source, cell.depth, cell.bucket): cell for cell in cells}
+    def recall(self, cells: NDArray[np.float64]) -> None:
+        """Take over what `cells` gave; ValueError if it cannot have."""
+        if cells.ndim != 2 or cells.shape[1] != 5 or not (cells[:, 3] >= 0).all() or (cells[:, 3] > cells[:, 4]).any():
+            raise ValueError("counts that no calibrator has")
+        for source, depth, bucket, accepted, seen in cells.tolist():
+            key = (int(source), int(depth), int(bucket))
+            self._cells[key] = _Cell(*key, accepted, seen)
 
 
 def score_bucket(score: float) -> int:

@@ -19,7 +19,7 @@ from itertools import islice
 
 import numpy as np
 
-from drafters.base import BetweenSteps, Drafter, Verdict
+from drafters.base import BetweenSteps, Drafter, Learned, Verdict
 from drafters.calibration import Calibrator
 from drafters.growth import Frontier, Sketch
 from drafters.head import HeadDrafter
@@ -176,6 +176,19 @@ class HybridDrafter(Drafter):
         self._observed_s.pop(request, None)
         for drafter in (*self.memories, self.head):
             drafter.finish(request)
+
+    def learned(self) -> Learned:
+        ours = {"hybrid": self.merge.calibrator.cells(), "hybrid.rescue": np.array([self._rescue])}
+        for drafter in (*self.memories, self.head):
+            ours |= drafter.learned()
+        return ours
+
+    def recall(self, learned: Learned) -> None:
+        if "hybrid" in learned:
+            self.merge.calibrator.recall(learned["hybrid"])
+            self._rescue = float(learned["hybrid.rescue"].item())
+        for drafter in (*self.memories, self.head):
+            drafter.recall(learned)
 
     def _retrieve(self, request: int, continuation: Sequence[int]) -> TokenTree:
         if not self.memories:

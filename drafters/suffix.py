@@ -1,14 +1,20 @@
-"""Suffix drafting: trees from the session index, over the request's own text and earlier answers."""
+"""Suffix drafting: trees from the session index, over the request's own text, earlier answers and, if there is a dense
+index, the passages most similar to the prompt: phrasing that the prompt only alludes to."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from drafters.base import Drafter, Verdict
+from drafters.base import Drafter, Learned, Verdict
 from engine.config import Config
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
 from retrieval_index.suffix import SessionIndex
+
+if TYPE_CHECKING:
+    from retrieval_index.dense import DenseIndex
 
 SOURCE = 2
 
@@ -16,13 +22,22 @@ SOURCE = 2
 class SuffixDrafter(Drafter):
     """The likeliest `budget` nodes of the index's mixture; its probabilities are learned, so they are c(v) as they are.
 
-    capacity: tokens of finished answers kept for later requests, 0: each request sees its own text only.
+    capacity: tokens of finished answers kept for later requests, 0: each request sees its own text only. dense: where
+    `passages` passages are looked up for each prompt, or None.
     """
 
     calibrated = True
 
-    def __init__(self, budget: int = 32, length: int = 24, capacity: int = 1_000_000):
+    def __init__(
+        self,
+        budget: int = 32,
+        length: int = 24,
+        capacity: int = 1_000_000,
+        dense: DenseIndex | None = None,
+        passages: int = 4,
+    ):
         self.budget, self.length = budget, length
+        self.dense, self.passages = dense, passages
         self.index = SessionIndex(capacity)
 
     @classmethod
@@ -31,10 +46,18 @@ class SuffixDrafter(Drafter):
         warm_up.start(0, [1, 2, 1], SamplingParams())
         warm_up.observe(0, Verdict(warm_up.propose(0, [2]), [0], [2]))
         warm_up.finish(0)
-        return cls(config.drafter.budget)
+        dense: DenseIndex | None = None
+        if (path := config.drafter.dense) is not None:
+            from engine.text import load_tokenizer
+            from retrieval_index.dense import DenseIndex
+
+            dense = DenseIndex(Path(path), load_tokenizer(config.model))
+            dense.query([0])  # so is faiss loaded
+        return cls(config.drafter.budget, dense=dense, passages=config.drafter.passages)
 
     def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
-        self.index.start(request, prompt)
+        found = self.dense.query(prompt, self.passages) if self.dense is not None else []
+        self.index.start(request, prompt, [passage.tokens for passage in reversed(found)])  # the best one last
 
     def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:
         return self.index.draft(request, continuation, self.budget, self.length, SOURCE)
@@ -44,3 +67,12 @@ class SuffixDrafter(Drafter):
 
     def finish(self, request: int) -> None:
         self.index.finish(request)
+
+    def learned(self) -> Learned:
+        return {"suffix": self.index.weights}
+
+    def recall(self, learned: Learned) -> None:
+        weights = learned.get("suffix", self.index.weights)
+        if weights.shape != self.index.weights.shape or weights.min() < 0 or weights[..., 0].max() > 1:
+            raise ValueError("suffix: weights that no session index has")
+        self.index.weights[:] = weights

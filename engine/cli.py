@@ -115,7 +115,8 @@ def main() -> None:
     """Entry point of the `talon` command."""
     for key, value in POOL_WAITS.items():
         os.environ.setdefault(key, value)  # for workers that are threads
-    from benchmarks.commands import bench, check, report
+    from benchmarks.commands import bench, check, qa, report
+    from benchmarks.index_speed import index_speed
     from benchmarks.replay import replay
     from benchmarks.timeline import timeline
     from drafters.training.cli import app as train
@@ -124,8 +125,10 @@ def main() -> None:
     app.command()(bench)
     app.command()(check)
     app.command()(report)
+    app.command()(qa)
     app.command()(replay)
     app.command()(timeline)
+    index.command("speed")(index_speed)
     app.add_typer(index, name="index")
     app.add_typer(train, name="train")
     app()

@@ -47,13 +47,18 @@ class DrafterConfig(_Section):
     tree at each level, e.g. [3, 2, 1]; empty drafts a chain. max_ngram, min_ngram: context lengths tried.
     growth, shared_noise: of draft heads; the second ranks candidates by the noise of the target's own draw. head,
     memories: the methods that `hybrid` merges, one draft model and any number of retrieval drafters. datastore: a
-    folder that "talon index build" has made.
+    folder that "talon index build" has made. dense: one made with --dense, whose `passages` passages most similar to
+    the prompt are read by `suffix` as if they stood before it. calibration: a file that keeps what was learned of each
+    source's worth from one engine to the next; written when the engine closes.
     """
 
     budget: int = Field(60, ge=2, le=1024)
     head: Literal["eagle", "eagle3", "medusa", "hydra", "sps"] = "eagle3"
     memories: tuple[Literal["pld", "suffix", "recycling", "datastore"], ...] = ("suffix",)
     datastore: str | None = None
+    dense: str | None = None
+    calibration: str | None = None
+    passages: int = Field(4, ge=1, le=64)
 
     def weights(self, method: str) -> str | None:
         """Where the weights of that head or draft model are."""

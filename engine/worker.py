@@ -63,6 +63,7 @@ def _run_verifier(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -
 
 
 def _run_drafter(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -> None:
+    from drafters.experience import Experienced
     from drafters.registry import METHODS, build
     from engine.drafter import FROM_FRONT_END, FROM_VERIFIER, DrafterWorker
 
@@ -73,7 +74,11 @@ def _run_drafter(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) ->
             import torch
 
             torch.set_num_threads(share_cores(config).drafter)
-        DrafterWorker(build(config), control, verdicts, config.trace is not None).run()
+        drafter, file = build(config), config.drafter.calibration
+        experienced = Experienced(drafter, Path(file)) if file is not None else None
+        DrafterWorker(experienced or drafter, control, verdicts, config.trace is not None).run()
+        if experienced is not None:
+            experienced.save()
     except TalonError as error:
         control.send(Failed(request=None, kind=type(error).__name__, text=str(error)))
     finally:

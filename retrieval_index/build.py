@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import gzip
-import json
-import lzma
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from retrieval_index.corpus import tokenised
 from retrieval_index.datastore import HEADER, MAGIC, VERSION, DatastoreError, Header, Shard, checksum, fingerprint
 
 SHARD_TOKENS = 32_000_000
-_BATCH = 64  # documents tokenised at a time
-_PIECE = 200_000  # characters of a document tokenised at a time
 
 
 class Progress(msgspec.Struct):
@@ -46,14 +42,8 @@ def build(
     report: Callable[[int], None] = lambda tokens: None,
 ) -> Header:
     """Build, or go on building, the datastore `out` from text and JSON-lines files. report: called with tokens read."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with _locked(out):
-            return _build(tokenizer, inputs, out, shard_tokens, report)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DatastoreError(f"{out}: disk full: make room and run the same command again, it goes on") from None
-        raise DatastoreError(f"{error.filename or out}: {error.strerror or error}") from None
+    with building_in(out):
+        return _build(tokenizer, inputs, out, shard_tokens, report)
 
 
 def _build(
@@ -70,14 +60,14 @@ def _build(
 
     def flush(document: int, token: int) -> None:
         nonlocal held
-        shard = _write_shard(out, len(progress.shards), np.concatenate(buffer), width)
+        shard = write_shard(out, len(progress.shards), np.concatenate(buffer), width)
         progress.shards.append(shard)
         progress.documents, progress.tokens = document, token
-        _write(out / "progress.json", msgspec.json.encode(progress))
+        write_whole(out / "progress.json", msgspec.json.encode(progress))
         buffer.clear()
         held = 0
 
-    for documents, text in enumerate(_tokenised(tokenizer, inputs, progress.documents, separator), progress.documents):
+    for documents, text in enumerate(tokenised(tokenizer, inputs, progress.documents, separator), progress.documents):
         at = progress.tokens if documents == progress.documents else 0
         while at < len(text):
             piece = text[at : at + shard_tokens - held]
@@ -92,7 +82,7 @@ def _build(
     if not progress.shards:
         raise DatastoreError(f"input={', '.join(map(str, inputs))}: holds no text")
     header = Header(MAGIC, VERSION, mark, width, progress.shards)
-    _write(out / HEADER, msgspec.json.encode(header))
+    write_whole(out / HEADER, msgspec.json.encode(header))
     return header
 
 
@@ -111,7 +101,7 @@ def _resume(path: Path, inputs: list[str]) -> Progress:
     return progress
 
 
-def _write_shard(out: Path, number: int, tokens: NDArray[np.uint32], width: int) -> Shard:
+def write_shard(out: Path, number: int, tokens: NDArray[np.uint32], width: int) -> Shard:
     """Both files of a shard. Suffixes sort by their tokens' values: as the bytes do, the high one first."""
     from pydivsufsort import divsufsort
 
@@ -122,12 +112,12 @@ def _write_shard(out: Path, number: int, tokens: NDArray[np.uint32], width: int)
     crcs = []
     for kind, array in (("tokens", stored), ("suffixes", suffixes)):
         path = out / f"{name}.{kind}"
-        _write(path, array.tobytes())
+        write_whole(path, array.tobytes())
         crcs.append(checksum(path))
     return Shard(name, len(tokens), crcs[0], crcs[1])
 
 
-def _write(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: bytes) -> None:
     """All or nothing, and on the disk before it has its name."""
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -142,56 +132,19 @@ def _write(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    with open(out / "lock", "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DatastoreError(
-                f"{out}: another process is building here: wait for it or name another folder"
-            ) from None
-        yield
-
-
-def _tokenised(tokenizer: Any, inputs: Sequence[Path], skip: int, separator: int) -> Iterator[NDArray[np.uint32]]:
-    """The documents from number `skip` on as token ids, a separator at their ends."""
-    batch: list[str] = []
-    for number, document in enumerate(text for path in inputs for text in _documents(path)):
-        if number < skip:
-            continue
-        batch.append(document)
-        if len(batch) == _BATCH or len(document) > _PIECE:
-            yield from _encode(tokenizer, batch, separator)
-            batch = []
-    if batch:
-        yield from _encode(tokenizer, batch, separator)
-
-
-def _encode(tokenizer: Any, batch: list[str], separator: int) -> Iterator[NDArray[np.uint32]]:
-    for document in batch:
-        pieces = [document[i : i + _PIECE] for i in range(0, len(document), _PIECE)]
-        ids = [i for row in tokenizer(pieces, add_special_tokens=False, verbose=False)["input_ids"] for i in row]
-        yield np.asarray([*ids, separator], np.uint32)
-
-
-def _documents(path: Path) -> Iterator[str]:
-    """The texts of a file: the `text` of each line of .jsonl, else the whole; .xz and .gz are unpacked."""
-    unpack: Any = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
-    name = path.name.removesuffix(path.suffix) if path.suffix in (".xz", ".gz") else path.name
+def building_in(out: Path) -> Iterator[None]:
+    """The folder is there and ours alone; what goes wrong with its files is a DatastoreError that says what to do."""
     try:
-        file: IO[str]
-        with unpack(path, "rt", encoding="utf8") as file:
-            if not name.endswith((".jsonl", ".json")):
-                text = file.read()
-                if "\0" in text:
-                    raise DatastoreError(f"input={path}: is binary: give text or JSON lines")
-                if text.strip():
-                    yield text
-                return
-            for number, line in enumerate(file, start=1):
-                try:
-                    yield json.loads(line)["text"]
-                except (ValueError, TypeError, KeyError):
-                    raise DatastoreError(f'input={path}: line {number}: need {{"text": ...}}') from None
-    except (UnicodeDecodeError, lzma.LZMAError, EOFError, gzip.BadGzipFile):
-        raise DatastoreError(f"input={path}: is binary or damaged: give text or JSON lines in UTF-8") from None
+        out.mkdir(parents=True, exist_ok=True)
+        with open(out / "lock", "a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise DatastoreError(
+                    f"{out}: another process is building here: wait for it or name another folder"
+                ) from None
+            yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise DatastoreError(f"{out}: disk full: make room and run the same command again") from None
+        raise DatastoreError(f"{error.filename or out}: {error.strerror or error}") from None

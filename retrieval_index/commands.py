@@ -1,23 +1,30 @@
-"""`talon index`: build, inspect and ask a datastore."""
+"""`talon index`: build, inspect and ask a datastore or a dense index."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from engine.errors import ConfigError, TalonError
 
-app = typer.Typer(help="Datastores: a corpus on disk that drafts.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from retrieval_index.dense import DenseHeader
 
-TokenizerOption = Annotated[Path, typer.Option(help="Directory of the target's tokenizer.")]
+app = typer.Typer(help="Indexes: a corpus on disk that drafts.", no_args_is_help=True)
+
+TokenizerOption = Annotated[
+    Path, typer.Option(help="Directory of the target's tokenizer; with --dense, of the target.")
+]
 
 
 @contextmanager
-def _one_line_errors() -> Iterator[None]:
+def one_line_errors() -> Iterator[None]:
+    """Errors of ours are one line and exit code 2."""
     try:
         yield
     except TalonError as error:
@@ -25,7 +32,8 @@ def _one_line_errors() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
-def _load(tokenizer: Path) -> Any:
+def load_tokenizer(tokenizer: Path) -> Any:
+    """The tokenizer in a directory; ConfigError if there is none."""
     from transformers import AutoTokenizer
 
     if not (tokenizer / "tokenizer.json").is_file() and not (tokenizer / "tokenizer_config.json").is_file():
@@ -37,35 +45,59 @@ def _load(tokenizer: Path) -> Any:
 def build(
     tokenizer: TokenizerOption,
     input: Annotated[list[Path], typer.Option(help="Text or JSON lines with `text`, also .xz or .gz; repeatable.")],
-    out: Annotated[Path, typer.Option(help="Folder of the datastore; a killed build goes on there.")],
+    out: Annotated[Path, typer.Option(help="Folder of the index; a killed build goes on there.")],
     shard_tokens: Annotated[int, typer.Option(help="Tokens sorted at a time, 13 bytes each.", min=1000)] = 32_000_000,
+    dense: Annotated[
+        bool, typer.Option("--dense", help="Index what passages are about (drafter.dense), not their every word.")
+    ] = False,
+    passage_tokens: Annotated[int, typer.Option(help="Longest passage of a dense index.", min=8)] = 160,
 ) -> None:
-    """Build a datastore. Run again after a crash: it goes on where it was."""
+    """Build a datastore or a dense index. Run again after a crash: a datastore goes on where it was."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     from retrieval_index.build import build as build_datastore
 
     columns = (SpinnerColumn(), TextColumn("{task.completed:,.0f} tokens"), TimeElapsedColumn())
-    with _one_line_errors(), Progress(*columns, console=Console(stderr=True)) as progress:
+    with one_line_errors(), Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("build", total=None)
-        header = build_datastore(_load(tokenizer), input, out, shard_tokens, lambda n: progress.advance(task, n))
-    typer.echo(f"{out}: {sum(s.tokens for s in header.shards):,} tokens in {len(header.shards)} shards")
+        words, report = load_tokenizer(tokenizer), partial(progress.advance, task)
+        if dense:
+            done = f"{_build_dense(tokenizer, words, input, out, passage_tokens, report).passages:,} passages"
+        else:
+            shards = build_datastore(words, input, out, shard_tokens, report).shards
+            done = f"{sum(shard.tokens for shard in shards):,} tokens in {len(shards)} shards"
+    typer.echo(f"{out}: {done}")
+
+
+def _build_dense(
+    target: Path, tokenizer: Any, inputs: list[Path], out: Path, passage_tokens: int, report: Callable[[int], None]
+) -> DenseHeader:
+    from drafters.checkpoint import TargetWeights
+    from retrieval_index.dense_build import build_dense
+
+    embedding = TargetWeights.read(str(target)).embedding.float().numpy()
+    return build_dense(tokenizer, embedding, inputs, out, passage_tokens, report)
 
 
 @app.command()
 def info(
     folder: Path, verify: Annotated[bool, typer.Option(help="Read everything, compare checksums.")] = True
 ) -> None:
-    """What a datastore holds, and whether its files are intact."""
+    """What an index holds, and whether its files are intact."""
     from retrieval_index.datastore import Datastore
+    from retrieval_index.dense import DenseIndex, is_dense
 
-    with _one_line_errors():
-        store = Datastore(folder)
+    with one_line_errors():
+        store = DenseIndex(folder) if is_dense(folder) else Datastore(folder)
         if verify:
             store.verify()
     size = sum(file.stat().st_size for file in folder.iterdir())
-    typer.echo(f"tokens     {store.tokens:,}\nshards     {len(store.shards)}\nbytes      {size:,}")
+    if isinstance(store, DenseIndex):
+        typer.echo(f"passages   {store.header.passages:,}\ndimensions {store.header.dimensions}")
+    else:
+        typer.echo(f"tokens     {store.tokens:,}\nshards     {len(store.shards)}")
+    typer.echo(f"bytes      {size:,}")
     typer.echo(f"tokenizer  {store.header.tokenizer}\nchecksums  {'match' if verify else 'not read'}")
 
 
@@ -73,11 +105,16 @@ def info(
 def query(
     folder: Path, text: str, tokenizer: TokenizerOption, count: Annotated[int, typer.Option(help="Lines.")] = 8
 ) -> None:
-    """What followed the longest match of a text's end."""
+    """What followed the longest match of a text's end, or the passages most similar to a text."""
     from retrieval_index.datastore import Datastore
+    from retrieval_index.dense import DenseIndex, is_dense
 
-    with _one_line_errors():
-        words = _load(tokenizer)
+    with one_line_errors():
+        words = load_tokenizer(tokenizer)
+        if is_dense(folder):
+            for passage in DenseIndex(folder, words).query(words.encode(text, add_special_tokens=False), count):
+                typer.echo(f"{passage.score:.3f}  {words.decode(passage.tokens)!r}")
+            return
         length, rows = Datastore(folder, words).continuations(words.encode(text, add_special_tokens=False))
     typer.echo(f"matched {length} tokens, {len(rows)} continuations")
     for row in rows[:count]:

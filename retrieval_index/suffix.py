@@ -24,7 +24,7 @@ CONTEXT = 8  # last tokens of the prompt that are kept with an answer, so that i
 
 @dataclass
 class _Request:
-    """own: its text. prompt: its length in tokens."""
+    """own: its text. prompt: the length of what came before its answer, in tokens."""
 
     own: Store
     prompt: int
@@ -43,10 +43,11 @@ class SessionIndex:
         self.weights[..., 0] = 0.5
         self._requests: dict[int, _Request] = {}
 
-    def start(self, request: int, prompt: Sequence[int]) -> None:
-        """Index a prompt. Nothing is learned from it: it is not what the target says."""
-        self._requests[request] = _Request(self._new_store(len(prompt) + 512), len(prompt))
-        self._append(self._requests[request], np.asarray(prompt, np.int32), learn=False)
+    def start(self, request: int, prompt: Sequence[int], passages: Sequence[Sequence[int]] = ()) -> None:
+        """Index a prompt, and passages as if they stood before it. Nothing is learned from them."""
+        text = [token for passage in passages for token in (*passage, self._kernels.SEPARATOR)] + list(prompt)
+        self._requests[request] = _Request(self._new_store(len(text) + 512), len(text))
+        self._append(self._requests[request], np.asarray(text, np.int32), learn=False)
 
     def append(self, request: int, tokens: Sequence[int]) -> None:
         """The request's answer goes on with `tokens`."""

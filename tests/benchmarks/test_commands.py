@@ -68,6 +68,7 @@ def test_generate_streams_the_text_and_sums_up_on_standard_error(tiny: str) -> N
         (["timeline", "pyproject.toml"], "is no trace"),
         (["replay", "--trace", "nowhere.jsonl", "--tokenizer", "."], "nowhere.jsonl"),
         (["index", "info", "nowhere"], "nowhere"),
+        (["qa"], "--questions"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], told: str) -> None:
@@ -97,6 +98,15 @@ def test_bench_writes_a_row_per_question_and_method(tiny: str, questions: str, t
     assert "speed-up over all suites" in (tmp_path / "report.md").read_text().lower()
     page = (tmp_path / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 5 and 'src="http' not in page
+
+
+def test_bench_draws_what_trees_promised(tiny: str, questions: str, tmp_path: Path) -> None:
+    done = talon(
+        "bench", "--questions", questions, "--methods", "none,pld,suffix", "--limit", "1", "--max-tokens", "12",
+        "--calibration", "--out", str(tmp_path), "--set", f"model={tiny}", "--set", "transport=inproc",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "calibration.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_report_is_made_again_from_the_rows(tiny: str, questions: str, tmp_path: Path) -> None:

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-from pathlib import Path
-
+import numpy as np
 import pytest
 
 from drafters.calibration import Calibrator
-from engine.errors import ConfigError
 from engine.tree import TokenTree
 
 
@@ -42,17 +40,17 @@ def test_every_child_of_an_accepted_node_is_an_observation() -> None:
     )
 
 
-def test_counts_are_kept_in_a_file(tmp_path: Path) -> None:
+def test_counts_go_to_another_calibrator() -> None:
     calibrator, again = Calibrator(), Calibrator()
     for _ in range(9):
         calibrator.observe(3, 2, 1, accepted=True)
-    calibrator.save(tmp_path / "calibration.json")
-    again.load(tmp_path / "calibration.json")
+    again.recall(calibrator.cells())
     assert again.chance(3, 2, 1, 0.1) == calibrator.chance(3, 2, 1, 0.1) > 0.5
-    assert [path.name for path in tmp_path.iterdir()] == ["calibration.json"]
+    again.recall(Calibrator().cells())
+    assert again.table() == calibrator.table()
 
 
-def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "c.json").write_bytes(b"\x00junk")
-    with pytest.raises(ConfigError, match=r"c\.json"):
-        Calibrator().load(tmp_path / "c.json")
+@pytest.mark.parametrize("cells", [[[1, 2, 3]], [[1, 1, 1, 5, 4]], [[1, 1, 1, -1, 4]], [1, 2, 3, 4, 5]])
+def test_counts_that_cannot_be_are_refused(cells: list[list[float]]) -> None:
+    with pytest.raises(ValueError):
+        Calibrator().recall(np.asarray(cells, np.float64))

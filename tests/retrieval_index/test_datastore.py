@@ -81,7 +81,7 @@ def test_shards_together_hold_the_corpus_and_agree_with_one(corpus: Path, tmp_pa
 
 def test_a_killed_build_goes_on_where_it_was(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build(tiny_tokenizer(), [corpus], tmp_path / "straight", shard_tokens=300)
-    write, written = building._write_shard, []
+    write, written = building.write_shard, []
 
     def dying(out: Path, number: int, *rest: object) -> object:
         if number == 3 and not written.count(3):
@@ -90,7 +90,7 @@ def test_a_killed_build_goes_on_where_it_was(corpus: Path, tmp_path: Path, monke
         written.append(number)
         return write(out, number, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(building, "_write_shard", dying)
+    monkeypatch.setattr(building, "write_shard", dying)
     with pytest.raises(KeyboardInterrupt):
         build(tiny_tokenizer(), [corpus], tmp_path / "store", shard_tokens=300)
     with pytest.raises(DatastoreError, match="not a datastore"):
@@ -175,3 +175,68 @@ def test_foreign_headers_are_refused(tmp_path: Path) -> None:
         (tmp_path / "header.json").write_bytes(content)
         with pytest.raises(DatastoreError, match="build it again"):
             Datastore(tmp_path)
+
+
+BUILD = """
+import sys
+from pathlib import Path
+from retrieval_index import build as building
+from tests.conftest import tiny_tokenizer
+
+write = building.write_shard
+
+def slowly(out, number, *rest):
+    if number == 2:
+        print("two shards", flush=True)
+        sys.stdin.readline()
+    return write(out, number, *rest)
+
+building.write_shard = slowly
+building.build(tiny_tokenizer(), [Path(sys.argv[1])], Path(sys.argv[2]), shard_tokens=300)
+"""
+
+
+def test_a_builder_killed_by_the_system_is_taken_over(corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "store"
+    with subprocess.Popen(
+        [sys.executable, "-c", BUILD, str(corpus), str(out)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    ) as builder:
+        assert builder.stdout is not None and builder.stdout.readline()
+        with pytest.raises(DatastoreError, match="another process is building"):
+            build(tiny_tokenizer(), [corpus], out, shard_tokens=300)
+        builder.kill()
+    first = (out / "0001.suffixes").stat().st_mtime_ns
+    build(tiny_tokenizer(), [corpus], out, shard_tokens=300)
+    assert (out / "0001.suffixes").stat().st_mtime_ns == first, "finished shards are not built again"
+    build(tiny_tokenizer(), [corpus], tmp_path / "straight", shard_tokens=300)
+    assert texts(out) == texts(tmp_path / "straight")
+    Datastore(out).verify()
+
+
+LIMITED = """
+import resource, signal, sys
+from retrieval_index.commands import app
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+app(sys.argv[1:])
+"""
+
+
+def test_a_disk_that_fills_up_is_one_line_and_the_build_goes_on_later(corpus: Path, tmp_path: Path) -> None:
+    """A limit on the size of files stands in for the full disk: it fails in the same place, in the middle of one."""
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    options = ["--tokenizer", str(tmp_path / "tokenizer"), "--input", str(corpus), "--out", str(tmp_path / "store")]
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, "build", *options],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 2
+    assert [line for line in done.stderr.splitlines() if "disk full" in line and line.startswith("talon: ")]
+    assert not [path for path in (tmp_path / "store").iterdir() if path.suffix == ".tmp"]
+    build(tiny_tokenizer(), [corpus], tmp_path / "store", 32_000_000)
+    Datastore(tmp_path / "store").verify()

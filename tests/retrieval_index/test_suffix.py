@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrieval_index import ngrams
-from retrieval_index.suffix import SessionIndex
+from retrieval_index.suffix import CONTEXT, SessionIndex
 
 TEXTS = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=30), min_size=1, max_size=12)
 
@@ -130,6 +130,19 @@ def test_later_requests_draft_from_finished_answers_but_not_from_a_private_index
         index.start(2, [12])
         tree = index.draft(2, budget=4)
         assert (tree.child(0, 13) is not None) == (capacity > 0)
+
+
+def test_passages_draft_as_if_they_stood_before_the_prompt_and_are_not_cached() -> None:
+    index = SessionIndex(capacity=1000)
+    index.start(1, [*range(20, 30), 11], [[1, 2], [11, 12, 13, 14]])
+    tree = index.draft(1, budget=40).validate(vocab_size=30)
+    first = tree.child(0, 12)
+    assert first is not None and tree.child(first, 13) is not None
+    index.append(1, [12])
+    index.finish(1)
+    assert index.cached_tokens <= CONTEXT + 2
+    index.start(2, [13])
+    assert index.draft(2).child(0, 14) is None
 
 
 def test_the_more_frequent_follower_is_the_more_confident() -> None:

@@ -1,0 +1,79 @@
+"""Questions that need knowledge, taken out of prompts that carry their passages."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.errors import RequestError
+
+KINDS = ("nq", "rag", "qa")
+
+
+class Item(msgspec.Struct, frozen=True):
+    """passages: those its prompt carried (none: `qa`). references: accepted answers; empty: none are known."""
+
+    question_id: str
+    kind: str
+    question: str
+    passages: list[str]
+    references: list[str]
+
+
+def read_items(path: Path, limit: int | None = None) -> tuple[list[Item], list[str]]:
+    """The first `limit` items of each kind, and every passage of the file. Rows of other categories are left out."""
+    items: list[Item] = []
+    passages: dict[str, None] = {}
+    seen: Counter[str] = Counter()
+    try:
+        with path.open(encoding="utf8") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    row = json.loads(line)
+                    if row["category"] not in KINDS:
+                        continue
+                    item = _item(row)
+                except (ValueError, KeyError, IndexError, TypeError):
+                    raise RequestError(
+                        f"questions={path}:{number}: not a row of {', '.join(KINDS)}: it needs question_id, category, "
+                        "turns and, for nq, a passage"
+                    ) from None
+                passages |= dict.fromkeys(item.passages)
+                seen[item.kind] += 1
+                if limit is None or seen[item.kind] <= limit:
+                    items.append(item)
+    except OSError as error:
+        raise RequestError(f"questions={path}: cannot be read: {error.strerror}") from None
+    if not items:
+        raise RequestError(f"questions={path}: holds no question of the categories {', '.join(KINDS)}")
+    return items, list(passages)
+
+
+def prompt_of(question: str, passages: list[str]) -> str:
+    """The question alone, or behind passages, in the words of nq_open's prompts."""
+    if not passages:
+        return question
+    told = "".join(f"Passage: {passage}\n\n" for passage in passages)
+    return f"Answer the question using the passage.\n\n{told}Question: {question}"
+
+
+def _item(row: dict[str, Any]) -> Item:
+    kind, prompt = row["category"], str(row["turns"][0]).strip()
+    passages: list[str] = []
+    if kind == "nq":
+        told, prompt = prompt.rsplit("\n\nQuestion: ", 1)
+        passages = [told.split("Passage: ", 1)[1]]
+    elif kind == "rag":
+        *passages, prompt = filter(None, (line.strip() for line in prompt.split("\n")))
+    return Item(str(row["question_id"]), kind, prompt, passages, _flat(row.get("reference") or []))
+
+
+def _flat(references: Any) -> list[str]:
+    """Accepted answers: some files hold lists of lists."""
+    if isinstance(references, str):
+        return [references]
+    return [text for reference in references for text in _flat(reference)]

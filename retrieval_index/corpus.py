@@ -1,0 +1,62 @@
+"""Input files of an index: text or JSON lines, read as documents and tokenised."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval_index.datastore import DatastoreError
+
+_BATCH = 64  # documents tokenised at a time
+_PIECE = 200_000  # characters of a document tokenised at a time
+
+
+def tokenised(tokenizer: Any, inputs: Sequence[Path], skip: int, separator: int) -> Iterator[NDArray[np.uint32]]:
+    """The documents from number `skip` on as token ids, a separator at their ends."""
+    batch: list[str] = []
+    for number, document in enumerate(text for path in inputs for text in _documents(path)):
+        if number < skip:
+            continue
+        batch.append(document)
+        if len(batch) == _BATCH or len(document) > _PIECE:
+            yield from _encode(tokenizer, batch, separator)
+            batch = []
+    if batch:
+        yield from _encode(tokenizer, batch, separator)
+
+
+def _encode(tokenizer: Any, batch: list[str], separator: int) -> Iterator[NDArray[np.uint32]]:
+    for document in batch:
+        pieces = [document[i : i + _PIECE] for i in range(0, len(document), _PIECE)]
+        ids = [i for row in tokenizer(pieces, add_special_tokens=False, verbose=False)["input_ids"] for i in row]
+        yield np.asarray([*ids, separator], np.uint32)
+
+
+def _documents(path: Path) -> Iterator[str]:
+    """The texts of a file: the `text` of each line of .jsonl, else the whole; .xz and .gz are unpacked."""
+    unpack: Any = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
+    name = path.name.removesuffix(path.suffix) if path.suffix in (".xz", ".gz") else path.name
+    try:
+        file: IO[str]
+        with unpack(path, "rt", encoding="utf8") as file:
+            if not name.endswith((".jsonl", ".json")):
+                text = file.read()
+                if "\0" in text:
+                    raise DatastoreError(f"input={path}: is binary: give text or JSON lines")
+                if text.strip():
+                    yield text
+                return
+            for number, line in enumerate(file, start=1):
+                try:
+                    yield json.loads(line)["text"]
+                except (ValueError, TypeError, KeyError):
+                    raise DatastoreError(f'input={path}: line {number}: need {{"text": ...}}') from None
+    except (UnicodeDecodeError, lzma.LZMAError, EOFError, gzip.BadGzipFile):
+        raise DatastoreError(f"input={path}: is binary or damaged: give text or JSON lines in UTF-8") from None

@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.squad import exact_match, f1, normalised
+
+
+def test_case_articles_and_punctuation_do_not_count() -> None:
+    assert normalised(" The  Wilhelm-Conrad, a Röntgen!") == "wilhelmconrad röntgen"
+    assert exact_match("The Beatles.", ["the rolling stones", "beatles"]) == 1
+    assert exact_match("The Beatles.", ["the rolling stones"]) == 0
+
+
+def test_f1_is_the_best_over_the_references_and_counts_words_as_often_as_both_have_them() -> None:
+    assert f1("in 1901 in Sweden", ["1901", "sweden in"]) == pytest.approx(2 * 2 / (4 + 2))
+    assert f1("red red", ["red"]) == pytest.approx(2 / 3)
+    assert f1("", ["red"]) == 0 and f1("the", ["a"]) == 1
