@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from benchmarks.figures import BASELINE, Row, summaries
+from benchmarks.shapes import Shape
 
 OURS, BASELINES, PEERS = "#0072B2", "#999999", "#E69F00"
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
@@ -114,6 +115,35 @@ def tree_sizes(rows: Sequence[Row], path: Path) -> None:
     axis.set_xticks([x + 0.4 - width / 2 for x in range(len(suites))], suites)
     axis.set_ylabel("nodes verified a round")
     axis.legend(fontsize=8)
+    _save(figure, path)
+
+
+LINES = ("-", "--", "-.", ":")
+
+
+def tree_shapes(
+    widths: Mapping[str, Sequence[float]], rounds: Mapping[str, Sequence[Shape]], path: Path, most: int = 16
+) -> None:
+    """Per suite: the mean tree's width at every depth, how deep trees are, and how many tokens a round emits."""
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.8))
+    at = range(1, most + 1)
+    for place, (suite, some) in enumerate(rounds.items()):
+        style = {"color": COLOURS[place % len(COLOURS)], "linestyle": LINES[place % len(LINES)], "label": suite}
+        style["marker"] = "os^Dv"[place % 5]
+        shown = [*widths[suite], *[0.0] * most][:most]
+        left.plot(at, shown, **style, markersize=4)
+        for axis, values in ((middle, [r.depth for r in some]), (right, [r.emitted for r in some])):
+            counts = Counter(min(value, most) for value in values)
+            axis.plot(at, [counts[n] / len(values) for n in at], **style, markersize=4)
+    left.set(
+        xlabel="depth", ylabel="nodes (mean over rounds)", title="Width per depth", yscale="symlog", ylim=(0, None)
+    )
+    left.set_yticks([0, 1, 2, 5, 10, 20], ["0", "1", "2", "5", "10", "20"])
+    middle.set(xlabel=f"depth of the tree ({most}: or deeper)", ylabel="share of rounds", title="Depth")
+    right.set(xlabel=f"tokens emitted ({most}: or more)", ylabel="share of rounds", title="Accepted length")
+    for axis in (left, middle, right):
+        axis.set_xticks(range(0, most + 1, 2))
+    left.legend(fontsize=9)
     _save(figure, path)
 
 

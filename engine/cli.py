@@ -117,6 +117,7 @@ def main() -> None:
         os.environ.setdefault(key, value)  # for workers that are threads
     from benchmarks.commands import bench, check, report
     from benchmarks.replay import replay
+    from benchmarks.shapes import shapes
     from benchmarks.timeline import timeline
     from drafters.training.cli import app as train
     from retrieval_index.commands import app as index
@@ -125,6 +126,7 @@ def main() -> None:
     app.command()(check)
     app.command()(report)
     app.command()(replay)
+    app.command()(shapes)
     app.command()(timeline)
     app.add_typer(index, name="index")
     app.add_typer(train, name="train")
