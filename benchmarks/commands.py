@@ -16,6 +16,8 @@ from engine.sampling import SamplingParams
 QuestionsOption = Annotated[
     list[Path] | None, typer.Option("--questions", help="JSONL file of the Spec-Bench form; may be given again.")
 ]
+AGREE = 0.05
+"""How far the speed-ups of two runs may be apart and still be called the same."""
 
 
 def bench(
@@ -63,11 +65,12 @@ def bench(
             console,
         )  # fmt: skip
         Console().print(summary(rows))
-        different = [row for row in rows if row.output_equal is False]
-        for row in different:
-            console.print(f"different text: {row.method}, {row.suite} {row.question_id}, T = {row.temperature:g}")
+        for row in rows:
+            if row.output_equal is False:
+                kind = "a tie that rounding decides" if row.tie else "different text"
+                console.print(f"{kind}: {row.method}, {row.suite} {row.question_id}, T = {row.temperature:g}")
         write_report(out, console)
-        return len(different)
+        return sum(row.output_equal is False and not row.tie for row in rows)
 
     if run(main()):
         raise typer.Exit(1)
@@ -75,13 +78,34 @@ def bench(
 
 def report(
     folder: Annotated[Path, typer.Argument(help="What talon bench --out named.")],
+    against: Annotated[Path | None, typer.Option(help="Folder of another run: which speed-ups agree?")] = None,
 ) -> None:
-    """Make report.md and report.html again from the rows of a benchmark."""
+    """Make report.md and report.html again from the rows of a benchmark, or compare two runs of it."""
 
     async def main() -> None:
-        write_report(folder, Console(stderr=True))
+        if against is None:
+            write_report(folder, Console(stderr=True))
+        else:
+            compare_runs(folder, against, Console())
 
     run(main())
+
+
+def compare_runs(folder: Path, other: Path, console: Console) -> None:
+    """Say which share of the speed-ups of two runs agree, and name the others."""
+    from benchmarks.figures import agreements, read_rows
+
+    pairs = agreements(read_rows(folder / "results.jsonl"), read_rows(other / "results.jsonl"))
+    if not pairs:
+        raise ConfigError(f"against={other}: has no contestant and suite in common with {folder}")
+    apart = [pair for pair in pairs if pair.difference > AGREE]
+    share = 1 - len(apart) / len(pairs)
+    console.print(f"{share:.0%} of {len(pairs)} speed-ups (contestant x suite) agree within {AGREE:.0%}")
+    for pair in apart:
+        console.print(
+            f"{pair.difference:5.0%}  {pair.one:.2f}x {pair.other:.2f}x  {pair.method}, {pair.suite}, "
+            f"T = {pair.temperature:g}"
+        )
 
 
 def write_report(folder: Path, console: Console) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -18,6 +21,9 @@ from benchmarks.shapes import Shape
 
 OURS, BASELINES, PEERS = "#0072B2", "#999999", "#E69F00"
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
+LINES, MARKERS = ("-", "--", "-.", ":"), "os^Dv"
+HATCHES = ("", "//", "..", "xx", "\\\\")
+"""Besides colours, so that a line is known in black and white too."""
 OUR_METHODS = {"talon", "hybrid", "talon-tree"}
 
 
@@ -83,42 +89,36 @@ def accepted_lengths(rows: Sequence[Row], path: Path, most: int = 12) -> None:
     _save(figure, path)
 
 
-def verification_cost(rows: Sequence[Row], path: Path) -> None:
-    """What a forward of the target takes against the nodes it verifies; one point per answer."""
+def cost_curve(rows: Sequence[Row], path: Path) -> None:
+    """t(n), what a forward of the target over n nodes takes, from every round of every contestant.
+
+    A dot is the median of one answer's rounds over so many nodes; the line goes through the medians of all answers'.
+    """
+    seen: dict[int, list[float]] = {}
+    for row in rows:
+        for size, forward_ms in row.forward_ms.items() or _mean_forward(row):
+            seen.setdefault(int(size), []).append(forward_ms)
     figure, axis = plt.subplots(figsize=(7.5, 3.6))
-    methods = [m for m in dict.fromkeys(row.method for row in rows) if any(r.nodes and r.method == m for r in rows)]
-    for place, method in enumerate(methods):
-        points = [(r.nodes, r.verify_ms) for r in rows if r.method == method and r.nodes and r.verify_ms]
-        colour, marker = COLOURS[place % len(COLOURS)], "os^Dv"[place // len(COLOURS) % 5]
-        nodes, cost_ms = zip(*points, strict=True)
-        axis.scatter(nodes, cost_ms, s=12, color=colour, marker=marker, label=method)
-    axis.set_xlabel("nodes verified in a round (mean of an answer)")
-    axis.set_ylabel("target forward, ms")
-    axis.set_ylim(bottom=0)
-    axis.legend(fontsize=7, ncols=3)
-    _save(figure, path)
-
-
-def tree_sizes(rows: Sequence[Row], path: Path) -> None:
-    """Nodes verified a round, suite by suite."""
-    suites = list(dict.fromkeys(row.suite for row in rows))
-    methods = [m for m in ("talon", "hybrid", "talon-tree", "eagle2", "suffix") if any(r.method == m for r in rows)]
-    figure, axis = plt.subplots(figsize=(7.5, 3.2))
-    width = 0.8 / max(1, len(methods))
-    for place, method in enumerate(methods):
-        heights = []
-        for suite in suites:
-            nodes = [row.nodes for row in rows if row.method == method and row.suite == suite and row.nodes]
-            heights.append(sum(nodes) / max(1, len(nodes)))
-        at = [x + place * width for x in range(len(suites))]
-        axis.bar(at, heights, width, color=COLOURS[place], label=method)
-    axis.set_xticks([x + 0.4 - width / 2 for x in range(len(suites))], suites)
-    axis.set_ylabel("nodes verified a round")
+    for nodes, times in seen.items():
+        axis.scatter([nodes] * len(times), times, s=6, color=BASELINES, alpha=0.4)
+    often = sorted(nodes for nodes, times in seen.items() if len(times) >= min(5, len(rows) // 2)) or sorted(seen)
+    curve = [median(seen[nodes]) for nodes in often]
+    axis.plot(often, curve, marker="o", markersize=3, color=OURS, label="median")
+    axis.set(xlabel="nodes verified in a forward, n", ylabel="t(n), ms")
+    axis.set_ylim(0, 1.15 * float(np.quantile([t for times in seen.values() for t in times], 0.99)))
+    if often and often[0] == 1:
+        one = curve[0]
+        right = axis.secondary_yaxis(
+            "right", functions=(lambda ms: np.asarray(ms) / one, lambda n: np.asarray(n) * one)
+        )
+        right.set_ylabel("times t(1)")
     axis.legend(fontsize=8)
     _save(figure, path)
 
 
-LINES = ("-", "--", "-.", ":")
+def _mean_forward(row: Row) -> list[tuple[str, float]]:
+    """Of rows that do not tell their forwards one by one: the answer's means."""
+    return [(str(round(row.nodes)), row.verify_ms)] if row.nodes and row.verify_ms else []
 
 
 def tree_shapes(
@@ -128,13 +128,13 @@ def tree_shapes(
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.8))
     at = range(1, most + 1)
     for place, (suite, some) in enumerate(rounds.items()):
-        style = {"color": COLOURS[place % len(COLOURS)], "linestyle": LINES[place % len(LINES)], "label": suite}
-        style["marker"] = "os^Dv"[place % 5]
+        style: dict[str, Any] = {"color": COLOURS[place % 7], "linestyle": LINES[place % 4], "label": suite}
+        style |= {"marker": MARKERS[place % 5], "markersize": 4}
         shown = [*widths[suite], *[0.0] * most][:most]
-        left.plot(at, shown, **style, markersize=4)
+        left.plot(at, shown, **style)
         for axis, values in ((middle, [r.depth for r in some]), (right, [r.emitted for r in some])):
             counts = Counter(min(value, most) for value in values)
-            axis.plot(at, [counts[n] / len(values) for n in at], **style, markersize=4)
+            axis.plot(at, [counts[n] / len(values) for n in at], **style)
     left.set(
         xlabel="depth", ylabel="nodes (mean over rounds)", title="Width per depth", yscale="symlog", ylim=(0, None)
     )
@@ -144,6 +144,27 @@ def tree_shapes(
     for axis in (left, middle, right):
         axis.set_xticks(range(0, most + 1, 2))
     left.legend(fontsize=9)
+    _save(figure, path)
+
+
+def tree_sizes(rows: Sequence[Row], path: Path) -> None:
+    """Nodes and depth of the trees verified, suite by suite."""
+    suites = list(dict.fromkeys(row.suite for row in rows))
+    methods = [m for m in ("talon", "hybrid", "talon-tree", "eagle2", "suffix") if any(r.method == m for r in rows)]
+    figure, axes = plt.subplots(1, 2, figsize=(11, 3.4))
+    width = 0.8 / max(1, len(methods))
+    for axis, name in zip(axes, ("nodes", "depth"), strict=True):
+        for place, method in enumerate(methods):
+            heights = []
+            for suite in suites:
+                known = [getattr(row, name) for row in rows if row.method == method and row.suite == suite]
+                heights.append(sum(value or 0 for value in known) / max(1, len(known)))
+            at = [x + place * width for x in range(len(suites))]
+            axis.bar(at, heights, width, color=COLOURS[place], hatch=HATCHES[place], edgecolor="white", label=method)
+        axis.set_xticks([x + 0.4 - width / 2 for x in range(len(suites))], suites)
+        axis.set_ylabel(f"{name} verified a round")
+        axis.margins(y=0.25)
+    axes[0].legend(ncols=3, fontsize=8, loc="upper left")
     _save(figure, path)
 
 
