@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from benchmarks.about import write_about
 from benchmarks.contestants import Contestant, Run, overhead_us, start_contestant
 from benchmarks.figures import BASELINE, Row, loops, summaries
 from benchmarks.questions import Question, read_questions
@@ -42,6 +43,7 @@ async def run_bench(
     questions = [(file.stem, question) for file in files for question in read_questions(file, limit)]
     tokenizer, referee = load_tokenizer(config.model), Referee(config)
     rows: list[Row] = []
+    write_about(out, config, samplings, repeats)
     order = random.Random(samplings[0].seed)
     with progress_bar(console) as progress, (out / "results.jsonl").open("w", encoding="utf8") as results:
         task = progress.add_task("starting", total=None)

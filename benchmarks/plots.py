@@ -30,10 +30,10 @@ OUR_METHODS = {"talon", "hybrid", "talon-tree"}
 def speed_up_bars(rows: Sequence[Row], path: Path) -> None:
     """Speed-up over plain decoding per suite: a bar per contestant, its 95% interval, the fastest on top."""
     suites = list(dict.fromkeys(row.suite for row in rows))
-    columns = min(3, len(suites))
+    columns = min(2, len(suites))
     lines = -(-len(suites) // columns)
     methods = len({row.method for row in rows})
-    figure, axes = plt.subplots(lines, columns, figsize=(4.6 * columns, (0.27 * methods + 1.1) * lines), squeeze=False)
+    figure, axes = plt.subplots(lines, columns, figsize=(5 * columns, (0.27 * methods + 1.1) * lines), squeeze=False)
     for place, axis in enumerate(axes.flat):
         if place >= len(suites):
             axis.axis("off")
@@ -60,7 +60,8 @@ def summary_bars(rows: Sequence[Row], path: Path) -> None:
         color=[_colour(s.method) for s in table],
         ecolor="#333333",
     )
-    axis.bar_label(bars, [f"{s.speed_up:.2f}x" for s in table], padding=14, fontsize=8)
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # so that the line at 1 does not strike figures out
+    axis.bar_label(bars, [f"{s.speed_up:.2f}x" for s in table], padding=14, fontsize=9, bbox=box)
     axis.axvline(1, color="black", linewidth=0.8)
     axis.set_xlim(0, 1.15 * max(s.high for s in table))
     axis.set_xlabel("speed-up over plain decoding (median over prompts, 95% interval)")
@@ -74,7 +75,7 @@ def accepted_lengths(rows: Sequence[Row], path: Path, most: int = 12) -> None:
     table = [s for s in summaries(rows) if s.mean_accepted_tokens is not None and s.method != BASELINE]
     best = sorted(table, key=lambda s: -(s.mean_accepted_tokens or 0))[:5]
     figure, axis = plt.subplots(figsize=(7.5, 3.6))
-    for colour, line in zip(COLOURS, best, strict=False):
+    for place, line in enumerate(best):
         counts: Counter[int] = Counter()
         for row in rows:
             if row.method == line.method:
@@ -82,7 +83,7 @@ def accepted_lengths(rows: Sequence[Row], path: Path, most: int = 12) -> None:
         total = max(1, sum(counts.values()))
         lengths = range(1, most + 1)
         label = f"{line.method} (mean {line.mean_accepted_tokens:.2f})"
-        axis.plot(lengths, [counts[n] / total for n in lengths], marker="o", color=colour, label=label)
+        axis.plot(lengths, [counts[n] / total for n in lengths], **_line(place), label=label)
     axis.set_xlabel(f"tokens emitted in a round (the last: {most} or more)")
     axis.set_ylabel("share of rounds")
     axis.legend(fontsize=8)
@@ -128,8 +129,7 @@ def tree_shapes(
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.8))
     at = range(1, most + 1)
     for place, (suite, some) in enumerate(rounds.items()):
-        style: dict[str, Any] = {"color": COLOURS[place % 7], "linestyle": LINES[place % 4], "label": suite}
-        style |= {"marker": MARKERS[place % 5], "markersize": 4}
+        style = _line(place) | {"label": suite}
         shown = [*widths[suite], *[0.0] * most][:most]
         left.plot(at, shown, **style)
         for axis, values in ((middle, [r.depth for r in some]), (right, [r.emitted for r in some])):
@@ -138,7 +138,7 @@ def tree_shapes(
     left.set(
         xlabel="depth", ylabel="nodes (mean over rounds)", title="Width per depth", yscale="symlog", ylim=(0, None)
     )
-    left.set_yticks([0, 1, 2, 5, 10, 20], ["0", "1", "2", "5", "10", "20"])
+    left.set_yticks([0, 1, 2, 5, 10, 20, 40], ["0", "1", "2", "5", "10", "20", "40"])
     middle.set(xlabel=f"depth of the tree ({most}: or deeper)", ylabel="share of rounds", title="Depth")
     right.set(xlabel=f"tokens emitted ({most}: or more)", ylabel="share of rounds", title="Accepted length")
     for axis in (left, middle, right):
@@ -151,9 +151,10 @@ def tree_sizes(rows: Sequence[Row], path: Path) -> None:
     """Nodes and depth of the trees verified, suite by suite."""
     suites = list(dict.fromkeys(row.suite for row in rows))
     methods = [m for m in ("talon", "hybrid", "talon-tree", "eagle2", "suffix") if any(r.method == m for r in rows)]
-    figure, axes = plt.subplots(1, 2, figsize=(11, 3.4))
+    names = [name for name in ("nodes", "depth") if any(getattr(row, name) for row in rows)] or ["nodes"]
+    figure, axes = plt.subplots(1, len(names), figsize=(5.5 * len(names), 3.4), squeeze=False)
     width = 0.8 / max(1, len(methods))
-    for axis, name in zip(axes, ("nodes", "depth"), strict=True):
+    for axis, name in zip(axes[0], names, strict=True):
         for place, method in enumerate(methods):
             heights = []
             for suite in suites:
@@ -164,8 +165,15 @@ def tree_sizes(rows: Sequence[Row], path: Path) -> None:
         axis.set_xticks([x + 0.4 - width / 2 for x in range(len(suites))], suites)
         axis.set_ylabel(f"{name} verified a round")
         axis.margins(y=0.25)
-    axes[0].legend(ncols=3, fontsize=8, loc="upper left")
+    if methods:
+        axes[0][0].legend(ncols=3, fontsize=8, loc="upper left")
     _save(figure, path)
+
+
+def _line(place: int) -> dict[str, Any]:
+    """How the line of that place looks: colour, dashes and marks of its own."""
+    looks = {"color": COLOURS[place % 7], "linestyle": LINES[place % 4], "marker": MARKERS[place % 5]}
+    return looks | {"markersize": 4}
 
 
 def _colour(method: str) -> str:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import base64
 import html
-import importlib.metadata
-import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import plots
+from benchmarks.about import ABOUT
 from benchmarks.figures import Row, Summary, read_rows, summaries, without_loops
-from engine.config import cores
 
 PICTURES = (
     ("speed-up.png", "Speed-up over all suites", plots.summary_bars),
@@ -21,6 +19,15 @@ PICTURES = (
     ("trees.png", "Size and depth of the trees", plots.tree_sizes),
 )
 TIMELINE = "timeline.png"
+READING = (
+    "Speed-up: median over prompts of tokens/s over plain decoding's on the same prompt in the same run, with the 95% "
+    "interval by bootstrap. MAT: tokens a round, bonus included. An answer loops if 8 tokens in a row occur in it more "
+    "than 4 times; loops flatter whoever copies from the text. Contestants take turns prompt by prompt.",
+    "Token ms: between tokens, those that come together sharing their wait. Round ms: between verdicts, the wait a "
+    "reader of the stream sees. Verify and draft: models' forwards; other: the rest of a round, messages included. "
+    "Peak MB: resident memory of verifier and drafter, libraries included. Same text: as plain decoding's; a tie is a "
+    "difference that rounding decides, found by a float32 forward.",
+)
 Cells = list[list[str]]
 Section = tuple[str, list[Cells]]
 """A title and its tables."""
@@ -61,7 +68,7 @@ ROUNDS: dict[str, Column] = {
 }
 _STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2em auto;padding:0 1em;color:#222}
 table{border-collapse:collapse;font-size:13px}td,th{padding:.25em .6em;text-align:right;border-bottom:1px solid #ddd}
-td:first-child,th:first-child{text-align:left}img{max-width:100%}h2{margin-top:2em}"""
+td:first-child,th:first-child{text-align:left}table{margin-bottom:1.2em}img{max-width:100%}h2{margin-top:2em}"""
 
 
 def write(folder: Path) -> None:
@@ -74,7 +81,7 @@ def write(folder: Path) -> None:
     pictures = [(name, title) for name, title, _ in PICTURES]
     if (folder / TIMELINE).exists():
         pictures.append((TIMELINE, "Both workers at once"))
-    (folder / "report.md").write_text(_markdown(sections, pictures), encoding="utf8")
+    (folder / "report.md").write_text(_markdown(_about(folder), sections, pictures), encoding="utf8")
     (folder / "report.html").write_text(_page(folder, sections, pictures), encoding="utf8")
 
 
@@ -108,31 +115,17 @@ def _table(lines: Sequence[Summary], columns: dict[str, Column]) -> Cells:
     return [list(columns), *([cell(line) for cell in columns.values()] for line in lines)]
 
 
-def _machine() -> list[str]:
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "numpy"))
-    return [
-        f"Machine: {_processor()}, {cores()} cores, {platform.system()}",
-        f"Versions: Python {platform.python_version()}, {versions}",
-        "Speed-up: median over prompts of tokens/s over plain decoding's on the same prompt in the same run, with the "
-        "95% interval by bootstrap. MAT: tokens a round, bonus included. An answer loops if 8 tokens in a row occur in "
-        "it more than 4 times; loops flatter whoever copies from the text. Contestants take turns prompt by prompt.",
-        "Token ms: between tokens, those that come together sharing their wait. Round ms: between verdicts, the "
-        "wait a reader of the stream sees. Verify and draft: models' forwards; other: the rest of a round, messages "
-        "included. Peak MB: resident memory of verifier and drafter, libraries included. Same text: as plain "
-        "decoding's; a tie is a difference that rounding decides, found by a float32 forward.",
-    ]
-
-
-def _processor() -> str:
+def _about(folder: Path) -> list[str]:
+    """What was run and how to read it. The machine is the one that ran it, which need not be this one."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf8").splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+        run = (folder / ABOUT).read_text(encoding="utf8").splitlines()
+    except OSError:
+        run = ["Machine: not recorded with these rows."]
+    return [*run, *READING]
 
 
-def _markdown(sections: Sequence[Section], pictures: Sequence[tuple[str, str]]) -> str:
-    parts = ["# Benchmark", *_machine()]
+def _markdown(about: Sequence[str], sections: Sequence[Section], pictures: Sequence[tuple[str, str]]) -> str:
+    parts = ["# Benchmark", *about]
     parts += [f"![{title}]({name})" for name, title in pictures]
     for title, tables in sections:
         parts.append(f"## {title}")
@@ -143,7 +136,7 @@ def _markdown(sections: Sequence[Section], pictures: Sequence[tuple[str, str]]) 
 
 
 def _page(folder: Path, sections: Sequence[Section], pictures: Sequence[tuple[str, str]]) -> str:
-    parts = [f"<p>{html.escape(line)}</p>" for line in _machine()]
+    parts = [f"<p>{html.escape(line)}</p>" for line in _about(folder)]
     for name, title in pictures:
         data = base64.b64encode((folder / name).read_bytes()).decode()
         parts.append(

@@ -101,6 +101,7 @@ def test_bench_writes_a_row_per_question_and_method(tiny: str, questions: str, t
     assert "speed-up over all suites" in (tmp_path / "report.md").read_text().lower()
     page = (tmp_path / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 5 and 'src="http' not in page
+    assert "Machine: " in page and "answers of at most 12 tokens" in page
 
 
 def test_a_report_is_made_again_from_the_rows(tiny: str, questions: str, tmp_path: Path) -> None:
