@@ -14,12 +14,15 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from benchmarks.about import write_about
 from benchmarks.contestants import Contestant, Run, overhead_us, start_contestant
 from benchmarks.figures import BASELINE, Row, loops, summaries
 from benchmarks.questions import Question, read_questions
+from benchmarks.ties import Referee
 from drafters.experience import Reliability, read
 from engine.config import Config, load
 from engine.errors import TalonError
+from engine.messages import Tokens
 from engine.sampling import SamplingParams
 from engine.text import encode_text, load_tokenizer
 
@@ -43,8 +46,9 @@ async def run_bench(
     contestants learn of their trees, to be `gathered`.
     """
     questions = [(file.stem, question) for file in files for question in read_questions(file, limit)]
-    tokenizer = load_tokenizer(config.model)
+    tokenizer, referee = load_tokenizer(config.model), Referee(config)
     rows: list[Row] = []
+    write_about(out, config, samplings, repeats)
     order = random.Random(samplings[0].seed)
     with progress_bar(console) as progress, (out / "results.jsonl").open("w", encoding="utf8") as results:
         task = progress.add_task("starting", total=None)
@@ -65,7 +69,9 @@ async def run_bench(
                             runs[name] = await contestants[name].answer(prompt, sampling)
                             progress.advance(task)
                         for name, run in runs.items():
-                            row = row_of(suite, question, name, sampling, repeat, run, runs[BASELINE])
+                            row = row_of(suite, question, name, sampling, repeat, run)
+                            row = compared(row, run.token_ids, runs[BASELINE].token_ids, prompt, sampling, referee)
+                            row = msgspec.structs.replace(row, peak_memory_mb=contestants[name].peak_memory_mb())
                             rows.append(row)
                             results.write(msgspec.json.encode(row).decode() + "\n")
                         results.flush()
@@ -110,13 +116,10 @@ def gathered(calibration: Path) -> dict[str, NDArray[np.float64]]:
     }
 
 
-def row_of(
-    suite: str, question: Question, name: str, sampling: SamplingParams, repeat: int, run: Run, plain: Run
-) -> Row:
+def row_of(suite: str, question: Question, name: str, sampling: SamplingParams, repeat: int, run: Run) -> Row:
     """What one answer was worth."""
-    comparable = not name.startswith("hf") or sampling.temperature == 0  # transformers draws with other random numbers
     log = run.log[1:]
-    gaps_ms = sorted(r.round_us / 1000 for r in log)
+    rounds_ms, tokens_ms = [r.round_us / 1000 for r in log], run.token_ms
     return Row(
         suite=suite,
         question_id=question.question_id,
@@ -130,15 +133,44 @@ def row_of(
         time_to_first_token_s=run.time_to_first_token_s,
         verifier_busy=run.verifier_busy,
         draft_hit_rate=run.draft_hit_rate,
-        output_equal=run.token_ids == plain.token_ids if comparable else None,
+        output_equal=None,
         loops=loops(run.token_ids),
-        round_ms_p50=median(gaps_ms) if gaps_ms else None,
-        round_ms_p95=gaps_ms[int(0.95 * len(gaps_ms))] if gaps_ms else None,
+        round_ms_p50=median(rounds_ms) if log else None,
+        round_ms_p95=_p95(rounds_ms) if log else None,
         verify_ms=mean(r.forward_us for r in log) / 1000 if log else None,
         draft_ms=mean(r.draft_us for r in log) / 1000 if log else None,
         nodes=mean(r.nodes for r in log) if log else None,
         accepted=dict(Counter(str(len(r.tokens)) for r in log)),
+        token_ms_p50=median(tokens_ms) if tokens_ms else None,
+        token_ms_p95=_p95(tokens_ms) if tokens_ms else None,
+        # trees drafted ahead were drafted in other rounds' time, so this can only be told in turns
+        other_ms=mean(max(0, r.round_us - r.forward_us - r.draft_us) for r in log) / 1000 if log else None,
+        depth=mean(r.depth for r in log) if log else None,
+        forward_ms=_forward_ms(log),
     )
+
+
+def compared(
+    row: Row, text: list[int], plain: list[int], prompt: list[int], sampling: SamplingParams, referee: Referee
+) -> Row:
+    """The row with what came of comparing the text with plain decoding's."""
+    if row.method.startswith("hf") and sampling.temperature > 0:  # transformers draws with other random numbers
+        return row
+    equal = text == plain
+    tie = not equal and referee.is_tie(prompt, text, plain, sampling)
+    return msgspec.structs.replace(row, output_equal=equal, tie=tie)
+
+
+def _forward_ms(log: list[Tokens]) -> dict[str, float]:
+    """By the number of nodes: the median of the target's forwards over so many."""
+    times: dict[int, list[int]] = {}
+    for r in log:
+        times.setdefault(r.nodes, []).append(r.forward_us)
+    return {str(nodes): median(some) / 1000 for nodes, some in sorted(times.items())}
+
+
+def _p95(values: list[float]) -> float:
+    return sorted(values)[int(0.95 * len(values))]
 
 
 def summary(rows: list[Row]) -> Table:
@@ -155,7 +187,7 @@ def summary(rows: list[Row]) -> Table:
             "-" if line.mean_accepted_tokens is None else f"{line.mean_accepted_tokens:.2f}",
             "-" if line.time_to_first_token_s is None else f"{1000 * line.time_to_first_token_s:.0f} ms",
             "-" if line.verifier_busy is None else f"{line.verifier_busy:.0%}",
-            f"{line.equal}/{line.compared}" if line.compared else "-",
+            line.same_text,
         )
     return table
 

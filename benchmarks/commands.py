@@ -24,6 +24,8 @@ QuestionsOption = Annotated[
 HeadsOption = Annotated[
     Path, typer.Option(help="Folder with the drafters' weights: eagle, eagle3, medusa, hydra, sps.")
 ]
+AGREE = 0.05
+"""How far the speed-ups of two runs may be apart and still be called the same."""
 
 
 def bench(
@@ -76,11 +78,12 @@ def bench(
             if kept is not None:
                 draw_calibration(gathered(kept), out / "calibration.png", console)
         Console().print(summary(rows))
-        different = [row for row in rows if row.output_equal is False]
-        for row in different:
-            console.print(f"different text: {row.method}, {row.suite} {row.question_id}, T = {row.temperature:g}")
+        for row in rows:
+            if row.output_equal is False:
+                kind = "a tie that rounding decides" if row.tie else "different text"
+                console.print(f"{kind}: {row.method}, {row.suite} {row.question_id}, T = {row.temperature:g}")
         write_report(out, console)
-        return len(different)
+        return sum(row.output_equal is False and not row.tie for row in rows)
 
     if run(main()):
         raise typer.Exit(1)
@@ -88,11 +91,15 @@ def bench(
 
 def report(
     folder: Annotated[Path, typer.Argument(help="What talon bench --out named.")],
+    against: Annotated[Path | None, typer.Option(help="Folder of another run: which speed-ups agree?")] = None,
 ) -> None:
-    """Make report.md and report.html again from the rows of a benchmark."""
+    """Make report.md and report.html again from the rows of a benchmark, or compare two runs of it."""
 
     async def main() -> None:
-        write_report(folder, Console(stderr=True))
+        if against is None:
+            write_report(folder, Console(stderr=True))
+        else:
+            compare_runs(folder, against, Console())
 
     run(main())
 
@@ -109,6 +116,23 @@ def draw_calibration(sources: dict[str, NDArray[np.float64]], path: Path, consol
         return
     reliability(sources, path)
     console.print(f"promised and observed acceptance: {path}")
+
+
+def compare_runs(folder: Path, other: Path, console: Console) -> None:
+    """Say which share of the speed-ups of two runs agree, and name the others."""
+    from benchmarks.figures import agreements, read_rows
+
+    pairs = agreements(read_rows(folder / "results.jsonl"), read_rows(other / "results.jsonl"))
+    if not pairs:
+        raise ConfigError(f"against={other}: has no contestant and suite in common with {folder}")
+    apart = [pair for pair in pairs if pair.difference > AGREE]
+    share = 1 - len(apart) / len(pairs)
+    console.print(f"{share:.0%} of {len(pairs)} speed-ups (contestant x suite) agree within {AGREE:.0%}")
+    for pair in apart:
+        console.print(
+            f"{pair.difference:5.0%}  {pair.one:.2f}x {pair.other:.2f}x  {pair.method}, {pair.suite}, "
+            f"T = {pair.temperature:g}"
+        )
 
 
 def write_report(folder: Path, console: Console) -> None:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from engine.api import Engine
 from engine.config import Config, load
 from engine.errors import ConfigError
+from engine.launch import ProcessWorker
 from engine.messages import Tokens
 from engine.sampling import SamplingParams
 from engine.target import Target
@@ -24,7 +25,9 @@ from engine.worker import share_cores
 
 
 class Run(msgspec.Struct, frozen=True):
-    """One answer and what it took. seconds: from the call to the last token."""
+    """One answer and what it took. seconds: from the call to the last token. token_ms: of every token but the first,
+    its share of the time since tokens came last, as several may come at once.
+    """
 
     token_ids: list[int]
     seconds: float
@@ -34,12 +37,16 @@ class Run(msgspec.Struct, frozen=True):
     verifier_busy: float | None
     draft_hit_rate: float | None
     log: list[Tokens]
+    token_ms: list[float] = []
 
 
 class Contestant(Protocol):
     """Answers one prompt (token ids) at a time."""
 
     async def answer(self, prompt: list[int], sampling: SamplingParams) -> Run: ...
+
+    def peak_memory_mb(self) -> float | None:
+        """Most memory its own processes have held so far, None where that cannot be told."""
 
     async def close(self) -> None: ...
 
@@ -67,10 +74,26 @@ class TalonContestant:
             metrics.verifier_busy,
             metrics.draft_hit_rate,
             result.rounds,
+            [r.round_us / 1000 / len(r.tokens) for r in result.rounds[1:] for _ in r.tokens],
         )
+
+    def peak_memory_mb(self) -> float | None:
+        workers = self.engine._workers.running.values()
+        peaks = [peak_rss_mb(worker.pid) for worker in workers if isinstance(worker, ProcessWorker)]
+        known = [peak for peak in peaks if peak is not None]
+        return sum(known) if known else None
 
     async def close(self) -> None:
         await self.engine.close()
+
+
+def peak_rss_mb(pid: int) -> float | None:
+    """The most memory a process has had resident, as Linux counts it (shared libraries included)."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf8").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:")), None)
 
 
 class TransformersContestant:
@@ -100,7 +123,7 @@ class TransformersContestant:
 
     def _answer(self, prompt: list[int], sampling: SamplingParams) -> Run:
         torch.manual_seed(sampling.seed)
-        clock = _FirstToken() if "assistant_model" not in self.options else None
+        clock = _Clock() if "assistant_model" not in self.options else None
         started = time.perf_counter()
         with torch.inference_mode():
             output = self.model.generate(
@@ -116,23 +139,30 @@ class TransformersContestant:
             )
         tokens = output[0, len(prompt) :].tolist()
         ended = time.perf_counter()
-        first_s = clock.first_s - started if clock is not None else None
-        return Run(tokens, ended - started, None, None, first_s, None, None, [])
+        first_s = clock.arrivals[1][0] - started if clock is not None else None
+        token_ms = clock.token_ms() if clock is not None else []
+        return Run(tokens, ended - started, None, None, first_s, None, None, [], token_ms)
+
+    def peak_memory_mb(self) -> float | None:
+        return None  # it lives in the benchmark's own process, with the other peers
 
     async def close(self) -> None:
         self._thread.shutdown()
 
 
-class _FirstToken:
-    """A `transformers` streamer that notes when the first token came; the first call hands over the prompt."""
+class _Clock:
+    """A `transformers` streamer that notes when tokens came, and how many; the first call hands over the prompt."""
 
     def __init__(self) -> None:
-        self.calls, self.first_s = 0, 0.0
+        self.arrivals: list[tuple[float, int]] = []
 
     def put(self, tokens: Any) -> None:
-        self.calls += 1
-        if self.calls == 2:
-            self.first_s = time.perf_counter()
+        self.arrivals.append((time.perf_counter(), tokens.numel()))
+
+    def token_ms(self) -> list[float]:
+        """As `Run.token_ms`."""
+        pairs = zip(self.arrivals[1:], self.arrivals[2:], strict=False)
+        return [1000 * (now - before) / count for (before, _), (now, count) in pairs for _ in range(count)]
 
     def end(self) -> None:
         """Nothing to do."""

@@ -1,8 +1,7 @@
 """`talon check`: is the text of every method and transport that of plain decoding, on your model and your prompts?
 
-Greedy answers are compared with `transformers` generate. Where two texts first differ, both tokens' logits are taken
-from a float32 forward: closer than `TIE` they are a tie, which rounding decides; anything else is an error.
-Sampled answers are compared with the engine's own plain decoding with the same seed, which must be the same text.
+Greedy answers are compared with `transformers` generate, sampled ones with the engine's own plain decoding with the
+same seed. Where two texts differ, `benchmarks.ties` tells rounding from errors.
 """
 
 from __future__ import annotations
@@ -16,16 +15,15 @@ from rich.table import Table
 from benchmarks.bench import progress_bar
 from benchmarks.contestants import Contestant, TransformersContestant, start_contestant
 from benchmarks.questions import read_questions
+from benchmarks.ties import TIE, score_gap
 from engine.config import Config
 from engine.sampling import SamplingParams
 from engine.target import Target
 from engine.text import encode_text, load_tokenizer
 
-TIE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
-
 
 class Comparison(msgspec.Struct):
-    """How one method's answers compare with the reference. gaps: float32 logit gaps where texts first differed."""
+    """How one method's answers compare with the reference. gaps: float32 gaps of scores where texts first differed."""
 
     suite: str
     method: str
@@ -78,43 +76,14 @@ async def run_check(
                         if text == wanted:
                             comparison.equal += 1
                         else:
-                            comparison.gaps.append(logit_gap(exact, prompt, text, wanted) if greedy else float("inf"))
+                            comparison.gaps.append(score_gap(exact, prompt, text, wanted, sampling))
                     comparisons.append(comparison)
     return comparisons
 
 
-def logit_gap(target: Target, prompt: list[int], one: list[int], other: list[int]) -> float:
-    """The float32 gap between the logits of the two tokens at the first difference; inf if one text is cut short."""
-    at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
-    if at is None:
-        return float("inf")
-    text = prompt + one[:at]
-    logits, _ = target.prefill(target.new_cache(len(text)), text)
-    return abs(float(logits[one[at]] - logits[other[at]]))
-
-
-class Judge:
-    """Tells ties, which rounding decides, from errors; loads the target in float32 when first asked."""
-
-    def __init__(self, config: Config, sampling: SamplingParams):
-        self.config, self.greedy = config, sampling.temperature == 0
-        self._exact: Target | None = None
-        self._tie = 0.0
-
-    def is_tie(self, prompt: list[int], one: list[int], other: list[int]) -> bool:
-        """Whether two texts that differ part where two tokens are equally likely."""
-        if not self.greedy:
-            return False
-        if self._exact is None:
-            used = Target.load(self.config.model, self.config.dtype, self.config.device).dtype
-            self._tie = TIE[str(used).removeprefix("torch.")]
-            self._exact = Target.load(self.config.model, "float32", self.config.device)
-        return logit_gap(self._exact, prompt, one, other) < self._tie
-
-
 def report(comparisons: list[Comparison], dtype: str) -> tuple[Table, int]:
     """A table of the comparisons, and how many texts differed by more than a tie."""
-    table = Table(title=f"Texts compared with the reference, {dtype} (a tie: float32 logit gap under {TIE[dtype]:g})")
+    table = Table(title=f"Texts compared with the reference, {dtype} (a tie: float32 gap under {TIE[dtype]:g})")
     for column in ("transport", "method", "suite", "equal", "ties", "different", "largest gap"):
         table.add_column(column, justify="right" if column in ("equal", "ties", "different", "largest gap") else "left")
     wrong = 0

@@ -21,7 +21,10 @@ class Row(msgspec.Struct, frozen=True):
     """One answer, a line of results.jsonl. None: not known of this contestant.
 
     seconds: from the call to the last token. round_ms: between verdicts. verify_ms, draft_ms: of models' forwards, mean
-    per round. nodes: verified, mean per round. accepted: how many rounds emitted so many tokens.
+    per round; other_ms: of a round outside them. nodes, depth: of the tree verified, mean per round. accepted: how many
+    rounds emitted so many tokens. tie: the text differs from plain decoding's, but only by rounding. token_ms: between
+    tokens, those that came together share their wait. forward_ms: of the target, by number of nodes, median.
+    peak_memory_mb: of the contestant's processes so far.
     """
 
     suite: str
@@ -44,6 +47,13 @@ class Row(msgspec.Struct, frozen=True):
     draft_ms: float | None
     nodes: float | None
     accepted: dict[str, int]
+    tie: bool = False
+    token_ms_p50: float | None = None
+    token_ms_p95: float | None = None
+    other_ms: float | None = None
+    depth: float | None = None
+    peak_memory_mb: float | None = None
+    forward_ms: dict[str, float] = {}
 
     @property
     def tokens_per_second(self) -> float:
@@ -52,7 +62,7 @@ class Row(msgspec.Struct, frozen=True):
 
 class Summary(msgspec.Struct, frozen=True):
     """A contestant over some answers. speed_up: median of per-prompt ratios of tokens/s to plain decoding's, low and
-    high its 95% interval by bootstrap over prompts. The others: means, first token: median.
+    high its 95% interval by bootstrap over prompts. The others: means, first token: median, memory: the most.
     """
 
     method: str
@@ -70,8 +80,21 @@ class Summary(msgspec.Struct, frozen=True):
     verify_ms: float | None
     draft_ms: float | None
     nodes: float | None
+    token_ms_p50: float | None
+    token_ms_p95: float | None
+    other_ms: float | None
+    depth: float | None
+    peak_memory_mb: float | None
     equal: int
+    ties: int
     compared: int
+
+    @property
+    def same_text(self) -> str:
+        """How many texts are plain decoding's, of how many that can be compared; ties apart."""
+        if not self.compared:
+            return "-"
+        return f"{self.equal}/{self.compared}" + (f" ({self.ties} ties)" if self.ties else "")
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -114,6 +137,32 @@ def summaries(rows: Sequence[Row]) -> list[Summary]:
     return [_summary(rows, name) for name in names]
 
 
+class Agreement(msgspec.Struct, frozen=True):
+    """A contestant's speed-up on one suite in two runs."""
+
+    temperature: float
+    suite: str
+    method: str
+    one: float
+    other: float
+
+    @property
+    def difference(self) -> float:
+        return abs(self.one - self.other) / max(self.one, self.other)
+
+
+def agreements(one: Sequence[Row], other: Sequence[Row]) -> list[Agreement]:
+    """Every speed-up that both runs have, the most different first."""
+    pairs = [
+        Agreement(temperature, suite, method, median(speed_ups(mine, method)), median(speed_ups(theirs, method)))
+        for temperature, suite in sorted({(row.temperature, row.suite) for row in one})
+        for mine, theirs in [[_of(rows, temperature, suite) for rows in (one, other)]]
+        for method in dict.fromkeys(row.method for row in mine)
+        if method != BASELINE and any(row.method == method for row in theirs)
+    ]
+    return sorted(pairs, key=lambda pair: -pair.difference)
+
+
 def without_loops(rows: Sequence[Row]) -> list[Row]:
     """The prompts on which plain decoding does not loop: a loop flatters whoever copies from the text."""
     looping = {_prompt(row) for row in rows if row.method == BASELINE and row.loops}
@@ -125,6 +174,7 @@ def _summary(rows: Sequence[Row], method: str) -> Summary:
     ratios = speed_ups(rows, method)
     low, high = interval(ratios)
     compared = [row.output_equal for row in mine if row.output_equal is not None]
+    memory = [row.peak_memory_mb for row in mine if row.peak_memory_mb is not None]
 
     def average(name: str) -> float | None:
         known = [getattr(row, name) for row in mine if getattr(row, name) is not None]
@@ -147,9 +197,19 @@ def _summary(rows: Sequence[Row], method: str) -> Summary:
         verify_ms=average("verify_ms"),
         draft_ms=average("draft_ms"),
         nodes=average("nodes"),
+        token_ms_p50=average("token_ms_p50"),
+        token_ms_p95=average("token_ms_p95"),
+        other_ms=average("other_ms"),
+        depth=average("depth"),
+        peak_memory_mb=max(memory) if memory else None,
         equal=sum(compared),
+        ties=sum(row.tie for row in mine),
         compared=len(compared),
     )
+
+
+def _of(rows: Sequence[Row], temperature: float, suite: str) -> list[Row]:
+    return [row for row in rows if (row.temperature, row.suite) == (temperature, suite)]
 
 
 def _prompt(row: Row) -> tuple[str, str, float, int]:

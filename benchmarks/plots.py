@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -16,19 +18,23 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from benchmarks.figures import BASELINE, Row, summaries
+from benchmarks.shapes import Shape
 
 OURS, BASELINES, PEERS = "#0072B2", "#999999", "#E69F00"
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
+LINES, MARKERS = ("-", "--", "-.", ":"), "os^Dv"
+HATCHES = ("", "//", "..", "xx", "\\\\")
+"""Besides colours, so that a line is known in black and white too."""
 OUR_METHODS = {"talon", "hybrid", "talon-tree"}
 
 
 def speed_up_bars(rows: Sequence[Row], path: Path) -> None:
     """Speed-up over plain decoding per suite: a bar per contestant, its 95% interval, the fastest on top."""
     suites = list(dict.fromkeys(row.suite for row in rows))
-    columns = min(3, len(suites))
+    columns = min(2, len(suites))
     lines = -(-len(suites) // columns)
     methods = len({row.method for row in rows})
-    figure, axes = plt.subplots(lines, columns, figsize=(4.6 * columns, (0.27 * methods + 1.1) * lines), squeeze=False)
+    figure, axes = plt.subplots(lines, columns, figsize=(5 * columns, (0.27 * methods + 1.1) * lines), squeeze=False)
     for place, axis in enumerate(axes.flat):
         if place >= len(suites):
             axis.axis("off")
@@ -55,7 +61,8 @@ def summary_bars(rows: Sequence[Row], path: Path) -> None:
         color=[_colour(s.method) for s in table],
         ecolor="#333333",
     )
-    axis.bar_label(bars, [f"{s.speed_up:.2f}x" for s in table], padding=14, fontsize=8)
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # so that the line at 1 does not strike figures out
+    axis.bar_label(bars, [f"{s.speed_up:.2f}x" for s in table], padding=14, fontsize=9, bbox=box)
     axis.axvline(1, color="black", linewidth=0.8)
     axis.set_xlim(0, 1.15 * max(s.high for s in table))
     axis.set_xlabel("speed-up over plain decoding (median over prompts, 95% interval)")
@@ -69,7 +76,7 @@ def accepted_lengths(rows: Sequence[Row], path: Path, most: int = 12) -> None:
     table = [s for s in summaries(rows) if s.mean_accepted_tokens is not None and s.method != BASELINE]
     best = sorted(table, key=lambda s: -(s.mean_accepted_tokens or 0))[:5]
     figure, axis = plt.subplots(figsize=(7.5, 3.6))
-    for colour, line in zip(COLOURS, best, strict=False):
+    for place, line in enumerate(best):
         counts: Counter[int] = Counter()
         for row in rows:
             if row.method == line.method:
@@ -77,45 +84,90 @@ def accepted_lengths(rows: Sequence[Row], path: Path, most: int = 12) -> None:
         total = max(1, sum(counts.values()))
         lengths = range(1, most + 1)
         label = f"{line.method} (mean {line.mean_accepted_tokens:.2f})"
-        axis.plot(lengths, [counts[n] / total for n in lengths], marker="o", color=colour, label=label)
+        axis.plot(lengths, [counts[n] / total for n in lengths], **_line(place), label=label)
     axis.set_xlabel(f"tokens emitted in a round (the last: {most} or more)")
     axis.set_ylabel("share of rounds")
     axis.legend(fontsize=8)
     _save(figure, path)
 
 
-def verification_cost(rows: Sequence[Row], path: Path) -> None:
-    """What a forward of the target takes against the nodes it verifies; one point per answer."""
+def cost_curve(rows: Sequence[Row], path: Path) -> None:
+    """t(n), what a forward of the target over n nodes takes, from every round of every contestant.
+
+    A dot is the median of one answer's rounds over so many nodes; the line goes through the medians of all answers'.
+    """
+    seen: dict[int, list[float]] = {}
+    for row in rows:
+        for size, forward_ms in row.forward_ms.items() or _mean_forward(row):
+            seen.setdefault(int(size), []).append(forward_ms)
     figure, axis = plt.subplots(figsize=(7.5, 3.6))
-    methods = [m for m in dict.fromkeys(row.method for row in rows) if any(r.nodes and r.method == m for r in rows)]
-    for place, method in enumerate(methods):
-        points = [(r.nodes, r.verify_ms) for r in rows if r.method == method and r.nodes and r.verify_ms]
-        colour, marker = COLOURS[place % len(COLOURS)], "os^Dv"[place // len(COLOURS) % 5]
-        nodes, cost_ms = zip(*points, strict=True)
-        axis.scatter(nodes, cost_ms, s=12, color=colour, marker=marker, label=method)
-    axis.set_xlabel("nodes verified in a round (mean of an answer)")
-    axis.set_ylabel("target forward, ms")
-    axis.set_ylim(bottom=0)
-    axis.legend(fontsize=7, ncols=3)
+    for nodes, times in seen.items():
+        axis.scatter([nodes] * len(times), times, s=6, color=BASELINES, alpha=0.4)
+    often = sorted(nodes for nodes, times in seen.items() if len(times) >= min(5, len(rows) // 2)) or sorted(seen)
+    curve = [median(seen[nodes]) for nodes in often]
+    axis.plot(often, curve, marker="o", markersize=3, color=OURS, label="median")
+    axis.set(xlabel="nodes verified in a forward, n", ylabel="t(n), ms")
+    axis.set_ylim(0, 1.15 * float(np.quantile([t for times in seen.values() for t in times], 0.99)))
+    if often and often[0] == 1:
+        one = curve[0]
+        right = axis.secondary_yaxis(
+            "right", functions=(lambda ms: np.asarray(ms) / one, lambda n: np.asarray(n) * one)
+        )
+        right.set_ylabel("times t(1)")
+    axis.legend(fontsize=8)
+    _save(figure, path)
+
+
+def _mean_forward(row: Row) -> list[tuple[str, float]]:
+    """Of rows that do not tell their forwards one by one: the answer's means."""
+    return [(str(round(row.nodes)), row.verify_ms)] if row.nodes and row.verify_ms else []
+
+
+def tree_shapes(
+    widths: Mapping[str, Sequence[float]], rounds: Mapping[str, Sequence[Shape]], path: Path, most: int = 16
+) -> None:
+    """Per suite: the mean tree's width at every depth, how deep trees are, and how many tokens a round emits."""
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.8))
+    at = range(1, most + 1)
+    for place, (suite, some) in enumerate(rounds.items()):
+        style = _line(place) | {"label": suite}
+        shown = [*widths[suite], *[0.0] * most][:most]
+        left.plot(at, shown, **style)
+        for axis, values in ((middle, [r.depth for r in some]), (right, [r.emitted for r in some])):
+            counts = Counter(min(value, most) for value in values)
+            axis.plot(at, [counts[n] / len(values) for n in at], **style)
+    left.set(
+        xlabel="depth", ylabel="nodes (mean over rounds)", title="Width per depth", yscale="symlog", ylim=(0, None)
+    )
+    left.set_yticks([0, 1, 2, 5, 10, 20, 40], ["0", "1", "2", "5", "10", "20", "40"])
+    middle.set(xlabel=f"depth of the tree ({most}: or deeper)", ylabel="share of rounds", title="Depth")
+    right.set(xlabel=f"tokens emitted ({most}: or more)", ylabel="share of rounds", title="Accepted length")
+    for axis in (left, middle, right):
+        axis.set_xticks(range(0, most + 1, 2))
+    left.legend(fontsize=9)
     _save(figure, path)
 
 
 def tree_sizes(rows: Sequence[Row], path: Path) -> None:
-    """Nodes verified a round, suite by suite."""
+    """Nodes and depth of the trees verified, suite by suite."""
     suites = list(dict.fromkeys(row.suite for row in rows))
     methods = [m for m in ("talon", "hybrid", "talon-tree", "eagle2", "suffix") if any(r.method == m for r in rows)]
-    figure, axis = plt.subplots(figsize=(7.5, 3.2))
+    names = [name for name in ("nodes", "depth") if any(getattr(row, name) for row in rows)] or ["nodes"]
+    figure, axes = plt.subplots(1, len(names), figsize=(5.5 * len(names), 3.4), squeeze=False)
     width = 0.8 / max(1, len(methods))
-    for place, method in enumerate(methods):
-        heights = []
-        for suite in suites:
-            nodes = [row.nodes for row in rows if row.method == method and row.suite == suite and row.nodes]
-            heights.append(sum(nodes) / max(1, len(nodes)))
-        at = [x + place * width for x in range(len(suites))]
-        axis.bar(at, heights, width, color=COLOURS[place], label=method)
-    axis.set_xticks([x + 0.4 - width / 2 for x in range(len(suites))], suites)
-    axis.set_ylabel("nodes verified a round")
-    axis.legend(fontsize=8)
+    for axis, name in zip(axes[0], names, strict=True):
+        for place, method in enumerate(methods):
+            heights = []
+            for suite in suites:
+                known = [getattr(row, name) for row in rows if row.method == method and row.suite == suite]
+                heights.append(sum(value or 0 for value in known) / max(1, len(known)))
+            at = [x + place * width for x in range(len(suites))]
+            axis.bar(at, heights, width, color=COLOURS[place], hatch=HATCHES[place], edgecolor="white", label=method)
+        axis.set_xticks([x + 0.4 - width / 2 for x in range(len(suites))], suites)
+        axis.set_ylabel(f"{name} verified a round")
+        axis.margins(y=0.25)
+    if methods:
+        axes[0][0].legend(ncols=3, fontsize=8, loc="upper left")
     _save(figure, path)
 
 
@@ -151,6 +203,12 @@ def reliability(sources: Mapping[str, NDArray[np.float64]], path: Path) -> None:
             above.set_ylabel("observed acceptance")
             below.set_ylabel("nodes")
     _save(figure, path)
+
+
+def _line(place: int) -> dict[str, Any]:
+    """How the line of that place looks: colour, dashes and marks of its own."""
+    looks = {"color": COLOURS[place % 7], "linestyle": LINES[place % 4], "marker": MARKERS[place % 5]}
+    return looks | {"markersize": 4}
 
 
 def _colour(method: str) -> str:

@@ -21,10 +21,10 @@ from rich.table import Table
 
 from benchmarks.bench import progress_bar, start_all
 from benchmarks.contestants import Contestant, Run
-from benchmarks.equality import Judge
 from benchmarks.figures import BASELINE
 from benchmarks.knowledge import Item, prompt_of, read_items
 from benchmarks.squad import exact_match, f1
+from benchmarks.ties import Referee
 from drafters.checkpoint import TargetWeights
 from engine import config as configuration
 from engine.config import Config
@@ -156,12 +156,12 @@ async def _answer_all(
     finally:
         for contestant in contestants.values():
             await contestant.close()
-    judge, lines = Judge(config, sampling), []
+    referee, lines = Referee(config), []
     for name, runs in answered.items():
         line = line_of(setting, name, items, runs, tokenizer)
         for item, prompt, mine, plain in zip(items, prompts, runs, answered[BASELINE], strict=True):
             if mine.token_ids != plain.token_ids:
-                tie = judge.is_tie(prompt, mine.token_ids, plain.token_ids)
+                tie = referee.is_tie(prompt, mine.token_ids, plain.token_ids, sampling)
                 line.ties += tie
                 line.different += [] if tie else [f"{item.kind} {item.question_id}"]
         lines.append(line)

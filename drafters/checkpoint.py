@@ -18,6 +18,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from drafters import speculators
 from engine.errors import DrafterMismatch, ModelError
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -37,6 +38,18 @@ class Checkpoint:
         if not found:
             raise self.error(f"has none of {', '.join(files)}")
         self.tensors = read_tensors(found[0], "drafter.path")
+        self.speculator: str | None = self.config.get(speculators.TYPE)
+        """The kind of head in a file of the `speculators` format, None in the public layout."""
+        if self.speculator is not None:
+            self._read_as_public()
+
+    def _read_as_public(self) -> None:
+        try:
+            self.config = speculators.public_config(self.config, self.tensors)
+        except ValueError as problem:
+            raise self.error(f"config.json: {problem}") from None
+        if self.speculator != self.method:
+            raise self.error(f"is a head for method {self.speculator}, not {self.method}")
 
     def number(self, key: str, default: int | None = None) -> int:
         """A size or count from the config."""
@@ -47,6 +60,7 @@ class Checkpoint:
 
     def take(self, name: str, *shape: int) -> Tensor:
         """The tensor `name`, which must have `shape`."""
+        name = speculators.stored_name(name, self.speculator)
         if name not in self.tensors:
             raise self.error(f"tensor {name} is missing")
         tensor = self.tensors.pop(name)
@@ -55,7 +69,7 @@ class Checkpoint:
         return tensor
 
     def take_optional(self, name: str, *shape: int) -> Tensor | None:
-        return self.take(name, *shape) if name in self.tensors else None
+        return self.take(name, *shape) if speculators.stored_name(name, self.speculator) in self.tensors else None
 
     def ignore(self, suffix: str) -> None:
         """Drop tensors that published files carry but that hold no weights, such as cached rotary frequencies."""

@@ -4,7 +4,8 @@ of the tokens that occur most.
 Public layout: `fc.weight` [h, 3 * target hidden]; `midlayer.*`, a Llama layer whose attention reads the normalised
 embedding and feature, concatenated; `norm.weight`; `lm_head.weight` [draft_vocab, h]; `d2t` [draft_vocab], what to add
 to a draft id to get the target's; `t2d` [vocab], which target ids have one. Embeddings are the target's, unless the
-file has its own.
+file has its own. The config may say otherwise of two things, as `speculators` heads do: `norm_before_residual` adds
+the attention's output to the normalised feature, `eagle_aux_hidden_state_layer_ids` names the hidden states.
 """
 
 from __future__ import annotations
@@ -39,12 +40,8 @@ class Eagle3Head(FeatureHead):
         vocab = checkpoint.number("draft_vocab_size", target.vocab_size)
         checkpoint.match("hidden size", target_hidden, target.hidden_size)
         checkpoint.match("vocabulary", checkpoint.number("vocab_size", target.vocab_size), target.vocab_size)
-        self.feature_layers = fused_layers(target.layers)
-        if self.feature_layers[-1] < 1:
-            raise DrafterMismatch(
-                f"target has {target.layers} layers, EAGLE-3 reads layer {self.feature_layers[-1]} (L - 3) "
-                f'(drafter.path={checkpoint.path}): use a deeper target, or "talon train eagle"'
-            )
+        self.feature_layers = self._feature_layers(checkpoint, target.layers)
+        self.norm_before_residual = bool(checkpoint.config.get("norm_before_residual", False))
 
         def take(name: str, *shape: int) -> Tensor:
             return checkpoint.take(name, *shape).to(device, self.dtype)
@@ -71,6 +68,20 @@ class Eagle3Head(FeatureHead):
         return cls(Checkpoint(path, "eagle3"), target, torch.device(device))
 
     @staticmethod
+    def _feature_layers(checkpoint: Checkpoint, layers: int) -> tuple[int, ...]:
+        """The three hidden states that the head was trained on, those entering these layers of the target."""
+        named = checkpoint.config.get("eagle_aux_hidden_state_layer_ids")
+        read = fused_layers(layers) if named is None else tuple(named)
+        if len(read) != 3 or not all(isinstance(layer, int) for layer in read):
+            raise checkpoint.error(f"config.json: eagle_aux_hidden_state_layer_ids={named} does not name three layers")
+        if read[-1] < 1 or not all(0 <= layer < layers for layer in read):
+            raise DrafterMismatch(
+                f"target has {layers} layers, EAGLE-3 reads layers {', '.join(map(str, read))} "
+                f'(drafter.path={checkpoint.path}): use a deeper target, or "talon train eagle"'
+            )
+        return read
+
+    @staticmethod
     def _target_ids(checkpoint: Checkpoint, draft_vocab: int, vocab: int) -> Tensor:
         """[draft_vocab] int64 from the offsets in `d2t`, checked against `t2d`."""
         if draft_vocab == vocab and "d2t" not in checkpoint.tensors:
@@ -93,8 +104,9 @@ class Eagle3Head(FeatureHead):
     def forward(
         self, features: Tensor, tokens: Tensor, positions: Tensor, cache: KVCache, start: int, mask: Tensor | None
     ) -> Tensor:
-        x = torch.cat([F.embedding(tokens, self.embedding), self.feature_norm(features)], dim=-1)
-        return self.layer(x, features, positions, cache, start, mask)
+        normed = self.feature_norm(features)
+        x = torch.cat([F.embedding(tokens, self.embedding), normed], dim=-1)
+        return self.layer(x, normed if self.norm_before_residual else features, positions, cache, start, mask)
 
     def logits(self, features: Tensor) -> Tensor:
         return self.lm_head(self.norm(features))

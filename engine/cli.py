@@ -118,6 +118,7 @@ def main() -> None:
     from benchmarks.commands import bench, check, qa, report
     from benchmarks.index_speed import index_speed
     from benchmarks.replay import replay
+    from benchmarks.shapes import shapes
     from benchmarks.timeline import timeline
     from drafters.training.cli import app as train
     from retrieval_index.commands import app as index
@@ -127,6 +128,7 @@ def main() -> None:
     app.command()(report)
     app.command()(qa)
     app.command()(replay)
+    app.command()(shapes)
     app.command()(timeline)
     index.command("speed")(index_speed)
     app.add_typer(index, name="index")

@@ -60,9 +60,10 @@ class Ready(Message, frozen=True, kw_only=True):
 class Tokens(Message, frozen=True, kw_only=True):
     """What a round emitted, and what it cost.
 
-    finish_reason: "eos" or "length" with the last tokens, else None. nodes: of the tree. hit: the tree was at hand
-    when the last verdict fell. round_us: since the last verdict (or arrival). forward_us: of the target in this round,
-    draft_us: of a draft model. busy_us: of all target forwards since the verifier started. at_us: the verifier's clock.
+    finish_reason: "eos" or "length" with the last tokens, else None. nodes, depth: of the tree verified. hit: the tree
+    was at hand when the last verdict fell. round_us: since the last verdict (or arrival). forward_us: of the target in
+    this round, draft_us: of a draft model. busy_us: of all target forwards since the verifier started. at_us: the
+    verifier's clock.
     """
 
     request: int
@@ -70,6 +71,7 @@ class Tokens(Message, frozen=True, kw_only=True):
     tokens: tuple[int, ...]
     finish_reason: str | None
     nodes: int
+    depth: int = 0
     hit: bool
     round_us: int
     forward_us: int

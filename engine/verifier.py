@@ -77,7 +77,7 @@ class Decoding:
 @dataclass(frozen=True)
 class Round:
     """What a round came to. draft: the number of the tree verified; path: its accepted nodes; nodes: tokens forwarded;
-    features: [path, layers, hidden]; successors: [nodes of the tree, k] int32.
+    features: [path, layers, hidden]; successors: [nodes of the tree, k] int32; depth: layers of nodes below the root.
     """
 
     draft: int
@@ -88,6 +88,7 @@ class Round:
     draft_us: int = 0
     features: Tensor | None = None
     successors: Array | None = None
+    depth: int = 0
 
 
 class Verifier:
@@ -165,7 +166,8 @@ class Verifier:
         decoding.round += 1
         features = None if features is None else features[path]
         successors = self._successors(logits, kept, len(tree)) if self.successors else None
-        round_ = Round(draft, kept[path].tolist(), tokens, len(kept), forward_ns, draft_us, features, successors)
+        accepted, depth = kept[path].tolist(), int(verified.depths.max())
+        round_ = Round(draft, accepted, tokens, len(kept), forward_ns, draft_us, features, successors, depth)
         self._conclude(decoding, round_)
         decoding.cache.commit(path)  # last: by now the drafter is at work
 
@@ -256,6 +258,7 @@ class Verifier:
             tokens=tuple(round_.tokens),
             finish_reason=decoding.sampler.finish_reason,
             nodes=round_.nodes,
+            depth=round_.depth,
             hit=hit,
             round_us=(now_ns - decoding.since_ns) // 1000,
             forward_us=round_.forward_ns // 1000,

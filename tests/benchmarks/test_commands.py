@@ -65,6 +65,9 @@ def test_generate_streams_the_text_and_sums_up_on_standard_error(tiny: str) -> N
         (["check", "--questions", "nowhere.jsonl"], "nowhere.jsonl"),
         (["bench", "--questions", "nowhere.jsonl", "--methods", "pldd"], "nowhere.jsonl"),
         (["report", "nowhere"], "nowhere"),
+        (["report", "nowhere", "--against", "elsewhere"], "nowhere"),
+        (["shapes"], "--questions"),
+        (["shapes", "--contestant", "none"], "drafts no trees"),
         (["timeline", "pyproject.toml"], "is no trace"),
         (["replay", "--trace", "nowhere.jsonl", "--tokenizer", "."], "nowhere.jsonl"),
         (["index", "info", "nowhere"], "nowhere"),
@@ -92,12 +95,14 @@ def test_bench_writes_a_row_per_question_and_method(tiny: str, questions: str, t
     assert set(rows[0]) == {
         "suite", "question_id", "method", "temperature", "repeat", "tokens", "seconds", "rounds",
         "mean_accepted_tokens", "time_to_first_token_s", "verifier_busy", "draft_hit_rate", "output_equal", "loops",
-        "round_ms_p50", "round_ms_p95", "verify_ms", "draft_ms", "nodes", "accepted",
+        "round_ms_p50", "round_ms_p95", "verify_ms", "draft_ms", "nodes", "accepted", "tie",
+        "token_ms_p50", "token_ms_p95", "other_ms", "depth", "peak_memory_mb", "forward_ms",
     }  # fmt: skip
     assert "speed-up" in done.stdout
     assert "speed-up over all suites" in (tmp_path / "report.md").read_text().lower()
     page = (tmp_path / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 5 and 'src="http' not in page
+    assert "Machine: " in page and "answers of at most 12 tokens" in page
 
 
 def test_bench_draws_what_trees_promised(tiny: str, questions: str, tmp_path: Path) -> None:
@@ -117,6 +122,8 @@ def test_a_report_is_made_again_from_the_rows(tiny: str, questions: str, tmp_pat
     done = talon("report", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "report.md").read_text() == before
+    done = talon("report", str(tmp_path), "--against", str(tmp_path))
+    assert done.stdout.startswith("100% of 1 speed-ups")
 
 
 def test_a_contestant_that_cannot_start_is_left_out_with_a_line(tiny: str, questions: str, tmp_path: Path) -> None:

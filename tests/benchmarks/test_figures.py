@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.figures import Row, interval, loops, speed_ups, summaries, without_loops
+from benchmarks.figures import Row, agreements, interval, loops, speed_ups, summaries, without_loops
 
 
 def row(method: str, question: str, seconds: float, **fields: Any) -> Row:
@@ -61,3 +61,21 @@ def test_what_a_contestant_does_not_tell_stays_unknown() -> None:
     rows = [row("none", "a", 1.0), row("hf", "a", 1.0, mean_accepted_tokens=None, output_equal=None)]
     line = summaries(rows)[1]
     assert line.mean_accepted_tokens is None and line.compared == 0
+
+
+def test_a_tie_is_counted_apart_from_equal_texts() -> None:
+    rows = [row("none", "a", 1.0), row("none", "b", 1.0)]
+    rows += [row("pld", "a", 1.0), row("pld", "b", 1.0, output_equal=False, tie=True)]
+    assert summaries(rows)[1].same_text == "1/2 (1 ties)"
+
+
+def test_two_runs_are_compared_suite_by_suite_the_furthest_apart_first() -> None:
+    one = [
+        row("none", "a", 2.0),
+        row("pld", "a", 1.0),
+        row("none", "a", 2.0, suite="t"),
+        row("pld", "a", 1.0, suite="t"),
+    ]
+    other = [*one[:3], row("pld", "a", 0.5, suite="t"), row("hf", "a", 1.0)]
+    pairs = agreements(one, other)
+    assert [(pair.suite, pair.method, pair.difference) for pair in pairs] == [("t", "pld", 0.5), ("s", "pld", 0.0)]

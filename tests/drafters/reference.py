@@ -50,7 +50,14 @@ def eagle_features(weights: dict[str, Tensor], features: Tensor, tokens: list[in
     return layer(weights, "layers.0", x, x)
 
 
-def eagle3_features(weights: dict[str, Tensor], embedding: Tensor, features: Tensor, tokens: list[int]) -> Tensor:
+def eagle3_features(
+    weights: dict[str, Tensor],
+    embedding: Tensor,
+    features: Tensor,
+    tokens: list[int],
+    norm_before_residual: bool = False,
+) -> Tensor:
     embedded = rms(embedding[tokens], weights["midlayer.input_layernorm.weight"])
-    x = torch.cat([embedded, rms(features, weights["midlayer.hidden_norm.weight"])], -1)
-    return layer(weights, "midlayer", x, features)
+    normed = rms(features, weights["midlayer.hidden_norm.weight"])
+    x = torch.cat([embedded, normed], -1)
+    return layer(weights, "midlayer", x, normed if norm_before_residual else features)

@@ -1,0 +1,190 @@
+"""`talon shapes`: how deep and wide a drafter's trees are, text by text, and how far the target follows them.
+
+The target and the drafter run in this process, one after the other, without workers: what is measured are trees, not
+times. Trees are counted as drafted; of a head that is not calibrated the verifier cuts nothing off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import typer
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.contestants import CONTESTANTS
+from benchmarks.figures import loops
+from benchmarks.questions import read_questions
+from drafters.base import Drafter, Verdict
+from drafters.registry import build
+from engine import config as configuration
+from engine.cli import ConfigOption, SetOption, overrides, run
+from engine.config import Config
+from engine.errors import ConfigError
+from engine.sampling import SamplingParams
+from engine.target import Target
+from engine.text import encode_text, load_tokenizer
+from engine.tree import TokenTree
+from engine.verification import Sampler, verify
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """One round. widths: drafted nodes at depth 1, 2, ...; emitted: tokens, the bonus included."""
+
+    widths: list[int]
+    emitted: int
+
+    @property
+    def nodes(self) -> int:
+        """The root included, as a budget counts them."""
+        return 1 + sum(self.widths)
+
+    @property
+    def depth(self) -> int:
+        return len(self.widths)
+
+
+class Shaped(msgspec.Struct, frozen=True):
+    """One answer."""
+
+    suite: str
+    loops: bool
+    rounds: list[Shape]
+
+
+def answer(
+    target: Target, drafter: Drafter, prompt: list[int], sampling: SamplingParams, budget: int
+) -> Iterator[Verdict]:
+    """Every round of one request, drafter and target in turns; the first verdict is the prefill's."""
+    cache = target.new_cache(len(prompt) + sampling.max_tokens + budget)
+    sampler = Sampler(sampling, prompt, target.eos_tokens, target.vocab_size)
+    drafter.start(0, prompt, sampling)
+    logits, features = target.prefill(cache, prompt, drafter.feature_layers)
+    tree, path = TokenTree.root_only(prompt[-1]), [0]
+    tokens = [sampler.draw(sampler.choices(logits[None])[0])]
+    while True:
+        verdict = Verdict(tree, path, tokens, _array(features))
+        yield verdict
+        if sampler.finish_reason is not None:
+            break
+        drafter.observe(0, verdict)
+        tree = drafter.propose(0)
+        logits, features = target.verify(cache, tree, drafter.feature_layers)
+        path, tokens = verify(tree, logits, sampler)
+        features = None if features is None else features[path]
+        cache.commit(path)
+    drafter.finish(0)
+
+
+def shape_of(verdict: Verdict) -> Shape:
+    return Shape(np.bincount(verdict.tree.depths)[1:].tolist(), len(verdict.tokens))
+
+
+def measure(
+    config: Config, suites: dict[str, list[list[int]]], sampling: SamplingParams, console: Console
+) -> list[Shaped]:
+    """The trees of every answer. A prompt that would leave the deepest tree no room in the context is left out."""
+    target = Target.load(config.model, config.dtype, config.device)
+    drafter, budget, answers = build(config), config.drafter.budget, []
+    with console.status("") as status:
+        for suite, prompts in suites.items():
+            for number, prompt in enumerate(prompts, start=1):
+                status.update(f"{suite} {number}/{len(prompts)}")
+                if len(prompt) + sampling.max_tokens + budget > target.context:
+                    console.print(f"left out: {suite} {number}: {len(prompt)} tokens are too many for this target")
+                    continue
+                verdicts = list(answer(target, drafter, prompt, sampling, budget))
+                tokens = [token for verdict in verdicts for token in verdict.tokens]
+                answers.append(Shaped(suite, loops(tokens), [shape_of(verdict) for verdict in verdicts[1:]]))
+    return answers
+
+
+def mean_widths(rounds: Sequence[Shape]) -> list[float]:
+    """Nodes at depth 1, 2, ... of the mean tree."""
+    widths = np.zeros((len(rounds), max((r.depth for r in rounds), default=0)))
+    for row, round_ in zip(widths, rounds, strict=True):
+        row[: round_.depth] = round_.widths
+    return [float(width) for width in widths.mean(axis=0)]
+
+
+def table(answers: Sequence[Shaped], title: str) -> Table:
+    """Means over the rounds of each suite. below 1: nodes per layer behind the first, whose width is fixed."""
+    lines = Table(title=title)
+    for column in ("suite", "answers", "rounds", "nodes", "depth", "depth p10-p90", "width below 1", "MAT"):
+        lines.add_column(column, justify="left" if column == "suite" else "right")
+    for suite in dict.fromkeys(a.suite for a in answers):
+        mine = [a for a in answers if a.suite == suite]
+        rounds = [round_ for a in mine for round_ in a.rounds]
+        deep = [r for r in rounds if r.depth > 1]
+        low, high = np.quantile([r.depth for r in rounds], [0.1, 0.9])
+        lines.add_row(
+            suite,
+            str(len(mine)),
+            str(len(rounds)),
+            f"{mean(r.nodes for r in rounds):.1f}",
+            f"{mean(r.depth for r in rounds):.1f}",
+            f"{low:.0f}-{high:.0f}",
+            f"{mean(sum(r.widths[1:]) / (r.depth - 1) for r in deep):.1f}" if deep else "-",
+            f"{mean(r.emitted for r in rounds):.2f}",
+        )
+    return lines
+
+
+def shapes(
+    questions: Annotated[
+        list[Path] | None, typer.Option(help="JSONL file of the Spec-Bench form; may be given again.")
+    ] = None,
+    contestant: Annotated[str, typer.Option(help="One that drafts trees.")] = "talon-tree",
+    limit: Annotated[int | None, typer.Option(help="Questions per file.", show_default="all")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    heads: Annotated[
+        Path, typer.Option(help="Folder with the drafters' weights: eagle, eagle3, medusa, hydra, sps.")
+    ] = configuration.ROOT / "models" / "demo" / "heads",
+    out: Annotated[Path, typer.Option(help="The picture.")] = Path("tree-shapes.png"),
+    config: ConfigOption = configuration.DEMO,
+    set_: SetOption = None,
+) -> None:
+    """Measure a drafter's trees: width per depth, size, depth and accepted length, suite by suite."""
+
+    async def main() -> None:
+        if contestant not in CONTESTANTS or contestant == "none":
+            raise ConfigError(f"contestant={contestant!r}: drafts no trees; known: {', '.join(CONTESTANTS)}")
+        if not questions:
+            raise ConfigError("--questions: name at least one JSONL file of the Spec-Bench form")
+        keys = CONTESTANTS[contestant] | {"drafter.path": str(heads / "{method}")} | overrides(set_)
+        settings = configuration.load(config, keys)
+        tokenizer = load_tokenizer(settings.model)
+        suites = {
+            file.stem: [encode_text(tokenizer, q.prompt) for q in read_questions(file, limit)] for file in questions
+        }
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature).validate()
+        answers = measure(settings, suites, sampling, Console(stderr=True))
+        straight = [a for a in answers if not a.loops]
+        Console().print(table(answers, f"{contestant}, T = {temperature:g}, all answers"))
+        Console().print(table(straight, "Answers that do not loop"))
+        _draw(straight or answers, out)
+
+    run(main())
+
+
+def _draw(answers: Sequence[Shaped], out: Path) -> None:
+    try:
+        from benchmarks.plots import tree_shapes
+    except ImportError as error:
+        raise ConfigError(f"no picture: {error}; pip install 'talon-decoding[bench]'") from None
+    rounds: dict[str, list[Shape]] = {}
+    for a in answers:
+        rounds.setdefault(a.suite, []).extend(a.rounds)
+    tree_shapes({suite: mean_widths(some) for suite, some in rounds.items()}, rounds, out)
+
+
+def _array(features: Tensor | None) -> NDArray[Any] | None:
+    return None if features is None else features.float().cpu().numpy()

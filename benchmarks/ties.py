@@ -1,0 +1,58 @@
+"""Where two texts first differ: was it rounding, or a mistake?
+
+A forward over eight tokens adds up in another order than eight over one. Where the scores of two tokens are closer
+than that, either may win, and from there on the texts are different ones. Both tokens' scores are therefore taken
+from a float32 forward over the text before: a gap below `TIE` is a tie, anything else an error.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+
+from engine.config import Config
+from engine.noise import gumbel
+from engine.sampling import SamplingParams
+from engine.target import Target
+
+TIE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
+"""By the type a target computes in: the float32 gap of logits that rounding may turn around."""
+
+
+class Referee:
+    """Judges the texts of one target. The model is loaded when there is something to judge, and not before."""
+
+    def __init__(self, config: Config):
+        self.config = config
+
+    @cached_property
+    def exact(self) -> Target:
+        return Target.load(self.config.model, "float32", self.config.device)
+
+    @cached_property
+    def dtype(self) -> str:
+        """What the target computes in while it is compared."""
+        loaded = Target.load(self.config.model, self.config.dtype, self.config.device)
+        return str(loaded.dtype).removeprefix("torch.")
+
+    def is_tie(self, prompt: list[int], one: list[int], other: list[int], sampling: SamplingParams) -> bool:
+        """Whether rounding alone can have made the two answers different."""
+        return score_gap(self.exact, prompt, one, other, sampling) < TIE[self.dtype]
+
+
+def score_gap(target: Target, prompt: list[int], one: list[int], other: list[int], sampling: SamplingParams) -> float:
+    """The float32 gap between the scores of the two tokens at the first difference; inf if one text is cut short.
+
+    A score is what the draw takes the largest of: the logit, and at T > 0 the noise of that position, times T.
+    """
+    at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+    if at is None:
+        return float("inf")
+    text = prompt + one[:at]
+    logits, _ = target.prefill(target.new_cache(len(text)), text)
+    pair = torch.tensor([one[at], other[at]])
+    scores = logits[pair.to(logits.device)].double().cpu()
+    if sampling.temperature > 0:
+        scores += sampling.temperature * gumbel(sampling.seed, len(text), pair)
+    return float((scores[0] - scores[1]).abs())

@@ -1,0 +1,46 @@
+"""Texts that differ: rounding or a mistake?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.ties import Referee, score_gap
+from engine.config import load
+from engine.noise import gumbel
+from engine.sampling import SamplingParams
+from engine.target import Target
+
+PROMPT = [40, 41, 42, 43]
+GREEDY = SamplingParams()
+
+
+@pytest.fixture
+def logits(tiny: str) -> torch.Tensor:
+    target = Target.load(tiny, "float32")
+    return target.prefill(target.new_cache(8), [*PROMPT, 50])[0]
+
+
+def test_the_gap_is_taken_at_the_first_difference(tiny: str, logits: torch.Tensor) -> None:
+    gap = score_gap(Target.load(tiny, "float32"), PROMPT, [50, 60, 1], [50, 61, 2], GREEDY)
+    assert gap == pytest.approx(float((logits[60] - logits[61]).abs()), abs=1e-5)
+
+
+def test_when_sampling_the_noise_counts_too(tiny: str, logits: torch.Tensor) -> None:
+    sampling = SamplingParams(temperature=0.5, seed=9)
+    noise = 0.5 * gumbel(9, len(PROMPT) + 1, torch.tensor([60, 61]))
+    expected = float((logits[60] + noise[0] - logits[61] - noise[1]).abs())
+    assert score_gap(Target.load(tiny, "float32"), PROMPT, [50, 60], [50, 61], sampling) == pytest.approx(expected)
+
+
+def test_an_answer_cut_short_is_no_tie(tiny: str) -> None:
+    assert score_gap(Target.load(tiny, "float32"), PROMPT, [50, 60], [50], GREEDY) == float("inf")
+
+
+def test_what_counts_as_a_tie_depends_on_the_type_of_the_run(tiny: str, logits: torch.Tensor) -> None:
+    ranked = logits.sort(descending=True)
+    gaps = ranked.values[:-1] - ranked.values[1:]
+    at = int(((gaps > 1e-3) & (gaps < 0.09)).nonzero()[0])
+    one, other = [50, int(ranked.indices[at])], [50, int(ranked.indices[at + 1])]
+    assert Referee(load({"model": tiny, "dtype": "bfloat16"})).is_tie(PROMPT, one, other, GREEDY)
+    assert not Referee(load({"model": tiny, "dtype": "float32"})).is_tie(PROMPT, one, other, GREEDY)
