@@ -307,6 +307,7 @@ class Engine:
         """Replace workers that died or fell silent. A verifier's requests are lost with it; a drafter's are not."""
         while True:
             await asyncio.sleep(_WATCH_S)
+            self._hub.restore()
             for role in self._workers.roles:
                 loading = not self._ready[role].is_set()
                 config = self.config

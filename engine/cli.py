@@ -119,6 +119,7 @@ def main() -> None:
     from benchmarks.replay import replay
     from benchmarks.timeline import timeline
     from drafters.training.cli import app as train
+    from engine.remote import drafter, keys
     from retrieval_index.commands import app as index
 
     app.command()(bench)
@@ -126,6 +127,8 @@ def main() -> None:
     app.command()(report)
     app.command()(replay)
     app.command()(timeline)
+    app.command()(keys)
+    app.command()(drafter)
     app.add_typer(index, name="index")
     app.add_typer(train, name="train")
     app()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from engine.errors import ConfigError
 from engine.pace import Mode
@@ -86,6 +86,20 @@ class VerifierConfig(_Section):
     simulated_latency_ms: float = Field(0.0, ge=0)
 
 
+class TcpConfig(_Section):
+    """The link of verifier and drafter with `transport: tcp`.
+
+    endpoint: the verifier binds it, tcp://ADDRESS:PORT; 0.0.0.0 is every address of the machine. keys: a folder that
+    "talon keys" made. insecure: go without keys; whoever reaches the port can then read every prompt. remote: drafters
+    come from elsewhere ("talon drafter"); otherwise the engine starts one here.
+    """
+
+    endpoint: str = Field("tcp://127.0.0.1:7777", pattern=r"^tcp://[^/\s]+:[0-9]{1,5}$")
+    keys: str | None = None
+    insecure: bool = False
+    remote: bool = False
+
+
 class QueueConfig(_Section):
     """size: requests accepted at once. full: whether `generate` then waits or raises QueueFull."""
 
@@ -97,8 +111,9 @@ class Config(_Section):
     """Everything `Engine.start` needs.
 
     model: a Hugging Face directory or hub id. method: which drafter (`drafters.registry`). mode: drafter and verifier
-    in turns (sequential), both at once (async), or what proves faster (auto). transport: workers as threads (inproc)
-    or processes (ipc). trace: a file for what each worker did when. start_timeout_s: for the workers to load.
+    in turns (sequential), both at once (async), or what proves faster (auto). transport: workers as threads (inproc),
+    as processes (ipc), or as processes of which the drafter may be on another machine (tcp). trace: a file for what
+    each worker did when; of a drafter elsewhere it shows nothing. start_timeout_s: for the workers to load.
     heartbeat_timeout_s: a worker that is silent for longer is killed and replaced.
     """
 
@@ -107,13 +122,25 @@ class Config(_Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     method: str = "suffix"
     mode: Mode = "sequential"
-    transport: Literal["inproc", "ipc"] = "ipc"
+    transport: Literal["inproc", "ipc", "tcp"] = "ipc"
     drafter: DrafterConfig = DrafterConfig()
     verifier: VerifierConfig = VerifierConfig()
     queue: QueueConfig = QueueConfig()
+    tcp: TcpConfig = TcpConfig()
     trace: str | None = None
     start_timeout_s: float = Field(300, gt=0)
     heartbeat_timeout_s: float = Field(20, gt=0)
+
+    @model_validator(mode="after")
+    def _tcp_is_private(self) -> Config:
+        if self.transport == "tcp" and self.tcp.keys is None and not self.tcp.insecure:
+            raise ValueError("tcp.keys: transport tcp needs keys; run: talon keys DIR, and set tcp.keys=DIR")
+        return self
+
+    @property
+    def remote(self) -> bool:
+        """Whether the drafter has a machine of its own."""
+        return self.transport == "tcp" and self.tcp.remote
 
     @property
     def simulation(self) -> str:
@@ -194,6 +221,8 @@ def _assign(values: dict[str, Any], keys: list[str], value: Any) -> None:
 def _explain(error: ValidationError) -> str:
     """The first problem as `key=value: what to do`."""
     first = error.errors()[0]
+    if not first["loc"]:
+        return first["msg"].removeprefix("Value error, ")
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         section: type[BaseModel] = Config

@@ -1,4 +1,4 @@
-"""Start, watch, restart and stop the workers, as threads (inproc) or processes (ipc)."""
+"""Start, watch, restart and stop the workers, as threads (inproc) or processes (ipc, tcp)."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Workers:
     def __init__(self, config: Config, context: zmq.Context[Any]):
         self.config, self._context = config, context
         self.method = find(config.method)
-        self.folder = Path(tempfile.mkdtemp(prefix="talon-")) if config.transport == "ipc" else None
+        self.folder = Path(tempfile.mkdtemp(prefix="talon-")) if config.transport != "inproc" else None
         self.control = self._endpoint("control")
         self.running: dict[str, Worker] = {}
         self.heard_s: dict[str, float] = {}
@@ -111,18 +111,19 @@ class Workers:
 
     @property
     def roles(self) -> list[str]:
-        return ["verifier"] if self.method.drafter is None else ["verifier", "drafter"]
+        """Those that run on this machine."""
+        return ["verifier"] if self.method.drafter is None or self.config.remote else ["verifier", "drafter"]
 
     def start(self, role: str) -> None:
         """Start a worker; with a new verifier comes a new meeting point, so the drafter must be started after it."""
         self._starts += 1
         if role == "verifier":
-            self._meeting = self._endpoint(f"drafts-{self._starts}")
+            self._meeting = self._meeting_point()
         spec = WorkerSpec(
             role=role,
             name=f"{role}-{self._starts}",
             control=self.control,
-            drafts=self._meeting,
+            drafts=self._meeting if role == "verifier" else reachable(self._meeting),
             config=self.config.model_dump(mode="json"),
         )
         self.heard_s[role] = time.monotonic()
@@ -157,7 +158,16 @@ class Workers:
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
+    def _meeting_point(self) -> str:
+        """Where the verifier meets drafters. Over tcp always at the same place: one from elsewhere knows no other."""
+        return self.config.tcp.endpoint if self.config.transport == "tcp" else self._endpoint(f"drafts-{self._starts}")
+
     def _endpoint(self, name: str) -> str:
         if self.folder is not None:
             return f"ipc://{self.folder / name}"
         return f"inproc://{id(self)}-{name}"
+
+
+def reachable(endpoint: str) -> str:
+    """Where to connect on this machine to what is bound at `endpoint`."""
+    return endpoint.replace("tcp://*:", "tcp://127.0.0.1:").replace("tcp://0.0.0.0:", "tcp://127.0.0.1:")
