@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
@@ -114,6 +115,20 @@ async def test_garbage_from_the_drafters_side_changes_no_text(tiny: str) -> None
             await asyncio.sleep(0.001)
         liar.close()
         assert (await task).token_ids == expected
+
+
+async def test_a_wall_clock_that_jumps_changes_nothing(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = await expected_text(tiny)
+    now, jumps = time.time, itertools.cycle([-1e7, 0, 1e7])
+    monkeypatch.setattr(time, "time", lambda: now() + next(jumps))  # the workers are threads here: it is theirs too
+    async with await Engine.start(
+        {"model": tiny}, method="pld", transport="inproc", **{"verifier.cut": False}
+    ) as engine:
+        result = await engine.generate(PROMPT, LONG)
+        await asyncio.sleep(0.2)
+        assert engine._ready["drafter"].is_set()  # nobody was taken for silent
+    assert result.token_ids == expected
+    assert result.metrics.mean_accepted_tokens > 1
 
 
 SCRIPT = """
