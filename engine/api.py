@@ -156,7 +156,7 @@ class Engine:
             await _cancel(listener)
             self._hub.close()
             self._context.term()
-            self._workers.remove_folder()
+            self._workers.close()
         if self.config.trace is not None:
             self.timeline.write(Path(self.config.trace))
 
@@ -257,6 +257,7 @@ class Engine:
                 await asyncio.sleep(0.01)
         if not all(event.is_set() for event in self._ready.values()):
             raise WorkerDied(f"start_timeout_s={self.config.start_timeout_s:g}: the workers were not ready in time")
+        self._workers.stand_by()
         self._keep_running(self._watch())
 
     def _keep_running(self, work: Coroutine[Any, Any, None]) -> None:

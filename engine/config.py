@@ -47,13 +47,15 @@ class DrafterConfig(_Section):
     tree at each level, e.g. [3, 2, 1]; empty drafts a chain. max_ngram, min_ngram: context lengths tried.
     growth, shared_noise: of draft heads; the second ranks candidates by the noise of the target's own draw. head,
     memories: the methods that `hybrid` merges, one draft model and any number of retrieval drafters. datastore: a
-    folder that "talon index build" has made.
+    folder that "talon index build" has made. standby: have a process ready that a draft model's successor is forked
+    from, at once instead of after seconds of imports.
     """
 
     budget: int = Field(60, ge=2, le=1024)
     head: Literal["eagle", "eagle3", "medusa", "hydra", "sps"] = "eagle3"
     memories: tuple[Literal["pld", "suffix", "recycling", "datastore"], ...] = ("suffix",)
     datastore: str | None = None
+    standby: bool = True
 
     def weights(self, method: str) -> str | None:
         """Where the weights of that head or draft model are."""
