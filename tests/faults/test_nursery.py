@@ -29,12 +29,12 @@ async def test_a_killed_draft_model_is_replaced_by_a_fork_while_the_nursery_live
     async with await Engine.start({"model": tiny}, method="sps", **options) as engine:
         nursery = engine._workers._nursery
         assert nursery is not None
-        await until(nursery.ready)
+        await until(nursery.ready, 180)  # it imports when nobody else wants the cores
         pids = [nursery._process.pid]
         if victim == "nursery":
             os.kill(pids[0], signal.SIGKILL)
             nursery._process.wait()
-        for _ in range(2):
+        for _ in range(2 if victim == "drafter" else 1):
             pids.append(first := pid_of(engine, "drafter"))
             os.kill(first, signal.SIGKILL)
             killed_s = time.monotonic()
