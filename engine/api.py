@@ -34,6 +34,7 @@ from engine.worker import oversubscription
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 FROM_WORKERS = (Ready, Tokens, Failed, Heartbeat, Spans)
 _WATCH_S = 0.05
+_ABSENT_S = 0.5  # the loop stood still, and the workers maybe with it (a frozen container): silence says nothing
 
 
 class Metrics(msgspec.Struct, frozen=True):
@@ -307,7 +308,10 @@ class Engine:
     async def _watch(self) -> None:
         """Replace workers that died or fell silent. A verifier's requests are lost with it; a drafter's are not."""
         while True:
+            slept_at = time.monotonic()
             await asyncio.sleep(_WATCH_S)
+            if time.monotonic() - slept_at > _ABSENT_S:
+                self._workers.forgive_silence()
             self._hub.restore()
             for role in self._workers.roles:
                 loading = not self._ready[role].is_set()

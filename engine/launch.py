@@ -160,6 +160,10 @@ class Workers:
             return f"was silent for {patience_s:g} s"
         return None
 
+    def forgive_silence(self) -> None:
+        """Count silence from now on: nobody was listening."""
+        self.heard_s = dict.fromkeys(self.heard_s, time.monotonic())
+
     def back_off_s(self, role: str) -> float:
         """How long to wait before the next start of `role`, longer each time it fails soon."""
         started, failures = self._history[role]

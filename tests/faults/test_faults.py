@@ -117,6 +117,20 @@ async def test_garbage_from_the_drafters_side_changes_no_text(tiny: str) -> None
         assert (await task).token_ids == expected
 
 
+async def test_an_engine_that_was_frozen_as_a_whole_goes_on_with_its_workers(tiny: str) -> None:
+    async with await Engine.start({"model": tiny}, method="pld", heartbeat_timeout_s=2) as engine:
+        before = [pid_of(engine, role) for role in ("verifier", "drafter")]
+        await asyncio.sleep(0.3)
+        for pid in before:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(3)  # noqa: ASYNC251 - the front end is frozen as well
+        await asyncio.sleep(0.3)
+        for pid in before:
+            os.kill(pid, signal.SIGCONT)
+        await asyncio.sleep(1)
+        assert [pid_of(engine, role) for role in ("verifier", "drafter")] == before
+
+
 async def test_a_wall_clock_that_jumps_changes_nothing(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = await expected_text(tiny)
     now, jumps = time.time, itertools.cycle([-1e7, 0, 1e7])
