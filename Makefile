@@ -1,4 +1,5 @@
 # make demo: answer a question with the demo model. make test: everything CI checks.
+# make soak MINUTES=30: mixed load with cancelled requests and killed workers; memory must stay flat.
 # make demo-heads DATA=prompts.jsonl: train the drafters of models/demo/heads again; hours on two cores.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -35,7 +36,10 @@ types: .venv/installed
 test: lint types
 	$(BIN)/python -m pytest
 
+soak: .venv/installed
+	TALON_SOAK_MINUTES=$(or $(MINUTES),30) $(BIN)/python -m pytest -m slow -s tests/faults/test_soak.py
+
 clean:
 	rm -rf .venv build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-.PHONY: install demo demo-heads bench lint types test clean
+.PHONY: install demo demo-heads bench lint types test soak clean

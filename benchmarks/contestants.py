@@ -59,7 +59,7 @@ class TalonContestant:
 
     @classmethod
     async def start(cls, config: Config) -> TalonContestant:
-        return cls(await Engine.start(config))
+        return cls(await Engine.start(config, **{"drafter.standby": False}))  # 250 MB each, and nobody is to die
 
     async def answer(self, prompt: list[int], sampling: SamplingParams) -> Run:
         started = time.perf_counter()

@@ -10,13 +10,13 @@ import contextlib
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from drafters.base import Drafter, Learned, Verdict
+from drafters.base import BetweenSteps, Drafter, Learned, Verdict
 from drafters.outcomes import Following
 from engine.errors import ConfigError
 from engine.sampling import SamplingParams
@@ -97,7 +97,7 @@ class Experienced(Drafter):
         return self.drafter.propose(request, continuation)
 
     def propose_many(
-        self, request: int, continuations: Sequence[Sequence[int]], between_steps: Callable[[], None] | None = None
+        self, request: int, continuations: Sequence[Sequence[int]], between_steps: BetweenSteps | None = None
     ) -> list[TokenTree]:
         return self.drafter.propose_many(request, continuations, between_steps)
 

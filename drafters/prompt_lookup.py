@@ -33,7 +33,7 @@ class PromptLookup(Drafter):
     @classmethod
     def from_config(cls, config: Config) -> PromptLookup:
         options = config.drafter
-        return cls(options.max_ngram, options.min_ngram, min(options.length, options.budget - 1))
+        return cls(options.max_ngram, options.min_ngram, min(options.length or 10, options.budget - 1))
 
     def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
         self.texts[request], self.first[request] = [], {}

@@ -31,7 +31,7 @@ class SmallModel(Head):
     """A draft model as a head; its outputs are the target's own tokens."""
 
     method: ClassVar[str] = "sps"
-    published_growth: ClassVar[Policy] = Static([(0,) * depth for depth in range(1, 11)])
+    published_growth: ClassVar[Policy] = Static([(0,) * depth for depth in range(1, 6)])
 
     def __init__(self, model: Target):
         self.model = model
@@ -49,7 +49,7 @@ class SmallModel(Head):
             raise ConfigError("drafter.path: method sps needs the directory or hub id of a small model")
         check_same_vocabulary(path, config.model)
         head = cls(Target.load(path, config.dtype, config.device))
-        widths = options.branches or (1,) * options.length
+        widths = options.branches or (1,) * (options.length or 5)
         policy = policy_of(options, level_by_level(widths, options.budget), default="published")
         return HeadDrafter(head, policy, SOURCE, options.shared_noise)
 

@@ -34,6 +34,7 @@ from engine.worker import oversubscription
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 FROM_WORKERS = (Ready, Tokens, Failed, Heartbeat, Spans)
 _WATCH_S = 0.05
+_ABSENT_S = 0.5  # the loop stood still, and the workers maybe with it (a frozen container): silence says nothing
 
 
 class Metrics(msgspec.Struct, frozen=True):
@@ -156,7 +157,7 @@ class Engine:
             await _cancel(listener)
             self._hub.close()
             self._context.term()
-            self._workers.remove_folder()
+            self._workers.close()
         if self.config.trace is not None:
             self.timeline.write(Path(self.config.trace))
 
@@ -257,6 +258,7 @@ class Engine:
                 await asyncio.sleep(0.01)
         if not all(event.is_set() for event in self._ready.values()):
             raise WorkerDied(f"start_timeout_s={self.config.start_timeout_s:g}: the workers were not ready in time")
+        self._workers.stand_by()
         self._keep_running(self._watch())
 
     def _keep_running(self, work: Coroutine[Any, Any, None]) -> None:
@@ -306,7 +308,11 @@ class Engine:
     async def _watch(self) -> None:
         """Replace workers that died or fell silent. A verifier's requests are lost with it; a drafter's are not."""
         while True:
+            slept_at = time.monotonic()
             await asyncio.sleep(_WATCH_S)
+            if time.monotonic() - slept_at > _ABSENT_S:
+                self._workers.forgive_silence()
+            self._hub.restore()
             for role in self._workers.roles:
                 loading = not self._ready[role].is_set()
                 config = self.config

@@ -121,6 +121,7 @@ def main() -> None:
     from benchmarks.shapes import shapes
     from benchmarks.timeline import timeline
     from drafters.training.cli import app as train
+    from engine.remote import drafter, keys
     from retrieval_index.commands import app as index
 
     app.command()(bench)
@@ -131,6 +132,8 @@ def main() -> None:
     app.command()(shapes)
     app.command()(timeline)
     index.command("speed")(index_speed)
+    app.command()(keys)
+    app.command()(drafter)
     app.add_typer(index, name="index")
     app.add_typer(train, name="train")
     app()

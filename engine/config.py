@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from engine.errors import ConfigError
 from engine.pace import Mode
@@ -43,13 +43,15 @@ class DrafterConfig(_Section):
 
     budget: most nodes of a tree, root included. path: the draft model or head, where
     {method} stands for the method's name. threads: of its torch pool, None:
-    an even share of the machine's cores. length: tokens of a drafted chain (pld, sps). branches: width of the SPS
+    an even share of the machine's cores. length: tokens of a drafted chain, None: 10 for pld and 5
+    for sps, whose tokens cost a forward each. branches: width of the SPS
     tree at each level, e.g. [3, 2, 1]; empty drafts a chain. max_ngram, min_ngram: context lengths tried.
     growth, shared_noise: of draft heads; the second ranks candidates by the noise of the target's own draw. head,
     memories: the methods that `hybrid` merges, one draft model and any number of retrieval drafters. datastore: a
     folder that "talon index build" has made. dense: one made with --dense, whose `passages` passages most similar to
     the prompt are read by `suffix` as if they stood before it. calibration: a file that keeps what was learned of each
-    source's worth from one engine to the next; written when the engine closes.
+    source's worth from one engine to the next; written when the engine closes. standby: have a
+    process ready that a draft model's successor is forked from, at once instead of after seconds of imports.
     """
 
     budget: int = Field(60, ge=2, le=1024)
@@ -59,6 +61,7 @@ class DrafterConfig(_Section):
     dense: str | None = None
     calibration: str | None = None
     passages: int = Field(4, ge=1, le=64)
+    standby: bool = True
 
     def weights(self, method: str) -> str | None:
         """Where the weights of that head or draft model are."""
@@ -68,7 +71,7 @@ class DrafterConfig(_Section):
     shared_noise: bool = True
     path: str | None = None
     threads: int | None = Field(None, ge=1)
-    length: int = Field(10, ge=1, le=64)
+    length: int | None = Field(None, ge=1, le=64)
     branches: tuple[Annotated[int, Field(ge=1)], ...] = ()
     max_ngram: int = Field(3, ge=1)
     min_ngram: int = Field(1, ge=1)
@@ -91,6 +94,20 @@ class VerifierConfig(_Section):
     simulated_latency_ms: float = Field(0.0, ge=0)
 
 
+class TcpConfig(_Section):
+    """The link of verifier and drafter with `transport: tcp`.
+
+    endpoint: the verifier binds it, tcp://ADDRESS:PORT; 0.0.0.0 is every address of the machine. keys: a folder that
+    "talon keys" made. insecure: go without keys; whoever reaches the port can then read every prompt. remote: drafters
+    come from elsewhere ("talon drafter"); otherwise the engine starts one here.
+    """
+
+    endpoint: str = Field("tcp://127.0.0.1:7777", pattern=r"^tcp://[^/\s]+:[0-9]{1,5}$")
+    keys: str | None = None
+    insecure: bool = False
+    remote: bool = False
+
+
 class QueueConfig(_Section):
     """size: requests accepted at once. full: whether `generate` then waits or raises QueueFull."""
 
@@ -102,8 +119,9 @@ class Config(_Section):
     """Everything `Engine.start` needs.
 
     model: a Hugging Face directory or hub id. method: which drafter (`drafters.registry`). mode: drafter and verifier
-    in turns (sequential), both at once (async), or what proves faster (auto). transport: workers as threads (inproc)
-    or processes (ipc). trace: a file for what each worker did when. start_timeout_s: for the workers to load.
+    in turns (sequential), both at once (async), or what proves faster (auto). transport: workers as threads (inproc),
+    as processes (ipc), or as processes of which the drafter may be on another machine (tcp). trace: a file for what
+    each worker did when; of a drafter elsewhere it shows nothing. start_timeout_s: for the workers to load.
     heartbeat_timeout_s: a worker that is silent for longer is killed and replaced.
     """
 
@@ -112,13 +130,25 @@ class Config(_Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     method: str = "suffix"
     mode: Mode = "sequential"
-    transport: Literal["inproc", "ipc"] = "ipc"
+    transport: Literal["inproc", "ipc", "tcp"] = "ipc"
     drafter: DrafterConfig = DrafterConfig()
     verifier: VerifierConfig = VerifierConfig()
     queue: QueueConfig = QueueConfig()
+    tcp: TcpConfig = TcpConfig()
     trace: str | None = None
     start_timeout_s: float = Field(300, gt=0)
     heartbeat_timeout_s: float = Field(20, gt=0)
+
+    @model_validator(mode="after")
+    def _tcp_is_private(self) -> Config:
+        if self.transport == "tcp" and self.tcp.keys is None and not self.tcp.insecure:
+            raise ValueError("tcp.keys: transport tcp needs keys; run: talon keys DIR, and set tcp.keys=DIR")
+        return self
+
+    @property
+    def remote(self) -> bool:
+        """Whether the drafter has a machine of its own."""
+        return self.transport == "tcp" and self.tcp.remote
 
     @property
     def simulation(self) -> str:
@@ -199,6 +229,8 @@ def _assign(values: dict[str, Any], keys: list[str], value: Any) -> None:
 def _explain(error: ValidationError) -> str:
     """The first problem as `key=value: what to do`."""
     first = error.errors()[0]
+    if not first["loc"]:
+        return first["msg"].removeprefix("Value error, ")
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         section: type[BaseModel] = Config

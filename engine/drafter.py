@@ -90,13 +90,13 @@ class DrafterWorker:
 
     def run(self) -> None:
         """Serve until told to stop."""
-        wants = self.drafter
-        hello = Hello(feature_layers=wants.feature_layers, successors=wants.successors, calibrated=wants.calibrated)
-        self.verdicts.send(hello)
         self.control.send(Ready())
-        self.poller.register(self.control.socket, zmq.POLLIN)
-        self.poller.register(self.verdicts.socket, zmq.POLLIN)
+        for socket in (self.control.socket, self.verdicts.socket, self.verdicts.monitor):
+            if socket is not None:
+                self.poller.register(socket, zmq.POLLIN)
         while not self.stopping:
+            if self.verdicts.joined():
+                self._join()
             busy = any(self._has_work(request) for request in self.requests.values())
             self.poller.poll(0 if busy else int(HEARTBEAT_S * 1000))
             for _ in self.control.received():
@@ -106,6 +106,17 @@ class DrafterWorker:
             self._work()
             self._beat()
         self.trace.flush()
+
+    def _join(self) -> None:
+        """Tell the verifier who drafts; it then names every request anew, so what an earlier one said is forgotten."""
+        for _ in self.verdicts.received():
+            pass
+        for number in list(self.requests):
+            self._hear(Finish(request=number), [])
+        wants = self.drafter
+        self.verdicts.send(
+            Hello(feature_layers=wants.feature_layers, successors=wants.successors, calibrated=wants.calibrated)
+        )
 
     def _has_work(self, request: _Request) -> bool:
         unranked = request.guesses is None and request.under in request.sent and not request.given_up

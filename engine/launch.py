@@ -1,4 +1,4 @@
-"""Start, watch, restart and stop the workers, as threads (inproc) or processes (ipc)."""
+"""Start, watch, restart and stop the workers, as threads (inproc) or processes (ipc, tcp)."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import zmq
 
 from drafters.registry import find
 from engine.config import Config
+from engine.nursery import Nursery
 from engine.worker import WorkerSpec, run_worker, share_cores
 
 STOP_S = 5.0
@@ -26,7 +27,7 @@ POOL_WAITS = {"GOMP_SPINCOUNT": "100000"}
 Sleeping at once costs a forward of two threads 5 of 18 ms; looking forever made workers that share cores 12 times
 slower.
 """
-_BACK_OFF_S = (0.0, 0.2, 1.0, 5.0)  # before the first, second, ... restart in a row
+_BACK_OFF_S = (0.0, 0.0, 0.2, 0.5, 1.0)  # before the first, second, ... restart in a row
 _STABLE_S = 30.0  # a worker that lived this long starts the row afresh
 
 
@@ -46,19 +47,9 @@ class ProcessWorker:
 
     def __init__(self, spec: WorkerSpec):
         self.name = spec.name
-        shares = share_cores(Config.model_validate(spec.config))
-        threads = str(shares.verifier_alone if spec.role == "verifier" else shares.drafter)
-        paths = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
-        environment = os.environ | {
-            "OMP_NUM_THREADS": threads,
-            "MKL_NUM_THREADS": threads,
-            **POOL_WAITS,
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "engine.worker"], stdin=subprocess.PIPE, env=environment, start_new_session=True
-        )
+        command = [sys.executable, "-m", "engine.worker"]
+        environment = _environment(Config.model_validate(spec.config), spec.role)
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(msgspec.to_builtins(spec)).encode() + b"\n")
         self._process.stdin.flush()
@@ -78,6 +69,20 @@ class ProcessWorker:
             self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
+
+
+def _environment(config: Config, role: str) -> dict[str, str]:
+    """What a worker's process, and the pools of its libraries, are told."""
+    shares = share_cores(config)
+    threads = str(shares.verifier_alone if role == "verifier" else shares.drafter)
+    paths = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        **POOL_WAITS,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
 class ThreadWorker:
@@ -101,34 +106,48 @@ class Workers:
     def __init__(self, config: Config, context: zmq.Context[Any]):
         self.config, self._context = config, context
         self.method = find(config.method)
-        self.folder = Path(tempfile.mkdtemp(prefix="talon-")) if config.transport == "ipc" else None
+        self.folder = Path(tempfile.mkdtemp(prefix="talon-")) if config.transport != "inproc" else None
         self.control = self._endpoint("control")
         self.running: dict[str, Worker] = {}
         self.heard_s: dict[str, float] = {}
+        self._nursery: Nursery | None = None
         self._starts = 0
         self._meeting = ""
         self._history: dict[str, tuple[float, int]] = {}
 
     @property
     def roles(self) -> list[str]:
-        return ["verifier"] if self.method.drafter is None else ["verifier", "drafter"]
+        """Those that run on this machine."""
+        return ["verifier"] if self.method.drafter is None or self.config.remote else ["verifier", "drafter"]
 
     def start(self, role: str) -> None:
         """Start a worker; with a new verifier comes a new meeting point, so the drafter must be started after it."""
         self._starts += 1
         if role == "verifier":
-            self._meeting = self._endpoint(f"drafts-{self._starts}")
+            self._meeting = self._meeting_point()
         spec = WorkerSpec(
             role=role,
             name=f"{role}-{self._starts}",
             control=self.control,
-            drafts=self._meeting,
+            drafts=self._meeting if role == "verifier" else reachable(self._meeting),
             config=self.config.model_dump(mode="json"),
         )
         self.heard_s[role] = time.monotonic()
         _, failures = self._history.get(role, (0.0, 0))
         self._history[role] = (time.monotonic(), failures)
-        self.running[role] = ThreadWorker(spec, self._context) if self.folder is None else ProcessWorker(spec)
+        self.running[role] = self._begin(spec)
+
+    def _begin(self, spec: WorkerSpec) -> Worker:
+        if self.folder is None:
+            return ThreadWorker(spec, self._context)
+        fork = self._nursery.fork(spec) if self._nursery is not None and spec.role == "drafter" else None
+        return fork or ProcessWorker(spec)
+
+    def stand_by(self) -> None:
+        """Prepare for the end of a draft model: its next worker is forked from one that has imported all it needs."""
+        wanted = self.method.has_model and self.config.drafter.standby
+        if wanted and self.folder is not None and "drafter" in self.roles:
+            self._nursery = Nursery(self.config, _environment(self.config, "drafter"))
 
     def dead(self, role: str, patience_s: float) -> str | None:
         """Why the worker must be replaced, or None while it is well. patience_s: how long it may be silent."""
@@ -140,6 +159,10 @@ class Workers:
         if time.monotonic() - self.heard_s[role] > patience_s:
             return f"was silent for {patience_s:g} s"
         return None
+
+    def forgive_silence(self) -> None:
+        """Count silence from now on: nobody was listening."""
+        self.heard_s = dict.fromkeys(self.heard_s, time.monotonic())
 
     def back_off_s(self, role: str) -> float:
         """How long to wait before the next start of `role`, longer each time it fails soon."""
@@ -153,11 +176,23 @@ class Workers:
         if (worker := self.running.pop(role, None)) is not None:
             worker.end(timeout_s)
 
-    def remove_folder(self) -> None:
+    def close(self) -> None:
+        """Leave nothing behind, once all have ended."""
+        if self._nursery is not None:
+            self._nursery.end()
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _meeting_point(self) -> str:
+        """Where the verifier meets drafters. Over tcp always at the same place: one from elsewhere knows no other."""
+        return self.config.tcp.endpoint if self.config.transport == "tcp" else self._endpoint(f"drafts-{self._starts}")
 
     def _endpoint(self, name: str) -> str:
         if self.folder is not None:
             return f"ipc://{self.folder / name}"
         return f"inproc://{id(self)}-{name}"
+
+
+def reachable(endpoint: str) -> str:
+    """Where to connect on this machine to what is bound at `endpoint`."""
+    return endpoint.replace("tcp://*:", "tcp://127.0.0.1:").replace("tcp://0.0.0.0:", "tcp://127.0.0.1:")

@@ -383,6 +383,7 @@ class Verifier:
         if now - self.heard_ns > HEARTBEAT_S * 1e9:
             self.heard_ns = now
             self.control.send(Heartbeat())
+            self.drafts.restore()
             self.trace.flush()
 
 

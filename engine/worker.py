@@ -8,6 +8,8 @@ import shutil
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +18,7 @@ import zmq
 
 from engine.config import Config, cores
 from engine.errors import TalonError
+from engine.keys import Keys, Side, load
 from engine.messages import Failed
 from engine.transport import Hub, Line
 
@@ -42,9 +45,10 @@ def run_worker(spec: WorkerSpec, context: zmq.Context[Any]) -> None:
 def _run_verifier(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -> None:
     from engine.verifier import FROM_DRAFTER, FROM_FRONT_END, Verifier
 
-    control = Line(context, spec.control, spec.name, FROM_FRONT_END)
-    drafts = Hub(context, spec.drafts, FROM_DRAFTER)
-    try:
+    with (
+        _reporting(Line(context, spec.control, spec.name, FROM_FRONT_END)) as control,
+        closing(Hub(context, spec.drafts, FROM_DRAFTER, _keys(config, "verifier"))) as drafts,
+    ):
         import torch
 
         from engine.pace import Pace
@@ -55,11 +59,6 @@ def _run_verifier(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -
         torch.set_num_threads(pace.threads)
         target = Target.load(config.model, config.dtype, config.device)
         Verifier(config, target, control, drafts, pace).run()
-    except TalonError as error:
-        control.send(Failed(request=None, kind=type(error).__name__, text=str(error)))
-    finally:
-        control.close()
-        drafts.close()
 
 
 def _run_drafter(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -> None:
@@ -67,9 +66,10 @@ def _run_drafter(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) ->
     from drafters.registry import METHODS, build
     from engine.drafter import FROM_FRONT_END, FROM_VERIFIER, DrafterWorker
 
-    control = Line(context, spec.control, spec.name, FROM_FRONT_END)
-    verdicts = Line(context, spec.drafts, spec.name, FROM_VERIFIER)
-    try:
+    with (
+        _reporting(Line(context, spec.control, spec.name, FROM_FRONT_END)) as control,
+        closing(Line(context, spec.drafts, spec.name, FROM_VERIFIER, _keys(config, "drafter"))) as verdicts,
+    ):
         if METHODS[config.method].has_model:
             import torch
 
@@ -79,11 +79,22 @@ def _run_drafter(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) ->
         DrafterWorker(experienced or drafter, control, verdicts, config.trace is not None).run()
         if experienced is not None:
             experienced.save()
-    except TalonError as error:
-        control.send(Failed(request=None, kind=type(error).__name__, text=str(error)))
-    finally:
-        control.close()
-        verdicts.close()
+
+
+@contextmanager
+def _reporting(control: Line) -> Iterator[Line]:
+    """The line to the front end, which is told in one line what has ended the worker."""
+    with closing(control):
+        try:
+            yield control
+        except TalonError as error:
+            control.send(Failed(request=None, kind=type(error).__name__, text=str(error)))
+
+
+def _keys(config: Config, side: Side) -> Keys | None:
+    if config.transport != "tcp" or config.tcp.keys is None:
+        return None
+    return load(Path(config.tcp.keys), side)
 
 
 class Threads(NamedTuple):
@@ -101,6 +112,9 @@ def share_cores(config: Config) -> Threads:
     from drafters.registry import find
 
     available, wanted = cores(), config.verifier.threads
+    if config.remote:  # neither shares its machine with the other
+        alone = min(wanted or available, available)
+        return Threads(alone, alone, min(config.drafter.threads or available, available))
     if not find(config.method).has_model:
         alone = min(wanted or available, available)
         return Threads(alone, alone, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,13 @@ def save_tiny_llama(folder: Path, seed: int = 0, vocabulary: int = VOCABULARY, *
     LlamaForCausalLM(LlamaConfig(**options | changes)).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return str(folder)
+
+
+def free_port() -> int:
+    """A tcp port that nobody has bound."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="session")

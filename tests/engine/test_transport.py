@@ -8,17 +8,26 @@ from typing import Any
 import pytest
 import zmq
 
+from engine.errors import ConfigError
+from engine.keys import Keys, create, load
 from engine.messages import Heartbeat, Hello, Stop
 from engine.transport import Hub, Line
+from tests.conftest import free_port
 
 Pair = tuple[Hub, Line]
 
 
-@pytest.fixture(params=["inproc", "ipc"])
+@pytest.fixture(params=["inproc", "ipc", "tcp", "tcp with keys"])
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
-    endpoint = "inproc://meeting" if request.param == "inproc" else f"ipc://{tmp_path}/meeting"
+    endpoints = {"inproc": "inproc://meeting", "ipc": f"ipc://{tmp_path}/meeting"}
+    endpoint = endpoints.get(request.param) or f"tcp://127.0.0.1:{free_port()}"
+    keys: list[Keys | None] = [None, None]
+    if request.param == "tcp with keys":
+        create(tmp_path / "keys")
+        keys = [load(tmp_path / "keys", "verifier"), load(tmp_path / "keys", "drafter")]
     with zmq.Context() as context:
-        hub, line = Hub(context, endpoint, (Hello, Heartbeat)), Line(context, endpoint, "peer", (Stop,))
+        hub = Hub(context, endpoint, (Hello, Heartbeat), keys[0])
+        line = Line(context, endpoint, "peer", (Stop,), keys[1])
         yield hub, line
         hub.close()
         line.close()
@@ -64,3 +73,48 @@ def test_sending_to_a_peer_that_is_gone_neither_blocks_nor_fails(pair: Pair) -> 
     hub, _ = pair
     for _ in range(100):
         hub.send("nobody", Stop())
+
+
+def test_a_line_joins_once_for_every_hub_it_finds() -> None:
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    with zmq.Context() as context:
+        line = Line(context, endpoint, "peer", (Stop,))
+        assert not line.joined()
+        for _ in range(2):
+            with zmq.Context() as its_own:  # whose end waits until the port is free again
+                hub = Hub(its_own, endpoint, (Hello,))
+                deadline = time.monotonic() + 10
+                while not (joined := line.joined()) and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                assert joined and not line.joined()
+                line.send(Hello())
+                assert len(await_arrivals(hub, 1)) == 1
+                hub.close()
+        line.close()
+
+
+def test_a_line_with_another_key_is_not_let_in(tmp_path: Path) -> None:
+    create(tmp_path / "ours")
+    create(tmp_path / "theirs")
+    ours, theirs = load(tmp_path / "ours", "verifier"), load(tmp_path / "theirs", "drafter")
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    with zmq.Context() as context:
+        hub = Hub(context, endpoint, (Hello,), ours)
+        stranger = Line(context, endpoint, "stranger", (Stop,), theirs._replace(verifier=ours.public))
+        stranger.send(Hello())
+        with pytest.raises(ConfigError, match=r"does not let this drafter in; put its drafter\.key"):
+            deadline = time.monotonic() + 10
+            while time.monotonic() < deadline and not stranger.joined():
+                time.sleep(0.01)
+        assert not list(hub.received())
+        stranger.close()
+        hub.close()
+
+
+def test_a_taken_port_is_told_in_one_line() -> None:
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    with zmq.Context() as context:
+        first = Hub(context, endpoint, (Hello,))
+        with pytest.raises(ConfigError, match=f"^tcp.endpoint={endpoint}: cannot be bound: address already in use; "):
+            Hub(context, endpoint, (Hello,))
+        first.close()

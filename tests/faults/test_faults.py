@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
@@ -20,7 +21,7 @@ import zmq
 
 from engine import Engine, SamplingParams
 from engine.errors import WorkerDied
-from engine.launch import ProcessWorker
+from engine.launch import ThreadWorker
 from engine.messages import Draft, Hello, encode
 
 PROMPT = list(b"the cat sat on the mat, the cat")
@@ -41,8 +42,8 @@ async def expected_text(model: str) -> list[int]:
 
 def pid_of(engine: Engine, role: str) -> int:
     worker = engine._workers.running[role]
-    assert isinstance(worker, ProcessWorker)
-    return worker.pid
+    assert not isinstance(worker, ThreadWorker)
+    return int(worker.pid)  # type: ignore[attr-defined]
 
 
 async def until(true: Callable[[], bool], seconds: float = 60) -> None:
@@ -114,6 +115,34 @@ async def test_garbage_from_the_drafters_side_changes_no_text(tiny: str) -> None
             await asyncio.sleep(0.001)
         liar.close()
         assert (await task).token_ids == expected
+
+
+async def test_an_engine_that_was_frozen_as_a_whole_goes_on_with_its_workers(tiny: str) -> None:
+    async with await Engine.start({"model": tiny}, method="pld", heartbeat_timeout_s=2) as engine:
+        before = [pid_of(engine, role) for role in ("verifier", "drafter")]
+        await asyncio.sleep(0.3)
+        for pid in before:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(3)  # noqa: ASYNC251 - the front end is frozen as well
+        await asyncio.sleep(0.3)
+        for pid in before:
+            os.kill(pid, signal.SIGCONT)
+        await asyncio.sleep(1)
+        assert [pid_of(engine, role) for role in ("verifier", "drafter")] == before
+
+
+async def test_a_wall_clock_that_jumps_changes_nothing(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = await expected_text(tiny)
+    now, jumps = time.time, itertools.cycle([-1e7, 0, 1e7])
+    monkeypatch.setattr(time, "time", lambda: now() + next(jumps))  # the workers are threads here: it is theirs too
+    async with await Engine.start(
+        {"model": tiny}, method="pld", transport="inproc", **{"verifier.cut": False}
+    ) as engine:
+        result = await engine.generate(PROMPT, LONG)
+        await asyncio.sleep(0.2)
+        assert engine._ready["drafter"].is_set()  # nobody was taken for silent
+    assert result.token_ids == expected
+    assert result.metrics.mean_accepted_tokens > 1
 
 
 SCRIPT = """

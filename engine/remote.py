@@ -1,0 +1,79 @@
+"""`talon keys` and `talon drafter`: a drafter on another machine, joined to the verifier over tcp.
+
+The drafter is on its own there: this process is front end to it, starts it as a thread, and says what it says. ZeroMQ
+connects again whenever the verifier has been away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import uuid
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import zmq
+
+from engine import config as configuration
+from engine import errors
+from engine.cli import ConfigOption, SetOption, overrides, run
+from engine.config import Config
+from engine.keys import create
+from engine.launch import STOP_S, ThreadWorker
+from engine.messages import Failed, Heartbeat, Ready, Spans, Stop
+from engine.transport import Hub
+from engine.worker import WorkerSpec
+
+_POLL_S = 0.2
+
+
+def keys(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")]) -> None:
+    """Make the keys of a tcp link. To the drafter's machine go verifier.key and drafter.key_secret, over a safe way."""
+
+    async def main() -> None:
+        create(folder)
+        print(f"{folder}: verifier.key, verifier.key_secret, drafter.key, drafter.key_secret")
+        print("verifier: transport: tcp, tcp.keys: this folder, tcp.remote: true")
+        print("drafter: a folder with verifier.key and drafter.key_secret")
+
+    run(main())
+
+
+def drafter(
+    connect: Annotated[str, typer.Option(metavar="tcp://HOST:PORT", help="Where the verifier is (its tcp.endpoint).")],
+    config: ConfigOption = configuration.DEMO,
+    keys: Annotated[Path | None, typer.Option(metavar="DIR", help="The drafter's keys.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Go without keys.")] = False,
+    set_: SetOption = None,
+) -> None:
+    """Draft for a verifier on another machine, until Ctrl-C."""
+    link = {"transport": "tcp", "tcp.endpoint": connect, "tcp.remote": True, "tcp.insecure": insecure or None}
+
+    async def main() -> None:
+        await serve(configuration.load(config, overrides(set_, **link, **{"tcp.keys": str(keys) if keys else None})))
+
+    run(main())
+
+
+async def serve(config: Config) -> None:
+    """Draft for the verifier at `config.tcp.endpoint`. Raises what ends the drafter."""
+    name = f"drafter-{uuid.uuid4().hex[:12]}"
+    control = f"inproc://{name}"
+    with zmq.Context() as context, closing(Hub(context, control, (Ready, Failed, Heartbeat, Spans))) as hub:
+        spec = WorkerSpec("drafter", name, control, config.tcp.endpoint, config.model_dump(mode="json"))
+        worker = ThreadWorker(spec, context)
+        try:
+            alive = True
+            while alive:
+                alive = worker.alive()  # asked first: its last words are still heard
+                for _, message, _ in hub.received():
+                    if isinstance(message, Ready):
+                        print(f"talon: {config.method} drafts for {config.tcp.endpoint}", file=sys.stderr)
+                    elif isinstance(message, Failed):
+                        raise getattr(errors, message.kind)(message.text)
+                await asyncio.sleep(_POLL_S)
+        finally:
+            hub.send(name, Stop())
+            worker.end(STOP_S)

@@ -1,0 +1,48 @@
+"""A draft model that dies is back at once: its successor is forked from a process that has imported all it needs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from engine import Engine
+from engine.nursery import ForkedWorker
+from tests.faults.test_endurance import is_running
+from tests.faults.test_faults import LONG, PROMPT, _own_temporary_folder, expected_text, pid_of, until
+
+__all__ = ["_own_temporary_folder"]
+
+
+@pytest.fixture(params=["drafter", "nursery"])
+def victim(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+async def test_a_killed_draft_model_is_replaced_by_a_fork_while_the_nursery_lives(
+    tiny: str, tiny_draft: str, victim: str
+) -> None:
+    expected = await expected_text(tiny)
+    options = {"drafter.path": tiny_draft, "verifier.cut": False}
+    async with await Engine.start({"model": tiny}, method="sps", **options) as engine:
+        nursery = engine._workers._nursery
+        assert nursery is not None
+        await until(nursery.ready, 180)  # it imports when nobody else wants the cores
+        pids = [nursery._process.pid]
+        if victim == "nursery":
+            os.kill(pids[0], signal.SIGKILL)
+            nursery._process.wait()
+        for _ in range(2 if victim == "drafter" else 1):
+            pids.append(first := pid_of(engine, "drafter"))
+            os.kill(first, signal.SIGKILL)
+            killed_s = time.monotonic()
+            await until(lambda first=first: pid_of(engine, "drafter") != first and engine._ready["drafter"].is_set())
+            print(f"back after {time.monotonic() - killed_s:.2f} s")
+            assert isinstance(engine._workers.running["drafter"], ForkedWorker) == (victim == "drafter")
+            result = await engine.generate(PROMPT, LONG)
+            assert result.token_ids == expected
+            assert result.metrics.mean_accepted_tokens > 1
+        pids += [pid_of(engine, role) for role in ("verifier", "drafter")]
+    assert not any(is_running(pid) for pid in pids)

@@ -1,0 +1,109 @@
+"""Mixed load for a long time (`make soak MINUTES=30`): eight clients, cancelled requests, workers killed at random."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import statistics
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from engine import Engine
+from engine.errors import WorkerDied
+from tests.faults.test_endurance import is_running, leftovers, resident_mb
+from tests.faults.test_faults import pid_of
+from tests.faults.test_fifty_kills import Request, plain_texts, random_requests
+
+CLIENTS, SAMPLE_S = 8, 5.0
+GROWTH = 1.1  # of a role's memory from the first third of the run to the last: a worker's depends on its age
+
+
+class Soak:
+    """What happens to one engine. memory: role -> MB at each sample."""
+
+    def __init__(self, engine: Engine, requests: list[Request], expected: list[list[int]], minutes: float):
+        self.engine, self.requests, self.expected = engine, requests, expected
+        self.ends_s = time.monotonic() + 60 * minutes
+        self.counts: Counter[str] = Counter()
+        self.memory: dict[str, list[float]] = {"front end": [], "verifier": [], "drafter": []}
+        self.pids: set[int] = set()
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for number in range(CLIENTS):
+                group.create_task(self.client(random.Random(number)))
+            group.create_task(self.kill(random.Random(-1)))
+            group.create_task(self.watch())
+
+    def goes_on(self) -> bool:
+        return time.monotonic() < self.ends_s
+
+    async def client(self, rng: random.Random) -> None:
+        while self.goes_on():
+            number = rng.randrange(len(self.requests))
+            task = asyncio.create_task(self.engine.generate(*self.requests[number]))
+            if rng.random() < 0.2:
+                await asyncio.sleep(rng.uniform(0, 1))
+                task.cancel()
+            try:
+                assert (await task).token_ids == self.expected[number]
+                self.counts["answered"] += 1
+            except asyncio.CancelledError:
+                self.counts["cancelled"] += 1
+            except WorkerDied:
+                self.counts["lost with a verifier"] += 1
+
+    async def kill(self, rng: random.Random) -> None:
+        while self.goes_on():
+            await asyncio.sleep(rng.uniform(2, 12))
+            role = "verifier" if rng.random() < 0.1 else "drafter"
+            if self.engine._ready[role].is_set():
+                os.kill(pid_of(self.engine, role), signal.SIGKILL)
+                self.counts[f"{role} killed"] += 1
+
+    async def watch(self) -> None:
+        started_s = time.monotonic()
+        while self.goes_on():
+            await asyncio.sleep(SAMPLE_S)
+            pids = {"front end": os.getpid()}
+            pids |= {role: pid_of(self.engine, role) for role in list(self.engine._workers.running)}
+            for role, pid in pids.items():
+                if role == "front end" or self.engine._ready[role].is_set():
+                    with contextlib.suppress(FileNotFoundError):  # killed just now
+                        if (size := resident_mb(pid)) > 0:
+                            self.memory[role].append(size)
+            self.pids |= set(pids.values()) - {os.getpid()}
+            now = ", ".join(f"{role} {sizes[-1]:.0f} MB" for role, sizes in self.memory.items() if sizes)
+            print(f"{time.monotonic() - started_s:.0f} s: {dict(self.counts)}; {now}", flush=True)
+
+
+@pytest.mark.slow
+async def test_mixed_load_leaves_memory_flat_and_nothing_behind(
+    tiny: str, tiny_draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    requests = random_requests(random.Random(8), 40, 60)
+    expected, _ = await plain_texts(tiny, requests)
+    options = {"method": "sps", "mode": "async", "drafter.path": tiny_draft}
+    async with await Engine.start({"model": tiny}, **options) as engine:
+        soak = Soak(engine, requests, expected, float(os.environ.get("TALON_SOAK_MINUTES", "1")))
+        await soak.run()
+        nursery = engine._workers._nursery
+        assert nursery is not None
+        soak.pids |= {nursery._process.pid, *(pid_of(engine, role) for role in engine._workers.running)}
+        assert not engine._answers
+    assert soak.counts["answered"] and soak.counts["cancelled"] and soak.counts["drafter killed"]
+    assert not any(is_running(pid) for pid in soak.pids)
+    assert not leftovers(tmp_path)
+    for role, sizes in soak.memory.items():
+        third = max(1, len(sizes) // 3)
+        early, late = statistics.median(sizes[:third]), statistics.median(sizes[-third:])
+        print(f"{role}: {early:.0f} MB in the first third, {late:.0f} MB in the last")
+        assert late < GROWTH * early, (role, sizes)

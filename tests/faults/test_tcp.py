@@ -1,0 +1,158 @@
+"""A drafter over tcp: beside the engine or started by hand, known or a stranger, there or gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+import zmq
+
+from engine import Engine
+from engine.errors import ConfigError
+from engine.keys import create
+from engine.messages import Hello, encode
+from tests.conftest import free_port
+from tests.faults.test_faults import LONG, PROMPT, _own_temporary_folder, expected_text, pid_of, until
+
+__all__ = ["_own_temporary_folder"]
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    create(tmp_path / "keys")
+    return tmp_path / "keys"
+
+
+@asynccontextmanager
+async def tcp_engine(model: str, keys: Path, **overrides: Any) -> AsyncIterator[Engine]:
+    """An engine whose verifier waits on a free port."""
+    settings = {
+        "transport": "tcp",
+        "tcp.endpoint": f"tcp://127.0.0.1:{free_port()}",
+        "tcp.keys": str(keys),
+        "verifier.cut": False,
+        "verifier.threads": 1,
+    }
+    async with await Engine.start({"model": model}, **settings | overrides) as engine:
+        yield engine
+
+
+@asynccontextmanager
+async def drafter_process(model: str, method: str, endpoint: str, keys: Path) -> AsyncIterator[subprocess.Popen[str]]:
+    """`talon drafter`, as a person on another machine would start it."""
+    config = keys.parent / "drafter.yaml"
+    config.write_text(yaml.safe_dump({"model": model, "method": method}))
+    command = [sys.executable, "-m", "engine.cli", "drafter", "--config", config, "--connect", endpoint, "--keys", keys]
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True)  # noqa: ASYNC220
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def drafts_arrive(engine: Engine, expected: list[int]) -> None:
+    """Ask, always getting the right text, until a drafter takes part."""
+    for _ in range(60):
+        result = await engine.generate(PROMPT, LONG)
+        assert result.token_ids == expected
+        if result.metrics.mean_accepted_tokens > 1:
+            return
+        await asyncio.sleep(0.2)
+    raise AssertionError("no drafts came")
+
+
+@pytest.mark.parametrize("method", ["pld", "sps"])
+async def test_the_text_over_tcp_is_that_of_plain_decoding(tiny: str, tiny_draft: str, keys: Path, method: str) -> None:
+    expected = await expected_text(tiny)
+    async with tcp_engine(tiny, keys, method=method, mode="async", **{"drafter.path": tiny_draft}) as engine:
+        await drafts_arrive(engine, expected)
+
+
+async def test_without_keys_tcp_is_refused_unless_told_to(tiny: str) -> None:
+    with pytest.raises(ConfigError, match=r"^tcp\.keys: transport tcp needs keys; run: talon keys DIR"):
+        await Engine.start({"model": tiny}, transport="tcp")
+    expected = await expected_text(tiny)
+    async with tcp_engine(tiny, Path(), method="pld", **{"tcp.keys": None, "tcp.insecure": True}) as engine:
+        await drafts_arrive(engine, expected)
+
+
+async def test_a_folder_without_keys_is_refused_in_one_line(tiny: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"key_secret is missing .*talon keys DIR"):
+        async with tcp_engine(tiny, tmp_path, method="pld"):
+            pass
+
+
+async def test_a_drafter_started_by_hand_drafts_and_joins_again_when_the_verifier_is_back(
+    tiny: str, keys: Path
+) -> None:
+    expected = await expected_text(tiny)
+    async with tcp_engine(tiny, keys, method="pld", **{"tcp.remote": True}) as engine:
+        assert list(engine._workers.running) == ["verifier"]
+        assert (await engine.generate(PROMPT, LONG)).token_ids == expected  # nobody drafts yet
+        async with drafter_process(tiny, "pld", engine.config.tcp.endpoint, keys):
+            await drafts_arrive(engine, expected)
+            first = pid_of(engine, "verifier")
+            os.kill(first, signal.SIGKILL)
+            await until(lambda: pid_of(engine, "verifier") != first and engine._ready["verifier"].is_set())
+            await drafts_arrive(engine, expected)
+        assert (await engine.generate(PROMPT, LONG)).token_ids == expected  # it is gone
+        async with drafter_process(tiny, "pld", engine.config.tcp.endpoint, keys):
+            await drafts_arrive(engine, expected)
+
+
+async def test_a_drafter_with_an_unknown_key_is_told_so_and_changes_nothing(
+    tiny: str, keys: Path, tmp_path: Path
+) -> None:
+    expected = await expected_text(tiny)
+    create(tmp_path / "theirs")
+    shutil.copy(keys / "verifier.key", tmp_path / "theirs")
+    async with tcp_engine(tiny, keys, method="pld", **{"tcp.remote": True}) as engine:
+        endpoint = engine.config.tcp.endpoint
+        async with drafter_process(tiny, "pld", endpoint, tmp_path / "theirs") as stranger:
+            assert await asyncio.to_thread(stranger.wait, 60) == 2
+            assert stranger.stderr is not None
+            assert "does not let this drafter in; put its drafter.key" in stranger.stderr.read().splitlines()[-1]
+        with plain_client(endpoint) as liar:
+            liar.send_multipart(encode(Hello()))
+            result = await engine.generate(PROMPT, LONG)
+            assert not liar.poll(0)  # no Start: the prompt stays private
+    assert result.token_ids == expected
+    assert result.metrics.mean_accepted_tokens == 1
+
+
+def plain_client(endpoint: str) -> zmq.Socket[bytes]:
+    """A peer that has no keys at all."""
+    client = zmq.Context.instance().socket(zmq.DEALER)
+    client.setsockopt(zmq.LINGER, 0)
+    client.connect(endpoint)
+    return client
+
+
+async def test_a_taken_port_is_told_in_one_line_and_nothing_is_left(tiny: str, keys: Path) -> None:
+    before = set(children())
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"^tcp.endpoint={endpoint}: cannot be bound: .*name another$"):
+            async with tcp_engine(tiny, keys, method="pld", **{"tcp.endpoint": endpoint}):
+                pass
+    assert set(children()) <= before
+
+
+def children() -> list[int]:
+    """Processes this one has started."""
+    return [int(pid) for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()]
