@@ -94,7 +94,7 @@ class Summary(msgspec.Struct, frozen=True):
         """How many texts are plain decoding's, of how many that can be compared; ties apart."""
         if not self.compared:
             return "-"
-        return f"{self.equal}/{self.compared}" + (f" ({self.ties} ties)" if self.ties else "")
+        return f"{self.equal}/{self.compared}" + (f", {self.ties} tied" if self.ties else "")
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -91,10 +92,14 @@ def accepted_lengths(rows: Sequence[Row], path: Path, most: int = 12) -> None:
     _save(figure, path)
 
 
+SIZES = (2, 5, 9, 13, 17, 25, 33, 49, 65, 97, 129)
+
+
 def cost_curve(rows: Sequence[Row], path: Path) -> None:
     """t(n), what a forward of the target over n nodes takes, from every round of every contestant.
 
-    A dot is the median of one answer's rounds over so many nodes; the line goes through the medians of all answers'.
+    A dot is the median of one answer's rounds over so many nodes; the line goes through the medians of dots whose sizes
+    lie between two of `SIZES`.
     """
     seen: dict[int, list[float]] = {}
     for row in rows:
@@ -103,13 +108,15 @@ def cost_curve(rows: Sequence[Row], path: Path) -> None:
     figure, axis = plt.subplots(figsize=(7.5, 3.6))
     for nodes, times in seen.items():
         axis.scatter([nodes] * len(times), times, s=6, color=BASELINES, alpha=0.4)
-    often = sorted(nodes for nodes, times in seen.items() if len(times) >= min(5, len(rows) // 2)) or sorted(seen)
-    curve = [median(seen[nodes]) for nodes in often]
-    axis.plot(often, curve, marker="o", markersize=3, color=OURS, label="median")
+    groups: dict[int, list[tuple[int, float]]] = {}
+    for nodes, times in seen.items():
+        groups.setdefault(bisect(SIZES, nodes), []).extend((nodes, ms) for ms in times)
+    points = [[median(column) for column in zip(*groups[group], strict=True)] for group in sorted(groups)]
+    axis.plot(*zip(*points, strict=True), marker="o", markersize=3, color=OURS, label="median")
     axis.set(xlabel="nodes verified in a forward, n", ylabel="t(n), ms")
     axis.set_ylim(0, 1.15 * float(np.quantile([t for times in seen.values() for t in times], 0.99)))
-    if often and often[0] == 1:
-        one = curve[0]
+    if 1 in seen:
+        one = median(seen[1])
         right = axis.secondary_yaxis(
             "right", functions=(lambda ms: np.asarray(ms) / one, lambda n: np.asarray(n) * one)
         )

@@ -66,7 +66,7 @@ def test_what_a_contestant_does_not_tell_stays_unknown() -> None:
 def test_a_tie_is_counted_apart_from_equal_texts() -> None:
     rows = [row("none", "a", 1.0), row("none", "b", 1.0)]
     rows += [row("pld", "a", 1.0), row("pld", "b", 1.0, output_equal=False, tie=True)]
-    assert summaries(rows)[1].same_text == "1/2 (1 ties)"
+    assert summaries(rows)[1].same_text == "1/2, 1 tied"
 
 
 def test_two_runs_are_compared_suite_by_suite_the_furthest_apart_first() -> None:
