@@ -18,7 +18,12 @@ PICTURES = (
     ("cost.png", "Cost curve of the target", plots.cost_curve),
     ("trees.png", "Size and depth of the trees", plots.tree_sizes),
 )
-TIMELINE = "timeline.png"
+IF_DRAWN = (
+    ("tree-shapes.png", "Shape of the trees (talon shapes)"),
+    ("timeline.png", "Both workers at once (talon timeline)"),
+    ("calibration.png", "Promised and observed acceptance (talon bench --calibration)"),
+)
+"""Pictures that other commands leave in the folder, or may not."""
 READING = (
     "Speed-up: median over prompts of tokens/s over plain decoding's on the same prompt in the same run, with the 95% "
     "interval by bootstrap. MAT: tokens a round, bonus included. An answer loops if 8 tokens in a row occur in it more "
@@ -79,8 +84,7 @@ def write(folder: Path) -> None:
         draw(greedy, folder / name)
     sections = _sections(rows)
     pictures = [(name, title) for name, title, _ in PICTURES]
-    if (folder / TIMELINE).exists():
-        pictures.append((TIMELINE, "Both workers at once"))
+    pictures += [(name, title) for name, title in IF_DRAWN if (folder / name).exists()]
     (folder / "report.md").write_text(_markdown(_about(folder), sections, pictures), encoding="utf8")
     (folder / "report.html").write_text(_page(folder, sections, pictures), encoding="utf8")
 
