@@ -25,11 +25,13 @@ from drafters.growth import Frontier, Sketch
 from drafters.head import HeadDrafter
 from drafters.outcomes import Following
 from engine.config import Config
+from engine.pace import Choice
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
 
 SOURCE = 64
 _EDGES = (1e-6, 0.01, 0.03, 0.07, 0.15, 0.25, 0.4, 0.55, 0.7, 0.82, 0.91, 0.97)
+_BLOCK = 4  # rounds with the head or without, until that is thought over
 _NEW, _SLOWLY = 0.1, 0.01  # weight of the latest measurement, of costs and of chances
 
 
@@ -106,6 +108,8 @@ class HybridDrafter(Drafter):
         self.successors = max((memory.successors for memory in memories), default=0)
         self.merge = Merge()
         self._rescue = 0.6
+        self._choice = Choice(tried=3, retried=16, kept=0.95)  # with the head, or without
+        self._rounds = 0
         self._step_s, self._token_s = (
             0.001,
             0.01,
@@ -136,7 +140,8 @@ class HybridDrafter(Drafter):
     ) -> list[TokenTree]:
         trees = [self._retrieve(request, continuation) for continuation in continuations]
         advice = [Advice(self.merge, tree, self._step_s / self._token_s, self._rescue) for tree in trees]
-        drafting = [row for row, tree in enumerate(trees) if advice[row].worth_drafting(_root_of(tree))]
+        headless = self._choice.second and bool(self.memories)
+        drafting = [i for i, tree in enumerate(trees) if not headless and advice[i].worth_drafting(_root_of(tree))]
 
         def so_far(grown: Callable[[], dict[int, TokenTree]]) -> None:
             assert between_steps is not None
@@ -165,12 +170,21 @@ class HybridDrafter(Drafter):
 
     def observe(self, request: int, verdict: Verdict) -> None:
         self._learn(request, verdict.tokens)
-        now = time.perf_counter()
-        if request in self._observed_s and len(self._observed_s) == 1:
-            self._token_s += _NEW * ((now - self._observed_s[request]) / len(verdict.tokens) - self._token_s)
-        self._observed_s[request] = now
+        self._time(request, len(verdict.tokens))
         for drafter in (*self.memories, self.head):
             drafter.observe(request, verdict)
+
+    def _time(self, request: int, tokens: int) -> None:
+        """A round brought so many tokens; one request alone shows what it took, and whether the head is worth it."""
+        now = time.perf_counter()
+        if request in self._observed_s and len(self._observed_s) == 1:
+            round_s = now - self._observed_s[request]
+            self._token_s += _NEW * (round_s / tokens - self._token_s)
+            self._choice.observe(tokens, round_s)
+            self._rounds += 1
+            if self._rounds % _BLOCK == 0:
+                self._choice.decide()
+        self._observed_s[request] = now
 
     def finish(self, request: int) -> None:
         self._observed_s.pop(request, None)

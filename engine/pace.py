@@ -10,10 +10,6 @@ TRIED_ROUNDS = 16  # of one mode in a row, while `auto` compares them
 TRIED_TURNS = 3  # of each mode
 _GAIN = 0.97  # drafting ahead must take less than this share of the time in turns for a token
 
-TRIED_MISSES = 8  # answered in each way before they are compared
-_RETRIED = 32  # misses after which the other way is tried once more
-_KEPT = 0.98  # of what was measured, with every miss
-
 
 class Pace:
     """The mode under way. alone, beside: threads of the target while the drafter rests, and while it works.
@@ -49,32 +45,33 @@ class Pace:
         return self.ahead != before
 
 
-class MissPolicy:
-    """What to do when no draft is there for the outcome that came true: wait for one, or verify the root alone while
-    the drafter is at work, and find a draft for the next outcome.
+class Choice:
+    """Two ways of going on; both are tried, then that is done which brings more tokens a second.
 
-    Both are tried; what then brings more tokens a second, from one miss to the next, is done. alone: the present way.
+    tried: decisions for each way before they are compared. retried: decisions after which the other way is tried once
+    more. kept: of what was measured, with every decision. second: whether the second way is being gone.
     """
 
-    def __init__(self) -> None:
-        self.alone = False
-        self._misses = 0
+    def __init__(self, tried: int, retried: int, kept: float):
+        self.tried, self.retried, self.kept = tried, retried, kept
+        self.second = False
+        self._decisions = 0
         self._tokens, self._seconds = {False: 0.0, True: 0.0}, {False: 0.0, True: 0.0}
 
-    def observe(self, tokens: int, round_s: float) -> None:
-        """A round after the latest miss took so long for so many tokens."""
-        self._tokens[self.alone] += tokens
-        self._seconds[self.alone] += round_s
+    def observe(self, tokens: int, seconds: float) -> None:
+        """What has come of the latest decision so far."""
+        self._tokens[self.second] += tokens
+        self._seconds[self.second] += seconds
 
     def decide(self) -> bool:
-        """A miss: whether to go on alone."""
-        self._misses += 1
+        """Whether to go the second way from here on."""
+        self._decisions += 1
         for sums in (self._tokens, self._seconds):
-            sums[False] *= _KEPT
-            sums[True] *= _KEPT
-        if self._misses <= 2 * TRIED_MISSES:
-            self.alone = self._misses % 2 == 0
+            sums[False] *= self.kept
+            sums[True] *= self.kept
+        if self._decisions <= 2 * self.tried:
+            self.second = self._decisions % 2 == 0
         else:
             better = self._tokens[True] * self._seconds[False] > self._tokens[False] * self._seconds[True]
-            self.alone = better != (self._misses % _RETRIED == 0)
-        return self.alone
+            self.second = better != (self._decisions % self.retried == 0)
+        return self.second

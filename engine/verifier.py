@@ -36,7 +36,7 @@ from engine.messages import (
     Tokens,
     Verdict,
 )
-from engine.pace import MissPolicy, Pace
+from engine.pace import Choice, Pace
 from engine.sampling import SamplingParams
 from engine.target import Target
 from engine.trace import Trace
@@ -105,7 +105,7 @@ class Verifier:
         self.successors = 0
         self.calibrated = False
         self.budget: Budget | None = None
-        self.misses = MissPolicy()
+        self.misses = Choice(tried=8, retried=32, kept=0.98)  # to wait for a draft, or to verify the root alone
         self.busy_ns = 0
         self.heard_ns = 0
         self.stopping = False

@@ -27,7 +27,7 @@ def hybrid(path: Path, target: TargetWeights, text: list[int] = TEXT) -> HybridD
     """A hybrid that has read `text`, of which the last token is the target's; tokens are dear, so any step pays."""
     drafter = HybridDrafter(HeadDrafter(eagle3(path, target), Adaptive(budget=24)), [SuffixDrafter(budget=24)])
     drafter._token_s = 1e6
-    drafter.start(1, text[:-1], SamplingParams(max_tokens=60))
+    drafter.start(1, text[:-1], SamplingParams(max_tokens=160))
     features = true_features(len(text) - 1, "eagle3").numpy()
     drafter.observe(1, Verdict(TokenTree.root_only(text[-2]), [0], text[-1:], features))
     return drafter
@@ -77,6 +77,23 @@ def test_a_step_that_costs_more_than_it_can_bring_is_left_to_retrieval(tmp_path:
     tree = drafter.propose(1)
     assert drafter.head.steps == steps
     assert tree.child(tree.child(0, 8) or 0, 9) is not None  # the text goes on: 8 9
+
+
+def test_a_head_that_takes_more_time_than_it_brings_is_left_out(
+    tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("drafters.hybrid.time.perf_counter", lambda: clock[0])
+    drafter = hybrid(tmp_path, target)
+    used = []
+    for _ in range(100):
+        steps = drafter.head.steps
+        drafter._token_s, drafter._step_s = 1e6, 1e-3
+        tree = drafter.propose(1)
+        used.append(drafter.head.steps > steps)
+        clock[0] += 0.03 if used[-1] else 0.01  # for one token either way
+        drafter.observe(1, Verdict(tree, [0], [int(tree.tokens[0])], true_features(1, "eagle3").numpy()))
+    assert sum(used[:24]) > 8 and sum(used[60:]) < 8
 
 
 def test_how_often_the_head_knows_what_retrieval_misses_is_learned(tmp_path: Path, target: TargetWeights) -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from engine.pace import TRIED_MISSES, TRIED_ROUNDS, TRIED_TURNS, MissPolicy, Pace
+from engine.pace import TRIED_ROUNDS, TRIED_TURNS, Choice, Pace
 
 TRIED = 2 * TRIED_TURNS * TRIED_ROUNDS
 
@@ -46,20 +46,23 @@ def test_the_modes_take_turns_and_every_change_is_told() -> None:
     )
 
 
-def after(misses: int, alone_rate: float, waiting_rate: float) -> list[bool]:
-    """The decisions of so many misses, when 100 ms bring that many tokens."""
-    policy, decisions = MissPolicy(), []
-    for _ in range(misses):
-        decisions.append(policy.decide())
-        policy.observe(int(alone_rate if policy.alone else waiting_rate), 0.1)
-    return decisions
+def after(decisions: int, first: int, second: int) -> list[bool]:
+    """What is decided when 100 ms bring so many tokens on the first and on the second way."""
+    choice, decided = Choice(tried=8, retried=32, kept=0.98), []
+    for _ in range(decisions):
+        decided.append(choice.decide())
+        choice.observe(second if choice.second else first, 0.1)
+    return decided
 
 
-def test_after_a_miss_what_brings_more_tokens_a_second_is_done() -> None:
-    assert sum(after(100, alone_rate=20, waiting_rate=10)[2 * TRIED_MISSES :]) > 75
-    assert sum(after(100, alone_rate=10, waiting_rate=20)[2 * TRIED_MISSES :]) < 9
+def test_both_ways_are_tried_equally() -> None:
+    assert sum(after(16, first=10, second=20)) == 8
+
+
+def test_what_brings_more_tokens_a_second_is_done() -> None:
+    assert sum(after(100, first=10, second=20)[16:]) > 75
+    assert sum(after(100, first=20, second=10)[16:]) < 9
 
 
 def test_the_other_way_is_tried_again_now_and_then() -> None:
-    late = after(200, alone_rate=10, waiting_rate=20)[100:]
-    assert 0 < sum(late) < 5
+    assert 0 < sum(after(200, first=20, second=10)[100:]) < 5
