@@ -27,7 +27,7 @@ POOL_WAITS = {"GOMP_SPINCOUNT": "100000"}
 Sleeping at once costs a forward of two threads 5 of 18 ms; looking forever made workers that share cores 12 times
 slower.
 """
-_BACK_OFF_S = (0.0, 0.0, 0.2, 0.5, 1.0)  # before the first, second, ... restart in a row
+_BACK_OFF_S = (0.0, 0.0, 0.2, 0.5)  # before the first, second, ... restart in a row
 _STABLE_S = 30.0  # a worker that lived this long starts the row afresh
 
 

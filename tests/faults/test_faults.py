@@ -53,6 +53,11 @@ async def until(true: Callable[[], bool], seconds: float = 60) -> None:
         await asyncio.sleep(0.05)
 
 
+async def replaced(engine: Engine, role: str, first: int) -> None:
+    """Wait until another worker than `first` serves. In between there may be none."""
+    await until(lambda: engine._ready[role].is_set() and pid_of(engine, role) != first)
+
+
 async def test_a_killed_drafter_changes_no_text_and_comes_back(tiny: str) -> None:
     expected = await expected_text(tiny)
     async with await Engine.start({"model": tiny}, method="pld", **{"verifier.cut": False}) as engine:
@@ -62,7 +67,7 @@ async def test_a_killed_drafter_changes_no_text_and_comes_back(tiny: str) -> Non
             await asyncio.sleep(0.15)
             os.kill(first, signal.SIGKILL)
             assert (await task).token_ids == expected
-            await until(lambda first=first: pid_of(engine, "drafter") != first and engine._ready["drafter"].is_set())
+            await replaced(engine, "drafter", first)
         result = await engine.generate(PROMPT, LONG)
     assert result.token_ids == expected
     assert result.metrics.mean_accepted_tokens > 1  # the new drafter drafts
@@ -77,7 +82,7 @@ async def test_a_stopped_drafter_changes_no_text_and_is_replaced(tiny: str) -> N
         await asyncio.sleep(0.15)
         os.kill(first, signal.SIGSTOP)
         assert (await task).token_ids == expected
-        await until(lambda: pid_of(engine, "drafter") != first and engine._ready["drafter"].is_set())
+        await replaced(engine, "drafter", first)
         assert (await engine.generate(PROMPT, LONG)).token_ids == expected
 
 

@@ -12,11 +12,11 @@ import time
 import pytest
 
 from engine import Engine, SamplingParams
-from tests.faults.test_faults import _own_temporary_folder, pid_of, until
+from tests.faults.test_faults import _own_temporary_folder, pid_of, replaced, until
 
 __all__ = ["_own_temporary_folder"]
 
-KILLS, LENGTH = 50, 200
+KILLS, LENGTH = 50, 100
 
 Request = tuple[list[int], SamplingParams]
 
@@ -59,7 +59,7 @@ async def test_fifty_kills_during_fifty_requests_change_no_text(
             first = pid_of(engine, "drafter")
             os.kill(first, signal.SIGKILL)
             killed_s = time.monotonic()
-            await until(lambda first=first: pid_of(engine, "drafter") != first and engine._ready["drafter"].is_set())
+            await replaced(engine, "drafter", first)
             back_s.append(time.monotonic() - killed_s)
             assert (await task).token_ids == text
     median, worst = statistics.median(back_s), max(back_s)

@@ -11,7 +11,7 @@ import pytest
 
 from engine import Engine
 from tests.faults.test_endurance import is_running
-from tests.faults.test_faults import LONG, PROMPT, _own_temporary_folder, expected_text, pid_of, until
+from tests.faults.test_faults import LONG, PROMPT, _own_temporary_folder, expected_text, pid_of, replaced
 from tests.faults.test_tcp import drafts_arrive
 
 __all__ = ["_own_temporary_folder"]
@@ -34,7 +34,7 @@ async def test_removing_the_sockets_folder_changes_no_text(tiny: str, killed: st
         if killed is not None:
             first = pid_of(engine, killed)
             os.kill(first, signal.SIGKILL)
-            await until(lambda: pid_of(engine, killed) != first and engine._ready[killed].is_set(), 60)
+            await replaced(engine, killed, first)
         await drafts_arrive(engine, expected)
         assert private(folder)
         pids += [pid_of(engine, role) for role in ("verifier", "drafter")]

@@ -11,7 +11,7 @@ import pytest
 from engine import Engine
 from engine.nursery import ForkedWorker
 from tests.faults.test_endurance import is_running
-from tests.faults.test_faults import LONG, PROMPT, _own_temporary_folder, expected_text, pid_of, until
+from tests.faults.test_faults import LONG, PROMPT, _own_temporary_folder, expected_text, pid_of, replaced, until
 
 __all__ = ["_own_temporary_folder"]
 
@@ -38,7 +38,7 @@ async def test_a_killed_draft_model_is_replaced_by_a_fork_while_the_nursery_live
             pids.append(first := pid_of(engine, "drafter"))
             os.kill(first, signal.SIGKILL)
             killed_s = time.monotonic()
-            await until(lambda first=first: pid_of(engine, "drafter") != first and engine._ready["drafter"].is_set())
+            await replaced(engine, "drafter", first)
             print(f"back after {time.monotonic() - killed_s:.2f} s")
             assert isinstance(engine._workers.running["drafter"], ForkedWorker) == (victim == "drafter")
             result = await engine.generate(PROMPT, LONG)

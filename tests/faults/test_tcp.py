@@ -23,7 +23,7 @@ from engine.errors import ConfigError
 from engine.keys import create
 from engine.messages import Hello, encode
 from tests.conftest import free_port
-from tests.faults.test_faults import LONG, PROMPT, _own_temporary_folder, expected_text, pid_of, until
+from tests.faults.test_faults import LONG, PROMPT, _own_temporary_folder, expected_text, pid_of, replaced
 
 __all__ = ["_own_temporary_folder"]
 
@@ -106,7 +106,7 @@ async def test_a_drafter_started_by_hand_drafts_and_joins_again_when_the_verifie
             await drafts_arrive(engine, expected)
             first = pid_of(engine, "verifier")
             os.kill(first, signal.SIGKILL)
-            await until(lambda: pid_of(engine, "verifier") != first and engine._ready["verifier"].is_set())
+            await replaced(engine, "verifier", first)
             await drafts_arrive(engine, expected)
         assert (await engine.generate(PROMPT, LONG)).token_ids == expected  # it is gone
         async with drafter_process(tiny, "pld", engine.config.tcp.endpoint, keys):
