@@ -86,9 +86,9 @@ def generate(
             max_tokens=max_tokens,
             stop=tuple(stop or ()),
         ).validate()
-        async with await Engine.start(
-            config, **overrides(set_, method=method, mode=mode, trace=str(trace) if trace else None)
-        ) as engine:
+        given = overrides(set_, method=method, mode=mode, trace=str(trace) if trace else None)
+        # for one answer nobody stands by: its imports would take the time that the answer needs
+        async with await Engine.start(config, **{"drafter.standby": False} | given) as engine:
             stream = engine.stream(prompt, sampling, raw=raw)
             async for piece in stream:
                 if not as_json:

@@ -99,6 +99,7 @@ class Verifier:
         self.trace = Trace(control, config.trace is not None)
         self.waiting: deque[Decoding] = deque()
         self.running: deque[Decoding] = deque()
+        self.newcomers: list[tuple[str, Hello]] = []  # drafters to welcome between rounds
         self.drafter: str | None = None
         self.drafter_late = False
         self.feature_layers: tuple[int, ...] = ()
@@ -324,11 +325,14 @@ class Verifier:
             else:
                 self.stopping = True
         self._hear_drafts()
+        for peer, hello in self.newcomers:
+            self._welcome(peer, hello)
+        self.newcomers.clear()
 
     def _hear_drafts(self) -> None:
         for peer, message, arrays in self.drafts.received():
             if isinstance(message, Hello):
-                self._welcome(peer, message)
+                self.newcomers.append((peer, message))
             elif peer == self.drafter:
                 self.drafter_late = False
                 self._keep(message, arrays)

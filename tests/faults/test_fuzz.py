@@ -1,4 +1,6 @@
-"""Messages that no verifier would send, by the thousand: the drafter worker drops them and goes on drafting."""
+"""Messages that no worker would send, by the thousand: the drafter drops them and goes on drafting, and the verifier's
+text is what it is.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,31 @@ import zmq
 
 from drafters.head import HeadDrafter
 from drafters.small_model import SmallModel, level_by_level
+from engine.config import load
 from engine.drafter import FROM_FRONT_END, FROM_VERIFIER, DrafterWorker
-from engine.messages import Draft, Failed, Finish, Heartbeat, Hello, Message, Ready, Start, Stop, Verdict, encode
+from engine.messages import (
+    Draft,
+    Failed,
+    Finish,
+    Heartbeat,
+    Hello,
+    Message,
+    Ready,
+    Start,
+    Stop,
+    Submit,
+    Tokens,
+    Verdict,
+    encode,
+)
+from engine.pace import Pace
 from engine.sampling import SamplingParams
 from engine.target import Target
 from engine.transport import Hub, Line
 from engine.tree import TokenTree
+from engine.verifier import FROM_DRAFTER as TO_VERIFIER
+from engine.verifier import FROM_FRONT_END as ORDERS
+from engine.verifier import Verifier
 
 
 def random_message(draw: random.Random) -> list[Any]:
@@ -35,7 +56,11 @@ def random_message(draw: random.Random) -> list[Any]:
         ),
         (Finish(request=request), []),
     ]
-    frames: list[Any] = [bytes(frame) for frame in encode(*draw.choice(messages))]
+    return damaged(draw, [bytes(frame) for frame in encode(*draw.choice(messages))])
+
+
+def damaged(draw: random.Random, frames: list[Any]) -> list[Any]:
+    """The frames as they are, or truncated, replaced by noise, one too few or too many."""
     damage = draw.random()
     if damage < 0.1:
         frames[-1] = frames[-1][: draw.randrange(len(frames[-1]) + 1)]
@@ -75,6 +100,101 @@ def test_the_drafter_survives_every_message_and_drafts_as_before(tiny_draft: str
     assert (draft.round, tree.validate(260).tokens[0]) == (3, 67)
     assert verdicts.malformed > count / 10
     front_end.send("drafter-1", Stop())
+    thread.join(30)
+    assert not thread.is_alive()
+    context.destroy(linger=0)
+
+
+class Liar:
+    """A drafter that answers verdicts with trees of no sense, says what nobody asked for, and repeats itself."""
+
+    def __init__(self, context: zmq.Context[Any], draw: random.Random):
+        self.line = Line(context, "inproc://drafts", "liar", (Start, Verdict, Finish))
+        self.draw = draw
+        self.told: list[list[Any]] = []
+        self.last = (1, 0, 0, 0, 0)  # request, round, draft, node, token of the latest verdict
+
+    def speak(self) -> None:
+        for message, arrays in self.line.received():
+            if isinstance(message, Verdict):
+                path, tokens = arrays[0].tolist(), arrays[1].tolist()
+                self.last = (message.request, message.round, message.draft, path[-1], tokens[-1])
+        draw = self.draw
+        if self.told and draw.random() < 0.2:
+            frames = draw.choice(self.told)  # once more, and late
+        elif draw.random() < 0.02:
+            layers = tuple(draw.randrange(-1, 5) for _ in range(draw.randrange(3)))
+            frames = encode(Hello(feature_layers=layers, successors=draw.randrange(4), calibrated=draw.random() < 0.5))
+        else:
+            frames = damaged(draw, [bytes(frame) for frame in encode(*self.draft())])
+        self.told = [*self.told[-50:], frames]
+        self.line.socket.send_multipart(frames)
+
+    def draft(self) -> tuple[Draft, list[Any]]:
+        """Mostly for the outcome that came true, with a tree that may be none."""
+        draw, (request, round_, parent, node, token) = self.draw, self.last
+        if draw.random() < 0.3:
+            round_, parent, node = (draw.randrange(-1, 9) for _ in range(3))
+        n = draw.choice([1, 3, 8, 80])
+        parents = [-1] + [draw.randrange(i) if draw.random() < 0.99 else draw.randrange(-3, n) for i in range(1, n)]
+        tokens = [token] + [draw.randrange(-1 if draw.random() < 0.01 else 0, 261) for _ in range(1, n)]
+        confidence = np.sort(np.random.default_rng(draw.randrange(99)).random(n))[::-1]
+        message = Draft(
+            request=request,
+            round=round_ + 1,
+            draft=draw.randrange(60),
+            parent=parent,
+            node=node,
+            token=token,
+            draft_us=0,
+        )
+        arrays = [np.asarray(tokens, np.int32), np.asarray(parents, np.int32), confidence.astype(np.float32)]
+        return message, [*arrays, np.zeros(n, np.uint8)]
+
+
+@pytest.mark.parametrize("count", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_the_verifiers_text_is_that_of_plain_decoding_whatever_a_drafter_says(tiny: str, count: int) -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    front_end = Hub(context, "inproc://control", (Ready, Heartbeat, Failed, Tokens))
+    drafts = Hub(context, "inproc://drafts", TO_VERIFIER)
+    control = Line(context, "inproc://control", "verifier-1", ORDERS)
+    config = load({"model": tiny, "method": "pld", "verifier.draft_timeout_s": 0.002})
+    worker = Verifier(config, Target.load(tiny), control, drafts, Pace("async", 1, 1))
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    sampling = SamplingParams(max_tokens=120, ignore_eos=True)
+
+    def answer(request: int, meanwhile: Any) -> list[int]:
+        front_end.send("verifier-1", Submit(request=request, sampling=sampling), [[65, 66, 67]])
+        text: list[int] = []
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            meanwhile()
+            for _, message, _ in front_end.received():
+                assert not isinstance(message, Failed), message
+                if isinstance(message, Tokens) and message.request == request:
+                    text += message.tokens
+                    if message.finish_reason is not None:
+                        return text
+        raise AssertionError("no answer")
+
+    expected = answer(1, lambda: time.sleep(0.001))
+    liar, said = Liar(context, random.Random(5)), 0
+
+    def lie() -> None:
+        nonlocal said
+        if said < count:
+            liar.speak()
+            said += 1
+        time.sleep(0 if said < count else 0.001)
+
+    liar.line.send(Hello())
+    request = 1
+    while said < count:
+        request += 1
+        assert answer(request, lie) == expected
+    assert drafts.malformed > count / 20
+    front_end.send("verifier-1", Stop())
     thread.join(30)
     assert not thread.is_alive()
     context.destroy(linger=0)
