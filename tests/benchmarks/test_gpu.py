@@ -23,6 +23,7 @@ def data(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_tiny_path_trains_benchmarks_and_times(tiny: str, data: Path, tmp_path: Path) -> None:
     questions = tmp_path / "questions.jsonl"
     questions.write_text(json.dumps({"question_id": 1, "category": "test", "turns": ["count to 5"]}) + "\n")

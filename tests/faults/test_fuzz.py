@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,13 @@ from engine.verifier import FROM_FRONT_END as ORDERS
 from engine.verifier import Verifier
 
 
+@pytest.fixture
+def context() -> Iterator[zmq.Context[Any]]:
+    context: zmq.Context[Any] = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
 def random_message(draw: random.Random) -> list[Any]:
     """Frames of a message that is right, wrong in its values, truncated, or noise."""
     request, number = draw.randrange(4), draw.randrange(6)
@@ -74,15 +82,16 @@ def damaged(draw: random.Random, frames: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("count", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
-def test_the_drafter_survives_every_message_and_drafts_as_before(tiny_draft: str, count: int) -> None:
+def test_the_drafter_survives_every_message_and_drafts_as_before(
+    context: zmq.Context[Any], tiny_draft: str, count: int
+) -> None:
     model = SmallModel(Target.load(tiny_draft))
-    context: zmq.Context[Any] = zmq.Context()
     front_end = Hub(context, "inproc://control", (Ready, Heartbeat, Failed))
     hub = Hub(context, "inproc://drafts", (Hello, Draft))
     control = Line(context, "inproc://control", "drafter-1", FROM_FRONT_END)
     verdicts = Line(context, "inproc://drafts", "drafter-1", FROM_VERIFIER)
     worker = DrafterWorker(HeadDrafter(model, level_by_level([2, 1], 8)), control, verdicts)
-    thread = threading.Thread(target=worker.run)
+    thread = threading.Thread(target=worker.run, daemon=True)
     thread.start()
     draw = random.Random(7)
     for _ in range(count):
@@ -102,7 +111,6 @@ def test_the_drafter_survives_every_message_and_drafts_as_before(tiny_draft: str
     front_end.send("drafter-1", Stop())
     thread.join(30)
     assert not thread.is_alive()
-    context.destroy(linger=0)
 
 
 class Liar:
@@ -153,14 +161,15 @@ class Liar:
 
 
 @pytest.mark.parametrize("count", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
-def test_the_verifiers_text_is_that_of_plain_decoding_whatever_a_drafter_says(tiny: str, count: int) -> None:
-    context: zmq.Context[Any] = zmq.Context()
+def test_the_verifiers_text_is_that_of_plain_decoding_whatever_a_drafter_says(
+    context: zmq.Context[Any], tiny: str, count: int
+) -> None:
     front_end = Hub(context, "inproc://control", (Ready, Heartbeat, Failed, Tokens))
     drafts = Hub(context, "inproc://drafts", TO_VERIFIER)
     control = Line(context, "inproc://control", "verifier-1", ORDERS)
-    config = load({"model": tiny, "method": "pld", "verifier.draft_timeout_s": 0.002})
+    config = load({"model": tiny, "method": "pld"}, {"verifier.draft_timeout_s": 0.002})
     worker = Verifier(config, Target.load(tiny), control, drafts, Pace("async", 1, 1))
-    thread = threading.Thread(target=worker.run)
+    thread = threading.Thread(target=worker.run, daemon=True)
     thread.start()
     sampling = SamplingParams(max_tokens=120, ignore_eos=True)
 
@@ -197,4 +206,3 @@ def test_the_verifiers_text_is_that_of_plain_decoding_whatever_a_drafter_says(ti
     front_end.send("verifier-1", Stop())
     thread.join(30)
     assert not thread.is_alive()
-    context.destroy(linger=0)
