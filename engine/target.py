@@ -6,6 +6,7 @@ code is copied or patched. Families whose attention cannot take such a mask are 
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from engine.kv_cache import KVCache
 from engine.packed_linear import pack_linears
 from engine.tree import TokenTree
 
+# Workers that are threads load target and draft model at once; `transformers` was seen to leave tied weights out then.
+_LOADING = threading.Lock()
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
@@ -57,13 +60,14 @@ class Target:
         transformers_logging.disable_progress_bar()
         config = load_config(path)
         try:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                path,
-                config=config,
-                dtype=_dtype(dtype, config, where),
-                local_files_only=Path(path).is_dir(),
-                output_loading_info=True,
-            )
+            with _LOADING:
+                model, report = AutoModelForCausalLM.from_pretrained(
+                    path,
+                    config=config,
+                    dtype=_dtype(dtype, config, where),
+                    local_files_only=Path(path).is_dir(),
+                    output_loading_info=True,
+                )
         except Exception as error:  # every file format has errors of its own
             raise ModelError(f"model={path}: cannot be loaded: {_first_line(error)}") from error
         if missing := sorted(report["missing_keys"]):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +179,9 @@ def test_dtype_auto_is_the_checkpoints_where_the_cpu_multiplies_it(tmp_path: Pat
 def test_cuda_without_a_device_is_refused(tiny: str) -> None:
     with pytest.raises(ConfigError, match="device='cuda'"):
         Target.load(tiny, device="cuda")
+
+
+def test_models_loaded_at_once_by_several_threads_are_whole(tmp_path: Path) -> None:
+    path = save_tiny_llama(tmp_path, tie_word_embeddings=True)
+    with ThreadPoolExecutor(4) as pool:
+        assert len(list(pool.map(lambda _: Target.load(path, "float32", "cpu"), range(24)))) == 24
