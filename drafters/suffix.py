@@ -34,7 +34,7 @@ class SuffixDrafter(Drafter):
         length: int = 24,
         capacity: int = 1_000_000,
         dense: DenseIndex | None = None,
-        passages: int = 4,
+        passages: int = 8,
     ):
         self.budget, self.length = budget, length
         self.dense, self.passages = dense, passages

@@ -60,7 +60,7 @@ class DrafterConfig(_Section):
     datastore: str | None = None
     dense: str | None = None
     calibration: str | None = None
-    passages: int = Field(4, ge=1, le=64)
+    passages: int = Field(8, ge=1, le=64)
     standby: bool = True
 
     def weights(self, method: str) -> str | None:
