@@ -110,10 +110,8 @@ class HybridDrafter(Drafter):
         self._rescue = 0.6
         self._choice = Choice(tried=3, retried=16, kept=0.95)  # with the head, or without
         self._rounds = 0
-        self._step_s, self._token_s = (
-            0.001,
-            0.01,
-        )  # the time of a draft step, all that goes with it; the engine's for a token
+        self._step_s = 0.001  # the time of a draft step, with all that goes with it
+        self._token_s = 0.01  # the engine's time for a token
         self._observed_s: dict[int, float] = {}
 
     @classmethod
@@ -139,9 +137,10 @@ class HybridDrafter(Drafter):
         self, request: int, continuations: Sequence[Sequence[int]], between_steps: BetweenSteps | None = None
     ) -> list[TokenTree]:
         trees = [self._retrieve(request, continuation) for continuation in continuations]
+        if self._choice.second and self.memories:
+            return trees
         advice = [Advice(self.merge, tree, self._step_s / self._token_s, self._rescue) for tree in trees]
-        headless = self._choice.second and bool(self.memories)
-        drafting = [i for i, tree in enumerate(trees) if not headless and advice[i].worth_drafting(_root_of(tree))]
+        drafting = [row for row, tree in enumerate(trees) if advice[row].worth_drafting(_root_of(tree))]
 
         def so_far(grown: Callable[[], dict[int, TokenTree]]) -> None:
             assert between_steps is not None
