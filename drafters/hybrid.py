@@ -32,7 +32,8 @@ from engine.tree import TokenTree
 SOURCE = 64
 _EDGES = (1e-6, 0.01, 0.03, 0.07, 0.15, 0.25, 0.4, 0.55, 0.7, 0.82, 0.91, 0.97)
 _BLOCK = 4  # rounds with the head or without, until that is thought over
-_NEW, _SLOWLY = 0.1, 0.01  # weight of the latest measurement, of costs and of chances
+_NEW, _SLOWLY = 0.1, 0.01  # weight of the latest measurement, of time a token and of chances
+_NUDGE = 1.05  # a draft step's time follows the median: one measurement moves it by this factor, however far off it is
 
 
 class Merge:
@@ -153,7 +154,7 @@ class HybridDrafter(Drafter):
             )
             if self.head.steps > steps:
                 taken_s = (time.perf_counter() - started) / (self.head.steps - steps)
-                self._step_s += _NEW * (min(taken_s, 3 * self._step_s) - self._step_s)
+                self._step_s *= _NUDGE if taken_s > self._step_s else 1 / _NUDGE
             for row, tree in zip(drafting, grown, strict=True):
                 if len(tree) > 1:
                     trees[row] = _with_sources(tree, trees[row], self.head.source)

@@ -22,7 +22,7 @@ from engine.nursery import Nursery
 from engine.worker import WorkerSpec, run_worker, share_cores
 
 STOP_S = 5.0
-POOL_WAITS = {"GOMP_SPINCOUNT": "100000"}
+POOL_WAITS = {"GOMP_SPINCOUNT": "10000"}
 """How long a pool's threads look for work before they sleep: some 100 us, from one operation of a forward to the next.
 Sleeping at once costs a forward of two threads 5 of 18 ms; looking forever made workers that share cores 12 times
 slower.
