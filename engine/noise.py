@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -20,8 +22,7 @@ _EXACT = 64  # candidates compared exactly before the rest of the vocabulary is 
 
 def gumbel(seed: int, position: int, tokens: Tensor) -> Tensor:
     """Standard Gumbel noise of `tokens` ([n] int64) as candidates for absolute `position`: [n] float64, on the CPU."""
-    uniform = (_bits(seed, position, tokens).cpu().double() + 0.5) * _UNIT
-    return -torch.log(-torch.log(uniform))
+    return -torch.log(-torch.log(_uniform(seed, position, tokens).cpu()))
 
 
 def gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
@@ -48,13 +49,43 @@ def gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
     return int(rivals[(scores[rivals].double().cpu() + gumbel(seed, position, rivals)).argmax()])
 
 
+def _uniform(seed: int, position: int, tokens: Tensor) -> Tensor:
+    """[n] float64, odd multiples of 2^-53 below 1: no rounding on any device."""
+    return _bits(seed, position, tokens).double().add_(0.5).mul_(_UNIT)
+
+
 def _bits(seed: int, position: int, tokens: Tensor) -> Tensor:
     """52 uniform bits per token, [n] int64."""
-    key = _mix(_mix(seed * _GOLDEN) ^ (position + 1) * _MIX_1)
-    x = (tokens + 1) * _signed(_GOLDEN) + _signed(key)
+    key = _key(seed, position)
+    if tokens.device.type == "cpu":
+        return torch.from_numpy(_bits_in_numpy(key, tokens.numpy()))
+    return _bits_in_torch(key, tokens)
+
+
+def _bits_in_torch(key: int, tokens: Tensor) -> Tensor:
+    x = tokens * _signed(_GOLDEN) + _signed(key)
     x = (x ^ _shift(x, 30)) * _signed(_MIX_1)
     x = (x ^ _shift(x, 27)) * _signed(_MIX_2)
     return _shift(x ^ _shift(x, 31), 12)
+
+
+def _bits_in_numpy(key: int, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The same on a CPU, a third of torch's time: unsigned, and in place (fresh memory costs more than arithmetic)."""
+    x = tokens.astype(np.uint64)
+    x *= np.uint64(_GOLDEN)
+    x += np.uint64(key)
+    shifted = x >> np.uint64(30)
+    x ^= shifted
+    x *= np.uint64(_MIX_1)
+    x ^= np.right_shift(x, 27, out=shifted)
+    x *= np.uint64(_MIX_2)
+    x ^= np.right_shift(x, 31, out=shifted)
+    x >>= np.uint64(12)
+    return x.view(np.int64)
+
+
+def _key(seed: int, position: int) -> int:
+    return _mix(_mix(seed * _GOLDEN) ^ (position + 1) * _MIX_1) + _GOLDEN & _MASK
 
 
 def _mix(x: int) -> int:

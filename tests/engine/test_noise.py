@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.noise import _bits, gumbel, gumbel_argmax
+from engine.noise import _bits, _bits_in_torch, _key, gumbel, gumbel_argmax
 
 SEEDS = st.integers(-(2**63), 2**63 - 1)
 
@@ -30,6 +30,13 @@ def reference_bits(seed: int, position: int, token: int) -> int:
 @given(SEEDS, st.integers(0, 2**40), st.integers(0, 300_000))
 def test_bits_are_those_of_plain_integer_arithmetic(seed: int, position: int, token: int) -> None:
     assert int(_bits(seed, position, torch.tensor([token]))[0]) == reference_bits(seed, position, token)
+
+
+@given(SEEDS, st.integers(0, 2**40), st.lists(st.integers(0, 300_000), min_size=1, max_size=20))
+def test_bits_are_the_same_wherever_they_are_computed(seed: int, position: int, tokens: list[int]) -> None:
+    """What a GPU computes, here on the CPU."""
+    elsewhere = _bits_in_torch(_key(seed, position), torch.tensor(tokens))
+    assert torch.equal(elsewhere, _bits(seed, position, torch.tensor(tokens)))
 
 
 @settings(deadline=None)
