@@ -9,52 +9,109 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
 _UNIT = 2.0**-52
-_EXACT = 64  # candidates compared exactly before the rest of the vocabulary is ruled out by their bits alone
+_CERTAIN = 1 - 1e-4  # far more than float32 can err in `_rivals`, whose proof needs three times that error
+_REACH = 41.0  # noise lies in [-3.61, 36.74], so a token 40.36 below the best score never wins
 
 
 def gumbel(seed: int, position: int, tokens: Tensor) -> Tensor:
     """Standard Gumbel noise of `tokens` ([n] int64) as candidates for absolute `position`: [n] float64, on the CPU."""
-    uniform = (_bits(seed, position, tokens).cpu().double() + 0.5) * _UNIT
-    return -torch.log(-torch.log(uniform))
+    return -torch.log(-torch.log(_uniform(seed, position, tokens).cpu()))
 
 
 def gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
-    """argmax over tokens of scores + noise: one draw from softmax(scores), exactly.
+    """argmax over tokens of scores + noise, the first of equals: one draw from softmax(scores), exactly.
 
-    scores: [vocab] float32, logits / T; -inf marks a token that may not be drawn. A token outside the `_EXACT` best
-    scores can win only if its noise makes up its distance to the leader, so only such tokens' noise is computed.
+    scores: [vocab] float32, logits / T; -inf marks a token that may not be drawn. Most tokens are ruled out by cheaper
+    means than two exact logarithms; what is left, mostly one or two, is compared on the CPU.
     """
-    exact = min(_EXACT, len(scores))
-    best = scores.topk(exact)
-    tokens, values = best.indices, best.values.double().cpu()
-    perturbed = values + gumbel(seed, position, tokens)
-    leader = int(perturbed.argmax())
-    gap = float(perturbed[leader] - values[-1])
-    if exact == len(scores) or values[-1] == -math.inf:
-        return int(tokens[leader])
-    # noise > gap  <=>  uniform > exp(-exp(-gap)); one part in 2^40 is given away to rounding
-    threshold = int(math.exp(-math.exp(-gap)) * (1 - 2.0**-40) / _UNIT)
-    bits = _bits(seed, position, torch.arange(len(scores), device=scores.device))
-    rivals = torch.nonzero(bits >= threshold).flatten()
-    if not len(rivals):
-        return int(tokens[leader])
-    rivals = torch.cat([tokens[leader : leader + 1], rivals])
+    if scores.device.type == "cpu":
+        rivals = torch.from_numpy(_rivals(scores.numpy(), seed, position))
+    else:
+        rivals = _rivals_on_device(scores, seed, position)
+    if len(rivals) == 1:
+        return int(rivals)
     return int(rivals[(scores[rivals].double().cpu() + gumbel(seed, position, rivals)).argmax()])
+
+
+def _rivals(scores: NDArray[np.float32], seed: int, position: int) -> NDArray[np.int64]:
+    """The tokens that may win, ascending; never without the winner, nor without its equals.
+
+    With noise -log(-log u) and w = exp(score - best score), the largest score + noise is the largest w / -log u. As
+    1 - u <= -log u <= (1 - u) / u, that lies between w / (1 - u) - w and w / (1 - u), and a token whose upper bound is
+    below another's lower bound cannot win. Within `_REACH` float32 makes w wrong by less than one part in 10^5, for
+    which `_CERTAIN` makes up; for what adding noise to a huge score rounds off (equals then abound), the exponential.
+    Comparisons with NaN are false, so rows of infinities and NaN are compared exactly.
+    """
+    with np.errstate(all="ignore"):
+        peak = scores.max()
+        near = ~(scores < peak - np.float32(_REACH))
+        if 4 * np.count_nonzero(near) < len(scores):  # otherwise gathering costs more than it saves
+            tokens = np.flatnonzero(near)
+            scores = scores[tokens]
+        else:
+            tokens = np.arange(len(scores))
+        weight = np.exp(scores - peak)
+        rest = _bits_in_numpy(_key(seed, position), tokens) ^ ((1 << 52) - 1)
+        upper = weight / ((rest.astype(np.float32) + np.float32(0.5)) * np.float32(_UNIT))
+        lower = upper * np.float32(_CERTAIN * math.exp(-abs(float(peak)) * _UNIT * 2)) - weight
+        threshold = np.maximum(lower.max(), np.float32(math.exp(-_REACH)))
+        rivals: NDArray[np.int64] = tokens[~(upper < threshold)]
+    return rivals
+
+
+def _rivals_on_device(scores: Tensor, seed: int, position: int) -> Tensor:
+    """The same for an accelerator, where logarithms are cheap but may differ from the CPU's in their last bits."""
+    tokens = torch.arange(len(scores), device=scores.device)
+    estimate = scores.double() - torch.log(-torch.log(_uniform(seed, position, tokens)))
+    best = estimate.max()
+    return torch.nonzero(~(estimate < best - (1e-9 + best.abs() * _UNIT * 4))).flatten()
+
+
+def _uniform(seed: int, position: int, tokens: Tensor) -> Tensor:
+    """[n] float64, odd multiples of 2^-53 below 1: no rounding on any device."""
+    return _bits(seed, position, tokens).double().add_(0.5).mul_(_UNIT)
 
 
 def _bits(seed: int, position: int, tokens: Tensor) -> Tensor:
     """52 uniform bits per token, [n] int64."""
-    key = _mix(_mix(seed * _GOLDEN) ^ (position + 1) * _MIX_1)
-    x = (tokens + 1) * _signed(_GOLDEN) + _signed(key)
+    key = _key(seed, position)
+    if tokens.device.type == "cpu":
+        return torch.from_numpy(_bits_in_numpy(key, tokens.numpy()))
+    return _bits_in_torch(key, tokens)
+
+
+def _bits_in_torch(key: int, tokens: Tensor) -> Tensor:
+    x = tokens * _signed(_GOLDEN) + _signed(key)
     x = (x ^ _shift(x, 30)) * _signed(_MIX_1)
     x = (x ^ _shift(x, 27)) * _signed(_MIX_2)
     return _shift(x ^ _shift(x, 31), 12)
+
+
+def _bits_in_numpy(key: int, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The same on a CPU, a third of torch's time: unsigned, and in place (fresh memory costs more than arithmetic)."""
+    x = tokens.astype(np.uint64)
+    x *= np.uint64(_GOLDEN)
+    x += np.uint64(key)
+    shifted = x >> np.uint64(30)
+    x ^= shifted
+    x *= np.uint64(_MIX_1)
+    x ^= np.right_shift(x, 27, out=shifted)
+    x *= np.uint64(_MIX_2)
+    x ^= np.right_shift(x, 31, out=shifted)
+    x >>= np.uint64(12)
+    return x.view(np.int64)
+
+
+def _key(seed: int, position: int) -> int:
+    return _mix(_mix(seed * _GOLDEN) ^ (position + 1) * _MIX_1) + _GOLDEN & _MASK
 
 
 def _mix(x: int) -> int:

@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from engine.noise import _bits, gumbel, gumbel_argmax
+from engine.noise import _bits, _bits_in_torch, _key, _rivals_on_device, gumbel, gumbel_argmax
 
 SEEDS = st.integers(-(2**63), 2**63 - 1)
 
@@ -32,14 +33,35 @@ def test_bits_are_those_of_plain_integer_arithmetic(seed: int, position: int, to
     assert int(_bits(seed, position, torch.tensor([token]))[0]) == reference_bits(seed, position, token)
 
 
-@settings(deadline=None)
-@given(SEEDS, st.integers(0, 5000), st.integers(1, 400), st.floats(0.01, 20), st.integers(0, 2**31))
-def test_ruling_tokens_out_never_changes_the_winner(
-    seed: int, position: int, vocabulary: int, spread: float, logits_seed: int
-) -> None:
-    scores = torch.randn(vocabulary, generator=torch.Generator().manual_seed(logits_seed)) * spread
-    everything = scores.double() + gumbel(seed, position, torch.arange(vocabulary))
+@given(SEEDS, st.integers(0, 2**40), st.lists(st.integers(0, 300_000), min_size=1, max_size=20))
+def test_bits_are_the_same_wherever_they_are_computed(seed: int, position: int, tokens: list[int]) -> None:
+    """What a GPU computes, here on the CPU."""
+    elsewhere = _bits_in_torch(_key(seed, position), torch.tensor(tokens))
+    assert torch.equal(elsewhere, _bits(seed, position, torch.tensor(tokens)))
+
+
+@st.composite
+def scores(draw: st.DrawFn) -> Tensor:
+    """From flat to peaky, from one token to many, of any magnitude, with equals and tokens ruled out."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    vocabulary = draw(st.one_of(st.integers(1, 8), st.integers(9, 400)))
+    spread = draw(st.sampled_from([0.0, 0.01, 1.0, 4.0, 30.0, 1e6, 1e30]))
+    values = torch.randn(vocabulary, generator=generator) * spread
+    values[torch.rand(vocabulary, generator=generator) < 0.02] += draw(st.sampled_from([0.0, 10.0, 40.0]))
+    if draw(st.booleans()):
+        values = values.round()
+    values += draw(st.sampled_from([0.0, -100.0, 1e5, 1e9, -1e15, 1e18]))
+    excluded = torch.rand(vocabulary, generator=generator) < draw(st.sampled_from([0.0, 0.5, 0.99, 1.0]))
+    return values.masked_fill(excluded, -torch.inf)
+
+
+@settings(deadline=None, max_examples=500)
+@given(SEEDS, st.integers(0, 5000), scores())
+def test_ruling_tokens_out_never_changes_the_winner(seed: int, position: int, scores: Tensor) -> None:
+    everything = scores.double() + gumbel(seed, position, torch.arange(len(scores)))
     assert gumbel_argmax(scores, seed, position) == int(everything.argmax())
+    left = _rivals_on_device(scores, seed, position)
+    assert left[everything[left].argmax()] == everything.argmax()
 
 
 def test_an_excluded_token_is_never_drawn() -> None:
