@@ -15,7 +15,7 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainin
 from rich.table import Table
 
 from benchmarks.about import write_about
-from benchmarks.contestants import Contestant, Run, overhead_us, start_contestant
+from benchmarks.contestants import Contestant, Run, check_name, overhead_us, start_contestant
 from benchmarks.figures import BASELINE, Row, loops, summaries
 from benchmarks.questions import Question, read_questions
 from benchmarks.ties import Referee
@@ -46,6 +46,8 @@ async def run_bench(
     contestants learn of their trees, to be `gathered`.
     """
     questions = [(file.stem, question) for file in files for question in read_questions(file, limit)]
+    for name in names:  # before the rows of an earlier run are overwritten
+        check_name(name)
     tokenizer, referee = load_tokenizer(config.model), Referee(config)
     rows: list[Row] = []
     write_about(out, config, samplings, repeats)
@@ -92,15 +94,21 @@ async def start_all(
     """The contestants that can be started here; of the others, a line says what they lack. calibration: a folder where
     each leaves what it learned of its trees."""
     contestants: dict[str, Contestant] = {}
-    for name in names:
-        try:
-            kept = {} if calibration is None else {"drafter.calibration": str(calibration / f"{name}.npz")}
-            contestants[name] = await start_contestant(name, load(config, kept), heads)
-            await contestants[name].answer(warm_up, SamplingParams(max_tokens=24))
-        except TalonError as error:
-            if name == BASELINE or "no such contestant" in str(error):
-                raise
-            console.print(f"left out: {name}: {error}")
+    try:
+        for name in names:
+            check_name(name)
+            try:
+                kept = {} if calibration is None else {"drafter.calibration": str(calibration / f"{name}.npz")}
+                contestants[name] = await start_contestant(name, load(config, kept), heads)
+                await contestants[name].answer(warm_up, SamplingParams(max_tokens=24))
+            except TalonError as error:
+                if name == BASELINE:
+                    raise
+                console.print(f"left out: {name}: {error}")
+    except BaseException:
+        for contestant in contestants.values():
+            await contestant.close()
+        raise
     return contestants
 
 

@@ -37,7 +37,7 @@ def bench(
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
     temperature: Annotated[list[float] | None, typer.Option(help="May be given again.", show_default="0")] = None,
     seed: Annotated[int, typer.Option(help="Of the sampling and of the order of contestants.")] = 0,
-    repeats: Annotated[int, typer.Option(help="How often everything is run, each time afresh.")] = 1,
+    repeats: Annotated[int, typer.Option(help="How often everything is run, each time afresh.", min=1)] = 1,
     heads: HeadsOption = configuration.ROOT / "models" / "demo" / "heads",
     out: Annotated[Path, typer.Option(help="Folder for results.jsonl and the report.")] = Path("out"),
     overhead: Annotated[
@@ -51,8 +51,6 @@ def bench(
 ) -> None:
     """Compare contestants on question files: tokens/s, speed-up over plain decoding, MAT, equality of texts."""
     console = Console(stderr=True)
-    if not overhead:
-        out.mkdir(parents=True, exist_ok=True)
 
     async def main() -> int:
         from benchmarks.bench import gathered, run_bench, run_overhead, summary
@@ -60,7 +58,7 @@ def bench(
 
         every = [name for name in CONTESTANTS if not name.startswith("+")] + list(PEERS)
         groups = {"all": every, "ablation": list(ABLATION)}
-        names = groups.get(methods) or [name.strip() for name in methods.split(",")]
+        names = groups.get(methods) or _names(methods)
         settings = configuration.load(config, overrides(set_))
         samplings = [
             SamplingParams(max_tokens=max_tokens, temperature=value, seed=seed).validate()
@@ -69,6 +67,10 @@ def bench(
         if overhead:
             Console().print(await run_overhead(settings, [n for n in names if n != "hf"], samplings[0], console))
             return 0
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--out {out}: is no folder and cannot be made one ({error.strerror})") from None
         with tempfile.TemporaryDirectory(prefix="talon-calibration-") as folder:
             kept = Path(folder) if calibration else None
             rows = await run_bench(
@@ -169,7 +171,7 @@ def check(
         settings = configuration.load(config, overrides(set_))
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed).validate()
         comparisons = await run_check(
-            settings, methods.split(","), transports.split(","), _files(questions), limit, sampling, console
+            settings, _names(methods), _names(transports), _files(questions), limit, sampling, console
         )
         dtype = str(Target.load(settings.model, settings.dtype, settings.device).dtype).removeprefix("torch.")
         table, wrong = report(comparisons, dtype)
@@ -205,7 +207,7 @@ def qa(
 
         if not questions:
             raise ConfigError("--questions: name at least one JSONL file with rows of category nq, rag or qa")
-        names = [name.strip() for name in methods.split(",")]
+        names = _names(methods)
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed).validate()
         settings, weights = configuration.load(config, overrides(set_)), heads if heads.is_dir() else None
         retrieval, lines = await run_qa(settings, names, questions, limit, passages, sampling, weights, console)
@@ -226,3 +228,7 @@ def _files(questions: list[Path] | None) -> list[Path]:
     if not questions:
         raise ConfigError("--questions: name at least one JSONL file of the Spec-Bench form")
     return questions
+
+
+def _names(listed: str) -> list[str]:
+    return [name.strip() for name in listed.split(",")]

@@ -202,6 +202,14 @@ PEERS = ("hf", "hf-pld", "hf-assisted")
 """`transformers` itself: plain generate, prompt lookup, and assisted generation with the SPS model."""
 
 
+def check_name(name: str) -> None:
+    """Raise ConfigError unless there is such a contestant."""
+    if name not in CONTESTANTS and name not in PEERS:
+        near = difflib.get_close_matches(name, [*CONTESTANTS, *PEERS], n=1, cutoff=0)[0]
+        known = ", ".join([*CONTESTANTS, *PEERS])
+        raise ConfigError(f"method={name!r}: no such contestant; did you mean {near}? known: {known}")
+
+
 async def start_contestant(name: str, config: Config, heads: Path | None = None) -> Contestant:
     """The contestant `name`, on the model of `config`. heads: a folder with eagle, eagle3, medusa, hydra and sps."""
     if name in PEERS:
@@ -209,10 +217,7 @@ async def start_contestant(name: str, config: Config, heads: Path | None = None)
         if name == "hf-assisted" and assistant is None:
             raise ConfigError("hf-assisted: needs a small model: give --heads DIR with an sps folder")
         return await TransformersContestant.start(config, assistant, prompt_lookup=name == "hf-pld")
-    if name not in CONTESTANTS:
-        near = difflib.get_close_matches(name, [*CONTESTANTS, *PEERS], n=1, cutoff=0)[0]
-        known = ", ".join([*CONTESTANTS, *PEERS])
-        raise ConfigError(f"method={name!r}: no such contestant; did you mean {near}? known: {known}")
+    check_name(name)
     settings = load(config, CONTESTANTS[name])
     if heads is not None:
         settings = load(settings, {"drafter.path": str(heads / "{method}")})

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.bench import progress_bar
-from benchmarks.contestants import Contestant, TransformersContestant, start_contestant
+from benchmarks.contestants import Contestant, TransformersContestant, check_name, start_contestant
 from benchmarks.questions import read_questions
 from benchmarks.ties import TIE, score_gap
-from engine.config import Config
+from engine.config import Config, load
 from engine.sampling import SamplingParams
 from engine.target import Target
 from engine.text import encode_text, load_tokenizer
@@ -44,6 +44,9 @@ async def run_check(
     """Compare every method and transport on every question. Contestants run one after the other: memory stays flat."""
     tokenizer = load_tokenizer(config.model)
     suites = {file.stem: [encode_text(tokenizer, q.prompt) for q in read_questions(file, limit)] for file in files}
+    settings = {transport: load(config, {"transport": transport}) for transport in transports}
+    for method in methods:
+        check_name(method)
     exact = Target.load(config.model, "float32", config.device)
     greedy = sampling.temperature == 0
     comparisons = []
@@ -68,7 +71,7 @@ async def run_check(
         expected = await answer_all(reference, "reference")
         for transport in transports:
             for method in methods:
-                contestant = await start_contestant(method, config.model_copy(update={"transport": transport}))
+                contestant = await start_contestant(method, settings[transport])
                 texts = await answer_all(contestant, f"{transport} {method}")
                 for suite, prompts in suites.items():
                     comparison = Comparison(suite, method, transport)

@@ -6,7 +6,8 @@ the published chain, a fixed tree of `branches`, or an adaptive one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import ClassVar
@@ -19,7 +20,7 @@ from drafters.checkpoint import TargetWeights
 from drafters.growth import Policy, Static
 from drafters.head import Head, HeadDrafter, Session, policy_of
 from engine.config import Config
-from engine.errors import ConfigError, DrafterMismatch
+from engine.errors import ConfigError, DrafterMismatch, ModelError
 from engine.target import Target, load_config
 from engine.tree import TokenTree
 
@@ -47,8 +48,9 @@ class SmallModel(Head):
         path, options = config.drafter.weights(config.method), config.drafter
         if path is None:
             raise ConfigError("drafter.path: method sps needs the directory or hub id of a small model")
-        check_same_vocabulary(path, config.model)
-        head = cls(Target.load(path, config.dtype, config.device))
+        with _told_of(path):
+            check_same_vocabulary(path, config.model)
+            head = cls(Target.load(path, config.dtype, config.device))
         widths = options.branches or (1,) * (options.length or 5)
         policy = policy_of(options, level_by_level(widths, options.budget), default="published")
         return HeadDrafter(head, policy, SOURCE, options.shared_noise)
@@ -105,6 +107,15 @@ def level_by_level(widths: Sequence[int], budget: int) -> Static:
     """The tree in which every node of level i has widths[i] children, cut at `budget` nodes, root included."""
     paths = [path for depth in range(1, len(widths) + 1) for path in product(*map(range, widths[:depth]))]
     return Static(paths[: budget - 1])
+
+
+@contextmanager
+def _told_of(path: str) -> Iterator[None]:
+    """What is wrong with the draft model is said of drafter.path, not of the target's key."""
+    try:
+        yield
+    except ModelError as error:
+        raise type(error)(str(error).replace(f"model={path}:", f"drafter.path={path}:", 1)) from error
 
 
 def check_same_vocabulary(path: str, model: str) -> None:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import anyio
 import anyio.to_thread
@@ -104,6 +104,7 @@ class Engine:
         self._places = anyio.CapacityLimiter(config.queue.size)
         self._tasks: list[asyncio.Task[None]] = []
         self._failed_start: TalonError | None = None
+        self._loop = asyncio.get_running_loop()
         self._closed = False
         self._failed = False
 
@@ -117,6 +118,8 @@ class Engine:
         """
         engine = cls(configuration.load(config, overrides))
         try:
+            if engine.config.trace is not None:  # that it cannot be written is not to be found out at the end
+                engine.timeline.write(Path(engine.config.trace))
             await engine._launch()
         except BaseException:
             await engine.close()
@@ -137,7 +140,10 @@ class Engine:
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, *, raw: bool = False) -> Stream:
         """As `generate`, piece by piece: `async for piece in engine.stream(...)`."""
-        return Stream(self, prompt, (sampling or SamplingParams()).validate(), raw)
+        sampling = SamplingParams() if sampling is None else sampling
+        if not isinstance(sampling, SamplingParams):
+            raise RequestError(f"sampling={sampling!r}: give SamplingParams(max_tokens=...)")
+        return Stream(self, prompt, sampling.validate(), raw)
 
     async def close(self) -> None:
         """End every request with EngineClosed, stop the workers, remove what they left."""
@@ -148,8 +154,7 @@ class Engine:
         with anyio.CancelScope(shield=True):
             listener, others = self._tasks[:1], self._tasks[1:]  # the workers' last words are still heard
             await _cancel(others)
-            for worker in self._workers.running.values():
-                self._hub.send(worker.name, Stop())
+            self._stop_workers()
             for role in list(self._workers.running):
                 await anyio.to_thread.run_sync(self._workers.end, role, STOP_S)
             if self.config.trace is not None:
@@ -160,6 +165,24 @@ class Engine:
             self._workers.close()
         if self.config.trace is not None:
             self.timeline.write(Path(self.config.trace))
+
+    def _abandoned(self) -> None:
+        """The event loop ends, and nobody has closed the engine. What it holds would stop the garbage collector later:
+        a ZeroMQ context waits for its sockets.
+        """
+        print("talon: the engine was not closed; use `async with await Engine.start(...)`", file=sys.stderr)
+        self._closed = True
+        self._fail_all(EngineClosed("its event loop has ended"))
+        self._stop_workers()
+        for role in list(self._workers.running):
+            self._workers.end(role, STOP_S)
+        self._hub.close()
+        self._context.term()
+        self._workers.close()
+
+    def _stop_workers(self) -> None:
+        for worker in self._workers.running.values():
+            self._hub.send(worker.name, Stop())
 
     async def __aenter__(self) -> Engine:
         return self
@@ -210,12 +233,16 @@ class Engine:
             self._places.release_on_behalf_of(number)
 
     def _encode(self, prompt: Prompt, raw: bool) -> list[int]:
-        if not len(prompt):
+        if (tolist := getattr(prompt, "tolist", None)) is not None:  # an array or a tensor
+            prompt = tolist()
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+            raise RequestError(f"prompt: is a {type(prompt).__name__}; give text, chat messages or token ids")
+        if not prompt:
             raise RequestError("prompt: is empty; give text, chat messages or token ids")
         if isinstance(prompt, str) or isinstance(prompt[0], Mapping):
             return encode_text(self._tokenizer, prompt, raw)
         vocabulary = self._target.vocab_size
-        tokens = [int(t) for t in prompt if isinstance(t, int | np.integer) and 0 <= t < vocabulary]
+        tokens = [int(t) for t in prompt if _is_integer(t) and 0 <= t < vocabulary]
         if len(tokens) < len(prompt):
             raise RequestError(f"prompt: holds something that is no token id; they go from 0 to {vocabulary - 1}")
         return tokens
@@ -223,15 +250,22 @@ class Engine:
     def _check_room(self, tokens: list[int], sampling: SamplingParams) -> None:
         if not tokens:
             raise RequestError("prompt: holds no tokens; give more text")
-        if len(tokens) + sampling.max_tokens > self._target.context:
+        context, left = self._target.context, self._target.context - len(tokens)
+        if left < 1:
+            raise RequestError(
+                f"prompt: its {len(tokens)} tokens leave no room for an answer in the context of {context}; shorten it"
+            )
+        if sampling.max_tokens > left:
             raise RequestError(
                 f"max_tokens={sampling.max_tokens}: with a prompt of {len(tokens)} tokens that is over the context of "
-                f"{self._target.context}; shorten the prompt or ask for at most {self._target.context - len(tokens)}"
+                f"{context}; shorten the prompt or ask for at most {left}"
             )
 
     def _check_open(self) -> None:
         if self._closed or self._failed:
             raise EngineClosed("the engine is closed; start a new one")
+        if asyncio.get_running_loop() is not self._loop:  # what it waits for arrives in the other
+            raise EngineClosed("the engine belongs to the event loop that started it; use it there or start a new one")
 
     def _fail_all(self, error: TalonError) -> None:
         for arrivals in self._answers.values():
@@ -265,7 +299,10 @@ class Engine:
         """Run `work` until the engine closes; should it fail, so does every request, rather than wait forever."""
 
         def ended(task: asyncio.Task[None]) -> None:
-            if not task.cancelled() and (error := task.exception()) is not None:
+            if task.cancelled():
+                if not self._closed:
+                    self._abandoned()
+            elif (error := task.exception()) is not None:
                 print(f"talon: {type(error).__name__}: {error}; the engine cannot go on", file=sys.stderr)
                 self._fail_all(EngineClosed(f"the engine failed: {error}; start a new one"))
                 self._failed = True
@@ -326,8 +363,7 @@ class Engine:
         delay_s = self._workers.back_off_s(role)
         if role == "verifier":
             self._fail_all(WorkerDied(f"the verifier {reason} with the request in flight; send it again"))
-            for other in list(self._workers.running):
-                self._hub.send(self._workers.running[other].name, Stop())
+            self._stop_workers()
         await anyio.to_thread.run_sync(self._workers.end, role, 0.0)
         await asyncio.sleep(delay_s)
         self._workers.start(role)
@@ -335,6 +371,10 @@ class Engine:
             self._ready["drafter"].clear()
             await anyio.to_thread.run_sync(self._workers.end, "drafter", STOP_S)
             self._workers.start("drafter")
+
+
+def _is_integer(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:

@@ -51,7 +51,10 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The question; sent as one user message through the chat template.")],
+    prompt: Annotated[
+        str,
+        typer.Argument(help="The question, - for standard input; sent as one user message through the chat template."),
+    ],
     config: ConfigOption = configuration.DEMO,
     method: Annotated[
         str | None,
@@ -87,9 +90,10 @@ def generate(
             stop=tuple(stop or ()),
         ).validate()
         given = overrides(set_, method=method, mode=mode, trace=str(trace) if trace else None)
+        asked = sys.stdin.read() if prompt == "-" else prompt
         # for one answer nobody stands by: its imports would take the time that the answer needs
         async with await Engine.start(config, **{"drafter.standby": False} | given) as engine:
-            stream = engine.stream(prompt, sampling, raw=raw)
+            stream = engine.stream(asked, sampling, raw=raw)
             async for piece in stream:
                 if not as_json:
                     print(piece.text, end="", flush=True)

@@ -166,8 +166,10 @@ def load(source: str | Path | Mapping[str, Any] | Config, overrides: Mapping[str
         values = source.model_dump()
     elif isinstance(source, Mapping):
         values = dict(source)
-    else:
+    elif isinstance(source, str | Path):
         values = _read(Path(source))
+    else:
+        raise ConfigError(f"config={source!r}: give a file, a mapping or a Config")
     for key, value in (overrides or {}).items():
         _assign(values, key.split("."), value)
     if "model" not in values:
@@ -181,7 +183,7 @@ def load(source: str | Path | Mapping[str, Any] | Config, overrides: Mapping[str
 def parse_assignment(text: str) -> tuple[str, Any]:
     """`drafter.budget=40` as (key, value); the value is read as YAML."""
     key, separator, value = text.partition("=")
-    if not separator:
+    if not separator or not key:
         raise ConfigError(f"--set {text}: write KEY=VALUE, for example --set drafter.budget=40")
     try:
         return key, yaml.safe_load(value)

@@ -35,7 +35,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             try:
                 values[field.name] = msgspec.convert(value.item() if hasattr(value, "item") else value, field.type)
             except (msgspec.ValidationError, TypeError) as error:
-                raise RequestError(f"{field.name}={value!r}: {str(error).split(' - at')[0].lower()}") from None
+                reason = str(error).split(" - at")[0].lower().replace("`array`", "a list").replace("`null`", "None")
+                raise RequestError(f"{field.name}={value!r}: {reason}") from None
         return SamplingParams(**values)._in_range()
 
     def _in_range(self) -> SamplingParams:

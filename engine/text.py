@@ -28,7 +28,7 @@ def encode_text(tokenizer: Any, prompt: str | Sequence[Any], raw: bool = False) 
     """
     if isinstance(prompt, str):
         if raw or not tokenizer.chat_template:
-            return list(tokenizer(prompt)["input_ids"])
+            return _tokens(tokenizer, prompt)
         prompt = [{"role": "user", "content": prompt}]
     if not tokenizer.chat_template:
         raise RequestError("prompt: this model has no chat template; give text or token ids")
@@ -38,8 +38,18 @@ def encode_text(tokenizer: Any, prompt: str | Sequence[Any], raw: bool = False) 
     try:
         text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
     except Exception as error:  # the template is the model's own code
-        raise RequestError(f"prompt: the chat template refused the messages: {error}") from error
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        raise RequestError(f"prompt: the chat template refused the messages: {str(error).splitlines()[0]}") from error
+    return _tokens(tokenizer, text, add_special_tokens=False)
+
+
+def _tokens(tokenizer: Any, text: str, **options: Any) -> list[int]:
+    try:
+        return list(tokenizer(text, **options)["input_ids"])
+    except (TypeError, UnicodeError) as error:
+        broken = next((c for c in text if "\ud800" <= c <= "\udfff"), None)
+        if broken is None:
+            raise
+        raise RequestError(f"prompt: {broken!r} is half a character; decode the text it comes from as UTF-8") from error
 
 
 class TextStream:

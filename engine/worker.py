@@ -87,6 +87,8 @@ def _reporting(control: Line) -> Iterator[Line]:
     with closing(control):
         try:
             yield control
+        except zmq.ContextTerminated:
+            pass  # the engine was closed while this one, a thread, still loaded: there is nobody to tell
         except TalonError as error:
             control.send(Failed(request=None, kind=type(error).__name__, text=str(error)))
 

@@ -13,12 +13,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def talon(*arguments: str) -> subprocess.CompletedProcess[str]:
+def talon(*arguments: str, standard_input: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "engine.cli", *arguments],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"},
         capture_output=True,
+        input=standard_input,
         text=True,
         timeout=300,
     )
@@ -51,6 +52,35 @@ def test_generate_streams_the_text_and_sums_up_on_standard_error(tiny: str) -> N
     assert "verifier busy" in streamed.stderr
 
 
+def test_a_dash_reads_the_prompt_from_standard_input(tiny: str) -> None:
+    options = ["--set", f"model={tiny}", "--set", "transport=inproc", "--max-tokens", "5", "--method", "none", "--raw"]
+    piped = talon("generate", "-", *options, standard_input="count to ten\n")
+    assert piped.stdout == talon("generate", "count to ten\n", *options).stdout != ""
+
+
+def test_a_wrong_name_leaves_the_rows_of_an_earlier_run(questions: str, tmp_path: Path) -> None:
+    (tmp_path / "results.jsonl").write_text("rows\n")
+    done = talon("bench", "--questions", questions, "--methods", "pld,pldd", "--out", str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.startswith("talon: method='pldd'")
+    assert (tmp_path / "results.jsonl").read_text() == "rows\n"
+
+
+def test_answers_of_one_token_still_get_a_report(tiny: str, questions: str, tmp_path: Path) -> None:
+    options = ["--questions", questions, "--limit", "1", "--methods", "pld", "--max-tokens", "1"]
+    done = talon("bench", *options, "--set", f"model={tiny}", "--set", "transport=inproc", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "report.html").exists()
+
+
+def test_check_refuses_a_wrong_name_before_it_answers_anything(tiny: str, questions: str) -> None:
+    for wrong in ("--methods", "none, pldd"), ("--transports", "inproc, carrier pigeon"):
+        done = talon("check", "--questions", questions, "--set", f"model={tiny}", *wrong)
+        assert done.returncode == 2
+        assert done.stderr.startswith("talon: ")
+        assert done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -64,6 +94,7 @@ def test_generate_streams_the_text_and_sums_up_on_standard_error(tiny: str) -> N
         (["bench"], "--questions"),
         (["check", "--questions", "nowhere.jsonl"], "nowhere.jsonl"),
         (["bench", "--questions", "nowhere.jsonl", "--methods", "pldd"], "nowhere.jsonl"),
+        (["bench", "--questions", "README.md", "--out", "README.md"], "--out README.md"),
         (["report", "nowhere"], "nowhere"),
         (["report", "nowhere", "--against", "elsewhere"], "nowhere"),
         (["shapes"], "--questions"),

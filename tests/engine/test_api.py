@@ -4,6 +4,7 @@ import asyncio
 import gc
 import tempfile
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from drafters.registry import METHODS
 from engine import Engine, SamplingParams
 from engine.errors import ConfigError, DrafterMismatch, EngineClosed, ModelError, QueueFull, RequestError
 from engine.messages import Tokens
+from engine.target import Target
 from tests.conftest import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -208,6 +210,12 @@ async def test_a_full_queue_waits_by_default(tiny: str, tiny_draft: str) -> None
         ([], {}, "prompt: is empty"),
         ([1, 2, 99_999], {}, "token id"),
         (["a", "b"], {}, "token id"),
+        ([True], {}, "token id"),
+        (None, {}, "prompt: is a NoneType"),
+        ({"role": "user", "content": "hi"}, {}, "prompt: is a dict"),
+        (b"hi", {}, "prompt: is a bytes"),
+        ("hi \udcff", {}, "half a character"),
+        ("hi" * 400, {}, "its 802 tokens leave no room"),
         ("hi", {"max_tokens": 5000}, r"max_tokens=5000: .* context of 512"),
         ("hi", {"temperature": -1.0}, "temperature=-1.0"),
         ("hi", {"temperature": float("nan")}, "temperature=nan"),
@@ -215,7 +223,7 @@ async def test_a_full_queue_waits_by_default(tiny: str, tiny_draft: str) -> None
         ("hi", {"top_k": -1}, "top_k=-1"),
         ("hi", {"max_tokens": 0}, "max_tokens=0"),
         ("hi", {"max_tokens": "many"}, "max_tokens='many'"),
-        ("hi", {"stop": "end"}, "stop='end'"),
+        ("hi", {"stop": "end"}, "stop='end': expected a list"),
         ("hi", {"min_tokens": 9, "max_tokens": 8}, "min_tokens=9"),
         ("hi", {"stop": ("",)}, "stop="),
         ("hi", {"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
@@ -228,6 +236,12 @@ async def test_a_bad_request_is_refused_in_one_line(
         with pytest.raises(RequestError, match=told) as error:
             await engine.generate(prompt, SamplingParams(**params))
     assert "\n" not in str(error.value)
+
+
+async def test_sampling_that_is_a_dict_is_refused_with_what_to_give(tiny: str, tiny_draft: str) -> None:
+    async with tiny_engine(tiny, tiny_draft) as engine:
+        with pytest.raises(RequestError, match="give SamplingParams"):
+            await engine.generate("hi", {"max_tokens": 3})  # type: ignore[arg-type]
 
 
 async def test_the_context_can_be_filled_to_the_brim(tiny: str, tiny_draft: str) -> None:
@@ -246,7 +260,7 @@ async def test_the_context_can_be_filled_to_the_brim(tiny: str, tiny_draft: str)
         ({"method": "pldd"}, ConfigError, "did you mean pld"),
         ({"model": "/no/such/model"}, ModelError, "model=/no/such/model"),
         ({"method": "sps", "drafter.path": None}, ConfigError, "drafter.path"),
-        ({"method": "sps", "drafter.path": "/no/such/draft"}, ModelError, "/no/such/draft"),
+        ({"method": "sps", "drafter.path": "/no/such/draft"}, ModelError, "^drafter.path=/no/such/draft"),
     ],
 )
 async def test_a_bad_configuration_is_refused_before_work_starts(
@@ -290,6 +304,49 @@ async def test_close_leaves_no_thread_and_no_file(tiny: str, tiny_draft: str, tr
     new = [thread for thread in threading.enumerate() if thread not in before]
     assert not [thread for thread in new if thread.name.startswith(("verifier", "drafter"))]
     assert not leftovers()
+
+
+@pytest.mark.parametrize("transport", ["inproc", "ipc"])
+def test_an_engine_that_nobody_closed_ends_with_its_event_loop(
+    tiny: str, tiny_draft: str, transport: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = asyncio.run(Engine.start({"model": tiny, "method": "pld", "transport": transport}))
+    assert "the engine was not closed" in capsys.readouterr().err
+    assert not leftovers()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith(("verifier", "drafter"))]
+    with pytest.raises(EngineClosed):
+        asyncio.run(asyncio.wait_for(engine.generate("hi"), 30))
+    asyncio.run(engine.close())
+
+
+async def test_another_event_loop_is_refused_rather_than_left_waiting(tiny: str, tiny_draft: str) -> None:
+    async with tiny_engine(tiny, tiny_draft) as engine:
+        with pytest.raises(EngineClosed, match="event loop that started it"):
+            await asyncio.to_thread(lambda: asyncio.run(engine.generate("hi")))
+        assert (await engine.generate("hi", SamplingParams(max_tokens=3))).token_ids
+
+
+async def test_a_failed_start_is_silent_about_the_thread_that_still_loads(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = Target.load
+
+    def load_slowly(*arguments: Any) -> Target:
+        time.sleep(1)
+        return load(*arguments)
+
+    monkeypatch.setattr(Target, "load", load_slowly)
+    monkeypatch.setattr("engine.api.STOP_S", 0.1)
+    with pytest.raises(ConfigError, match=r"drafter\.datastore"):
+        await Engine.start({"model": tiny, "method": "datastore", "transport": "inproc"})
+    for thread in [t for t in threading.enumerate() if t.name.startswith("verifier")]:
+        await asyncio.to_thread(thread.join)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+async def test_a_trace_that_cannot_be_written_is_refused_at_the_start(tiny: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trace=.*cannot be written"):
+        await Engine.start({"model": tiny, "method": "none", "transport": "inproc", "trace": str(tmp_path)})
 
 
 async def test_finished_requests_leave_no_cache_behind(tiny: str, tiny_draft: str) -> None:

@@ -67,10 +67,17 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         load(tmp_path / "none.yaml")
 
 
+def test_what_is_no_configuration_at_all_is_refused() -> None:
+    with pytest.raises(ConfigError, match="config=None: give a file"):
+        load(None)  # type: ignore[arg-type]
+
+
 def test_assignments_are_read_as_yaml() -> None:
     assert parse_assignment("drafter.branches=[3, 2]") == ("drafter.branches", [3, 2])
     with pytest.raises(ConfigError, match="KEY=VALUE"):
         parse_assignment("drafter.budget")
+    with pytest.raises(ConfigError, match="KEY=VALUE"):
+        parse_assignment("=40")
     with pytest.raises(ConfigError, match="not YAML"):
         parse_assignment("drafter.branches=[3")
 
