@@ -41,11 +41,13 @@ class Target:
         self.vocab_size: int = config.vocab_size
         if (context := getattr(config, "max_position_embeddings", None)) is None:
             raise self._refusal()
-        self.context: int = context
+        self.context = _steady_context(config, context)
         self.layers: int = config.num_hidden_layers
         self.eos_tokens = eos_tokens(model.generation_config)
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
+        if "local" in getattr(config, "attention_layers", ()):  # GPT-Neo: its window counts cache slots, not positions
+            raise self._refusal()
         types, options = get_layer_types_and_kwargs(config)
         self._windows = {kind: option.get("sliding_window") for kind, option in zip(types, options, strict=True)}
         if unknown := set(self._windows) - {"full_attention", "sliding_attention"}:
@@ -191,6 +193,18 @@ def load_config(path: str) -> Any:
     if config.is_encoder_decoder:
         raise ModelError(f"model={path}: {config.model_type} is an encoder-decoder; use a decoder-only model")
     return config
+
+
+def _steady_context(config: Any, context: int) -> int:
+    """The positions over which a token's key stays what it is. LongRoPE turns all of them otherwise as soon as a text
+    outgrows the original length, which makes keys that are in the cache wrong.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+    short: list[int] = [
+        kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"
+    ]
+    return min([context, *short])
 
 
 def eos_tokens(generation_config: GenerationConfig) -> frozenset[int]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, MambaConfig, T5Config
+from transformers import AutoModelForCausalLM, BloomConfig, GPTNeoConfig, LlamaConfig, MambaConfig, Phi3Config, T5Config
 
 from engine.errors import ConfigError, ModelError
 from engine.sampling import SamplingParams
@@ -133,6 +133,20 @@ def test_a_family_that_cannot_take_a_tree_mask_is_refused_by_name() -> None:
     bloom = AutoModelForCausalLM.from_config(BloomConfig(vocab_size=128, hidden_size=32, n_layer=2, n_head=4))
     with pytest.raises(ModelError, match="bloom"):
         Target(bloom, "some/bloom").check_tree_attention()
+
+
+def test_a_family_whose_window_counts_cache_slots_is_refused_by_name() -> None:
+    options = {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4, "window_size": 8}
+    shared = {key: COMMON[key] for key in ("vocab_size", "hidden_size", "max_position_embeddings")}
+    model = AutoModelForCausalLM.from_config(GPTNeoConfig(**shared | options))
+    with pytest.raises(ModelError, match="gpt_neo family cannot take a tree mask"):
+        Target(model, "neo")
+
+
+def test_positions_that_longrope_would_turn_otherwise_are_no_context() -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    config = Phi3Config(**COMMON, original_max_position_embeddings=64, rope_parameters=rope)
+    assert Target(AutoModelForCausalLM.from_config(config), "phi").context == 64
 
 
 def test_a_model_without_attention_is_refused_by_name() -> None:
