@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.whole_file import write_whole
 from retrieval_index.corpus import tokenised
 from retrieval_index.datastore import HEADER, MAGIC, VERSION, DatastoreError, Header, Shard, checksum, fingerprint
 
@@ -117,20 +117,6 @@ def write_shard(out: Path, number: int, tokens: NDArray[np.uint32], width: int) 
     return Shard(name, len(tokens), crcs[0], crcs[1])
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """All or nothing, and on the disk before it has its name."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 @contextmanager
 def building_in(out: Path) -> Iterator[None]:
     """The folder is there and ours alone; what goes wrong with its files is a DatastoreError that says what to do."""
@@ -143,6 +129,8 @@ def building_in(out: Path) -> Iterator[None]:
                 raise DatastoreError(
                     f"{out}: another process is building here: wait for it or name another folder"
                 ) from None
+            for half_written in out.glob("*.tmp"):  # by a builder that was killed
+                half_written.unlink()
             yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

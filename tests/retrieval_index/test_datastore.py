@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -122,7 +123,7 @@ def test_a_full_disk_is_named_and_leaves_no_half_file(
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(building.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(DatastoreError, match="disk full"):
         build(tiny_tokenizer(), [corpus], tmp_path / "store")
     assert [path.name for path in (tmp_path / "store").iterdir()] == ["lock"]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -150,7 +151,7 @@ def test_a_full_disk_is_named_and_the_build_can_be_run_again(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as broken:
-        broken.setattr(building.os, "fsync", full)
+        broken.setattr(os, "fsync", full)
         with pytest.raises(DatastoreError, match="disk full"):
             build_dense(tiny_tokenizer(), EMBEDDING, [corpus], tmp_path / "dense")
     assert [path.name for path in (tmp_path / "dense").iterdir()] == ["lock"]
