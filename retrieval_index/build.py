@@ -66,6 +66,8 @@ def _build(
 
     def flush(document: int, token: int) -> None:
         nonlocal held
+        if not progress.shards:  # so that a first shard left half done is known to be this build's
+            write_whole(out / PROGRESS, msgspec.json.encode(progress))
         shard = write_shard(out, len(progress.shards), np.concatenate(buffer), width)
         progress.shards.append(shard)
         progress.documents, progress.tokens = document, token
