@@ -210,7 +210,8 @@ def test_a_killed_build_goes_on_where_it_was_and_gives_the_same_index(
         cwd=Path(__file__).parents[2],
     ) as builder:
         assert builder.stdin is not None and builder.stdout is not None
-        while builder.stdout.readline().strip().decode() != last:
+        while (name := builder.stdout.readline().strip().decode()) != last:
+            assert name, "the builder ended"
             builder.stdin.write(b"\n")
             builder.stdin.flush()
         with pytest.raises(DatastoreError, match="another process is building"):
