@@ -28,7 +28,7 @@ from retrieval_index.build import write_shard
 from retrieval_index.commands import load_tokenizer, one_line_errors
 from retrieval_index.corpus import tokenised
 from retrieval_index.datastore import HEADER, MAGIC, VERSION, Header, fingerprint
-from retrieval_index.suffix import SessionIndex
+from retrieval_index.suffix import BYTES_PER_TOKEN, SessionIndex
 
 ANSWER = 500  # tokens of a finished answer
 
@@ -127,8 +127,9 @@ def rows(session: SessionFigures, bounded: tuple[int, int], store: DatastoreFigu
     )
     yield "session query, p99", _us(session.query.p99), "100 us"
     yield "session append, a token, p50", _us(session.append_us.p50), "3 us"
-    yield "session cache, bytes a token", f"{session.bytes_per_token:.0f}", "200"
-    yield f"session cache fed {store.tokens:,} tokens", f"{bounded[0]:,} kept, {bounded[1] / 1e6:.0f} MB", "its bound"
+    yield "session cache, bytes a token", f"{session.bytes_per_token:.0f}", str(BYTES_PER_TOKEN)
+    bound = f"{store.tokens:,}, {BYTES_PER_TOKEN * store.tokens / 1e6:.0f} MB"
+    yield f"session cache fed {store.tokens:,} tokens", f"{bounded[0]:,} kept, {bounded[1] / 1e6:.0f} MB", bound
     yield f"datastore query, {store.tokens:,} tokens, p50", _us(store.query.p50), "100 us"
     yield "datastore query, p99", _us(store.query.p99), "-"
     yield "datastore, to open", f"{store.open_ms:.1f} ms", "50 ms"

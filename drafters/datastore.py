@@ -48,7 +48,7 @@ class DatastoreDrafter(Drafter):
         if (path := config.drafter.datastore) is None:
             raise ConfigError('drafter.datastore: method datastore needs the folder of one: "talon index build"')
         drafter = cls(path, budget=config.drafter.budget, tokenizer=load_tokenizer(config.model))
-        drafter._trie([0] * drafter.longest)  # kernels are compiled when first called: not in a request
+        drafter.store.prepare()  # before the worker is ready, not in a request
         return drafter
 
     def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:

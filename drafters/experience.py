@@ -6,8 +6,6 @@ The file also holds, for each source, what its trees promised and what came of i
 
 from __future__ import annotations
 
-import contextlib
-import os
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -21,6 +19,7 @@ from drafters.outcomes import Following
 from engine.errors import ConfigError
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
+from engine.whole_file import whole_file
 
 VERSION = 1
 BINS = 10
@@ -118,16 +117,10 @@ class Experienced(Drafter):
 
 def write(path: Path, learned: Learned) -> None:
     """An .npz file; whoever reads it meanwhile sees the old one or the new one."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        with whole_file(path) as file:
             np.savez(file, version=np.array(VERSION), allow_pickle=False, **learned)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise _unwritable(path, error) from None
 
 

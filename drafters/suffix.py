@@ -11,6 +11,7 @@ from drafters.base import Drafter, Learned, Verdict
 from engine.config import Config
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
+from retrieval_index.compiler import release_compiler
 from retrieval_index.suffix import SessionIndex
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class SuffixDrafter(Drafter):
         warm_up.start(0, [1, 2, 1], SamplingParams())
         warm_up.observe(0, Verdict(warm_up.propose(0, [2]), [0], [2]))
         warm_up.finish(0)
+        release_compiler()
         dense: DenseIndex | None = None
         if (path := config.drafter.dense) is not None:
             from engine.text import load_tokenizer

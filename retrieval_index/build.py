@@ -8,30 +8,38 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.whole_file import write_whole
 from retrieval_index.corpus import tokenised
 from retrieval_index.datastore import HEADER, MAGIC, VERSION, DatastoreError, Header, Shard, checksum, fingerprint
 
 SHARD_TOKENS = 32_000_000
+PROGRESS = "progress.json"
 
 
-class Progress(msgspec.Struct):
-    """inputs: what is being built, to notice that it changed. documents: how many the shards hold whole; tokens: of the
-    next one, how many."""
+class Begun(msgspec.Struct):
+    """The progress of a build. inputs: what is being built and how, to notice that it changed."""
 
     inputs: list[str]
-    shards: list[Shard]
+
+
+class Progress(Begun):
+    """documents: how many the shards hold whole; tokens: of the next one, how many."""
+
+    shards: list[Shard] = msgspec.field(default_factory=list)
     documents: int = 0
     tokens: int = 0
+
+
+P = TypeVar("P", bound=Begun)
 
 
 def build(
@@ -52,18 +60,18 @@ def _build(
     width = 2 if len(tokenizer) < 0xFFFF else 4
     separator = (1 << 8 * width) - 1
     mark = fingerprint(tokenizer)
-    described = [f"{p.resolve()} {p.stat().st_size} {p.stat().st_mtime_ns}" for p in inputs]
-    described += [mark, str(shard_tokens)]
-    progress = _resume(out / "progress.json", described)
+    progress = resume(out / PROGRESS, Progress([*described(inputs), mark, str(shard_tokens)]))
     buffer: list[NDArray[np.uint32]] = []
     held, documents = 0, 0
 
     def flush(document: int, token: int) -> None:
         nonlocal held
+        if not progress.shards:  # so that a first shard left half done is known to be this build's
+            write_whole(out / PROGRESS, msgspec.json.encode(progress))
         shard = write_shard(out, len(progress.shards), np.concatenate(buffer), width)
         progress.shards.append(shard)
         progress.documents, progress.tokens = document, token
-        write_whole(out / "progress.json", msgspec.json.encode(progress))
+        write_whole(out / PROGRESS, msgspec.json.encode(progress))
         buffer.clear()
         held = 0
 
@@ -86,17 +94,22 @@ def _build(
     return header
 
 
-def _resume(path: Path, inputs: list[str]) -> Progress:
-    """The progress of an earlier run over the same inputs, or none; what another build left is not touched."""
+def described(inputs: Sequence[Path]) -> list[str]:
+    """The input files, so that a later build can tell whether they are still the same."""
+    return [f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in inputs]
+
+
+def resume(path: Path, fresh: P) -> P:
+    """The progress of an earlier run over the same inputs, or `fresh`; what another build left is not touched."""
     if not path.exists():
         if any(path.parent.glob("*.tokens")) or (path.parent / HEADER).exists():
-            raise DatastoreError(f"{path.parent}: holds another datastore: name an empty folder")
-        return Progress(inputs, [])
+            raise DatastoreError(f"{path.parent}: holds another index: name an empty folder")
+        return fresh
     try:
-        progress = msgspec.json.decode(path.read_bytes(), type=Progress)
+        progress = msgspec.json.decode(path.read_bytes(), type=type(fresh))
     except msgspec.DecodeError:
         raise DatastoreError(f"{path}: damaged: delete the folder and build again") from None
-    if progress.inputs != inputs:
+    if progress.inputs != fresh.inputs:
         raise DatastoreError(f"{path.parent}: begun with other inputs or another tokenizer: name an empty folder")
     return progress
 
@@ -117,20 +130,6 @@ def write_shard(out: Path, number: int, tokens: NDArray[np.uint32], width: int) 
     return Shard(name, len(tokens), crcs[0], crcs[1])
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """All or nothing, and on the disk before it has its name."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 @contextmanager
 def building_in(out: Path) -> Iterator[None]:
     """The folder is there and ours alone; what goes wrong with its files is a DatastoreError that says what to do."""
@@ -143,6 +142,8 @@ def building_in(out: Path) -> Iterator[None]:
                 raise DatastoreError(
                     f"{out}: another process is building here: wait for it or name another folder"
                 ) from None
+            for half_written in out.glob("*.tmp"):  # by a builder that was killed
+                half_written.unlink()
             yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

@@ -52,7 +52,7 @@ def build(
     ] = False,
     passage_tokens: Annotated[int, typer.Option(help="Longest passage of a dense index.", min=8)] = 160,
 ) -> None:
-    """Build a datastore or a dense index. Run again after a crash: a datastore goes on where it was."""
+    """Build a datastore or a dense index. Run again after a crash, it goes on where it was."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 

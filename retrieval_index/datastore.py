@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import TalonError
+from retrieval_index.compiler import release_compiler
 
 VERSION = 1
 MAGIC = "talon-datastore"
@@ -96,6 +97,15 @@ class Datastore:
             for kind, expected in (("tokens", shard.tokens_crc), ("suffixes", shard.suffixes_crc)):
                 if checksum(self.folder / f"{shard.name}.{kind}") != expected:
                     raise DatastoreError(f"{self.folder / shard.name}.{kind}: damaged: build the datastore again")
+
+    def prepare(self) -> None:
+        """Load the kernels now, which takes a second, or ten the first time, and let go of what loaded them."""
+        from retrieval_index.suffix_search import likeliest
+
+        tokens, _ = self.shards[0]
+        _, rows = self.continuations(tokens[:1].tolist(), shortest=1)
+        likeliest(rows, 0, 1)
+        release_compiler()
 
     def continuations(
         self, context: Sequence[int], longest: int = 16, shortest: int = 2, depth: int = 10, samples: int = 64

@@ -60,7 +60,7 @@ class DenseIndex:
 
     def __init__(self, folder: Path, tokenizer: Any = None):
         self.folder = folder
-        self.header = _read_header(folder)
+        self.header = read_header(folder)
         if tokenizer is not None and fingerprint(tokenizer) != self.header.tokenizer:
             raise DatastoreError(f"{folder}: built with another tokenizer: build it again with the target's")
         for name in FILES:
@@ -101,7 +101,8 @@ class DenseIndex:
         return np.asarray(np.memmap(self.folder / name, dtype, mode="r"))
 
 
-def _read_header(folder: Path) -> DenseHeader:
+def read_header(folder: Path) -> DenseHeader:
+    """The header of the dense index in a folder."""
     try:
         header = msgspec.json.decode((folder / HEADER).read_bytes(), type=DenseHeader)
     except OSError as error:

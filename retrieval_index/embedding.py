@@ -18,7 +18,7 @@ the first five, of 300 passages and (in brackets) of 4,070, the others from book
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,24 +39,39 @@ class TextEmbedding:
 
     @classmethod
     def fit(cls, tokenizer: Any, embedding: Floats, passages: Sequence[NDArray[Any]]) -> TextEmbedding:
-        """embedding: [vocabulary, hidden], the target's, at least as many rows as the tokenizer has tokens."""
+        """Weigh the words; what the passages have in common is still to be learned. embedding: [vocabulary, hidden],
+        the target's, at least as many rows as the tokenizer has tokens."""
         word = spellings(tokenizer)
         rows = embedding[: len(word)].astype(np.float32)
         centre = rows.mean(0)
         tokens = (_mean_by(rows, word) - centre) @ _whitening(rows - centre) * _rarity(word, passages)[:, None]
         tokens[tokenizer.all_special_ids] = 0  # the chat template's, in every question and in no passage
         tokens /= max(float(np.abs(tokens).max()), 1e-9)  # float16 holds no number above 65504
-        made = cls(tokens.astype(np.float16), np.zeros(tokens.shape[1], np.float32))
-        made.common = made(passages).sum(0) / (len(passages) + _SMOOTHING)
-        return made
+        return cls(tokens.astype(np.float16), np.zeros(tokens.shape[1], np.float32))
 
-    def __call__(self, texts: Sequence[Sequence[int] | NDArray[Any]]) -> Floats:
-        """[texts, dimensions] float32, of length one (or zero, for a text that says nothing)."""
+    def learn_common(self, parts: Iterable[Floats]) -> None:
+        """parts: the directions of all passages, part by part."""
+        total, count = np.zeros_like(self.common), 0
+        for directions in parts:
+            total += directions.sum(0)
+            count += len(directions)
+        self.common = total / np.float32(count + _SMOOTHING)
+
+    def directions(self, texts: Sequence[Sequence[int] | NDArray[Any]]) -> Floats:
+        """[texts, dimensions] float32: the weighted sums, of length one (or zero, for a text that says nothing)."""
         sums = np.zeros((len(texts), self.tokens.shape[1]), np.float32)
         for row, text in enumerate(texts):
             known, counts = np.unique(np.asarray(text, np.int64), return_counts=True)
             sums[row] = counts.astype(np.float32) @ self.tokens[known].astype(np.float32)
-        return _unit(_unit(sums) - self.common * (np.abs(sums).sum(1, keepdims=True) > 0))
+        return _unit(sums)
+
+    def vectors(self, directions: Floats) -> Floats:
+        """Texts' directions less what is common, again of length one or zero."""
+        return _unit(directions - self.common * directions.any(1, keepdims=True))
+
+    def __call__(self, texts: Sequence[Sequence[int] | NDArray[Any]]) -> Floats:
+        """The vectors of texts."""
+        return self.vectors(self.directions(texts))
 
 
 def spellings(tokenizer: Any) -> NDArray[np.int64]:

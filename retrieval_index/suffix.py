@@ -19,6 +19,7 @@ from engine.tree import TokenTree
 if TYPE_CHECKING:
     from retrieval_index.ngrams import Store
 
+BYTES_PER_TOKEN = 200  # of `capacity`: more the cache does not take, whatever the text; twice that while it grows
 CONTEXT = 8  # last tokens of the prompt that are kept with an answer, so that its beginning has a context
 
 

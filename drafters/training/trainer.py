@@ -6,10 +6,8 @@ from n, so a run that was killed and resumed ends with the same weights as one t
 
 from __future__ import annotations
 
-import contextlib
 import io
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +24,7 @@ from drafters.training.modules import HeadModule
 from drafters.training.recipe import Recipe
 from engine.errors import ConfigError, ModelError
 from engine.target import has_native_bfloat16
+from engine.whole_file import write_whole
 
 EVALUATED_STEPS = 5  # draft positions in the acceptance table of heads that can draft any number
 
@@ -216,18 +215,11 @@ def schedule(step: int, recipe: Recipe) -> float:
 
 
 def replace_file(path: Path, data: bytes | memoryview, intact: str) -> None:
-    """Write `data` beside `path` and move it there, so that the old file is whole until the new one is."""
-    temporary = path.with_name(path.name + ".tmp")
+    """Write a file of a run; the old one is whole until the new one is."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        write_whole(path, data)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
         raise ModelError(
             f"out={path}: cannot be written ({error.strerror}); {intact}: make room and run again with --resume"
         ) from error

@@ -39,3 +39,13 @@ def test_a_corpus_that_is_wrong_loses_confidence(drafter: DatastoreDrafter) -> N
     for _ in range(20):
         drafter.observe(1, Verdict(TokenTree.root_only(prompt[-1]), [0], tiny_tokenizer().encode("! one two")))
     assert float(drafter.propose(1).confidence[1]) < before
+
+
+def test_a_prepared_datastore_compiles_nothing_in_a_request(drafter: DatastoreDrafter) -> None:
+    from retrieval_index.suffix_search import likeliest, longest_match, read
+
+    drafter.store.prepare()
+    before = [len(kernel.signatures) for kernel in (longest_match, read, likeliest)]
+    drafter.start(1, tiny_tokenizer().encode("say one two"), SamplingParams())
+    assert len(drafter.propose(1)) > 1
+    assert [len(kernel.signatures) for kernel in (longest_match, read, likeliest)] == before

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -122,7 +123,7 @@ def test_a_full_disk_is_named_and_leaves_no_half_file(
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(building.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(DatastoreError, match="disk full"):
         build(tiny_tokenizer(), [corpus], tmp_path / "store")
     assert [path.name for path in (tmp_path / "store").iterdir()] == ["lock"]
@@ -220,23 +221,27 @@ LIMITED = """
 import resource, signal, sys
 from retrieval_index.commands import app
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
-app(sys.argv[1:])
+limit = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+app(sys.argv[2:])
 """
 
 
-def test_a_disk_that_fills_up_is_one_line_and_the_build_goes_on_later(corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("limit", "left"), [(100, set()), (6000, {"progress.json", "0000.tokens"})])
+def test_a_disk_that_fills_up_is_one_line_and_the_build_goes_on_later(
+    corpus: Path, tmp_path: Path, limit: int, left: set[str]
+) -> None:
     """A limit on the size of files stands in for the full disk: it fails in the same place, in the middle of one."""
     tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
     options = ["--tokenizer", str(tmp_path / "tokenizer"), "--input", str(corpus), "--out", str(tmp_path / "store")]
     done = subprocess.run(
-        [sys.executable, "-c", LIMITED, "build", *options],
+        [sys.executable, "-c", LIMITED, str(limit), "build", *options],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 2
     assert [line for line in done.stderr.splitlines() if "disk full" in line and line.startswith("talon: ")]
-    assert not [path for path in (tmp_path / "store").iterdir() if path.suffix == ".tmp"]
+    assert {path.name for path in (tmp_path / "store").iterdir()} == {"lock", *left}
     build(tiny_tokenizer(), [corpus], tmp_path / "store", 32_000_000)
     Datastore(tmp_path / "store").verify()

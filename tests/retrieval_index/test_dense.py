@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -61,6 +63,7 @@ def test_spellings_are_one_word() -> None:
 def test_rare_words_say_what_a_text_is_about() -> None:
     passages = [np.asarray(encode("aaaa" + letter)) for letter in "bcdefgh"]
     embed = TextEmbedding.fit(tiny_tokenizer(), EMBEDDING, passages)
+    embed.learn_common([embed.directions(passages)])
     asked, vectors = embed([encode("c aaaaaaaa")])[0], embed(passages)
     assert int(np.argmax(vectors @ asked)) == 1
 
@@ -119,7 +122,7 @@ def test_foreign_folders_are_refused(folder: Path, tmp_path: Path, corpus: Path)
     with pytest.raises(DatastoreError, match="not a dense index"):
         DenseIndex(tmp_path / "store")
     for taken in (folder, tmp_path / "store"):
-        with pytest.raises(DatastoreError, match="holds another index"):
+        with pytest.raises(DatastoreError, match="name an empty folder"):
             build_dense(tiny_tokenizer(), EMBEDDING, [corpus], taken)
     for content in (b"{}", b"\x00", b"[1]", (folder / "header.json").read_bytes().replace(b'ion":1', b'ion":9')):
         (folder / "header.json").write_bytes(content)
@@ -150,7 +153,7 @@ def test_a_full_disk_is_named_and_the_build_can_be_run_again(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as broken:
-        broken.setattr(building.os, "fsync", full)
+        broken.setattr(os, "fsync", full)
         with pytest.raises(DatastoreError, match="disk full"):
             build_dense(tiny_tokenizer(), EMBEDDING, [corpus], tmp_path / "dense")
     assert [path.name for path in (tmp_path / "dense").iterdir()] == ["lock"]
@@ -159,41 +162,94 @@ def test_a_full_disk_is_named_and_the_build_can_be_run_again(
 
 
 BUILD = """
-import sys
+import os, sys
 from pathlib import Path
 from retrieval_index import dense_build
 from tests.conftest import tiny_tokenizer
 from tests.retrieval_index.test_dense import EMBEDDING
 
-write = dense_build.write_whole
+replace = Path.replace
 
-def slowly(path, content):
-    write(path, content)
+def slowly(temporary, path):
+    replace(temporary, path)
     print(path.name, flush=True)
     sys.stdin.readline()
 
-dense_build.write_whole = slowly
-dense_build.build_dense(tiny_tokenizer(), EMBEDDING, [Path(sys.argv[1])], Path(sys.argv[2]))
+Path.replace = slowly
+dense_build.build_dense(tiny_tokenizer(), EMBEDDING, [Path(sys.argv[1])], Path(sys.argv[2]), part_tokens=20)
 """
 
 
-def test_a_second_builder_is_refused_and_a_killed_one_starts_afresh(corpus: Path, tmp_path: Path) -> None:
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def interrupted(*arguments: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("last", "read", "fitted", "embedded"),
+    [
+        ("0001.passages", 3, 1, 3),  # not yet noted, so its two documents are read again, and the last
+        ("embedding.tokens", 0, 0, 3),
+        ("0001.directions", 0, 0, 1),
+        ("index.faiss", 0, 0, 0),
+        ("header.json", 0, 0, 0),
+    ],
+)
+def test_a_killed_build_goes_on_where_it_was_and_gives_the_same_index(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str, read: int, fitted: int, embedded: int
+) -> None:
     out = tmp_path / "dense"
+    build_dense(tiny_tokenizer(), EMBEDDING, [corpus], tmp_path / "straight", part_tokens=20)
     with subprocess.Popen(
         [sys.executable, "-c", BUILD, str(corpus), str(out)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=Path(__file__).parents[2],
-    ) as other:
-        assert other.stdout is not None and other.stdout.readline().strip() == b"passages.tokens"
+    ) as builder:
+        assert builder.stdin is not None and builder.stdout is not None
+        while (name := builder.stdout.readline().strip().decode()) != last:
+            assert name, "the builder ended"
+            builder.stdin.write(b"\n")
+            builder.stdin.flush()
         with pytest.raises(DatastoreError, match="another process is building"):
-            build_dense(tiny_tokenizer(), EMBEDDING, [corpus], out)
-        other.send_signal(signal.SIGKILL)
-        other.wait()
-    with pytest.raises(DatastoreError, match="not a dense index"):
-        DenseIndex(out)
-    build_dense(tiny_tokenizer(), EMBEDDING, [corpus], out)
+            build_dense(tiny_tokenizer(), EMBEDDING, [corpus], out, part_tokens=20)
+        builder.send_signal(signal.SIGKILL)
+        builder.wait()
+    if last != "header.json":
+        with pytest.raises(DatastoreError, match="not a dense index"):
+            DenseIndex(out)
+    (out / "0000.passages.1.tmp").write_bytes(b"half")
+    fits, parts = Mock(wraps=TextEmbedding.fit), Mock(wraps=TextEmbedding.directions)
+    monkeypatch.setattr(TextEmbedding, "fit", fits)
+    monkeypatch.setattr(TextEmbedding, "directions", lambda *arguments: parts(*arguments))
+    report = Mock()
+    build_dense(tiny_tokenizer(), EMBEDDING, [corpus], out, report=report, part_tokens=20)
+    assert (report.call_count, fits.call_count, parts.call_count) == (read, fitted, embedded)
+    assert contents(out) == contents(tmp_path / "straight")
     DenseIndex(out).verify()
+
+
+def test_a_build_begun_with_anything_else_is_refused(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "dense"
+    monkeypatch.setattr(TextEmbedding, "fit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        build_dense(tiny_tokenizer(), EMBEDDING, [corpus], out, part_tokens=20)
+    other = tmp_path / "other.jsonl"
+    other.write_bytes(corpus.read_bytes())
+    with pytest.raises(DatastoreError, match="begun with other inputs"):
+        build_dense(tiny_tokenizer(), EMBEDDING, [other], out, part_tokens=20)
+    with pytest.raises(DatastoreError, match="begun with other inputs"):
+        build_dense(tiny_tokenizer(), 2 * EMBEDDING, [corpus], out, part_tokens=20)
+    with pytest.raises(DatastoreError, match="begun with other inputs"):
+        building.build(tiny_tokenizer(), [corpus], out)
+    (out / "0000.passages").write_bytes(b"junk")
+    with pytest.raises(DatastoreError, match=r"0000\.passages: damaged"):
+        build_dense(tiny_tokenizer(), EMBEDDING, [corpus], out, part_tokens=20)
 
 
 def test_the_commands_build_inspect_and_ask(tiny: str, corpus: Path, tmp_path: Path) -> None:

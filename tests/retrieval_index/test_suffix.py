@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrieval_index import ngrams
-from retrieval_index.suffix import CONTEXT, SessionIndex
+from retrieval_index.suffix import BYTES_PER_TOKEN, CONTEXT, SessionIndex
 
 TEXTS = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=30), min_size=1, max_size=12)
 
@@ -172,6 +172,21 @@ def test_stores_grow_with_the_text() -> None:
     index.append(1, tokens[10:])
     index.append(1, tokens[5000:5008])
     assert index.draft(1).child(0, tokens[5008]) is not None
+
+
+@pytest.mark.parametrize("vocabulary", [10, 300, 1_000_000])
+@pytest.mark.parametrize("capacity", [8_190, 8_192, 10_000])
+def test_the_cache_stays_below_200_bytes_for_each_token_it_may_hold(capacity: int, vocabulary: int) -> None:
+    """Of text that repeats and of text in which hardly a context occurs twice, long after the cache is full. Sizes are
+    powers of two: 10,000 fill theirs as 10 million do, the others are the worst."""
+    index = SessionIndex(capacity)
+    words = np.random.default_rng(0).integers(0, vocabulary, 5 * capacity)
+    for answer in np.array_split(words, 100):
+        index.start(1, [])
+        index.append(1, answer.tolist())
+        index.finish(1)
+        assert index.shared.arena.nbytes <= BYTES_PER_TOKEN * capacity
+    assert index.cached_tokens == capacity
 
 
 def test_importing_the_index_does_not_import_its_compiler() -> None:

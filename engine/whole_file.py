@@ -1,0 +1,34 @@
+"""Files that appear whole or not at all: a kill, a full disk or a power cut never leaves half of one under its name."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Write a file. It gets its name when all of it is on the disk; until then what stood there stays.
+
+    Processes may write the same path at once: the last one to finish wins. A killed one leaves a `.tmp` file.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def write_whole(path: Path, content: bytes | memoryview) -> None:
+    """The same where all of it is at hand."""
+    with whole_file(path) as file:
+        file.write(content)

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import numba
+from benchmarks.datastore_speed import resident_bytes
+from retrieval_index.compiler import release_compiler
+
+release_compiler()
+assert numba.njit(lambda x: x + 1)(1) == 2
+before = resident_bytes()
+release_compiler()
+print(before - resident_bytes())
+assert numba.njit(lambda x: x + 2)(1) == 3
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is released")
+def test_the_compilers_code_leaves_memory_and_comes_back_when_it_is_needed() -> None:
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 20e6
