@@ -104,6 +104,8 @@ async def start_all(
             except TalonError as error:
                 if name == BASELINE:
                     raise
+                if name in contestants:
+                    await contestants.pop(name).close()
                 console.print(f"left out: {name}: {error}")
     except BaseException:
         for contestant in contestants.values():

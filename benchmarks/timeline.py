@@ -31,6 +31,7 @@ def timeline(
     """Draw a trace: what verifier and drafter did when."""
     try:
         draw(Timeline.read(trace), out, from_s, to_s)
+        typer.echo(f"picture: {out}")
     except TalonError as error:
         typer.echo(f"talon: {error}", err=True)
         raise typer.Exit(2) from None

@@ -84,7 +84,7 @@ class Checkpoint:
         if mine != target:
             raise DrafterMismatch(
                 f"drafter {what} {mine} != target {what} {target} (drafter.path={self.path}): "
-                f'train a head for this target with "talon train {self.method}"'
+                f'train a head for it with "talon train {self.method}", or use a method without one: suffix'
             )
 
     def error(self, problem: str) -> ModelError:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engine.api import Engine, Metrics, Piece, Result
+    from engine.answer import Metrics, Piece, Result
+    from engine.api import Engine
     from engine.config import Config
     from engine.errors import TalonError
     from engine.sampling import SamplingParams
@@ -18,9 +19,9 @@ __all__ = ["Config", "Engine", "Metrics", "Piece", "Result", "SamplingParams", "
 _HOMES = {
     "Config": "engine.config",
     "Engine": "engine.api",
-    "Metrics": "engine.api",
-    "Piece": "engine.api",
-    "Result": "engine.api",
+    "Metrics": "engine.answer",
+    "Piece": "engine.answer",
+    "Result": "engine.answer",
     "SamplingParams": "engine.sampling",
     "TalonError": "engine.errors",
 }

@@ -13,13 +13,13 @@ from typing import Any, TypeGuard
 
 import anyio
 import anyio.to_thread
-import msgspec
 import numpy as np
 import zmq
 import zmq.asyncio
 
 from engine import config as configuration
 from engine import errors
+from engine.answer import Answer, Piece, Result
 from engine.config import Config
 from engine.errors import EngineClosed, QueueFull, RequestError, TalonError, WorkerDied
 from engine.launch import STOP_S, Workers
@@ -35,41 +35,6 @@ Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 FROM_WORKERS = (Ready, Tokens, Failed, Heartbeat, Spans)
 _WATCH_S = 0.05
 _ABSENT_S = 0.5  # the loop stood still, and the workers maybe with it (a frozen container): silence says nothing
-
-
-class Metrics(msgspec.Struct, frozen=True):
-    """How an answer came about.
-
-    mean_accepted_tokens: tokens per round, bonus included; the first token is the prefill's and not counted.
-    tokens_per_second: of the answer, from the call to the last token. verifier_busy: share of the decoding time that
-    the verifier spent in target forwards, for whichever request. draft_hit_rate: rounds whose tree was there when the
-    verdict before fell.
-    """
-
-    mean_accepted_tokens: float
-    rounds: int
-    tokens_per_second: float
-    time_to_first_token_s: float
-    verifier_busy: float
-    draft_hit_rate: float
-
-
-class Piece(msgspec.Struct, frozen=True):
-    """New text of a streamed answer, and the tokens that arrived with it."""
-
-    text: str
-    token_ids: tuple[int, ...]
-
-
-class Result(msgspec.Struct, frozen=True):
-    """A finished answer. finish_reason: "eos", "length" or "stop". rounds: what each round emitted and cost."""
-
-    text: str
-    token_ids: list[int]
-    prompt_tokens: int
-    finish_reason: str
-    metrics: Metrics
-    rounds: list[Tokens]
 
 
 class Stream:
@@ -210,7 +175,7 @@ class Engine:
                 self._check_open()
                 submit = Submit(request=number, sampling=sampling)
                 self._hub.send(self._workers.running["verifier"].name, submit, [np.asarray(tokens)])
-                answer = _Answer(TextStream(self._tokenizer, sampling.stop), len(tokens), started)
+                answer = Answer(TextStream(self._tokenizer, sampling.stop), len(tokens), started)
                 while answer.finish_reason is None:
                     arrival = await arrivals.get()
                     if isinstance(arrival, TalonError):
@@ -381,42 +346,3 @@ async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class _Answer:
-    """Collects the rounds of one answer."""
-
-    def __init__(self, text: TextStream, prompt_tokens: int, started_s: float):
-        self.text, self.prompt_tokens, self.started_s = text, prompt_tokens, started_s
-        self.token_ids: list[int] = []
-        self.rounds: list[Tokens] = []
-        self.first_s = self.last_s = 0.0
-        self.finish_reason: str | None = None
-
-    def add(self, round_: Tokens) -> Piece:
-        """Take in a round; what comes after a stop string is dropped."""
-        self.last_s = time.perf_counter()
-        self.first_s = self.first_s or self.last_s
-        self.rounds.append(round_)
-        self.finish_reason = round_.finish_reason
-        known = len(self.token_ids)
-        for token in round_.tokens:
-            self.token_ids.append(token)
-            if self.text.push(token):
-                self.finish_reason = "stop"
-                break
-        return Piece(self.text.take(final=self.finish_reason is not None), tuple(self.token_ids[known:]))
-
-    def result(self) -> Result:
-        assert self.finish_reason is not None
-        first, last = self.rounds[0], self.rounds[-1]
-        rounds = len(self.rounds) - 1
-        metrics = Metrics(
-            mean_accepted_tokens=(len(self.token_ids) - 1) / rounds if rounds else 0.0,
-            rounds=rounds,
-            tokens_per_second=len(self.token_ids) / (self.last_s - self.started_s),
-            time_to_first_token_s=self.first_s - self.started_s,
-            verifier_busy=(last.busy_us - first.busy_us) / max(1, last.at_us - first.at_us),
-            draft_hit_rate=sum(r.hit for r in self.rounds[1:]) / rounds if rounds else 0.0,
-        )
-        return Result(self.text.text, self.token_ids, self.prompt_tokens, self.finish_reason, metrics, self.rounds)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,8 @@ from torch import Tensor
 
 from engine.budget import Budget, CostCurve
 from engine.config import Config
+from engine.decoding import Decoding, Round
 from engine.errors import ProtocolError
-from engine.kv_cache import KVCache
 from engine.messages import (
     Array,
     Cancel,
@@ -37,58 +36,16 @@ from engine.messages import (
     Verdict,
 )
 from engine.pace import Choice, Pace
-from engine.sampling import SamplingParams
 from engine.target import Target
 from engine.trace import Trace
 from engine.transport import Hub, Line
 from engine.tree import TokenTree
-from engine.verification import Sampler, verify
-
-Outcome = tuple[int, int, int, int]
-"""What a round came to, for the round after it (its number): the draft verified, the last accepted node, and the token
-that the target drew there."""
+from engine.verification import verify
 
 FROM_FRONT_END = (Submit, Cancel, Stop)
 FROM_DRAFTER = (Hello, Draft)
 HEARTBEAT_S = 0.5
 _KEPT_DRAFTS = 64  # per request; drafts of outcomes that did not come true are dropped every round
-
-
-class Decoding:
-    """One request being decoded. text: prompt and answer; the cache holds all of it but the last token, the root."""
-
-    def __init__(self, request: int, prompt: list[int], sampling: SamplingParams, target: Target, budget: int):
-        self.request = request
-        self.sampling = sampling
-        self.text = prompt
-        self.unread = list(prompt)
-        self.sampler = Sampler(sampling, prompt, target.eos_tokens, target.vocab_size)
-        self.cache: KVCache = target.new_cache(len(prompt) + sampling.max_tokens + budget)
-        self.round = 0
-        self.outcome: Outcome = (0, 0, 0, 0)
-        self.drafts: dict[Outcome, tuple[Draft, list[Array]]] = {}
-        self.features: list[Array] = []
-        self.since_ns = time.perf_counter_ns()
-        self.deadline_ns = 0
-        self.hit = False
-        self.alone = False  # the round to come verifies the root alone
-
-
-@dataclass(frozen=True)
-class Round:
-    """What a round came to. draft: the number of the tree verified; path: its accepted nodes; nodes: tokens forwarded;
-    features: [path, layers, hidden]; successors: [nodes of the tree, k] int32; depth: layers of nodes below the root.
-    """
-
-    draft: int
-    path: list[int]
-    tokens: list[int]
-    nodes: int
-    forward_ns: int
-    draft_us: int = 0
-    features: Tensor | None = None
-    successors: Array | None = None
-    depth: int = 0
 
 
 class Verifier:
