@@ -94,6 +94,9 @@ class Drafter(ABC):
     def observe(self, request: int, verdict: Verdict) -> None:
         """The verdict's tokens are now the request's text. The first verdict of a request is the prefill's."""
 
+    def settle(self) -> None:  # noqa: B027
+        """Do what verdicts have left to do and no tree waits for. Called when the next tree is on its way."""
+
     @abstractmethod
     def finish(self, request: int) -> None:
         """Forget the request."""

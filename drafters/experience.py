@@ -107,6 +107,9 @@ class Experienced(Drafter):
         self.reliability.add(verdict)
         self.drafter.observe(request, verdict)
 
+    def settle(self) -> None:
+        self.drafter.settle()
+
     def finish(self, request: int) -> None:
         self.drafter.finish(request)
 

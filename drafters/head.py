@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from drafters.base import BetweenSteps, Drafter, Verdict
+from drafters.base import BetweenSteps, Drafter, Learned, Verdict
 from drafters.checkpoint import TargetWeights
 from drafters.growth import STATIC_TREES, Adaptive, Candidates, Dynamic, Frontier, Policy, Static
 from drafters.outcomes import Following
@@ -220,17 +221,27 @@ class HeadDrafter(Drafter):
     def finish(self, request: int) -> None:
         self._requests.pop(request, None)
 
+    def learned(self) -> Learned:
+        return {f"{self.head.method}.error": np.array([self.error.value])}
+
+    def recall(self, learned: Learned) -> None:
+        if (error := learned.get(f"{self.head.method}.error")) is not None:
+            if not 0 < error.item() < 100:
+                raise ValueError("an error that no head has")
+            self.error.value = float(error.item())
+
     def last_token(self, request: int) -> int:
         return self._requests[request].text[-1]
 
-    def seen(self, request: int, continuation: Sequence[int]) -> Following | None:
-        """What the head saw behind `continuation`, None if it has not drafted there."""
-        state, node = self._requests[request], 0
-        for token in [*self._unsynced(state), *continuation]:
-            if (following := state.child.get((node, token))) is None:
-                return None
-            node = following
-        return state.seen.get(node)
+    def seen(self, request: int, continuation: Sequence[int]) -> list[Following]:
+        """What the head saw at the text's end and behind each token of `continuation`, as far as it has drafted."""
+        state, unsynced = self._requests[request], self._unsynced(self._requests[request])
+        nodes = [0]
+        for token in [*unsynced, *continuation]:
+            if (following := state.child.get((nodes[-1], token))) is None:
+                break
+            nodes.append(following)
+        return [state.seen[node] for node in nodes[len(unsynced) :] if node in state.seen]
 
     def _unsynced(self, state: _Request) -> list[int]:
         """Tokens behind node 0 whose features have not come (yet): drafted like a continuation, with stand-ins."""

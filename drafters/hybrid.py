@@ -114,6 +114,8 @@ class HybridDrafter(Drafter):
         self._step_s = 0.001  # the time of a draft step, with all that goes with it
         self._token_s = 0.01  # the engine's time for a token
         self._observed_s: dict[int, float] = {}
+        self._retrieved: dict[int, dict[tuple[int, ...], TokenTree]] = {}  # per request, by continuation
+        self._unlearned: list[tuple[TokenTree, list[Following], list[int]]] = []
 
     @classmethod
     def from_config(cls, config: Config) -> HybridDrafter:
@@ -128,6 +130,7 @@ class HybridDrafter(Drafter):
         return self.head.forward_s
 
     def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
+        self._retrieved[request] = {}
         for drafter in (*self.memories, self.head):
             drafter.start(request, prompt, sampling)
 
@@ -138,6 +141,7 @@ class HybridDrafter(Drafter):
         self, request: int, continuations: Sequence[Sequence[int]], between_steps: BetweenSteps | None = None
     ) -> list[TokenTree]:
         trees = [self._retrieve(request, continuation) for continuation in continuations]
+        self._retrieved[request].update(zip(map(tuple, continuations), trees, strict=True))
         if self._choice.second and self.memories:
             return trees
         advice = [Advice(self.merge, tree, self._step_s / self._token_s, self._rescue) for tree in trees]
@@ -169,10 +173,19 @@ class HybridDrafter(Drafter):
         ]
 
     def observe(self, request: int, verdict: Verdict) -> None:
-        self._learn(request, verdict.tokens)
-        self._time(request, len(verdict.tokens))
+        self.settle()
+        known, tokens = self._retrieved[request], verdict.tokens
+        retrieved = known[()] if () in known else self._retrieve(request, ())
+        self._unlearned.append((retrieved, self.head.seen(request, tokens[:-1]), tokens))
+        self._retrieved[request] = {(): known[ahead]} if (ahead := tuple(tokens)) in known else {}
+        self._time(request, len(tokens))
         for drafter in (*self.memories, self.head):
             drafter.observe(request, verdict)
+
+    def settle(self) -> None:
+        for retrieved, seen, tokens in self._unlearned:
+            self._learn(retrieved, seen, tokens)
+        self._unlearned.clear()
 
     def _time(self, request: int, tokens: int) -> None:
         """A round brought so many tokens; one request alone shows what it took, and whether the head is worth it."""
@@ -188,6 +201,7 @@ class HybridDrafter(Drafter):
 
     def finish(self, request: int) -> None:
         self._observed_s.pop(request, None)
+        self._retrieved.pop(request, None)
         for drafter in (*self.memories, self.head):
             drafter.finish(request)
 
@@ -209,17 +223,15 @@ class HybridDrafter(Drafter):
             return TokenTree.root_only(continuation[-1] if continuation else self.head.last_token(request))
         return reduce(TokenTree.union, (memory.propose(request, continuation) for memory in self.memories))
 
-    def _learn(self, request: int, tokens: Sequence[int]) -> None:
-        """What the verdict says of every candidate along the accepted path."""
-        retrieved, place = self._retrieve(request, ()), 0
-        behind = followings(retrieved)
+    def _learn(self, retrieved: TokenTree, seen: list[Following], tokens: list[int]) -> None:
+        """What a verdict says of every candidate along the accepted path, the head's (`seen`) and retrieval's."""
+        behind, place = followings(retrieved), 0
         for depth, token in enumerate(tokens):
-            seen = self.head.seen(request, tokens[:depth])
-            known = behind[place]
-            for candidate, model, memory in self.merge.candidates(seen, known):
-                self.merge.learn(model, memory, candidate == token)
-            if seen is not None and token not in known[0]:
-                self._rescue += _SLOWLY * ((token in seen[0]) - self._rescue)
+            model, memory = seen[depth] if depth < len(seen) else None, behind[place]
+            for candidate, p, q in self.merge.candidates(model, memory):
+                self.merge.learn(p, q, candidate == token)
+            if model is not None and token not in memory[0]:
+                self._rescue += _SLOWLY * ((token in model[0]) - self._rescue)
             following = retrieved.child(place, token)
             if following is None:
                 break

@@ -179,6 +179,8 @@ class DrafterWorker:
             features = arrays[2] if arrays[2].size else None
             successors = arrays[3] if len(arrays[3]) == len(tree) else None
             self.drafter.observe(message.request, Observed(tree, path, tokens, features, successors))
+            if request.wanted is None:
+                self.drafter.settle()
         self.trace.span("sync (miss)" if request.wanted else "sync", started, message.request)
 
     def _time(self, request: _Request, now_ns: int) -> None:
@@ -216,6 +218,7 @@ class DrafterWorker:
                 self._give_up(number, error)
         request.under = self._send(number, request, request.round, request.wanted, tree, before_s)
         request.wanted = None
+        self.drafter.settle()
         self.trace.span("draft", started, number, f"{len(tree)} nodes")
 
     def _draft_ahead(self, number: int, request: _Request) -> None:

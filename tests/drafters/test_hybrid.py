@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -102,7 +103,18 @@ def test_how_often_the_head_knows_what_retrieval_misses_is_learned(tmp_path: Pat
     tree = drafter.propose(1)
     unforeseen = next(t for t in range(VOCAB) if tree.child(0, t) is None)
     drafter.observe(1, Verdict(tree, [0], [unforeseen], true_features(1, "eagle3").numpy()))
+    assert drafter._rescue == before  # the next tree is waited for: learning is not
+    drafter.settle()
     assert drafter._rescue < before
+
+
+def test_how_far_the_heads_logits_usually_miss_is_kept(tmp_path: Path, target: TargetWeights) -> None:
+    drafter, later = hybrid(tmp_path, target), hybrid(tmp_path, target)
+    drafter.head.error.value = 0.4
+    later.recall(drafter.learned())
+    assert later.head.error.value == 0.4
+    with pytest.raises(ValueError):
+        later.recall({"eagle3.error": np.array([-1.0])})
 
 
 @given(CHANCES, CHANCES)
