@@ -69,6 +69,7 @@ class FeatureSession(Session):
         # computed when first needed: a verdict whose next tree is ready already must not wait for it
         self._pending.append((start, features, tokens))
         self.synced = start + len(tokens)
+        self.behind += len(tokens)
         self.nodes, self._root_logits = 1, None
 
     def root(self) -> Tensor:
@@ -80,6 +81,7 @@ class FeatureSession(Session):
                 chunk = slice(at, at + _SYNC_CHUNK)
                 self._sync(positions[chunk], features[chunk], tokens[chunk])
             self._pending.clear()
+            self.behind = 0
         if self._root_logits is None:
             self._root_logits = self.head.logits(self.features[:1])
         return self._root_logits

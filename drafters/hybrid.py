@@ -33,6 +33,8 @@ SOURCE = 64
 _EDGES = (1e-6, 0.01, 0.03, 0.07, 0.15, 0.25, 0.4, 0.55, 0.7, 0.82, 0.91, 0.97)
 _BLOCK = 4  # rounds with the head or without, until that is thought over
 _NEW, _SLOWLY = 0.1, 0.01  # weight of the latest measurement, of time a token and of chances
+_READ = 0.3  # the same, of the time to read a position of the text
+_LONG = 64  # positions that take so long to read that it can be measured
 _NUDGE = 1.05  # a draft step's time follows the median: one measurement moves it by this factor, however far off it is
 
 
@@ -78,13 +80,17 @@ class Advice:
         self._place: dict[int, int | None] = {0: 0}  # node of the growing tree -> node of `retrieved`
 
     def worth_drafting(self, frontier: Frontier) -> bool:
+        return self.surplus(frontier) > 0
+
+    def surplus(self, frontier: Frontier) -> float:
+        """Accepted tokens that a step over these nodes is expected to bring beyond what it must."""
         gain = 0.0
         for node, parent, token, confidence in zip(
             frontier.nodes, frontier.parents, frontier.tokens, frontier.confidence, strict=True
         ):
             known = sum(self._known(node, parent, token)[1])
             gain += confidence * max(0.0, 1 - known) * self.rescue
-        return gain > self.needed
+        return gain - self.needed
 
     def candidates(self, node: int, parent: int, token: int, seen: Following | None) -> Following:
         return self.merge.following(seen, self._known(node, parent, token))
@@ -112,7 +118,9 @@ class HybridDrafter(Drafter):
         self._choice = Choice(tried=3, retried=16, kept=0.95)  # with the head, or without
         self._rounds = 0
         self._step_s = 0.001  # the time of a draft step, with all that goes with it
+        self._read_s = 4e-5  # the head's time to read a position of the text
         self._token_s = 0.01  # the engine's time for a token
+        self._foregone_s: dict[int, float] = {}  # per request, what the head would have brought since it drafted last
         self._observed_s: dict[int, float] = {}
         self._retrieved: dict[int, dict[tuple[int, ...], TokenTree]] = {}  # per request, by continuation
         self._unlearned: list[tuple[TokenTree, list[Following], list[int]]] = []
@@ -130,7 +138,7 @@ class HybridDrafter(Drafter):
         return self.head.forward_s
 
     def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
-        self._retrieved[request] = {}
+        self._retrieved[request], self._foregone_s[request] = {}, 0.0
         for drafter in (*self.memories, self.head):
             drafter.start(request, prompt, sampling)
 
@@ -145,27 +153,46 @@ class HybridDrafter(Drafter):
         if self._choice.second and self.memories:
             return trees
         advice = [Advice(self.merge, tree, self._step_s / self._token_s, self._rescue) for tree in trees]
-        drafting = [row for row, tree in enumerate(trees) if advice[row].worth_drafting(_root_of(tree))]
+        surplus = [one.surplus(_root_of(tree)) for one, tree in zip(advice, trees, strict=True)]
+        drafting = [row for row in range(len(trees)) if surplus[row] > 0]
 
         def so_far(grown: Callable[[], dict[int, TokenTree]]) -> None:
             assert between_steps is not None
             between_steps(lambda: dict(enumerate(trees)) | {drafting[i]: tree for i, tree in grown().items()})
 
-        if drafting:
-            started, steps = time.perf_counter(), self.head.steps
+        if drafting and self._may_read(request, max(surplus)):
+            started, steps, behind = time.perf_counter(), self.head.steps, self.head.behind(request)
             grown = self.head.propose_many(
                 request, [continuations[i] for i in drafting], between_steps and so_far, [advice[i] for i in drafting]
             )
-            if self.head.steps > steps:
-                taken_s = (time.perf_counter() - started) / (self.head.steps - steps)
-                self._step_s *= _NUDGE if taken_s > self._step_s else 1 / _NUDGE
+            self._time_head(time.perf_counter() - started, self.head.steps - steps, behind)
             for row, tree in zip(drafting, grown, strict=True):
                 if len(tree) > 1:
                     trees[row] = _with_sources(tree, trees[row], self.head.source)
         return trees
 
+    def _may_read(self, request: int, surplus: float) -> bool:
+        """Whether the head is to read what it has missed of the text, in order to draft.
+
+        Nobody knows how long the answer will be, so it waits until it would have brought as much as the reading costs:
+        then both mistakes, reading too early or too late, cost at most that.
+        """
+        self._foregone_s[request] += surplus * self._token_s
+        may = not self.memories or self._foregone_s[request] > self.head.behind(request) * self._read_s
+        if may:
+            self._foregone_s[request] = 0.0
+        return may
+
+    def _time_head(self, taken_s: float, steps: int, behind: int) -> None:
+        """The head has read so many positions, and then drafted in so many steps."""
+        if behind > _LONG:
+            self._read_s += _READ * (max(0.0, taken_s - steps * self._step_s) / behind - self._read_s)
+        elif steps:
+            self._step_s *= _NUDGE if taken_s / steps > self._step_s else 1 / _NUDGE
+
     def following(self, request: int, continuations: Sequence[Sequence[int]]) -> list[Following]:
-        seen = self.head.following(request, continuations)
+        resting = self.memories and (self._choice.second or self.head.behind(request) > _LONG)
+        seen = [([], [])] * len(continuations) if resting else self.head.following(request, continuations)
         retrieved = [self._retrieve(request, continuation) for continuation in continuations]
         return [
             self.merge.following(model if model[0] else None, followings(tree)[0])
@@ -202,6 +229,7 @@ class HybridDrafter(Drafter):
     def finish(self, request: int) -> None:
         self._observed_s.pop(request, None)
         self._retrieved.pop(request, None)
+        self._foregone_s.pop(request, None)
         for drafter in (*self.memories, self.head):
             drafter.finish(request)
 
