@@ -111,15 +111,17 @@ def test_how_often_the_head_knows_what_retrieval_misses_is_learned(tmp_path: Pat
 def test_a_head_reads_a_long_text_only_when_it_would_have_brought_as_much_as_that_takes(
     tmp_path: Path, target: TargetWeights
 ) -> None:
-    drafter = hybrid(tmp_path, target)
-    drafter._step_s, drafter._token_s = 0.0, 1.0
-    drafter._read_s = 1.5 / drafter.head.behind(1)  # reading costs as much as one token and a half
-    used = []
-    for _ in range(4):
-        before = drafter.head.steps
-        drafter.propose(1)
-        used.append(drafter.head.steps > before)
-    assert not used[0] and used[-1] and drafter.head.behind(1) == 0
+    def rounds_without(reading_s: float) -> int:
+        drafter = hybrid(tmp_path, target)
+        drafter._step_s, drafter._token_s = 0.0, 1.0
+        drafter._read_s = reading_s / drafter.head.behind(1)
+        rounds = 0
+        while drafter.propose(1) and not drafter.head.steps:
+            rounds += 1
+        assert drafter.head.behind(1) == 0
+        return rounds
+
+    assert rounds_without(0.0) == 0 < rounds_without(0.5) < rounds_without(2.0)
 
 
 def test_how_far_the_heads_logits_usually_miss_is_kept(tmp_path: Path, target: TargetWeights) -> None:
