@@ -29,5 +29,5 @@ async def test_a_contestant_that_cannot_answer_is_left_out_and_closed(monkeypatc
         return failing
 
     monkeypatch.setattr(bench, "start_contestant", start)
-    assert await bench.start_all(["pld"], Config(), None, [1], Console(quiet=True)) == {}
+    assert await bench.start_all(["pld"], Config(model="any"), None, [1], Console(quiet=True)) == {}
     assert failing.closed
