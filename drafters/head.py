@@ -28,6 +28,7 @@ from engine.tree import TokenTree
 
 SOURCE = 8
 _FORESEEN = 10  # candidates behind each node, for ranking outcomes where the policy wants fewer
+_USUAL_ROWS = 24  # a layer of a tree seldom has more nodes
 _TREES = 12  # as large as the policy's largest, that a request has room for: those of the likeliest outcomes
 
 
@@ -97,8 +98,11 @@ class Head(ABC):
         device = config.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        head = cls.load(path, TargetWeights.read(config.model), device)
-        return HeadDrafter(head, policy_of(options, cls.published_growth), SOURCE, options.shared_noise)
+        target = TargetWeights.read(config.model)
+        head = cls.load(path, target, device)
+        drafter = HeadDrafter(head, policy_of(options, cls.published_growth), SOURCE, options.shared_noise)
+        drafter.warm_up(target.hidden_size)
+        return drafter
 
     @abstractmethod
     def open(self, prompt: Sequence[int], capacity: int, scratch: int) -> Session:
@@ -191,6 +195,22 @@ class HeadDrafter(Drafter):
             advisers = advice[len(trees) : len(trees) + len(group)] if advice else [None] * len(group)
             trees += self._grow(state, roots, tokens, advisers, between_steps, len(trees))
         return trees
+
+    @torch.inference_mode()
+    def warm_up(self, hidden_size: int) -> None:
+        """Draft for a text of no meaning. On a CPU a product's kernel is made when a number of rows first occurs, 2 ms
+        for each; that is not to happen in a request. hidden_size: the target's.
+        """
+        self.start(0, [0, 0], SamplingParams(max_tokens=1))
+        features = np.zeros((2, len(self.feature_layers), hidden_size), np.float32)
+        self.observe(0, Verdict(TokenTree.root_only(0), [0], [0], features if self.feature_layers else None))
+        session = self._requests[0].session
+        session.root()
+        if session.depth_limit is None:
+            for rows in range(1, min(self.policy.max_expansions, _USUAL_ROWS) + 1):
+                session.clear()
+                session.extend([0] * rows, [0] * rows)
+        self.finish(0)
 
     @torch.inference_mode()
     def following(self, request: int, continuations: Sequence[Sequence[int]]) -> list[Following]:
