@@ -58,7 +58,7 @@ def bench(
 
         every = [name for name in CONTESTANTS if not name.startswith("+")] + list(PEERS)
         groups = {"all": every, "ablation": list(ABLATION)}
-        names = groups.get(methods) or _names(methods)
+        names = groups.get(methods) or names_in(methods)
         settings = configuration.load(config, overrides(set_))
         samplings = [
             SamplingParams(max_tokens=max_tokens, temperature=value, seed=seed).validate()
@@ -171,7 +171,7 @@ def check(
         settings = configuration.load(config, overrides(set_))
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed).validate()
         comparisons = await run_check(
-            settings, _names(methods), _names(transports), _files(questions), limit, sampling, console
+            settings, names_in(methods), names_in(transports), _files(questions), limit, sampling, console
         )
         dtype = str(Target.load(settings.model, settings.dtype, settings.device).dtype).removeprefix("torch.")
         table, wrong = report(comparisons, dtype)
@@ -207,7 +207,7 @@ def qa(
 
         if not questions:
             raise ConfigError("--questions: name at least one JSONL file with rows of category nq, rag or qa")
-        names = _names(methods)
+        names = names_in(methods)
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed).validate()
         settings, weights = configuration.load(config, overrides(set_)), heads if heads.is_dir() else None
         retrieval, lines = await run_qa(settings, names, questions, limit, passages, sampling, weights, console)
@@ -230,5 +230,6 @@ def _files(questions: list[Path] | None) -> list[Path]:
     return questions
 
 
-def _names(listed: str) -> list[str]:
+def names_in(listed: str) -> list[str]:
+    """What a comma-separated option lists."""
     return [name.strip() for name in listed.split(",")]

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.bench import run_bench, summary
-from benchmarks.commands import write_report
+from benchmarks.commands import names_in, write_report
 from benchmarks.costs import LLAMA_8B, TOY, Shapes, cost_table, llama, time_drafting, time_verification
 from drafters.training.run import train
 from engine import config as configuration
@@ -148,7 +148,7 @@ def run_all(
     loss = train_target(plan, rows_of_text(data, words, plan.length), words, device, minutes, target)
     console.print(f"target trained for {minutes:g} min, last loss {loss:.2f}")
     train("eagle3", str(target), data, heads / "eagle3", steps=plan.head_steps, prompts=plan.prompts, device=device)
-    names = [name.strip() for name in methods.split(",")]
+    names = names_in(methods)
     settings = configuration.load({"model": str(target), "device": device, "dtype": "bfloat16"})
     samplings = [SamplingParams(max_tokens=max_tokens, temperature=t).validate() for t in (0.0, 1.0)]
     rows = asyncio.run(run_bench(settings, names, questions, out, limit, samplings, 1, heads, console))

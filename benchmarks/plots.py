@@ -111,12 +111,11 @@ def cost_curve(rows: Sequence[Row], path: Path) -> None:
     groups: dict[int, list[tuple[int, float]]] = {}
     for nodes, times in seen.items():
         groups.setdefault(bisect(SIZES, nodes), []).extend((nodes, ms) for ms in times)
+    axis.set(xlabel="nodes verified in a forward, n", ylabel="t(n), ms")
     if not seen:  # answers of one token: no round followed
-        axis.set(xlabel="nodes verified in a forward, n", ylabel="t(n), ms")
         return _save(figure, path)
     points = [[median(column) for column in zip(*groups[group], strict=True)] for group in sorted(groups)]
     axis.plot(*zip(*points, strict=True), marker="o", markersize=3, color=OURS, label="median")
-    axis.set(xlabel="nodes verified in a forward, n", ylabel="t(n), ms")
     axis.set_ylim(0, 1.15 * float(np.quantile([t for times in seen.values() for t in times], 0.99)))
     if 1 in seen:
         one = median(seen[1])

@@ -17,7 +17,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from benchmarks.commands import draw_calibration
+from benchmarks.commands import draw_calibration, names_in
 from drafters.base import Drafter, Verdict
 from drafters.experience import Reliability
 from engine.errors import ConfigError, TalonError
@@ -137,7 +137,7 @@ def replay(
 ) -> None:
     """What retrieval would give on recorded answers: mean accepted tokens and lookup times, without a model."""
     try:
-        listed = [name.strip() for name in names.split(",")]
+        listed = names_in(names)
         results = _run(trace, tokenizer, listed, limit, budget, calibration)
     except TalonError as error:
         typer.echo(f"talon: {error}", err=True)

@@ -69,8 +69,10 @@ class FeatureSession(Session):
         # computed when first needed: a verdict whose next tree is ready already must not wait for it
         self._pending.append((start, features, tokens))
         self.synced = start + len(tokens)
-        self.behind += len(tokens)
         self.nodes, self._root_logits = 1, None
+
+    def behind(self) -> int:
+        return sum(len(tokens) for _, _, tokens in self._pending)
 
     def root(self) -> Tensor:
         if self._pending:
@@ -81,7 +83,6 @@ class FeatureSession(Session):
                 chunk = slice(at, at + _SYNC_CHUNK)
                 self._sync(positions[chunk], features[chunk], tokens[chunk])
             self._pending.clear()
-            self.behind = 0
         if self._root_logits is None:
             self._root_logits = self.head.logits(self.features[:1])
         return self._root_logits

@@ -36,12 +36,10 @@ class Session(ABC):
     """One request's state in a head. Node 0 is the last synced token; other nodes are drafted below it.
 
     synced: features have been committed for this many positions of the text; the token at that index is node 0.
-    Before the first commit it is 0 and there is no node. depth_limit: nodes this deep predict nothing. behind:
-    positions of the text that the next `root` reads first.
+    Before the first commit it is 0 and there is no node. depth_limit: nodes this deep predict nothing.
     """
 
     synced: int = 0
-    behind: int = 0
     depth_limit: int | None = None
 
     @abstractmethod
@@ -51,6 +49,10 @@ class Session(ABC):
 
         Drops all drafted nodes. `start` is `synced` unless features got lost in between; then the head does without.
         """
+
+    def behind(self) -> int:
+        """Positions of the text that the next `root` reads first."""
+        return 0
 
     @abstractmethod
     def root(self) -> Tensor:
@@ -245,7 +247,7 @@ class HeadDrafter(Drafter):
 
     def behind(self, request: int) -> int:
         """Positions of the text that the head has not read, and will when it drafts next."""
-        return self._requests[request].session.behind
+        return self._requests[request].session.behind()
 
     def learned(self) -> Learned:
         return {f"{self.head.method}.error": np.array([self.error.value])}

@@ -66,17 +66,18 @@ class SmallSession(Session):
         self.model, self.scratch = model, scratch
         self.cache = model.new_cache(capacity + scratch)
         self.unread = list(prompt)
-        self.behind = len(prompt)
         self.tokens, self.parents = [prompt[-1]], [-1]
         self.synced = len(prompt) - 1
         self._root_logits: Tensor | None = None
 
     def commit(self, start: int, features: Tensor | None, tokens: list[int]) -> None:
         self.unread += tokens
-        self.behind += len(tokens)
         self.synced = start + len(tokens)
         self.clear()
         self.tokens[0], self._root_logits = tokens[-1], None
+
+    def behind(self) -> int:
+        return len(self.unread)
 
     def root(self) -> Tensor:
         if self._root_logits is None:
@@ -84,7 +85,7 @@ class SmallSession(Session):
             self.cache.pending = 0
             for at in range(0, len(self.unread), _CHUNK):
                 logits, _ = self.model.prefill(self.cache, self.unread[at : at + _CHUNK])
-            self.unread, self.behind, self._root_logits = [], 0, logits[None]
+            self.unread, self._root_logits = [], logits[None]
             self.cache.length -= 1
             self.cache.pending = 1
         return self._root_logits
