@@ -124,6 +124,7 @@ class HybridDrafter(Drafter):
         self._observed_s: dict[int, float] = {}
         self._retrieved: dict[int, dict[tuple[int, ...], TokenTree]] = {}  # per request, by continuation
         self._unlearned: list[tuple[TokenTree, list[Following], list[int]]] = []
+        self._unread: list[tuple[int, Verdict]] = []  # by the head
 
     @classmethod
     def from_config(cls, config: Config) -> HybridDrafter:
@@ -148,9 +149,11 @@ class HybridDrafter(Drafter):
     def propose_many(
         self, request: int, continuations: Sequence[Sequence[int]], between_steps: BetweenSteps | None = None
     ) -> list[TokenTree]:
+        if not self._resting:
+            self._catch_up()
         trees = [self._retrieve(request, continuation) for continuation in continuations]
         self._retrieved[request].update(zip(map(tuple, continuations), trees, strict=True))
-        if self._choice.second and self.memories:
+        if self._resting:
             return trees
         advice = [Advice(self.merge, tree, self._step_s / self._token_s, self._rescue) for tree in trees]
         surplus = [one.surplus(_root_of(tree)) for one, tree in zip(advice, trees, strict=True)]
@@ -191,8 +194,9 @@ class HybridDrafter(Drafter):
             self._step_s *= _NUDGE if taken_s / steps > self._step_s else 1 / _NUDGE
 
     def following(self, request: int, continuations: Sequence[Sequence[int]]) -> list[Following]:
-        resting = self.memories and (self._choice.second or self.head.behind(request) > _LONG)
-        seen = [([], [])] * len(continuations) if resting else self.head.following(request, continuations)
+        self._catch_up()
+        blind = self._resting or (self.memories and self.head.behind(request) > _LONG)
+        seen = [([], [])] * len(continuations) if blind else self.head.following(request, continuations)
         retrieved = [self._retrieve(request, continuation) for continuation in continuations]
         return [
             self.merge.following(model if model[0] else None, followings(tree)[0])
@@ -202,17 +206,31 @@ class HybridDrafter(Drafter):
     def observe(self, request: int, verdict: Verdict) -> None:
         self.settle()
         known, tokens = self._retrieved[request], verdict.tokens
-        retrieved = known[()] if () in known else self._retrieve(request, ())
-        self._unlearned.append((retrieved, self.head.seen(request, tokens[:-1]), tokens))
+        if not self._resting:  # what retrieval drafts alone, its own calibration covers
+            retrieved = known[()] if () in known else self._retrieve(request, ())
+            self._unlearned.append((retrieved, self.head.seen(request, tokens[:-1]), tokens))
         self._retrieved[request] = {(): known[ahead]} if (ahead := tuple(tokens)) in known else {}
         self._time(request, len(tokens))
-        for drafter in (*self.memories, self.head):
-            drafter.observe(request, verdict)
+        for memory in self.memories:
+            memory.observe(request, verdict)
+        self._unread.append((request, verdict))
 
     def settle(self) -> None:
+        self._catch_up()
         for retrieved, seen, tokens in self._unlearned:
             self._learn(retrieved, seen, tokens)
         self._unlearned.clear()
+
+    @property
+    def _resting(self) -> bool:
+        """Whether retrieval drafts alone for now."""
+        return self._choice.second and bool(self.memories)
+
+    def _catch_up(self) -> None:
+        """Let the head know of the verdicts it has not heard: a tree without it need not wait for that."""
+        for request, verdict in self._unread:
+            self.head.observe(request, verdict)
+        self._unread.clear()
 
     def _time(self, request: int, tokens: int) -> None:
         """A round brought so many tokens; one request alone shows what it took, and whether the head is worth it."""
@@ -227,6 +245,7 @@ class HybridDrafter(Drafter):
         self._observed_s[request] = now
 
     def finish(self, request: int) -> None:
+        self._catch_up()
         self._observed_s.pop(request, None)
         self._retrieved.pop(request, None)
         self._foregone_s.pop(request, None)

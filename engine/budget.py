@@ -16,6 +16,8 @@ from engine.tree import TokenTree
 
 SIZES = (1, 8, 16, 32, 64)  # nodes at which the cost is known; forwards are as dear as the next larger one
 _NEW = 0.1  # weight of the latest measurement
+_ELSEWHERE = 0.03  # its weight for the other sizes: what slows one forward, a longer text say, slows them all
+_PASSES = 4  # over all sizes, at start-up
 _SLOW_S = 0.5  # no larger size is tried at start-up once a forward takes this long
 
 
@@ -28,23 +30,26 @@ class CostCurve:
     @classmethod
     def measure(cls, forward_s: Callable[[int], float], largest: int) -> CostCurve:
         """forward_s: runs a forward over so many nodes and returns its time. largest: nodes a tree may have."""
-        seconds: dict[int, float] = {}
+        sizes: list[int] = []
         for size in [size for size in SIZES if size < largest] + [largest]:
-            forward_s(size)  # the first of a size prepares things
-            seconds[size] = min(forward_s(size) for _ in range(3))
-            if seconds[size] > _SLOW_S:
+            sizes.append(size)
+            if forward_s(size) > _SLOW_S:  # the first of a size prepares things, too
                 break
-        return cls(seconds)
+        # in turns, so that what else the machine does meanwhile (the drafter loads) does not fall on one size
+        times = [[forward_s(size) for size in sizes] for _ in range(_PASSES)]
+        return cls({size: min(taken) for size, taken in zip(sizes, zip(*times, strict=True), strict=True)})
 
     def observe(self, nodes: int, seconds: float) -> None:
         """A forward over `nodes` took so long."""
         size = self._size(nodes)
-        self._seconds[size] += _NEW * (seconds - self._seconds[size])
+        error = seconds / self._seconds[size] - 1
+        for known in self._seconds:
+            self._seconds[known] *= 1 + (_NEW if known == size else _ELSEWHERE) * error
 
     def seconds(self, nodes: int) -> float:
-        """t(n); beyond the largest size measured, in proportion to it."""
+        """t(n); beyond the largest size measured, in proportion to it. A smaller forward is never dearer."""
         size = self._size(nodes)
-        return self._seconds[size] * max(1.0, nodes / size)
+        return min(taken for known, taken in self._seconds.items() if known >= size) * max(1.0, nodes / size)
 
     def _size(self, nodes: int) -> int:
         return next((size for size in self._seconds if size >= nodes), next(reversed(self._seconds)))

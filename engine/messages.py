@@ -133,7 +133,7 @@ class Verdict(Message, frozen=True, kw_only=True):
 
     following: the draft the next round uses, 0 while it is not known. ahead: whether to draft for the outcomes of that
     round while it runs. alone: the next round verifies the root alone rather than wait for a draft. Arrays: path,
-    tokens, features, successors.
+    tokens, features (the bits of bfloat16 numbers: heads need no more, and the prompt's take megabytes), successors.
     """
 
     request: int
@@ -172,7 +172,7 @@ AnyMessage = Union[  # noqa: UP007 - msgspec reads the union at run time, on Pyt
 ARRAYS: dict[type, tuple[tuple[str, int], ...]] = {  # dtype and dimensions
     Submit: (("int32", 1),),
     Start: (("int32", 1),),
-    Verdict: (("int32", 1), ("int32", 1), ("float32", 3), ("int32", 2)),
+    Verdict: (("int32", 1), ("int32", 1), ("uint16", 3), ("int32", 2)),
     Draft: (("int32", 1), ("int32", 1), ("float32", 1), ("uint8", 1)),
 }
 
@@ -212,3 +212,8 @@ def decode(frames: Sequence[bytes], expected: tuple[type, ...]) -> tuple[Any, li
 
 def _specs(message: Message) -> tuple[tuple[str, int], ...]:
     return ARRAYS.get(type(message), ())
+
+
+def from_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """The numbers whose bits these are, in an array of the same shape."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)

@@ -195,7 +195,7 @@ class Verifier:
         assert self.drafter is not None
         if round_.features is not None:
             decoding.features.append(_wire(round_.features))
-        features = np.concatenate(decoding.features) if decoding.features else np.zeros((0, 0, 0), np.float32)
+        features = np.concatenate(decoding.features) if decoding.features else np.zeros((0, 0, 0), np.uint16)
         decoding.features = []
         verdict = Verdict(
             request=decoding.request,
@@ -349,5 +349,5 @@ class Verifier:
 
 
 def _wire(features: Tensor) -> Any:
-    """[positions, layers, hidden] as float32 on the CPU."""
-    return features.float().cpu().numpy()
+    """[positions, layers, hidden] as a `Verdict` carries them."""
+    return features.to("cpu", torch.bfloat16).view(torch.uint16).numpy()

@@ -113,6 +113,7 @@ def test_a_head_reads_a_long_text_only_when_it_would_have_brought_as_much_as_tha
 ) -> None:
     def rounds_without(reading_s: float) -> int:
         drafter = hybrid(tmp_path, target)
+        drafter.settle()
         drafter._step_s, drafter._token_s = 0.0, 1.0
         drafter._read_s = reading_s / drafter.head.behind(1)
         rounds = 0

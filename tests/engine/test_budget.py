@@ -53,8 +53,20 @@ def test_a_forward_costs_what_the_next_larger_size_measured_costs() -> None:
 def test_the_curve_follows_what_forwards_take() -> None:
     curve = CostCurve(STEEP)
     for _ in range(100):
-        curve.observe(7, 0.5)
-    assert curve.seconds(8) == pytest.approx(0.5, rel=1e-3) and curve.seconds(16) == 0.040
+        curve.observe(7, 0.03)
+    assert curve.seconds(8) == pytest.approx(0.03, rel=1e-3)
+
+
+def test_what_slows_one_forward_is_expected_to_slow_the_others() -> None:
+    curve = CostCurve(STEEP)
+    for _ in range(20):
+        curve.observe(8, 1.2 * STEEP[8])
+    assert STEEP[32] < curve.seconds(32) < 1.2 * STEEP[32]
+
+
+def test_a_smaller_forward_is_never_dearer_than_a_larger_one() -> None:
+    curve = CostCurve({1: 0.010, 8: 0.090, 16: 0.040})
+    assert curve.seconds(8) == curve.seconds(16) == 0.040
 
 
 @given(st.floats(0.001, 0.1), st.integers(1, 8))

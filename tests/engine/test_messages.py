@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from engine.errors import ProtocolError
 from engine.messages import (
@@ -24,11 +25,12 @@ from engine.messages import (
     Verdict,
     decode,
     encode,
+    from_bfloat16,
 )
 from engine.sampling import SamplingParams
 
 INTS = np.array([3, 1, 2], np.int32)
-FEATURES, SUCCESSORS = np.ones((2, 1, 4), np.float32), np.ones((3, 2), np.int32)
+FEATURES, SUCCESSORS = np.ones((2, 1, 4), np.uint16), np.ones((3, 2), np.int32)
 EXAMPLES: list[tuple[Message, list[Any]]] = [
     (Submit(request=1, sampling=SamplingParams(temperature=0.5, stop=("x",))), [INTS]),
     (Cancel(request=1), []),
@@ -73,9 +75,15 @@ def test_there_is_an_example_of_every_message_with_arrays() -> None:
 def test_empty_features_survive_the_wire() -> None:
     message = Verdict(request=1, round=2, draft=3, following=0)
     _, arrays = decode(
-        frames_of(message, [INTS, INTS, np.zeros((0, 0, 0), np.float32), np.zeros((0, 0), np.int32)]), EVERY
+        frames_of(message, [INTS, INTS, np.zeros((0, 0, 0), np.uint16), np.zeros((0, 0), np.int32)]), EVERY
     )
     assert arrays[2].shape == (0, 0, 0)
+
+
+def test_features_keep_the_accuracy_of_bfloat16() -> None:
+    numbers = torch.tensor([[[0.0, -1.0, 3.14159, 1e30, -torch.inf]]])
+    bits = numbers.to(torch.bfloat16).view(torch.uint16).numpy()
+    assert np.array_equal(from_bfloat16(bits), numbers.to(torch.bfloat16).float().numpy())
 
 
 def test_a_message_for_somebody_else_is_refused() -> None:

@@ -55,7 +55,7 @@ def random_message(draw: random.Random) -> list[Any]:
     request, number = draw.randrange(4), draw.randrange(6)
     tokens = [draw.randrange(-2, 262) for _ in range(draw.randrange(4))]
     path = sorted(draw.randrange(-1, 6) for _ in range(draw.randrange(4)))
-    features = np.zeros((draw.randrange(3),) * 3, np.float32)
+    features = np.zeros((draw.randrange(3),) * 3, np.uint16)
     messages: list[tuple[Message, list[Any]]] = [
         (Start(request=request, round=number, sampling=SamplingParams(max_tokens=9)), [tokens]),
         (
