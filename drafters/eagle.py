@@ -8,13 +8,12 @@ Llama layer `layers.0.*` without input norm. The target's own lm_head gives the 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from drafters.checkpoint import Checkpoint, TargetWeights
 from drafters.feature_session import FeatureHead
 from drafters.growth import EAGLE_25, Static
-from drafters.layers import DecoderLayer, KVCache, Linear, draft_dtype, llama_config
+from drafters.layers import DecoderLayer, KVCache, Linear, PairLinear, draft_dtype, llama_config
 
 
 class EagleHead(FeatureHead):
@@ -34,15 +33,16 @@ class EagleHead(FeatureHead):
         embedding = target.embedding
         if not checkpoint.config.get("target_embeddings", False):
             embedding = checkpoint.take("embed_tokens.weight", target.vocab_size, hidden)
-        self.embedding = embedding.to(device, self.dtype)
         bias = checkpoint.take("fc.bias", hidden) if checkpoint.config.get("bias", True) else None
-        self.fc = Linear(
+        self.fc = PairLinear(
+            embedding.to(device, self.dtype),
             checkpoint.take("fc.weight", hidden, 2 * hidden).to(device, self.dtype),
             None if bias is None else bias.to(device, self.dtype),
         )
         self.layer = DecoderLayer(
             config, lambda name, *shape: checkpoint.take(f"layers.0.{name}", *shape), hidden, device, self.dtype
         )
+        self.qkv = Linear(*self.layer.qkv)
         self.lm_head = Linear(target.lm_head.to(device, self.dtype))
         checkpoint.ignore("rotary_emb.inv_freq")
         checkpoint.finish()
@@ -57,8 +57,8 @@ class EagleHead(FeatureHead):
     def forward(
         self, features: Tensor, tokens: Tensor, positions: Tensor, cache: KVCache, start: int, mask: Tensor | None
     ) -> Tensor:
-        x = self.fc(torch.cat([F.embedding(tokens, self.embedding), features], dim=-1))
-        return self.layer(x, x, positions, cache, start, mask)
+        x = self.fc(tokens, features)
+        return self.layer(self.qkv(x), x, positions, cache, start, mask)
 
     def logits(self, features: Tensor) -> Tensor:
         return self.lm_head(features)

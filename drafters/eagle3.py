@@ -11,13 +11,12 @@ the attention's output to the normalised feature, `eagle_aux_hidden_state_layer_
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from drafters.checkpoint import Checkpoint, TargetWeights
 from drafters.feature_session import FeatureHead
 from drafters.growth import Dynamic
-from drafters.layers import DecoderLayer, KVCache, Linear, RMSNorm, draft_dtype, llama_config
+from drafters.layers import DecoderLayer, KVCache, Linear, PairLinear, RMSNorm, draft_dtype, llama_config
 from engine.errors import DrafterMismatch
 
 
@@ -52,12 +51,12 @@ class Eagle3Head(FeatureHead):
         self.target_ids = self._target_ids(checkpoint, vocab, target.vocab_size).to(device)
         self.fc = Linear(take("fc.weight", hidden, 3 * target_hidden))
         embedding_norm = RMSNorm(take("midlayer.input_layernorm.weight", hidden), config.rms_norm_eps)
-        # normalised once instead of in every step
-        self.embedding = embedding_norm((target.embedding if own is None else own).to(device, self.dtype))
+        embedding = embedding_norm((target.embedding if own is None else own).to(device, self.dtype))
         self.feature_norm = RMSNorm(take("midlayer.hidden_norm.weight", hidden), config.rms_norm_eps)
         self.layer = DecoderLayer(
             config, lambda name, *shape: checkpoint.take(f"midlayer.{name}", *shape), 2 * hidden, device, self.dtype
         )
+        self.qkv = PairLinear(embedding, *self.layer.qkv)
         self.norm = RMSNorm(take("norm.weight", hidden), config.rms_norm_eps)
         self.lm_head = Linear(take("lm_head.weight", vocab, hidden))
         checkpoint.ignore("rotary_emb.inv_freq")
@@ -105,8 +104,8 @@ class Eagle3Head(FeatureHead):
         self, features: Tensor, tokens: Tensor, positions: Tensor, cache: KVCache, start: int, mask: Tensor | None
     ) -> Tensor:
         normed = self.feature_norm(features)
-        x = torch.cat([F.embedding(tokens, self.embedding), normed], dim=-1)
-        return self.layer(x, normed if self.norm_before_residual else features, positions, cache, start, mask)
+        residual = normed if self.norm_before_residual else features
+        return self.layer(self.qkv(tokens, normed), residual, positions, cache, start, mask)
 
     def logits(self, features: Tensor) -> Tensor:
         return self.lm_head(self.norm(features))

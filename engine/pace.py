@@ -6,38 +6,47 @@ from typing import Literal
 
 Mode = Literal["sequential", "async", "auto"]
 
+FIRST_ROUNDS = 24  # in which a drafter may still be trying things itself; they do not count
 TRIED_ROUNDS = 16  # of one mode in a row, while `auto` compares them
 TRIED_TURNS = 3  # of each mode
 _GAIN = 0.97  # drafting ahead must take less than this share of the time in turns for a token
+_WORTH = 0.2  # of a round: a shorter wait for the draft is not worth trying to avoid, it would cost the target a core
 
 
 class Pace:
     """The mode under way. alone, beside: threads of the target while the drafter rests, and while it works.
 
-    `auto` lets the modes take turns for some rounds and stays with what takes less time a token.
+    `auto` lets the modes take turns for some rounds and stays with what takes less time a token. Where drafts take so
+    little time that there is nothing to gain, it does not try.
     """
 
     def __init__(self, mode: Mode, alone: int, beside: int):
         self.alone, self.beside = alone, beside
         self.ahead = mode == "async"
         self._undecided = mode == "auto"
-        self._rounds = 0
+        self._rounds = -FIRST_ROUNDS
+        self._waited_s = 0.0
         self._tokens, self._seconds = {False: 0, True: 0}, {False: 0.0, True: 0.0}
 
     @property
     def threads(self) -> int:
         return self.beside if self.ahead else self.alone
 
-    def observe(self, tokens: int, round_s: float) -> bool:
-        """A round with a drafter took so long for so many tokens. Returns whether `ahead` has changed."""
-        if not self._undecided:
+    def observe(self, tokens: int, round_s: float, forward_s: float) -> bool:
+        """A round with a drafter took so long for so many tokens, of which the target's forward took `forward_s`.
+        Returns whether `ahead` has changed.
+        """
+        self._rounds += self._undecided
+        if not self._undecided or self._rounds <= 0:
             return False
         before = self.ahead
-        self._rounds += 1
         if self._rounds % TRIED_ROUNDS != 1:  # the first still pays for the change
             self._tokens[before] += tokens
             self._seconds[before] += round_s
-        if self._rounds == 2 * TRIED_TURNS * TRIED_ROUNDS:
+            self._waited_s += round_s - forward_s
+        if self._rounds == TRIED_ROUNDS and self._waited_s < _WORTH * self._seconds[False]:
+            self._undecided = False
+        elif self._rounds == 2 * TRIED_TURNS * TRIED_ROUNDS:
             in_turns, ahead = (self._seconds[mode] / self._tokens[mode] for mode in (False, True))
             self._undecided, self.ahead = False, ahead < _GAIN * in_turns
         elif self._rounds % TRIED_ROUNDS == 0:

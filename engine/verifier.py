@@ -237,7 +237,7 @@ class Verifier:
             return
         if self.pace.ahead:
             self.misses.observe(len(round_.tokens), round_s)
-        if self.pace.observe(len(round_.tokens), round_s):
+        if self.pace.observe(len(round_.tokens), round_s, round_.forward_ns / 1e9):
             torch.set_num_threads(self.pace.threads)
 
     # Whose turn it is.

@@ -1,21 +1,21 @@
 from __future__ import annotations
 
-from engine.pace import TRIED_ROUNDS, TRIED_TURNS, Choice, Pace
+from engine.pace import FIRST_ROUNDS, TRIED_ROUNDS, TRIED_TURNS, Choice, Pace
 
-TRIED = 2 * TRIED_TURNS * TRIED_ROUNDS
+TRIED = FIRST_ROUNDS + 2 * TRIED_TURNS * TRIED_ROUNDS
 
 
 def test_a_mode_that_is_named_stays() -> None:
     in_turns, ahead = Pace("sequential", 4, 2), Pace("async", 4, 2)
     assert (in_turns.ahead, in_turns.threads) == (False, 4)
     assert (ahead.ahead, ahead.threads) == (True, 2)
-    assert not any(pace.observe(1, seconds) for pace in (in_turns, ahead) for seconds in [1.0, 0.1] * 50)
+    assert not any(pace.observe(1, seconds, 0.01) for pace in (in_turns, ahead) for seconds in [1.0, 0.1] * 50)
 
 
 def decided(in_turns_s: float, ahead_s: float, tokens_ahead: int = 4) -> Pace:
     pace = Pace("auto", 4, 2)
     for _ in range(TRIED):
-        pace.observe(tokens_ahead if pace.ahead else 4, ahead_s if pace.ahead else in_turns_s)
+        pace.observe(tokens_ahead if pace.ahead else 4, ahead_s if pace.ahead else in_turns_s, 0.01)
     return pace
 
 
@@ -34,16 +34,28 @@ def test_auto_drafts_ahead_only_for_a_clear_gain() -> None:
 
 def test_once_decided_auto_tries_no_more() -> None:
     pace = decided(in_turns_s=0.03, ahead_s=0.02)
-    assert not any(pace.observe(1, 9.0) for _ in range(100))
+    assert not any(pace.observe(1, 9.0, 0.01) for _ in range(100))
     assert pace.ahead
 
 
 def test_the_modes_take_turns_and_every_change_is_told() -> None:
     pace = Pace("auto", 4, 2)
-    changes = [pace.observe(4, 0.02 if not pace.ahead else 0.03) for _ in range(TRIED)]
+    changes = [pace.observe(4, 0.02 if not pace.ahead else 0.03, 0.01) for _ in range(TRIED)]
     assert [at + 1 for at, changed in enumerate(changes) if changed] == list(
-        range(TRIED_ROUNDS, TRIED + 1, TRIED_ROUNDS)
+        range(FIRST_ROUNDS + TRIED_ROUNDS, TRIED + 1, TRIED_ROUNDS)
     )
+
+
+def test_where_drafts_are_hardly_waited_for_ahead_is_not_tried() -> None:
+    pace = Pace("auto", 4, 2)
+    assert not any(pace.observe(4, 0.020, 0.017) for _ in range(2 * TRIED))
+
+
+def test_what_the_first_rounds_take_does_not_count() -> None:
+    pace = Pace("auto", 4, 2)
+    for round_ in range(TRIED):
+        pace.observe(4, 0.9 if round_ < FIRST_ROUNDS else 0.020, 0.017)
+    assert not any(pace.observe(4, 0.9, 0.017) for _ in range(TRIED))
 
 
 def after(decisions: int, first: int, second: int) -> list[bool]:
