@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import numpy as np
 import typer
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from benchmarks.contestants import CONTESTANTS
 from benchmarks.figures import loops
@@ -29,7 +27,7 @@ from engine.cli import ConfigOption, SetOption, overrides, run
 from engine.config import Config
 from engine.errors import ConfigError
 from engine.sampling import SamplingParams
-from engine.target import Target
+from engine.target import Target, bfloat16_bits
 from engine.text import encode_text, load_tokenizer
 from engine.tree import TokenTree
 from engine.verification import Sampler, verify
@@ -70,7 +68,7 @@ def answer(
     tree, path = TokenTree.root_only(prompt[-1]), [0]
     tokens = [sampler.draw(sampler.choices(logits[None])[0])]
     while True:
-        verdict = Verdict(tree, path, tokens, _array(features))
+        verdict = Verdict(tree, path, tokens, None if features is None else bfloat16_bits(features))
         yield verdict
         if sampler.finish_reason is not None:
             break
@@ -184,7 +182,3 @@ def _draw(answers: Sequence[Shaped], out: Path) -> None:
     for a in answers:
         rounds.setdefault(a.suite, []).extend(a.rounds)
     tree_shapes({suite: mean_widths(some) for suite, some in rounds.items()}, rounds, out)
-
-
-def _array(features: Tensor | None) -> NDArray[Any] | None:
-    return None if features is None else features.float().cpu().numpy()

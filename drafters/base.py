@@ -22,8 +22,9 @@ class Verdict:
     """What the target said of one round.
 
     tree: the tree it verified. path: the accepted nodes, root first. tokens: what the round emitted, the path's
-    tokens below the root and the bonus token. features: [positions, layers, hidden] float32, the target's hidden states
-    of `Drafter.feature_layers` at the path's nodes (the whole prompt, for the verdict of the prefill), or None.
+    tokens below the root and the bonus token. features: [positions, layers, hidden] uint16 (`bfloat16_bits`), the
+    target's hidden states of `Drafter.feature_layers` at the path's nodes (the whole prompt, for the verdict of the
+    prefill), or None.
     successors: [nodes, Drafter.successors] int32, the target's likeliest tokens behind each node of the tree, best
     first, or None.
     """
@@ -31,7 +32,7 @@ class Verdict:
     tree: TokenTree
     path: list[int]
     tokens: list[int]
-    features: NDArray[np.float32] | None = None
+    features: NDArray[np.uint16] | None = None
     successors: NDArray[np.int32] | None = None
 
 

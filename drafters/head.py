@@ -204,7 +204,7 @@ class HeadDrafter(Drafter):
         for each; that is not to happen in a request. hidden_size: the target's.
         """
         self.start(0, [0, 0], SamplingParams(max_tokens=1))
-        features = np.zeros((2, len(self.feature_layers), hidden_size), np.float32)
+        features = np.zeros((2, len(self.feature_layers), hidden_size), np.uint16)
         self.observe(0, Verdict(TokenTree.root_only(0), [0], [0], features if self.feature_layers else None))
         session = self._requests[0].session
         session.root()
@@ -238,7 +238,8 @@ class HeadDrafter(Drafter):
         known = max(0, state.session.synced - start)
         if known >= len(verdict.features):
             return
-        features = torch.tensor(verdict.features[known:], device=self.head.device)  # messages' arrays are read-only
+        bits = torch.tensor(verdict.features[known:], device=self.head.device)  # copied: messages' arrays are read-only
+        features = bits.view(torch.bfloat16)
         state.session.commit(start + known, features, state.text[start + known + 1 :])
         state.forget_nodes()
 

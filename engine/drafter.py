@@ -20,7 +20,7 @@ from drafters.base import Drafter
 from drafters.base import Verdict as Observed
 from drafters.outcomes import likeliest
 from engine.errors import ProtocolError
-from engine.messages import Array, Draft, Finish, Heartbeat, Hello, Ready, Start, Stop, Verdict, from_bfloat16
+from engine.messages import Array, Draft, Finish, Heartbeat, Hello, Ready, Start, Stop, Verdict
 from engine.trace import Trace
 from engine.transport import Line
 from engine.tree import TokenTree
@@ -176,7 +176,7 @@ class DrafterWorker:
         request.proceed(outcome, message.alone)
         request.since_ns = 0 if request.wanted else started
         if not request.given_up:
-            features = from_bfloat16(arrays[2]) if arrays[2].size else None
+            features = arrays[2] if arrays[2].size else None
             successors = arrays[3] if len(arrays[3]) == len(tree) else None
             self.drafter.observe(message.request, Observed(tree, path, tokens, features, successors))
             if request.wanted is None:

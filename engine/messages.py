@@ -212,8 +212,3 @@ def decode(frames: Sequence[bytes], expected: tuple[type, ...]) -> tuple[Any, li
 
 def _specs(message: Message) -> tuple[tuple[str, int], ...]:
     return ARRAYS.get(type(message), ())
-
-
-def from_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """The numbers whose bits these are, in an array of the same shape."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)

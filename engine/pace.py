@@ -11,6 +11,7 @@ TRIED_ROUNDS = 16  # of one mode in a row, while `auto` compares them
 TRIED_TURNS = 3  # of each mode
 _GAIN = 0.97  # drafting ahead must take less than this share of the time in turns for a token
 _WORTH = 0.2  # of a round: a shorter wait for the draft is not worth trying to avoid, it would cost the target a core
+_SELDOM = 8  # times as long, at most, between trials of the other way as at first
 
 
 class Pace:
@@ -58,13 +59,15 @@ class Choice:
     """Two ways of going on; both are tried, then that is done which brings more tokens a second.
 
     tried: decisions for each way before they are compared. retried: decisions after which the other way is tried once
-    more. kept: of what was measured, with every decision. second: whether the second way is being gone.
+    more, twice as many each time that changes nothing. kept: of what was measured, with every decision. second: whether
+    the second way is being gone.
     """
 
     def __init__(self, tried: int, retried: int, kept: float):
         self.tried, self.retried, self.kept = tried, retried, kept
         self.second = False
-        self._decisions = 0
+        self._decisions, self._interval, self._better = 0, retried, False
+        self._next_trial = 2 * tried + retried
         self._tokens, self._seconds = {False: 0.0, True: 0.0}, {False: 0.0, True: 0.0}
 
     def observe(self, tokens: int, seconds: float) -> None:
@@ -81,6 +84,15 @@ class Choice:
         if self._decisions <= 2 * self.tried:
             self.second = self._decisions % 2 == 0
         else:
-            better = self._tokens[True] * self._seconds[False] > self._tokens[False] * self._seconds[True]
-            self.second = better != (self._decisions % self.retried == 0)
+            self.second = self._compare()
         return self.second
+
+    def _compare(self) -> bool:
+        better = self._tokens[True] * self._seconds[False] > self._tokens[False] * self._seconds[True]
+        if better != self._better:
+            self._better, self._interval = better, self.retried
+        trial = self._decisions >= self._next_trial
+        if trial:
+            self._interval = min(2 * self._interval, _SELDOM * self.retried)
+            self._next_trial = self._decisions + self._interval
+        return better != trial

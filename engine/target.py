@@ -213,6 +213,12 @@ def eos_tokens(generation_config: GenerationConfig) -> frozenset[int]:
     return frozenset([eos] if isinstance(eos, int) else eos or [])
 
 
+def bfloat16_bits(features: Tensor) -> NDArray[np.uint16]:
+    """The features, rounded to bfloat16, as messages carry them: numpy has no such type."""
+    bits: NDArray[np.uint16] = features.to("cpu", torch.bfloat16).view(torch.uint16).numpy()
+    return bits
+
+
 def has_native_bfloat16() -> bool:
     """Whether this CPU multiplies bfloat16 itself; where it does not, float32 was measured to be faster."""
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

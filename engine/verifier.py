@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +35,7 @@ from engine.messages import (
     Verdict,
 )
 from engine.pace import Choice, Pace
-from engine.target import Target
+from engine.target import Target, bfloat16_bits
 from engine.trace import Trace
 from engine.transport import Hub, Line
 from engine.tree import TokenTree
@@ -166,7 +165,7 @@ class Verifier:
         logits, features = self.target.prefill(decoding.cache, chunk, self.feature_layers)
         forward_ns = self._forward_ended("prefill", started, decoding, len(chunk))
         if features is not None:
-            decoding.features.append(_wire(features))
+            decoding.features.append(bfloat16_bits(features))
         if decoding.unread:
             self.busy_ns += forward_ns
             return
@@ -194,9 +193,9 @@ class Verifier:
     def _tell_drafter(self, decoding: Decoding, round_: Round) -> None:
         assert self.drafter is not None
         if round_.features is not None:
-            decoding.features.append(_wire(round_.features))
-        features = np.concatenate(decoding.features) if decoding.features else np.zeros((0, 0, 0), np.uint16)
-        decoding.features = []
+            decoding.features.append(bfloat16_bits(round_.features))
+        waiting, decoding.features = decoding.features or [np.zeros((0, 0, 0), np.uint16)], []
+        features = waiting[0] if len(waiting) == 1 else np.concatenate(waiting)
         verdict = Verdict(
             request=decoding.request,
             round=decoding.round,
@@ -346,8 +345,3 @@ class Verifier:
             self.control.send(Heartbeat())
             self.drafts.restore()
             self.trace.flush()
-
-
-def _wire(features: Tensor) -> Any:
-    """[positions, layers, hidden] as a `Verdict` carries them."""
-    return features.to("cpu", torch.bfloat16).view(torch.uint16).numpy()

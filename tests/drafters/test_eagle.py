@@ -18,6 +18,7 @@ from drafters.growth import Adaptive, Dynamic
 from drafters.head import HeadDrafter
 from engine.errors import DrafterMismatch, ModelError
 from engine.sampling import SamplingParams
+from engine.target import bfloat16_bits
 from engine.tree import TokenTree
 from tests.drafters import reference
 from tests.drafters.conftest import HIDDEN, LLAMA, VOCAB, layer_shapes, random_tensors, write_checkpoint
@@ -79,7 +80,9 @@ both = pytest.mark.parametrize("name", ["eagle", "eagle3"])
 
 
 def true_features(n: int, name: str, seed: int = 3) -> Tensor:
-    return torch.randn(n, 1 if name == "eagle" else 3, HIDDEN, generator=torch.Generator().manual_seed(seed))
+    """What a float32 head is to be given exactly, as messages carry it."""
+    shape = n, 1 if name == "eagle" else 3, HIDDEN
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().float()
 
 
 @both
@@ -124,11 +127,13 @@ def drafter_with_text(name: str, path: Path, target: TargetWeights, **options: o
 
 
 def prefill(name: str, tokens: list[int]) -> Verdict:
-    return Verdict(TokenTree.root_only(8), [0], tokens, true_features(4, name).numpy())
+    return Verdict(TokenTree.root_only(8), [0], tokens, bfloat16_bits(true_features(4, name)))
 
 
 def same(one: TokenTree, two: TokenTree) -> bool:
-    return one.tokens.tolist() == two.tokens.tolist() and np.allclose(one.confidence, two.confidence, atol=1e-5)
+    """Up to float32 rounding, which steps that feed on each other amplify."""
+    alike = np.allclose(one.confidence, two.confidence, atol=1e-5, rtol=1e-4)
+    return alike and one.tokens.tolist() == two.tokens.tolist() and one.parents.tolist() == two.parents.tolist()
 
 
 @both
@@ -170,10 +175,10 @@ def test_after_a_verdict_the_tree_is_that_of_a_drafter_that_read_the_text_at_onc
     drafter = drafter_with_text(name, tmp_path, target)
     tree = drafter.propose(1)
     more = true_features(2, name, seed=8)
-    drafter.observe(1, Verdict(tree, [0, 1], [int(tree.tokens[1]), 33], more.numpy()))
+    drafter.observe(1, Verdict(tree, [0, 1], [int(tree.tokens[1]), 33], bfloat16_bits(more)))
     fresh = HeadDrafter(drafter.head, drafter.policy)
     fresh.start(1, [5, 6, 7, 8, 9, int(tree.tokens[1])], SamplingParams(max_tokens=40))
-    features = torch.cat([true_features(4, name), more]).numpy()
+    features = bfloat16_bits(torch.cat([true_features(4, name), more]))
     fresh.observe(1, Verdict(TokenTree.root_only(9), [0], [33], features))
     assert same(drafter.propose(1), fresh.propose(1))
 

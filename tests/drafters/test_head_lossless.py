@@ -13,7 +13,7 @@ from drafters.growth import Adaptive, Dynamic, Policy, Static
 from drafters.head import Head, HeadDrafter
 from engine import Engine
 from engine.sampling import SamplingParams
-from engine.target import Target
+from engine.target import Target, bfloat16_bits
 from engine.tree import TokenTree
 from engine.verification import Sampler, verify
 from tests.drafters.test_eagle import eagle, eagle3
@@ -39,7 +39,7 @@ def decode(model: Target, params: SamplingParams, drafter: HeadDrafter | None = 
     if drafter:
         drafter.start(0, PROMPT, params)
         assert features is not None
-        drafter.observe(0, Verdict(TokenTree.root_only(PROMPT[-1]), [0], list(answer), features.numpy()))
+        drafter.observe(0, Verdict(TokenTree.root_only(PROMPT[-1]), [0], list(answer), bfloat16_bits(features)))
     while sampler.finish_reason is None:
         tree = drafter.propose(0).validate(model.vocab_size) if drafter else TokenTree.root_only(answer[-1])
         logits, features = model.verify(cache, tree, layers)
@@ -49,7 +49,7 @@ def decode(model: Target, params: SamplingParams, drafter: HeadDrafter | None = 
         rounds += 1
         if drafter:
             assert features is not None
-            drafter.observe(0, Verdict(tree, path, tokens, features[path].numpy()))
+            drafter.observe(0, Verdict(tree, path, tokens, bfloat16_bits(features[path])))
     return answer, rounds
 
 

@@ -16,6 +16,7 @@ from drafters.prompt_lookup import PromptLookup
 from drafters.suffix import SOURCE as SUFFIX
 from drafters.suffix import SuffixDrafter
 from engine.sampling import SamplingParams
+from engine.target import bfloat16_bits
 from engine.tree import TokenTree
 from tests.drafters.conftest import VOCAB
 from tests.drafters.test_eagle import eagle3, true_features
@@ -29,7 +30,7 @@ def hybrid(path: Path, target: TargetWeights, text: list[int] = TEXT) -> HybridD
     drafter = HybridDrafter(HeadDrafter(eagle3(path, target), Adaptive(budget=24)), [SuffixDrafter(budget=24)])
     drafter._token_s = 1e6
     drafter.start(1, text[:-1], SamplingParams(max_tokens=160))
-    features = true_features(len(text) - 1, "eagle3").numpy()
+    features = bfloat16_bits(true_features(len(text) - 1, "eagle3"))
     drafter.observe(1, Verdict(TokenTree.root_only(text[-2]), [0], text[-1:], features))
     return drafter
 
@@ -93,7 +94,7 @@ def test_a_head_that_takes_more_time_than_it_brings_is_left_out(
         tree = drafter.propose(1)
         used.append(drafter.head.steps > steps)
         clock[0] += 0.03 if used[-1] else 0.01  # for one token either way
-        drafter.observe(1, Verdict(tree, [0], [int(tree.tokens[0])], true_features(1, "eagle3").numpy()))
+        drafter.observe(1, Verdict(tree, [0], [int(tree.tokens[0])], bfloat16_bits(true_features(1, "eagle3"))))
     assert sum(used[:24]) > 8 and sum(used[60:]) < 8
 
 
@@ -102,7 +103,7 @@ def test_how_often_the_head_knows_what_retrieval_misses_is_learned(tmp_path: Pat
     before = drafter._rescue
     tree = drafter.propose(1)
     unforeseen = next(t for t in range(VOCAB) if tree.child(0, t) is None)
-    drafter.observe(1, Verdict(tree, [0], [unforeseen], true_features(1, "eagle3").numpy()))
+    drafter.observe(1, Verdict(tree, [0], [unforeseen], bfloat16_bits(true_features(1, "eagle3"))))
     assert drafter._rescue == before  # the next tree is waited for: learning is not
     drafter.settle()
     assert drafter._rescue < before

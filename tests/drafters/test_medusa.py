@@ -18,6 +18,7 @@ from drafters.hydra import HydraHead
 from drafters.medusa import MedusaHead
 from engine.errors import DrafterMismatch, ModelError
 from engine.sampling import SamplingParams
+from engine.target import bfloat16_bits
 from engine.tree import TokenTree
 from tests.drafters.conftest import HIDDEN, VOCAB, random_tensors, write_checkpoint
 
@@ -61,7 +62,7 @@ def hydra(path: Path, target: TargetWeights, tensors: dict[str, Tensor] = HYDRA,
 
 
 def features(n: int) -> Tensor:
-    return torch.randn(n, 1, HIDDEN, generator=torch.Generator().manual_seed(3))
+    return torch.randn(n, 1, HIDDEN, generator=torch.Generator().manual_seed(3)).bfloat16().float()
 
 
 def medusa_reference(weights: dict[str, Tensor], i: int, feature: Tensor) -> Tensor:
@@ -83,7 +84,7 @@ def hydra_reference(target: TargetWeights, path: list[int], feature: Tensor) -> 
 def drafter(head: Head, policy: Any) -> HeadDrafter:
     drafter = HeadDrafter(head, policy)
     drafter.start(1, [5, 6, 7, 8], SamplingParams())
-    drafter.observe(1, Verdict(TokenTree.root_only(8), [0], [9], features(4).numpy()))
+    drafter.observe(1, Verdict(TokenTree.root_only(8), [0], [9], bfloat16_bits(features(4))))
     return drafter
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from engine.errors import ProtocolError
 from engine.messages import (
@@ -25,7 +24,6 @@ from engine.messages import (
     Verdict,
     decode,
     encode,
-    from_bfloat16,
 )
 from engine.sampling import SamplingParams
 
@@ -78,12 +76,6 @@ def test_empty_features_survive_the_wire() -> None:
         frames_of(message, [INTS, INTS, np.zeros((0, 0, 0), np.uint16), np.zeros((0, 0), np.int32)]), EVERY
     )
     assert arrays[2].shape == (0, 0, 0)
-
-
-def test_features_keep_the_accuracy_of_bfloat16() -> None:
-    numbers = torch.tensor([[[0.0, -1.0, 3.14159, 1e30, -torch.inf]]])
-    bits = numbers.to(torch.bfloat16).view(torch.uint16).numpy()
-    assert np.array_equal(from_bfloat16(bits), numbers.to(torch.bfloat16).float().numpy())
 
 
 def test_a_message_for_somebody_else_is_refused() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 from engine.pace import FIRST_ROUNDS, TRIED_ROUNDS, TRIED_TURNS, Choice, Pace
 
 TRIED = FIRST_ROUNDS + 2 * TRIED_TURNS * TRIED_ROUNDS
@@ -78,3 +80,17 @@ def test_what_brings_more_tokens_a_second_is_done() -> None:
 
 def test_the_other_way_is_tried_again_now_and_then() -> None:
     assert 0 < sum(after(200, first=20, second=10)[100:]) < 5
+
+
+def test_a_trial_that_changes_nothing_is_repeated_ever_more_seldom() -> None:
+    tried = [at for at, second in enumerate(after(600, first=20, second=10)) if second and at >= 16]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(tried)]
+    assert gaps == sorted(gaps) and gaps[0] == 64 and gaps[-1] == 256
+
+
+def test_when_the_better_way_changes_it_is_found() -> None:
+    choice, gone = Choice(tried=8, retried=32, kept=0.98), []
+    for at in range(2000):
+        gone.append(choice.decide())
+        choice.observe(20 if choice.second == (at >= 1000) else 10, 0.1)
+    assert not any(gone[960:1000]) and sum(gone[1500:]) > 480

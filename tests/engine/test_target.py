@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, GPTNeoConfig, LlamaC
 
 from engine.errors import ConfigError, ModelError
 from engine.sampling import SamplingParams
-from engine.target import Target, has_native_bfloat16
+from engine.target import Target, bfloat16_bits, has_native_bfloat16
 from engine.tree import TokenTree
 from engine.verification import Sampler, verify
 from tests.conftest import save_tiny_llama
@@ -199,3 +200,10 @@ def test_models_loaded_at_once_by_several_threads_are_whole(tmp_path: Path) -> N
     path = save_tiny_llama(tmp_path, tie_word_embeddings=True)
     with ThreadPoolExecutor(4) as pool:
         assert len(list(pool.map(lambda _: Target.load(path, "float32", "cpu"), range(24)))) == 24
+
+
+def test_features_travel_with_the_accuracy_of_bfloat16() -> None:
+    features = torch.tensor([[[0.0, -1.0, 3.14159, 1e30, -torch.inf]]])
+    bits = bfloat16_bits(features)
+    assert bits.dtype == np.uint16
+    assert torch.equal(torch.tensor(bits).view(torch.bfloat16), features.to(torch.bfloat16))

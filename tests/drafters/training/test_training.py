@@ -37,6 +37,7 @@ from drafters.training.run import export, train
 from drafters.training.trainer import Trainer, draft_vocabulary
 from engine.errors import ConfigError, ModelError
 from engine.sampling import SamplingParams
+from engine.target import bfloat16_bits
 from engine.tree import TokenTree
 from tests.drafters.conftest import LAYERS, LLAMA, VOCAB
 
@@ -240,7 +241,7 @@ def test_training_and_drafting_run_in_bfloat16_where_the_hardware_has_it(
     head = LOADERS[method].load(str(out), TargetWeights.read(str(chatty)))
     drafter = HeadDrafter(head, Adaptive(budget=12, top_k=4))
     drafter.start(1, [4, 5, 6], SamplingParams(temperature=1.0))
-    features = torch.randn(3, len(head.feature_layers), 32).numpy()
+    features = bfloat16_bits(torch.randn(3, len(head.feature_layers), 32))
     drafter.observe(1, Verdict(TokenTree.root_only(6), [0], [7], features))
     assert len(drafter.propose(1)) > 4
 
