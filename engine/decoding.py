@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from engine.budget import Trust
 from engine.kv_cache import KVCache
 from engine.messages import Array, Draft
 from engine.sampling import SamplingParams
@@ -28,6 +29,7 @@ class Decoding:
         self.unread = list(prompt)
         self.sampler = Sampler(sampling, prompt, target.eos_tokens, target.vocab_size)
         self.cache: KVCache = target.new_cache(len(prompt) + sampling.max_tokens + budget)
+        self.trust = Trust()
         self.round = 0
         self.outcome: Outcome = (0, 0, 0, 0)
         self.drafts: dict[Outcome, tuple[Draft, list[Array]]] = {}

@@ -112,7 +112,8 @@ class Verifier:
     def _round(self, decoding: Decoding) -> None:
         """Propose, verify, commit."""
         draft, tree, draft_us = self._tree(decoding)
-        kept = self.budget.keep(tree) if self.budget is not None and self.calibrated else np.arange(len(tree))
+        worth = decoding.trust.worth(tree)
+        kept = self.budget.keep(worth) if self.budget is not None and self.calibrated else np.arange(len(tree))
         verified = tree.keep(kept) if len(kept) < len(tree) else tree
         started = time.perf_counter_ns()
         logits, features = self.target.verify(decoding.cache, verified, self.feature_layers)
@@ -120,6 +121,7 @@ class Verifier:
         if self.pace.ahead:
             self._hear_drafts()  # what was pushed meanwhile
         path, tokens = verify(verified, logits, decoding.sampler)
+        decoding.trust.learn(float(worth[kept].sum()), len(tokens))
         decoding.round += 1
         features = None if features is None else features[path]
         successors = self._successors(logits, kept, len(tree)) if self.successors else None
