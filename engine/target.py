@@ -143,18 +143,17 @@ class Target:
 
         One mask per kind of layer where the model has several; a sliding layer sees only its window.
         """
-        nodes = len(tree)
-        visible = torch.ones(nodes - first, past + nodes, dtype=torch.bool)
-        visible[:, past:] = torch.from_numpy(tree.ancestor_mask[first:])
+        nodes, hidden = len(tree), torch.finfo(self.dtype).min
+        others = torch.from_numpy(~tree.ancestor_mask[first:])
         masks = {}
         for kind, window in self._windows.items():
-            seen = visible
+            # additive, since every layer's attention would turn a boolean mask into this one
+            mask = torch.zeros(nodes - first, past + nodes, dtype=self.dtype)
+            mask[:, past:].masked_fill_(others, hidden)
             if window is not None and positions.max() >= window:
                 query = torch.from_numpy(positions)
                 key = torch.cat([torch.arange(past), query])
-                seen = visible & (query[first:, None] - key < window)
-            # additive, since every layer's attention would turn a boolean mask into this one
-            mask = torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(~seen, torch.finfo(self.dtype).min)
+                mask.masked_fill_(query[first:, None] - key >= window, hidden)
             masks[kind] = mask[None, None].to(self.device)
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
