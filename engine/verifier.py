@@ -176,6 +176,8 @@ class Verifier:
 
     def _conclude(self, decoding: Decoding, round_: Round) -> None:
         """Commit the verdict to the text, and tell the drafter and the front end."""
+        now = time.perf_counter_ns()
+        self._measure(decoding, round_, now)  # first: what is decided below is for the next round
         decoding.text.extend(round_.tokens)
         decoding.outcome = (decoding.round + 1, round_.draft, round_.path[-1], round_.tokens[-1])
         hit, decoding.hit = decoding.hit, decoding.outcome in decoding.drafts
@@ -184,9 +186,7 @@ class Verifier:
         if self.drafter is not None and decoding.sampler.finish_reason is None:
             self._tell_drafter(decoding, round_)
         decoding.drafts = {decoding.outcome: decoding.drafts[decoding.outcome]} if decoding.hit else {}
-        now = time.perf_counter_ns()
         self._tell_front_end(decoding, round_, hit, now)
-        self._measure(decoding, round_, now)
         decoding.since_ns = now
         decoding.deadline_ns = now + int(self.config.verifier.draft_timeout_s * 1e9)
         if decoding.sampler.finish_reason is not None:
