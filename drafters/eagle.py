@@ -55,10 +55,10 @@ class EagleHead(FeatureHead):
         return features[:, 0]
 
     def forward(
-        self, features: Tensor, tokens: Tensor, positions: Tensor, cache: KVCache, start: int, mask: Tensor | None
+        self, features: Tensor, tokens: Tensor, positions: Tensor, cache: KVCache, at: int | Tensor, mask: Tensor | None
     ) -> Tensor:
         x = self.fc(tokens, features)
-        return self.layer(self.qkv(x), x, positions, cache, start, mask)
+        return self.layer(self.qkv(x), x, positions, cache, at, mask)
 
     def logits(self, features: Tensor) -> Tensor:
         return self.lm_head(features)

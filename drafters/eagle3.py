@@ -101,11 +101,11 @@ class Eagle3Head(FeatureHead):
         return self.fc(features.flatten(1))
 
     def forward(
-        self, features: Tensor, tokens: Tensor, positions: Tensor, cache: KVCache, start: int, mask: Tensor | None
+        self, features: Tensor, tokens: Tensor, positions: Tensor, cache: KVCache, at: int | Tensor, mask: Tensor | None
     ) -> Tensor:
         normed = self.feature_norm(features)
         residual = normed if self.norm_before_residual else features
-        return self.layer(self.qkv(tokens, normed), residual, positions, cache, start, mask)
+        return self.layer(self.qkv(tokens, normed), residual, positions, cache, at, mask)
 
     def logits(self, features: Tensor) -> Tensor:
         return self.lm_head(self.norm(features))

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from drafters.head import Head, Session
 from drafters.layers import KVCache, causal_mask
+from engine.recorded import Recorded, bucket
 
+_ROUND, _SPARE = 256, 4  # as the target's: texts' lengths are multiples, so many sessions wait for a request
 _SYNC_CHUNK = 512  # rows of one forward over a long prompt, which bounds the mask's size
 
 
@@ -32,9 +35,9 @@ class FeatureHead(Head):
 
     @abstractmethod
     def forward(
-        self, features: Tensor, tokens: Tensor, positions: Tensor, cache: KVCache, start: int, mask: Tensor | None
+        self, features: Tensor, tokens: Tensor, positions: Tensor, cache: KVCache, at: int | Tensor, mask: Tensor | None
     ) -> Tensor:
-        """[n, hidden_size]: the features guessed behind (feature, token) pairs, which take slots from `start` on."""
+        """[n, hidden_size]: the features guessed behind (feature, token) pairs. at: their slots, as `KVCache.write`."""
 
     @abstractmethod
     def logits(self, features: Tensor) -> Tensor:
@@ -44,23 +47,41 @@ class FeatureHead(Head):
     def new_cache(self, capacity: int) -> KVCache:
         """A cache of the head's layer."""
 
+    @cached_property
+    def records(self) -> bool:
+        """Whether draft steps are recorded (`engine.recorded`)."""
+        return bool(self.device.type == "cuda")
+
+    @cached_property
+    def spare(self) -> list[FeatureSession]:
+        """Sessions that have ended: what was recorded over their buffers is good for another request."""
+        return []
+
     def open(self, prompt: Sequence[int], capacity: int, scratch: int) -> FeatureSession:
-        return FeatureSession(self, capacity, scratch)
+        text = -(-capacity // _ROUND) * _ROUND if self.records else capacity
+        for session in self.spare:
+            if (session.text, session.scratch) == (text, scratch):
+                self.spare.remove(session)
+                return session
+        return FeatureSession(self, text, scratch)
 
 
 class FeatureSession(Session):
     """One request of a `FeatureHead`; node n > 0 occupies the cache slot `slots + n - 1`."""
 
     def __init__(self, head: FeatureHead, text: int, scratch: int):
-        self.head, self.scratch = head, scratch
-        self.cache = head.new_cache(text + scratch)
+        self.head, self.text, self.scratch = head, text, scratch
+        self.cache = head.new_cache(text + scratch + 1)  # in the last slot rows are written that fill up a bucket
+        if head.records:
+            self.cache.data.zero_()  # hidden is not unread: no slot may hold what is no number
         self.slots = 0  # cache slots that hold true features
         self.nodes = 1
         # per node: its predicted feature, the position its pair stands at, and what it may attend to
-        self.features = torch.empty(scratch + 1, head.hidden_size, device=head.device, dtype=head.dtype)
+        self.features = torch.empty(scratch + 2, head.hidden_size, device=head.device, dtype=head.dtype)
         self.positions = [0] * (scratch + 1)
         # one row per node over the cache slots, so that a layer's mask is a slice and costs no assembling
-        self.visible = torch.zeros(scratch + 1, text + scratch, dtype=torch.bool, device=head.device)
+        self.visible = torch.zeros(scratch + 2, text + scratch + 1, dtype=torch.bool, device=head.device)
+        self._steps: dict[int, Recorded] = {}  # by rows
         self._pending: list[tuple[int, Tensor, list[int]]] = []
         self._root_logits: Tensor | None = None
 
@@ -92,6 +113,10 @@ class FeatureSession(Session):
         start = self.slots + first - 1
         positions = [self.positions[parent] + 1 for parent in parents]
         self.positions[first : first + n] = positions
+        self.nodes += n
+        nodes = list(range(first, first + n))
+        if head.records:
+            return nodes, self._recorded_step(parents, tokens, positions, nodes, start)
         # one transfer for all three
         rows, ids, at = torch.tensor([parents, tokens, positions], device=head.device).unbind()
         visible = self.visible[first : first + n]
@@ -100,14 +125,43 @@ class FeatureSession(Session):
         mask = visible[:, : start + n]
         features = head.forward(self.features.index_select(0, rows), ids, at, self.cache, start, mask)
         self.features[first : first + n] = features
-        self.nodes += n
-        return list(range(first, first + n)), head.logits(features)
+        return nodes, head.logits(features)
+
+    def _recorded_step(
+        self, parents: list[int], tokens: list[int], positions: list[int], nodes: list[int], start: int
+    ) -> Tensor:
+        """`extend` as recorded work. Rows that fill up the bucket are children of node 0 that nobody asks for."""
+        rows = bucket(len(nodes))
+        slots = range(start, start + len(nodes))
+        unused = (0, 0, 0, self.scratch + 1, self.text + self.scratch)
+        columns = [*zip(parents, tokens, positions, nodes, slots, strict=True)] + [unused] * (rows - len(nodes))
+        if rows not in self._steps:
+            self._steps[rows] = Recorded(self._step, self.head.device)
+        (logits,) = self._steps[rows](torch.tensor(columns).T.contiguous())
+        return logits[: len(nodes)]
+
+    def _step(self, index: Tensor) -> tuple[Tensor]:
+        """index: [5, rows], parents, tokens, positions, nodes and slots."""
+        head, (parents, tokens, positions, nodes, slots) = self.head, index.unbind()
+        seen = self.visible.index_select(0, parents)
+        seen.scatter_(1, slots[:, None], True)
+        self.visible.index_copy_(0, nodes, seen)
+        features = head.forward(self.features.index_select(0, parents), tokens, positions, self.cache, slots, seen)
+        self.features.index_copy_(0, nodes, features)
+        return (head.logits(features),)
 
     def room(self) -> int:
         return self.scratch - (self.nodes - 1)
 
     def clear(self) -> None:
         self.nodes = 1
+
+    def close(self) -> None:
+        if self.head.records:
+            self.slots, self.synced, self._pending, self._root_logits = 0, 0, [], None
+            self.visible.zero_()
+            self.clear()
+            self.head.spare[:] = [*self.head.spare, self][-_SPARE:]
 
     def _sync(self, positions: list[int], features: Tensor, tokens: list[int]) -> None:
         """Pairs with true features for these positions of the text."""

@@ -23,7 +23,9 @@ from drafters.outcomes import Following
 from drafters.ranking import ErrorScale, Ranking
 from engine.config import Config, DrafterConfig
 from engine.errors import ConfigError
+from engine.recorded import wait
 from engine.sampling import SamplingParams
+from engine.target import find_device
 from engine.tree import TokenTree
 
 SOURCE = 8
@@ -70,6 +72,9 @@ class Session(ABC):
     def clear(self) -> None:
         """Drop all nodes but node 0."""
 
+    def close(self) -> None:  # noqa: B027
+        """The request is over."""
+
 
 class Head(ABC):
     """Weights that predict a target's next tokens from its hidden states.
@@ -97,11 +102,8 @@ class Head(ABC):
             raise ConfigError(
                 f'drafter.path: method {config.method} needs a head: give its directory, or "talon train {cls.method}"'
             )
-        device = config.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
         target = TargetWeights.read(config.model)
-        head = cls.load(path, target, device)
+        head = cls.load(path, target, find_device(config.device).type)
         drafter = HeadDrafter(head, policy_of(options, cls.published_growth), SOURCE, options.shared_noise)
         drafter.warm_up(target.hidden_size)
         return drafter
@@ -244,7 +246,8 @@ class HeadDrafter(Drafter):
         state.forget_nodes()
 
     def finish(self, request: int) -> None:
-        self._requests.pop(request, None)
+        if (ended := self._requests.pop(request, None)) is not None:
+            ended.session.close()
 
     def behind(self, request: int) -> int:
         """Positions of the text that the head has not read, and will when it drafts next."""
@@ -381,6 +384,7 @@ class HeadDrafter(Drafter):
         if new := [pair for pair in new if pair not in state.child]:
             started = time.perf_counter()
             nodes, logits = state.session.extend([parent for parent, _ in new], [token for _, token in new])
+            wait(self.head.device)
             self.forward_s += time.perf_counter() - started
             self.steps += 1
             for pair, node in zip(new, nodes, strict=True):

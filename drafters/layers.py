@@ -73,6 +73,7 @@ class Rotary:
         self.module = LlamaRotaryEmbedding(config).to(device)
         self.device, self.dtype = device, dtype
         self.table = torch.empty(0, device=device)
+        self._outgrown: list[Tensor] = []  # recorded steps may read these still
         self.reserve(256)
 
     def reserve(self, positions: int) -> None:
@@ -83,6 +84,7 @@ class Rotary:
             cos, sin = self.module(
                 torch.empty(0, device=self.device), torch.arange(2 * positions, device=self.device)[None]
             )
+        self._outgrown.append(self.table)
         half = cos.shape[-1] // 2
         sin = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)  # the sign of rotate_half, so that `roll` will do
         self.table = torch.stack([cos[0], sin[0]], dim=1)[:, :, None].to(self.dtype)
@@ -101,6 +103,17 @@ class KVCache:
         self.data = torch.empty(shape, device=layer.device, dtype=layer.attends_in)
         layer.rotary.reserve(capacity)
         self.capacity = capacity
+
+    def write(self, keys: Tensor, values: Tensor, at: int | Tensor) -> tuple[Tensor, Tensor]:
+        """Enter states [kv_heads, n, head_dim] at the slots from `at` on, and return all up to them; or, for a recorded
+        step, at the slots [n] that the tensor `at` holds, and return the whole buffers.
+        """
+        held_keys, held_values = self.data[0], self.data[1]
+        if isinstance(at, Tensor):
+            return held_keys.index_copy_(1, at, keys), held_values.index_copy_(1, at, values)
+        end = at + keys.shape[1]
+        held_keys[:, at:end], held_values[:, at:end] = keys, values
+        return held_keys[:, :end], held_values[:, :end]
 
 
 class DecoderLayer:
@@ -139,25 +152,22 @@ class DecoderLayer:
         self.down = Linear(weight("mlp.down_proj.weight", hidden, ffn))
 
     def __call__(
-        self, qkv: Tensor, residual: Tensor, positions: Tensor, cache: KVCache, start: int, mask: Tensor | None
+        self, qkv: Tensor, residual: Tensor, positions: Tensor, cache: KVCache, at: int | Tensor, mask: Tensor | None
     ) -> Tensor:
-        """qkv: [n, (heads + 2 * kv_heads) * head_dim]; residual: [n, hidden]. The rows take the slots from `start` on.
+        """qkv: [n, (heads + 2 * kv_heads) * head_dim]; residual: [n, hidden]; at: as for `KVCache.write`.
 
-        mask: [n, start + n] bool, what each row may attend to; None lets it see every slot before and at its own.
+        mask: [n, slots returned] bool, what each row may attend to; None for one row that sees all of them.
         Returns [n, hidden].
         """
         n, heads, kv = len(qkv), self.heads, self.kv_heads
         qkv = qkv.to(self.attends_in).view(n, heads + 2 * kv, self.head_dim)
         rotated = self.rotary(qkv[:, : heads + kv], positions)
-        keys, values = cache.data[0], cache.data[1]
-        keys[:, start : start + n] = rotated[:, heads:].transpose(0, 1)
-        values[:, start : start + n] = qkv[:, heads + kv :].transpose(0, 1)
+        keys, values = cache.write(rotated[:, heads:].transpose(0, 1), qkv[:, heads + kv :].transpose(0, 1), at)
         attended = F.scaled_dot_product_attention(
             rotated[:, :heads].transpose(0, 1)[None],
-            keys[None, :, : start + n],
-            values[None, :, : start + n],
-            attn_mask=mask if mask is not None or n == 1 or start == 0 else causal_mask(n, start, self.device),
-            is_causal=mask is None and n > 1 and start == 0,
+            keys[None],
+            values[None],
+            attn_mask=mask,
             enable_gqa=kv != heads,
         )
         x = residual + self.out(attended[0].transpose(0, 1).reshape(n, -1).to(self.dtype))

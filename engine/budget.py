@@ -37,7 +37,8 @@ class CostCurve:
         sizes: list[int] = []
         for size in [size for size in SIZES if size < largest] + [largest]:
             sizes.append(size)
-            if forward_s(size) > _SLOW_S:  # the first of a size prepares things, too
+            forward_s(size)  # the first of a size prepares things
+            if forward_s(size) > _SLOW_S:
                 break
         # in turns, so that what else the machine does meanwhile (the drafter loads) does not fall on one size
         times = [[forward_s(size) for size in sizes] for _ in range(_PASSES)]

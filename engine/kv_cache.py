@@ -2,6 +2,9 @@
 
 A forward writes its nodes behind the committed positions; the verdict then moves the accepted path's entries together
 by index. Nothing is concatenated or reallocated while decoding.
+
+For recorded forwards (`engine.recorded`) a cache is `fixed`: the slots to write come as a tensor, and attention sees
+the whole buffers, of which the mask hides what is not the text's.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from engine.errors import ModelError
+from engine.recorded import Recorded
 
 
 class KVCache(Cache):
@@ -20,12 +24,14 @@ class KVCache(Cache):
 
     `length`: committed positions. `pending`: entries behind them that the next forward leaves alone (a tree's earlier
     levels, while a draft model grows it). keys, values: [layers, 1, kv_heads, capacity, head_dim], made at the first
-    forward from the shapes the model hands over.
+    forward from the shapes the model hands over. slots: [nodes] int64, where a recorded forward writes.
     """
 
-    def __init__(self, layers: int, capacity: int):
+    def __init__(self, layers: int, capacity: int, fixed: bool = False):
         super().__init__(layers=[_KVLayer(self, index) for index in range(layers)])
-        self.capacity = capacity
+        self.capacity, self.fixed = capacity, fixed
+        self.slots: Tensor | None = None
+        self.recorded: dict[tuple[int, ...], Recorded] = {}  # forwards over its buffers, by rows and feature layers
         self.length = 0
         self.pending = 0
         self.keys: Tensor | None = None
@@ -33,8 +39,9 @@ class KVCache(Cache):
 
     def allocate(self, keys: Tensor, values: Tensor) -> None:
         """Make the buffers for states shaped like `keys` and `values`: [1, kv_heads, tokens, head_dim]."""
+        make = torch.zeros if self.fixed else torch.empty  # hidden is not unread: no slot may hold what is no number
         self.keys, self.values = (
-            torch.empty((len(self.layers), *s.shape[:2], self.capacity, s.shape[3]), dtype=s.dtype, device=s.device)
+            make((len(self.layers), *s.shape[:2], self.capacity, s.shape[3]), dtype=s.dtype, device=s.device)
             for s in (keys, values)
         )
 
@@ -74,6 +81,8 @@ class _KVLayer(CacheLayerMixin):
         keys, values = cache.keys[self.index], cache.values[self.index]
         if key_states.shape[1] != keys.shape[1] or key_states.shape[3] != keys.shape[3]:
             raise ModelError("model: its layers have keys of different shapes, which this cache cannot hold")
+        if cache.slots is not None:
+            return keys.index_copy_(2, cache.slots, key_states), values.index_copy_(2, cache.slots, value_states)
         start = cache.length + cache.pending
         end = start + key_states.shape[2]
         keys[:, :, start:end] = key_states

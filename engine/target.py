@@ -7,6 +7,7 @@ code is copied or patched. Families whose attention cannot take such a mask are 
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,12 @@ from transformers.utils import logging as transformers_logging
 from engine.errors import ConfigError, ModelError
 from engine.kv_cache import KVCache
 from engine.packed_linear import pack_linears
+from engine.recorded import Recorded, bucket
 from engine.tree import TokenTree
 
 # Workers that are threads load target and draft model at once; `transformers` was seen to leave tied weights out then.
 _LOADING = threading.Lock()
+_ROUND, _SPARE = 256, 4  # capacities of caches to record over are multiples; so many of them wait for a request
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
@@ -50,6 +53,8 @@ class Target:
             raise self._refusal()
         types, options = get_layer_types_and_kwargs(config)
         self._windows = {kind: option.get("sliding_window") for kind, option in zip(types, options, strict=True)}
+        self.records = self.device.type == "cuda" and set(self._windows) == {"full_attention"}  # see engine.recorded
+        self._spare: list[KVCache] = []
         if unknown := set(self._windows) - {"full_attention", "sliding_attention"}:
             raise ModelError(
                 f"model={name}: {config.model_type} has {sorted(unknown)} layers, which cannot take a tree mask"
@@ -58,7 +63,7 @@ class Target:
     @classmethod
     def load(cls, path: str, dtype: str = "auto", device: str = "auto") -> Target:
         """Load a checkpoint directory or hub id and show that it can verify a tree."""
-        where = _device(device)
+        where = find_device(device)
         transformers_logging.disable_progress_bar()
         config = load_config(path)
         try:
@@ -79,12 +84,26 @@ class Target:
         model = model.to(where)
         pack_linears(model)
         target = cls(model, path)
+        target.check_recording()
         target.check_tree_attention()
         return target
 
     def new_cache(self, capacity: int) -> KVCache:
         """An empty cache for one request of at most `capacity` positions, tree nodes included."""
-        return KVCache(self.layers, capacity)
+        if not self.records:
+            return KVCache(self.layers, capacity)
+        rounded = -(-capacity // _ROUND) * _ROUND
+        for cache in self._spare:
+            if cache.capacity == rounded:
+                self._spare.remove(cache)
+                return cache
+        return KVCache(self.layers, rounded, fixed=True)
+
+    def release(self, cache: KVCache) -> None:
+        """The request is over. What was recorded over its cache is good for another's text."""
+        if cache.fixed and not any(cache is other for other in self._spare):
+            cache.length = cache.pending = 0
+            self._spare = [*self._spare, cache][-_SPARE:]
 
     @torch.inference_mode()
     def prefill(
@@ -109,6 +128,8 @@ class Target:
         Returns [nodes, vocab] float32 logits and [nodes, layers, hidden] features if layers are asked.
         """
         positions = tree.depths + cache.length
+        if cache.fixed and first == 0 and cache.length + bucket(len(tree)) <= cache.capacity:
+            return self._verify_recorded(cache, tree, positions, feature_layers)
         mask = self._tree_mask(cache.length, tree, positions, first) if len(tree) > 1 else None
         cache.pending = first
         return self._forward(cache, tree.tokens[first:].tolist(), positions[first:].tolist(), mask, feature_layers, 0)
@@ -122,9 +143,23 @@ class Target:
         feature_layers: tuple[int, ...],
         logits_to_keep: int,
     ) -> tuple[Tensor, Tensor | None]:
+        ids = torch.tensor([tokens], device=self.device)
+        return self._call(
+            cache, ids, torch.tensor([list(positions)], device=self.device), mask, feature_layers, logits_to_keep
+        )
+
+    def _call(
+        self,
+        cache: KVCache,
+        ids: Tensor,
+        positions: Tensor,
+        mask: Tensor | dict[str, Tensor] | None,
+        feature_layers: tuple[int, ...],
+        logits_to_keep: int = 0,
+    ) -> tuple[Tensor, Tensor | None]:
         out = self.model(
-            input_ids=torch.tensor([tokens], device=self.device),
-            position_ids=torch.tensor([list(positions)], device=self.device),
+            input_ids=ids,
+            position_ids=positions,
             attention_mask=mask,
             past_key_values=cache,
             use_cache=True,
@@ -135,6 +170,35 @@ class Target:
         if feature_layers:
             features = torch.stack([out.hidden_states[layer][0] for layer in feature_layers], dim=1)
         return out.logits[0].float(), features
+
+    def _verify_recorded(
+        self, cache: KVCache, tree: TokenTree, positions: NDArray[np.int32], feature_layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        """`verify` as a recorded forward. Rows that fill up the bucket see the text and are seen by nobody."""
+        past, n, rows = cache.length, len(tree), bucket(len(tree))
+        ids, places = torch.zeros(1, rows, dtype=torch.int64), torch.full((1, rows), past)
+        ids[0, :n], places[0, :n] = torch.from_numpy(tree.tokens), torch.from_numpy(positions)
+        visible = torch.zeros(rows, cache.capacity, dtype=torch.bool)
+        visible[:, :past] = True
+        visible[:n, past : past + n] = torch.from_numpy(tree.ancestor_mask)
+        visible[:, past] = True
+        mask = torch.zeros(visible.shape, dtype=self.dtype).masked_fill_(~visible, torch.finfo(self.dtype).min)
+        key = (rows, *feature_layers)
+        if key not in cache.recorded:
+            cache.recorded[key] = Recorded(partial(self._forward_into, cache, feature_layers), self.device)
+        logits, *features = cache.recorded[key](ids, places, mask[None, None], past + torch.arange(rows))
+        return logits[:n], features[0][:n] if features else None
+
+    def _forward_into(
+        self, cache: KVCache, feature_layers: tuple[int, ...], ids: Tensor, places: Tensor, mask: Tensor, slots: Tensor
+    ) -> tuple[Tensor, ...]:
+        """A forward whose keys and values go to `slots` of the cache."""
+        cache.slots = slots
+        try:
+            logits, features = self._call(cache, ids, places, mask, feature_layers)
+        finally:
+            cache.slots = None
+        return (logits,) if features is None else (logits, features)
 
     def _tree_mask(
         self, past: int, tree: TokenTree, positions: NDArray[np.int32], first: int
@@ -156,6 +220,16 @@ class Target:
                 mask.masked_fill_(query[first:, None] - key >= window, hidden)
             masks[kind] = mask[None, None].to(self.device)
         return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def check_recording(self) -> None:
+        """Find out whether forwards can be recorded: some families' look at results on the way, which graphs cannot."""
+        if self.records:
+            try:
+                cache = self.new_cache(16)
+                self.prefill(cache, [0, 0])
+                self.verify(cache, TokenTree.chain(0, [0], [1.0]))
+            except RuntimeError:
+                self.records = False
 
     def check_tree_attention(self) -> None:
         """Compare a small tree's logits with those of its paths read in sequence; ModelError if they differ."""
@@ -223,7 +297,8 @@ def has_native_bfloat16() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def _device(device: str) -> torch.device:
+def find_device(device: str) -> torch.device:
+    """The device that a configuration's `device` names."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():

@@ -35,6 +35,7 @@ from engine.messages import (
     Verdict,
 )
 from engine.pace import Choice, Pace
+from engine.recorded import wait
 from engine.target import Target, bfloat16_bits
 from engine.trace import Trace
 from engine.transport import Hub, Line
@@ -93,6 +94,8 @@ class Verifier:
         self.target.prefill(cache, list(range(min(8, self.target.vocab_size))))
         started = time.perf_counter()
         self.target.verify(cache, TokenTree.chain(0, [0] * (nodes - 1), [1.0] * (nodes - 1)))
+        wait(self.target.device)
+        self.target.release(cache)
         return time.perf_counter() - started + self.config.verifier.simulated_latency_ms / 1000
 
     def _advance(self, decoding: Decoding) -> None:
@@ -128,7 +131,8 @@ class Verifier:
         accepted, depth = kept[path].tolist(), int(verified.depths.max())
         round_ = Round(draft, accepted, tokens, len(kept), forward_ns, draft_us, features, successors, depth)
         self._conclude(decoding, round_)
-        decoding.cache.commit(path)  # last: by now the drafter is at work
+        if decoding.sampler.finish_reason is None:
+            decoding.cache.commit(path)  # last: by now the drafter is at work
 
     def _successors(self, logits: Tensor, kept: Array, nodes: int) -> Array:
         """[nodes, successors] int32: the target's likeliest tokens behind every drafted node, -1 for those cut off."""
@@ -153,7 +157,8 @@ class Verifier:
         return (draft.draft, tree, draft.draft_us) if fits else root
 
     def _forward_ended(self, name: str, started_ns: int, decoding: Decoding, nodes: int) -> int:
-        """Nanoseconds of a forward that has just ended, the simulated accelerator's included."""
+        """Nanoseconds of a forward, the simulated accelerator's included."""
+        wait(self.target.device)
         if self.config.verifier.simulated_latency_ms:
             time.sleep(self.config.verifier.simulated_latency_ms / 1000)
         self.trace.span(name, started_ns, decoding.request, f"{nodes} tokens")
@@ -337,6 +342,7 @@ class Verifier:
         for queue in (self.running, self.waiting):
             if decoding in queue:
                 queue.remove(decoding)
+        self.target.release(decoding.cache)
         if self.drafter is not None:
             self.drafts.send(self.drafter, Finish(request=decoding.request))
 

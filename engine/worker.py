@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,13 +52,15 @@ def _run_verifier(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -
         import torch
 
         from engine.pace import Pace
+        from engine.recorded import own_stream
         from engine.target import Target
 
         threads = share_cores(config)
         pace = Pace(config.mode, threads.verifier_alone, threads.verifier_beside)
         torch.set_num_threads(pace.threads)
         target = Target.load(config.model, config.dtype, config.device)
-        Verifier(config, target, control, drafts, pace).run()
+        with own_stream(target.device, urgent=False):
+            Verifier(config, target, control, drafts, pace).run()
 
 
 def _run_drafter(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -> None:
@@ -70,13 +72,19 @@ def _run_drafter(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) ->
         _reporting(Line(context, spec.control, spec.name, FROM_FRONT_END)) as control,
         closing(Line(context, spec.drafts, spec.name, FROM_VERIFIER, _keys(config, "drafter"))) as verdicts,
     ):
+        stream: AbstractContextManager[None] = nullcontext()
         if METHODS[config.method].has_model:
             import torch
 
+            from engine.recorded import own_stream
+            from engine.target import find_device
+
             torch.set_num_threads(share_cores(config).drafter)
-        drafter, file = build(config), config.drafter.calibration
-        experienced = Experienced(drafter, Path(file)) if file is not None else None
-        DrafterWorker(experienced or drafter, control, verdicts, config.trace is not None).run()
+            stream = own_stream(find_device(config.device), urgent=True)
+        with stream:
+            drafter, file = build(config), config.drafter.calibration
+            experienced = Experienced(drafter, Path(file)) if file is not None else None
+            DrafterWorker(experienced or drafter, control, verdicts, config.trace is not None).run()
         if experienced is not None:
             experienced.save()
 

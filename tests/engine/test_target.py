@@ -207,3 +207,55 @@ def test_features_travel_with_the_accuracy_of_bfloat16() -> None:
     bits = bfloat16_bits(features)
     assert bits.dtype == np.uint16
     assert torch.equal(torch.tensor(bits).view(torch.bfloat16), features.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("family", ["llama with grouped queries", "qwen3", "gpt_neox"])
+def test_recorded_forwards_give_what_plain_ones_give(family: str) -> None:
+    """Rows filled up to a bucket, keys and values written by index, the whole cache attended to behind a mask."""
+    plain, recorded, rng = Target(build(family), family), Target(build(family), family), random.Random(5)
+    recorded.records = True
+    for _ in range(2):  # the second text over what the first left behind
+        caches = plain.new_cache(120), recorded.new_cache(120)
+        prompt = [rng.randrange(128) for _ in range(9)]
+        for target, cache in zip((plain, recorded), caches, strict=True):
+            target.prefill(cache, prompt, (1, 3))
+        for _ in range(6):
+            tree = random_tree(rng.randrange(128), [rng.randrange(128) for _ in range(4)], rng)
+            found = [
+                target.verify(cache, tree, (1, 3)) for target, cache in zip((plain, recorded), caches, strict=True)
+            ]
+            for one, other in zip(*found, strict=True):
+                torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+            for cache in caches:
+                cache.commit(tree.path(len(tree) - 1))
+        assert len(caches[1].recorded) > 1
+        recorded.release(caches[1])
+    assert caches[1] is recorded.new_cache(120)
+
+
+def test_where_a_bucket_does_not_fit_behind_the_text_the_forward_is_a_plain_one() -> None:
+    target = Target(build("qwen3"), "qwen3")
+    target.records = True
+    cache = target.new_cache(250)
+    target.prefill(cache, [7] * 250)
+    logits, _ = target.verify(cache, TokenTree.chain(1, [2, 3, 4, 5], [1.0] * 4))
+    assert logits.shape == (5, 128)
+    assert not cache.recorded
+
+
+def test_a_cache_given_back_twice_serves_one_request() -> None:
+    target = Target(build("qwen3"), "qwen3")
+    target.records = True
+    cache = target.new_cache(40)
+    target.release(cache)
+    target.release(cache)
+    assert target.new_cache(40) is not target.new_cache(40)
+
+
+def test_a_family_whose_forward_cannot_be_recorded_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(build("qwen3"), "qwen3")
+    target.records = True
+    monkeypatch.setattr(target, "_verify_recorded", lambda *_: (_ for _ in ()).throw(RuntimeError("while capturing")))
+    target.check_recording()
+    assert not target.records
+    assert not target.new_cache(40).fixed

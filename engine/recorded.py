@@ -1,0 +1,75 @@
+"""Work of fixed shapes, recorded once as a CUDA graph and replayed from then on.
+
+A GPU computes a small forward faster than its host can ask for it kernel by kernel; a graph is one request. What is
+recorded must not change in shape or place, so rows are filled up to a bucket's and texts live in caches of fixed size.
+On a CPU the same work is called each time, which is how the tests look at it. Not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+Work = Callable[..., tuple[Tensor, ...]]
+_WARM_UPS = 3  # calls before recording, in which libraries make what they need once
+
+
+def bucket(rows: int) -> int:
+    """The rows of a recorded piece of work that is to do for `rows`: the next power of two."""
+    return 1 << (rows - 1).bit_length()
+
+
+class Recorded:
+    """`work` over tensors that have the same shapes in every call."""
+
+    def __init__(self, work: Work, device: torch.device):
+        self._work, self._device = work, device
+        self._inputs: list[Tensor] | None = None
+        self._outputs: tuple[Tensor, ...] = ()
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """What `work` returns; the next call overwrites it. inputs: on any device."""
+        if self._inputs is None:
+            self._inputs = [given.to(self._device, copy=True) for given in inputs]
+            if self._device.type == "cuda":
+                self._record(self._inputs)
+        for held, given in zip(self._inputs, inputs, strict=True):
+            held.copy_(given)
+        if self._graph is None:
+            return self._work(*self._inputs)
+        self._graph.replay()
+        return self._outputs
+
+    def _record(self, inputs: list[Tensor]) -> None:
+        aside = torch.cuda.Stream(self._device)
+        aside.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(aside):
+            for _ in range(_WARM_UPS):
+                self._work(*inputs)
+        torch.cuda.current_stream(self._device).wait_stream(aside)
+        self._graph = torch.cuda.CUDAGraph()
+        # of this thread alone: over inproc the other worker goes on meanwhile
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self._outputs = self._work(*inputs)
+
+
+def wait(device: torch.device) -> None:
+    """Until this thread's work is done: a GPU has only been asked for it, which says nothing of the time it takes."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+@contextmanager
+def own_stream(device: torch.device, urgent: bool) -> Iterator[None]:
+    """On a GPU this thread's work goes to a stream of its own, so that it overlaps with the other worker's. urgent: it
+    goes first where both have work: a draft step is short, and a verification waits for it.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.stream(torch.cuda.Stream(device, priority=-1 if urgent else 0)):
+        yield
