@@ -13,7 +13,7 @@ from torch import Tensor
 from drafters.checkpoint import Checkpoint, TargetWeights
 from drafters.feature_session import FeatureHead
 from drafters.growth import EAGLE_25, Static
-from drafters.layers import DecoderLayer, KVCache, Linear, PairLinear, draft_dtype, llama_config
+from drafters.layers import DecoderLayer, KVCache, Linear, PairLinear, draft_dtype, llama_config, qkv_weights
 
 
 class EagleHead(FeatureHead):
@@ -33,16 +33,17 @@ class EagleHead(FeatureHead):
         embedding = target.embedding
         if not checkpoint.config.get("target_embeddings", False):
             embedding = checkpoint.take("embed_tokens.weight", target.vocab_size, hidden)
-        bias = checkpoint.take("fc.bias", hidden) if checkpoint.config.get("bias", True) else None
-        self.fc = PairLinear(
-            embedding.to(device, self.dtype),
-            checkpoint.take("fc.weight", hidden, 2 * hidden).to(device, self.dtype),
-            None if bias is None else bias.to(device, self.dtype),
-        )
-        self.layer = DecoderLayer(
-            config, lambda name, *shape: checkpoint.take(f"layers.0.{name}", *shape), hidden, device, self.dtype
-        )
-        self.qkv = Linear(*self.layer.qkv)
+
+        def take(name: str, *shape: int) -> Tensor:
+            return checkpoint.take(name, *shape).to(device, self.dtype)
+
+        def take_layer(name: str, *shape: int) -> Tensor:
+            return take(f"layers.0.{name}", *shape)
+
+        bias = take("fc.bias", hidden) if checkpoint.config.get("bias", True) else None
+        self.fc = PairLinear(embedding.to(device, self.dtype), take("fc.weight", hidden, 2 * hidden), bias)
+        self.qkv = Linear(*qkv_weights(config, take_layer, hidden))
+        self.layer = DecoderLayer(config, take_layer, device, self.dtype)
         self.lm_head = Linear(target.lm_head.to(device, self.dtype))
         checkpoint.ignore("rotary_emb.inv_freq")
         checkpoint.finish()

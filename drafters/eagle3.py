@@ -16,7 +16,7 @@ from torch import Tensor
 from drafters.checkpoint import Checkpoint, TargetWeights
 from drafters.feature_session import FeatureHead
 from drafters.growth import Dynamic
-from drafters.layers import DecoderLayer, KVCache, Linear, PairLinear, RMSNorm, draft_dtype, llama_config
+from drafters.layers import DecoderLayer, KVCache, Linear, PairLinear, RMSNorm, draft_dtype, llama_config, qkv_weights
 from engine.errors import DrafterMismatch
 
 
@@ -45,6 +45,9 @@ class Eagle3Head(FeatureHead):
         def take(name: str, *shape: int) -> Tensor:
             return checkpoint.take(name, *shape).to(device, self.dtype)
 
+        def take_layer(name: str, *shape: int) -> Tensor:
+            return take(f"midlayer.{name}", *shape)
+
         own = checkpoint.take_optional("embed_tokens.weight", target.vocab_size, hidden)
         if own is None:
             checkpoint.match("embedding size", hidden, target.hidden_size)
@@ -53,10 +56,8 @@ class Eagle3Head(FeatureHead):
         embedding_norm = RMSNorm(take("midlayer.input_layernorm.weight", hidden), config.rms_norm_eps)
         embedding = embedding_norm((target.embedding if own is None else own).to(device, self.dtype))
         self.feature_norm = RMSNorm(take("midlayer.hidden_norm.weight", hidden), config.rms_norm_eps)
-        self.layer = DecoderLayer(
-            config, lambda name, *shape: checkpoint.take(f"midlayer.{name}", *shape), 2 * hidden, device, self.dtype
-        )
-        self.qkv = PairLinear(embedding, *self.layer.qkv)
+        self.qkv = PairLinear(embedding, *qkv_weights(config, take_layer, 2 * hidden))
+        self.layer = DecoderLayer(config, take_layer, device, self.dtype)
         self.norm = RMSNorm(take("norm.weight", hidden), config.rms_norm_eps)
         self.lm_head = Linear(take("lm_head.weight", vocab, hidden))
         checkpoint.ignore("rotary_emb.inv_freq")

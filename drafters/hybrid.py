@@ -228,9 +228,8 @@ class HybridDrafter(Drafter):
 
     def _catch_up(self) -> None:
         """Let the head know of the verdicts it has not heard: a tree without it need not wait for that."""
-        for request, verdict in self._unread:
-            self.head.observe(request, verdict)
-        self._unread.clear()
+        while self._unread:
+            self.head.observe(*self._unread.pop(0))
 
     def _time(self, request: int, tokens: int) -> None:
         """A round brought so many tokens; one request alone shows what it took, and whether the head is worth it."""

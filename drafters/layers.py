@@ -116,15 +116,29 @@ class KVCache:
         return held_keys[:, :end], held_values[:, :end]
 
 
-class DecoderLayer:
-    """A Llama layer over a preallocated cache, without the attention's input, in which heads differ: its caller gives
-    it queries, keys and values, the product with `qkv`.
+def qkv_weights(config: LlamaConfig, take: TakeTensor, inputs: int) -> tuple[Tensor, Tensor | None]:
+    """What makes queries, keys and values of a layer's input: [(heads + 2 * kv_heads) * head_dim, inputs] and a bias.
 
-    take: gives the checkpoint's tensor of a name and shape. inputs: width of the attention's input. qkv: weight
-    [(heads + 2 * kv_heads) * head_dim, inputs] and bias.
+    take: gives the checkpoint's tensor of a name and shape. inputs: width of the attention's input.
+    """
+    heads = config.num_attention_heads
+    kv_heads = config.num_key_value_heads or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    sizes = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
+    weight = torch.cat([take(f"self_attn.{name}_proj.weight", size, inputs) for name, size in sizes.items()])
+    bias = None
+    if getattr(config, "attention_bias", False) or getattr(config, "qkv_bias", False):
+        bias = torch.cat([take(f"self_attn.{name}_proj.bias", size) for name, size in sizes.items()])
+    return weight, bias
+
+
+class DecoderLayer:
+    """A Llama layer over a preallocated cache, given queries, keys and values: heads differ in what these are made of.
+
+    take: gives the checkpoint's tensor of a name and shape.
     """
 
-    def __init__(self, config: LlamaConfig, take: TakeTensor, inputs: int, device: torch.device, dtype: torch.dtype):
+    def __init__(self, config: LlamaConfig, take: TakeTensor, device: torch.device, dtype: torch.dtype):
         hidden, ffn = config.hidden_size, config.intermediate_size
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads or self.heads
@@ -133,23 +147,12 @@ class DecoderLayer:
         # a CPU's attention over one row takes six times as long in bfloat16 as in float32, over ten rows a fifth more
         self.attends_in = torch.float32 if device.type == "cpu" else dtype
         self.rotary = Rotary(config, device, self.attends_in)
-        width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        sizes = {"q": width, "k": kv_width, "v": kv_width}
-
-        def weight(name: str, *shape: int) -> Tensor:
-            return take(name, *shape).to(device, dtype)
-
-        qkv = torch.cat([weight(f"self_attn.{name}_proj.weight", size, inputs) for name, size in sizes.items()])
-        bias = None
-        if getattr(config, "attention_bias", False) or getattr(config, "qkv_bias", False):
-            bias = torch.cat([weight(f"self_attn.{name}_proj.bias", size) for name, size in sizes.items()])
-        self.qkv = qkv, bias
-        out_bias = weight("self_attn.o_proj.bias", hidden) if getattr(config, "attention_bias", False) else None
-        self.out = Linear(weight("self_attn.o_proj.weight", hidden, width), out_bias)
-        self.norm = RMSNorm(weight("post_attention_layernorm.weight", hidden), config.rms_norm_eps)
-        gate, up = weight("mlp.gate_proj.weight", ffn, hidden), weight("mlp.up_proj.weight", ffn, hidden)
+        out_bias = take("self_attn.o_proj.bias", hidden) if getattr(config, "attention_bias", False) else None
+        self.out = Linear(take("self_attn.o_proj.weight", hidden, self.heads * self.head_dim), out_bias)
+        self.norm = RMSNorm(take("post_attention_layernorm.weight", hidden), config.rms_norm_eps)
+        gate, up = take("mlp.gate_proj.weight", ffn, hidden), take("mlp.up_proj.weight", ffn, hidden)
         self.gate_up = Linear(torch.cat([gate, up]))
-        self.down = Linear(weight("mlp.down_proj.weight", hidden, ffn))
+        self.down = Linear(take("mlp.down_proj.weight", hidden, ffn))
 
     def __call__(
         self, qkv: Tensor, residual: Tensor, positions: Tensor, cache: KVCache, at: int | Tensor, mask: Tensor | None

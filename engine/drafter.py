@@ -218,7 +218,10 @@ class DrafterWorker:
                 self._give_up(number, error)
         request.under = self._send(number, request, request.round, request.wanted, tree, before_s)
         request.wanted = None
-        self.drafter.settle()
+        try:
+            self.drafter.settle()
+        except Exception as error:
+            self._give_up(number, error)
         self.trace.span("draft", started, number, f"{len(tree)} nodes")
 
     def _draft_ahead(self, number: int, request: _Request) -> None:

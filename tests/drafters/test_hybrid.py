@@ -159,3 +159,15 @@ def test_merged_candidates_are_both_sides_best_first_and_no_more_than_certain(
     tokens, chances = Merge().following((list(model), list(model.values())), (list(memory), list(memory.values())))
     assert sorted(tokens) == sorted(model | memory)
     assert chances == sorted(chances, reverse=True) and sum(chances) <= 1 + 1e-6
+
+
+def test_a_verdict_that_the_head_cannot_digest_is_not_kept_for_ever(tmp_path: Path, target: TargetWeights) -> None:
+    drafter = hybrid(tmp_path, target)
+    drafter.settle()
+    tree = drafter.propose(1)
+    drafter.observe(1, Verdict(tree, [0], [3], np.zeros((1, 3, 5), np.uint16)))
+    with pytest.raises(RuntimeError):
+        drafter.settle()
+        drafter.propose(1)
+    drafter.settle()
+    drafter.finish(1)
