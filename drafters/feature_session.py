@@ -17,9 +17,8 @@ from torch import Tensor
 
 from drafters.head import Head, Session
 from drafters.layers import KVCache, causal_mask
-from engine.recorded import Recorded, bucket
+from engine.recorded import Recorded, Spare, bucket, rounded
 
-_ROUND, _SPARE = 256, 4  # as the target's: texts' lengths are multiples, so many sessions wait for a request
 _SYNC_CHUNK = 512  # rows of one forward over a long prompt, which bounds the mask's size
 
 
@@ -53,17 +52,14 @@ class FeatureHead(Head):
         return bool(self.device.type == "cuda")
 
     @cached_property
-    def spare(self) -> list[FeatureSession]:
-        """Sessions that have ended: what was recorded over their buffers is good for another request."""
-        return []
+    def spare(self) -> Spare[FeatureSession]:
+        """Sessions that have ended."""
+        return Spare()
 
     def open(self, prompt: Sequence[int], capacity: int, scratch: int) -> FeatureSession:
-        text = -(-capacity // _ROUND) * _ROUND if self.records else capacity
-        for session in self.spare:
-            if (session.text, session.scratch) == (text, scratch):
-                self.spare.remove(session)
-                return session
-        return FeatureSession(self, text, scratch)
+        text = rounded(capacity) if self.records else capacity
+        spare = self.spare.take((text, scratch))
+        return FeatureSession(self, text, scratch) if spare is None else spare
 
 
 class FeatureSession(Session):
@@ -161,7 +157,7 @@ class FeatureSession(Session):
             self.slots, self.synced, self._pending, self._root_logits = 0, 0, [], None
             self.visible.zero_()
             self.clear()
-            self.head.spare[:] = [*self.head.spare, self][-_SPARE:]
+            self.head.spare.give((self.text, self.scratch), self)
 
     def _sync(self, positions: list[int], features: Tensor, tokens: list[int]) -> None:
         """Pairs with true features for these positions of the text."""

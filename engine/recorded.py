@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 Work = Callable[..., tuple[Tensor, ...]]
+Buffers = TypeVar("Buffers")
+_ROUND, _SPARE = 256, 4  # lengths of texts to record over are multiples; so many buffers wait for a request
 _WARM_UPS = 3  # calls before recording, in which libraries make what they need once
 
 
@@ -55,6 +58,34 @@ class Recorded:
         # of this thread alone: over inproc the other worker goes on meanwhile
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._outputs = self._work(*inputs)
+
+
+def rounded(length: int) -> int:
+    """The length of the buffers for a text of at most `length` positions: few lengths, so that they serve again."""
+    return -(-length // _ROUND) * _ROUND
+
+
+class Spare(Generic[Buffers]):
+    """Buffers whose request is over: what was recorded over them is good for another of their size."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[object, Buffers]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def take(self, size: object) -> Buffers | None:
+        """Buffers of that size, if there are any."""
+        found = next((entry for entry in self._waiting if entry[0] == size), None)
+        if found is None:
+            return None
+        self._waiting.remove(found)
+        return found[1]
+
+    def give(self, size: object, buffers: Buffers) -> None:
+        """Have them wait, once, the oldest giving way."""
+        if all(buffers is not other for _, other in self._waiting):
+            self._waiting = [*self._waiting, (size, buffers)][-_SPARE:]
 
 
 def wait(device: torch.device) -> None:

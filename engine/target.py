@@ -22,12 +22,11 @@ from transformers.utils import logging as transformers_logging
 from engine.errors import ConfigError, ModelError
 from engine.kv_cache import KVCache
 from engine.packed_linear import pack_linears
-from engine.recorded import Recorded, bucket
+from engine.recorded import Recorded, Spare, bucket, rounded
 from engine.tree import TokenTree
 
 # Workers that are threads load target and draft model at once; `transformers` was seen to leave tied weights out then.
 _LOADING = threading.Lock()
-_ROUND, _SPARE = 256, 4  # capacities of caches to record over are multiples; so many of them wait for a request
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
@@ -54,7 +53,7 @@ class Target:
         types, options = get_layer_types_and_kwargs(config)
         self._windows = {kind: option.get("sliding_window") for kind, option in zip(types, options, strict=True)}
         self.records = self.device.type == "cuda" and set(self._windows) == {"full_attention"}  # see engine.recorded
-        self._spare: list[KVCache] = []
+        self._spare: Spare[KVCache] = Spare()
         if unknown := set(self._windows) - {"full_attention", "sliding_attention"}:
             raise ModelError(
                 f"model={name}: {config.model_type} has {sorted(unknown)} layers, which cannot take a tree mask"
@@ -92,18 +91,15 @@ class Target:
         """An empty cache for one request of at most `capacity` positions, tree nodes included."""
         if not self.records:
             return KVCache(self.layers, capacity)
-        rounded = -(-capacity // _ROUND) * _ROUND
-        for cache in self._spare:
-            if cache.capacity == rounded:
-                self._spare.remove(cache)
-                return cache
-        return KVCache(self.layers, rounded, fixed=True)
+        capacity = rounded(capacity)
+        spare = self._spare.take(capacity)
+        return KVCache(self.layers, capacity, fixed=True) if spare is None else spare
 
     def release(self, cache: KVCache) -> None:
         """The request is over. What was recorded over its cache is good for another's text."""
-        if cache.fixed and not any(cache is other for other in self._spare):
+        if cache.fixed:
             cache.length = cache.pending = 0
-            self._spare = [*self._spare, cache][-_SPARE:]
+            self._spare.give(cache.capacity, cache)
 
     @torch.inference_mode()
     def prefill(
@@ -178,15 +174,15 @@ class Target:
         past, n, rows = cache.length, len(tree), bucket(len(tree))
         ids, places = torch.zeros(1, rows, dtype=torch.int64), torch.full((1, rows), past)
         ids[0, :n], places[0, :n] = torch.from_numpy(tree.tokens), torch.from_numpy(positions)
-        visible = torch.zeros(rows, cache.capacity, dtype=torch.bool)
-        visible[:, :past] = True
-        visible[:n, past : past + n] = torch.from_numpy(tree.ancestor_mask)
-        visible[:, past] = True
-        mask = torch.zeros(visible.shape, dtype=self.dtype).masked_fill_(~visible, torch.finfo(self.dtype).min)
+        seen = self._tree_mask(past, tree, positions, 0)
+        assert isinstance(seen, Tensor)  # models with several kinds of layers are not recorded
+        mask = torch.full((1, 1, rows, cache.capacity), torch.finfo(self.dtype).min, dtype=self.dtype)
+        mask[:, :, :n, : past + n] = seen
+        mask[:, :, n:, : past + 1] = 0
         key = (rows, *feature_layers)
         if key not in cache.recorded:
             cache.recorded[key] = Recorded(partial(self._forward_into, cache, feature_layers), self.device)
-        logits, *features = cache.recorded[key](ids, places, mask[None, None], past + torch.arange(rows))
+        logits, *features = cache.recorded[key](ids, places, mask, past + torch.arange(rows))
         return logits[:n], features[0][:n] if features else None
 
     def _forward_into(
