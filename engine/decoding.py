@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from engine.budget import Trust
-from engine.kv_cache import KVCache
 from engine.messages import Array, Draft
 from engine.sampling import SamplingParams
 from engine.target import Target
@@ -28,7 +28,7 @@ class Decoding:
         self.text = prompt
         self.unread = list(prompt)
         self.sampler = Sampler(sampling, prompt, target.eos_tokens, target.vocab_size)
-        self.cache: KVCache = target.new_cache(len(prompt) + sampling.max_tokens + budget)
+        self.cache: Any = target.new_cache(len(prompt) + sampling.max_tokens + budget)
         self.trust = Trust()
         self.round = 0
         self.outcome: Outcome = (0, 0, 0, 0)

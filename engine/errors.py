@@ -39,3 +39,7 @@ class WorkerDied(TalonError):
 
 class ProtocolError(TalonError):
     """A message does not follow `engine.messages`; it is dropped and counted."""
+
+
+class OutOfBlocks(TalonError):
+    """The pool of keys and values has not so many free blocks; the request waits, or another gives way."""

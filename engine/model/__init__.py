@@ -1,0 +1,1 @@
+"""The target model: loaded, run over batches, its keys and values pooled."""
