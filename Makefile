@@ -15,7 +15,7 @@ model: .venv/installed
 	$(BIN)/talon models get smollm2-135m
 
 demo: model
-	$(BIN)/talon generate "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many clips did Natalia sell altogether in April and May?" --max-tokens 128
+	$(BIN)/talon generate "Give three tips for staying healthy." --max-tokens 128
 
 HEADS := eagle3 eagle medusa hydra sps
 demo-heads: .venv/installed

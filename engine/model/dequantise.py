@@ -6,6 +6,7 @@ standard input closes. Lines that start with "talon: " are for the user; the las
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
@@ -45,11 +46,10 @@ def dequantise(gguf: GgufFile, folder: Path, title: str, origin: str) -> None:
     _check_weights(gguf, model, report)
     _scale_positions(gguf, model.config)
     _split_text(gguf, tokenizer)
-    if len(tokenizer) > model.config.get_text_config().vocab_size:
-        raise ModelError(f"has {len(tokenizer)} tokens, but embeddings of {model.config.get_text_config().vocab_size}")
     model.generation_config.eos_token_id = _end_tokens(gguf)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    _drop_foreign_tokens(gguf, folder / "tokenizer.json")
     (folder / "README.md").write_text(_card(gguf, title, origin), encoding="utf8")
 
 
@@ -103,6 +103,14 @@ def _split_text(gguf: GgufFile, tokenizer: Any) -> None:
         )
     else:
         print(f"talon: {gguf.path.name}: text is split into words as for GPT-2; {way!r} is not known", flush=True)
+
+
+def _drop_foreign_tokens(gguf: GgufFile, file: Path) -> None:
+    """transformers adds GPT-2's end of text behind a vocabulary without one; such a token would have no embedding."""
+    tokens = gguf.metadata["tokenizer.ggml.tokens"]
+    content = json.loads(file.read_text(encoding="utf8"))
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < tokens]
+    file.write_text(json.dumps(content, ensure_ascii=False), encoding="utf8")
 
 
 def _end_tokens(gguf: GgufFile) -> list[int] | None:
