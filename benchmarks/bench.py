@@ -23,6 +23,7 @@ from drafters.experience import Reliability, read
 from engine.config import Config, load
 from engine.errors import TalonError
 from engine.messages import Tokens
+from engine.model.resolve import resolved
 from engine.sampling import SamplingParams
 from engine.text import encode_text, load_tokenizer
 
@@ -48,6 +49,7 @@ async def run_bench(
     questions = [(file.stem, question) for file in files for question in read_questions(file, limit)]
     for name in names:  # before the rows of an earlier run are overwritten
         check_name(name)
+    config = resolved(config)
     tokenizer, referee = load_tokenizer(config.model), Referee(config)
     rows: list[Row] = []
     write_about(out, config, samplings, repeats)
@@ -209,6 +211,7 @@ async def run_overhead(config: Config, methods: list[str], sampling: SamplingPar
     table = Table(title="Time per round outside model forwards")
     for column in ("transport", "method", "rounds", "p50", "p95"):
         table.add_column(column, justify="left" if column in ("transport", "method") else "right")
+    config = resolved(config)
     tokens = encode_text(load_tokenizer(config.model), prompt)
     for transport in ("inproc", "ipc"):
         for method in methods:

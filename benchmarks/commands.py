@@ -22,7 +22,10 @@ QuestionsOption = Annotated[
     list[Path] | None, typer.Option("--questions", help="JSONL file of the Spec-Bench form; may be given again.")
 ]
 HeadsOption = Annotated[
-    Path, typer.Option(help="Folder with the drafters' weights: eagle, eagle3, medusa, hydra, sps.")
+    Path | None,
+    typer.Option(
+        help="Folder with the drafters' weights: eagle, eagle3, medusa, hydra, sps.", show_default="drafter.path"
+    ),
 ]
 AGREE = 0.05
 """How far the speed-ups of two runs may be apart and still be called the same."""
@@ -38,7 +41,7 @@ def bench(
     temperature: Annotated[list[float] | None, typer.Option(help="May be given again.", show_default="0")] = None,
     seed: Annotated[int, typer.Option(help="Of the sampling and of the order of contestants.")] = 0,
     repeats: Annotated[int, typer.Option(help="How often everything is run, each time afresh.", min=1)] = 1,
-    heads: HeadsOption = configuration.ROOT / "models" / "demo" / "heads",
+    heads: HeadsOption = None,
     out: Annotated[Path, typer.Option(help="Folder for results.jsonl and the report.")] = Path("out"),
     overhead: Annotated[
         bool, typer.Option("--overhead", help="Measure the time per round outside model forwards instead.")
@@ -74,8 +77,7 @@ def bench(
         with tempfile.TemporaryDirectory(prefix="talon-calibration-") as folder:
             kept = Path(folder) if calibration else None
             rows = await run_bench(
-                settings, names, _files(questions), out, limit, samplings, repeats, heads if heads.is_dir() else None,
-                console, kept,
+                settings, names, _files(questions), out, limit, samplings, repeats, heads, console, kept
             )  # fmt: skip
             if kept is not None:
                 draw_calibration(gathered(kept), out / "calibration.png", console)
@@ -166,6 +168,7 @@ def check(
 
     async def main() -> int:
         from benchmarks.equality import report, run_check
+        from engine.model.resolve import resolved
         from engine.target import Target
 
         settings = configuration.load(config, overrides(set_))
@@ -173,8 +176,8 @@ def check(
         comparisons = await run_check(
             settings, names_in(methods), names_in(transports), _files(questions), limit, sampling, console
         )
-        dtype = str(Target.load(settings.model, settings.dtype, settings.device).dtype).removeprefix("torch.")
-        table, wrong = report(comparisons, dtype)
+        target = Target.load(resolved(settings).model, settings.dtype, settings.device)
+        table, wrong = report(comparisons, str(target.dtype).removeprefix("torch."))
         Console().print(table)
         return wrong
 
@@ -194,7 +197,7 @@ def qa(
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the sampling and of the order of contestants.")] = 0,
-    heads: HeadsOption = configuration.ROOT / "models" / "demo" / "heads",
+    heads: HeadsOption = None,
     config: ConfigOption = configuration.DEMO,
     set_: SetOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -209,8 +212,8 @@ def qa(
             raise ConfigError("--questions: name at least one JSONL file with rows of category nq, rag or qa")
         names = names_in(methods)
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed).validate()
-        settings, weights = configuration.load(config, overrides(set_)), heads if heads.is_dir() else None
-        retrieval, lines = await run_qa(settings, names, questions, limit, passages, sampling, weights, console)
+        settings = configuration.load(config, overrides(set_))
+        retrieval, lines = await run_qa(settings, names, questions, limit, passages, sampling, heads, console)
         if as_json:
             print(json.dumps(msgspec.to_builtins({"retrieval": retrieval, "lines": lines}), indent=2))
         else:

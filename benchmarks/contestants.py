@@ -211,11 +211,15 @@ def check_name(name: str) -> None:
 
 
 async def start_contestant(name: str, config: Config, heads: Path | None = None) -> Contestant:
-    """The contestant `name`, on the model of `config`. heads: a folder with eagle, eagle3, medusa, hydra and sps."""
+    """The contestant `name`, on the model of `config`. heads: a folder with eagle, eagle3, medusa, hydra and sps; None:
+    drafter.path names their weights.
+    """
     if name in PEERS:
-        assistant = str(heads / "sps") if name == "hf-assisted" and heads is not None else None
-        if name == "hf-assisted" and assistant is None:
-            raise ConfigError("hf-assisted: needs a small model: give --heads DIR with an sps folder")
+        assistant = None
+        if name == "hf-assisted":
+            assistant = config.drafter.weights("sps") if heads is None else str(heads / "sps")
+            if assistant is None:
+                raise ConfigError("hf-assisted: needs a small model: give drafter.path, or --heads DIR with sps in it")
         return await TransformersContestant.start(config, assistant, prompt_lookup=name == "hf-pld")
     check_name(name)
     settings = load(config, CONTESTANTS[name])

@@ -17,6 +17,7 @@ from benchmarks.contestants import Contestant, TransformersContestant, check_nam
 from benchmarks.questions import read_questions
 from benchmarks.ties import TIE, score_gap
 from engine.config import Config, load
+from engine.model.resolve import resolved
 from engine.sampling import SamplingParams
 from engine.target import Target
 from engine.text import encode_text, load_tokenizer
@@ -42,11 +43,13 @@ async def run_check(
     console: Console,
 ) -> list[Comparison]:
     """Compare every method and transport on every question. Contestants run one after the other: memory stays flat."""
-    tokenizer = load_tokenizer(config.model)
-    suites = {file.stem: [encode_text(tokenizer, q.prompt) for q in read_questions(file, limit)] for file in files}
-    settings = {transport: load(config, {"transport": transport}) for transport in transports}
+    questions = {file.stem: read_questions(file, limit) for file in files}
     for method in methods:
         check_name(method)
+    config = resolved(config)
+    tokenizer = load_tokenizer(config.model)
+    suites = {suite: [encode_text(tokenizer, q.prompt) for q in some] for suite, some in questions.items()}
+    settings = {transport: load(config, {"transport": transport}) for transport in transports}
     exact = Target.load(config.model, "float32", config.device)
     greedy = sampling.temperature == 0
     comparisons = []

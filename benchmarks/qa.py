@@ -29,6 +29,7 @@ from drafters.checkpoint import TargetWeights
 from engine import config as configuration
 from engine.config import Config
 from engine.errors import ConfigError
+from engine.model.resolve import resolved
 from engine.sampling import SamplingParams
 from engine.text import encode_text, load_tokenizer
 from retrieval_index.dense import DenseIndex
@@ -109,6 +110,7 @@ async def run_qa(
 ) -> tuple[Retrieval | None, list[Line]]:
     """Every question in both settings, or closed-book alone if no file holds passages."""
     read = [read_items(file, limit) for file in files]
+    config = resolved(config)
     items = [item for some, _ in read for item in some]
     passages = list(dict.fromkeys(text for _, some in read for text in some))
     methods = list(dict.fromkeys([BASELINE, *names]))

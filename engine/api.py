@@ -17,6 +17,7 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
+from drafters.registry import find
 from engine import config as configuration
 from engine import errors
 from engine.answer import Answer, Piece, Result
@@ -24,6 +25,7 @@ from engine.config import Config
 from engine.errors import EngineClosed, QueueFull, RequestError, TalonError, WorkerDied
 from engine.launch import STOP_S, Workers
 from engine.messages import Cancel, Failed, Heartbeat, Ready, Spans, Stop, Submit, Tokens
+from engine.model.resolve import resolved
 from engine.sampling import SamplingParams
 from engine.target import load_config
 from engine.text import TextStream, encode_text, load_tokenizer
@@ -81,7 +83,9 @@ class Engine:
 
         Raises ConfigError, ModelError or DrafterMismatch, each one line that says what to change.
         """
-        engine = cls(configuration.load(config, overrides))
+        settings = configuration.load(config, overrides)
+        find(settings.method)  # refused before a model is downloaded
+        engine = cls(await anyio.to_thread.run_sync(resolved, settings))
         try:
             if engine.config.trace is not None:  # that it cannot be written is not to be found out at the end
                 engine.timeline.write(Path(engine.config.trace))

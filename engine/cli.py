@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -38,15 +39,22 @@ def overrides(assignments: list[str] | None, **named: Any) -> dict[str, Any]:
     return values | {key: value for key, value in named.items() if value is not None}
 
 
-def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run a command to its end: errors of ours are one line and exit code 2, Ctrl-C cleans up and exits with 130."""
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Errors of ours are one line and exit code 2, Ctrl-C is exit code 130."""
     try:
-        return asyncio.run(main)
+        yield
     except TalonError as error:
         print(f"talon: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run a command to its end; Ctrl-C cleans up."""
+    with one_line_errors():
+        return asyncio.run(main)
 
 
 @app.command()
@@ -125,6 +133,7 @@ def main() -> None:
     from benchmarks.shapes import shapes
     from benchmarks.timeline import timeline
     from drafters.training.cli import app as train
+    from engine.model.commands import app as models
     from engine.remote import drafter, keys
     from retrieval_index.commands import app as index
 
@@ -138,6 +147,7 @@ def main() -> None:
     index.command("speed")(index_speed)
     app.command()(keys)
     app.command()(drafter)
+    app.add_typer(models, name="models")
     app.add_typer(index, name="index")
     app.add_typer(train, name="train")
     app()

@@ -118,14 +118,15 @@ class QueueConfig(_Section):
 class Config(_Section):
     """Everything `Engine.start` needs.
 
-    model: a Hugging Face directory or hub id. method: which drafter (`drafters.registry`). mode: drafter and verifier
-    in turns (sequential), both at once (async), or what proves faster (auto). transport: workers as threads (inproc),
-    as processes (ipc), or as processes of which the drafter may be on another machine (tcp). trace: a file for what
-    each worker did when; of a drafter elsewhere it shows nothing. start_timeout_s: for the workers to load.
-    heartbeat_timeout_s: a worker that is silent for longer is killed and replaced.
+    model: a Hugging Face directory or hub id, a GGUF file, or a name that `talon models list` knows. method: which
+    drafter (`drafters.registry`). mode: drafter and verifier in turns (sequential), both at once (async), or what
+    proves faster (auto). transport: workers as threads (inproc), as processes (ipc), or as processes of which the
+    drafter may be on another machine (tcp). trace: a file for what each worker did when; of a drafter elsewhere it
+    shows nothing. start_timeout_s: for the workers to load. heartbeat_timeout_s: a worker that is silent for longer is
+    killed and replaced.
     """
 
-    model: str
+    model: str = "smollm2-135m"
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     method: str = "suffix"
@@ -172,8 +173,6 @@ def load(source: str | Path | Mapping[str, Any] | Config, overrides: Mapping[str
         raise ConfigError(f"config={source!r}: give a file, a mapping or a Config")
     for key, value in (overrides or {}).items():
         _assign(values, key.split("."), value)
-    if "model" not in values:
-        values["model"] = str(ROOT / "models" / "demo")
     try:
         return Config.model_validate(values)
     except ValidationError as error:

@@ -1,1 +1,1 @@
-"""The target model: loaded, run over batches, its keys and values pooled."""
+"""The target: where its weights come from, and how they run."""

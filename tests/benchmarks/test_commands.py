@@ -106,7 +106,9 @@ def test_check_refuses_a_wrong_name_before_it_answers_anything(tiny: str, questi
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], told: str) -> None:
-    done = talon(*arguments, *(["--set", "transport=inproc"] if arguments[0] == "generate" else []))
+    if arguments[0] == "generate" and "--config" not in arguments:
+        arguments = [*arguments, "--config", "configs/demo-17m.yaml", "--set", "transport=inproc"]
+    done = talon(*arguments)
     assert done.returncode == 2
     assert told in done.stderr
     assert done.stderr.startswith("talon: ")
