@@ -78,17 +78,19 @@ class DrafterConfig(_Section):
 
 
 class VerifierConfig(_Section):
-    """threads: of its torch pool, None: the cores the drafter leaves. prefill_chunk: prompt tokens read in one turn.
-    max_running: requests decoded in turns; the others wait. draft_timeout_s: after this long without an answer the
-    drafter is taken for hung and requests go on without it until it speaks again.
-    cut: of a calibrated drafter's tree, verify only the nodes that pay for their time. simulated_latency_ms: a wait
-    that uses no CPU behind every forward of the target, in place of an accelerator's time; what is measured with it
+    """threads: of its torch pool, None: the cores the drafter leaves. prefill_chunk: prompt tokens read in one forward;
+    fewer where others decode meanwhile. max_running: requests that share forwards; the others wait. kv_memory: bytes
+    for keys and values of all of them, None: a quarter of the memory that is free. draft_timeout_s: after this
+    long without an answer the drafter is taken for hung and requests go on without it until it speaks again. cut: of
+    calibrated drafters' trees, verify only the nodes that pay for their time. simulated_latency_ms: a wait that uses no
+    CPU behind every forward of the target, in place of an accelerator's time; what is measured with it
     is a simulation.
     """
 
     threads: int | None = Field(None, ge=1)
     prefill_chunk: int = Field(512, ge=1)
-    max_running: int = Field(8, ge=1)
+    max_running: int = Field(32, ge=1)
+    kv_memory: int | None = Field(None, ge=1 << 20)
     draft_timeout_s: float = Field(1.0, gt=0)
     cut: bool = True
     simulated_latency_ms: float = Field(0.0, ge=0)

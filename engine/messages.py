@@ -33,7 +33,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Submit(Message, frozen=True, kw_only=True):
-    """Generate. Arrays: prompt."""
+    """Generate. Arrays: prompt, and the answer's tokens so far if an earlier verifier had begun."""
 
     request: int
     sampling: SamplingParams
@@ -170,7 +170,7 @@ AnyMessage = Union[  # noqa: UP007 - msgspec reads the union at run time, on Pyt
 ]
 
 ARRAYS: dict[type, tuple[tuple[str, int], ...]] = {  # dtype and dimensions
-    Submit: (("int32", 1),),
+    Submit: (("int32", 1), ("int32", 1)),
     Start: (("int32", 1),),
     Verdict: (("int32", 1), ("int32", 1), ("uint16", 3), ("int32", 2)),
     Draft: (("int32", 1), ("int32", 1), ("float32", 1), ("uint8", 1)),

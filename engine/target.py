@@ -105,6 +105,10 @@ class Target:
         cache.reserve(capacity)
         return cache
 
+    def open_cache(self, most: int) -> Any:
+        """An empty cache for one request of at most `most` positions, drafts included; it takes blocks as it grows."""
+        return KVCache(self.pool) if self.pool is not None else self.new_cache(most)
+
     def release(self, cache: Any) -> None:
         """The request is over."""
         if self._masked is not None:

@@ -21,19 +21,27 @@ class Sampler:
     """Draws a request's tokens one after the other, as `transformers` would: penalty, minimum length, temperature,
     top-k, top-p, min-p, and then Gumbel-max (DESIGN: noise keyed by seed, position and token, not by history).
 
-    finish_reason: None while the request runs, then "eos" or "length".
+    answer: tokens drawn already, by an earlier sampler. finish_reason: None while the request runs, then "eos" or
+    "length".
     """
 
-    def __init__(self, params: SamplingParams, prompt: Sequence[int], eos_tokens: Iterable[int], vocab_size: int):
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        eos_tokens: Iterable[int],
+        vocab_size: int,
+        answer: Sequence[int] = (),
+    ):
         self.params = params
         self.finish_reason: str | None = None
-        self.drawn = 0
-        self._position = len(prompt)
+        self.drawn = len(answer)
+        self._position = len(prompt) + len(answer)
         self._eos = sorted(eos_tokens)
         self._seen: Tensor | None = None
         if params.repetition_penalty != 1:
             self._seen = torch.zeros(vocab_size, dtype=torch.bool)
-            self._seen[torch.tensor(prompt)] = True
+            self._seen[torch.tensor([*prompt, *answer])] = True
         self._plain = params.temperature == 0 and self._seen is None
 
     def choices(self, logits: Tensor) -> Tensor | list[int]:
