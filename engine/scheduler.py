@@ -109,11 +109,14 @@ class Scheduler:
         self.waiting.appendleft(youngest)
 
     def _admit(self) -> None:
+        """Let requests in for whose texts there is room, beside what those who run have yet to read."""
         while self.waiting and len(self.running) < self.most:
             request = self.waiting[0]
             pool = request.target.pool
-            if pool is not None and self.running and pool.free * BLOCK < request.read_to:
-                return
+            if pool is not None and self.running:
+                promised = sum(max(0, other.read_to - other.cache.capacity) for other in self.running)
+                if pool.free * BLOCK - promised < request.read_to:
+                    return
             self.running.append(self.waiting.popleft())
 
     def _chunks(self, rows: int) -> list[tuple[Request, int]]:

@@ -10,6 +10,7 @@ kv_heads, 16, dims]; dims is the head size rounded up to a multiple of 16, fille
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from itertools import count
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from engine.batch import BLOCK, Int
 from engine.errors import OutOfBlocks
@@ -52,8 +54,8 @@ class KVPool:
     def __init__(self, shape: KVShape, blocks: int):
         self.shape, self.blocks = shape, blocks
         of_block = shape.kv_heads, shape.dims, BLOCK
-        self.keys = torch.zeros(shape.layers, blocks, *of_block, dtype=shape.dtype)
-        self.values = torch.zeros(shape.layers, blocks, of_block[0], BLOCK, shape.dims, dtype=shape.dtype)
+        self.keys = _untouched((shape.layers, blocks, *of_block), shape.dtype)
+        self.values = _untouched((shape.layers, blocks, of_block[0], BLOCK, shape.dims), shape.dtype)
         self._free = list(range(blocks - 1, -1, -1))
         self._references = [0] * blocks
         self._idle: OrderedDict[int, None] = OrderedDict()  # known and held by nobody, unused for longest first
@@ -119,6 +121,12 @@ class KVPool:
         record["layers"], record["blocks"], record["kv_heads"] = shape.layers, self.blocks, shape.kv_heads
         record["dims"], record["width"] = shape.dims, shape.dtype.itemsize
         move_kernel()(work.ctypes.data, shape.layers)
+
+
+def _untouched(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that take no memory until they are written: `torch.zeros` would touch all of it."""
+    bytes_of: int = math.prod(size) * dtype.itemsize
+    return torch.from_numpy(np.zeros(bytes_of, np.uint8)).view(dtype).view(size)
 
 
 class KVCache:
