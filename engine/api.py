@@ -204,9 +204,15 @@ class Engine:
             raise RequestError(f"prompt: is a {type(prompt).__name__}; give text, chat messages or token ids")
         if not prompt:
             raise RequestError("prompt: is empty; give text, chat messages or token ids")
-        if isinstance(prompt, str) or isinstance(prompt[0], Mapping):
-            return encode_text(self._tokenizer, prompt, raw)
         vocabulary = self._target.vocab_size
+        if isinstance(prompt, str) or isinstance(prompt[0], Mapping):
+            tokens = encode_text(self._tokenizer, prompt, raw)
+            if (highest := max(tokens, default=0)) >= vocabulary:
+                raise RequestError(
+                    f"prompt: the tokenizer makes token {highest} of it, the model knows {vocabulary} tokens: resize "
+                    "the model's embeddings to the tokenizer, or use the model's own tokenizer"
+                )
+            return tokens
         tokens = [int(t) for t in prompt if _is_integer(t) and 0 <= t < vocabulary]
         if len(tokens) < len(prompt):
             raise RequestError(f"prompt: holds something that is no token id; they go from 0 to {vocabulary - 1}")

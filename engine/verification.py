@@ -29,7 +29,7 @@ class Sampler:
         self.finish_reason: str | None = None
         self.drawn = 0
         self._position = len(prompt)
-        self._eos = sorted(eos_tokens)
+        self._eos = sorted(token for token in eos_tokens if token < vocab_size)
         self._seen: Tensor | None = None
         if params.repetition_penalty != 1:
             self._seen = torch.zeros(vocab_size, dtype=torch.bool)

@@ -105,10 +105,14 @@ class Verifier:
             else:
                 self._round(decoding)
         except Exception as error:  # exhausted memory, a logit that is no number: the others go on
-            reason = (str(error) or "no reason given").splitlines()[0]
-            text = f"request {decoding.request}: {type(error).__name__} in the target: {reason}"
-            self.control.send(Failed(request=decoding.request, kind="RequestFailed", text=text))
+            self._fail(decoding.request, error)
             self._forget(decoding)
+
+    def _fail(self, request: int, error: Exception) -> None:
+        """End one request with what it has caused."""
+        reason = (str(error) or "no reason given").splitlines()[0]
+        text = f"request {request}: {type(error).__name__} in the target: {reason}"
+        self.control.send(Failed(request=request, kind="RequestFailed", text=text))
 
     # The step, on one page.
 
@@ -281,7 +285,10 @@ class Verifier:
     def _receive(self) -> None:
         for message, arrays in self.control.received():
             if isinstance(message, Submit):
-                self._admit(message, arrays[0])
+                try:
+                    self._admit(message, arrays[0])
+                except Exception as error:  # no memory for its cache, tokens that are none: the others go on
+                    self._fail(message.request, error)
             elif isinstance(message, Cancel):
                 for decoding in [d for d in (*self.running, *self.waiting) if d.request == message.request]:
                     self._forget(decoding)
@@ -301,6 +308,8 @@ class Verifier:
                 self._keep(message, arrays)
 
     def _admit(self, message: Submit, prompt: Array) -> None:
+        if not len(prompt) or prompt.min() < 0 or prompt.max() >= self.target.vocab_size:
+            raise ProtocolError(f"a prompt of token ids from 0 to {self.target.vocab_size - 1} was expected")
         decoding = Decoding(message.request, prompt.tolist(), message.sampling, self.target, self.config.drafter.budget)
         self.waiting.append(decoding)
         if self.drafter is not None:
