@@ -38,11 +38,21 @@ _ABSENT_S = 0.5  # the loop stood still, and the workers maybe with it (a frozen
 
 
 class Stream:
-    """An answer under way: iterate over its pieces; `result` is there when the iteration has ended."""
+    """An answer under way: iterate over its pieces; `result` is there when the iteration has ended.
+
+    `async with engine.stream(...) as stream` cancels the request when the block is left, be it early. Without it a
+    `break` only pauses the iteration: the request runs on until `aclose`, or until the stream is garbage.
+    """
 
     def __init__(self, engine: Engine, prompt: Prompt, sampling: SamplingParams, raw: bool):
         self._pieces = engine._answer(self, prompt, sampling, raw)
         self.result: Result | None = None
+
+    async def __aenter__(self) -> Stream:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.aclose()
 
     def __aiter__(self) -> AsyncIterator[Piece]:
         return self._pieces
@@ -96,15 +106,17 @@ class Engine:
 
         Cancelling the task cancels the request. Raises RequestError, QueueFull, WorkerDied or EngineClosed.
         """
-        stream = self.stream(prompt, sampling, raw=raw)
-        async with contextlib.aclosing(stream):
+        async with self.stream(prompt, sampling, raw=raw) as stream:
             async for _ in stream:
                 pass
         assert stream.result is not None
         return stream.result
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, *, raw: bool = False) -> Stream:
-        """As `generate`, piece by piece: `async for piece in engine.stream(...)`."""
+        """As `generate`, piece by piece: `async with engine.stream(...) as stream: async for piece in stream: ...`.
+
+        Leaving the `async with` cancels a request that has not ended.
+        """
         sampling = SamplingParams() if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
             raise RequestError(f"sampling={sampling!r}: give SamplingParams(max_tokens=...)")

@@ -92,8 +92,10 @@ def generate(
         given = overrides(set_, method=method, mode=mode, trace=str(trace) if trace else None)
         asked = sys.stdin.read() if prompt == "-" else prompt
         # for one answer nobody stands by: its imports would take the time that the answer needs
-        async with await Engine.start(config, **{"drafter.standby": False} | given) as engine:
-            stream = engine.stream(asked, sampling, raw=raw)
+        async with (
+            await Engine.start(config, **{"drafter.standby": False} | given) as engine,
+            engine.stream(asked, sampling, raw=raw) as stream,
+        ):
             async for piece in stream:
                 if not as_json:
                     print(piece.text, end="", flush=True)

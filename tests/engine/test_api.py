@@ -19,6 +19,7 @@ from engine import Engine, SamplingParams
 from engine.errors import ConfigError, DrafterMismatch, EngineClosed, ModelError, QueueFull, RequestError
 from engine.messages import Tokens
 from engine.target import Target
+from engine.transport import Hub
 from tests.conftest import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -185,6 +186,30 @@ async def test_leaving_a_stream_early_cancels_its_request(tiny: str, tiny_draft:
             break
         await stream.aclose()
         await asyncio.wait_for(engine.generate(PROMPTS[0], SamplingParams(max_tokens=3)), 60)
+
+
+async def test_leaving_the_block_of_a_stream_ends_its_request_in_the_verifier(
+    tiny: str, tiny_draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[int] = []
+
+    def listen(hub: Hub, frames: list[bytes]) -> Any:
+        arrival = open_frames(hub, frames)
+        if arrival is not None and isinstance(arrival[1], Tokens):
+            heard.append(arrival[1].request)
+        return arrival
+
+    open_frames = Hub.open
+    monkeypatch.setattr(Hub, "open", listen)
+    async with tiny_engine(tiny, tiny_draft, **{"verifier.simulated_latency_ms": 2}) as engine:
+        async with engine.stream(PROMPTS[2], SamplingParams(max_tokens=450, ignore_eos=True)) as stream:
+            async for _ in stream:
+                break
+        assert stream.result is None
+        await engine.generate(PROMPTS[0], SamplingParams(max_tokens=3, ignore_eos=True))
+    first, second = heard[0], heard[-1]
+    assert first not in heard[heard.index(second) :]
+    assert heard.count(first) < 450
 
 
 async def test_a_full_queue_refuses_if_so_configured(tiny: str, tiny_draft: str) -> None:
