@@ -26,7 +26,7 @@ from engine import config as configuration
 from engine.cli import ConfigOption, SetOption, overrides, run
 from engine.config import Config
 from engine.errors import ConfigError
-from engine.sampling import SamplingParams
+from engine.sampling import SamplingParams, own_defaults
 from engine.target import Target, bfloat16_bits
 from engine.text import encode_text, load_tokenizer
 from engine.tree import TokenTree
@@ -61,6 +61,7 @@ def answer(
     target: Target, drafter: Drafter, prompt: list[int], sampling: SamplingParams, budget: int
 ) -> Iterator[Verdict]:
     """Every round of one request, drafter and target in turns; the first verdict is the prefill's."""
+    sampling = sampling.over(own_defaults(target.model.generation_config, target.name))
     cache = target.new_cache(len(prompt) + sampling.max_tokens + budget)
     sampler = Sampler(sampling, prompt, target.eos_tokens, target.vocab_size)
     drafter.start(0, prompt, sampling)

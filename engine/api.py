@@ -185,7 +185,7 @@ class Engine:
             try:
                 await self._ready["verifier"].wait()
                 self._check_open()
-                submit = Submit(request=number, sampling=sampling)
+                submit = Submit(request=number, sampling=sampling.over(self._target.defaults))
                 self._hub.send(self._workers.running["verifier"].name, submit, [np.asarray(tokens)])
                 answer = Answer(TextStream(self._tokenizer, sampling.stop), len(tokens), started)
                 while answer.finish_reason is None:

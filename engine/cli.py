@@ -30,6 +30,7 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override any configuration key: drafter.budget=40"),
 ]
+MODELS_OWN = "the model's own"
 
 
 def overrides(assignments: list[str] | None, **named: Any) -> dict[str, Any]:
@@ -62,8 +63,21 @@ def generate(
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this much probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Keep this many of the likeliest tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[
+        float | None, typer.Option(help="Keep the likeliest tokens of this much probability.", show_default=MODELS_OWN)
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option(help="Keep this many of the likeliest tokens; 0 keeps all.", show_default=MODELS_OWN),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(help="Keep tokens of this share of the likeliest one's probability.", show_default=MODELS_OWN),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(help="Over 1, discourage tokens already in prompt and answer.", show_default=MODELS_OWN),
+    ] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text with every method and mode.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given again.")] = None,
     mode: Annotated[
@@ -85,6 +99,8 @@ def generate(
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
             seed=seed,
             max_tokens=max_tokens,
             stop=tuple(stop or ()),

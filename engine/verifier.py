@@ -7,6 +7,7 @@ alone, which is plain decoding: the drafter decides speed, never text.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 
@@ -36,6 +37,7 @@ from engine.messages import (
 )
 from engine.pace import Choice, Pace
 from engine.recorded import wait
+from engine.sampling import not_applied, own_defaults
 from engine.target import Target, bfloat16_bits
 from engine.trace import Trace
 from engine.transport import Hub, Line
@@ -46,6 +48,21 @@ FROM_FRONT_END = (Submit, Cancel, Stop)
 FROM_DRAFTER = (Hello, Draft)
 HEARTBEAT_S = 0.5
 _KEPT_DRAFTS = 64  # per request; drafts of outcomes that did not come true are dropped every round
+
+
+def ready(target: Target) -> Ready:
+    """What the front end is to know of the target."""
+    own = target.model.generation_config
+    if ignored := not_applied(own):
+        print(
+            f"talon: model={target.name}: of generation_config.json not applied: {', '.join(ignored)}", file=sys.stderr
+        )
+    return Ready(
+        vocab_size=target.vocab_size,
+        context=target.context,
+        dtype=str(target.dtype).removeprefix("torch."),
+        defaults=own_defaults(own, target.name),
+    )
 
 
 class Verifier:
@@ -72,9 +89,7 @@ class Verifier:
         """Serve until told to stop."""
         if self.config.verifier.cut and self.config.method != "none":
             self.budget = Budget(CostCurve.measure(self._forward_s, self.config.drafter.budget))
-        self.control.send(
-            Ready(vocab_size=self.target.vocab_size, context=self.target.context, dtype=str(self.target.dtype)[6:])
-        )
+        self.control.send(ready(self.target))
         poller = zmq.Poller()
         poller.register(self.control.socket, zmq.POLLIN)
         poller.register(self.drafts.socket, zmq.POLLIN)

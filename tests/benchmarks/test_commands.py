@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import save_tiny_llama
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -190,3 +192,18 @@ def test_check_compares_with_transformers(tiny: str, tiny_draft: str, questions:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "different" in done.stdout
+
+
+def test_check_agrees_with_transformers_on_a_model_with_a_repetition_penalty_of_its_own(
+    questions: str, tmp_path: Path
+) -> None:
+    model = save_tiny_llama(tmp_path / "penal")
+    file = Path(model) / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"repetition_penalty": 1.1, "do_sample": True}))
+    done = talon(
+        "check", "--questions", questions, "--methods", "none,pld", "--transports", "inproc", "--max-tokens", "40",
+        "--set", f"model={model}", "--set", "dtype=float32",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.replace("│", "").split() for line in done.stdout.splitlines() if "questions" in line]
+    assert [row[3:] for row in rows] == [["3", "0", "0", "-"]] * 2, done.stdout
