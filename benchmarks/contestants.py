@@ -19,6 +19,7 @@ from engine.config import Config, load
 from engine.errors import ConfigError
 from engine.launch import ProcessWorker
 from engine.messages import Tokens
+from engine.model_hub import is_local
 from engine.sampling import SamplingParams, own_defaults
 from engine.target import Target
 from engine.worker import share_cores
@@ -111,7 +112,8 @@ class TransformersContestant:
     ) -> TransformersContestant:
         def load() -> tuple[Any, dict[str, Any]]:  # as its own users would: without our CPU layout of the weights
             dtype = Target.load(config.model, config.dtype, config.device).dtype
-            model = AutoModelForCausalLM.from_pretrained(config.model, dtype=dtype).eval()
+            local = is_local(config.model)
+            model = AutoModelForCausalLM.from_pretrained(config.model, dtype=dtype, local_files_only=local).eval()
             if assistant is not None:
                 small = AutoModelForCausalLM.from_pretrained(assistant, dtype=dtype).eval()
                 return model, {"assistant_model": small}

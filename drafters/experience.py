@@ -6,6 +6,7 @@ The file also holds, for each source, what its trees promised and what came of i
 
 from __future__ import annotations
 
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -73,12 +74,7 @@ class Experienced(Drafter):
         self.feature_layers, self.successors = drafter.feature_layers, drafter.successors
         self.calibrated = drafter.calibrated
         self.reliability = Reliability()
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise _unwritable(path, error) from None
-        if path.exists():
-            learned = read(path)
+        if (learned := check_file(path)) is not None:
             try:
                 self.reliability = Reliability(learned.pop("reliability"))
                 drafter.recall(learned)
@@ -116,6 +112,17 @@ class Experienced(Drafter):
     def save(self) -> None:
         """Write the file, all or nothing."""
         write(self.path, {**self.drafter.learned(), "reliability": self.reliability.counts})
+
+
+def check_file(path: Path) -> Learned | None:
+    """What the file holds, None if there is none yet; ConfigError if it is no such file, or could not be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise _unwritable(path, error) from None
+    return read(path) if path.exists() else None
 
 
 def write(path: Path, learned: Learned) -> None:

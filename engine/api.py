@@ -25,7 +25,6 @@ from engine.errors import EngineClosed, QueueFull, RequestError, TalonError, Wor
 from engine.launch import STOP_S, Workers
 from engine.messages import Cancel, Failed, Heartbeat, Ready, Spans, Stop, Submit, Tokens
 from engine.sampling import SamplingParams
-from engine.target import load_config
 from engine.text import TextStream, encode_text, load_tokenizer
 from engine.trace import Timeline
 from engine.transport import Hub
@@ -133,7 +132,8 @@ class Engine:
             await _cancel(others)
             self._stop_workers()
             for role in list(self._workers.running):
-                await anyio.to_thread.run_sync(self._workers.end, role, STOP_S)
+                patience_s = STOP_S if self._hears(role) else 0.0
+                await anyio.to_thread.run_sync(self._workers.end, role, patience_s)
             if self.config.trace is not None:
                 await asyncio.sleep(0.05)  # the workers' last spans
             await _cancel(listener)
@@ -156,6 +156,10 @@ class Engine:
         self._hub.close()
         self._context.term()
         self._workers.close()
+
+    def _hears(self, role: str) -> bool:
+        """Whether the worker will end when told to. A process that still loads does not, and has nothing to save."""
+        return self._ready[role].is_set() or self.config.transport == "inproc"
 
     def _stop_workers(self) -> None:
         for worker in self._workers.running.values():
@@ -259,12 +263,12 @@ class Engine:
     async def _launch(self) -> None:
         if (warning := oversubscription(self.config)) is not None:
             print(f"talon: {warning}", file=sys.stderr)
-        await anyio.to_thread.run_sync(load_config, self.config.model)
+        await anyio.to_thread.run_sync(self._workers.check)
         for role in self._workers.roles:
             self._workers.start(role)
         self._keep_running(self._listen())
-        self._tokenizer = await anyio.to_thread.run_sync(load_tokenizer, self.config.model)
         with anyio.move_on_after(self.config.start_timeout_s):
+            self._tokenizer = await anyio.to_thread.run_sync(load_tokenizer, self.config.model)
             while not all(event.is_set() for event in self._ready.values()):
                 if self._failed_start is not None:
                     raise self._failed_start

@@ -17,9 +17,10 @@ import msgspec
 import zmq
 
 from drafters.registry import find
+from drafters.requirements import check
 from engine.config import Config
 from engine.nursery import Nursery
-from engine.worker import WorkerSpec, run_worker, share_cores
+from engine.worker import WorkerSpec, load_keys, run_worker, share_cores
 
 STOP_S = 5.0
 POOL_WAITS = {"GOMP_SPINCOUNT": "10000"}
@@ -119,6 +120,17 @@ class Workers:
     def roles(self) -> list[str]:
         """Those that run on this machine."""
         return ["verifier"] if self.method.drafter is None or self.config.remote else ["verifier", "drafter"]
+
+    def check(self) -> None:
+        """Raise, before anything loads, what the workers would refuse in the configuration. Reads no weights."""
+        from engine.target import find_device, load_config
+
+        load_config(self.config.model)
+        find_device(self.config.device)
+        for role in self.roles:
+            load_keys(self.config, role)
+        if "drafter" in self.roles:
+            check(self.config)
 
     def start(self, role: str) -> None:
         """Start a worker; with a new verifier comes a new meeting point, so the drafter must be started after it."""

@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 import zmq
 
+from drafters.requirements import check
 from engine import config as configuration
 from engine import errors
 from engine.cli import ConfigOption, SetOption, overrides, run
@@ -24,7 +25,7 @@ from engine.keys import create
 from engine.launch import STOP_S, ThreadWorker
 from engine.messages import Failed, Heartbeat, Ready, Spans, Stop
 from engine.transport import Hub
-from engine.worker import WorkerSpec
+from engine.worker import WorkerSpec, load_keys
 
 _POLL_S = 0.2
 
@@ -59,6 +60,8 @@ def drafter(
 
 async def serve(config: Config) -> None:
     """Draft for the verifier at `config.tcp.endpoint`. Raises what ends the drafter."""
+    load_keys(config, "drafter")
+    check(config)
     name = f"drafter-{uuid.uuid4().hex[:12]}"
     control = f"inproc://{name}"
     with zmq.Context() as context, closing(Hub(context, control, (Ready, Failed, Heartbeat, Spans))) as hub:

@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from engine.errors import ConfigError, ModelError
 from engine.kv_cache import KVCache
+from engine.model_hub import hub_answers, is_hub_id, is_local
 from engine.packed_linear import pack_linears
 from engine.recorded import Recorded, Spare, bucket, rounded
 from engine.tree import TokenTree
@@ -71,7 +72,7 @@ class Target:
                     path,
                     config=config,
                     dtype=_dtype(dtype, config, where),
-                    local_files_only=Path(path).is_dir(),
+                    local_files_only=is_local(path),
                     output_loading_info=True,
                 )
         except Exception as error:  # every file format has errors of its own
@@ -252,10 +253,15 @@ class Target:
 def load_config(path: str) -> Any:
     """The model's `transformers` configuration; ModelError if there is none or it is no decoder-only model."""
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=Path(path).is_dir())
+        config = AutoConfig.from_pretrained(path, local_files_only=is_local(path))
     except (OSError, ValueError, KeyError) as error:
         if Path(path).is_dir():
             raise ModelError(f"model={path}: no usable config.json in this directory: {_first_line(error)}") from error
+        if is_hub_id(path) and not hub_answers():
+            raise ModelError(
+                f"model={path}: no such directory, not in the hub cache, and the hub cannot be reached: check the "
+                "network, or name a directory"
+            ) from error
         raise ModelError(
             f"model={path}: no such directory, and no model of that name can be reached on the hub"
         ) from error

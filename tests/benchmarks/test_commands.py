@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import save_tiny_llama
+from tests.conftest import free_port, save_tiny_llama
 
 ROOT = Path(__file__).parents[2]
 
 
-def talon(*arguments: str, standard_input: str = "") -> subprocess.CompletedProcess[str]:
+def talon(*arguments: str, standard_input: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "engine.cli", *arguments],
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"} | environment,
         capture_output=True,
         input=standard_input,
         text=True,
@@ -113,6 +114,26 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], told: str) 
     assert told in done.stderr
     assert done.stderr.startswith("talon: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_hub_id_without_network_is_one_line_and_no_retries(tmp_path: Path) -> None:
+    nobody = {"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_HOME": str(tmp_path)}
+    done = talon("generate", "hi", "--method", "none", "--set", "model=Some/Model-1B", **nobody)
+    assert done.returncode == 2
+    assert done.stderr.startswith("talon: model=Some/Model-1B: no such directory, not in the hub cache, and the hub")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_cached_hub_id_is_served_without_network(tiny: str, tmp_path: Path) -> None:
+    snapshot = tmp_path / "hub" / "models--Some--Model-1B" / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
+    shutil.copytree(tiny, snapshot)
+    (tmp_path / "hub" / "models--Some--Model-1B" / "refs").mkdir()
+    (tmp_path / "hub" / "models--Some--Model-1B" / "refs" / "main").write_text(snapshot.name)
+    nobody = {"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_HOME": str(tmp_path)}
+    options = ["--method", "none", "--max-tokens", "4", "--set", "model=Some/Model-1B"]
+    done = talon("generate", "hi", *options, **nobody)
+    assert done.returncode == 0, done.stderr
+    assert "Retrying" not in done.stderr and "4 tokens" in done.stderr
 
 
 def test_bench_writes_a_row_per_question_and_method(tiny: str, questions: str, tmp_path: Path) -> None:
