@@ -33,7 +33,7 @@ def bench(
     methods: Annotated[
         str, typer.Option(help="Comma-separated contestants, or all, or ablation; a wrong name lists them.")
     ] = "none,pld,suffix",
-    limit: Annotated[int | None, typer.Option(help="Questions per file.", show_default="all")] = None,
+    limit: Annotated[int | None, typer.Option(help="Questions per file.", show_default="all", min=1)] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
     temperature: Annotated[list[float] | None, typer.Option(help="May be given again.", show_default="0")] = None,
     seed: Annotated[int, typer.Option(help="Of the sampling and of the order of contestants.")] = 0,
@@ -152,7 +152,7 @@ def check(
     questions: QuestionsOption = None,
     methods: Annotated[str, typer.Option(help="Comma-separated: none, pld, suffix, sps.")] = "none,pld,suffix",
     transports: Annotated[str, typer.Option(help="Comma-separated: inproc (threads), ipc (processes).")] = "inproc,ipc",
-    limit: Annotated[int | None, typer.Option(help="Questions per file.", show_default="all")] = None,
+    limit: Annotated[int | None, typer.Option(help="Questions per file.", show_default="all", min=1)] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
     temperature: Annotated[
         float, typer.Option(help="0 compares with transformers, else with plain decoding of the same seed.")
@@ -189,7 +189,7 @@ def qa(
     methods: Annotated[
         str, typer.Option(help="Comma-separated contestants; METHOD+dense also drafts from the passages found.")
     ] = "none,suffix,suffix+dense,hybrid,hybrid+dense",
-    limit: Annotated[int | None, typer.Option(help="Questions of each category.", show_default="all")] = None,
+    limit: Annotated[int | None, typer.Option(help="Questions of each category.", show_default="all", min=1)] = None,
     passages: Annotated[int, typer.Option(help="Passages retrieved into the prompt.", min=1)] = 2,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,

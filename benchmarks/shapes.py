@@ -141,7 +141,7 @@ def shapes(
         list[Path] | None, typer.Option(help="JSONL file of the Spec-Bench form; may be given again.")
     ] = None,
     contestant: Annotated[str, typer.Option(help="One that drafts trees.")] = "talon-tree",
-    limit: Annotated[int | None, typer.Option(help="Questions per file.", show_default="all")] = None,
+    limit: Annotated[int | None, typer.Option(help="Questions per file.", show_default="all", min=1)] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     heads: Annotated[

@@ -13,12 +13,14 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
 
 from drafters.training.recipe import Recipe
 from engine.errors import ConfigError
+from engine.json_lines import BadLine, json_lines
 
 
 @dataclass(frozen=True)
@@ -29,23 +31,22 @@ class Example:
     answer: int
 
 
+class _Row(msgspec.Struct):
+    prompt: Annotated[str, msgspec.Meta(min_length=1)]
+
+
 def read_prompts(path: Path) -> Iterator[str]:
     """The `prompt` of each line of a JSONL file, plain or .xz."""
     try:
-        with lzma.open(path, "rt", encoding="utf8") if path.suffix == ".xz" else path.open(encoding="utf8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    prompt = json.loads(line)["prompt"]
-                except (ValueError, KeyError, TypeError):
-                    raise ConfigError(
-                        f'data={path}: line {number} is not a JSON object with a "prompt": give a JSONL file'
-                    ) from None
-                if not isinstance(prompt, str) or not prompt:
-                    raise ConfigError(f"data={path}: line {number}: prompt is not a text: give a JSONL file")
-                yield prompt
-    except (OSError, lzma.LZMAError, UnicodeDecodeError, EOFError) as error:
+        with lzma.open(path, "rb") if path.suffix == ".xz" else path.open("rb") as file:
+            for _, row in json_lines(file, _Row):
+                yield row.prompt
+    except BadLine as error:
+        raise ConfigError(
+            f'data={path}: line {error.number} is not a JSON object with a "prompt", a text ({error.reason}): give a '
+            "JSONL file"
+        ) from None
+    except (OSError, lzma.LZMAError, EOFError) as error:
         raise ConfigError(f"data={path}: cannot be read ({error}): give a JSONL file, plain or .xz") from None
 
 

@@ -136,6 +136,18 @@ def test_a_cached_hub_id_is_served_without_network(tiny: str, tmp_path: Path) ->
     assert "Retrying" not in done.stderr and "4 tokens" in done.stderr
 
 
+@pytest.mark.parametrize("line", ['{"text": null}', '{"text": "half \\ud800"}', '{"text": 3}', '["text"]', "[" * 9999])
+@pytest.mark.parametrize("kind", [[], ["--dense"]])
+def test_a_corpus_line_without_a_text_is_named(tiny: str, tmp_path: Path, line: str, kind: list[str]) -> None:
+    file = tmp_path / "corpus.jsonl"
+    file.write_text('{"text": "sound"}\n\n' + line + "\n")
+    done = talon("index", "build", "--tokenizer", tiny, "--input", str(file), "--out", str(tmp_path / "index"), *kind)
+    assert done.returncode == 2
+    told = [line for line in done.stderr.splitlines() if line.startswith("talon: ")]
+    assert len(told) == 1 and f"input={file}: line 3: " in told[0]
+    assert "Traceback" not in done.stderr
+
+
 def test_bench_writes_a_row_per_question_and_method(tiny: str, questions: str, tmp_path: Path) -> None:
     done = talon(
         "bench", "--questions", questions, "--methods", "none,pld,suffix,hf", "--limit", "2", "--max-tokens", "12",

@@ -278,7 +278,8 @@ def test_a_full_disk_leaves_the_last_checkpoint_intact(
         ("", "holds 0 prompts"),
         ("hello\n", "line 1 is not a JSON object"),
         ('{"prompt": "w5"}\n{"text": "w6"}\n', "line 2 is not a JSON object"),
-        ('{"prompt": 5}\n', "line 1: prompt is not a text"),
+        ('{"prompt": 5}\n', "line 1 is not a JSON object .*Expected str, got int"),
+        ('{"prompt": "\\ud800"}\n', "line 1 is not a JSON object"),
     ],
 )
 def test_a_file_that_is_no_training_data_is_refused(
