@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from engine import config as configuration
-from engine.cli import ConfigOption, SetOption, overrides, run
+from engine.cli import DISK_FULL, ConfigOption, SetOption, overrides, run
+from engine.config import Config
 from engine.errors import ConfigError
 from engine.sampling import SamplingParams
 
@@ -53,7 +54,7 @@ def bench(
     console = Console(stderr=True)
 
     async def main() -> int:
-        from benchmarks.bench import gathered, run_bench, run_overhead, summary
+        from benchmarks.bench import run_overhead
         from benchmarks.contestants import ABLATION, CONTESTANTS, PEERS
 
         every = [name for name in CONTESTANTS if not name.startswith("+")] + list(PEERS)
@@ -71,6 +72,16 @@ def bench(
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--out {out}: is no folder and cannot be made one ({error.strerror})") from None
+        try:
+            return await measure(names, settings, samplings)
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            raise ConfigError(f"--out {out}: the disk is full: make room, or name another folder") from None
+
+    async def measure(names: list[str], settings: Config, samplings: list[SamplingParams]) -> int:
+        from benchmarks.bench import gathered, run_bench, summary
+
         with tempfile.TemporaryDirectory(prefix="talon-calibration-") as folder:
             kept = Path(folder) if calibration else None
             rows = await run_bench(

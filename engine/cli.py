@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import sys
 from collections.abc import Coroutine
@@ -30,6 +31,7 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override any configuration key: drafter.budget=40"),
 ]
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MODELS_OWN = "the model's own"
 
 
@@ -46,8 +48,20 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     except TalonError as error:
         print(f"talon: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        print(f"talon: {error.filename or 'output'}: the disk is full: make room and run again", file=sys.stderr)
+        _forget_output()
+        raise typer.Exit(2) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+def _forget_output() -> None:
+    """What is still to be written to standard output would fail once more when the process ends."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 @app.command()
@@ -133,8 +147,8 @@ def generate(
     run(main())
 
 
-def main() -> None:
-    """Entry point of the `talon` command."""
+def assemble() -> typer.Typer:
+    """The command with all its subcommands. `engine.__main__` calls it."""
     for key, value in POOL_WAITS.items():
         os.environ.setdefault(key, value)  # for workers that are threads
     from benchmarks.commands import bench, check, qa, report
@@ -158,7 +172,12 @@ def main() -> None:
     app.command()(drafter)
     app.add_typer(index, name="index")
     app.add_typer(train, name="train")
-    app()
+    return app
+
+
+def main() -> None:
+    """The command, as `python -m engine.cli`."""
+    assemble()()
 
 
 if __name__ == "__main__":
