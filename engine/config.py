@@ -111,7 +111,7 @@ class TcpConfig(_Section):
     come from elsewhere ("talon drafter"); otherwise the engine starts one here.
     """
 
-    endpoint: str = Field("tcp://127.0.0.1:7777", pattern=r"^tcp://[^/\s]+:[0-9]{1,5}$")
+    endpoint: str = Field("tcp://127.0.0.1:7777", pattern=r"^tcp://[^/\s]+:[1-9][0-9]{0,4}$")
     keys: str | None = None
     insecure: bool = False
     remote: bool = False

@@ -45,6 +45,9 @@ def load(folder: Path, side: str) -> Keys:
     """The keys of one side, verifier or drafter."""
     public, secret = _read(folder, f"{side}.key_secret")
     verifier, _ = _read(folder, "verifier.key")
+    if side == "verifier":
+        for file in sorted(folder.glob("*.key")):  # one that holds none would keep all others out
+            _read(folder, file.name)
     if secret is None:
         raise ConfigError(f"tcp.keys={folder}: {side}.key_secret holds no secret key; copy it again")
     return Keys(public, secret, verifier, folder)

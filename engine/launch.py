@@ -10,6 +10,8 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +22,7 @@ from drafters.registry import find
 from drafters.requirements import check
 from engine.config import Config
 from engine.nursery import Nursery
+from engine.transport import Hub
 from engine.worker import WorkerSpec, load_keys, run_worker, share_cores
 
 STOP_S = 5.0
@@ -129,6 +132,9 @@ class Workers:
         find_device(self.config.device)
         for role in self.roles:
             load_keys(self.config, role)
+        if self.config.transport == "tcp":  # else the drafter would join whoever has the port
+            with zmq.Context() as context, closing(Hub(context, self.config.tcp.endpoint, ())):
+                pass
         if "drafter" in self.roles:
             check(self.config)
 
@@ -139,7 +145,7 @@ class Workers:
             self._meeting = self._meeting_point()
         spec = WorkerSpec(
             role=role,
-            name=f"{role}-{self._starts}",
+            name=f"{role}-{self._starts}-{uuid.uuid4().hex[:12]}",  # over tcp engines may meet
             control=self.control,
             drafts=self._meeting if role == "verifier" else reachable(self._meeting),
             config=self.config.model_dump(mode="json"),

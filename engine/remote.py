@@ -73,7 +73,7 @@ async def serve(config: Config) -> None:
                 alive = worker.alive()  # asked first: its last words are still heard
                 for _, message, _ in hub.received():
                     if isinstance(message, Ready):
-                        print(f"talon: {config.method} drafts for {config.tcp.endpoint}", file=sys.stderr)
+                        print(f"talon: {config.method} is ready and joins {config.tcp.endpoint}", file=sys.stderr)
                     elif isinstance(message, Failed):
                         raise getattr(errors, message.kind)(message.text)
                 await asyncio.sleep(_POLL_S)

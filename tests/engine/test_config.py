@@ -51,6 +51,7 @@ def test_paths_with_a_dot_are_relative_to_the_file(tmp_path: Path) -> None:
         ({"verifier": {"simulated_latency_ms": float("nan")}}, "verifier.simulated_latency_ms=nan: "),
         ({"heartbeat_timeout_s": 0.4}, "heartbeat_timeout_s=0.4: "),
         ({"heartbeat_timeout_s": float("inf")}, "heartbeat_timeout_s=inf: "),
+        ({"tcp": {"endpoint": "tcp://127.0.0.1:0"}}, "tcp.endpoint='tcp://127.0.0.1:0': "),
         ({"start_timeout_s": 0.001}, "start_timeout_s=0.001: "),
         ({"drafter": {"min_ngram": 5}}, "drafter.min_ngram=5: is above drafter.max_ngram=3"),
     ],
