@@ -50,7 +50,7 @@ class DrafterConfig(_Section):
     memories: the methods that `hybrid` merges, one draft model and any number of retrieval drafters. datastore: a
     folder that "talon index build" has made. dense: one made with --dense, whose `passages` passages most similar to
     the prompt are read by `suffix` as if they stood before it. calibration: a file that keeps what was learned of each
-    source's worth from one engine to the next; written when the engine closes. standby: have a
+    source's worth from one engine to the next; written when the engine closes, engines may share it. standby: have a
     process ready that a draft model's successor is forked from, at once instead of after seconds of imports.
     """
 
