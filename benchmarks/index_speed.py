@@ -25,7 +25,7 @@ from rich.table import Table
 from benchmarks.datastore_speed import SAMPLE, Times, resident_bytes, seconds, times
 from engine.errors import ConfigError
 from retrieval_index.build import write_shard
-from retrieval_index.commands import load_tokenizer, one_line_errors
+from retrieval_index.commands import find_tokenizer, one_line_errors
 from retrieval_index.corpus import tokenised
 from retrieval_index.datastore import HEADER, MAGIC, VERSION, Header, fingerprint
 from retrieval_index.suffix import BYTES_PER_TOKEN, SessionIndex
@@ -180,7 +180,7 @@ def index_speed(
         tempfile.TemporaryDirectory(prefix="talon-index-") as folder,
         console.status("reading") as at,
     ):
-        words = load_tokenizer(tokenizer)
+        words = find_tokenizer(tokenizer)
         text = corpus_tokens(words, input, tokens + tokens // 10)  # a tenth more than the large cache may hold
         at.update("session index")
         session = session_figures(text, context, cached, budget)

@@ -24,6 +24,7 @@ from engine.errors import ConfigError, TalonError
 from engine.json_lines import BadLine, json_lines
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
+from retrieval_index.commands import find_tokenizer
 
 
 class Recorded(msgspec.Struct):
@@ -162,11 +163,7 @@ def _run(
             raise ConfigError(f"methods={name!r}: unknown method; known: {', '.join(known)}")
     if not trace.is_file():
         raise ConfigError(f"trace={trace}: no such file")
-    if not (tokenizer / "tokenizer.json").is_file() and not (tokenizer / "tokenizer_config.json").is_file():
-        raise ConfigError(f"tokenizer={tokenizer}: no tokenizer there; name a directory with a tokenizer.json")
-    from transformers import AutoTokenizer
-
-    answers = list(requests(trace, AutoTokenizer.from_pretrained(tokenizer), limit))
+    answers = list(requests(trace, find_tokenizer(tokenizer), limit))
     promised = {name: Reliability() for name in names}
     results = {name: replay_drafter(known[name](), answers, promised[name]) for name in names}
     if picture is not None:

@@ -17,8 +17,9 @@ def load_tokenizer(model: str) -> Any:
     """The model's own tokenizer; ModelError if it has none."""
     try:
         return AutoTokenizer.from_pretrained(model, local_files_only=is_local(model))
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"model={model}: has no usable tokenizer: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # a file that is none of its library's raises what it likes
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"model={model}: has no usable tokenizer: {reason}") from error
 
 
 def encode_text(tokenizer: Any, prompt: str | Sequence[Any], raw: bool = False) -> list[int]:

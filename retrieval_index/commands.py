@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine.errors import ConfigError, TalonError
+from engine.errors import ConfigError, ModelError, TalonError
 
 if TYPE_CHECKING:
     from retrieval_index.dense import DenseHeader
@@ -32,13 +32,16 @@ def one_line_errors() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
-def load_tokenizer(tokenizer: Path) -> Any:
+def find_tokenizer(tokenizer: Path) -> Any:
     """The tokenizer in a directory; ConfigError if there is none."""
-    from transformers import AutoTokenizer
+    from engine.text import load_tokenizer
 
     if not (tokenizer / "tokenizer.json").is_file() and not (tokenizer / "tokenizer_config.json").is_file():
         raise ConfigError(f"tokenizer={tokenizer}: no tokenizer there; name a directory with a tokenizer.json")
-    return AutoTokenizer.from_pretrained(tokenizer)
+    try:
+        return load_tokenizer(str(tokenizer))
+    except ModelError as error:
+        raise ConfigError(str(error).replace("model=", "tokenizer=", 1)) from None
 
 
 @app.command()
@@ -61,7 +64,7 @@ def build(
     columns = (SpinnerColumn(), TextColumn("{task.completed:,.0f} tokens"), TimeElapsedColumn())
     with one_line_errors(), Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("build", total=None)
-        words, report = load_tokenizer(tokenizer), partial(progress.advance, task)
+        words, report = find_tokenizer(tokenizer), partial(progress.advance, task)
         if dense:
             done = f"{_build_dense(tokenizer, words, input, out, passage_tokens, report).passages:,} passages"
         else:
@@ -110,12 +113,15 @@ def query(
     from retrieval_index.dense import DenseIndex, is_dense
 
     with one_line_errors():
-        words = load_tokenizer(tokenizer)
+        words = find_tokenizer(tokenizer)
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise ConfigError(f"text={text!r}: holds half a character; decode what it comes from as UTF-8")
+        tokens = words.encode(text, add_special_tokens=False)
         if is_dense(folder):
-            for passage in DenseIndex(folder, words).query(words.encode(text, add_special_tokens=False), count):
+            for passage in DenseIndex(folder, words).query(tokens, count):
                 typer.echo(f"{passage.score:.3f}  {words.decode(passage.tokens)!r}")
             return
-        length, rows = Datastore(folder, words).continuations(words.encode(text, add_special_tokens=False))
+        length, rows = Datastore(folder, words).continuations(tokens)
     typer.echo(f"matched {length} tokens, {len(rows)} continuations")
     for row in rows[:count]:
         typer.echo(f"  {words.decode(row[row >= 0])!r}")

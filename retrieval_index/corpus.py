@@ -47,14 +47,15 @@ def _encode(tokenizer: Any, batch: list[str], separator: int) -> Iterator[NDArra
 
 
 def _documents(path: Path) -> Iterator[str]:
-    """The texts of a file: the `text` of each line of .jsonl, else the whole; .xz and .gz are unpacked."""
+    """The texts of a file that are not blank: the `text` of each line of .jsonl, else the whole; .xz and .gz are
+    unpacked."""
     unpack: Any = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
     name = path.name.removesuffix(path.suffix) if path.suffix in (".xz", ".gz") else path.name
     try:
         file: IO[bytes]
         with unpack(path, "rb") as file:
             if name.endswith((".jsonl", ".json")):
-                yield from (row.text for _, row in json_lines(file, _Row))
+                yield from (row.text for _, row in json_lines(file, _Row) if row.text.strip())
                 return
             text = io.TextIOWrapper(file, encoding="utf-8-sig").read()
             if "\0" in text:

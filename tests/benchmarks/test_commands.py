@@ -106,6 +106,7 @@ def test_check_refuses_a_wrong_name_before_it_answers_anything(tiny: str, questi
         (["replay", "--trace", "nowhere.jsonl", "--tokenizer", "."], "nowhere.jsonl"),
         (["index", "info", "nowhere"], "nowhere"),
         (["qa"], "--questions"),
+        (["index", "query", ".", "half \udcff", "--tokenizer", "models/demo"], "half a character"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], told: str) -> None:
