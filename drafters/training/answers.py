@@ -80,8 +80,11 @@ def answer(
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[Example]:
     """Every prompt's example; those not yet in `cache` are generated in batches and appended to it."""
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(cache, error) from None
     examples = _read_cache(cache, prompts)
-    cache.parent.mkdir(parents=True, exist_ok=True)
     pad = min(stop, default=0)
     for at in range(len(examples), len(prompts), recipe.answer_batch):
         batch = prompts[at : at + recipe.answer_batch]
@@ -97,9 +100,7 @@ def answer(
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise ConfigError(
-                f"answers={cache}: cannot be written ({error.strerror}): make room and run again, nothing is lost"
-            ) from None
+            raise _unwritable(cache, error) from None
         progress(len(examples))
     return examples
 
@@ -115,6 +116,12 @@ def cache_name(target: Path, prompts: list[list[int]], recipe: Recipe) -> str:
     settings = (recipe.answer_tokens, recipe.answer_batch, recipe.temperature, recipe.length, recipe.seed)
     digest.update(repr((settings, prompts)).encode())
     return f"answers-{digest.hexdigest()}.jsonl"
+
+
+def _unwritable(cache: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"answers={cache}: cannot be written ({error.strerror}): make room and run again, nothing is lost"
+    )
 
 
 def _chat(tokenizer: Any, prompt: str) -> list[int]:
@@ -136,7 +143,10 @@ def _read_cache(cache: Path, prompts: list[list[int]]) -> list[Example]:
         for line in file:
             if not line.endswith(b"\n"):
                 break
-            example = Example(**json.loads(line))
+            try:
+                example = Example(**json.loads(line))
+            except (ValueError, TypeError):
+                raise ConfigError(f"answers={cache}: damaged at line {len(examples) + 1}: remove the file") from None
             if len(examples) == len(prompts) or example.tokens[: example.answer] != prompts[len(examples)]:
                 raise ConfigError(f"answers={cache}: belongs to other prompts: remove the file")
             examples.append(example)
