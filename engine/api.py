@@ -28,7 +28,6 @@ from engine.launch import STOP_S, Workers
 from engine.messages import Cancel, Failed, Heartbeat, Ready, Spans, Stop, Tokens
 from engine.model.resolve import resolved
 from engine.sampling import SamplingParams
-from engine.target import load_config
 from engine.text import TextStream, encode_text, load_tokenizer
 from engine.trace import Timeline
 from engine.transport import Hub
@@ -42,11 +41,21 @@ _ABSENT_S = 0.5  # the loop stood still, and the workers maybe with it (a frozen
 
 
 class Stream:
-    """An answer under way: iterate over its pieces; `result` is there when the iteration has ended."""
+    """An answer under way: iterate over its pieces; `result` is there when the iteration has ended.
+
+    `async with engine.stream(...) as stream` cancels the request when the block is left, be it early. Without it a
+    `break` only pauses the iteration: the request runs on until `aclose`, or until the stream is garbage.
+    """
 
     def __init__(self, engine: Engine, prompt: Prompt, sampling: SamplingParams, raw: bool):
         self._pieces = engine._answer(self, prompt, sampling, raw)
         self.result: Result | None = None
+
+    async def __aenter__(self) -> Stream:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.aclose()
 
     def __aiter__(self) -> AsyncIterator[Piece]:
         return self._pieces
@@ -102,15 +111,17 @@ class Engine:
 
         Cancelling the task cancels the request. Raises RequestError, QueueFull, WorkerDied or EngineClosed.
         """
-        stream = self.stream(prompt, sampling, raw=raw)
-        async with contextlib.aclosing(stream):
+        async with self.stream(prompt, sampling, raw=raw) as stream:
             async for _ in stream:
                 pass
         assert stream.result is not None
         return stream.result
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, *, raw: bool = False) -> Stream:
-        """As `generate`, piece by piece: `async for piece in engine.stream(...)`."""
+        """As `generate`, piece by piece: `async with engine.stream(...) as stream: async for piece in stream: ...`.
+
+        Leaving the `async with` cancels a request that has not ended.
+        """
         sampling = SamplingParams() if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
             raise RequestError(f"sampling={sampling!r}: give SamplingParams(max_tokens=...)")
@@ -127,7 +138,8 @@ class Engine:
             await _cancel(others)
             self._stop_workers()
             for role in list(self._workers.running):
-                await anyio.to_thread.run_sync(self._workers.end, role, STOP_S)
+                patience_s = STOP_S if self._hears(role) else 0.0
+                await anyio.to_thread.run_sync(self._workers.end, role, patience_s)
             if self.config.trace is not None:
                 await asyncio.sleep(0.05)  # the workers' last spans
             await _cancel(listener)
@@ -150,6 +162,10 @@ class Engine:
         self._hub.close()
         self._context.term()
         self._workers.close()
+
+    def _hears(self, role: str) -> bool:
+        """Whether the worker will end when told to. A process that still loads does not, and has nothing to save."""
+        return self._ready[role].is_set() or self.config.transport == "inproc"
 
     def _stop_workers(self) -> None:
         for worker in self._workers.running.values():
@@ -195,7 +211,7 @@ class Engine:
 
     def _submit(self, flight: Flight) -> None:
         flight.verifier = self._workers.running["verifier"].name
-        self._hub.send(flight.verifier, *flight.submission())
+        self._hub.send(flight.verifier, *flight.submission(self._target.defaults))
 
     @contextlib.asynccontextmanager
     async def _places_for(self, number: int) -> AsyncIterator[None]:
@@ -212,9 +228,15 @@ class Engine:
             raise RequestError(f"prompt: is a {type(prompt).__name__}; give text, chat messages or token ids")
         if not prompt:
             raise RequestError("prompt: is empty; give text, chat messages or token ids")
-        if isinstance(prompt, str) or isinstance(prompt[0], Mapping):
-            return encode_text(self._tokenizer, prompt, raw)
         vocabulary = self._target.vocab_size
+        if isinstance(prompt, str) or isinstance(prompt[0], Mapping):
+            tokens = encode_text(self._tokenizer, prompt, raw)
+            if (highest := max(tokens, default=0)) >= vocabulary:
+                raise RequestError(
+                    f"prompt: the tokenizer makes token {highest} of it, the model knows {vocabulary} tokens: resize "
+                    "the model's embeddings to the tokenizer, or use the model's own tokenizer"
+                )
+            return tokens
         tokens = [int(t) for t in prompt if _is_integer(t) and 0 <= t < vocabulary]
         if len(tokens) < len(prompt):
             raise RequestError(f"prompt: holds something that is no token id; they go from 0 to {vocabulary - 1}")
@@ -251,12 +273,12 @@ class Engine:
     async def _launch(self) -> None:
         if (warning := oversubscription(self.config)) is not None:
             print(f"talon: {warning}", file=sys.stderr)
-        await anyio.to_thread.run_sync(load_config, self.config.model)
+        await anyio.to_thread.run_sync(self._workers.check)
         for role in self._workers.roles:
             self._workers.start(role)
         self._keep_running(self._listen())
-        self._tokenizer = await anyio.to_thread.run_sync(load_tokenizer, self.config.model)
         with anyio.move_on_after(self.config.start_timeout_s):
+            self._tokenizer = await anyio.to_thread.run_sync(load_tokenizer, self.config.model)
             while not all(event.is_set() for event in self._ready.values()):
                 if self._failed_start is not None:
                     raise self._failed_start

@@ -33,7 +33,7 @@ class Flight:
             self.ended = True
         self.arrivals.put_nowait(arrival)
 
-    def submission(self) -> tuple[Submit, list[Array]]:
-        """The message that has a verifier begin, or go on."""
-        submit = Submit(request=self.number, sampling=self.sampling)
+    def submission(self, defaults: SamplingParams) -> tuple[Submit, list[Array]]:
+        """The message that has a verifier begin, or go on. defaults: the model's own."""
+        submit = Submit(request=self.number, sampling=self.sampling.over(defaults))
         return submit, [np.asarray(self.prompt, np.int32), np.asarray(self.answer, np.int32)]

@@ -50,11 +50,15 @@ class Stop(Message, frozen=True, kw_only=True):
 
 
 class Ready(Message, frozen=True, kw_only=True):
-    """The worker has loaded. The target's facts are the verifier's to tell; 0 and "" from a drafter."""
+    """The worker has loaded. The target's facts are the verifier's to tell; 0 and "" from a drafter.
+
+    defaults: what the target's files say of sampling (`own_defaults`).
+    """
 
     vocab_size: int = 0
     context: int = 0
     dtype: str = ""
+    defaults: SamplingParams = SamplingParams()
 
 
 class Tokens(Message, frozen=True, kw_only=True):

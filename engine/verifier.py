@@ -7,6 +7,7 @@ when it is late, a request's tree is its root alone, which is plain decoding: th
 from __future__ import annotations
 
 import math
+import sys
 import time
 from dataclasses import dataclass
 
@@ -37,6 +38,7 @@ from engine.messages import (
 from engine.pace import Pace
 from engine.recorded import wait
 from engine.request import Request
+from engine.sampling import not_applied, own_defaults
 from engine.scheduler import Plan, Scheduler
 from engine.target import Target, bfloat16_bits
 from engine.trace import Trace
@@ -87,6 +89,21 @@ class Conclusion:
     successors: Array | None = None
 
 
+def ready(target: Target) -> Ready:
+    """What the front end is to know of the target."""
+    own = target.model.generation_config
+    if ignored := not_applied(own):
+        print(
+            f"talon: model={target.name}: of generation_config.json not applied: {', '.join(ignored)}", file=sys.stderr
+        )
+    return Ready(
+        vocab_size=target.vocab_size,
+        context=target.context,
+        dtype=str(target.dtype).removeprefix("torch."),
+        defaults=own_defaults(own, target.name),
+    )
+
+
 class Verifier:
     """The worker's loop and state. control: the line to the front end; drafts: the hub drafters connect to."""
 
@@ -108,8 +125,7 @@ class Verifier:
     def run(self) -> None:
         """Serve until told to stop."""
         self.costs = CostModel.measure(self._forward_s, self._most_rows())
-        target = self.target
-        self.control.send(Ready(vocab_size=target.vocab_size, context=target.context, dtype=str(target.dtype)[6:]))
+        self.control.send(ready(self.target))
         poller = zmq.Poller()
         poller.register(self.control.socket, zmq.POLLIN)
         poller.register(self.drafts.socket, zmq.POLLIN)
@@ -416,6 +432,8 @@ class Verifier:
     def _admit(self, message: Submit, arrays: list[Array]) -> None:
         prompt, answer = (array.tolist() for array in arrays)
         try:
+            if not prompt or min(prompt) < 0 or max(prompt) >= self.target.vocab_size:
+                raise ProtocolError(f"a prompt of token ids from 0 to {self.target.vocab_size - 1} was expected")
             room = self.config.drafter.budget
             request = Request(message.request, prompt, answer, message.sampling, self.target, room)
         except Exception as error:  # whatever one request brings, the others go on
