@@ -30,7 +30,7 @@ from engine.sampling import SamplingParams
 INTS = np.array([3, 1, 2], np.int32)
 FEATURES, SUCCESSORS = np.ones((2, 1, 4), np.uint16), np.ones((3, 2), np.int32)
 EXAMPLES: list[tuple[Message, list[Any]]] = [
-    (Submit(request=1, sampling=SamplingParams(temperature=0.5, stop=("x",))), [INTS]),
+    (Submit(request=1, sampling=SamplingParams(temperature=0.5, stop=("x",))), [INTS, INTS]),
     (Cancel(request=1), []),
     (Stop(), []),
     (Ready(vocab_size=10, context=20, dtype="float32"), []),
