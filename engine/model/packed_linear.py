@@ -1,4 +1,4 @@
-"""Matrix products of a few rows on a CPU: weights laid out once, and results that do not depend on the other rows.
+"""Linear layers on a CPU: weights laid out once, and results that do not depend on the other rows.
 
 Verifying a tree multiplies every weight matrix by some tens of rows, a draft step by about ten. A stock product then
 spends as long on bringing the matrix into the layout it computes in as on computing; oneDNN can keep it in that
@@ -10,6 +10,8 @@ layout. Measured for all matrices of a model of 17 M parameters on one core with
     float32   stock     6.5   10.7   13.6   19.1   29.7
               packed    5.3    5.8    7.6   12.6   21.6
 
+Where the processor multiplies bfloat16, `engine.model.matmul` is faster than that, and takes any number of rows.
+
 oneDNN chooses a kernel by the number of rows, and kernels add up in different orders. Which numbers of rows give the
 same bits is measured here, on this machine, for each shape: with AVX512-BF16 all from 2 rows on, with AMX from 1 to 32.
 `exact_rows` finds that range, and `Product` stays inside it: fewer rows are filled up, more are done in chunks.
@@ -17,12 +19,15 @@ same bits is measured here, on this machine, for each shape: with AVX512-BF16 al
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from engine.model.matmul import Matmul, units
 
 _ANCHOR = 16  # rows of the product that the others are compared with
 _TRIED = (*range(1, 41), 48, 63, 64, 65, 96, 128, 200, 256, 300, 384, 512)
@@ -34,6 +39,9 @@ class Rows(NamedTuple):
 
     least: int
     most: int
+
+
+ANY_ROWS = Rows(1, 1 << 40)
 
 
 def pack(weight: Tensor) -> Tensor | None:
@@ -55,12 +63,20 @@ class Product:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
         self.bias, self.outputs = bias, weight.shape[0]
-        packed = pack(weight)
-        self.packed: Tensor = weight if packed is None else packed
-        self.rows: Rows | None = None if packed is None else exact_rows(weight, bias is not None)
+        self.matmul = Matmul(weight, bias) if can_multiply(weight) else None
+        self.packed: Tensor | None = None if self.matmul else pack(weight)
+        self._weight = weight if self.stock else None
+        self.rows = ANY_ROWS if self.matmul else None if self.stock else exact_rows(weight, bias is not None)
+
+    @property
+    def stock(self) -> bool:
+        """Whether this is just what `nn.Linear` does."""
+        return self.matmul is None and self.packed is None
 
     def __call__(self, x: Tensor) -> Tensor:
         count, rows = len(x), self.rows
+        if self.matmul is not None:
+            return self.matmul(x)
         if rows is None:
             return self._of(x)
         if count < rows.least:
@@ -70,7 +86,10 @@ class Product:
         return torch.cat([self(chunk) for chunk in x.split(rows.most)])
 
     def _of(self, x: Tensor) -> Tensor:
-        return product(x, self.packed, self.bias) if self.packed.is_mkldnn else F.linear(x, self.packed, self.bias)
+        if self.packed is None:
+            assert self._weight is not None
+            return F.linear(x, self._weight, self.bias)
+        return product(x, self.packed, self.bias)
 
 
 class PackedLinear(nn.Module):
@@ -92,7 +111,7 @@ def pack_linears(model: Any) -> bool:
     for name, linear in [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]:
         packed = PackedLinear(linear, Product(linear.weight, linear.bias))
         exact = exact and packed.product.rows is not None
-        if not packed.product.packed.is_mkldnn:
+        if packed.product.stock:
             continue
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, packed)
@@ -113,14 +132,19 @@ def _measure(outputs: int, inputs: int, dtype: torch.dtype, biased: bool, thread
     x, weight = _cancelling(outputs, inputs, dtype)
     packed, bias = pack(weight), weight.new_zeros(outputs) if biased else None
     assert packed is not None
-    expected = product(x, packed, bias)
+    return _equal_rows(lambda rows: product(rows, packed, bias), x, threads)
+
+
+def _equal_rows(multiply: Callable[[Tensor], Tensor], x: Tensor, threads: int) -> Rows | None:
+    """The numbers of rows, around that of x, for which each row is multiplied to the same bits."""
+    expected = multiply(x)
     equal = dict.fromkeys(_TRIED, True)
     try:
         for count in {1, threads}:
             torch.set_num_threads(count)
             for rows in _TRIED:
                 order = (torch.arange(rows) + _SHIFT) % _ANCHOR
-                equal[rows] = equal[rows] and torch.equal(product(x[order], packed, bias), expected[order])
+                equal[rows] = equal[rows] and torch.equal(multiply(x[order]), expected[order])
     finally:
         torch.set_num_threads(threads)
     below = next((rows for rows in range(_ANCHOR, 0, -1) if not equal[rows]), 0)
@@ -145,6 +169,32 @@ def _cancelling(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, 
 
     x, weight = twice(_ANCHOR, 1), twice(block, -1)
     return x, weight.repeat(-(-outputs // block), 1)[:outputs].contiguous()
+
+
+def can_multiply(weight: Tensor) -> bool:
+    """Whether `Matmul` does for this matrix: it was faster than oneDNN on one thread wherever the processor has the
+    instructions, in milliseconds for all matrices of a model of 135 M parameters:
+
+        rows                              1      8     16     32     64    512
+        AMX                  oneDNN    29.4   29.1   30.3   35.0   39.1   35 for each 32 (as many as are exact)
+                             Matmul    23.1   24.4   25.0   29.2   38.4    219
+        AVX512-BF16          oneDNN    29.7   43.3   62.7  105.7         1,391
+                             Matmul    24.4   37.5   59.6  102.7         1,420
+    """
+    return bool(weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _matmul_works())
+
+
+@cache
+@torch.inference_mode()
+def _matmul_works() -> bool:
+    """Whether this processor has it, and it gives what the plain product does, the same bits for any number of rows."""
+    if not units():
+        return False
+    x, weight = _cancelling(272, 1536, torch.bfloat16)
+    if _equal_rows(Matmul(weight), x, torch.get_num_threads()) != Rows(1, _TRIED[-1]):
+        return False
+    weight = torch.randn_like(weight)
+    return bool(torch.allclose(Matmul(weight)(x).float(), F.linear(x.float(), weight.float()), atol=0.5, rtol=2e-2))
 
 
 @cache
