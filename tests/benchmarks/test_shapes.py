@@ -33,7 +33,8 @@ def test_the_answer_is_that_of_plain_decoding(temperature: float, tiny: str) -> 
 
 
 def greedy(tiny: str, length: int) -> list[int]:
-    out = AutoModelForCausalLM.from_pretrained(tiny).generate(torch.tensor([PROMPT]), max_new_tokens=length, do_sample=False)
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    out = model.generate(torch.tensor([PROMPT]), max_new_tokens=length, do_sample=False)
     tokens: list[int] = out[0, len(PROMPT) :].tolist()
     return tokens
 
