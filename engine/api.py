@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import sys
 import time
@@ -179,7 +180,7 @@ class Engine:
                 self._check_open()
                 submit = Submit(request=number, sampling=sampling)
                 self._hub.send(self._workers.running["verifier"].name, submit, [np.asarray(tokens)])
-                answer = Answer(TextStream(self._tokenizer, sampling.stop), len(tokens), started)
+                answer = Answer(TextStream(self._tokenizer, sampling.stop), len(tokens), started, self._target.inexact)
                 while answer.finish_reason is None:
                     arrival = await arrivals.get()
                     if isinstance(arrival, TalonError):
@@ -261,6 +262,8 @@ class Engine:
                 await asyncio.sleep(0.01)
         if not all(event.is_set() for event in self._ready.values()):
             raise WorkerDied(f"start_timeout_s={self.config.start_timeout_s:g}: the workers were not ready in time")
+        if not self._target.exact:
+            _say_once(f"talon: the target is not exact, so drafts may turn a near tie: {self._target.inexact}")
         self._workers.stand_by()
         self._keep_running(self._watch())
 
@@ -340,6 +343,12 @@ class Engine:
             self._ready["drafter"].clear()
             await anyio.to_thread.run_sync(self._workers.end, "drafter", STOP_S)
             self._workers.start("drafter")
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    """On standard error; a benchmark starts many engines of one target."""
+    print(line, file=sys.stderr)
 
 
 def _is_integer(value: Any) -> TypeGuard[int]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.budget import Budget, CostCurve
 from engine.config import Config
 from engine.decoding import Decoding, Round
-from engine.errors import ProtocolError
+from engine.errors import NotANumber, ProtocolError
 from engine.messages import (
     Array,
     Cancel,
@@ -73,7 +73,7 @@ class Verifier:
         if self.config.verifier.cut and self.config.method != "none":
             self.budget = Budget(CostCurve.measure(self._forward_s, self.config.drafter.budget))
         self.control.send(
-            Ready(vocab_size=self.target.vocab_size, context=self.target.context, dtype=str(self.target.dtype)[6:])
+            Ready(vocab_size=self.target.vocab_size, context=self.target.context, inexact=self.target.inexact)
         )
         poller = zmq.Poller()
         poller.register(self.control.socket, zmq.POLLIN)
@@ -107,7 +107,8 @@ class Verifier:
         except Exception as error:  # exhausted memory, a logit that is no number: the others go on
             reason = (str(error) or "no reason given").splitlines()[0]
             text = f"request {decoding.request}: {type(error).__name__} in the target: {reason}"
-            self.control.send(Failed(request=decoding.request, kind="RequestFailed", text=text))
+            kind = "NotANumber" if isinstance(error, NotANumber) else "RequestFailed"
+            self.control.send(Failed(request=decoding.request, kind=kind, text=text))
             self._forget(decoding)
 
     # The step, on one page.
