@@ -44,8 +44,18 @@ class KVPool:
     def __init__(self, shape: KVShape, blocks: int):
         self.shape, self.blocks = shape, blocks
         of_block = shape.kv_heads, shape.dims, BLOCK
-        self.keys = torch.zeros(shape.layers, blocks, *of_block, dtype=shape.dtype)
-        self.values = torch.zeros(shape.layers, blocks, of_block[0], BLOCK, shape.dims, dtype=shape.dtype)
+        self.keys = (
+            torch.from_numpy(
+                np.zeros(shape.layers * blocks * shape.kv_heads * shape.dims * BLOCK * shape.dtype.itemsize, np.uint8)
+            )
+            .view(shape.dtype)
+            .view(shape.layers, blocks, *of_block)
+        )  # no memory until written, unlike torch.zeros
+        self.values = (
+            torch.from_numpy(np.zeros(self.keys.nbytes, np.uint8))
+            .view(shape.dtype)
+            .view(shape.layers, blocks, of_block[0], BLOCK, shape.dims)
+        )
         self._free = list(range(blocks - 1, -1, -1))
         self._references = [0] * blocks
 
