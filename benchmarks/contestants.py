@@ -27,7 +27,7 @@ from engine.worker import share_cores
 
 class Run(msgspec.Struct, frozen=True):
     """One answer and what it took. seconds: from the call to the last token. token_ms: of every token but the first,
-    its share of the time since tokens came last, as several may come at once.
+    its share of the time since tokens came last, as several may come at once. exact, inexact: as in engine.answer.
     """
 
     token_ids: list[int]
@@ -39,6 +39,8 @@ class Run(msgspec.Struct, frozen=True):
     draft_hit_rate: float | None
     log: list[Tokens]
     token_ms: list[float] = []
+    exact: bool = False
+    inexact: str = ""
 
 
 class Contestant(Protocol):
@@ -76,6 +78,8 @@ class TalonContestant:
             metrics.draft_hit_rate,
             result.rounds,
             [r.round_us / 1000 / len(r.tokens) for r in result.rounds[1:] for _ in r.tokens],
+            metrics.exact,
+            metrics.inexact,
         )
 
     def peak_memory_mb(self) -> float | None:

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from benchmarks.bench import progress_bar, start_all
 from benchmarks.contestants import Contestant, Run
-from benchmarks.figures import BASELINE
+from benchmarks.figures import BASELINE, Difference
 from benchmarks.knowledge import Item, prompt_of, read_items
 from benchmarks.squad import exact_match, f1
 from benchmarks.ties import Referee
@@ -163,9 +163,10 @@ async def _answer_all(
         line = line_of(setting, name, items, runs, tokenizer)
         for item, prompt, mine, plain in zip(items, prompts, runs, answered[BASELINE], strict=True):
             if mine.token_ids != plain.token_ids:
-                tie = referee.is_tie(prompt, mine.token_ids, plain.token_ids, sampling)
+                tie = not mine.exact and referee.is_tie(prompt, mine.token_ids, plain.token_ids, sampling)
                 line.ties += tie
-                line.different += [] if tie else [f"{item.kind} {item.question_id}"]
+                difference = Difference.between(mine.token_ids, plain.token_ids)
+                line.different += [] if tie else [f"{item.kind} {item.question_id}: {difference}"]
         lines.append(line)
     return lines
 

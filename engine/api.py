@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import sys
 import time
@@ -195,7 +196,7 @@ class Engine:
             try:
                 if self._ready["verifier"].is_set():  # otherwise it is submitted when one is
                     self._submit(flight)
-                answer = Answer(TextStream(self._tokenizer, sampling.stop), len(tokens), started)
+                answer = Answer(TextStream(self._tokenizer, sampling.stop), len(tokens), started, self._target.inexact)
                 while answer.finish_reason is None:
                     arrival = await flight.arrivals.get()
                     if isinstance(arrival, TalonError):
@@ -289,6 +290,8 @@ class Engine:
                 await asyncio.sleep(0.01)
         if not all(event.is_set() for event in self._ready.values()):
             raise WorkerDied(f"start_timeout_s={self.config.start_timeout_s:g}: the workers were not ready in time")
+        if not self._target.exact:
+            _say_once(f"talon: the target is not exact, so drafts may turn a near tie: {self._target.inexact}")
         self._workers.stand_by()
         self._keep_running(self._watch())
 
@@ -385,6 +388,12 @@ class Engine:
         """The engine cannot go on: requests in flight and later ones fail with the reason."""
         self._failed = error
         self._fail_all(error)
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    """On standard error; a benchmark starts many engines of one target."""
+    print(line, file=sys.stderr)
 
 
 def _is_integer(value: Any) -> TypeGuard[int]:

@@ -25,6 +25,10 @@ class RequestFailed(TalonError):
     """The verifier could not go on with this request (out of memory, say); others are not affected."""
 
 
+class NotANumber(RequestFailed):
+    """The target's logits hold NaN, and no token can be chosen."""
+
+
 class QueueFull(TalonError):
     """The engine refuses more work (`queue.full: refuse`)."""
 

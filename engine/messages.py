@@ -50,15 +50,20 @@ class Stop(Message, frozen=True, kw_only=True):
 
 
 class Ready(Message, frozen=True, kw_only=True):
-    """The worker has loaded. The target's facts are the verifier's to tell; 0 and "" from a drafter.
+    """The worker has loaded. The target's facts are the verifier's to tell, and left out by a drafter.
 
-    defaults: what the target's files say of sampling (`own_defaults`).
+    defaults: what the target's files say of sampling (`own_defaults`). inexact: why a token's logits may depend on what
+    stands beside it in the forward, "" where they do not.
     """
 
     vocab_size: int = 0
     context: int = 0
-    dtype: str = ""
     defaults: SamplingParams = SamplingParams()
+    inexact: str = ""
+
+    @property
+    def exact(self) -> bool:
+        return not self.inexact
 
 
 class Tokens(Message, frozen=True, kw_only=True):

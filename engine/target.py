@@ -26,6 +26,7 @@ from engine.model.decoder import LeanDecoder, OtherStructure
 from engine.model.kv_pool import KVCache, KVPool, KVShape
 from engine.model.masked import MaskedForward, refusal
 from engine.model.packed_linear import pack_linears
+from engine.model.pointwise import PointwiseOperations
 from engine.model.stock import NAME, StockForward, Unsupported
 from engine.model_hub import hub_answers, is_hub_id, is_local
 from engine.tree import TokenTree
@@ -162,6 +163,11 @@ class Target:
             expected = self.model(torch.tensor([tokens], device=self.device)).logits[0].float()
         except (TypeError, ValueError, RuntimeError) as error:
             raise refusal(self.model, self.name) from error
+        if expected.isnan().any():
+            raise ModelError(
+                f"model={self.name}: the logits of a short text are not numbers (NaN) in {_name(self.dtype)}: "
+                "the model overflows, or its weights are damaged; use dtype: float32 or get the checkpoint again"
+            )
         self.inexact = self._try_exact(tokens, expected, kv_memory)
         if self.inexact and self._forward is None:
             self._masked = MaskedForward(self.model, self.name)
@@ -178,13 +184,14 @@ class Target:
         if self.device.type != "cpu":
             return f"exact attention is not there for {self.device.type} yet"
         if self.dtype not in (torch.float32, torch.bfloat16):
-            return f"its type is {self.dtype}"
+            return f"its type is {_name(self.dtype)}"
         usual = self.model.config._attn_implementation
         try:
             self.model.set_attn_implementation(NAME)
             self.pool, groups = self._make_pool(kv_memory)
             stock = self._forward = StockForward(self.model, self.pool, groups)
-            agrees = self._agrees(tokens, expected)
+            with PointwiseOperations() as pointwise:
+                agrees = self._agrees(tokens, expected)
         except (Unsupported, ValueError, TypeError, AttributeError, RuntimeError, KeyError) as error:
             agrees, reason = False, f"its attention cannot be replaced ({_first_line(error)})"
         else:
@@ -199,8 +206,10 @@ class Target:
             exact = pack_linears(self.model)
             if (other := _other_matrix(self.model)) is not None:
                 return f"{other} is multiplied in a way of its own"
+            if (operation := pointwise.depending_on_place(torch.get_num_threads())) is not None:
+                return f"on this machine {operation} depends on the rows before it"
         if not exact:
-            return f"products in {self.dtype} depend on the number of rows on this machine"
+            return f"products in {_name(self.dtype)} depend on the number of rows on this machine"
         return "" if self._equal_bits(tokens) else "a token's logits depend on the rows beside it"
 
     def _try_lean(self, stock: StockForward, groups: int, tokens: list[int], expected: Tensor) -> bool:
@@ -359,6 +368,10 @@ def _dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
     if device.type == "cpu" and (stored == torch.float16 or not has_native_bfloat16()):
         return torch.float32
     return stored
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _first_line(error: Exception) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.batch import Segment
 from engine.config import Config
 from engine.cost_model import CostModel
-from engine.errors import OutOfBlocks, ProtocolError
+from engine.errors import NotANumber, OutOfBlocks, ProtocolError
 from engine.messages import (
     Array,
     Cancel,
@@ -99,7 +99,7 @@ def ready(target: Target) -> Ready:
     return Ready(
         vocab_size=target.vocab_size,
         context=target.context,
-        dtype=str(target.dtype).removeprefix("torch."),
+        inexact=target.inexact,
         defaults=own_defaults(own, target.name),
     )
 
@@ -497,7 +497,8 @@ class Verifier:
     def _refuse(self, number: int, error: Exception) -> None:
         reason = (str(error) or "no reason given").splitlines()[0]
         text = f"request {number}: {type(error).__name__} in the target: {reason}"
-        self.control.send(Failed(request=number, kind="RequestFailed", text=text))
+        kind = "NotANumber" if isinstance(error, NotANumber) else "RequestFailed"
+        self.control.send(Failed(request=number, kind=kind, text=text))
 
     def _forget(self, request: Request) -> None:
         self.requests.remove(request)

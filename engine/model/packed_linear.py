@@ -119,8 +119,8 @@ def pack_linears(model: Any) -> bool:
 
 
 def exact_rows(weight: Tensor, biased: bool) -> Rows | None:
-    """The numbers of rows for which a product of this shape and type gives a row the same bits, with one thread and
-    with all of torch's; None if there are none.
+    """The numbers of rows for which a product of this shape and type gives a row the same bits, with one thread,
+    with all of torch's and with half of them; None if there are none.
     """
     found: Rows | None = _measure(weight.shape[0], weight.shape[1], weight.dtype, biased, torch.get_num_threads())
     return found
@@ -140,7 +140,7 @@ def _equal_rows(multiply: Callable[[Tensor], Tensor], x: Tensor, threads: int) -
     expected = multiply(x)
     equal = dict.fromkeys(_TRIED, True)
     try:
-        for count in {1, threads}:
+        for count in {1, threads // 2, threads - threads // 2, threads} - {0}:  # with and without a drafter beside
             torch.set_num_threads(count)
             for rows in _TRIED:
                 order = (torch.arange(rows) + _SHIFT) % _ANCHOR
