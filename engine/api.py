@@ -8,6 +8,7 @@ import functools
 import itertools
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -38,6 +39,8 @@ Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 FROM_WORKERS = (Ready, Tokens, Failed, Heartbeat, Spans)
 _WATCH_S = 0.05
 _TRIES = 3  # of starting a worker again in a row
+_BARREN = 5  # verifiers in a row that emit nothing
+_LAST_WORDS_S = 0.2  # in which what a worker said before it ended arrives
 _ABSENT_S = 0.5  # the loop stood still, and the workers maybe with it (a frozen container): silence says nothing
 
 
@@ -82,7 +85,9 @@ class Engine:
         self._flights: dict[int, Flight] = {}
         self._places = anyio.CapacityLimiter(config.queue.size)
         self._tasks: list[asyncio.Task[None]] = []
-        self._failed_start: TalonError | None = None
+        self._said: dict[str, TalonError] = {}  # why a worker could not start, by role
+        self._failed_starts: Counter[str] = Counter()  # in a row, by role
+        self._barren = 0  # verifiers in a row that died with requests and emitted no token
         self._loop = asyncio.get_running_loop()
         self._closed = False
         self._failed: TalonError | None = None
@@ -281,12 +286,12 @@ class Engine:
         with anyio.move_on_after(self.config.start_timeout_s):
             self._tokenizer = await anyio.to_thread.run_sync(load_tokenizer, self.config.model)
             while not all(event.is_set() for event in self._ready.values()):
-                if self._failed_start is not None:
-                    raise self._failed_start
+                for error in self._said.values():
+                    raise error
                 for role in self._workers.roles:
                     if not self._ready[role].is_set() and not self._workers.running[role].alive():
-                        await asyncio.sleep(0.2)  # its last words may be under way
-                        raise self._failed_start or WorkerDied(f"the {role} died while loading {self.config.model}")
+                        await asyncio.sleep(_LAST_WORDS_S)
+                        raise self._said.get(role) or WorkerDied(f"the {role} died while loading {self.config.model}")
                 await asyncio.sleep(0.01)
         if not all(event.is_set() for event in self._ready.values()):
             raise WorkerDied(f"start_timeout_s={self.config.start_timeout_s:g}: the workers were not ready in time")
@@ -324,12 +329,14 @@ class Engine:
                 continue  # the last words of a worker already replaced
             self._workers.heard_s[role] = time.monotonic()
             if isinstance(message, Tokens):
+                self._barren = 0
                 if (flight := self._flights.get(message.request)) is not None and not flight.ended:
                     flight.hear(message)
             elif isinstance(message, Failed):
                 self._hear_failure(role, message)
             elif isinstance(message, Ready):
                 self._ready[role].set()
+                self._failed_starts[role] = 0
                 if role == "verifier":
                     self._target = message
                     for flight in [f for f in self._flights.values() if f.verifier != name and not f.ended]:
@@ -339,7 +346,7 @@ class Engine:
         kind = getattr(errors, message.kind, TalonError)
         error = kind(message.text) if issubclass(kind, TalonError) else TalonError(message.text)
         if message.request is None:
-            self._failed_start = error
+            self._said[role] = error
         elif (flight := self._flights.get(message.request)) is not None:
             flight.hear(error)
 
@@ -360,29 +367,42 @@ class Engine:
 
     async def _replace(self, role: str, reason: str) -> None:
         """Start the worker again. Requests wait at the front end and go on with the new one."""
-        loading, said = not self._ready[role].is_set(), self._failed_start
+        loading = not self._ready[role].is_set()
+        if loading and role not in self._said:
+            await asyncio.sleep(_LAST_WORDS_S)
         self._ready[role].clear()
         delay_s = self._workers.back_off_s(role)
         if role == "verifier":
             self._stop_workers()
         await anyio.to_thread.run_sync(self._workers.end, role, 0.0)
-        if loading and self._workers.failures(role) > _TRIES:
+        self._ready[role].clear()  # should it have said so before it died: from here on nobody hears it
+        said = self._said.pop(role, None)
+        self._failed_starts[role] += loading
+        if self._failed_starts[role] >= _TRIES:
             why = f"the {role} cannot be started again: {said or reason}"
             if role == "verifier":
                 self._give_up(WorkerDied(why))
             else:
                 print(f"talon: {why}; answers go on without drafts", file=sys.stderr)
             return
-        print(
-            f"talon: the {role} {f'failed: {said}' if loading and said else reason}; starting another", file=sys.stderr
-        )
-        self._failed_start = None
+        print(f"talon: the {role} {f'failed: {said}' if said else reason}; starting another", file=sys.stderr)
+        if role == "verifier" and not loading:
+            self._count_barren()
         await asyncio.sleep(delay_s)
         self._workers.start(role)
         if role == "verifier" and "drafter" in self._workers.roles:
+            patience_s = STOP_S if self._hears("drafter") else 0.0
+            await anyio.to_thread.run_sync(self._workers.end, "drafter", patience_s)
             self._ready["drafter"].clear()
-            await anyio.to_thread.run_sync(self._workers.end, "drafter", STOP_S)
             self._workers.start("drafter")
+
+    def _count_barren(self) -> None:
+        """A request that ends every verifier that gets it must not be handed to one after the other for ever."""
+        self._barren += bool(self._flights)
+        if self._barren >= _BARREN:
+            self._barren = 0
+            why = f"the verifier died {_BARREN} times in a row before it had emitted a token"
+            self._fail_all(WorkerDied(f"{why}: one of the requests in flight may be the cause; send them one by one"))
 
     def _give_up(self, error: TalonError) -> None:
         """The engine cannot go on: requests in flight and later ones fail with the reason."""

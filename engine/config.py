@@ -99,7 +99,7 @@ class VerifierConfig(_Section):
     threads: int | None = Field(None, ge=1)
     prefill_chunk: int = Field(512, ge=1)
     max_running: int = Field(32, ge=1)
-    kv_memory: int | None = Field(None, ge=1 << 20)
+    kv_memory: int | None = Field(None, ge=1 << 16)
     draft_timeout_s: float = Field(1.0, gt=0, le=3600)
     cut: bool = True
     simulated_latency_ms: float = Field(0.0, ge=0, le=60_000)

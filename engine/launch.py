@@ -189,10 +189,6 @@ class Workers:
         self._history[role] = (started, failures + 1)
         return _BACK_OFF_S[min(failures, len(_BACK_OFF_S) - 1)]
 
-    def failures(self, role: str) -> int:
-        """How often in a row it had to be started again soon."""
-        return self._history[role][1]
-
     def end(self, role: str, timeout_s: float) -> None:
         """Wait for the worker to stop, kill it if it does not. Blocks."""
         if (worker := self.running.pop(role, None)) is not None:

@@ -66,3 +66,5 @@ class Request:
         self.cache.release()
         if self.has_answer:
             self.read_to = len(self.text) - 1
+        else:
+            self.features = []  # they come again with the positions

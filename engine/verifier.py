@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import zmq
 from torch import Tensor
 
-from engine.batch import Segment
+from engine.batch import BLOCK, Segment
 from engine.config import Config
 from engine.cost_model import CostModel
 from engine.errors import NotANumber, OutOfBlocks, ProtocolError
@@ -50,6 +50,7 @@ FROM_FRONT_END = (Submit, Cancel, Stop)
 FROM_DRAFTER = (Hello, Draft)
 HEARTBEAT_S = 0.5
 _KEPT_DRAFTS = 64  # per request
+_BESIDE = 8  # positions before the rows of a forward that is measured
 _MEASURED_ROWS = 256  # of a forward, at most, whose time is measured at start-up
 
 
@@ -145,11 +146,9 @@ class Verifier:
         """Run one forward over the trees and chunks of the plan, and tell everybody what came of it."""
         rounds = self._rounds(plan.decoding)
         try:
-            rows = {round_.request: len(round_.kept) for round_ in rounds} | dict(plan.reading)
-            plan = self.requests.reserve(plan, rows.__getitem__)
+            plan, rounds = self._reserve(plan, rounds)
         except OutOfBlocks as error:
             return self._fail(self.requests.running[0], error)
-        rounds = [round_ for round_ in rounds if round_.request in plan.decoding]
         segments = [Segment.of_tree(round_.tree, round_.request.cache) for round_ in rounds]
         segments += [self._chunk(request, count) for request, count in plan.reading]
         if not segments:
@@ -168,6 +167,20 @@ class Verifier:
         self._tell(concluded, forward_ns)
         for conclusion in concluded:
             self._end_round(conclusion)
+
+    def _reserve(self, plan: Plan, rounds: list[Round]) -> tuple[Plan, list[Round]]:
+        """What of the plan there are blocks for. Drafts never decide whether a request fits: where the last one that
+        runs has no room for its tree, its root goes alone. Raises OutOfBlocks if not even that fits.
+        """
+        rows = {round_.request: len(round_.kept) for round_ in rounds} | dict(plan.reading)
+        try:
+            plan = self.requests.reserve(plan, rows.__getitem__)
+        except OutOfBlocks:
+            last = self.requests.running[0]
+            rounds = [replace(round_, kept=round_.kept[:1]) for round_ in rounds if round_.request is last]
+            plan = Plan([round_.request for round_ in rounds], [part for part in plan.reading if part[0] is last])
+            plan = self.requests.reserve(plan, lambda request: 1 if rounds else rows[request])
+        return plan, [round_ for round_ in rounds if round_.request in plan.decoding]
 
     def _rounds(self, decoding: list[Request]) -> list[Round]:
         """The trees of all requests, cut together to the nodes that pay."""
@@ -383,11 +396,14 @@ class Verifier:
     def _most_rows(self) -> int:
         """Of the forwards to measure."""
         drafted = 1 if self.config.method == "none" else self.config.drafter.budget
-        return min(_MEASURED_ROWS, max(2, drafted * self.config.verifier.max_running))
+        room = _MEASURED_ROWS if self.target.pool is None else self.target.pool.blocks * BLOCK - _BESIDE
+        return max(2, min(_MEASURED_ROWS, room, drafted * self.config.verifier.max_running))
 
     def _forward_s(self, rows: int, past: int) -> float:
         """Seconds of a forward over a tree of so many nodes behind a text of that length."""
-        past = min(past + 8, self.target.context // 2)
+        past = min(past + _BESIDE, self.target.context // 2)
+        if self.target.pool is not None:
+            past = max(1, min(past, self.target.pool.blocks * BLOCK - rows))
         cache = self.target.new_cache(rows + past)
         self.target.prefill(cache, [i % self.target.vocab_size for i in range(past)])
         started = time.perf_counter()
@@ -488,7 +504,8 @@ class Verifier:
             return self._fail(members[0], error)
         for request in members:
             alone = Plan([request] if request in plan.decoding else [], [p for p in plan.reading if p[0] is request])
-            self._step(alone)
+            if request in self.requests.running:  # not preempted, nor failed, by the step of one before it
+                self._step(alone)
 
     def _fail(self, request: Request, error: Exception) -> None:
         self._refuse(request.number, error)

@@ -87,7 +87,7 @@ async def test_a_stopped_drafter_changes_no_text_and_is_replaced(tiny: str) -> N
         assert (await engine.generate(PROMPT, LONG)).token_ids == expected
 
 
-async def test_a_request_goes_on_with_the_next_verifier_when_its_own_is_killed(tiny: str) -> None:
+async def test_a_killed_verifier_loses_no_request_and_later_ones_work(tiny: str) -> None:
     expected = await expected_text(tiny)
     async with await Engine.start({"model": tiny}, method="pld") as engine:
         task = asyncio.create_task(engine.generate(PROMPT, LONG))

@@ -43,7 +43,7 @@ async def test_prompts_that_the_verifier_cannot_take_end_their_own_requests_and_
     async with await Engine.start({"model": tiny}, method="pld") as engine:
         verifier = engine._workers.running["verifier"].name
         beside = asyncio.create_task(engine.generate(PROMPT, LONG))
-        flight = engine._flights[99] = Flight(99, [], SamplingParams(), verifier=verifier)
+        flight = engine._flights[99] = Flight(99, [], SamplingParams())
         for prompt in ([VOCABULARY], [-1], []):
             submit = Submit(request=99, sampling=SamplingParams(max_tokens=4, repetition_penalty=1.3))
             engine._hub.send(verifier, submit, [np.array(prompt), np.array([])])
