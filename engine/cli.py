@@ -129,6 +129,7 @@ def main() -> None:
         os.environ.setdefault(key, value)  # for workers that are threads
     from benchmarks.commands import bench, check, qa, report
     from benchmarks.index_speed import index_speed
+    from benchmarks.profile import profile
     from benchmarks.replay import replay
     from benchmarks.shapes import shapes
     from benchmarks.timeline import timeline
@@ -143,6 +144,7 @@ def main() -> None:
     app.command()(qa)
     app.command()(replay)
     app.command()(shapes)
+    app.command()(profile)
     app.command()(timeline)
     index.command("speed")(index_speed)
     app.command()(keys)
