@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from engine import config as configuration
-from engine.cli import ConfigOption, SetOption, overrides, run
+from engine.cli import DISK_FULL, ConfigOption, SetOption, overrides, run
+from engine.config import Config
 from engine.errors import ConfigError
 from engine.sampling import SamplingParams
 
@@ -36,7 +37,7 @@ def bench(
     methods: Annotated[
         str, typer.Option(help="Comma-separated contestants, or all, or ablation; a wrong name lists them.")
     ] = "none,pld,suffix",
-    limit: Annotated[int | None, typer.Option(help="Questions per file.", show_default="all")] = None,
+    limit: Annotated[int | None, typer.Option(help="Questions per file.", show_default="all", min=1)] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
     temperature: Annotated[list[float] | None, typer.Option(help="May be given again.", show_default="0")] = None,
     seed: Annotated[int, typer.Option(help="Of the sampling and of the order of contestants.")] = 0,
@@ -56,7 +57,7 @@ def bench(
     console = Console(stderr=True)
 
     async def main() -> int:
-        from benchmarks.bench import gathered, run_bench, run_overhead, summary
+        from benchmarks.bench import run_overhead
         from benchmarks.contestants import ABLATION, CONTESTANTS, PEERS
 
         every = [name for name in CONTESTANTS if not name.startswith("+")] + list(PEERS)
@@ -74,6 +75,16 @@ def bench(
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--out {out}: is no folder and cannot be made one ({error.strerror})") from None
+        try:
+            return await measure(names, settings, samplings)
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            raise ConfigError(f"--out {out}: the disk is full: make room, or name another folder") from None
+
+    async def measure(names: list[str], settings: Config, samplings: list[SamplingParams]) -> int:
+        from benchmarks.bench import gathered, run_bench, summary
+
         with tempfile.TemporaryDirectory(prefix="talon-calibration-") as folder:
             kept = Path(folder) if calibration else None
             rows = await run_bench(
@@ -154,7 +165,7 @@ def check(
     questions: QuestionsOption = None,
     methods: Annotated[str, typer.Option(help="Comma-separated: none, pld, suffix, sps.")] = "none,pld,suffix",
     transports: Annotated[str, typer.Option(help="Comma-separated: inproc (threads), ipc (processes).")] = "inproc,ipc",
-    limit: Annotated[int | None, typer.Option(help="Questions per file.", show_default="all")] = None,
+    limit: Annotated[int | None, typer.Option(help="Questions per file.", show_default="all", min=1)] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
     temperature: Annotated[
         float, typer.Option(help="0 compares with transformers, else with plain decoding of the same seed.")
@@ -192,7 +203,7 @@ def qa(
     methods: Annotated[
         str, typer.Option(help="Comma-separated contestants; METHOD+dense also drafts from the passages found.")
     ] = "none,suffix,suffix+dense,hybrid,hybrid+dense",
-    limit: Annotated[int | None, typer.Option(help="Questions of each category.", show_default="all")] = None,
+    limit: Annotated[int | None, typer.Option(help="Questions of each category.", show_default="all", min=1)] = None,
     passages: Annotated[int, typer.Option(help="Passages retrieved into the prompt.", min=1)] = 2,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,

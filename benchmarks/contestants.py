@@ -12,14 +12,15 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from engine.api import Engine
 from engine.config import Config, load
 from engine.errors import ConfigError
 from engine.launch import ProcessWorker
 from engine.messages import Tokens
-from engine.sampling import SamplingParams
+from engine.model_hub import is_local
+from engine.sampling import SamplingParams, own_defaults
 from engine.target import Target
 from engine.worker import share_cores
 
@@ -101,6 +102,8 @@ class TransformersContestant:
 
     def __init__(self, model: Any, threads: int, options: dict[str, Any]):
         self.model, self.options = model, options
+        self.defaults = own_defaults(model.generation_config, model.name_or_path)
+        model.generation_config = end_of_answers(model.generation_config)
         self._thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,))
 
     @classmethod
@@ -109,7 +112,8 @@ class TransformersContestant:
     ) -> TransformersContestant:
         def load() -> tuple[Any, dict[str, Any]]:  # as its own users would: without our CPU layout of the weights
             dtype = Target.load(config.model, config.dtype, config.device).dtype
-            model = AutoModelForCausalLM.from_pretrained(config.model, dtype=dtype).eval()
+            local = is_local(config.model)
+            model = AutoModelForCausalLM.from_pretrained(config.model, dtype=dtype, local_files_only=local).eval()
             if assistant is not None:
                 small = AutoModelForCausalLM.from_pretrained(assistant, dtype=dtype).eval()
                 return model, {"assistant_model": small}
@@ -123,6 +127,10 @@ class TransformersContestant:
 
     def _answer(self, prompt: list[int], sampling: SamplingParams) -> Run:
         torch.manual_seed(sampling.seed)
+        sampling = sampling.over(self.defaults)
+        truncation: dict[str, Any] = {}
+        if sampling.temperature > 0:  # of top_k, its own None would be 50
+            truncation = {"top_k": sampling.top_k or 0, "top_p": sampling.top_p, "min_p": sampling.min_p}
         clock = _Clock() if "assistant_model" not in self.options else None
         started = time.perf_counter()
         with torch.inference_mode():
@@ -132,9 +140,10 @@ class TransformersContestant:
                 max_new_tokens=sampling.max_tokens,
                 do_sample=sampling.temperature > 0,
                 temperature=sampling.temperature or None,
-                top_k=sampling.top_k or None,
-                top_p=sampling.top_p,
+                repetition_penalty=sampling.repetition_penalty,
+                min_new_tokens=sampling.min_tokens or None,
                 streamer=clock,
+                **truncation,
                 **self.options,
             )
         tokens = output[0, len(prompt) :].tolist()
@@ -148,6 +157,15 @@ class TransformersContestant:
 
     async def close(self) -> None:
         self._thread.shutdown()
+
+
+def end_of_answers(stored: GenerationConfig) -> GenerationConfig:
+    """Of a model's generation_config.json what ends an answer. The rest is asked for by name, as of Talon: the two are
+    to be compared on what both can do.
+    """
+    return GenerationConfig(
+        bos_token_id=stored.bos_token_id, eos_token_id=stored.eos_token_id, pad_token_id=stored.pad_token_id
+    )
 
 
 class _Clock:

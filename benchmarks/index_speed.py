@@ -26,7 +26,7 @@ from benchmarks.datastore_speed import SAMPLE, Times, resident_bytes, seconds, t
 from engine.cli import one_line_errors
 from engine.errors import ConfigError
 from retrieval_index.build import write_shard
-from retrieval_index.commands import load_tokenizer
+from retrieval_index.commands import find_tokenizer
 from retrieval_index.corpus import tokenised
 from retrieval_index.datastore import HEADER, MAGIC, VERSION, Header, fingerprint
 from retrieval_index.suffix import BYTES_PER_TOKEN, SessionIndex
@@ -181,7 +181,7 @@ def index_speed(
         tempfile.TemporaryDirectory(prefix="talon-index-") as folder,
         console.status("reading") as at,
     ):
-        words = load_tokenizer(tokenizer)
+        words = find_tokenizer(tokenizer)
         text = corpus_tokens(words, input, tokens + tokens // 10)  # a tenth more than the large cache may hold
         at.update("session index")
         session = session_figures(text, context, cached, budget)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import msgspec
 
 from engine.errors import RequestError
+from engine.json_lines import BadLine, json_lines
 
 KINDS = ("nq", "rag", "qa")
 
@@ -24,30 +24,38 @@ class Item(msgspec.Struct, frozen=True):
     references: list[str]
 
 
+class _Row(msgspec.Struct):
+    question_id: str | int
+    category: str
+    turns: list[str]
+    reference: Any = None
+
+
 def read_items(path: Path, limit: int | None = None) -> tuple[list[Item], list[str]]:
     """The first `limit` items of each kind, and every passage of the file. Rows of other categories are left out."""
     items: list[Item] = []
     passages: dict[str, None] = {}
     seen: Counter[str] = Counter()
     try:
-        with path.open(encoding="utf8") as lines:
-            for number, line in enumerate(lines, start=1):
+        with path.open("rb") as file:
+            for number, row in json_lines(file, _Row):
+                if row.category not in KINDS:
+                    continue
                 try:
-                    row = json.loads(line)
-                    if row["category"] not in KINDS:
-                        continue
                     item = _item(row)
-                except (ValueError, KeyError, IndexError, TypeError):
-                    raise RequestError(
-                        f"questions={path}:{number}: not a row of {', '.join(KINDS)}: it needs question_id, category, "
-                        "turns and, for nq, a passage"
-                    ) from None
+                except (ValueError, IndexError, TypeError):
+                    raise BadLine(number, "its prompt is of another form") from None
                 passages |= dict.fromkeys(item.passages)
                 seen[item.kind] += 1
                 if limit is None or seen[item.kind] <= limit:
                     items.append(item)
     except OSError as error:
         raise RequestError(f"questions={path}: cannot be read: {error.strerror}") from None
+    except BadLine as error:
+        raise RequestError(
+            f"questions={path}:{error.number}: not a row of {', '.join(KINDS)} ({error.reason}): it needs question_id, "
+            "category, turns and, for nq, a passage"
+        ) from None
     if not items:
         raise RequestError(f"questions={path}: holds no question of the categories {', '.join(KINDS)}")
     return items, list(passages)
@@ -61,15 +69,15 @@ def prompt_of(question: str, passages: list[str]) -> str:
     return f"Answer the question using the passage.\n\n{told}Question: {question}"
 
 
-def _item(row: dict[str, Any]) -> Item:
-    kind, prompt = row["category"], str(row["turns"][0]).strip()
+def _item(row: _Row) -> Item:
+    kind, prompt = row.category, row.turns[0].strip()
     passages: list[str] = []
     if kind == "nq":
         told, prompt = prompt.rsplit("\n\nQuestion: ", 1)
         passages = [told.split("Passage: ", 1)[1]]
     elif kind == "rag":
         *passages, prompt = filter(None, (line.strip() for line in prompt.split("\n")))
-    return Item(str(row["question_id"]), kind, prompt, passages, _flat(row.get("reference") or []))
+    return Item(str(row.question_id), kind, prompt, passages, _flat(row.reference or []))
 
 
 def _flat(references: Any) -> list[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
+from itertools import islice
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from engine.errors import RequestError
+from engine.json_lines import BadLine, json_lines
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -18,23 +20,26 @@ class Question(msgspec.Struct, frozen=True):
     prompt: str
 
 
+class _Row(msgspec.Struct):
+    question_id: str | int
+    category: str
+    turns: Annotated[list[str], msgspec.Meta(min_length=1)]
+
+
 def read_questions(path: Path, limit: int | None = None) -> list[Question]:
     """The first `limit` questions of a file. Raises RequestError naming the line that is wrong."""
     questions: list[Question] = []
     try:
-        with path.open(encoding="utf8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if limit is not None and len(questions) >= limit:
-                    break
-                try:
-                    row = json.loads(line)
-                    questions.append(Question(str(row["question_id"]), str(row["category"]), str(row["turns"][0])))
-                except (ValueError, KeyError, IndexError, TypeError):
-                    raise RequestError(
-                        f"questions={path}:{number}: not a Spec-Bench row; it needs question_id, category and turns"
-                    ) from None
+        with path.open("rb") as file:
+            for _, row in islice(json_lines(file, _Row), limit):
+                questions.append(Question(str(row.question_id), row.category, row.turns[0]))
     except OSError as error:
         raise RequestError(f"questions={path}: cannot be read: {error.strerror}") from None
+    except BadLine as error:
+        raise RequestError(
+            f"questions={path}:{error.number}: not a Spec-Bench row ({error.reason}); it needs question_id, category "
+            "and turns, a list of texts"
+        ) from None
     if not questions:
         raise RequestError(f"questions={path}: holds no questions")
     return questions

@@ -21,9 +21,10 @@ from benchmarks.commands import draw_calibration, names_in
 from drafters.base import Drafter, Verdict
 from drafters.experience import Reliability
 from engine.errors import ConfigError, TalonError
+from engine.json_lines import BadLine, json_lines
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
-from retrieval_index.commands import load_tokenizer
+from retrieval_index.commands import find_tokenizer
 
 
 class Recorded(msgspec.Struct):
@@ -62,20 +63,19 @@ def methods(budget: int) -> dict[str, Callable[[], Drafter]]:
 def requests(trace: Path, tokenizer: Any, limit: int | None) -> Iterator[tuple[list[int], list[int]]]:
     """The (prompt, answer) token ids of the first `limit` answers, the turns before them being part of the prompt."""
     count = 0
-    with open(trace, encoding="utf8") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                recorded = msgspec.json.decode(line, type=Recorded)
-            except msgspec.DecodeError as error:
-                raise ConfigError(f"trace={trace}: line {number}: {error}: need turns and answers") from None
-            text = ""
-            for turn, answer in zip(recorded.turns, recorded.answers, strict=False):
-                if count == limit:
-                    return
-                count += 1
-                text += f"USER: {turn} ASSISTANT: "
-                yield tokenizer.encode(text), tokenizer.encode(answer, add_special_tokens=False)
-                text += f"{answer} "
+    try:
+        with open(trace, "rb") as file:
+            for _, recorded in json_lines(file, Recorded):
+                text = ""
+                for turn, answer in zip(recorded.turns, recorded.answers, strict=False):
+                    if count == limit:
+                        return
+                    count += 1
+                    text += f"USER: {turn} ASSISTANT: "
+                    yield tokenizer.encode(text), tokenizer.encode(answer, add_special_tokens=False)
+                    text += f"{answer} "
+    except BadLine as error:
+        raise ConfigError(f"trace={trace}: {error}: need turns and answers") from None
 
 
 def replay_drafter(
@@ -129,7 +129,7 @@ def replay(
     trace: Annotated[Path, typer.Option(help="JSONL of recorded conversations: turns and answers.")],
     tokenizer: Annotated[Path, typer.Option(help="Directory of the tokenizer.")],
     names: Annotated[str, typer.Option("--methods", help="Comma-separated.")] = "pld,suffix,suffix-own,recycling",
-    limit: Annotated[int | None, typer.Option(help="Answers to replay.", show_default="all")] = None,
+    limit: Annotated[int | None, typer.Option(help="Answers to replay.", show_default="all", min=1)] = None,
     budget: Annotated[int, typer.Option(help="Candidate tokens a round.", min=1, max=1023)] = 16,
     calibration: Annotated[
         Path | None, typer.Option(help="Picture of promised against observed acceptance, a PNG.")
@@ -163,7 +163,7 @@ def _run(
             raise ConfigError(f"methods={name!r}: unknown method; known: {', '.join(known)}")
     if not trace.is_file():
         raise ConfigError(f"trace={trace}: no such file")
-    answers = list(requests(trace, load_tokenizer(tokenizer), limit))
+    answers = list(requests(trace, find_tokenizer(tokenizer), limit))
     promised = {name: Reliability() for name in names}
     results = {name: replay_drafter(known[name](), answers, promised[name]) for name in names}
     if picture is not None:

@@ -28,7 +28,7 @@ from engine.cli import ConfigOption, SetOption, overrides, run
 from engine.config import Config
 from engine.errors import ConfigError
 from engine.model.resolve import resolved
-from engine.sampling import SamplingParams
+from engine.sampling import SamplingParams, own_defaults
 from engine.target import Target, bfloat16_bits
 from engine.text import encode_text, load_tokenizer
 from engine.tree import TokenTree
@@ -63,6 +63,7 @@ def answer(
     target: Target, drafter: Drafter, prompt: list[int], sampling: SamplingParams, budget: int
 ) -> Iterator[Verdict]:
     """Every round of one request, drafter and target in turns; the first verdict is the prefill's."""
+    sampling = sampling.over(own_defaults(target.model.generation_config, target.name))
     cache = target.new_cache(len(prompt) + sampling.max_tokens + budget)
     sampler = Sampler(sampling, prompt, target.eos_tokens, target.vocab_size)
     drafter.start(0, prompt, sampling)
@@ -142,7 +143,7 @@ def shapes(
         list[Path] | None, typer.Option(help="JSONL file of the Spec-Bench form; may be given again.")
     ] = None,
     contestant: Annotated[str, typer.Option(help="One that drafts trees.")] = "talon-tree",
-    limit: Annotated[int | None, typer.Option(help="Questions per file.", show_default="all")] = None,
+    limit: Annotated[int | None, typer.Option(help="Questions per file.", show_default="all", min=1)] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     heads: HeadsOption = None,

@@ -13,8 +13,9 @@ import torch
 
 from engine.config import Config
 from engine.noise import gumbel
-from engine.sampling import SamplingParams
+from engine.sampling import SamplingParams, own_defaults
 from engine.target import Target
+from engine.verification import penalised
 
 TIE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
 """By the type a target computes in: the float32 gap of logits that rounding may turn around."""
@@ -44,13 +45,19 @@ class Referee:
 def score_gap(target: Target, prompt: list[int], one: list[int], other: list[int], sampling: SamplingParams) -> float:
     """The float32 gap between the scores of the two tokens at the first difference; inf if one text is cut short.
 
-    A score is what the draw takes the largest of: the logit, and at T > 0 the noise of that position, times T.
+    A score is what the draw takes the largest of: the logit under the repetition penalty, and at T > 0 the noise of
+    that position, times T.
     """
     at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
     if at is None:
         return float("inf")
     text = prompt + one[:at]
     logits, _ = target.prefill(target.new_cache(len(text)), text)
+    sampling = sampling.over(own_defaults(target.model.generation_config, target.name))
+    if sampling.repetition_penalty is not None:
+        seen = torch.zeros_like(logits, dtype=torch.bool)
+        seen[torch.tensor(text)] = True
+        logits = penalised(logits, seen, sampling.repetition_penalty)
     pair = torch.tensor([one[at], other[at]])
     scores = logits[pair.to(logits.device)].double().cpu()
     if sampling.temperature > 0:

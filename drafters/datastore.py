@@ -10,8 +10,8 @@ import numpy as np
 
 from drafters.base import Drafter, Learned, Verdict
 from drafters.calibration import Calibrator
+from drafters.requirements import datastore_path
 from engine.config import Config
-from engine.errors import ConfigError
 from engine.sampling import SamplingParams
 from engine.text import load_tokenizer
 from engine.tree import TokenTree
@@ -45,9 +45,7 @@ class DatastoreDrafter(Drafter):
 
     @classmethod
     def from_config(cls, config: Config) -> DatastoreDrafter:
-        if (path := config.drafter.datastore) is None:
-            raise ConfigError('drafter.datastore: method datastore needs the folder of one: "talon index build"')
-        drafter = cls(path, budget=config.drafter.budget, tokenizer=load_tokenizer(config.model))
+        drafter = cls(datastore_path(config), budget=config.drafter.budget, tokenizer=load_tokenizer(config.model))
         drafter.store.prepare()  # before the worker is ready, not in a request
         return drafter
 

@@ -6,9 +6,11 @@ The file also holds, for each source, what its trees promised and what came of i
 
 from __future__ import annotations
 
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -73,14 +75,11 @@ class Experienced(Drafter):
         self.feature_layers, self.successors = drafter.feature_layers, drafter.successors
         self.calibrated = drafter.calibrated
         self.reliability = Reliability()
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise _unwritable(path, error) from None
-        if path.exists():
-            learned = read(path)
+        self._read = self.reliability.counts.copy()
+        if (learned := check_file(path)) is not None:
             try:
                 self.reliability = Reliability(learned.pop("reliability"))
+                self._read = self.reliability.counts.copy()
                 drafter.recall(learned)
             except (ValueError, KeyError) as error:
                 raise _refusal(path, str(error)) from None
@@ -114,8 +113,26 @@ class Experienced(Drafter):
         self.drafter.finish(request)
 
     def save(self) -> None:
-        """Write the file, all or nothing."""
-        write(self.path, {**self.drafter.learned(), "reliability": self.reliability.counts})
+        """Write the file, all or nothing, with what other engines have put there since it was read: what they know of
+        sources that this one lacks, and their counts. Of what both have learned the last one's stays.
+        """
+        theirs: Learned = {"reliability": self._read}
+        with suppress(ConfigError):
+            theirs = read(self.path)
+        self.reliability.counts += theirs["reliability"] - self._read
+        self._read = self.reliability.counts.copy()
+        write(self.path, {**theirs, **self.drafter.learned(), "reliability": self._read})
+
+
+def check_file(path: Path) -> Learned | None:
+    """What the file holds, None if there is none yet; ConfigError if it is no such file, or could not be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise _unwritable(path, error) from None
+    return read(path) if path.exists() else None
 
 
 def write(path: Path, learned: Learned) -> None:

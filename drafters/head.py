@@ -21,8 +21,8 @@ from drafters.checkpoint import TargetWeights
 from drafters.growth import STATIC_TREES, Adaptive, Candidates, Dynamic, Frontier, Policy, Static
 from drafters.outcomes import Following
 from drafters.ranking import ErrorScale, Ranking
+from drafters.requirements import weights_path
 from engine.config import Config, DrafterConfig
-from engine.errors import ConfigError
 from engine.recorded import wait
 from engine.sampling import SamplingParams
 from engine.target import find_device
@@ -97,11 +97,7 @@ class Head(ABC):
     @classmethod
     def from_config(cls, config: Config) -> HeadDrafter:
         """The drafter of this head that `config` describes."""
-        path, options = config.drafter.weights(config.method), config.drafter
-        if path is None:
-            raise ConfigError(
-                f'drafter.path: method {config.method} needs a head: give its directory, or "talon train {cls.method}"'
-            )
+        path, options = weights_path(config), config.drafter
         target = TargetWeights.read(config.model)
         head = cls.load(path, target, find_device(config.device).type)
         drafter = HeadDrafter(head, policy_of(options, cls.published_growth), SOURCE, options.shared_noise)

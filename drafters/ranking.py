@@ -100,16 +100,17 @@ class Ranking:
     def _truncate(self, scores: Tensor) -> Tensor:
         """The head's guess at which tokens the request's top-k, top-p and min-p leave to draw from."""
         params, vocab = self.sampling, scores.shape[-1]
-        if 0 < params.top_k < vocab:
-            scores = scores.masked_fill(scores < scores.topk(params.top_k).values[:, -1:], -torch.inf)
-        if params.top_p < 1:
+        top_k, top_p, min_p = params.top_k or 0, params.top_p or 1.0, params.min_p or 0.0
+        if 0 < top_k < vocab:
+            scores = scores.masked_fill(scores < scores.topk(top_k).values[:, -1:], -torch.inf)
+        if top_p < 1:
             ascending, tokens = scores.sort(dim=-1)
-            dropped = ascending.softmax(-1).cumsum(-1) <= 1 - params.top_p
+            dropped = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
             dropped[:, -1] = False
             scores = scores.masked_fill(torch.zeros_like(dropped).scatter_(1, tokens, dropped), -torch.inf)
-        if params.min_p > 0:
+        if min_p > 0:
             chance = scores.softmax(-1)
-            scores = scores.masked_fill(chance < params.min_p * chance.amax(-1, keepdim=True), -torch.inf)
+            scores = scores.masked_fill(chance < min_p * chance.amax(-1, keepdim=True), -torch.inf)
         return scores
 
     def _noise_at(self, positions: list[int]) -> Tensor:

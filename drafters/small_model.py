@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import ClassVar
 
@@ -19,8 +19,9 @@ from transformers import AutoTokenizer
 from drafters.checkpoint import TargetWeights
 from drafters.growth import Policy, Static
 from drafters.head import Head, HeadDrafter, Session, policy_of
+from drafters.requirements import weights_path
 from engine.config import Config
-from engine.errors import ConfigError, DrafterMismatch, ModelError
+from engine.errors import DrafterMismatch, ModelError
 from engine.target import Target, load_config
 from engine.tree import TokenTree
 
@@ -45,9 +46,7 @@ class SmallModel(Head):
 
     @classmethod
     def from_config(cls, config: Config) -> HeadDrafter:
-        path, options = config.drafter.weights(config.method), config.drafter
-        if path is None:
-            raise ConfigError("drafter.path: method sps needs the directory or hub id of a small model")
+        path, options = weights_path(config), config.drafter
         with _told_of(path):
             check_same_vocabulary(path, config.model)
             head = cls(Target.load(path, config.dtype, config.device))
@@ -108,8 +107,8 @@ class SmallSession(Session):
 
 def level_by_level(widths: Sequence[int], budget: int) -> Static:
     """The tree in which every node of level i has widths[i] children, cut at `budget` nodes, root included."""
-    paths = [path for depth in range(1, len(widths) + 1) for path in product(*map(range, widths[:depth]))]
-    return Static(paths[: budget - 1])
+    paths = (path for depth in range(1, len(widths) + 1) for path in product(*map(range, widths[:depth])))
+    return Static(list(islice(paths, budget - 1)))  # of what may be more paths than memory holds
 
 
 @contextmanager

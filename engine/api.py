@@ -23,11 +23,11 @@ from engine import errors
 from engine.answer import Answer, Piece, Result
 from engine.config import Config
 from engine.errors import EngineClosed, QueueFull, RequestError, TalonError, WorkerDied
+from engine.flight import Flight
 from engine.launch import STOP_S, Workers
-from engine.messages import Cancel, Failed, Heartbeat, Ready, Spans, Stop, Submit, Tokens
+from engine.messages import Cancel, Failed, Heartbeat, Ready, Spans, Stop, Tokens
 from engine.model.resolve import resolved
 from engine.sampling import SamplingParams
-from engine.target import load_config
 from engine.text import TextStream, encode_text, load_tokenizer
 from engine.trace import Timeline
 from engine.transport import Hub
@@ -36,15 +36,26 @@ from engine.worker import oversubscription
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 FROM_WORKERS = (Ready, Tokens, Failed, Heartbeat, Spans)
 _WATCH_S = 0.05
+_TRIES = 3  # of starting a worker again in a row
 _ABSENT_S = 0.5  # the loop stood still, and the workers maybe with it (a frozen container): silence says nothing
 
 
 class Stream:
-    """An answer under way: iterate over its pieces; `result` is there when the iteration has ended."""
+    """An answer under way: iterate over its pieces; `result` is there when the iteration has ended.
+
+    `async with engine.stream(...) as stream` cancels the request when the block is left, be it early. Without it a
+    `break` only pauses the iteration: the request runs on until `aclose`, or until the stream is garbage.
+    """
 
     def __init__(self, engine: Engine, prompt: Prompt, sampling: SamplingParams, raw: bool):
         self._pieces = engine._answer(self, prompt, sampling, raw)
         self.result: Result | None = None
+
+    async def __aenter__(self) -> Stream:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.aclose()
 
     def __aiter__(self) -> AsyncIterator[Piece]:
         return self._pieces
@@ -67,13 +78,13 @@ class Engine:
         self._target = Ready()
         self._ready: dict[str, asyncio.Event] = {role: asyncio.Event() for role in self._workers.roles}
         self._numbers = itertools.count(1)
-        self._answers: dict[int, asyncio.Queue[Tokens | TalonError]] = {}
+        self._flights: dict[int, Flight] = {}
         self._places = anyio.CapacityLimiter(config.queue.size)
         self._tasks: list[asyncio.Task[None]] = []
         self._failed_start: TalonError | None = None
         self._loop = asyncio.get_running_loop()
         self._closed = False
-        self._failed = False
+        self._failed: TalonError | None = None
 
     @classmethod
     async def start(
@@ -100,15 +111,17 @@ class Engine:
 
         Cancelling the task cancels the request. Raises RequestError, QueueFull, WorkerDied or EngineClosed.
         """
-        stream = self.stream(prompt, sampling, raw=raw)
-        async with contextlib.aclosing(stream):
+        async with self.stream(prompt, sampling, raw=raw) as stream:
             async for _ in stream:
                 pass
         assert stream.result is not None
         return stream.result
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, *, raw: bool = False) -> Stream:
-        """As `generate`, piece by piece: `async for piece in engine.stream(...)`."""
+        """As `generate`, piece by piece: `async with engine.stream(...) as stream: async for piece in stream: ...`.
+
+        Leaving the `async with` cancels a request that has not ended.
+        """
         sampling = SamplingParams() if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
             raise RequestError(f"sampling={sampling!r}: give SamplingParams(max_tokens=...)")
@@ -125,7 +138,8 @@ class Engine:
             await _cancel(others)
             self._stop_workers()
             for role in list(self._workers.running):
-                await anyio.to_thread.run_sync(self._workers.end, role, STOP_S)
+                patience_s = STOP_S if self._hears(role) else 0.0
+                await anyio.to_thread.run_sync(self._workers.end, role, patience_s)
             if self.config.trace is not None:
                 await asyncio.sleep(0.05)  # the workers' last spans
             await _cancel(listener)
@@ -148,6 +162,10 @@ class Engine:
         self._hub.close()
         self._context.term()
         self._workers.close()
+
+    def _hears(self, role: str) -> bool:
+        """Whether the worker will end when told to. A process that still loads does not, and has nothing to save."""
+        return self._ready[role].is_set() or self.config.transport == "inproc"
 
     def _stop_workers(self) -> None:
         for worker in self._workers.running.values():
@@ -172,16 +190,14 @@ class Engine:
             raise QueueFull(f"queue.size={self.config.queue.size}: all places are taken; try later or raise it")
         number = next(self._numbers)
         async with self._places_for(number):
-            self._check_open()  # after every wait: close() reaches only the requests in _answers
-            arrivals = self._answers[number] = asyncio.Queue()
+            self._check_open()  # after every wait: close() reaches only the requests in _flights
+            flight = self._flights[number] = Flight(number, tokens, sampling)
             try:
-                await self._ready["verifier"].wait()
-                self._check_open()
-                submit = Submit(request=number, sampling=sampling)
-                self._hub.send(self._workers.running["verifier"].name, submit, [np.asarray(tokens)])
+                if self._ready["verifier"].is_set():  # otherwise it is submitted when one is
+                    self._submit(flight)
                 answer = Answer(TextStream(self._tokenizer, sampling.stop), len(tokens), started)
                 while answer.finish_reason is None:
-                    arrival = await arrivals.get()
+                    arrival = await flight.arrivals.get()
                     if isinstance(arrival, TalonError):
                         raise arrival
                     piece = answer.add(arrival)
@@ -189,9 +205,13 @@ class Engine:
                         yield piece
                 stream.result = answer.result()
             finally:
-                del self._answers[number]
-                if not self._closed and (worker := self._workers.running.get("verifier")) is not None:
-                    self._hub.send(worker.name, Cancel(request=number))
+                del self._flights[number]
+                if not self._closed and flight.verifier:
+                    self._hub.send(flight.verifier, Cancel(request=number))
+
+    def _submit(self, flight: Flight) -> None:
+        flight.verifier = self._workers.running["verifier"].name
+        self._hub.send(flight.verifier, *flight.submission(self._target.defaults))
 
     @contextlib.asynccontextmanager
     async def _places_for(self, number: int) -> AsyncIterator[None]:
@@ -208,9 +228,15 @@ class Engine:
             raise RequestError(f"prompt: is a {type(prompt).__name__}; give text, chat messages or token ids")
         if not prompt:
             raise RequestError("prompt: is empty; give text, chat messages or token ids")
-        if isinstance(prompt, str) or isinstance(prompt[0], Mapping):
-            return encode_text(self._tokenizer, prompt, raw)
         vocabulary = self._target.vocab_size
+        if isinstance(prompt, str) or isinstance(prompt[0], Mapping):
+            tokens = encode_text(self._tokenizer, prompt, raw)
+            if (highest := max(tokens, default=0)) >= vocabulary:
+                raise RequestError(
+                    f"prompt: the tokenizer makes token {highest} of it, the model knows {vocabulary} tokens: resize "
+                    "the model's embeddings to the tokenizer, or use the model's own tokenizer"
+                )
+            return tokens
         tokens = [int(t) for t in prompt if _is_integer(t) and 0 <= t < vocabulary]
         if len(tokens) < len(prompt):
             raise RequestError(f"prompt: holds something that is no token id; they go from 0 to {vocabulary - 1}")
@@ -231,26 +257,28 @@ class Engine:
             )
 
     def _check_open(self) -> None:
-        if self._closed or self._failed:
+        if self._failed is not None:
+            raise self._failed
+        if self._closed:
             raise EngineClosed("the engine is closed; start a new one")
         if asyncio.get_running_loop() is not self._loop:  # what it waits for arrives in the other
             raise EngineClosed("the engine belongs to the event loop that started it; use it there or start a new one")
 
     def _fail_all(self, error: TalonError) -> None:
-        for arrivals in self._answers.values():
-            arrivals.put_nowait(error)
+        for flight in self._flights.values():
+            flight.hear(error)
 
     # Workers.
 
     async def _launch(self) -> None:
         if (warning := oversubscription(self.config)) is not None:
             print(f"talon: {warning}", file=sys.stderr)
-        await anyio.to_thread.run_sync(load_config, self.config.model)
+        await anyio.to_thread.run_sync(self._workers.check)
         for role in self._workers.roles:
             self._workers.start(role)
         self._keep_running(self._listen())
-        self._tokenizer = await anyio.to_thread.run_sync(load_tokenizer, self.config.model)
         with anyio.move_on_after(self.config.start_timeout_s):
+            self._tokenizer = await anyio.to_thread.run_sync(load_tokenizer, self.config.model)
             while not all(event.is_set() for event in self._ready.values()):
                 if self._failed_start is not None:
                     raise self._failed_start
@@ -273,8 +301,7 @@ class Engine:
                     self._abandoned()
             elif (error := task.exception()) is not None:
                 print(f"talon: {type(error).__name__}: {error}; the engine cannot go on", file=sys.stderr)
-                self._fail_all(EngineClosed(f"the engine failed: {error}; start a new one"))
-                self._failed = True
+                self._give_up(EngineClosed(f"the engine failed: {error}; start a new one"))
 
         task = asyncio.create_task(work)
         task.add_done_callback(ended)
@@ -294,25 +321,27 @@ class Engine:
                 continue  # the last words of a worker already replaced
             self._workers.heard_s[role] = time.monotonic()
             if isinstance(message, Tokens):
-                if (answer := self._answers.get(message.request)) is not None:
-                    answer.put_nowait(message)
+                if (flight := self._flights.get(message.request)) is not None and not flight.ended:
+                    flight.hear(message)
             elif isinstance(message, Failed):
                 self._hear_failure(role, message)
             elif isinstance(message, Ready):
-                self._target = message if role == "verifier" else self._target
                 self._ready[role].set()
+                if role == "verifier":
+                    self._target = message
+                    for flight in [f for f in self._flights.values() if f.verifier != name and not f.ended]:
+                        self._submit(flight)
 
     def _hear_failure(self, role: str, message: Failed) -> None:
         kind = getattr(errors, message.kind, TalonError)
         error = kind(message.text) if issubclass(kind, TalonError) else TalonError(message.text)
         if message.request is None:
             self._failed_start = error
-            print(f"talon: {role}: {error}", file=sys.stderr) if self._ready[role].is_set() else None
-        elif (answer := self._answers.get(message.request)) is not None:
-            answer.put_nowait(error)
+        elif (flight := self._flights.get(message.request)) is not None:
+            flight.hear(error)
 
     async def _watch(self) -> None:
-        """Replace workers that died or fell silent. A verifier's requests are lost with it; a drafter's are not."""
+        """Replace workers that died or fell silent."""
         while True:
             slept_at = time.monotonic()
             await asyncio.sleep(_WATCH_S)
@@ -327,19 +356,35 @@ class Engine:
                     await self._replace(role, reason)
 
     async def _replace(self, role: str, reason: str) -> None:
-        print(f"talon: the {role} {reason}; starting another", file=sys.stderr)
+        """Start the worker again. Requests wait at the front end and go on with the new one."""
+        loading, said = not self._ready[role].is_set(), self._failed_start
         self._ready[role].clear()
         delay_s = self._workers.back_off_s(role)
         if role == "verifier":
-            self._fail_all(WorkerDied(f"the verifier {reason} with the request in flight; send it again"))
             self._stop_workers()
         await anyio.to_thread.run_sync(self._workers.end, role, 0.0)
+        if loading and self._workers.failures(role) > _TRIES:
+            why = f"the {role} cannot be started again: {said or reason}"
+            if role == "verifier":
+                self._give_up(WorkerDied(why))
+            else:
+                print(f"talon: {why}; answers go on without drafts", file=sys.stderr)
+            return
+        print(
+            f"talon: the {role} {f'failed: {said}' if loading and said else reason}; starting another", file=sys.stderr
+        )
+        self._failed_start = None
         await asyncio.sleep(delay_s)
         self._workers.start(role)
         if role == "verifier" and "drafter" in self._workers.roles:
             self._ready["drafter"].clear()
             await anyio.to_thread.run_sync(self._workers.end, "drafter", STOP_S)
             self._workers.start("drafter")
+
+    def _give_up(self, error: TalonError) -> None:
+        """The engine cannot go on: requests in flight and later ones fail with the reason."""
+        self._failed = error
+        self._fail_all(error)
 
 
 def _is_integer(value: Any) -> TypeGuard[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import sys
 from collections.abc import Coroutine, Iterator
@@ -31,6 +32,8 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override any configuration key: drafter.budget=40"),
 ]
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+MODELS_OWN = "the model's own"
 
 
 def overrides(assignments: list[str] | None, **named: Any) -> dict[str, Any]:
@@ -47,6 +50,12 @@ def one_line_errors() -> Iterator[None]:
     except TalonError as error:
         print(f"talon: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        print(f"talon: {error.filename or 'output'}: the disk is full: make room and run again", file=sys.stderr)
+        _forget_output()
+        raise typer.Exit(2) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
@@ -55,6 +64,12 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     """Run a command to its end; Ctrl-C cleans up."""
     with one_line_errors():
         return asyncio.run(main)
+
+
+def _forget_output() -> None:
+    """What is still to be written to standard output would fail once more when the process ends."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 @app.command()
@@ -70,8 +85,21 @@ def generate(
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this much probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Keep this many of the likeliest tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[
+        float | None, typer.Option(help="Keep the likeliest tokens of this much probability.", show_default=MODELS_OWN)
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option(help="Keep this many of the likeliest tokens; 0 keeps all.", show_default=MODELS_OWN),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(help="Keep tokens of this share of the likeliest one's probability.", show_default=MODELS_OWN),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(help="Over 1, discourage tokens already in prompt and answer.", show_default=MODELS_OWN),
+    ] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text with every method and mode.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given again.")] = None,
     mode: Annotated[
@@ -93,6 +121,8 @@ def generate(
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
             seed=seed,
             max_tokens=max_tokens,
             stop=tuple(stop or ()),
@@ -100,8 +130,10 @@ def generate(
         given = overrides(set_, method=method, mode=mode, trace=str(trace) if trace else None)
         asked = sys.stdin.read() if prompt == "-" else prompt
         # for one answer nobody stands by: its imports would take the time that the answer needs
-        async with await Engine.start(config, **{"drafter.standby": False} | given) as engine:
-            stream = engine.stream(asked, sampling, raw=raw)
+        async with (
+            await Engine.start(config, **{"drafter.standby": False} | given) as engine,
+            engine.stream(asked, sampling, raw=raw) as stream,
+        ):
             async for piece in stream:
                 if not as_json:
                     print(piece.text, end="", flush=True)
@@ -123,8 +155,8 @@ def generate(
     run(main())
 
 
-def main() -> None:
-    """Entry point of the `talon` command."""
+def assemble() -> typer.Typer:
+    """The command with all its subcommands. `engine.__main__` calls it."""
     for key, value in POOL_WAITS.items():
         os.environ.setdefault(key, value)  # for workers that are threads
     from benchmarks.commands import bench, check, qa, report
@@ -152,7 +184,12 @@ def main() -> None:
     app.add_typer(models, name="models")
     app.add_typer(index, name="index")
     app.add_typer(train, name="train")
-    app()
+    return app
+
+
+def main() -> None:
+    """The command, as `python -m engine.cli`."""
+    assemble()()
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ class EngineClosed(TalonError):
 
 
 class WorkerDied(TalonError):
-    """The verifier died with the request in flight; later requests are served by its successor."""
+    """A worker died and cannot be started again; the message says why."""
 
 
 class ProtocolError(TalonError):

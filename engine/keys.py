@@ -7,7 +7,7 @@ verifier reads its own pair and lets in every `*.key` of the folder; a drafter n
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import zmq
 from zmq.auth import create_certificates, load_certificate
@@ -16,8 +16,6 @@ from engine.errors import ConfigError
 
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
-
-Side = Literal["verifier", "drafter"]
 
 
 class Keys(NamedTuple):
@@ -43,10 +41,13 @@ def create(folder: Path) -> None:
         raise ConfigError(f"keys={folder}: cannot be written: {error.strerror}; name another folder") from None
 
 
-def load(folder: Path, side: Side) -> Keys:
-    """The keys of one side."""
+def load(folder: Path, side: str) -> Keys:
+    """The keys of one side, verifier or drafter."""
     public, secret = _read(folder, f"{side}.key_secret")
     verifier, _ = _read(folder, "verifier.key")
+    if side == "verifier":
+        for file in sorted(folder.glob("*.key")):  # one that holds none would keep all others out
+            _read(folder, file.name)
     if secret is None:
         raise ConfigError(f"tcp.keys={folder}: {side}.key_secret holds no secret key; copy it again")
     return Keys(public, secret, verifier, folder)

@@ -10,6 +10,8 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,9 +19,11 @@ import msgspec
 import zmq
 
 from drafters.registry import find
+from drafters.requirements import check
 from engine.config import Config
 from engine.nursery import Nursery
-from engine.worker import WorkerSpec, run_worker, share_cores
+from engine.transport import Hub
+from engine.worker import WorkerSpec, load_keys, run_worker, share_cores
 
 STOP_S = 5.0
 POOL_WAITS = {"GOMP_SPINCOUNT": "10000"}
@@ -120,6 +124,20 @@ class Workers:
         """Those that run on this machine."""
         return ["verifier"] if self.method.drafter is None or self.config.remote else ["verifier", "drafter"]
 
+    def check(self) -> None:
+        """Raise, before anything loads, what the workers would refuse in the configuration. Reads no weights."""
+        from engine.target import find_device, load_config
+
+        load_config(self.config.model)
+        find_device(self.config.device)
+        for role in self.roles:
+            load_keys(self.config, role)
+        if self.config.transport == "tcp":  # else the drafter would join whoever has the port
+            with zmq.Context() as context, closing(Hub(context, self.config.tcp.endpoint, ())):
+                pass
+        if "drafter" in self.roles:
+            check(self.config)
+
     def start(self, role: str) -> None:
         """Start a worker; with a new verifier comes a new meeting point, so the drafter must be started after it."""
         self._starts += 1
@@ -127,7 +145,7 @@ class Workers:
             self._meeting = self._meeting_point()
         spec = WorkerSpec(
             role=role,
-            name=f"{role}-{self._starts}",
+            name=f"{role}-{self._starts}-{uuid.uuid4().hex[:12]}",  # over tcp engines may meet
             control=self.control,
             drafts=self._meeting if role == "verifier" else reachable(self._meeting),
             config=self.config.model_dump(mode="json"),
@@ -170,6 +188,10 @@ class Workers:
         failures = 0 if time.monotonic() - started > _STABLE_S else failures
         self._history[role] = (started, failures + 1)
         return _BACK_OFF_S[min(failures, len(_BACK_OFF_S) - 1)]
+
+    def failures(self, role: str) -> int:
+        """How often in a row it had to be started again soon."""
+        return self._history[role][1]
 
     def end(self, role: str, timeout_s: float) -> None:
         """Wait for the worker to stop, kill it if it does not. Blocks."""

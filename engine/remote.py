@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 import zmq
 
+from drafters.requirements import check
 from engine import config as configuration
 from engine import errors
 from engine.cli import ConfigOption, SetOption, overrides, run
@@ -25,7 +26,7 @@ from engine.launch import STOP_S, ThreadWorker
 from engine.messages import Failed, Heartbeat, Ready, Spans, Stop
 from engine.model.resolve import resolved
 from engine.transport import Hub
-from engine.worker import WorkerSpec
+from engine.worker import WorkerSpec, load_keys
 
 _POLL_S = 0.2
 
@@ -61,6 +62,8 @@ def drafter(
 
 async def serve(config: Config) -> None:
     """Draft for the verifier at `config.tcp.endpoint`. Raises what ends the drafter."""
+    load_keys(config, "drafter")
+    check(config)
     name = f"drafter-{uuid.uuid4().hex[:12]}"
     control = f"inproc://{name}"
     with zmq.Context() as context, closing(Hub(context, control, (Ready, Failed, Heartbeat, Spans))) as hub:
@@ -72,7 +75,7 @@ async def serve(config: Config) -> None:
                 alive = worker.alive()  # asked first: its last words are still heard
                 for _, message, _ in hub.received():
                     if isinstance(message, Ready):
-                        print(f"talon: {config.method} drafts for {config.tcp.endpoint}", file=sys.stderr)
+                        print(f"talon: {config.method} is ready and joins {config.tcp.endpoint}", file=sys.stderr)
                     elif isinstance(message, Failed):
                         raise getattr(errors, message.kind)(message.text)
                 await asyncio.sleep(_POLL_S)

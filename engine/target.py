@@ -27,6 +27,7 @@ from engine.model.kv_pool import KVCache, KVPool, KVShape
 from engine.model.masked import MaskedForward, refusal
 from engine.model.packed_linear import pack_linears
 from engine.model.stock import NAME, StockForward, Unsupported
+from engine.model_hub import hub_answers, is_hub_id, is_local
 from engine.tree import TokenTree
 
 # Workers that are threads load target and draft model at once; `transformers` was seen to leave tied weights out then.
@@ -74,7 +75,7 @@ class Target:
                     path,
                     config=config,
                     dtype=_dtype(dtype, config, where),
-                    local_files_only=Path(path).is_dir(),
+                    local_files_only=is_local(path),
                     output_loading_info=True,
                 )
         except Exception as error:  # every file format has errors of its own
@@ -104,6 +105,10 @@ class Target:
         cache = KVCache(self.pool)
         cache.reserve(capacity)
         return cache
+
+    def open_cache(self, most: int) -> Any:
+        """An empty cache for one request of at most `most` positions, drafts included; it takes blocks as it grows."""
+        return KVCache(self.pool) if self.pool is not None else self.new_cache(most)
 
     def release(self, cache: Any) -> None:
         """The request is over."""
@@ -292,10 +297,15 @@ def _free_memory() -> int:
 def load_config(path: str) -> Any:
     """The model's `transformers` configuration; ModelError if there is none or it is no decoder-only model."""
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=Path(path).is_dir())
+        config = AutoConfig.from_pretrained(path, local_files_only=is_local(path))
     except (OSError, ValueError, KeyError) as error:
         if Path(path).is_dir():
             raise ModelError(f"model={path}: no usable config.json in this directory: {_first_line(error)}") from error
+        if is_hub_id(path) and not hub_answers():
+            raise ModelError(
+                f"model={path}: no such directory, not in the hub cache, and the hub cannot be reached: check the "
+                "network, or name a directory"
+            ) from error
         raise ModelError(
             f"model={path}: no such directory, and no model of that name can be reached on the hub"
         ) from error

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
 from engine.errors import ModelError, RequestError
+from engine.model_hub import is_local
 
 _INCOMPLETE = "\ufffd"
 
@@ -16,9 +16,10 @@ _INCOMPLETE = "\ufffd"
 def load_tokenizer(model: str) -> Any:
     """The model's own tokenizer; ModelError if it has none."""
     try:
-        return AutoTokenizer.from_pretrained(model, local_files_only=Path(model).is_dir())
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"model={model}: has no usable tokenizer: {str(error).splitlines()[0]}") from error
+        return AutoTokenizer.from_pretrained(model, local_files_only=is_local(model))
+    except Exception as error:  # a file that is none of its library's raises what it likes
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"model={model}: has no usable tokenizer: {reason}") from error
 
 
 def encode_text(tokenizer: Any, prompt: str | Sequence[Any], raw: bool = False) -> list[int]:

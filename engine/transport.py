@@ -23,6 +23,13 @@ from engine.keys import Keys, secure_drafter, secure_verifier
 from engine.messages import Array, Message, decode, encode
 
 _PING_MS, _SILENT_MS = 1000, 5000  # over tcp, how often to ask, and after what silence a connection is dead
+_HANDSHAKES = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+_REFUSALS = 5  # in a row
 _LARGEST = 1 << 20  # bytes of a message that a hub takes over tcp: a tree of 1024 nodes has 14 kB
 
 
@@ -45,8 +52,8 @@ class Line:
         self.monitor: zmq.Socket[bytes] | None = None
         if endpoint.startswith("tcp:"):
             _ping(self.socket)
-            events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-            self.monitor = self.socket.get_monitor_socket(events)
+            self.monitor = self.socket.get_monitor_socket(_HANDSHAKES)
+        self._refusals = 0
         self._joined = self.monitor is None  # the others' hubs live as long as they do
         if keys is not None:
             secure_drafter(self.socket, keys)
@@ -72,11 +79,23 @@ class Line:
         """Whether the hub has been reached, for the first time or again, since the last call."""
         joined, self._joined = self._joined, False
         while self.monitor is not None and self.monitor.poll(0):
-            if recv_monitor_message(self.monitor)["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                fix = "put its drafter.key into the verifier's keys"
-                raise ConfigError(f"tcp.keys: {self.endpoint} does not let this drafter in; {fix}")
-            joined = True
+            joined |= self._shook_hands(recv_monitor_message(self.monitor)["event"])
         return joined
+
+    def _shook_hands(self, event: int) -> bool:
+        """Whether that event says so. ConfigError if it says that the keys will never do."""
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._refusals = 0
+            return True
+        problem, fix = "does not let this drafter in", "put its drafter.key into the verifier's keys"
+        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+            problem, fix = "goes with keys and this drafter without, or the reverse", "give both keys, or neither"
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            self._refusals += 1
+            if self._refusals < _REFUSALS:  # a verifier that ends while it is being greeted does the same, once
+                return False
+            problem, fix = "has another key than this drafter's verifier.key", "copy verifier.key from it again"
+        raise ConfigError(f"tcp.keys: {self.endpoint} {problem}; {fix}")
 
     def close(self) -> None:
         if self.monitor is not None:

@@ -21,19 +21,28 @@ class Sampler:
     """Draws a request's tokens one after the other, as `transformers` would: penalty, minimum length, temperature,
     top-k, top-p, min-p, and then Gumbel-max (DESIGN: noise keyed by seed, position and token, not by history).
 
-    finish_reason: None while the request runs, then "eos" or "length".
+    answer: tokens drawn already, by an earlier sampler. finish_reason: None while the request runs, then "eos" or
+    "length".
     """
 
-    def __init__(self, params: SamplingParams, prompt: Sequence[int], eos_tokens: Iterable[int], vocab_size: int):
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        eos_tokens: Iterable[int],
+        vocab_size: int,
+        answer: Sequence[int] = (),
+    ):
         self.params = params
         self.finish_reason: str | None = None
-        self.drawn = 0
-        self._position = len(prompt)
-        self._eos = sorted(eos_tokens)
+        self.drawn = len(answer)
+        self._position = len(prompt) + len(answer)
+        self._eos = sorted(token for token in eos_tokens if token < vocab_size)
         self._seen: Tensor | None = None
-        if params.repetition_penalty != 1:
+        self._penalty = params.repetition_penalty or 1.0
+        if self._penalty != 1:
             self._seen = torch.zeros(vocab_size, dtype=torch.bool)
-            self._seen[torch.tensor(prompt)] = True
+            self._seen[torch.tensor([*prompt, *answer])] = True
         self._plain = params.temperature == 0 and self._seen is None
 
     def choices(self, logits: Tensor) -> Tensor | list[int]:
@@ -61,14 +70,19 @@ class Sampler:
         params = self.params
         if self._seen is not None:
             seen = self._seen = self._seen.to(logits.device)
-            penalty = params.repetition_penalty
-            logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+            logits = penalised(logits, seen, self._penalty)
         if self.drawn < params.min_tokens and self._eos:
             logits = logits.index_fill(0, torch.tensor(self._eos, device=logits.device), -torch.inf)
         if params.temperature == 0:
             return int(logits.argmax())
-        scores = truncate(logits / max(params.temperature, _COLDEST), params.top_k, params.top_p, params.min_p)
+        scores = logits / max(params.temperature, _COLDEST)
+        scores = truncate(scores, params.top_k or 0, params.top_p or 1.0, params.min_p or 0.0)
         return gumbel_argmax(scores, params.seed, self._position)
+
+
+def penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """`logits` [vocab] with the repetition penalty on the tokens that were `seen`, [vocab] bool."""
+    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
 def truncate(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:

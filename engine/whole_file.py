@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -13,9 +14,10 @@ from typing import BinaryIO
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """Write a file. It gets its name when all of it is on the disk; until then what stood there stays.
 
-    Processes may write the same path at once: the last one to finish wins. A killed one leaves a `.tmp` file.
+    Processes and threads may write the same path at once: the last one to finish wins. A killed process leaves a `.tmp`
+    file.
     """
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         with open(temporary, "wb") as file:
             yield file

@@ -18,7 +18,7 @@ import zmq
 
 from engine.config import Config, cores
 from engine.errors import TalonError
-from engine.keys import Keys, Side, load
+from engine.keys import Keys, load
 from engine.messages import Failed
 from engine.transport import Hub, Line
 
@@ -47,7 +47,7 @@ def _run_verifier(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -
 
     with (
         _reporting(Line(context, spec.control, spec.name, FROM_FRONT_END)) as control,
-        closing(Hub(context, spec.drafts, FROM_DRAFTER, _keys(config, "verifier"))) as drafts,
+        closing(Hub(context, spec.drafts, FROM_DRAFTER, load_keys(config, "verifier"))) as drafts,
     ):
         import torch
 
@@ -58,7 +58,7 @@ def _run_verifier(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -
         threads = share_cores(config)
         pace = Pace(config.mode, threads.verifier_alone, threads.verifier_beside)
         torch.set_num_threads(pace.threads)
-        target = Target.load(config.model, config.dtype, config.device)
+        target = Target.load(config.model, config.dtype, config.device, config.verifier.kv_memory)
         with own_stream(target.device, urgent=False):
             Verifier(config, target, control, drafts, pace).run()
 
@@ -70,7 +70,7 @@ def _run_drafter(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) ->
 
     with (
         _reporting(Line(context, spec.control, spec.name, FROM_FRONT_END)) as control,
-        closing(Line(context, spec.drafts, spec.name, FROM_VERIFIER, _keys(config, "drafter"))) as verdicts,
+        closing(Line(context, spec.drafts, spec.name, FROM_VERIFIER, load_keys(config, "drafter"))) as verdicts,
     ):
         stream: AbstractContextManager[None] = nullcontext()
         if METHODS[config.method].has_model:
@@ -101,7 +101,8 @@ def _reporting(control: Line) -> Iterator[Line]:
             control.send(Failed(request=None, kind=type(error).__name__, text=str(error)))
 
 
-def _keys(config: Config, side: Side) -> Keys | None:
+def load_keys(config: Config, side: str) -> Keys | None:
+    """The keys of one side of a tcp link; None where there is none, or it goes without."""
     if config.transport != "tcp" or config.tcp.keys is None:
         return None
     return load(Path(config.tcp.keys), side)

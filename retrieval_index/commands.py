@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from engine.cli import one_line_errors
-from engine.errors import ConfigError
+from engine.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from retrieval_index.dense import DenseHeader
@@ -32,11 +32,14 @@ def tokenizer_folder(tokenizer: Path) -> Path:
     return folder
 
 
-def load_tokenizer(tokenizer: Path) -> Any:
+def find_tokenizer(tokenizer: Path) -> Any:
     """The tokenizer in a directory; ConfigError if there is none."""
-    from transformers import AutoTokenizer
+    from engine.text import load_tokenizer
 
-    return AutoTokenizer.from_pretrained(tokenizer_folder(tokenizer))
+    try:
+        return load_tokenizer(str(tokenizer_folder(tokenizer)))
+    except ModelError as error:
+        raise ConfigError(str(error).replace("model=", "tokenizer=", 1)) from None
 
 
 @app.command()
@@ -61,7 +64,7 @@ def build(
         folder = tokenizer_folder(tokenizer)
         with Progress(*columns, console=Console(stderr=True)) as progress:
             task = progress.add_task("build", total=None)
-            words, report = load_tokenizer(folder), partial(progress.advance, task)
+            words, report = find_tokenizer(folder), partial(progress.advance, task)
             if dense:
                 done = f"{_build_dense(folder, words, input, out, passage_tokens, report).passages:,} passages"
             else:
@@ -110,12 +113,15 @@ def query(
     from retrieval_index.dense import DenseIndex, is_dense
 
     with one_line_errors():
-        words = load_tokenizer(tokenizer)
+        words = find_tokenizer(tokenizer)
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise ConfigError(f"text={text!r}: holds half a character; decode what it comes from as UTF-8")
+        tokens = words.encode(text, add_special_tokens=False)
         if is_dense(folder):
-            for passage in DenseIndex(folder, words).query(words.encode(text, add_special_tokens=False), count):
+            for passage in DenseIndex(folder, words).query(tokens, count):
                 typer.echo(f"{passage.score:.3f}  {words.decode(passage.tokens)!r}")
             return
-        length, rows = Datastore(folder, words).continuations(words.encode(text, add_special_tokens=False))
+        length, rows = Datastore(folder, words).continuations(tokens)
     typer.echo(f"matched {length} tokens, {len(rows)} continuations")
     for row in rows[:count]:
         typer.echo(f"  {words.decode(row[row >= 0])!r}")

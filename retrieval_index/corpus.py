@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import gzip
-import json
+import io
 import lzma
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.json_lines import BadLine, json_lines
 from retrieval_index.datastore import DatastoreError
 
 _BATCH = 64  # documents tokenised at a time
 _PIECE = 200_000  # characters of a document tokenised at a time
+
+
+class _Row(msgspec.Struct):
+    text: str
 
 
 def tokenised(tokenizer: Any, inputs: Sequence[Path], skip: int, separator: int) -> Iterator[NDArray[np.uint32]]:
@@ -40,23 +47,22 @@ def _encode(tokenizer: Any, batch: list[str], separator: int) -> Iterator[NDArra
 
 
 def _documents(path: Path) -> Iterator[str]:
-    """The texts of a file: the `text` of each line of .jsonl, else the whole; .xz and .gz are unpacked."""
+    """The texts of a file that are not blank: the `text` of each line of .jsonl, else the whole; .xz and .gz are
+    unpacked."""
     unpack: Any = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
     name = path.name.removesuffix(path.suffix) if path.suffix in (".xz", ".gz") else path.name
     try:
-        file: IO[str]
-        with unpack(path, "rt", encoding="utf8") as file:
-            if not name.endswith((".jsonl", ".json")):
-                text = file.read()
-                if "\0" in text:
-                    raise DatastoreError(f"input={path}: is binary: give text or JSON lines")
-                if text.strip():
-                    yield text
+        file: IO[bytes]
+        with unpack(path, "rb") as file:
+            if name.endswith((".jsonl", ".json")):
+                yield from (row.text for _, row in json_lines(file, _Row) if row.text.strip())
                 return
-            for number, line in enumerate(file, start=1):
-                try:
-                    yield json.loads(line)["text"]
-                except (ValueError, TypeError, KeyError):
-                    raise DatastoreError(f'input={path}: line {number}: need {{"text": ...}}') from None
-    except (UnicodeDecodeError, lzma.LZMAError, EOFError, gzip.BadGzipFile):
+            text = io.TextIOWrapper(file, encoding="utf-8-sig").read()
+            if "\0" in text:
+                raise DatastoreError(f"input={path}: is binary: give text or JSON lines")
+            if text.strip():
+                yield text
+    except BadLine as error:
+        raise DatastoreError(f'input={path}: {error}: need {{"text": ...}}') from None
+    except (UnicodeDecodeError, lzma.LZMAError, EOFError, zlib.error, gzip.BadGzipFile):
         raise DatastoreError(f"input={path}: is binary or damaged: give text or JSON lines in UTF-8") from None

@@ -13,12 +13,14 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
 
 from drafters.training.recipe import Recipe
 from engine.errors import ConfigError
+from engine.json_lines import BadLine, json_lines
 
 
 @dataclass(frozen=True)
@@ -29,23 +31,22 @@ class Example:
     answer: int
 
 
+class _Row(msgspec.Struct):
+    prompt: Annotated[str, msgspec.Meta(min_length=1)]
+
+
 def read_prompts(path: Path) -> Iterator[str]:
     """The `prompt` of each line of a JSONL file, plain or .xz."""
     try:
-        with lzma.open(path, "rt", encoding="utf8") if path.suffix == ".xz" else path.open(encoding="utf8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    prompt = json.loads(line)["prompt"]
-                except (ValueError, KeyError, TypeError):
-                    raise ConfigError(
-                        f'data={path}: line {number} is not a JSON object with a "prompt": give a JSONL file'
-                    ) from None
-                if not isinstance(prompt, str) or not prompt:
-                    raise ConfigError(f"data={path}: line {number}: prompt is not a text: give a JSONL file")
-                yield prompt
-    except (OSError, lzma.LZMAError, UnicodeDecodeError, EOFError) as error:
+        with lzma.open(path, "rb") if path.suffix == ".xz" else path.open("rb") as file:
+            for _, row in json_lines(file, _Row):
+                yield row.prompt
+    except BadLine as error:
+        raise ConfigError(
+            f'data={path}: line {error.number} is not a JSON object with a "prompt", a text ({error.reason}): give a '
+            "JSONL file"
+        ) from None
+    except (OSError, lzma.LZMAError, EOFError) as error:
         raise ConfigError(f"data={path}: cannot be read ({error}): give a JSONL file, plain or .xz") from None
 
 
@@ -79,8 +80,11 @@ def answer(
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[Example]:
     """Every prompt's example; those not yet in `cache` are generated in batches and appended to it."""
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(cache, error) from None
     examples = _read_cache(cache, prompts)
-    cache.parent.mkdir(parents=True, exist_ok=True)
     pad = min(stop, default=0)
     for at in range(len(examples), len(prompts), recipe.answer_batch):
         batch = prompts[at : at + recipe.answer_batch]
@@ -96,9 +100,7 @@ def answer(
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise ConfigError(
-                f"answers={cache}: cannot be written ({error.strerror}): make room and run again, nothing is lost"
-            ) from None
+            raise _unwritable(cache, error) from None
         progress(len(examples))
     return examples
 
@@ -114,6 +116,12 @@ def cache_name(target: Path, prompts: list[list[int]], recipe: Recipe) -> str:
     settings = (recipe.answer_tokens, recipe.answer_batch, recipe.temperature, recipe.length, recipe.seed)
     digest.update(repr((settings, prompts)).encode())
     return f"answers-{digest.hexdigest()}.jsonl"
+
+
+def _unwritable(cache: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"answers={cache}: cannot be written ({error.strerror}): make room and run again, nothing is lost"
+    )
 
 
 def _chat(tokenizer: Any, prompt: str) -> list[int]:
@@ -135,7 +143,10 @@ def _read_cache(cache: Path, prompts: list[list[int]]) -> list[Example]:
         for line in file:
             if not line.endswith(b"\n"):
                 break
-            example = Example(**json.loads(line))
+            try:
+                example = Example(**json.loads(line))
+            except (ValueError, TypeError):
+                raise ConfigError(f"answers={cache}: damaged at line {len(examples) + 1}: remove the file") from None
             if len(examples) == len(prompts) or example.tokens[: example.answer] != prompts[len(examples)]:
                 raise ConfigError(f"answers={cache}: belongs to other prompts: remove the file")
             examples.append(example)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import free_port, save_tiny_llama
+
 ROOT = Path(__file__).parents[2]
 
 
-def talon(*arguments: str, standard_input: str = "") -> subprocess.CompletedProcess[str]:
+def talon(*arguments: str, standard_input: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "engine.cli", *arguments],
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"} | environment,
         capture_output=True,
         input=standard_input,
         text=True,
@@ -103,6 +106,7 @@ def test_check_refuses_a_wrong_name_before_it_answers_anything(tiny: str, questi
         (["replay", "--trace", "nowhere.jsonl", "--tokenizer", "."], "nowhere.jsonl"),
         (["index", "info", "nowhere"], "nowhere"),
         (["qa"], "--questions"),
+        (["index", "query", ".", "half \udcff", "--tokenizer", "models/demo"], "half a character"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], told: str) -> None:
@@ -113,6 +117,38 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], told: str) 
     assert told in done.stderr
     assert done.stderr.startswith("talon: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_hub_id_without_network_is_one_line_and_no_retries(tmp_path: Path) -> None:
+    nobody = {"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_HOME": str(tmp_path)}
+    done = talon("generate", "hi", "--method", "none", "--set", "model=Some/Model-1B", **nobody)
+    assert done.returncode == 2
+    assert done.stderr.startswith("talon: model=Some/Model-1B: no such directory, not in the hub cache, and the hub")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_cached_hub_id_is_served_without_network(tiny: str, tmp_path: Path) -> None:
+    snapshot = tmp_path / "hub" / "models--Some--Model-1B" / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
+    shutil.copytree(tiny, snapshot)
+    (tmp_path / "hub" / "models--Some--Model-1B" / "refs").mkdir()
+    (tmp_path / "hub" / "models--Some--Model-1B" / "refs" / "main").write_text(snapshot.name)
+    nobody = {"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_HOME": str(tmp_path)}
+    options = ["--method", "none", "--max-tokens", "4", "--set", "model=Some/Model-1B"]
+    done = talon("generate", "hi", *options, **nobody)
+    assert done.returncode == 0, done.stderr
+    assert "Retrying" not in done.stderr and "4 tokens" in done.stderr
+
+
+@pytest.mark.parametrize("line", ['{"text": null}', '{"text": "half \\ud800"}', '{"text": 3}', '["text"]', "[" * 9999])
+@pytest.mark.parametrize("kind", [[], ["--dense"]])
+def test_a_corpus_line_without_a_text_is_named(tiny: str, tmp_path: Path, line: str, kind: list[str]) -> None:
+    file = tmp_path / "corpus.jsonl"
+    file.write_text('{"text": "sound"}\n\n' + line + "\n")
+    done = talon("index", "build", "--tokenizer", tiny, "--input", str(file), "--out", str(tmp_path / "index"), *kind)
+    assert done.returncode == 2
+    told = [line for line in done.stderr.splitlines() if line.startswith("talon: ")]
+    assert len(told) == 1 and f"input={file}: line 3: " in told[0]
+    assert "Traceback" not in done.stderr
 
 
 def test_bench_writes_a_row_per_question_and_method(tiny: str, questions: str, tmp_path: Path) -> None:
@@ -192,3 +228,18 @@ def test_check_compares_with_transformers(tiny: str, tiny_draft: str, questions:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "different" in done.stdout
+
+
+def test_check_agrees_with_transformers_on_a_model_with_a_repetition_penalty_of_its_own(
+    questions: str, tmp_path: Path
+) -> None:
+    model = save_tiny_llama(tmp_path / "penal")
+    file = Path(model) / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"repetition_penalty": 1.1, "do_sample": True}))
+    done = talon(
+        "check", "--questions", questions, "--methods", "none,pld", "--transports", "inproc", "--max-tokens", "40",
+        "--set", f"model={model}", "--set", "dtype=float32",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.replace("│", "").split() for line in done.stdout.splitlines() if "questions" in line]
+    assert [row[3:] for row in rows] == [["3", "0", "0", "-"]] * 2, done.stdout

@@ -33,6 +33,15 @@ def test_when_sampling_the_noise_counts_too(tiny: str, logits: torch.Tensor) -> 
     assert score_gap(Target.load(tiny, "float32"), PROMPT, [50, 60], [50, 61], sampling) == pytest.approx(expected)
 
 
+def test_the_repetition_penalty_counts_too(tiny: str, logits: torch.Tensor) -> None:
+    seen, other = 50, 61
+    penalty = 2.0 if logits[seen] < 0 else 0.5
+    gap = score_gap(
+        Target.load(tiny, "float32"), PROMPT, [50, seen], [50, other], SamplingParams(repetition_penalty=2.0)
+    )
+    assert gap == pytest.approx(float((logits[seen] * penalty - logits[other]).abs()), abs=1e-5)
+
+
 def test_an_answer_cut_short_is_no_tie(tiny: str) -> None:
     assert score_gap(Target.load(tiny, "float32"), PROMPT, [50, 60], [50], GREEDY) == float("inf")
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from importlib import import_module
 from pathlib import Path
 
@@ -90,6 +91,30 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         write(tmp_path / "file" / "c.npz", {})
     with pytest.raises(ConfigError, match="cannot be written"):
         Experienced(SuffixDrafter(), tmp_path / "file" / "more" / "c.npz")
+
+
+def test_engines_that_share_a_file_do_not_lose_each_others_experience(tmp_path: Path) -> None:
+    path, tree = tmp_path / "c.npz", Verdict(TREE, [0, 1], [1, 9])
+    one, other = Experienced(SuffixDrafter(), path), Experienced(PromptLookup(), path)
+    for drafter in (one, other):
+        drafter.reliability.add(tree)
+        drafter.save()
+    one.reliability.add(tree)
+    one.save()
+    kept = read(path)
+    assert kept["reliability"][2, :, SEEN].sum() == 9, "three verdicts of three nodes each"
+    assert set(kept) == {"reliability", *one.drafter.learned(), *other.drafter.learned()}
+
+
+async def test_two_engines_of_one_process_close_on_the_same_file(tiny: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.npz"
+    options = {"model": tiny, "method": "suffix", "transport": "inproc", "drafter": {"calibration": str(path)}}
+    engines = [await Engine.start(options) for _ in range(2)]
+    for engine in engines:
+        await engine.generate("one two one two one two", SamplingParams(max_tokens=30))
+    await asyncio.gather(*(engine.close() for engine in engines))
+    assert read(path)["reliability"][..., SEEN].sum() > 0
+    assert [file.name for file in tmp_path.iterdir()] == ["c.npz"]  # noqa: ASYNC240
 
 
 @pytest.mark.parametrize("transport", ["inproc", "ipc"])

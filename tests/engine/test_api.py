@@ -19,6 +19,7 @@ from engine import Engine, SamplingParams
 from engine.errors import ConfigError, DrafterMismatch, EngineClosed, ModelError, QueueFull, RequestError
 from engine.messages import Tokens
 from engine.target import Target
+from engine.transport import Hub
 from tests.conftest import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -155,6 +156,29 @@ async def test_a_stop_string_ends_the_answer_for_every_method_alike(tiny: str, t
     assert results[0].token_ids == results[1].token_ids
 
 
+@pytest.mark.parametrize("name", ["none", "sps", "sps tree", "suffix"])
+async def test_a_stop_string_over_several_tokens_and_rounds_is_found_and_no_part_of_it_streamed(
+    tiny: str, tiny_draft: str, name: str
+) -> None:
+    def asked(**more: Any) -> SamplingParams:
+        return SamplingParams(max_tokens=LENGTH, temperature=1.0, seed=1, ignore_eos=True, **more)
+
+    async with tiny_engine(tiny, tiny_draft, name) as engine:
+        whole = (await engine.generate(PROMPTS[0], asked())).text
+        for at in range(4, len(whole) - 5, 3):
+            stop = whole[at : at + 5]
+            if "\ufffd" in stop:  # half a character, which the next token may complete
+                continue
+            async with engine.stream(PROMPTS[0], asked(stop=("never there", stop))) as stream:
+                pieces = [piece.text async for piece in stream]
+            assert stream.result is not None
+            assert "".join(pieces) == stream.result.text == whole[: whole.index(stop)]
+            assert stream.result.finish_reason == "stop"
+        almost = whole[-4:] + "\x00"
+        async with engine.stream(PROMPTS[0], asked(stop=(almost,))) as stream:
+            assert "".join([piece.text async for piece in stream]) == whole
+
+
 async def test_text_messages_and_token_ids_are_the_same_prompt(tiny: str, tiny_draft: str) -> None:
     params = SamplingParams(max_tokens=8)
     async with tiny_engine(tiny, tiny_draft) as engine:
@@ -185,6 +209,30 @@ async def test_leaving_a_stream_early_cancels_its_request(tiny: str, tiny_draft:
             break
         await stream.aclose()
         await asyncio.wait_for(engine.generate(PROMPTS[0], SamplingParams(max_tokens=3)), 60)
+
+
+async def test_leaving_the_block_of_a_stream_ends_its_request_in_the_verifier(
+    tiny: str, tiny_draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[int] = []
+
+    def listen(hub: Hub, frames: list[bytes]) -> Any:
+        arrival = open_frames(hub, frames)
+        if arrival is not None and isinstance(arrival[1], Tokens):
+            heard.append(arrival[1].request)
+        return arrival
+
+    open_frames = Hub.open
+    monkeypatch.setattr(Hub, "open", listen)
+    async with tiny_engine(tiny, tiny_draft, **{"verifier.simulated_latency_ms": 2}) as engine:
+        async with engine.stream(PROMPTS[2], SamplingParams(max_tokens=450, ignore_eos=True)) as stream:
+            async for _ in stream:
+                break
+        assert stream.result is None
+        await engine.generate(PROMPTS[0], SamplingParams(max_tokens=3, ignore_eos=True))
+    first, second = heard[0], heard[-1]
+    assert first not in heard[heard.index(second) :]
+    assert heard.count(first) < 450
 
 
 async def test_a_full_queue_refuses_if_so_configured(tiny: str, tiny_draft: str) -> None:
@@ -252,6 +300,22 @@ async def test_the_context_can_be_filled_to_the_brim(tiny: str, tiny_draft: str)
             texts.append((await engine.generate(PROMPTS[2], params)).token_ids)
     assert len(texts[0]) == params.max_tokens
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+async def test_a_prompt_can_fill_the_context_up_to_the_last_token(tiny: str, tiny_draft: str, name: str) -> None:
+    prompt = (PROMPTS[0] * 20)[:512]
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        expected = [model(ids[:, :length]).logits[0, -1].argmax().item() for length in (509, 511)]
+    async with tiny_engine(tiny, tiny_draft, name) as engine:
+        for length, token in zip((509, 511), expected, strict=True):
+            params = SamplingParams(max_tokens=512 - length, ignore_eos=True)
+            answer = (await engine.generate(prompt[:length], params)).token_ids
+            assert len(answer) == 512 - length and answer[0] == token
+        with pytest.raises(RequestError, match="its 512 tokens leave no room for an answer in the context of 512"):
+            await engine.generate(prompt, SamplingParams(max_tokens=1))
 
 
 @pytest.mark.parametrize(

@@ -57,3 +57,11 @@ def test_the_command_makes_keys_and_refuses_in_one_line(tmp_path: Path) -> None:
     again = runner.invoke(app, ["keys", str(tmp_path / "k")])
     assert again.exit_code == 2
     assert again.stderr.count("\n") == 1
+
+
+def test_a_file_among_the_drafters_keys_that_holds_none_is_named(tmp_path: Path) -> None:
+    create(tmp_path / "keys")
+    (tmp_path / "keys" / "laptop.key").write_text("hello")
+    with pytest.raises(ConfigError, match=r"laptop\.key is missing or holds no key"):
+        load(tmp_path / "keys", "verifier")
+    load(tmp_path / "keys", "drafter")

@@ -111,6 +111,34 @@ def test_a_line_with_another_key_is_not_let_in(tmp_path: Path) -> None:
         hub.close()
 
 
+@pytest.mark.parametrize(
+    ("verifier", "drafter", "told"),
+    [
+        ("ours", "mixed", "has another key than this drafter's verifier.key"),
+        ("ours", None, "goes with keys and this drafter without, or the reverse"),
+        (None, "ours", "goes with keys and this drafter without, or the reverse"),
+    ],
+)
+def test_a_link_whose_ends_hold_different_keys_is_told_instead_of_tried_for_ever(
+    tmp_path: Path, verifier: str | None, drafter: str | None, told: str
+) -> None:
+    create(tmp_path / "ours")
+    create(tmp_path / "theirs")
+    ours = load(tmp_path / "ours", "drafter")
+    keys = {"ours": ours, "mixed": ours._replace(verifier=load(tmp_path / "theirs", "drafter").verifier), None: None}
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    with zmq.Context() as context:
+        hub = Hub(context, endpoint, (Hello,), load(tmp_path / verifier, "verifier") if verifier else None)
+        line = Line(context, endpoint, "peer", (Stop,), keys[drafter])
+        with pytest.raises(ConfigError) as error:
+            deadline = time.monotonic() + 30
+            while time.monotonic() < deadline and not line.joined():
+                time.sleep(0.01)
+        assert str(error.value).startswith(f"tcp.keys: {endpoint} {told}; ")
+        line.close()
+        hub.close()
+
+
 def test_a_taken_port_is_told_in_one_line() -> None:
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     with zmq.Context() as context:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,3 +33,13 @@ def test_it_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "fsync", lambda descriptor: seen.append((tmp_path / "a").exists()))
     write_whole(tmp_path / "a", b"x")
     assert seen == [False]
+
+
+def test_threads_that_write_the_same_path_at_once_do_not_mix(tmp_path: Path) -> None:
+    contents = [bytes([number]) * 100_000 for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(10):
+            for written in [pool.submit(write_whole, tmp_path / "a", content) for content in contents]:
+                written.result()
+            assert (tmp_path / "a").read_bytes() in contents
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]

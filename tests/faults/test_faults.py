@@ -21,8 +21,9 @@ import zmq
 
 from engine import Engine, SamplingParams
 from engine.errors import WorkerDied
-from engine.launch import ThreadWorker
+from engine.launch import ProcessWorker, ThreadWorker, Worker, Workers
 from engine.messages import Draft, Hello, encode
+from engine.worker import WorkerSpec
 
 PROMPT = list(b"the cat sat on the mat, the cat")
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
@@ -148,6 +149,27 @@ async def test_a_wall_clock_that_jumps_changes_nothing(tiny: str, monkeypatch: p
         assert engine._ready["drafter"].is_set()  # nobody was taken for silent
     assert result.token_ids == expected
     assert result.metrics.mean_accepted_tokens > 1
+
+
+async def test_a_worker_that_hangs_while_loading_is_killed_when_the_start_has_failed(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids: list[int] = []
+
+    def begin_and_stop(workers: Workers, spec: WorkerSpec) -> Worker:
+        worker = begin(workers, spec)
+        assert isinstance(worker, ProcessWorker)
+        pids.append(worker.pid)
+        os.kill(worker.pid, signal.SIGSTOP)
+        return worker
+
+    begin = Workers._begin
+    monkeypatch.setattr(Workers, "_begin", begin_and_stop)
+    monkeypatch.setattr("engine.api.STOP_S", 1000.0)
+    with pytest.raises(WorkerDied, match=r"start_timeout_s=1: the workers were not ready in time"):
+        await asyncio.wait_for(Engine.start({"model": tiny}, method="pld", start_timeout_s=1), 120)
+    assert len(pids) == 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)  # noqa: ASYNC240
 
 
 SCRIPT = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -20,8 +21,9 @@ import zmq
 
 from engine import Engine
 from engine.errors import ConfigError
-from engine.keys import create
-from engine.messages import Hello, encode
+from engine.keys import create, load
+from engine.messages import Hello, Start, encode
+from engine.transport import Line
 from tests.conftest import free_port
 from tests.faults.test_faults import LONG, PROMPT, _own_temporary_folder, expected_text, pid_of, replaced
 
@@ -131,6 +133,33 @@ async def test_a_drafter_with_an_unknown_key_is_told_so_and_changes_nothing(
             assert not liar.poll(0)  # no Start: the prompt stays private
     assert result.token_ids == expected
     assert result.metrics.mean_accepted_tokens == 1
+
+
+async def test_strangers_and_a_second_engine_at_the_port_change_nothing_under_load(
+    tiny: str, keys: Path, tmp_path: Path
+) -> None:
+    expected = await expected_text(tiny)
+    create(tmp_path / "theirs")
+    ours, theirs = load(keys, "drafter"), load(tmp_path / "theirs", "drafter")
+    wrong = [theirs._replace(verifier=ours.verifier), ours._replace(verifier=theirs.verifier), None]
+    async with tcp_engine(tiny, keys, method="pld") as engine:
+        endpoint, before = engine.config.tcp.endpoint, [pid_of(engine, role) for role in ("verifier", "drafter")]
+        await drafts_arrive(engine, expected)
+        asked = [asyncio.create_task(engine.generate(PROMPT, LONG)) for _ in range(8)]
+        with zmq.Context() as context, contextlib.ExitStack() as open_files:
+            strangers = [Line(context, endpoint, f"drafter-{n}", (Start,), wrong[n % 3]) for n in range(12)]
+            for stranger in strangers:
+                open_files.callback(stranger.close)
+                stranger.send(Hello())
+            for _ in range(20):
+                raw = open_files.enter_context(socket.create_connection(("127.0.0.1", int(endpoint.split(":")[2]))))
+                raw.sendall(os.urandom(256))
+            with pytest.raises(ConfigError, match=f"tcp.endpoint={endpoint}: cannot be bound: address already in use"):
+                await Engine.start(engine.config)
+            assert [(await answer).token_ids for answer in asked] == [expected] * 8
+            assert not any(list(stranger.received()) for stranger in strangers)
+        await drafts_arrive(engine, expected)
+        assert [pid_of(engine, role) for role in ("verifier", "drafter")] == before
 
 
 def plain_client(endpoint: str) -> zmq.Socket[bytes]:

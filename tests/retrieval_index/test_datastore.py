@@ -163,6 +163,17 @@ def test_an_empty_corpus_is_refused(tmp_path: Path, name: str, content: bytes) -
         build(tiny_tokenizer(), [tmp_path / name], tmp_path / "store")
 
 
+def test_blank_texts_are_passed_over_wherever_they_stand(tmp_path: Path) -> None:
+    texts = ["", "the cat", " \n", "sat", ""]
+    for name, rows in (("blank", texts), ("plain", [text for text in texts if text.strip()])):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+        build(tiny_tokenizer(), [file], tmp_path / name)
+    assert [tokens.tolist() for tokens, _ in Datastore(tmp_path / "blank").shards] == [
+        tokens.tolist() for tokens, _ in Datastore(tmp_path / "plain").shards
+    ]
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.txt.xz", "a.txt.gz"])
 @pytest.mark.parametrize("junk", [b"\x00\x01\x02abc\n", b"\xff\xfe\x80\x81"])
 def test_binary_junk_is_refused(tmp_path: Path, name: str, junk: bytes) -> None:

@@ -139,6 +139,11 @@ def test_another_tokenizer_is_refused(folder: Path, corpus: Path, tmp_path: Path
         build_dense(other, EMBEDDING, [corpus], tmp_path / "other")
 
 
+def test_blank_texts_are_no_passages(tmp_path: Path) -> None:
+    (tmp_path / "corpus.jsonl").write_text('{"text": ""}\n{"text": "the cat sat"}\n{"text": "  "}\n')
+    assert build_dense(tiny_tokenizer(), EMBEDDING, [tmp_path / "corpus.jsonl"], tmp_path / "index").passages == 1
+
+
 @pytest.mark.parametrize(("content", "told"), [(b"", "holds no text"), (b" \n", "a.txt"), (b"\x00\xff", "a.txt")])
 def test_an_empty_or_binary_corpus_is_refused(tmp_path: Path, content: bytes, told: str) -> None:
     (tmp_path / "a.txt").write_bytes(content)

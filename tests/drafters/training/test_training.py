@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import lzma
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -272,13 +275,59 @@ def test_a_full_disk_leaves_the_last_checkpoint_intact(
     train("medusa", str(chatty), data, out, plan, resume=True)
 
 
+LIMITED = """
+import resource, signal, sys
+from drafters.training.cli import app
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+limit = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+app(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit", "told"), [(100, "answers=.*nothing is lost"), (4000, "out=.*state.pt: cannot be written .*--resume")]
+)
+def test_a_disk_that_fills_in_the_middle_of_a_file_is_one_line_and_the_run_goes_on_later(
+    chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path, limit: int, told: str
+) -> None:
+    """A limit on the size of files stands in for the full disk: it fails in the same place, in the middle of one."""
+    out, plan = tmp_path / "head", recipe("medusa")
+    options = ["--target", str(chatty), "--data", str(data), "--out", str(out), "--recipe", str(plan)]
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(limit), "medusa", *options],
+        capture_output=True, text=True, cwd=Path(__file__).parents[3],
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert len(re.findall(f"^talon: {told}", done.stderr, re.MULTILINE)) == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    train("medusa", str(chatty), data, out, plan)
+    train("medusa", str(chatty), data, tmp_path / "straight" / "head", plan)
+    torn, whole = weights(out), weights(tmp_path / "straight" / "head")
+    assert all(torch.equal(torn[name], whole[name]) for name in whole)
+
+
+def test_answers_that_can_be_kept_nowhere_or_are_damaged_are_one_line(
+    chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    plan = recipe("medusa")
+    with pytest.raises(ConfigError, match=r"answers=.*cannot be written"):
+        train("medusa", str(chatty), data, tmp_path / "head", plan, answers=Path("/dev/full/answers"))
+    train("medusa", str(chatty), data, tmp_path / "head", plan)
+    cache = next((tmp_path / "answers").iterdir())
+    cache.write_bytes(b"\x00junk\n" + cache.read_bytes())
+    with pytest.raises(ConfigError, match=r"answers=.*damaged at line 1: remove the file"):
+        train("medusa", str(chatty), data, tmp_path / "head", plan)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("", "holds 0 prompts"),
         ("hello\n", "line 1 is not a JSON object"),
         ('{"prompt": "w5"}\n{"text": "w6"}\n', "line 2 is not a JSON object"),
-        ('{"prompt": 5}\n', "line 1: prompt is not a text"),
+        ('{"prompt": 5}\n', "line 1 is not a JSON object .*Expected str, got int"),
+        ('{"prompt": "\\ud800"}\n', "line 1 is not a JSON object"),
     ],
 )
 def test_a_file_that_is_no_training_data_is_refused(

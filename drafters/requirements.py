@@ -1,0 +1,93 @@
+"""What a configuration's drafter reads from the disk, looked at before any model loads.
+
+The drafter's worker reads all of it, and refuses what is damaged or was made for another target. That takes seconds of
+imports, so what is missing, or is something else altogether, is told here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from drafters.registry import find
+from engine.config import Config
+from engine.errors import ConfigError, ModelError
+
+
+def check(config: Config) -> None:
+    """Raise what the drafter of `config` would refuse at first sight, one line that names the key."""
+    if find(config.method).drafter is None:
+        return
+    for method in parts(config):
+        part = config.model_copy(update={"method": method})
+        if find(method).has_model:
+            check_weights(weights_path(part), method)
+        if method == "datastore":
+            check_index("drafter.datastore", datastore_path(part), _open_datastore)
+        if method == "suffix" and config.drafter.dense is not None:
+            check_index("drafter.dense", config.drafter.dense, _open_dense)
+    if config.drafter.calibration is not None:
+        from drafters.experience import check_file
+
+        check_file(Path(config.drafter.calibration))
+
+
+def parts(config: Config) -> tuple[str, ...]:
+    """The methods that the configuration's drafter is made of."""
+    if config.method == "hybrid":
+        return (config.drafter.head, *config.drafter.memories)
+    return (config.method,)
+
+
+def weights_path(config: Config) -> str:
+    """Where the weights of the configuration's head or draft model are."""
+    if (path := config.drafter.weights(config.method)) is not None:
+        return path
+    if config.method == "sps":
+        raise ConfigError("drafter.path: method sps needs the directory or hub id of a small model")
+    raise ConfigError(
+        f'drafter.path: method {config.method} needs a head: give its directory, or "talon train {config.method}"'
+    )
+
+
+def datastore_path(config: Config) -> str:
+    """Where the configuration's datastore is."""
+    if (path := config.drafter.datastore) is None:
+        raise ConfigError('drafter.datastore: method datastore needs the folder of one: "talon index build"')
+    return path
+
+
+def check_weights(path: str, method: str) -> None:
+    """A directory, or a name the hub or its cache knows, with a config.json and a file of weights."""
+    from drafters.checkpoint import find_folder, read_config
+    from engine.model_hub import is_hub_id
+
+    if method == "sps" and is_hub_id(path) and not Path(path).is_dir():
+        return  # the draft model is fetched as the target is
+    folder = find_folder(path, "drafter.path")
+    read_config(folder, "drafter.path")
+    if not any(file.suffix in (".safetensors", ".bin", ".pt") for file in folder.iterdir()):
+        raise ModelError(f"drafter.path={path}: holds no weights (.safetensors, .bin, .pt): copy the directory again")
+
+
+def check_index(key: str, path: str, open_index: Callable[[Path], Any]) -> None:
+    """An index of the kind that the key is for, none of whose files is missing or cut short."""
+    from retrieval_index.datastore import DatastoreError
+
+    try:
+        open_index(Path(path))
+    except DatastoreError as error:
+        raise ConfigError(f"{key}={error}") from None
+
+
+def _open_datastore(folder: Path) -> Any:
+    from retrieval_index.datastore import Datastore
+
+    return Datastore(folder)
+
+
+def _open_dense(folder: Path) -> Any:
+    from retrieval_index.dense import read_header
+
+    return read_header(folder)

@@ -1,0 +1,39 @@
+"""JSON lines as other people write them: checked line by line, whatever a line holds.
+
+Lines end at "\\n" and nowhere else: U+2028 and its like may stand in a text. Blank lines and the mark that some editors
+put before UTF-8 are passed over. Half characters (lone surrogates) are no text.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+import msgspec
+
+Row = TypeVar("Row")
+
+
+class BadLine(ValueError):
+    """A line is not of the form asked for. number: from 1."""
+
+    def __init__(self, number: int, reason: str):
+        super().__init__(f"line {number}: {reason}")
+        self.number, self.reason = number, reason
+
+
+def json_lines(file: Iterable[bytes], row_type: type[Row]) -> Iterator[tuple[int, Row]]:
+    """The rows of a file opened in binary mode, each with the number of its line. Raises BadLine."""
+    decoder = msgspec.json.Decoder(row_type)
+    for number, line in enumerate(file, start=1):
+        line = line.removeprefix(codecs.BOM_UTF8).strip() if number == 1 else line.strip()
+        if not line:
+            continue
+        try:
+            row = decoder.decode(line)
+        except msgspec.ValidationError as error:
+            raise BadLine(number, str(error).replace("`", "").replace("$.", "")) from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            raise BadLine(number, "is not JSON in UTF-8") from None
+        yield number, row
