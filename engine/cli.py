@@ -161,6 +161,7 @@ def assemble() -> typer.Typer:
         os.environ.setdefault(key, value)  # for workers that are threads
     from benchmarks.commands import bench, check, qa, report
     from benchmarks.index_speed import index_speed
+    from benchmarks.profile import profile
     from benchmarks.replay import replay
     from benchmarks.shapes import shapes
     from benchmarks.timeline import timeline
@@ -175,6 +176,7 @@ def assemble() -> typer.Typer:
     app.command()(qa)
     app.command()(replay)
     app.command()(shapes)
+    app.command()(profile)
     app.command()(timeline)
     index.command("speed")(index_speed)
     app.command()(keys)
