@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import numpy as np
@@ -18,6 +19,9 @@ from engine.cli import DISK_FULL, ConfigOption, SetOption, overrides, run
 from engine.config import Config
 from engine.errors import ConfigError
 from engine.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from benchmarks.load_figures import Level
 
 QuestionsOption = Annotated[
     list[Path] | None, typer.Option("--questions", help="JSONL file of the Spec-Bench form; may be given again.")
@@ -50,10 +54,33 @@ def bench(
     calibration: Annotated[
         bool, typer.Option("--calibration", help="Also draw what trees promised and what came of it, for each source.")
     ] = False,
+    concurrency: Annotated[
+        str | None,
+        typer.Option(
+            metavar="1,2,4,8,16",
+            help="Measure many requests at once instead: tokens/s in all, time to the first token, pauses between "
+            "emissions. Files are mixed, methods take turns at each level, every text is compared with the same "
+            "prompt's alone. Rows: load.jsonl, picture: concurrency.png.",
+        ),
+    ] = None,
+    arrivals: Annotated[
+        str | None,
+        typer.Option(
+            metavar="0.5,0.8,1.2",
+            help="Measure requests that arrive at random instead, or too: at these shares of what none answers with "
+            "16 at once, which is measured first. Goodput counts answers whose first token came within 1 s and whose "
+            "others within 0.1 s each.",
+        ),
+    ] = None,
     config: ConfigOption = configuration.DEMO,
     set_: SetOption = None,
 ) -> None:
-    """Compare contestants on question files: tokens/s, speed-up over plain decoding, MAT, equality of texts."""
+    """Compare contestants on question files: tokens/s, speed-up over plain decoding, MAT, equality of texts.
+
+    talon bench --questions gsm8k.jsonl --methods none,pld,suffix --limit 10
+
+    talon bench --questions gsm8k.jsonl --questions sum.jsonl --concurrency 1,4,16 --repeats 3
+    """
     console = Console(stderr=True)
 
     async def main() -> int:
@@ -68,6 +95,10 @@ def bench(
             SamplingParams(max_tokens=max_tokens, temperature=value, seed=seed).validate()
             for value in temperature or [0.0]
         ]
+        levels = [int(level) for level in _numbers("concurrency", concurrency, whole=True)]
+        shares = _numbers("arrivals", arrivals)
+        if (levels or shares) and len(samplings) > 1:
+            raise ConfigError("--temperature: give one with --concurrency and --arrivals")
         if overhead:
             Console().print(await run_overhead(settings, [n for n in names if n != "hf"], samplings[0], console))
             return 0
@@ -76,6 +107,8 @@ def bench(
         except OSError as error:
             raise ConfigError(f"--out {out}: is no folder and cannot be made one ({error.strerror})") from None
         try:
+            if levels or shares:
+                return await measure_load(names, settings, levels, shares, samplings[0])
             return await measure(names, settings, samplings)
         except OSError as error:
             if error.errno not in DISK_FULL:
@@ -102,8 +135,53 @@ def bench(
         write_report(out, console)
         return sum(row.output_equal is False and not row.tie and row.method not in PEERS for row in rows)
 
+    async def measure_load(
+        names: list[str], settings: Config, levels: list[int], shares: list[float], sampling: SamplingParams
+    ) -> int:
+        from benchmarks.load import Load, run_load
+        from benchmarks.load_figures import arrival_table, level_table
+        from benchmarks.load_figures import levels as lines_of
+
+        what = Load(levels, shares, sampling, repeats)
+        rows = await run_load(settings, names, _files(questions), out, limit, what, heads, console)
+        lines = lines_of(rows)
+        Console().print(level_table(lines))
+        if shares:
+            Console().print(arrival_table(rows))
+        different = [row for row in rows if not row.output_equal]
+        for row in different:
+            kind = "different text" if row.exact else "different text (the target is not exact)"
+            beside = f"{row.concurrency} at once" if row.concurrency else f"arrivals at {row.arrivals:g}"
+            console.print(f"{kind}: {row.method}, {row.suite} {row.question_id}, {beside}")
+        draw_concurrency(lines, out / "concurrency.png", console)
+        console.print(f"rows: {out / 'load.jsonl'}")
+        return sum(row.exact for row in different)
+
     if run(main()):
         raise typer.Exit(1)
+
+
+def _numbers(option: str, listed: str | None, whole: bool = False) -> list[float]:
+    """What such an option lists, each above 0 and once."""
+    try:
+        numbers = sorted({float(number) for number in (listed or "").split(",") if number.strip()})
+    except ValueError:
+        numbers = [0.0]
+    if (listed is not None and not numbers) or any(not 0 < n < 10_000 or (whole and n % 1) for n in numbers):
+        example = "1,2,4,8,16" if whole else "0.5,0.8,1.2"
+        raise ConfigError(f"--{option} {listed}: give {'whole ' if whole else ''}numbers above 0, such as {example}")
+    return numbers
+
+
+def draw_concurrency(lines: Sequence[Level], path: Path, console: Console) -> None:
+    """The picture; without matplotlib, a line that says how to get one."""
+    try:
+        from benchmarks.plots import concurrency
+    except ImportError as error:
+        console.print(f"no picture: {error}; pip install 'talon-decoding[bench]'")
+        return
+    concurrency(lines, path)
+    console.print(f"tokens/s over requests at once: {path}")
 
 
 def report(

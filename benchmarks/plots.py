@@ -19,6 +19,7 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from benchmarks.figures import BASELINE, Row, summaries
+from benchmarks.load_figures import Level
 from benchmarks.profile import Profile
 from benchmarks.shapes import Shape
 
@@ -240,6 +241,21 @@ def forward_bars(profile: Profile, path: Path) -> None:
     axis.set(xlabel=f"rows of a forward behind {profile.behind} tokens", ylabel="ms", xlim=(-0.6, len(places) - 0.4))
     axis.margins(y=0.1)
     axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0, frameon=False)
+    _save(figure, path)
+
+
+def concurrency(lines: Sequence[Level], path: Path) -> None:
+    """Tokens a second of all requests together over how many there are at once, a line for each method."""
+    figure, axis = plt.subplots(figsize=(7.5, 3.8))
+    for place, method in enumerate(dict.fromkeys(line.method for line in lines)):
+        mine = [line for line in lines if line.method == method]
+        at, speeds = [line.concurrency for line in mine], [line.tokens_per_second for line in mine]
+        axis.plot(at, speeds, **_line(place), label=method)
+    at_once = sorted({line.concurrency for line in lines})
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(at_once, [str(level) for level in at_once])
+    axis.set(xlabel="requests at once", ylabel="tokens/s, all together", ylim=(0, None))
+    axis.legend(fontsize=9)
     _save(figure, path)
 
 
