@@ -43,7 +43,7 @@ def multiplied(target: Target) -> int:
     forward = target._forward
     if isinstance(forward, LeanDecoder):
         products = [p for layer in forward.layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        return sum(product.packed.shape.numel() for product in [*products, forward.head])
+        return sum(product.inputs * product.outputs for product in [*products, forward.head])
     numbers = 0
     for module in target.model.modules():
         if isinstance(module, PackedLinear):

@@ -62,7 +62,8 @@ class Product:
     """x [rows, in] times a matrix [out, in], plus the bias; each row's bits are its own if `rows` is known."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
-        self.bias, self.outputs = bias, weight.shape[0]
+        self.bias = bias
+        self.outputs, self.inputs = weight.shape
         self.matmul = Matmul(weight, bias) if can_multiply(weight) else None
         self.packed: Tensor | None = None if self.matmul else pack(weight)
         self._weight = weight if self.stock else None
