@@ -228,7 +228,7 @@ async def test_without_usable_weights_a_dead_drafter_is_reported_and_answers_go_
             return "answers go on without drafts" in said
 
         await until(has_given_up, 120)
-        assert f"the drafter cannot be started again: model={draft}" in said
+        assert f"the drafter cannot be started again: drafter.path={draft}" in said
         assert (await asyncio.wait_for(engine.generate(prompt, sampling), 60)).token_ids == expected
 
 
