@@ -1,0 +1,144 @@
+"""Talon's methods beside other engines: the same prompts, greedy, the same cores, in turns.
+
+Prompts are token ids, so every engine reads the same text. A contestant answers all prompts of a turn, so many at once;
+tokens a second count the time from the first prompt to the last token, prompts included.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TextIO
+
+import anyio
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.figures import BASELINE
+from benchmarks.rivals.process import Missing, Process, Rival
+from engine.api import Engine
+from engine.errors import TalonError
+from engine.sampling import SamplingParams
+
+Prompts = Sequence[Sequence[int]]
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """A line of rivals.jsonl. tokens: of each answer; seconds: for all of them."""
+
+    contestant: str
+    weights: str
+    at_once: int
+    repeat: int
+    seconds: float
+    tokens: list[int]
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return sum(self.tokens) / self.seconds
+
+
+@dataclass(frozen=True)
+class Plan:
+    """levels: requests at once. prompts: one list for each turn of a contestant, levels within repeats."""
+
+    levels: Sequence[int]
+    repeats: int
+    max_tokens: int
+    prompts: Sequence[Prompts]
+
+
+async def answer(engine: Engine, prompts: Prompts, max_tokens: int, at_once: int) -> tuple[float, list[int]]:
+    """As `Process.answer`, of one of Talon's engines."""
+    places, tokens = anyio.CapacityLimiter(at_once), [0] * len(prompts)
+
+    async def one(place: int) -> None:
+        async with places:
+            result = await engine.generate([*prompts[place]], SamplingParams(max_tokens=max_tokens))
+            tokens[place] = len(result.token_ids)
+
+    started = time.perf_counter()
+    async with anyio.create_task_group() as group:
+        for place in range(len(prompts)):
+            group.start_soon(one, place)
+    return time.perf_counter() - started, tokens
+
+
+async def compare(
+    engines: dict[str, Engine], others: Sequence[Rival | Missing], plan: Plan, results: TextIO, console: Console
+) -> list[Turn]:
+    """Let all contestants take turns. Rivals that cannot be started are named and left out."""
+    turns: list[Turn] = []
+    order = random.Random(0)
+    async with AsyncExitStack() as running:
+        processes = {}
+        for rival in others:
+            if isinstance(rival, Missing):
+                console.print(f"left out: {rival.name}: not installed: {rival.reason}")
+                continue
+            try:
+                processes[rival.name] = process = await Process.start(rival)
+                running.push_async_callback(process.stop)
+            except TalonError as error:
+                console.print(f"left out: {error}")
+        names = [*engines, *processes]
+        for number, prompts in enumerate(plan.prompts):
+            repeat, level = divmod(number, len(plan.levels))
+            at_once = plan.levels[level]
+            for name in order.sample(names, len(names)):
+                if name in processes and processes[name].rival.most < at_once:
+                    continue
+                console.print(f"repeat {repeat + 1}, {at_once} at once: {name}", highlight=False)
+                if name in engines:
+                    weights = "bfloat16"
+                    seconds, tokens = await answer(engines[name], prompts, plan.max_tokens, at_once)
+                else:
+                    weights = processes[name].rival.weights
+                    seconds, tokens = await processes[name].answer(prompts, plan.max_tokens, at_once)
+                turns.append(Turn(name, weights, at_once, repeat, seconds, tokens))
+                results.write(msgspec.json.encode(turns[-1]).decode() + "\n")
+                results.flush()
+    return turns
+
+
+def rates(turns: Sequence[Turn], name: str, at_once: int) -> dict[int, float]:
+    """Tokens a second by repeat."""
+    return {turn.repeat: turn.rate for turn in turns if (turn.contestant, turn.at_once) == (name, at_once)}
+
+
+def table(turns: Sequence[Turn]) -> Table:
+    """A row for each contestant: median tokens a second, and the median of its ratios to Talon's plain decoding."""
+    levels = sorted({turn.at_once for turn in turns})
+    shown = Table(title="tokens/s, and how many times Talon's plain decoding", title_justify="left")
+    shown.add_column("engine")
+    shown.add_column("weights")
+    for level in levels:
+        shown.add_column(f"{level} at once", justify="right")
+    weights = {turn.contestant: turn.weights for turn in turns}
+    best = {name: max(rates(turns, name, levels[-1]).values(), default=0.0) for name in weights}
+    for name in sorted(weights, key=lambda name: -best[name]):
+        cells = []
+        for level in levels:
+            mine, plain = rates(turns, name, level), rates(turns, BASELINE, level)
+            ratios = [mine[repeat] / plain[repeat] for repeat in mine.keys() & plain.keys()]
+            cells.append(f"{median(mine.values()):.0f} ({median(ratios):.2f}x)" if ratios else "-")
+        shown.add_row(name, weights[name], *cells)
+    return shown
+
+
+def retyped(gguf_file: Path, folder: Path) -> dict[str, Path]:
+    """The file's weights as bfloat16 and float16, made once in `folder`."""
+    from benchmarks.rivals.gguf import retype
+
+    goals = {kind: folder / f"{gguf_file.stem}.{kind}.gguf" for kind in ("BF16", "F16")}
+    for kind, goal in goals.items():
+        if not goal.exists():
+            retype(gguf_file, goal, kind)
+    return goals
