@@ -31,6 +31,7 @@ from engine.messages import Cancel, Failed, Heartbeat, Ready, Spans, Stop, Token
 from engine.model.resolve import resolved
 from engine.sampling import SamplingParams
 from engine.text import TextStream, encode_text, load_tokenizer
+from engine.totals import Totals
 from engine.trace import Timeline
 from engine.transport import Hub
 from engine.worker import oversubscription
@@ -78,6 +79,7 @@ class Engine:
         self._workers = Workers(config, zmq.Context.shadow(self._context))
         self._hub = Hub(self._context, self._workers.control, FROM_WORKERS)
         self.timeline = Timeline(f"{config.method}, {config.mode}{config.simulation}")
+        self.totals = Totals()
         self._tokenizer: Any = None
         self._target = Ready()
         self._ready: dict[str, asyncio.Event] = {role: asyncio.Event() for role in self._workers.roles}
@@ -132,6 +134,37 @@ class Engine:
         if not isinstance(sampling, SamplingParams):
             raise RequestError(f"sampling={sampling!r}: give SamplingParams(max_tokens=...)")
         return Stream(self, prompt, sampling.validate(), raw)
+
+    async def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
+        """The token ids that `generate` would make of a prompt, refused if they leave no room for an answer."""
+        tokens = await anyio.to_thread.run_sync(self._encode, prompt, raw)
+        self._check_room(tokens, SamplingParams(max_tokens=1))
+        return tokens
+
+    @property
+    def tokenizer(self) -> Any:
+        """The target's, of `transformers`."""
+        return self._tokenizer
+
+    @property
+    def target(self) -> Ready:
+        """What the verifier says of its target: the size of its vocabulary and context, whether it is exact."""
+        return self._target
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request would begin now. While a verifier is started again, requests under way wait for it."""
+        return self._ready["verifier"].is_set() and not self._closed and self._failed is None
+
+    @property
+    def failed(self) -> TalonError | None:
+        """Why the engine cannot go on, if so: only a new one helps."""
+        return self._failed
+
+    @property
+    def requests(self) -> int:
+        """Requests accepted and not answered yet, and those that wait for a place in the queue."""
+        return len(self._flights) + self._places.statistics().tasks_waiting
 
     async def close(self) -> None:
         """End every request with EngineClosed, stop the workers, remove what they left."""
@@ -198,6 +231,7 @@ class Engine:
         async with self._places_for(number):
             self._check_open()  # after every wait: close() reaches only the requests in _flights
             flight = self._flights[number] = Flight(number, tokens, sampling)
+            self.totals.prompt_tokens += len(tokens)
             try:
                 if self._ready["verifier"].is_set():  # otherwise it is submitted when one is
                     self._submit(flight)
@@ -330,15 +364,19 @@ class Engine:
             self._workers.heard_s[role] = time.monotonic()
             if isinstance(message, Tokens):
                 self._barren = 0
+                self.totals.add(message)
                 if (flight := self._flights.get(message.request)) is not None and not flight.ended:
                     flight.hear(message)
             elif isinstance(message, Failed):
                 self._hear_failure(role, message)
+            elif isinstance(message, Heartbeat) and role == "verifier":
+                self.totals.state = message
             elif isinstance(message, Ready):
                 self._ready[role].set()
                 self._failed_starts[role] = 0
                 if role == "verifier":
                     self._target = message
+                    self.totals.new_verifier()
                     for flight in [f for f in self._flights.values() if f.verifier != name and not f.ended]:
                         self._submit(flight)
 

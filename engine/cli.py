@@ -168,8 +168,10 @@ def assemble() -> typer.Typer:
     from drafters.training.cli import app as train
     from engine.model.commands import app as models
     from engine.remote import drafter, keys
+    from engine.server.command import serve
     from retrieval_index.commands import app as index
 
+    app.command()(serve)
     app.command()(bench)
     app.command()(check)
     app.command()(report)

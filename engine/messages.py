@@ -98,7 +98,14 @@ class Failed(Message, frozen=True, kw_only=True):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """The worker's loop turns."""
+    """The worker's loop turns. Of the verifier, what it has at hand: requests that run and that wait for blocks, and
+    blocks of keys and values that requests hold, of all that there are (0: each request has a cache of its own).
+    """
+
+    running: int = 0
+    waiting: int = 0
+    held_blocks: int = 0
+    blocks: int = 0
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):

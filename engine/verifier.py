@@ -527,6 +527,9 @@ class Verifier:
         now = time.perf_counter_ns()
         if now - self.heard_ns > HEARTBEAT_S * 1e9:
             self.heard_ns = now
-            self.control.send(Heartbeat())
+            pool = self.target.pool
+            running, waiting = len(self.requests.running), len(self.requests.waiting)
+            blocks, free = (0, 0) if pool is None else (pool.blocks, pool.free)
+            self.control.send(Heartbeat(running=running, waiting=waiting, held_blocks=blocks - free, blocks=blocks))
             self.drafts.restore()
             self.trace.flush()
