@@ -22,7 +22,7 @@ _SEEDS = 2**63
 
 @dataclass(frozen=True)
 class Wanted:
-    """One choice: an answer to a prompt. echo: the prompt's text, to stand before it; silent: the answer is not shown."""
+    """One choice: an answer to a prompt. echo: the prompt's text, to come first. silent: the answer is not shown."""
 
     prompt: list[int]
     sampling: SamplingParams

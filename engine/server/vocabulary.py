@@ -11,7 +11,7 @@ _INCOMPLETE = "\ufffd"
 
 
 class Vocabulary:
-    """tokenizer: of `transformers`. A token may be a part of a character: then its text shows U+FFFD, its bytes do not."""
+    """tokenizer: of `transformers`. A token may be part of a character: its text shows U+FFFD, its bytes do not."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer

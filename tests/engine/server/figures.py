@@ -1,0 +1,28 @@
+"""What a server's /metrics say."""
+
+from __future__ import annotations
+
+import time
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.engine.server.process import ServerProcess
+
+
+def metric(server: ServerProcess, name: str) -> float:
+    """The sum of the samples of that name."""
+    text = httpx.get(f"{server.url}/metrics").raise_for_status().text
+    samples = [s for family in text_string_to_metric_families(text) for s in family.samples if s.name == name]
+    assert samples, f"no {name} in /metrics"
+    return sum(sample.value for sample in samples)
+
+
+def settled(server: ServerProcess, within_s: float = 20) -> float:
+    """Seconds until nothing runs, nothing waits, and no blocks are held."""
+    started_s = time.perf_counter()
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "talon:kv_blocks_held")
+    while any(left := [metric(server, name) for name in names]):
+        assert time.perf_counter() - started_s < within_s, dict(zip(names, left, strict=True))
+        time.sleep(0.05)
+    return time.perf_counter() - started_s
