@@ -125,6 +125,19 @@ class Engine:
         assert stream.result is not None
         return stream.result
 
+    async def generate_choices(
+        self, prompt: Prompt, n: int, sampling: SamplingParams | None = None, *, raw: bool = False
+    ) -> list[Result]:
+        """`n` answers to one prompt at once, with seeds that count on from `sampling.seed`; they share its blocks."""
+        if not _is_integer(n) or n < 1:
+            raise RequestError(f"n={n!r}: ask for one answer or more")
+        sampling = (sampling or SamplingParams()).validate()
+        tasks = [asyncio.ensure_future(self.generate(prompt, sampling.of_choice(i), raw=raw)) for i in range(n)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:  # one that fails, or a caller who leaves, ends them all
+            await _cancel(tasks)
+
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, *, raw: bool = False) -> Stream:
         """As `generate`, piece by piece: `async with engine.stream(...) as stream: async for piece in stream: ...`.
 
@@ -225,6 +238,7 @@ class Engine:
         started = time.perf_counter()
         tokens = await anyio.to_thread.run_sync(self._encode, prompt, raw)
         self._check_room(tokens, sampling)
+        self._check_say(sampling)
         if self.config.queue.full == "refuse" and not self._places.available_tokens:
             raise QueueFull(f"queue.size={self.config.queue.size}: all places are taken; try later or raise it")
         number = next(self._numbers)
@@ -235,7 +249,8 @@ class Engine:
             try:
                 if self._ready["verifier"].is_set():  # otherwise it is submitted when one is
                     self._submit(flight)
-                answer = Answer(TextStream(self._tokenizer, sampling.stop), len(tokens), started, self._target.inexact)
+                text = TextStream(self._tokenizer, sampling.stop)
+                answer = Answer(text, len(tokens), started, self._target.inexact, sampling)
                 while answer.finish_reason is None:
                     arrival = await flight.arrivals.get()
                     if isinstance(arrival, TalonError):
@@ -294,6 +309,28 @@ class Engine:
             raise RequestError(
                 f"max_tokens={sampling.max_tokens}: with a prompt of {len(tokens)} tokens that is over the context of "
                 f"{context}; shorten the prompt or ask for at most {left}"
+            )
+
+    def _check_say(self, sampling: SamplingParams) -> None:
+        """Refuse what this engine's model or method cannot do."""
+        for field in ("presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "prompt_logprobs", "grammar"):
+            if getattr(sampling, field) not in (None, {}, 0.0):
+                raise RequestError(f"{field}: is not there yet")
+        vocabulary = self._target.vocab_size
+        if not all(0 <= token < vocabulary for token in sampling.logit_bias):
+            raise RequestError(f"logit_bias={sampling.logit_bias}: token ids go from 0 to {vocabulary - 1}")
+        for field in ("logprobs", "prompt_logprobs"):
+            if (getattr(sampling, field) or 0) > vocabulary:
+                raise RequestError(f"{field}={getattr(sampling, field)}: the model knows {vocabulary} tokens")
+        if (say := sampling.speculation) is None:
+            return
+        if say.method not in (None, self.config.method):
+            raise RequestError(
+                f'speculation.method={say.method!r}: this engine drafts with {self.config.method!r}; use that or "off"'
+            )
+        if say.budget is not None and say.budget > self.config.drafter.budget:
+            raise RequestError(
+                f"speculation.budget={say.budget}: is over the engine's drafter.budget={self.config.drafter.budget}"
             )
 
     def _check_open(self) -> None:
@@ -458,7 +495,7 @@ def _is_integer(value: Any) -> TypeGuard[int]:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
+async def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -66,13 +66,22 @@ class Ready(Message, frozen=True, kw_only=True):
         return not self.inexact
 
 
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """A token, its log-probability, and the likeliest tokens in its place with theirs, best first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 class Tokens(Message, frozen=True, kw_only=True):
     """What a round emitted, and what it cost.
 
     finish_reason: "eos" or "length" with the last tokens, else None. nodes, depth: of the tree verified. hit: the tree
     was at hand when the last verdict fell. round_us: since the last verdict (or arrival). forward_us: of the target in
     this round, draft_us: of a draft model. busy_us: of all target forwards since the verifier started. at_us: the
-    verifier's clock.
+    verifier's clock. sources: of each token, the bits of the drafters that had proposed it, 0 if none had. logprobs:
+    of each token, where asked for. prompt_logprobs: with the first tokens, of all tokens of the prompt but the first.
     """
 
     request: int
@@ -87,6 +96,9 @@ class Tokens(Message, frozen=True, kw_only=True):
     draft_us: int
     busy_us: int
     at_us: int
+    sources: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class Failed(Message, frozen=True, kw_only=True):
