@@ -21,7 +21,7 @@ from engine.errors import ConfigError
 from engine.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from benchmarks.load_figures import Level
+    from .load_figures import Level
 
 QuestionsOption = Annotated[
     list[Path] | None, typer.Option("--questions", help="JSONL file of the Spec-Bench form; may be given again.")
@@ -84,8 +84,8 @@ def bench(
     console = Console(stderr=True)
 
     async def main() -> int:
-        from benchmarks.bench import run_overhead
-        from benchmarks.contestants import ABLATION, CONTESTANTS, PEERS
+        from .bench import run_overhead
+        from .contestants import ABLATION, CONTESTANTS, PEERS
 
         every = [name for name in CONTESTANTS if not name.startswith("+")] + list(PEERS)
         groups = {"all": every, "ablation": list(ABLATION)}
@@ -116,8 +116,8 @@ def bench(
             raise ConfigError(f"--out {out}: the disk is full: make room, or name another folder") from None
 
     async def measure(names: list[str], settings: Config, samplings: list[SamplingParams]) -> int:
-        from benchmarks.bench import gathered, run_bench, summary
-        from benchmarks.contestants import PEERS
+        from .bench import gathered, run_bench, summary
+        from .contestants import PEERS
 
         with tempfile.TemporaryDirectory(prefix="talon-calibration-") as folder:
             kept = Path(folder) if calibration else None
@@ -138,9 +138,9 @@ def bench(
     async def measure_load(
         names: list[str], settings: Config, levels: list[int], shares: list[float], sampling: SamplingParams
     ) -> int:
-        from benchmarks.load import Load, run_load
-        from benchmarks.load_figures import arrival_table, level_table
-        from benchmarks.load_figures import levels as lines_of
+        from .load import Load, run_load
+        from .load_figures import arrival_table, level_table
+        from .load_figures import levels as lines_of
 
         what = Load(levels, shares, sampling, repeats)
         rows = await run_load(settings, names, _files(questions), out, limit, what, heads, console)
@@ -176,7 +176,7 @@ def _numbers(option: str, listed: str | None, whole: bool = False) -> list[float
 def draw_concurrency(lines: Sequence[Level], path: Path, console: Console) -> None:
     """The picture; without matplotlib, a line that says how to get one."""
     try:
-        from benchmarks.plots import concurrency
+        from .plots import concurrency
     except ImportError as error:
         console.print(f"no picture: {error}; pip install 'talon-decoding[bench]'")
         return
@@ -202,7 +202,7 @@ def report(
 def draw_calibration(sources: dict[str, NDArray[np.float64]], path: Path, console: Console) -> None:
     """The picture; without matplotlib or anything to draw, a line that says why there is none."""
     try:
-        from benchmarks.plots import reliability
+        from .plots import reliability
     except ImportError as error:
         console.print(f"no picture: {error}; pip install 'talon-decoding[bench]'")
         return
@@ -215,7 +215,7 @@ def draw_calibration(sources: dict[str, NDArray[np.float64]], path: Path, consol
 
 def compare_runs(folder: Path, other: Path, console: Console) -> None:
     """Say which share of the speed-ups of two runs agree, and name the others."""
-    from benchmarks.figures import agreements, read_rows
+    from .figures import agreements, read_rows
 
     pairs = agreements(read_rows(folder / "results.jsonl"), read_rows(other / "results.jsonl"))
     if not pairs:
@@ -233,7 +233,7 @@ def compare_runs(folder: Path, other: Path, console: Console) -> None:
 def write_report(folder: Path, console: Console) -> None:
     """report.md, report.html and their pictures; without matplotlib, a line that says how to get them."""
     try:
-        from benchmarks.report import write
+        from .report import write
     except ImportError as error:
         console.print(f"no report: {error}; pip install 'talon-decoding[bench]'")
         return
@@ -258,7 +258,7 @@ def check(
     console = Console(stderr=True)
 
     async def main() -> int:
-        from benchmarks.equality import report, run_check
+        from .equality import report, run_check
 
         settings = configuration.load(config, overrides(set_))
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed).validate()
@@ -296,7 +296,7 @@ def qa(
     console = Console(stderr=True)
 
     async def main() -> int:
-        from benchmarks.qa import run_qa, show
+        from .qa import run_qa, show
 
         if not questions:
             raise ConfigError("--questions: name at least one JSONL file with rows of category nq, rag or qa")

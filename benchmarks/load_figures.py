@@ -9,7 +9,7 @@ from statistics import median
 import msgspec
 from rich.table import Table
 
-from benchmarks.figures import BASELINE
+from .figures import BASELINE
 
 FIRST_S, TOKEN_S = 1.0, 0.1
 """An answer counts for goodput if its first token came in this time, and the others came in this time each."""

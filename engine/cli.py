@@ -8,6 +8,8 @@ import os
 import sys
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -17,6 +19,7 @@ import typer
 from engine import config as configuration
 from engine.errors import TalonError
 from engine.launch import POOL_WAITS
+from engine.places import BENCHMARKS
 from engine.sampling import SamplingParams
 
 T = TypeVar("T")
@@ -34,6 +37,11 @@ SetOption = Annotated[
 ]
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MODELS_OWN = "the model's own"
+_MEASUREMENTS = (
+    *(("commands", name) for name in ("bench", "check", "report", "qa")),
+    *((name, name) for name in ("replay", "shapes", "profile", "timeline")),
+)
+"""Commands of the package of benchmarks, by the module they are in."""
 
 
 def overrides(assignments: list[str] | None, **named: Any) -> dict[str, Any]:
@@ -66,10 +74,25 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(main)
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"talon {version('talon-decoding')}")
+        raise typer.Exit
+
+
 def _forget_output() -> None:
     """What is still to be written to standard output would fail once more when the process ends."""
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+@app.callback()
+def talon(
+    version_: Annotated[
+        bool, typer.Option("--version", help="Print Talon's version.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    """Talon: faster answers from large language models, not one token changed."""
 
 
 @app.command()
@@ -159,12 +182,6 @@ def assemble() -> typer.Typer:
     """The command with all its subcommands. `engine.__main__` calls it."""
     for key, value in POOL_WAITS.items():
         os.environ.setdefault(key, value)  # for workers that are threads
-    from benchmarks.commands import bench, check, qa, report
-    from benchmarks.index_speed import index_speed
-    from benchmarks.profile import profile
-    from benchmarks.replay import replay
-    from benchmarks.shapes import shapes
-    from benchmarks.timeline import timeline
     from drafters.training.cli import app as train
     from engine.model.commands import app as models
     from engine.remote import drafter, keys
@@ -172,15 +189,9 @@ def assemble() -> typer.Typer:
     from retrieval_index.commands import app as index
 
     app.command()(serve)
-    app.command()(bench)
-    app.command()(check)
-    app.command()(report)
-    app.command()(qa)
-    app.command()(replay)
-    app.command()(shapes)
-    app.command()(profile)
-    app.command()(timeline)
-    index.command("speed")(index_speed)
+    for home, name in _MEASUREMENTS:
+        app.command()(getattr(import_module(f"{BENCHMARKS}.{home}"), name))
+    index.command("speed")(import_module(f"{BENCHMARKS}.index_speed").index_speed)
     app.command()(keys)
     app.command()(drafter)
     app.add_typer(models, name="models")

@@ -45,7 +45,8 @@ from engine.server.vocabulary import Vocabulary
 
 VERSION = version("talon-decoding")
 _DONE = b"data: [DONE]\n\n"
-_REFUSALS: dict[int | str, dict[str, Any]] = {
+Responses = dict[int | str, dict[str, Any]]
+_REFUSALS: Responses = {
     400: {"model": Error, "description": "A field is wrong or not supported; `param` names it."},
     401: {"model": Error, "description": "No valid API key."},
     404: {"model": Error, "description": "No such model."},
@@ -53,7 +54,10 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
     429: {"model": Error, "description": "All places are taken; Retry-After says when to come back."},
     503: {"model": Error, "description": "The workers are being started again."},
 }
-_STREAM = {200: {"content": {"text/event-stream": {}}, "description": "The answer, or a stream of its chunks."}}
+_TEXT: Responses = {200: {"content": {"text/plain": {}}}}
+_STREAM: Responses = {
+    200: {"content": {"text/event-stream": {}}, "description": "The answer, or a stream of its chunks."}
+}
 
 
 class Serving:
@@ -224,7 +228,7 @@ def create_app(serving: Serving) -> FastAPI:
         """Talon's."""
         return Version(version=VERSION)
 
-    @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}} | _only(401))
+    @app.get("/metrics", response_class=Response, responses=_TEXT | _only(401))
     async def metrics() -> Response:
         """For Prometheus."""
         return Response(generate_latest(serving.registry), media_type=CONTENT_TYPE_LATEST)
@@ -258,7 +262,7 @@ def _http_error(error: HTTPException) -> ApiError:
     return ApiError(error.status_code, str(error.detail))
 
 
-def _only(*statuses: int) -> dict[int | str, dict[str, Any]]:
+def _only(*statuses: int) -> Responses:
     return {status: _REFUSALS[status] for status in statuses}
 
 

@@ -12,6 +12,7 @@ from engine.errors import EngineClosed, ProtocolError, QueueFull, RequestError, 
 from engine.server.answers import Error, ErrorDetail
 
 RETRY_AFTER_S = 1
+_FIELD_NAME = re.compile(r"(?!str$|int$)[a-z_0-9]+")  # and not a branch of a union
 _FIELD = re.compile(r"^([a-z_][a-z0-9_.]*)(=|: )")
 
 
@@ -69,8 +70,10 @@ def field_of(message: str) -> str:
 
 
 def _validation(error: RequestValidationError) -> ApiError:
-    first: Any = error.errors()[0]
-    path = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
+    errors: Any = error.errors()
+    field = errors[0]["loc"][:2]
+    first = max((one for one in errors if one["loc"][:2] == field), key=lambda one: len(one["loc"]))
+    path = [str(part) for part in first["loc"][1:] if _FIELD_NAME.fullmatch(str(part))]
     field = ".".join(path)
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "json_invalid":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -18,11 +19,16 @@ def metric(server: ServerProcess, name: str) -> float:
     return sum(sample.value for sample in samples)
 
 
-def settled(server: ServerProcess, within_s: float = 20) -> float:
+def settled(server: ServerProcess) -> float:
     """Seconds until nothing runs, nothing waits, and no blocks are held."""
-    started_s = time.perf_counter()
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "talon:kv_blocks_held")
-    while any(left := [metric(server, name) for name in names]):
-        assert time.perf_counter() - started_s < within_s, dict(zip(names, left, strict=True))
+    return until(lambda: not any(metric(server, name) for name in names))
+
+
+def until(holds: Callable[[], bool], within_s: float = 20) -> float:
+    """Seconds until it holds."""
+    started_s = time.perf_counter()
+    while not holds():
+        assert time.perf_counter() - started_s < within_s, "it never came true"
         time.sleep(0.05)
     return time.perf_counter() - started_s

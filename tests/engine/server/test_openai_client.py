@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.engine.server.figures import metric, settled
+from tests.engine.server.figures import metric, settled, until
 from tests.engine.server.process import ServerProcess
 
 HI = [{"role": "user", "content": "1 2 3 1 2 3 1 2"}]
@@ -248,8 +248,7 @@ async def test_cancelled_calls_leave_nothing(server: ServerProcess) -> None:
         options: Any = {"model": "tiny", "messages": HI, "extra_body": {"ignore_eos": True}}
         before = metric(server, "vllm:generation_tokens_total")
         calls = [asyncio.create_task(client.chat.completions.create(**options, n=8)) for _ in range(3)]
-        while metric(server, "vllm:generation_tokens_total") == before:
-            await asyncio.sleep(0.01)
+        await asyncio.to_thread(until, lambda: metric(server, "vllm:generation_tokens_total") > before)
         for call in calls:
             call.cancel()
         stream = await client.chat.completions.create(**options, stream=True)
