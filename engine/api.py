@@ -27,6 +27,7 @@ from engine.config import Config
 from engine.errors import EngineClosed, QueueFull, RequestError, TalonError, WorkerDied
 from engine.flight import Flight
 from engine.launch import STOP_S, Workers
+from engine.matcher import check
 from engine.messages import Cancel, Failed, Heartbeat, Ready, Spans, Stop, Tokens
 from engine.model.resolve import resolved
 from engine.sampling import SamplingParams
@@ -239,6 +240,8 @@ class Engine:
         tokens = await anyio.to_thread.run_sync(self._encode, prompt, raw)
         self._check_room(tokens, sampling)
         self._check_say(sampling)
+        if sampling.grammar is not None:
+            await anyio.to_thread.run_sync(check, sampling.grammar)
         if self.config.queue.full == "refuse" and not self._places.available_tokens:
             raise QueueFull(f"queue.size={self.config.queue.size}: all places are taken; try later or raise it")
         number = next(self._numbers)
@@ -313,9 +316,6 @@ class Engine:
 
     def _check_say(self, sampling: SamplingParams) -> None:
         """Refuse what this engine's model or method cannot do."""
-        for field in ("presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "prompt_logprobs", "grammar"):
-            if getattr(sampling, field) not in (None, {}, 0.0):
-                raise RequestError(f"{field}: is not there yet")
         vocabulary = self._target.vocab_size
         if not all(0 <= token < vocabulary for token in sampling.logit_bias):
             raise RequestError(f"logit_bias={sampling.logit_bias}: token ids go from 0 to {vocabulary - 1}")

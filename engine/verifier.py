@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,10 +17,12 @@ import torch
 import zmq
 from torch import Tensor
 
-from engine.batch import BLOCK, Segment
+from engine.batch import BLOCK, Segment, Wanted
 from engine.config import Config
 from engine.cost_model import CostModel
-from engine.errors import NotANumber, OutOfBlocks, ProtocolError
+from engine.errors import NotANumber, OutOfBlocks, ProtocolError, RequestError
+from engine.logprobs import token_logprobs
+from engine.matcher import Matcher, Matchers
 from engine.messages import (
     Array,
     Cancel,
@@ -32,6 +35,7 @@ from engine.messages import (
     Start,
     Stop,
     Submit,
+    TokenLogprob,
     Tokens,
     Verdict,
 )
@@ -41,6 +45,7 @@ from engine.request import Request
 from engine.sampling import not_applied, own_defaults
 from engine.scheduler import Plan, Scheduler
 from engine.target import Target, bfloat16_bits
+from engine.text import load_tokenizer
 from engine.trace import Trace
 from engine.transport import Hub, Line
 from engine.tree import TokenTree
@@ -49,6 +54,7 @@ from engine.verification import verify
 FROM_FRONT_END = (Submit, Cancel, Stop)
 FROM_DRAFTER = (Hello, Draft)
 HEARTBEAT_S = 0.5
+_GRAMMAR_S = 0.005  # between looks at whether a grammar has been read
 _KEPT_DRAFTS = 64  # per request
 _BESIDE = 8  # positions before the rows of a forward that is measured
 _MEASURED_ROWS = 256  # of a forward, at most, whose time is measured at start-up
@@ -76,7 +82,7 @@ class Round:
 class Conclusion:
     """What came of a round for one request. path: accepted nodes of the tree drafted; tokens: emitted.
 
-    features: [path, layers, hidden]; successors: [nodes drafted, k] int32.
+    features: [path, layers, hidden]; successors: [nodes drafted, k] int32. sources, logprobs: of the tokens.
     """
 
     request: Request
@@ -88,6 +94,8 @@ class Conclusion:
     draft_us: int = 0
     features: Tensor | None = None
     successors: Array | None = None
+    sources: tuple[int, ...] = (0,)
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 def ready(target: Target) -> Ready:
@@ -118,6 +126,8 @@ class Verifier:
         self.drafter_late = False
         self.wants = Hello()
         self.newcomers: list[tuple[str, Hello]] = []  # drafters to welcome between rounds
+        self.matchers = Matchers(lambda: load_tokenizer(config.model), target.vocab_size, target.eos_tokens)
+        self.unmatched: list[tuple[Submit, list[Array], Future[Matcher]]] = []  # requests whose grammar is being read
         self.busy_ns = 0
         self.ended_ns = 0  # when the latest round ended
         self.heard_ns = 0
@@ -135,9 +145,11 @@ class Verifier:
             if plan:
                 self._step(plan)
             else:
-                poller.poll(math.ceil(min(HEARTBEAT_S, plan.wait_s) * 1000))
+                patience_s = _GRAMMAR_S if self.unmatched else HEARTBEAT_S
+                poller.poll(math.ceil(min(patience_s, plan.wait_s) * 1000))
             self._receive()
             self._beat()
+        self.matchers.close()
         self.trace.flush()
 
     # The step, on one page.
@@ -185,10 +197,13 @@ class Verifier:
     def _rounds(self, decoding: list[Request]) -> list[Round]:
         """The trees of all requests, cut together to the nodes that pay."""
         drafted = [self._tree(request) for request in decoding]
-        worths = [request.trust.worth(tree) for request, (_, tree, _) in zip(decoding, drafted, strict=True)]
-        kept = [np.arange(len(worth)) for worth in worths]
-        if self.config.verifier.cut and self.wants.calibrated and sum(map(len, worths)) > len(decoding):
-            kept = self._cut(worths, decoding)
+        kept = [request.admitted(tree) for request, (_, tree, _) in zip(decoding, drafted, strict=True)]
+        if self.config.verifier.cut and self.wants.calibrated and sum(map(len, kept)) > len(decoding):
+            worths = [
+                request.trust.worth(tree)[nodes]
+                for request, (_, tree, _), nodes in zip(decoding, drafted, kept, strict=True)
+            ]
+            kept = [nodes[best] for nodes, best in zip(kept, self._cut(worths, decoding), strict=True)]
         return [
             Round(request, number, tree, nodes, draft_us)
             for request, (number, tree, draft_us), nodes in zip(decoding, drafted, kept, strict=True)
@@ -224,7 +239,8 @@ class Verifier:
     def _chunk(request: Request, count: int) -> Segment:
         start = request.cache.length
         last = start + count == request.read_to and not request.has_answer
-        return Segment.of_text(request.text[start : start + count], request.cache, "last" if last else "none")
+        wanted: Wanted = "all" if request.reads_all else "last" if last else "none"
+        return Segment.of_text(request.text[start : start + count], request.cache, wanted)
 
     def _verify(self, rounds: list[Round], logits: Tensor, features: Tensor | None) -> list[Conclusion]:
         """Walk down every tree, and commit the accepted paths to the texts."""
@@ -254,6 +270,8 @@ class Verifier:
                     round_.draft_us,
                     None if features is None else features[rows][path],
                     successors,
+                    (*tree.source[path[1:]].tolist(), 0),
+                    request.sampler.take_logprobs(),
                 )
             )
         return concluded
@@ -261,26 +279,30 @@ class Verifier:
     def _read(self, plan: Plan, chunks: list[Segment], logits: Tensor, features: Tensor | None) -> list[Conclusion]:
         """Commit what was read; behind the last of a prompt, draw the first token."""
         concluded = []
-        row, last = (0 if features is None else len(features)) - sum(map(len, chunks)), len(logits)
-        last -= sum(chunk.wanted == "last" for chunk in chunks)
+        row = (0 if features is None else len(features)) - sum(map(len, chunks))
+        first = len(logits) - sum(chunk.wanted_rows for chunk in chunks)
         for (request, count), chunk in zip(plan.reading, chunks, strict=True):
+            rows, first = logits[first : first + chunk.wanted_rows], first + chunk.wanted_rows
+            if request.reads_all:
+                behind = request.text[chunk.past + 1 : chunk.past + 1 + count]
+                request.prompt_logprobs += token_logprobs(rows, behind, request.sampling.prompt_logprobs or 0)
             request.cache.commit(range(count))
             if self.requests.shares_prefixes and self.target.pool is not None:
                 request.cache.publish(request.text)
             if features is not None and not request.has_answer:
                 request.features.append(bfloat16_bits(features[row : row + count]))
             row += count
-            if chunk.wanted != "last":
+            if request.reading or request.has_answer:
                 request.asked_ns = time.perf_counter_ns()
                 continue
             try:
-                token = request.sampler.draw(request.sampler.choices(logits[last : last + 1].float())[0])
+                token = request.sampler.draw(request.sampler.choices(rows[-1:].float())[0])
             except Exception as error:
                 self._fail(request, error)
             else:
                 request.has_answer = True
-                concluded.append(Conclusion(request, 0, [0], [token], count))
-            last += 1
+                logprobs = request.sampler.take_logprobs()
+                concluded.append(Conclusion(request, 0, [0], [token], count, logprobs=logprobs))
         return concluded
 
     def _successors(self, logits: Tensor, kept: Array, nodes: int) -> Array:
@@ -301,13 +323,13 @@ class Verifier:
             request.text.extend(conclusion.tokens)
             request.outcome = (request.round + 1, conclusion.draft, conclusion.path[-1], conclusion.tokens[-1])
             hits[request], request.hit, request.alone = request.hit, request.has_draft, False
-        missing = [c.request for c in concluded if not c.request.hit]
+        missing = [c.request for c in concluded if c.request.drafted and not c.request.hit]
         running = max(1, len(self.requests.running))
         if self._drafted() and self.requests.patience_s(self.costs, running, len(missing), self.pace.ahead) == 0:
             for request in missing:
                 request.alone = True
         for conclusion in concluded:
-            if self.drafter is not None and conclusion.request.sampler.finish_reason is None:
+            if conclusion.request.drafted and conclusion.request.sampler.finish_reason is None:
                 self._tell_drafter(conclusion)
         for conclusion in concluded:
             request = conclusion.request
@@ -316,7 +338,8 @@ class Verifier:
             request.since_ns = request.asked_ns = now
 
     def _tell_drafter(self, conclusion: Conclusion) -> None:
-        assert self.drafter is not None
+        if self.drafter is None:
+            return
         request = conclusion.request
         if conclusion.features is not None:
             request.features.append(bfloat16_bits(conclusion.features))
@@ -349,7 +372,11 @@ class Verifier:
             draft_us=conclusion.draft_us,
             busy_us=self.busy_ns // 1000,
             at_us=now_ns // 1000,
+            sources=conclusion.sources,
+            logprobs=conclusion.logprobs,
+            prompt_logprobs=tuple(request.prompt_logprobs),
         )
+        request.prompt_logprobs = []
         self.control.send(tokens)
 
     def _end_round(self, conclusion: Conclusion) -> None:
@@ -380,7 +407,8 @@ class Verifier:
                 self.costs.observe_gain(len(conclusion.tokens) - 1)
         if all(conclusion.request.round > 1 for conclusion in decoded):
             self.costs.observe_round(len(rounds), rows, tokens, round_s - forward_s)
-        alone = len(rounds) == 1 and self.drafter is not None and decoded[0].request.round > 1
+        request = decoded[0].request
+        alone = len(rounds) == 1 and self.drafter is not None and request.drafted and request.round > 1
         if alone and self.pace.observe(tokens, round_s, forward_s):
             torch.set_num_threads(self.pace.threads)
 
@@ -417,7 +445,8 @@ class Verifier:
     def _drafted(self) -> bool:
         """Whether there is a drafter to wait for."""
         if self.drafter is not None and not self.drafter_late:
-            waiting = (r for r in self.requests.running if r.has_answer and not (r.reading or r.has_draft))
+            running = (r for r in self.requests.running if r.drafted and r.has_answer)
+            waiting = (r for r in running if not (r.reading or r.has_draft))
             oldest = min((request.asked_ns for request in waiting), default=None)
             limit_ns = self.config.verifier.draft_timeout_s * 1e9
             self.drafter_late = oldest is not None and time.perf_counter_ns() - oldest > limit_ns
@@ -428,10 +457,12 @@ class Verifier:
             if isinstance(message, Submit):
                 self._admit(message, arrays)
             elif isinstance(message, Cancel):
+                self.unmatched = [entry for entry in self.unmatched if entry[0].request != message.request]
                 if (request := self.requests.find(message.request)) is not None:
                     self._forget(request)
             else:
                 self.stopping = True
+        self._admit_matched()
         self._hear_drafts()
         for peer, hello in self.newcomers:
             self._welcome(peer, hello)
@@ -446,21 +477,37 @@ class Verifier:
                 self._keep(message, arrays)
 
     def _admit(self, message: Submit, arrays: list[Array]) -> None:
+        grammar = message.sampling.grammar
+        if grammar is None:
+            return self._queue(message, arrays, None)
+        self.unmatched.append((message, arrays, self.matchers.begin(grammar, arrays[1].tolist())))
+
+    def _admit_matched(self) -> None:
+        """Let those in whose grammar has been read."""
+        done = [entry for entry in self.unmatched if entry[2].done()]
+        self.unmatched = [entry for entry in self.unmatched if entry not in done]
+        for message, arrays, future in done:
+            if (error := future.exception()) is not None:
+                self._refuse(message.request, error)
+            else:
+                self._queue(message, arrays, future.result())
+
+    def _queue(self, message: Submit, arrays: list[Array], matcher: Matcher | None) -> None:
         prompt, answer = (array.tolist() for array in arrays)
         try:
             if not prompt or min(prompt) < 0 or max(prompt) >= self.target.vocab_size:
                 raise ProtocolError(f"a prompt of token ids from 0 to {self.target.vocab_size - 1} was expected")
             room = self.config.drafter.budget
-            request = Request(message.request, prompt, answer, message.sampling, self.target, room)
+            request = Request(message.request, prompt, answer, message.sampling, self.target, room, matcher)
         except Exception as error:  # whatever one request brings, the others go on
             return self._refuse(message.request, error)
         self.requests.waiting.append(request)
-        if self.drafter is not None:
-            self._introduce(request)
+        self._introduce(request)
 
     def _introduce(self, request: Request) -> None:
         """Tell the drafter of a request and its text so far."""
-        assert self.drafter is not None
+        if self.drafter is None or not request.drafted:
+            return
         round_ = request.round + 1 if request.has_answer else 0
         start = Start(request=request.number, round=round_, sampling=request.sampling)
         self.drafts.send(self.drafter, start, [np.asarray(request.text)])
@@ -511,10 +558,11 @@ class Verifier:
         self._refuse(request.number, error)
         self._forget(request)
 
-    def _refuse(self, number: int, error: Exception) -> None:
+    def _refuse(self, number: int, error: BaseException) -> None:
         reason = (str(error) or "no reason given").splitlines()[0]
-        text = f"request {number}: {type(error).__name__} in the target: {reason}"
-        kind = "NotANumber" if isinstance(error, NotANumber) else "RequestFailed"
+        refused = isinstance(error, RequestError)
+        text = reason if refused else f"request {number}: {type(error).__name__} in the target: {reason}"
+        kind = type(error).__name__ if refused or isinstance(error, NotANumber) else "RequestFailed"
         self.control.send(Failed(request=number, kind=kind, text=text))
 
     def _forget(self, request: Request) -> None:
