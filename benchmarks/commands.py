@@ -72,6 +72,14 @@ def bench(
             "others within 0.1 s each.",
         ),
     ] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Measure a server that speaks OpenAI's API instead, with --concurrency clients at once: tokens/s, "
+            "time to the first token, refusals. Its key is OPENAI_API_KEY. Rows: clients.jsonl.",
+        ),
+    ] = None,
     config: ConfigOption = configuration.DEMO,
     set_: SetOption = None,
 ) -> None:
@@ -107,6 +115,8 @@ def bench(
         except OSError as error:
             raise ConfigError(f"--out {out}: is no folder and cannot be made one ({error.strerror})") from None
         try:
+            if server is not None:
+                return await measure_server(server, levels or [1, 4, 8, 16, 64], samplings[0])
             if levels or shares:
                 return await measure_load(names, settings, levels, shares, samplings[0])
             return await measure(names, settings, samplings)
@@ -156,6 +166,13 @@ def bench(
         draw_concurrency(lines, out / "concurrency.png", console)
         console.print(f"rows: {out / 'load.jsonl'}")
         return sum(row.exact for row in different)
+
+    async def measure_server(url: str, levels: list[int], sampling: SamplingParams) -> int:
+        from .clients import run_clients, table
+
+        Console().print(table(url, await run_clients(url, _files(questions), limit, levels, sampling, out)))
+        console.print(f"rows: {out / 'clients.jsonl'}")
+        return 0
 
     if run(main()):
         raise typer.Exit(1)
