@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, given, settings
 
 schemathesis = pytest.importorskip("schemathesis")
 from schemathesis.checks import not_a_server_error  # noqa: E402
@@ -17,31 +19,40 @@ from schemathesis.specs.openapi.checks import (  # noqa: E402
 from tests.engine.server.process import ServerProcess  # noqa: E402
 
 CHECKS = (not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance)
-
-
-@pytest.fixture
-def document(server: ServerProcess) -> object:
-    return schemathesis.openapi.from_url(f"{server.url}/openapi.json")
-
-
-schema = schemathesis.pytest.from_fixture("document")
-
-
-@schema.parametrize()
-@settings(
-    max_examples=40, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate],
+ROUTES = [
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("POST", "/tokenize"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/{model}"),
+    ("GET", "/health"),
+    ("GET", "/ready"),
+    ("GET", "/version"),
+    ("GET", "/metrics"),
+]
+generated = settings(
+    max_examples=60, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
-def test_no_request_makes_the_server_fail(case: object) -> None:
-    body = case.body  # type: ignore[attr-defined]
-    if isinstance(body, dict):  # most reach the engine, and none keeps it busy
-        body |= {"model": "tiny"} if isinstance(body.get("model"), str) else {}
-        body |= {"n": 1 + body["n"] % 3} if isinstance(body.get("n"), int) else {}
-    case.call_and_validate(checks=CHECKS, timeout=60)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("mode", list(schemathesis.GenerationMode), ids=lambda mode: mode.value)
+@pytest.mark.parametrize(("method", "path"), ROUTES, ids=[path for _, path in ROUTES])
+def test_no_request_makes_the_server_fail(server: ServerProcess, method: str, path: str, mode: Any) -> None:
+    """mode: as the document wants it, or not."""
+    operation = schemathesis.openapi.from_url(f"{server.url}/openapi.json")[path][method]
+
+    @generated
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def holds(case: Any) -> None:
+        if isinstance(case.body, dict):  # most reach the engine, and none keeps it busy
+            case.body |= {"model": "tiny"} if isinstance(case.body.get("model"), str) else {}
+            case.body |= {"n": 1 + case.body["n"] % 3} if isinstance(case.body.get("n"), int) else {}
+        case.call_and_validate(checks=CHECKS, timeout=60)
+
+    holds()
 
 
 def test_the_document_names_the_routes(server: ServerProcess) -> None:
     paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
-    routes = ("chat/completions", "completions", "models", "models/{model}")
-    others = ("/tokenize", "/health", "/ready", "/version", "/metrics")
-    assert set(paths) == {f"/v1/{route}" for route in routes} | set(others)
+    assert set(paths) == {path for _, path in ROUTES}
