@@ -13,14 +13,14 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request
-from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
 
 from engine import config as configuration
 from engine.api import Engine
@@ -42,7 +42,7 @@ _MOST_BODY = 4 << 20  # bytes
 _LOST = (RayError, RayServeException)
 
 
-class Arguments(BaseModel):
+class Arguments(BaseModel, extra="forbid"):
     """`args` of the application in the YAML file. config: of the engine, with `overrides` of its keys; model: what
     clients call it. API keys are those of TALON_API_KEYS.
     """
@@ -59,6 +59,8 @@ class Arguments(BaseModel):
 @serve.deployment(request_router_config=ROUTER, max_ongoing_requests=256, health_check_period_s=2)
 class Replica:
     """An engine, and the same application as that of `talon serve`."""
+
+    engine: Engine | None = None
 
     async def __init__(self, arguments: Arguments) -> None:  # type: ignore[misc]
         to_standard_error()
@@ -82,26 +84,24 @@ class Replica:
 
     def check_health(self) -> None:
         """Raises when only a new replica helps."""
-        if self.engine.failed is not None:
+        if self.engine is not None and self.engine.failed is not None:
             raise self.engine.failed
 
     async def __del__(self) -> None:
-        await self.engine.close()
-
-
-front = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+        """Ray Serve's hook at the end of a replica."""
+        if self.engine is not None:
+            await self.engine.close()
 
 
 @serve.deployment(max_ongoing_requests=4096)
-@serve.ingress(front)
 class FrontDoor:
     """Finds the replica of each request, and passes its answer on."""
 
     def __init__(self, replicas: DeploymentHandle) -> None:
         self.replicas = replicas
 
-    @front.api_route("/{path:path}", methods=["GET", "POST", "OPTIONS"])
-    async def pass_on(self, request: Request) -> Response:
+    async def __call__(self, request: Request) -> Response:
+        """Pass the request on, and what its replica answers back."""
         body = b""
         async for part in request.stream():
             body += part
@@ -133,6 +133,6 @@ async def _rest(parts: Any) -> AsyncGenerator[bytes]:
         parts.cancel()
 
 
-def build_app(arguments: Arguments) -> serve.Application:
-    """What `import_path` of the YAML file names."""
-    return FrontDoor.bind(Replica.bind(arguments))  # type: ignore[attr-defined]
+def build_app(arguments: dict[str, Any]) -> serve.Application:
+    """What `import_path` of the YAML file names, with its `args`."""
+    return FrontDoor.bind(Replica.bind(Arguments.model_validate(arguments)))  # type: ignore[attr-defined]
