@@ -16,6 +16,7 @@ from drafters.registry import METHODS, Method
 from engine import Engine, Grammar, SamplingParams, Speculation
 from engine.answer import Result
 from engine.config import Config
+from engine.cost_model import CostModel
 from engine.errors import RequestError
 from engine.tree import TokenTree
 from tests.conftest import VOCABULARY
@@ -106,6 +107,7 @@ async def test_what_a_request_says_holds_with_every_drafter(
     tiny: str, plain: dict[str, Result], method: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(METHODS, "oracle", Method("tests.engine.test_own_say:Oracle"))
+    monkeypatch.setattr(CostModel, "patience_s", lambda *_: 1.0)  # drafts are waited for on a busy machine too
     monkeypatch.setattr(Oracle, "answers", {PARAMS[name].seed: result.token_ids for name, result in plain.items()})
     drafted = await answers(tiny, method=method, mode=mode)
     for name, result in drafted.items():
