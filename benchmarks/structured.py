@@ -63,7 +63,7 @@ def main(
         total = {False: 0.0, True: 0.0}
         tokens = right = 0
         async with await Engine.start({}, **overrides(set_, method=method)) as engine:
-            await pair(engine, next(iter(SCHEMAS)), temperature)  # reads the tokenizer
+            await engine.generate("Yes or no?", SamplingParams(grammar=Grammar(regex="yes|no")))  # reads the tokenizer
             for name in list(SCHEMAS)[:limit]:
                 plain, drafted = await pair(engine, name, temperature)
                 assert plain.token_ids == drafted.token_ids, name
