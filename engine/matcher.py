@@ -28,7 +28,7 @@ _WHITESPACE = {"whitespace_pattern": r"( |\n[ \t]{0,64})?"}
 @functools.lru_cache(maxsize=_KEPT)
 def check(grammar: Grammar) -> None:
     """Raise RequestError, with the library's reason, if there is no matcher for `grammar`."""
-    if reason := _library().LLMatcher.validate_grammar(_source(grammar)):
+    if reason := _library().LLMatcher.validate_grammar(_source(grammar), limits=_limits()):
         raise _refused(grammar, reason)
 
 
@@ -56,7 +56,7 @@ class Matchers:
             library = _library()
             if self._tokenizer is None:
                 self._tokenizer = _tokens(self._load(), self._vocab_size, self._eos)
-            made = library.LLMatcher(self._tokenizer, _source(grammar), log_level=0)
+            made = library.LLMatcher(self._tokenizer, _source(grammar), log_level=0, limits=_limits())
             if made.is_error():
                 raise _refused(grammar, made.get_error())
             self._made[grammar] = made
@@ -150,6 +150,13 @@ def _refused(grammar: Grammar, reason: str) -> RequestError:
 
 def _first_line(text: str) -> str:
     return text.strip().splitlines()[0][:300] if text.strip() else ""
+
+
+def _limits() -> Any:
+    """A state of the lexer takes 1 to 2 kB, and the library's own limit is five times as many. Reasons are for callers
+    and logs, which the text of answers is not for.
+    """
+    return _library().LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 
 
 def _library() -> Any:

@@ -172,7 +172,10 @@ class Sampler:
             token = int(logits.argmax())
         else:
             scores = logits / max(params.temperature, _COLDEST)
-            scores = truncate(scores, params.top_k or 0, params.top_p or 1.0, params.min_p or 0.0)
+            if self._truncates:
+                among = slice(None) if allowed is None else allowed  # sorting a row of equal infinities takes for ever
+                left = truncate(scores[among], params.top_k or 0, params.top_p or 1.0, params.min_p or 0.0)
+                scores = left if allowed is None else scores.masked_scatter(allowed, left)
             token = gumbel_argmax(scores, params.seed, self._position)
         return _NAN if logits[token].isnan() else token  # NaN counts as the largest in each step before
 

@@ -484,10 +484,11 @@ class Verifier:
 
     def _admit_matched(self) -> None:
         """Let those in whose grammar has been read."""
-        done = [entry for entry in self.unmatched if entry[2].done()]
-        self.unmatched = [entry for entry in self.unmatched if entry not in done]
-        for message, arrays, future in done:
-            if (error := future.exception()) is not None:
+        waiting, self.unmatched = self.unmatched, []
+        for message, arrays, future in waiting:
+            if not future.done():
+                self.unmatched.append((message, arrays, future))
+            elif (error := future.exception()) is not None:
                 self._refuse(message.request, error)
             else:
                 self._queue(message, arrays, future.result())

@@ -62,6 +62,7 @@ binding.add_symbol("talon_barrier", _symbol("GOMP_barrier") or _nothing.address)
 member = types.ExternalFunction("talon_member", types.int32())
 members = types.ExternalFunction("talon_members", types.int32())
 _barrier = types.ExternalFunction("talon_barrier", types.void())
+_clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
 _together = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(_PARALLEL)
 
 
@@ -108,10 +109,12 @@ def address_of(records: np.ndarray[Any, Any], index: int = 0) -> int:
     return int(records.ctypes.data) + index * records.itemsize
 
 
+_MONOTONIC = 1  # of clock_gettime
 PROGRAM = np.dtype(
     [
         ("steps", "i8"),  # [count, 2]: addresses of a kernel and of its record
         ("count", "i8"),
+        ("times", "i8"),  # [count + 1, 2] seconds and nanoseconds when each step began, and the last ended; or 0
     ]
 )
 
@@ -134,9 +137,14 @@ def _run(context: Any, step: Any) -> Any:
 @kernel(PROGRAM)
 def _program_kernel(address: Any) -> None:
     work = carray(address, 1)[0]
+    timed = work.times != 0 and member() == 0
     for i in range(work.count):
+        if timed:
+            _clock_gettime(_MONOTONIC, work.times + 16 * i)
         _run(work.steps + 16 * i)
         _barrier()
+    if timed:
+        _clock_gettime(_MONOTONIC, work.times + 16 * work.count)
 
 
 class Program:
@@ -164,8 +172,8 @@ class Program:
         self._kernels.append((0, 0))
         self._alone_below.append(0)
 
-    def run(self, rows: int, start: int, stop: int) -> None:
-        """Do the steps from `start` to `stop`."""
+    def run(self, rows: int, start: int, stop: int, seconds: dict[int, float] | None = None) -> None:
+        """Do the steps from `start` to `stop`. seconds: by a kernel's address; what its steps took is added."""
         if len(self._table) != len(self):
             self._table = np.array(self._kernels, np.int64).reshape(-1, 2)
         while start < stop:
@@ -177,6 +185,12 @@ class Program:
             while end < stop and self._functions[end] is None:
                 end += 1
             shared = any(rows >= least for least in self._alone_below[start:end])
-            self._work[0] = self._table.ctypes.data + self._table.strides[0] * start, end - start
+            times = None if seconds is None else np.zeros((end - start + 1, 2), np.int64)
+            clock = 0 if times is None else times.ctypes.data
+            self._work[0] = self._table.ctypes.data + self._table.strides[0] * start, end - start, clock
             _program_kernel()(self._work.ctypes.data, torch.get_num_threads() if shared else 1)
+            if seconds is not None and times is not None:
+                taken = np.diff(times @ [1_000_000_000, 1]) / 1e9
+                for (kernel, _), took in zip(self._kernels[start:end], taken.tolist(), strict=True):
+                    seconds[kernel] = seconds.get(kernel, 0.0) + took
             start = end

@@ -11,11 +11,14 @@ from typing import Any, ClassVar
 
 import pytest
 
+from benchmarks.schemas import SCHEMAS
+from benchmarks.structured import pair, valid
 from drafters.base import Drafter, Verdict
 from drafters.registry import METHODS, Method
 from engine import Engine, Grammar, SamplingParams, Speculation
 from engine.answer import Result
 from engine.config import Config
+from engine.cost_model import CostModel
 from engine.errors import RequestError
 from engine.tree import TokenTree
 from tests.conftest import VOCABULARY
@@ -106,6 +109,7 @@ async def test_what_a_request_says_holds_with_every_drafter(
     tiny: str, plain: dict[str, Result], method: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(METHODS, "oracle", Method("tests.engine.test_own_say:Oracle"))
+    monkeypatch.setattr(CostModel, "patience_s", lambda *_: 1.0)  # drafts are waited for on a busy machine too
     monkeypatch.setattr(Oracle, "answers", {PARAMS[name].seed: result.token_ids for name, result in plain.items()})
     drafted = await answers(tiny, method=method, mode=mode)
     for name, result in drafted.items():
@@ -194,3 +198,38 @@ async def test_choices_are_the_answers_of_seeds_that_count_on(tiny: str) -> None
     assert [choice.token_ids for choice in choices] == [result.token_ids for result in alone]
     assert len({tuple(choice.token_ids) for choice in choices}) == 3
     assert params.of_choice(2).seed == -(2**63)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["pld", "suffix"])
+async def test_on_the_real_model_log_probabilities_are_the_same_bits(smollm2: str, method: str) -> None:
+    says: list[dict[str, Any]] = [
+        {"logprobs": 5, "prompt_logprobs": 1},
+        {"logprobs": 2, "temperature": 1.0, "presence_penalty": 0.8},
+        {"logprobs": 2, "grammar": Grammar(json_object=True)},
+        {"logprobs": 0, "temperature": 0.7, "frequency_penalty": 0.5, "logit_bias": {28: 3.0}},
+    ]
+    prompts = ["List three fruits and their colors.", "Write JSON about a cat.", "Count: 1, 2, 3, 4,"]
+    asked = [(p, SamplingParams(max_tokens=64, seed=7, **say)) for p in prompts for say in says]
+
+    async def ask(name: str, at_once: bool) -> list[Result]:
+        async with await Engine.start({"model": smollm2}, method=name) as engine:
+            if at_once:
+                return await asyncio.gather(*(engine.generate(*request) for request in asked))
+            return [await engine.generate(*request) for request in asked]
+
+    expected = await ask("none", False)
+    for at_once in (False, True):
+        for result, right in zip(await ask(method, at_once), expected, strict=True):
+            assert (result.token_ids, result.logprobs) == (right.token_ids, right.logprobs)
+            assert result.prompt_logprobs == right.prompt_logprobs
+
+
+@pytest.mark.slow
+async def test_on_the_real_model_twenty_nested_schemas_are_kept_to(smollm2: str) -> None:
+    async with await Engine.start({"model": smollm2}, method="suffix") as engine:
+        for temperature in (0.0, 1.0):
+            for name, (_, schema) in SCHEMAS.items():
+                plain, drafted = await pair(engine, name, temperature)
+                assert plain.token_ids == drafted.token_ids, name
+                assert valid(drafted.text, schema), (name, drafted.text)
