@@ -10,10 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.schemas import SCHEMAS
 from engine import Engine, Grammar, SamplingParams, Speculation
 from engine.answer import Result
 from engine.cli import SetOption, overrides, run
+
+from .schemas import SCHEMAS
 
 
 def valid(text: str, schema: dict[str, Any]) -> bool:

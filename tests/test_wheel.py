@@ -53,3 +53,8 @@ def test_the_command_finds_its_configurations_models_and_benchmarks_in_the_wheel
     ).split()
     assert found[0].startswith(str(installed)) and found[1] == "True"
     assert (Path(found[2]) / "model.safetensors").is_file() and found[2].startswith(str(installed))
+
+
+def test_benchmarks_import_each_other_wherever_the_package_is() -> None:
+    for file in (ROOT / "benchmarks").glob("*.py"):
+        assert "from benchmarks" not in file.read_text("utf8"), f"{file.name}: import with a dot, not with a name"
