@@ -9,6 +9,7 @@ import ssl
 import subprocess
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,33 @@ def test_tls(tiny: str, tmp_path: Path) -> None:
         assert httpx.get(f"{server.url}/ready", verify=trusted).status_code == 200
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{server.url}/ready")
+
+
+def test_traces_are_sent_below_the_clients_own(tiny: str) -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    received = ExportTraceServiceRequest()
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.MergeFromString(self.rfile.read(int(self.headers["content-length"])))
+            self.send_response(200)
+            self.end_headers()
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as collector:
+        threading.Thread(target=collector.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{collector.server_port}/v1/traces"
+        with serving("--set", f"model={tiny}", *TINY, "--traces", url) as server:
+            parent = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
+            answer = httpx.post(f"{server.url}/v1/completions", json=BODY, headers=parent).json()
+            assert server.end() == 0
+        collector.shutdown()
+    (span,) = (span for part in received.resource_spans for scope in part.scope_spans for span in scope.spans)
+    assert span.trace_id.hex() == "ab" * 16 and span.parent_span_id.hex() == "cd" * 8
+    figures = {attribute.key: attribute.value.int_value for attribute in span.attributes}
+    assert figures["gen_ai.usage.output_tokens"] == answer["usage"]["completion_tokens"]
+    assert span.end_time_unix_nano > span.start_time_unix_nano
 
 
 @pytest.mark.parametrize(
