@@ -13,5 +13,6 @@ from tests.engine.server.process import ServerProcess, serving
 
 @pytest.fixture(scope="session")
 def server(tiny: str) -> Iterator[ServerProcess]:
-    with serving("--set", f"model={tiny}", "--served-model-name", "tiny", "--method", "pld") as running:
+    drafted = ("--method", "pld", "--set", "verifier.cut=false")  # every draft is verified, be it worth it or not
+    with serving("--set", f"model={tiny}", "--served-model-name", "tiny", *drafted) as running:
         yield running
