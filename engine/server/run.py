@@ -17,8 +17,9 @@ import uvicorn
 from engine.api import Engine
 from engine.config import Config
 from engine.errors import ConfigError
-from engine.server.app import Serving, create_app
+from engine.server.app import create_app
 from engine.server.log import to_standard_error
+from engine.server.serving import Serving
 from engine.server.settings import Settings
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")

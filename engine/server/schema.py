@@ -118,7 +118,7 @@ class Speculation(_Body):
     method: str | None = None
 
 
-class _Generation(_Body):
+class Generation(_Body):
     """What chat and text completions have in common."""
 
     model: str
@@ -157,7 +157,7 @@ class _Generation(_Body):
         return False if value is None else value
 
     @model_validator(mode="after")
-    def _options_belong_to_streams(self) -> _Generation:
+    def _options_belong_to_streams(self) -> Generation:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: is for stream=true; leave it out or stream")
         return self
@@ -171,7 +171,7 @@ class _Generation(_Body):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-class ChatRequest(_Generation):
+class ChatRequest(Generation):
     """POST /v1/chat/completions. Without a limit an answer may take the rest of the context."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
@@ -204,7 +204,7 @@ class ChatRequest(_Generation):
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class CompletionRequest(_Generation):
+class CompletionRequest(Generation):
     """POST /v1/completions. The prompt goes in as it is, without a chat template; a list of prompts is a batch."""
 
     prompt: (

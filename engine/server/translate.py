@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import msgspec
 
 from engine.api import Engine
 from engine.sampling import SamplingParams
 from engine.server.errors import ApiError
-from engine.server.schema import ChatRequest, CompletionRequest, JsonSchemaFormat, TextFormat, _Generation
+from engine.server.schema import ChatRequest, CompletionRequest, Generation, JsonSchemaFormat, TextFormat
 from engine.server.settings import Settings
 from engine.server.vocabulary import Vocabulary
 
@@ -38,7 +35,7 @@ async def chat_choices(body: ChatRequest, engine: Engine, settings: Settings) ->
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     more = {"max_tokens": room if body.limit is None else body.limit, "logprobs": logprobs, "grammar": _grammar(body)}
     sampling = _sampling(body, **more)
-    return [Wanted(prompt, one) for one in _seeded(sampling, body.n)]
+    return [Wanted(prompt, sampling.of_choice(choice)) for choice in range(body.n)]
 
 
 async def text_choices(
@@ -58,7 +55,7 @@ async def text_choices(
         tokens = await _encoded(prompt, engine, settings)
         text = prompt if isinstance(prompt, str) else vocabulary.texts(prompt)
         echo, silent = text if body.echo else None, not body.max_tokens
-        wanted += [Wanted(tokens, one, echo, silent) for one in _seeded(sampling, body.n)]
+        wanted += [Wanted(tokens, sampling.of_choice(choice), echo, silent) for choice in range(body.n)]
     return wanted
 
 
@@ -70,7 +67,7 @@ async def _encoded(prompt: Any, engine: Engine, settings: Settings) -> list[int]
     return tokens
 
 
-def _check(body: _Generation, choices: int, settings: Settings) -> None:
+def _check(body: Generation, choices: int, settings: Settings) -> None:
     if body.model != settings.model:
         message = f"model: {body.model} is not served here; ask for {settings.model}"
         raise ApiError(404, message, code="model_not_found", param="model")
@@ -78,7 +75,7 @@ def _check(body: _Generation, choices: int, settings: Settings) -> None:
         raise ApiError(400, f"n: {choices} answers in one request; this server gives {settings.max_choices}", param="n")
 
 
-def _sampling(body: _Generation, **more: Any) -> SamplingParams:
+def _sampling(body: Generation, **more: Any) -> SamplingParams:
     """The parameters that all choices share. What the client leaves open is the model's own; sampling is the default,
     with a seed that nobody knows.
     """
@@ -92,21 +89,7 @@ def _sampling(body: _Generation, **more: Any) -> SamplingParams:
         "speculation": _speculation(body),
         **more,
     }
-    return SamplingParams(**{name: value for name, value in values.items() if _is_known(name, value)}).validate()
-
-
-def _is_known(name: str, value: Any) -> bool:
-    if name in SamplingParams.__struct_fields__:
-        return True
-    if value:
-        raise ApiError(400, f"{name}: is not supported by this engine; leave it out", code="unsupported", param=name)
-    return False
-
-
-def _seeded(sampling: SamplingParams, n: int) -> Sequence[SamplingParams]:
-    """Each choice has a seed of its own, the first the one that was given."""
-    wrapped = ((sampling.seed + choice + _SEEDS) % (2 * _SEEDS) - _SEEDS for choice in range(n))
-    return [msgspec.structs.replace(sampling, seed=seed) for seed in wrapped]
+    return SamplingParams(**values).validate()
 
 
 def _grammar(body: ChatRequest | CompletionRequest) -> Any:
@@ -124,5 +107,5 @@ def _grammar(body: ChatRequest | CompletionRequest) -> Any:
     return {"regex": structure.regex} if structure.regex is not None else {"grammar": structure.grammar}
 
 
-def _speculation(body: _Generation) -> Any:
+def _speculation(body: Generation) -> Any:
     return None if body.speculation is None else body.speculation.model_dump(exclude_none=True)
