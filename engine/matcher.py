@@ -23,6 +23,9 @@ _KEPT = 32  # grammars
 _ANY_OBJECT = '{"type": "object"}'
 _WHITESPACE = {"whitespace_pattern": r"( |\n[ \t]{0,64})?"}
 """Between the parts of JSON: what `json.dumps` writes, indented or not. Without a bound a model may never stop."""
+_STYLES = ((", ", ": "), (",", ":"))
+"""Separators of JSON that is guessed at: with them nearly all of it that is no value follows from the schema."""
+_FORESEEN = 16  # tokens
 
 
 @functools.lru_cache(maxsize=_KEPT)
@@ -38,7 +41,7 @@ class Matchers:
     def __init__(self, tokenizer: Callable[[], Any], vocab_size: int, eos_tokens: Iterable[int]):
         self._load, self._vocab_size, self._eos = tokenizer, vocab_size, sorted(eos_tokens)
         self._thread: ThreadPoolExecutor | None = None
-        self._made: OrderedDict[Grammar, Any] = OrderedDict()
+        self._made: OrderedDict[Grammar, Matcher] = OrderedDict()
         self._tokenizer: Any = None
 
     def begin(self, grammar: Grammar, answer: Sequence[int]) -> Future[Matcher]:
@@ -53,28 +56,39 @@ class Matchers:
 
     def _make(self, grammar: Grammar, answer: list[int]) -> Matcher:
         if grammar not in self._made:
-            library = _library()
-            if self._tokenizer is None:
-                self._tokenizer = _tokens(self._load(), self._vocab_size, self._eos)
-            made = library.LLMatcher(self._tokenizer, _source(grammar), log_level=0, limits=_limits())
-            if made.is_error():
-                raise _refused(grammar, made.get_error())
-            self._made[grammar] = made
+            state = self._state(_source(grammar))
+            if state.is_error():
+                raise _refused(grammar, state.get_error())
+            guides = [self._state(source) for source in _guides(grammar)]
+            guides = [guide for guide in guides if not guide.is_error()]
+            self._made[grammar] = Matcher(state, guides, self._vocab_size)
             if len(self._made) > _KEPT:
                 self._made.popitem(last=False)
         self._made.move_to_end(grammar)
-        matcher = Matcher(self._made[grammar].deep_copy(), self._vocab_size)
+        matcher = self._made[grammar].copy()
         for token in answer:
             matcher.accept(token)
         return matcher
 
+    def _state(self, source: str) -> Any:
+        if self._tokenizer is None:
+            self._tokenizer = _tokens(self._load(), self._vocab_size, self._eos)
+        return _library().LLMatcher(self._tokenizer, source, log_level=0, limits=_limits())
+
 
 class Matcher:
-    """One answer's. The end-of-sequence tokens are the sampler's: they are allowed where the grammar is `complete`."""
+    """One answer's. The end-of-sequence tokens are the sampler's: they are allowed where the grammar is `complete`.
 
-    def __init__(self, state: Any, vocab_size: int):
-        self._state, self._vocab_size = state, vocab_size
+    state: the library's. guides: of grammars that allow less, to guess from: each as long as the answer keeps to it.
+    """
+
+    def __init__(self, state: Any, guides: list[Any], vocab_size: int):
+        self._state, self._guides, self._vocab_size = state, guides, vocab_size
         self._bits = np.zeros((vocab_size + 31) // 32, np.uint32)
+
+    def copy(self) -> Matcher:
+        """Another one at the same place."""
+        return Matcher(self._state.deep_copy(), [guide.deep_copy() for guide in self._guides], self._vocab_size)
 
     @property
     def complete(self) -> bool:
@@ -107,6 +121,14 @@ class Matcher:
         """`token` was drawn. Raises RequestFailed where the library gives up on the text."""
         if not self._state.consume_token(token):
             raise RequestFailed(f"the grammar could not be followed: {self.trouble or 'the answer has left it'}")
+        self._guides = [guide for guide in self._guides if guide.consume_token(token)]
+
+    def foreseen(self) -> list[int]:
+        """Tokens that most probably come next, because little else may: a guess, for a draft."""
+        for state in (*self._guides, self._state):
+            if tokens := state.compute_ff_tokens()[:_FORESEEN]:
+                return list(tokens[: self._state.validate_tokens(tokens)])
+        return []
 
     def admitted(self, tree: TokenTree) -> NDArray[np.bool_]:
         """[nodes]: those of a draft that the grammar lets come, the root among them."""
@@ -127,10 +149,27 @@ def _source(grammar: Grammar) -> str:
     try:
         if grammar.grammar is not None:
             return str(library.grammar_from("grammar", grammar.grammar))
-        schema = _ANY_OBJECT if grammar.json_object else grammar.json_schema
-        return str(library.LLMatcher.grammar_from_json_schema(schema, _WHITESPACE))
+        return str(library.LLMatcher.grammar_from_json_schema(_schema(grammar), _WHITESPACE))
     except Exception as error:  # the converter of GBNF raises what it likes
         raise _refused(grammar, str(error) or type(error).__name__) from None
+
+
+def _guides(grammar: Grammar) -> list[str]:
+    """JSON as people write it on one line."""
+    if grammar.regex is not None or grammar.grammar is not None:
+        return []
+    return [
+        str(
+            _library().LLMatcher.grammar_from_json_schema(
+                _schema(grammar), {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
+            )
+        )
+        for item, key in _STYLES
+    ]
+
+
+def _schema(grammar: Grammar) -> str:
+    return _ANY_OBJECT if grammar.json_schema is None else str(grammar.json_schema)
 
 
 def _tokens(tokenizer: Any, vocab_size: int, eos_tokens: list[int]) -> Any:

@@ -161,7 +161,8 @@ class Verdict(Message, frozen=True, kw_only=True):
 
     following: the draft the next round uses, 0 while it is not known. ahead: whether to draft for the outcomes of that
     round while it runs. alone: the next round verifies the root alone rather than wait for a draft. Arrays: path,
-    tokens, features (the bits of bfloat16 numbers: heads need no more, and the prompt's take megabytes), successors.
+    tokens, features (the bits of bfloat16 numbers: heads need no more, and the prompt's take megabytes), successors,
+    and the tokens that the verifier had grafted onto the draft (`TokenTree.grafted`).
     """
 
     request: int
@@ -200,7 +201,7 @@ AnyMessage = Union[  # noqa: UP007 - msgspec reads the union at run time, on Pyt
 ARRAYS: dict[type, tuple[tuple[str, int], ...]] = {  # dtype and dimensions
     Submit: (("int32", 1), ("int32", 1)),
     Start: (("int32", 1),),
-    Verdict: (("int32", 1), ("int32", 1), ("uint16", 3), ("int32", 2)),
+    Verdict: (("int32", 1), ("int32", 1), ("uint16", 3), ("int32", 2), ("int32", 1)),
     Draft: (("int32", 1), ("int32", 1), ("float32", 1), ("uint8", 1)),
 }
 

@@ -43,6 +43,7 @@ class Request:
         self.text = [*prompt, *answer]
         self.sampler = Sampler(sampling, prompt, target.eos_tokens, target.vocab_size, answer, matcher)
         self.matcher = matcher
+        self.draft_room = draft_room
         self.drafted = sampling.speculation is None or not sampling.speculation.off
         self.prompt_logprobs: list[TokenLogprob] = []
         self.cache: Any = target.open_cache(len(prompt) + sampling.max_tokens + draft_room)
@@ -68,6 +69,13 @@ class Request:
     def reads_all(self) -> bool:
         """Whether the logits behind every token of its prompt are asked for."""
         return self.sampling.prompt_logprobs is not None and not self.has_answer
+
+    def grafts(self, tree: TokenTree) -> list[int]:
+        """Tokens to graft onto a draft: what the grammar makes follow, as far as the drafter's budget goes."""
+        if self.matcher is None or not self.drafted:
+            return []
+        room = min(self.draft_room - len(tree), self.target.context - len(self.text))
+        return self.matcher.foreseen()[: max(0, room)]
 
     def admitted(self, tree: TokenTree) -> Array:
         """The nodes of a draft that may be verified: those the grammar lets come, as many as the request's budget."""

@@ -17,6 +17,7 @@ import torch
 import zmq
 from torch import Tensor
 
+from engine.answer import GRAMMAR
 from engine.batch import BLOCK, Segment, Wanted
 from engine.config import Config
 from engine.cost_model import CostModel
@@ -48,7 +49,7 @@ from engine.target import Target, bfloat16_bits
 from engine.text import load_tokenizer
 from engine.trace import Trace
 from engine.transport import Hub, Line
-from engine.tree import TokenTree
+from engine.tree import GRAFT_CHANCE, TokenTree
 from engine.verification import verify
 
 FROM_FRONT_END = (Submit, Cancel, Stop)
@@ -64,7 +65,7 @@ _MEASURED_ROWS = 256  # of a forward, at most, whose time is measured at start-u
 class Round:
     """One request's part of a round. draft: number of the tree; drafted: the tree; kept: its nodes that are verified.
 
-    draft_us: of a draft model.
+    draft_us: of a draft model. grafts: tokens that the verifier has added to the tree; own: nodes before it did.
     """
 
     request: Request
@@ -72,6 +73,8 @@ class Round:
     drafted: TokenTree
     kept: Array
     draft_us: int
+    grafts: list[int]
+    own: int
 
     @property
     def tree(self) -> TokenTree:
@@ -82,7 +85,8 @@ class Round:
 class Conclusion:
     """What came of a round for one request. path: accepted nodes of the tree drafted; tokens: emitted.
 
-    features: [path, layers, hidden]; successors: [nodes drafted, k] int32. sources, logprobs: of the tokens.
+    features: [path, layers, hidden]; successors: [nodes drafted, k] int32. sources, logprobs: of the
+    tokens. grafts: as of the round.
     """
 
     request: Request
@@ -96,6 +100,7 @@ class Conclusion:
     successors: Array | None = None
     sources: tuple[int, ...] = (0,)
     logprobs: tuple[TokenLogprob, ...] = ()
+    grafts: tuple[int, ...] = ()
 
 
 def ready(target: Target) -> Ready:
@@ -196,18 +201,19 @@ class Verifier:
 
     def _rounds(self, decoding: list[Request]) -> list[Round]:
         """The trees of all requests, cut together to the nodes that pay."""
-        drafted = [self._tree(request) for request in decoding]
-        kept = [request.admitted(tree) for request, (_, tree, _) in zip(decoding, drafted, strict=True)]
-        if self.config.verifier.cut and self.wants.calibrated and sum(map(len, kept)) > len(decoding):
-            worths = [
-                request.trust.worth(tree)[nodes]
-                for request, (_, tree, _), nodes in zip(decoding, drafted, kept, strict=True)
-            ]
-            kept = [nodes[best] for nodes, best in zip(kept, self._cut(worths, decoding), strict=True)]
-        return [
-            Round(request, number, tree, nodes, draft_us)
-            for request, (number, tree, draft_us), nodes in zip(decoding, drafted, kept, strict=True)
-        ]
+        rounds = [self._round(request) for request in decoding]
+        if self.config.verifier.cut and self.wants.calibrated and sum(len(r.kept) for r in rounds) > len(rounds):
+            worths = [round_.request.trust.worth(round_.drafted)[round_.kept] for round_ in rounds]
+            best = self._cut(worths, decoding)
+            rounds = [replace(r, kept=r.kept[nodes]) for r, nodes in zip(rounds, best, strict=True)]
+        return rounds
+
+    def _round(self, request: Request) -> Round:
+        """A request's tree, with what its grammar adds to it and without what that, or the request, rules out."""
+        number, own, draft_us = self._tree(request)
+        grafts = request.grafts(own)
+        tree = own.grafted(grafts, GRAFT_CHANCE)
+        return Round(request, number, tree, request.admitted(tree), draft_us, grafts, len(own))
 
     def _cut(self, worths: list[Array], decoding: list[Request]) -> list[Array]:
         """The nodes of each tree to verify: with every node its ancestors, since worth never grows along a path."""
@@ -254,24 +260,28 @@ class Verifier:
             except Exception as error:  # logits that are not numbers
                 self._fail(request, error)
                 continue
-            worth = request.trust.worth(round_.drafted)
-            request.trust.learn(float(worth[kept].sum()), len(tokens))
+            if not round_.grafts:
+                worth = request.trust.worth(round_.drafted)
+                request.trust.learn(float(worth[kept].sum()), len(tokens))
             request.round += 1
             request.kept_path = path
             successors = self._successors(logits[rows], kept, len(round_.drafted)) if self.wants.successors else None
+            accepted = kept[path].tolist()
+            sources = (GRAMMAR if node >= round_.own else int(round_.drafted.source[node]) for node in accepted[1:])
             concluded.append(
                 Conclusion(
                     request,
                     round_.draft,
-                    kept[path].tolist(),
+                    accepted,
                     tokens,
                     len(kept),
                     int(tree.depths.max()),
                     round_.draft_us,
                     None if features is None else features[rows][path],
                     successors,
-                    (*tree.source[path[1:]].tolist(), 0),
+                    (*sources, 0),
                     request.sampler.take_logprobs(),
+                    tuple(round_.grafts),
                 )
             )
         return concluded
@@ -354,7 +364,8 @@ class Verifier:
             alone=request.alone,
         )
         successors = np.zeros((0, 0), np.int32) if conclusion.successors is None else conclusion.successors
-        arrays = [np.asarray(conclusion.path), np.asarray(conclusion.tokens), features, successors]
+        grafts = np.asarray(conclusion.grafts, np.int32)
+        arrays = [np.asarray(conclusion.path), np.asarray(conclusion.tokens), features, successors, grafts]
         self.drafts.send(self.drafter, verdict, arrays)
 
     def _tell_front_end(self, conclusion: Conclusion, hit: bool, forward_ns: int, now_ns: int) -> None:

@@ -92,6 +92,20 @@ def test_of_a_draft_the_nodes_are_kept_that_the_grammar_lets_come(matchers: Matc
     assert matcher.admitted(TokenTree.root_only(9)).tolist() == [True]
 
 
+def test_what_little_else_can_follow_is_foreseen_in_the_style_the_answer_has(matchers: Matchers) -> None:
+    schema = Grammar(json_schema=SCHEMA | {"additionalProperties": False})
+    for answer, following in (
+        ("", '{"a": "'),
+        ('{"a":', ' "'),
+        ('{"a":"yy"', ""),  # it may end or go on
+        ('{"a":"yy",', '"b":'),
+        ('{"a": "yy",', ' "b": '),
+    ):
+        foreseen = matcher_of(matchers, schema, answer).foreseen()
+        assert tiny_tokenizer().decode(foreseen) == following, answer
+    assert tiny_tokenizer().decode(matcher_of(matchers, Grammar(regex="one (two|three)")).foreseen()) == "one t"
+
+
 def test_json_between_its_parts_has_the_white_space_people_write_and_not_more(matchers: Matchers) -> None:
     value = {"a": "x", "b": 7}
     for text in (json.dumps(value), json.dumps(value, indent=4), json.dumps(value, separators=(",", ":"))):

@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 
 from benchmarks.schemas import SCHEMAS
@@ -90,17 +91,18 @@ class Oracle(Drafter):
         del self.rest[request], self.last[request]
 
 
-async def answers(model: str, **overrides: Any) -> dict[str, Result]:
+async def answers(model: str, say: Speculation | None = None, **overrides: Any) -> dict[str, Result]:
     """To all of PARAMS at once."""
     settings = {"transport": "inproc", "verifier.threads": 1} | overrides
+    asked = [msgspec.structs.replace(params, speculation=say) for params in PARAMS.values()]
     async with await Engine.start({"model": model}, **settings) as engine:
-        results = await asyncio.gather(*(engine.generate(PROMPT, params) for params in PARAMS.values()))
+        results = await asyncio.gather(*(engine.generate(PROMPT, params) for params in asked))
     return dict(zip(PARAMS, results, strict=True))
 
 
 @pytest.fixture(scope="module")
 def plain(tiny: str) -> dict[str, Result]:
-    return asyncio.run(answers(tiny, method="none"))
+    return asyncio.run(answers(tiny, Speculation(off=True), method="none"))
 
 
 @pytest.mark.parametrize("mode", ["sequential", "async"])
@@ -143,6 +145,18 @@ def test_a_grammar_is_kept_to(plain: dict[str, Result]) -> None:
             assert answer["mood"] in ("calm", "cross")
     assert plain["schema, T=0"].text.lstrip().startswith("{")
     assert plain["gbnf, T=1"].text.startswith(("cat ", "dog "))
+
+
+async def test_what_a_grammar_leaves_no_choice_in_is_drafted_without_a_drafter(
+    tiny: str, plain: dict[str, Result]
+) -> None:
+    """By the verifier itself, and only there."""
+    for name, result in (await answers(tiny, method="none")).items():
+        assert (result.token_ids, result.logprobs) == (plain[name].token_ids, plain[name].logprobs), name
+        assert result.sources.count("grammar") == result.metrics.speculative_decoding.accepted_tokens
+        assert "grammar" not in result.sources or PARAMS[name].grammar is not None, name
+        assert "grammar" in result.sources or not name.startswith(("schema", "lark", "gbnf")), name
+        assert plain[name].metrics.speculative_decoding.draft_tokens == 0
 
 
 @pytest.mark.parametrize("method", ["none", "suffix"])
@@ -210,9 +224,12 @@ async def test_on_the_real_model_log_probabilities_are_the_same_bits(smollm2: st
         {"logprobs": 0, "temperature": 0.7, "frequency_penalty": 0.5, "logit_bias": {28: 3.0}},
     ]
     prompts = ["List three fruits and their colors.", "Write JSON about a cat.", "Count: 1, 2, 3, 4,"]
-    asked = [(p, SamplingParams(max_tokens=64, seed=7, **say)) for p in prompts for say in says]
+    requests = [(p, SamplingParams(max_tokens=64, seed=7, **say)) for p in prompts for say in says]
 
     async def ask(name: str, at_once: bool) -> list[Result]:
+        """Without any drafts if `name` is none."""
+        off = Speculation(off=True) if name == "none" else None
+        asked = [(prompt, msgspec.structs.replace(params, speculation=off)) for prompt, params in requests]
         async with await Engine.start({"model": smollm2}, method=name) as engine:
             if at_once:
                 return await asyncio.gather(*(engine.generate(*request) for request in asked))
