@@ -5,6 +5,7 @@ pip install openai; talon serve; python examples/openai_client.py
 
 from __future__ import annotations
 
+import json
 import sys
 
 from openai import OpenAI
@@ -41,4 +42,4 @@ answer = client.chat.completions.create(
     response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": person}},
     max_tokens=100,
 )
-print(answer.choices[0].message.content)
+print(json.dumps(json.loads(answer.choices[0].message.content)))  # always valid, unless max_tokens cut it off
