@@ -1,0 +1,1 @@
+"""Measurements: `talon bench`, `check`, `profile`, ... Imports here are relative: a wheel has engine.benchmarks."""

@@ -14,11 +14,6 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from benchmarks.about import write_about
-from benchmarks.contestants import Contestant, Run, check_name, overhead_us, start_contestant
-from benchmarks.figures import BASELINE, Difference, Row, loops, summaries
-from benchmarks.questions import Question, read_questions
-from benchmarks.ties import Referee
 from drafters.experience import Reliability, read
 from engine.config import Config, load
 from engine.errors import TalonError
@@ -26,6 +21,12 @@ from engine.messages import Tokens
 from engine.model.resolve import resolved
 from engine.sampling import SamplingParams
 from engine.text import encode_text, load_tokenizer
+
+from .about import write_about
+from .contestants import Contestant, Run, check_name, overhead_us, start_contestant
+from .figures import BASELINE, Difference, Row, loops, summaries
+from .questions import Question, read_questions
+from .ties import Referee
 
 
 async def run_bench(

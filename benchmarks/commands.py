@@ -21,7 +21,7 @@ from engine.errors import ConfigError
 from engine.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from benchmarks.load_figures import Level
+    from .load_figures import Level
 
 QuestionsOption = Annotated[
     list[Path] | None, typer.Option("--questions", help="JSONL file of the Spec-Bench form; may be given again.")
@@ -72,6 +72,14 @@ def bench(
             "others within 0.1 s each.",
         ),
     ] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Measure a server that speaks OpenAI's API instead, with --concurrency clients at once: tokens/s, "
+            "time to the first token, refusals. Its key is OPENAI_API_KEY. Rows: clients.jsonl.",
+        ),
+    ] = None,
     config: ConfigOption = configuration.DEMO,
     set_: SetOption = None,
 ) -> None:
@@ -84,8 +92,8 @@ def bench(
     console = Console(stderr=True)
 
     async def main() -> int:
-        from benchmarks.bench import run_overhead
-        from benchmarks.contestants import ABLATION, CONTESTANTS, PEERS
+        from .bench import run_overhead
+        from .contestants import ABLATION, CONTESTANTS, PEERS
 
         every = [name for name in CONTESTANTS if not name.startswith("+")] + list(PEERS)
         groups = {"all": every, "ablation": list(ABLATION)}
@@ -107,6 +115,8 @@ def bench(
         except OSError as error:
             raise ConfigError(f"--out {out}: is no folder and cannot be made one ({error.strerror})") from None
         try:
+            if server is not None:
+                return await measure_server(server, levels or [1, 4, 8, 16, 64], samplings[0])
             if levels or shares:
                 return await measure_load(names, settings, levels, shares, samplings[0])
             return await measure(names, settings, samplings)
@@ -116,8 +126,8 @@ def bench(
             raise ConfigError(f"--out {out}: the disk is full: make room, or name another folder") from None
 
     async def measure(names: list[str], settings: Config, samplings: list[SamplingParams]) -> int:
-        from benchmarks.bench import gathered, run_bench, summary
-        from benchmarks.contestants import PEERS
+        from .bench import gathered, run_bench, summary
+        from .contestants import PEERS
 
         with tempfile.TemporaryDirectory(prefix="talon-calibration-") as folder:
             kept = Path(folder) if calibration else None
@@ -138,9 +148,9 @@ def bench(
     async def measure_load(
         names: list[str], settings: Config, levels: list[int], shares: list[float], sampling: SamplingParams
     ) -> int:
-        from benchmarks.load import Load, run_load
-        from benchmarks.load_figures import arrival_table, level_table
-        from benchmarks.load_figures import levels as lines_of
+        from .load import Load, run_load
+        from .load_figures import arrival_table, level_table
+        from .load_figures import levels as lines_of
 
         what = Load(levels, shares, sampling, repeats)
         rows = await run_load(settings, names, _files(questions), out, limit, what, heads, console)
@@ -156,6 +166,13 @@ def bench(
         draw_concurrency(lines, out / "concurrency.png", console)
         console.print(f"rows: {out / 'load.jsonl'}")
         return sum(row.exact for row in different)
+
+    async def measure_server(url: str, levels: list[int], sampling: SamplingParams) -> int:
+        from .clients import run_clients, table
+
+        Console().print(table(url, await run_clients(url, _files(questions), limit, levels, sampling, out)))
+        console.print(f"rows: {out / 'clients.jsonl'}")
+        return 0
 
     if run(main()):
         raise typer.Exit(1)
@@ -176,7 +193,7 @@ def _numbers(option: str, listed: str | None, whole: bool = False) -> list[float
 def draw_concurrency(lines: Sequence[Level], path: Path, console: Console) -> None:
     """The picture; without matplotlib, a line that says how to get one."""
     try:
-        from benchmarks.plots import concurrency
+        from .plots import concurrency
     except ImportError as error:
         console.print(f"no picture: {error}; pip install 'talon-decoding[bench]'")
         return
@@ -202,7 +219,7 @@ def report(
 def draw_calibration(sources: dict[str, NDArray[np.float64]], path: Path, console: Console) -> None:
     """The picture; without matplotlib or anything to draw, a line that says why there is none."""
     try:
-        from benchmarks.plots import reliability
+        from .plots import reliability
     except ImportError as error:
         console.print(f"no picture: {error}; pip install 'talon-decoding[bench]'")
         return
@@ -215,7 +232,7 @@ def draw_calibration(sources: dict[str, NDArray[np.float64]], path: Path, consol
 
 def compare_runs(folder: Path, other: Path, console: Console) -> None:
     """Say which share of the speed-ups of two runs agree, and name the others."""
-    from benchmarks.figures import agreements, read_rows
+    from .figures import agreements, read_rows
 
     pairs = agreements(read_rows(folder / "results.jsonl"), read_rows(other / "results.jsonl"))
     if not pairs:
@@ -233,7 +250,7 @@ def compare_runs(folder: Path, other: Path, console: Console) -> None:
 def write_report(folder: Path, console: Console) -> None:
     """report.md, report.html and their pictures; without matplotlib, a line that says how to get them."""
     try:
-        from benchmarks.report import write
+        from .report import write
     except ImportError as error:
         console.print(f"no report: {error}; pip install 'talon-decoding[bench]'")
         return
@@ -258,7 +275,7 @@ def check(
     console = Console(stderr=True)
 
     async def main() -> int:
-        from benchmarks.equality import report, run_check
+        from .equality import report, run_check
 
         settings = configuration.load(config, overrides(set_))
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed).validate()
@@ -296,7 +313,7 @@ def qa(
     console = Console(stderr=True)
 
     async def main() -> int:
-        from benchmarks.qa import run_qa, show
+        from .qa import run_qa, show
 
         if not questions:
             raise ConfigError("--questions: name at least one JSONL file with rows of category nq, rag or qa")

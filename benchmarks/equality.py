@@ -15,15 +15,16 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.bench import progress_bar
-from benchmarks.contestants import Contestant, Run, TransformersContestant, check_name, start_contestant
-from benchmarks.figures import BASELINE, Difference
-from benchmarks.questions import Question, read_questions
-from benchmarks.ties import TIE, Referee, score_gap
 from engine.config import Config, load
 from engine.model.resolve import resolved
 from engine.sampling import SamplingParams
 from engine.text import encode_text, load_tokenizer
+
+from .bench import progress_bar
+from .contestants import Contestant, Run, TransformersContestant, check_name, start_contestant
+from .figures import BASELINE, Difference
+from .questions import Question, read_questions
+from .ties import TIE, Referee, score_gap
 
 
 class Different(msgspec.Struct):

@@ -23,13 +23,15 @@ from rich.console import Console
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from benchmarks.bench import run_bench, summary
-from benchmarks.commands import names_in, write_report
-from benchmarks.costs import LLAMA_8B, TOY, Shapes, cost_table, llama, time_drafting, time_verification
 from drafters.training.run import train
 from engine import config as configuration
 from engine.errors import ConfigError, TalonError
+from engine.places import ROOT
 from engine.sampling import SamplingParams
+
+from .bench import run_bench, summary
+from .commands import names_in, write_report
+from .costs import LLAMA_8B, TOY, Shapes, cost_table, llama, time_drafting, time_verification
 
 METHODS = "none,pld,lookahead,suffix,recycling,eagle3,talon-tree,hybrid,talon,hf,hf-pld"
 
@@ -123,7 +125,7 @@ def main(
     methods: Annotated[str, typer.Option(help="Comma-separated contestants.")] = METHODS,
     limit: Annotated[int, typer.Option(help="Questions per file.")] = 10,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
-    tokenizer: Annotated[Path, typer.Option(help="Directory of the tokenizer.")] = configuration.ROOT / "models/demo",
+    tokenizer: Annotated[Path, typer.Option(help="Directory of the tokenizer.")] = ROOT / "models/demo",
     tiny: Annotated[bool, typer.Option("--tiny", help="Toy models, to try the way itself, on a CPU too.")] = False,
 ) -> None:
     """Train a target and its head on the GPU, benchmark them, and time 8B shapes. Not run on a GPU yet."""

@@ -22,14 +22,16 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.datastore_speed import SAMPLE, Times, resident_bytes, seconds, times
 from engine.cli import one_line_errors
 from engine.errors import ConfigError
+from engine.places import BENCHMARKS
 from retrieval_index.build import write_shard
 from retrieval_index.commands import find_tokenizer
 from retrieval_index.corpus import tokenised
 from retrieval_index.datastore import HEADER, MAGIC, VERSION, Header, fingerprint
 from retrieval_index.suffix import BYTES_PER_TOKEN, SessionIndex
+
+from .datastore_speed import SAMPLE, Times, resident_bytes, seconds, times
 
 ANSWER = 500  # tokens of a finished answer
 
@@ -107,7 +109,7 @@ def datastore_figures(tokenizer: Any, tokens: NDArray[np.uint32], folder: Path) 
     built_s = time.perf_counter() - started
     header = Header(MAGIC, VERSION, fingerprint(tokenizer), width, [shard])
     (folder / HEADER).write_bytes(msgspec.json.encode(header))
-    command = [sys.executable, "-m", "benchmarks.datastore_speed", str(folder)]
+    command = [sys.executable, "-m", f"{BENCHMARKS}.datastore_speed", str(folder)]
     asked = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return DatastoreFigures(
         len(tokens),

@@ -21,12 +21,6 @@ import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.about import write_about
-from benchmarks.bench import progress_bar
-from benchmarks.contestants import CONTESTANTS, PEERS, check_name
-from benchmarks.figures import BASELINE
-from benchmarks.load_figures import LoadRow, requests_per_second
-from benchmarks.questions import Question, read_questions
 from drafters.registry import METHODS
 from engine.api import Engine
 from engine.config import Config, load
@@ -34,6 +28,13 @@ from engine.errors import ConfigError, TalonError
 from engine.model.resolve import resolved
 from engine.sampling import SamplingParams
 from engine.text import encode_text, load_tokenizer
+
+from .about import write_about
+from .bench import progress_bar
+from .contestants import CONTESTANTS, PEERS, check_name
+from .figures import BASELINE
+from .load_figures import LoadRow, requests_per_second
+from .questions import Question, read_questions
 
 CAPACITY_AT = 16
 """What arrivals are a share of: the requests a second that plain decoding answers with so many at once."""

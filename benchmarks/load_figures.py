@@ -9,7 +9,7 @@ from statistics import median
 import msgspec
 from rich.table import Table
 
-from benchmarks.figures import BASELINE
+from .figures import BASELINE
 
 FIRST_S, TOKEN_S = 1.0, 0.1
 """An answer counts for goodput if its first token came in this time, and the others came in this time each."""
@@ -135,8 +135,8 @@ def level_table(lines: Sequence[Level]) -> Table:
             f"{line.tokens_per_second:.0f}",
             f"{line.over_plain:.2f}x",
             "-" if line.over_one is None else f"{line.over_one:.2f}x",
-            _p50_p95(line.first_s, 1000),
-            _p50_p95(line.pauses_s, 1000),
+            p50_p95(line.first_s, 1000),
+            p50_p95(line.pauses_s, 1000),
             f"{line.equal}/{line.answers}",
         )
     return table
@@ -159,9 +159,9 @@ def arrival_table(rows: Sequence[LoadRow]) -> Table:
             method,
             f"{median(throughput(some) for some in repeats.values()):.0f}",
             f"{median(throughput(some, good=True) for some in repeats.values()):.0f}",
-            _p50_p95([row.first_token_s for row in answers], 1000),
-            _p50_p95([pause for row in answers for pause in row.pauses_s], 1000),
-            _p50_p95([row.ended_s - row.asked_s for row in answers], 1, ".1f"),
+            p50_p95([row.first_token_s for row in answers], 1000),
+            p50_p95([pause for row in answers for pause in row.pauses_s], 1000),
+            p50_p95([row.ended_s - row.asked_s for row in answers], 1, ".1f"),
             f"{sum(row.output_equal for row in answers)}/{len(answers)}",
         )
     return table
@@ -174,7 +174,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _p50_p95(values: Sequence[float], scale: float, form: str = ".0f") -> str:
+def p50_p95(values: Sequence[float], scale: float, form: str = ".0f") -> str:
     if not values:
         return "-"
     ranked = sorted(values)

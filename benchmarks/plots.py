@@ -18,10 +18,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
-from benchmarks.figures import BASELINE, Row, summaries
-from benchmarks.load_figures import Level
-from benchmarks.profile import Profile
-from benchmarks.shapes import Shape
+from .figures import BASELINE, Row, summaries
+from .load_figures import Level
+from .profile import Profile
+from .shapes import Shape
 
 OURS, BASELINES, PEERS = "#0072B2", "#999999", "#E69F00"
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")

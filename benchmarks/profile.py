@@ -15,9 +15,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.bench import progress_bar
-from benchmarks.limits import Limits
-from benchmarks.parts import PARTS, Seconds, forward_name, multiplied, split, timed
 from engine import config as configuration
 from engine.batch import BLOCK, Segment
 from engine.cli import ConfigOption, SetOption, one_line_errors, overrides
@@ -27,6 +24,10 @@ from engine.model.resolve import resolve
 from engine.target import Target
 from engine.tree import TokenTree
 from engine.worker import share_cores
+
+from .bench import progress_bar
+from .limits import Limits
+from .parts import PARTS, Seconds, forward_name, multiplied, split, timed
 
 
 class Forward(msgspec.Struct):
@@ -143,7 +144,7 @@ def _figure(ms: float) -> str:
 
 def _draw(profile: Profile, out: Path, console: Console) -> None:
     try:
-        from benchmarks.plots import forward_bars
+        from .plots import forward_bars
     except ImportError as error:
         console.print(f"no picture: {error}; pip install 'talon-decoding[bench]'")
         return

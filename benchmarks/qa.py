@@ -19,12 +19,6 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.bench import progress_bar, start_all
-from benchmarks.contestants import Contestant, Run
-from benchmarks.figures import BASELINE, Difference
-from benchmarks.knowledge import Item, prompt_of, read_items
-from benchmarks.squad import exact_match, f1
-from benchmarks.ties import Referee
 from drafters.checkpoint import TargetWeights
 from engine import config as configuration
 from engine.config import Config
@@ -34,6 +28,13 @@ from engine.sampling import SamplingParams
 from engine.text import encode_text, load_tokenizer
 from retrieval_index.dense import DenseIndex
 from retrieval_index.dense_build import build_dense
+
+from .bench import progress_bar, start_all
+from .contestants import Contestant, Run
+from .figures import BASELINE, Difference
+from .knowledge import Item, prompt_of, read_items
+from .squad import exact_match, f1
+from .ties import Referee
 
 DENSE = "+dense"
 CLOSED, OPEN = "closed-book", "with passages"

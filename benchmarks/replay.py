@@ -17,7 +17,6 @@ import msgspec
 import typer
 from rich.console import Console
 
-from benchmarks.commands import draw_calibration, names_in
 from drafters.base import Drafter, Verdict
 from drafters.experience import Reliability
 from engine.errors import ConfigError, TalonError
@@ -25,6 +24,8 @@ from engine.json_lines import BadLine, json_lines
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
 from retrieval_index.commands import find_tokenizer
+
+from .commands import draw_calibration, names_in
 
 
 class Recorded(msgspec.Struct):

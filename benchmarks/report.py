@@ -7,9 +7,9 @@ import html
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import plots
-from benchmarks.about import ABOUT
-from benchmarks.figures import Row, Summary, read_rows, summaries, without_loops
+from . import plots
+from .about import ABOUT
+from .figures import Row, Summary, read_rows, summaries, without_loops
 
 PICTURES = (
     ("speed-up.png", "Speed-up over all suites", plots.summary_bars),

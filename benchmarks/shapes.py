@@ -17,10 +17,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.commands import HeadsOption
-from benchmarks.contestants import CONTESTANTS
-from benchmarks.figures import loops
-from benchmarks.questions import read_questions
 from drafters.base import Drafter, Verdict
 from drafters.registry import build
 from engine import config as configuration
@@ -33,6 +29,11 @@ from engine.target import Target, bfloat16_bits
 from engine.text import encode_text, load_tokenizer
 from engine.tree import TokenTree
 from engine.verification import Sampler, verify
+
+from .commands import HeadsOption
+from .contestants import CONTESTANTS
+from .figures import loops
+from .questions import read_questions
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -176,7 +177,7 @@ def shapes(
 
 def _draw(answers: Sequence[Shaped], out: Path) -> None:
     try:
-        from benchmarks.plots import tree_shapes
+        from .plots import tree_shapes
     except ImportError as error:
         raise ConfigError(f"no picture: {error}; pip install 'talon-decoding[bench]'") from None
     rounds: dict[str, list[Shape]] = {}

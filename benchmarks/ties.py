@@ -13,9 +13,9 @@ import torch
 
 from engine.config import Config
 from engine.noise import gumbel
+from engine.penalties import penalised
 from engine.sampling import SamplingParams, own_defaults
 from engine.target import Target
-from engine.verification import penalised
 
 TIE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
 """By the type a target computes in: the float32 gap of logits that rounding may turn around."""

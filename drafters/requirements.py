@@ -89,5 +89,7 @@ def _open_datastore(folder: Path) -> Any:
 
 def _open_dense(folder: Path) -> Any:
     from retrieval_index.dense import read_header
+    from retrieval_index.library import check_library
 
+    check_library("faiss")
     return read_header(folder)

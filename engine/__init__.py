@@ -12,18 +12,34 @@ if TYPE_CHECKING:
     from engine.api import Engine
     from engine.config import Config
     from engine.errors import TalonError
-    from engine.sampling import SamplingParams
+    from engine.grammar import Grammar
+    from engine.messages import TokenLogprob
+    from engine.sampling import SamplingParams, Speculation
 
-__all__ = ["Config", "Engine", "Metrics", "Piece", "Result", "SamplingParams", "TalonError"]
+__all__ = [
+    "Config",
+    "Engine",
+    "Grammar",
+    "Metrics",
+    "Piece",
+    "Result",
+    "SamplingParams",
+    "Speculation",
+    "TalonError",
+    "TokenLogprob",
+]
 
 _HOMES = {
     "Config": "engine.config",
     "Engine": "engine.api",
+    "Grammar": "engine.grammar",
     "Metrics": "engine.answer",
     "Piece": "engine.answer",
     "Result": "engine.answer",
     "SamplingParams": "engine.sampling",
+    "Speculation": "engine.sampling",
     "TalonError": "engine.errors",
+    "TokenLogprob": "engine.messages",
 }
 
 

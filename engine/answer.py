@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import msgspec
 
-from engine.messages import Tokens
+from engine.messages import TokenLogprob, Tokens
+from engine.sampling import SamplingParams
 from engine.text import TextStream
+
+GRAMMAR = 1 << 8
+"""Of `Tokens.sources`: forced by the request's grammar. The bits below are the drafters' own, as in a `TokenTree`."""
+_HEADS = 4 | 8 | 64
+_NAMES = ((GRAMMAR, "grammar"), (_HEADS, "head"), (0xFF & ~_HEADS, "retrieval"))
+
+
+class SpeculativeDecoding(msgspec.Struct, frozen=True):
+    """What drafting brought, as servers count it. drafts: trees verified; draft_tokens: their nodes below the roots;
+    accepted_tokens: those of them that the target drew; accepted_per_position: by depth, the first below the root.
+    """
+
+    drafts: int
+    draft_tokens: int
+    accepted_tokens: int
+    accepted_per_position: list[int]
 
 
 class Metrics(msgspec.Struct, frozen=True):
@@ -27,17 +45,28 @@ class Metrics(msgspec.Struct, frozen=True):
     draft_hit_rate: float
     exact: bool
     inexact: str
+    speculative_decoding: SpeculativeDecoding
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """New text of a streamed answer, and the tokens that arrived with it."""
+    """New text of a streamed answer, and the tokens that arrived with it. sources, logprobs: of each token, and
+    prompt_logprobs, with the first piece: as in `Result`.
+    """
 
     text: str
     token_ids: tuple[int, ...]
+    sources: tuple[str, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
 
 
 class Result(msgspec.Struct, frozen=True):
-    """A finished answer. finish_reason: "eos", "length" or "stop". rounds: what each round emitted and cost."""
+    """A finished answer. finish_reason: "eos", "length" or "stop". rounds: what each round emitted and cost.
+
+    sources: who had proposed each token: "head", "retrieval", "grammar", or "target" if nobody had. logprobs: of each
+    token, None unless asked for. prompt_logprobs: of each token of the prompt, None in the first one's place, which has
+    nothing before it.
+    """
 
     text: str
     token_ids: list[int]
@@ -45,15 +74,19 @@ class Result(msgspec.Struct, frozen=True):
     finish_reason: str
     metrics: Metrics
     rounds: list[Tokens]
+    sources: list[str] = []
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
 class Answer:
     """Collects the rounds of one answer. started_s: when it was asked for, on the clock of `time.perf_counter`.
-    inexact: of the target that gives it.
+    inexact: of the target that gives it. sampling: what was asked for.
     """
 
-    def __init__(self, text: TextStream, prompt_tokens: int, started_s: float, inexact: str):
+    def __init__(self, text: TextStream, prompt_tokens: int, started_s: float, inexact: str, sampling: SamplingParams):
         self.text, self.prompt_tokens, self.started_s, self.inexact = text, prompt_tokens, started_s, inexact
+        self.sampling = sampling
         self.token_ids: list[int] = []
         self.rounds: list[Tokens] = []
         self.first_s = self.last_s = 0.0
@@ -71,20 +104,57 @@ class Answer:
             if self.text.push(token):
                 self.finish_reason = "stop"
                 break
-        return Piece(self.text.take(final=self.finish_reason is not None), tuple(self.token_ids[known:]))
+        new = len(self.token_ids) - known
+        return Piece(
+            self.text.take(final=self.finish_reason is not None),
+            tuple(self.token_ids[known:]),
+            tuple(source_name(bits) for bits in round_.sources[:new]),
+            round_.logprobs[:new],
+            (None, *round_.prompt_logprobs) if self._wants_prompt(round_) else (),
+        )
 
     def result(self) -> Result:
         assert self.finish_reason is not None
         first, last = self.rounds[0], self.rounds[-1]
-        rounds = len(self.rounds) - 1
+        rounds, kept = len(self.rounds) - 1, len(self.token_ids)
         metrics = Metrics(
-            mean_accepted_tokens=(len(self.token_ids) - 1) / rounds if rounds else 0.0,
+            mean_accepted_tokens=(kept - 1) / rounds if rounds else 0.0,
             rounds=rounds,
-            tokens_per_second=len(self.token_ids) / (self.last_s - self.started_s),
+            tokens_per_second=kept / (self.last_s - self.started_s),
             time_to_first_token_s=self.first_s - self.started_s,
             verifier_busy=(last.busy_us - first.busy_us) / max(1, last.at_us - first.at_us),
             draft_hit_rate=sum(r.hit for r in self.rounds[1:]) / rounds if rounds else 0.0,
             exact=not self.inexact,
             inexact=self.inexact,
+            speculative_decoding=speculative_decoding(self.rounds[1:]),
         )
-        return Result(self.text.text, self.token_ids, self.prompt_tokens, self.finish_reason, metrics, self.rounds)
+        return Result(
+            self.text.text,
+            self.token_ids,
+            self.prompt_tokens,
+            self.finish_reason,
+            metrics,
+            self.rounds,
+            [source_name(bits) for round_ in self.rounds for bits in round_.sources][:kept],
+            None if self.sampling.logprobs is None else [t for r in self.rounds for t in r.logprobs][:kept],
+            None if self.sampling.prompt_logprobs is None else [None, *first.prompt_logprobs],
+        )
+
+    def _wants_prompt(self, round_: Tokens) -> bool:
+        return self.sampling.prompt_logprobs is not None and round_ is self.rounds[0]
+
+
+def speculative_decoding(rounds: Sequence[Tokens]) -> SpeculativeDecoding:
+    """Counts over the rounds behind the prompt's."""
+    accepted = [len(round_.tokens) - 1 for round_ in rounds]
+    return SpeculativeDecoding(
+        drafts=sum(round_.nodes > 1 for round_ in rounds),
+        draft_tokens=sum(round_.nodes - 1 for round_ in rounds),
+        accepted_tokens=sum(accepted),
+        accepted_per_position=[sum(count > depth for count in accepted) for depth in range(max(accepted, default=0))],
+    )
+
+
+def source_name(bits: int) -> str:
+    """Who is to be named for a token: a grammar before a head before retrieval."""
+    return next((name for mask, name in _NAMES if bits & mask), "target")

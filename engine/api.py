@@ -27,10 +27,12 @@ from engine.config import Config
 from engine.errors import EngineClosed, QueueFull, RequestError, TalonError, WorkerDied
 from engine.flight import Flight
 from engine.launch import STOP_S, Workers
+from engine.matcher import check
 from engine.messages import Cancel, Failed, Heartbeat, Ready, Spans, Stop, Tokens
 from engine.model.resolve import resolved
 from engine.sampling import SamplingParams
 from engine.text import TextStream, encode_text, load_tokenizer
+from engine.totals import Totals
 from engine.trace import Timeline
 from engine.transport import Hub
 from engine.worker import oversubscription
@@ -78,6 +80,7 @@ class Engine:
         self._workers = Workers(config, zmq.Context.shadow(self._context))
         self._hub = Hub(self._context, self._workers.control, FROM_WORKERS)
         self.timeline = Timeline(f"{config.method}, {config.mode}{config.simulation}")
+        self.totals = Totals()
         self._tokenizer: Any = None
         self._target = Ready()
         self._ready: dict[str, asyncio.Event] = {role: asyncio.Event() for role in self._workers.roles}
@@ -123,6 +126,19 @@ class Engine:
         assert stream.result is not None
         return stream.result
 
+    async def generate_choices(
+        self, prompt: Prompt, n: int, sampling: SamplingParams | None = None, *, raw: bool = False
+    ) -> list[Result]:
+        """`n` answers to one prompt at once, with seeds that count on from `sampling.seed`; they share its blocks."""
+        if not _is_integer(n) or n < 1:
+            raise RequestError(f"n={n!r}: ask for one answer or more")
+        sampling = (sampling or SamplingParams()).validate()
+        tasks = [asyncio.ensure_future(self.generate(prompt, sampling.of_choice(i), raw=raw)) for i in range(n)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:  # one that fails, or a caller who leaves, ends them all
+            await _cancel(tasks)
+
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, *, raw: bool = False) -> Stream:
         """As `generate`, piece by piece: `async with engine.stream(...) as stream: async for piece in stream: ...`.
 
@@ -132,6 +148,37 @@ class Engine:
         if not isinstance(sampling, SamplingParams):
             raise RequestError(f"sampling={sampling!r}: give SamplingParams(max_tokens=...)")
         return Stream(self, prompt, sampling.validate(), raw)
+
+    async def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
+        """The token ids that `generate` would make of a prompt, refused if they leave no room for an answer."""
+        tokens = await anyio.to_thread.run_sync(self._encode, prompt, raw)
+        self._check_room(tokens, SamplingParams(max_tokens=1))
+        return tokens
+
+    @property
+    def tokenizer(self) -> Any:
+        """The target's, of `transformers`."""
+        return self._tokenizer
+
+    @property
+    def target(self) -> Ready:
+        """What the verifier says of its target: the size of its vocabulary and context, whether it is exact."""
+        return self._target
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request would begin now. While a verifier is started again, requests under way wait for it."""
+        return self._ready["verifier"].is_set() and not self._closed and self._failed is None
+
+    @property
+    def failed(self) -> TalonError | None:
+        """Why the engine cannot go on, if so: only a new one helps."""
+        return self._failed
+
+    @property
+    def requests(self) -> int:
+        """Requests accepted and not answered yet, and those that wait for a place in the queue."""
+        return len(self._flights) + self._places.statistics().tasks_waiting
 
     async def close(self) -> None:
         """End every request with EngineClosed, stop the workers, remove what they left."""
@@ -192,16 +239,21 @@ class Engine:
         started = time.perf_counter()
         tokens = await anyio.to_thread.run_sync(self._encode, prompt, raw)
         self._check_room(tokens, sampling)
+        self._check_say(sampling)
+        if sampling.grammar is not None:
+            await anyio.to_thread.run_sync(check, sampling.grammar)
         if self.config.queue.full == "refuse" and not self._places.available_tokens:
             raise QueueFull(f"queue.size={self.config.queue.size}: all places are taken; try later or raise it")
         number = next(self._numbers)
         async with self._places_for(number):
             self._check_open()  # after every wait: close() reaches only the requests in _flights
             flight = self._flights[number] = Flight(number, tokens, sampling)
+            self.totals.prompt_tokens += len(tokens)
             try:
                 if self._ready["verifier"].is_set():  # otherwise it is submitted when one is
                     self._submit(flight)
-                answer = Answer(TextStream(self._tokenizer, sampling.stop), len(tokens), started, self._target.inexact)
+                text = TextStream(self._tokenizer, sampling.stop)
+                answer = Answer(text, len(tokens), started, self._target.inexact, sampling)
                 while answer.finish_reason is None:
                     arrival = await flight.arrivals.get()
                     if isinstance(arrival, TalonError):
@@ -260,6 +312,25 @@ class Engine:
             raise RequestError(
                 f"max_tokens={sampling.max_tokens}: with a prompt of {len(tokens)} tokens that is over the context of "
                 f"{context}; shorten the prompt or ask for at most {left}"
+            )
+
+    def _check_say(self, sampling: SamplingParams) -> None:
+        """Refuse what this engine's model or method cannot do."""
+        vocabulary = self._target.vocab_size
+        if not all(0 <= token < vocabulary for token in sampling.logit_bias):
+            raise RequestError(f"logit_bias={sampling.logit_bias}: token ids go from 0 to {vocabulary - 1}")
+        for field in ("logprobs", "prompt_logprobs"):
+            if (getattr(sampling, field) or 0) > vocabulary:
+                raise RequestError(f"{field}={getattr(sampling, field)}: the model knows {vocabulary} tokens")
+        if (say := sampling.speculation) is None:
+            return
+        if say.method not in (None, self.config.method):
+            raise RequestError(
+                f'speculation.method={say.method!r}: this engine drafts with {self.config.method!r}; use that or "off"'
+            )
+        if say.budget is not None and say.budget > self.config.drafter.budget:
+            raise RequestError(
+                f"speculation.budget={say.budget}: is over the engine's drafter.budget={self.config.drafter.budget}"
             )
 
     def _check_open(self) -> None:
@@ -330,15 +401,19 @@ class Engine:
             self._workers.heard_s[role] = time.monotonic()
             if isinstance(message, Tokens):
                 self._barren = 0
+                self.totals.add(message)
                 if (flight := self._flights.get(message.request)) is not None and not flight.ended:
                     flight.hear(message)
             elif isinstance(message, Failed):
                 self._hear_failure(role, message)
+            elif isinstance(message, Heartbeat) and role == "verifier":
+                self.totals.state = message
             elif isinstance(message, Ready):
                 self._ready[role].set()
                 self._failed_starts[role] = 0
                 if role == "verifier":
                     self._target = message
+                    self.totals.new_verifier()
                     for flight in [f for f in self._flights.values() if f.verifier != name and not f.ended]:
                         self._submit(flight)
 
@@ -420,7 +495,7 @@ def _is_integer(value: Any) -> TypeGuard[int]:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
+async def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

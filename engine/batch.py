@@ -51,6 +51,11 @@ class Segment:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def wanted_rows(self) -> int:
+        """How many of its rows' logits are asked for."""
+        return len(self) if self.wanted == "all" else int(self.wanted == "last")
+
     @cached_property
     def sight(self) -> tuple[list[int], list[list[int]]]:
         """For each row: how many positions of the text it sees, its own path included as far as that lies in order
@@ -139,9 +144,7 @@ class Batch:
 
 
 def _first_wanted(segment: Segment, start: int) -> int:
-    if segment.wanted == "all":
-        return start
-    return start + len(segment) - (segment.wanted == "last")
+    return start + len(segment) - segment.wanted_rows
 
 
 def _slots(segment: Segment) -> Int:

@@ -8,16 +8,24 @@ import os
 import sys
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 import typer
 
 from engine import config as configuration
-from engine.errors import TalonError
+from engine import options
+from engine.errors import RequestError, TalonError
 from engine.launch import POOL_WAITS
+from engine.places import BENCHMARKS
 from engine.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.answer import Result
+    from engine.api import Stream
 
 T = TypeVar("T")
 app = typer.Typer(
@@ -34,6 +42,11 @@ SetOption = Annotated[
 ]
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MODELS_OWN = "the model's own"
+_MEASUREMENTS = (
+    *(("commands", name) for name in ("bench", "check", "report", "qa")),
+    *((name, name) for name in ("replay", "shapes", "profile", "timeline")),
+)
+"""Commands of the package of benchmarks, by the module they are in."""
 
 
 def overrides(assignments: list[str] | None, **named: Any) -> dict[str, Any]:
@@ -66,10 +79,25 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(main)
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"talon {version('talon-decoding')}")
+        raise typer.Exit
+
+
 def _forget_output() -> None:
     """What is still to be written to standard output would fail once more when the process ends."""
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+@app.callback()
+def talon(
+    version_: Annotated[
+        bool, typer.Option("--version", help="Print Talon's version.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    """Talon: faster answers from large language models, not one token changed."""
 
 
 @app.command()
@@ -100,6 +128,18 @@ def generate(
         float | None,
         typer.Option(help="Over 1, discourage tokens already in prompt and answer.", show_default=MODELS_OWN),
     ] = None,
+    presence_penalty: options.PresencePenalty = 0.0,
+    frequency_penalty: options.FrequencyPenalty = 0.0,
+    logit_bias: options.LogitBias = None,
+    logprobs: options.Logprobs = None,
+    prompt_logprobs: options.PromptLogprobs = None,
+    json_object: options.JsonObject = False,
+    json_schema: options.JsonSchema = None,
+    regex: options.Regex = None,
+    grammar: options.GrammarText = None,
+    no_speculation: options.SpeculationOff = False,
+    budget: options.Budget = None,
+    n: Annotated[int, typer.Option("--n", "-n", help="Answers, with seeds that count on from --seed.")] = 1,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text with every method and mode.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given again.")] = None,
     mode: Annotated[
@@ -126,59 +166,69 @@ def generate(
             seed=seed,
             max_tokens=max_tokens,
             stop=tuple(stop or ()),
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=options.bias_of(logit_bias),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            grammar=options.grammar_of(json_object, json_schema, regex, grammar),
+            speculation=options.speculation_of(no_speculation, budget),
         ).validate()
+        if not as_json and (logprobs is not None or prompt_logprobs is not None):
+            raise RequestError("--logprobs, --prompt-logprobs: are shown with --json; add it")
         given = overrides(set_, method=method, mode=mode, trace=str(trace) if trace else None)
         asked = sys.stdin.read() if prompt == "-" else prompt
         # for one answer nobody stands by: its imports would take the time that the answer needs
-        async with (
-            await Engine.start(config, **{"drafter.standby": False} | given) as engine,
-            engine.stream(asked, sampling, raw=raw) as stream,
-        ):
-            async for piece in stream:
-                if not as_json:
-                    print(piece.text, end="", flush=True)
-        result = stream.result
-        assert result is not None
-        if as_json:
-            shown = {key: value for key, value in msgspec.to_builtins(result).items() if key != "rounds"}
-            print(msgspec.json.encode(shown).decode())
-            return
-        metrics = result.metrics
-        print(flush=True)
-        print(
-            f"[{len(result.token_ids)} tokens, {metrics.tokens_per_second:.1f} tokens/s, "
-            f"MAT {metrics.mean_accepted_tokens:.2f}, verifier busy {metrics.verifier_busy:.0%}, "
-            f"{engine.config.method}, {result.finish_reason}{engine.config.simulation}]",
-            file=sys.stderr,
-        )
+        async with await Engine.start(config, **{"drafter.standby": False} | given) as engine:
+            if n == 1 and not as_json:
+                results = [await _show(engine.stream(asked, sampling, raw=raw))]
+            else:
+                results = await engine.generate_choices(asked, n, sampling, raw=raw)
+        for i, result in enumerate(results):
+            if as_json:
+                shown = {key: value for key, value in msgspec.to_builtins(result).items() if key != "rounds"}
+                print(msgspec.json.encode(shown).decode())
+                continue
+            if n > 1:
+                print(f"[{i + 1} of {n}, seed {sampling.of_choice(i).seed}]\n{result.text}")
+            print(_summary(result, engine.config), file=sys.stderr)
 
     run(main())
+
+
+async def _show(stream: Stream) -> Result:
+    """Print an answer as it comes."""
+    async with stream:
+        async for piece in stream:
+            print(piece.text, end="", flush=True)
+    print(flush=True)
+    assert stream.result is not None
+    return stream.result
+
+
+def _summary(result: Result, config: configuration.Config) -> str:
+    metrics = result.metrics
+    return (
+        f"[{len(result.token_ids)} tokens, {metrics.tokens_per_second:.1f} tokens/s, "
+        f"MAT {metrics.mean_accepted_tokens:.2f}, verifier busy {metrics.verifier_busy:.0%}, "
+        f"{config.method}, {result.finish_reason}{config.simulation}]"
+    )
 
 
 def assemble() -> typer.Typer:
     """The command with all its subcommands. `engine.__main__` calls it."""
     for key, value in POOL_WAITS.items():
         os.environ.setdefault(key, value)  # for workers that are threads
-    from benchmarks.commands import bench, check, qa, report
-    from benchmarks.index_speed import index_speed
-    from benchmarks.profile import profile
-    from benchmarks.replay import replay
-    from benchmarks.shapes import shapes
-    from benchmarks.timeline import timeline
     from drafters.training.cli import app as train
     from engine.model.commands import app as models
     from engine.remote import drafter, keys
+    from engine.server.command import serve
     from retrieval_index.commands import app as index
 
-    app.command()(bench)
-    app.command()(check)
-    app.command()(report)
-    app.command()(qa)
-    app.command()(replay)
-    app.command()(shapes)
-    app.command()(profile)
-    app.command()(timeline)
-    index.command("speed")(index_speed)
+    app.command()(serve)
+    for home, name in _MEASUREMENTS:
+        app.command()(getattr(import_module(f"{BENCHMARKS}.{home}"), name))
+    index.command("speed")(import_module(f"{BENCHMARKS}.index_speed").index_speed)
     app.command()(keys)
     app.command()(drafter)
     app.add_typer(models, name="models")

@@ -23,7 +23,7 @@ from engine.errors import ProtocolError
 from engine.messages import Array, Draft, Finish, Heartbeat, Hello, Ready, Start, Stop, Verdict
 from engine.trace import Trace
 from engine.transport import Line
-from engine.tree import TokenTree
+from engine.tree import GRAFT_CHANCE, TokenTree
 
 FROM_VERIFIER = (Start, Verdict, Finish)
 FROM_FRONT_END = (Stop,)
@@ -167,7 +167,7 @@ class DrafterWorker:
         started = time.perf_counter_ns()
         path, tokens = arrays[0].tolist(), arrays[1].tolist()
         tree = request.sent[message.draft][1] if message.draft in request.sent else None
-        tree = tree or TokenTree.root_only(request.last_token)
+        tree = (tree or TokenTree.root_only(request.last_token)).grafted(arrays[4].tolist(), GRAFT_CHANCE)
         if message.round != request.round or not _follows(tree, path, tokens):
             raise ProtocolError("verdict is of another round or does not follow its tree")
         outcome = (message.draft, path[-1], tokens[-1])

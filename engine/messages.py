@@ -66,13 +66,22 @@ class Ready(Message, frozen=True, kw_only=True):
         return not self.inexact
 
 
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """A token, its log-probability, and the likeliest tokens in its place with theirs, best first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 class Tokens(Message, frozen=True, kw_only=True):
     """What a round emitted, and what it cost.
 
     finish_reason: "eos" or "length" with the last tokens, else None. nodes, depth: of the tree verified. hit: the tree
     was at hand when the last verdict fell. round_us: since the last verdict (or arrival). forward_us: of the target in
     this round, draft_us: of a draft model. busy_us: of all target forwards since the verifier started. at_us: the
-    verifier's clock.
+    verifier's clock. sources: of each token, the bits of the drafters that had proposed it, 0 if none had. logprobs:
+    of each token, where asked for. prompt_logprobs: with the first tokens, of all tokens of the prompt but the first.
     """
 
     request: int
@@ -87,6 +96,9 @@ class Tokens(Message, frozen=True, kw_only=True):
     draft_us: int
     busy_us: int
     at_us: int
+    sources: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class Failed(Message, frozen=True, kw_only=True):
@@ -98,7 +110,14 @@ class Failed(Message, frozen=True, kw_only=True):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """The worker's loop turns."""
+    """The worker's loop turns. Of the verifier, what it has at hand: requests that run and that wait for blocks, and
+    blocks of keys and values that requests hold, of all that there are (0: each request has a cache of its own).
+    """
+
+    running: int = 0
+    waiting: int = 0
+    held_blocks: int = 0
+    blocks: int = 0
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
@@ -142,7 +161,8 @@ class Verdict(Message, frozen=True, kw_only=True):
 
     following: the draft the next round uses, 0 while it is not known. ahead: whether to draft for the outcomes of that
     round while it runs. alone: the next round verifies the root alone rather than wait for a draft. Arrays: path,
-    tokens, features (the bits of bfloat16 numbers: heads need no more, and the prompt's take megabytes), successors.
+    tokens, features (the bits of bfloat16 numbers: heads need no more, and the prompt's take megabytes), successors,
+    and the tokens that the verifier had grafted onto the draft (`TokenTree.grafted`).
     """
 
     request: int
@@ -181,7 +201,7 @@ AnyMessage = Union[  # noqa: UP007 - msgspec reads the union at run time, on Pyt
 ARRAYS: dict[type, tuple[tuple[str, int], ...]] = {  # dtype and dimensions
     Submit: (("int32", 1), ("int32", 1)),
     Start: (("int32", 1),),
-    Verdict: (("int32", 1), ("int32", 1), ("uint16", 3), ("int32", 2)),
+    Verdict: (("int32", 1), ("int32", 1), ("uint16", 3), ("int32", 2), ("int32", 1)),
     Draft: (("int32", 1), ("int32", 1), ("float32", 1), ("uint8", 1)),
 }
 

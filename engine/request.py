@@ -6,9 +6,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from engine.messages import Array, Draft
+import numpy as np
+
+from engine.matcher import Matcher
+from engine.messages import Array, Draft, TokenLogprob
 from engine.sampling import SamplingParams
 from engine.target import Target
+from engine.tree import TokenTree
 from engine.trust import Trust
 from engine.verification import Sampler
 
@@ -21,8 +25,8 @@ class Request:
 
     answer: tokens that an earlier verifier, or this one before the request was preempted, has emitted: they are read
     like the prompt, and decoding goes on behind them. read_to: the position up to which the text has to be read before
-    it is decoded. drafts: by outcome; those of outcomes that did not come true are dropped every round. features: of
-    positions read, until a verdict takes them along.
+    it is decoded. matcher: of its grammar. drafted: whether it wants drafts. drafts: by outcome; those of outcomes that
+    did not come true are dropped every round. features: of positions read, until a verdict takes them along.
     """
 
     def __init__(
@@ -33,10 +37,15 @@ class Request:
         sampling: SamplingParams,
         target: Target,
         draft_room: int,
+        matcher: Matcher | None = None,
     ):
         self.number, self.sampling, self.target = number, sampling, target
         self.text = [*prompt, *answer]
-        self.sampler = Sampler(sampling, prompt, target.eos_tokens, target.vocab_size, answer)
+        self.sampler = Sampler(sampling, prompt, target.eos_tokens, target.vocab_size, answer, matcher)
+        self.matcher = matcher
+        self.draft_room = draft_room
+        self.drafted = sampling.speculation is None or not sampling.speculation.off
+        self.prompt_logprobs: list[TokenLogprob] = []
         self.cache: Any = target.open_cache(len(prompt) + sampling.max_tokens + draft_room)
         self.read_to = len(self.text) - bool(answer)
         self.has_answer = bool(answer)
@@ -57,6 +66,27 @@ class Request:
         return length < self.read_to
 
     @property
+    def reads_all(self) -> bool:
+        """Whether the logits behind every token of its prompt are asked for."""
+        return self.sampling.prompt_logprobs is not None and not self.has_answer
+
+    def grafts(self, tree: TokenTree) -> list[int]:
+        """Tokens to graft onto a draft: what the grammar makes follow, as far as the drafter's budget goes."""
+        if self.matcher is None or not self.drafted:
+            return []
+        room = min(self.draft_room - len(tree), self.target.context - len(self.text))
+        return self.matcher.foreseen()[: max(0, room)]
+
+    def admitted(self, tree: TokenTree) -> Array:
+        """The nodes of a draft that may be verified: those the grammar lets come, as many as the request's budget."""
+        nodes = np.arange(len(tree)) if self.matcher is None else np.flatnonzero(self.matcher.admitted(tree))
+        say = self.sampling.speculation
+        if say is None or say.budget is None or len(nodes) <= say.budget:
+            return nodes
+        best = np.argsort(-tree.confidence[nodes], kind="stable")  # ancestors before descendants
+        return np.sort(nodes[best[: say.budget]])
+
+    @property
     def has_draft(self) -> bool:
         """Whether the tree of the round to come is there."""
         return self.outcome in self.drafts
@@ -67,4 +97,4 @@ class Request:
         if self.has_answer:
             self.read_to = len(self.text) - 1
         else:
-            self.features = []  # they come again with the positions
+            self.features, self.prompt_logprobs = [], []  # they come again with the positions

@@ -7,7 +7,9 @@ from typing import Any
 import msgspec
 
 from engine.errors import ModelError, RequestError
+from engine.grammar import Grammar
 
+MOST_LOGPROBS = 20
 FROM_MODEL = ("top_k", "top_p", "min_p", "repetition_penalty")
 """Fields that a request may leave to the model."""
 NOT_APPLIED = (
@@ -16,6 +18,27 @@ NOT_APPLIED = (
     "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff", "num_beams", "guidance_scale", "stop_strings",
 )  # fmt: skip
 """What else in a generation_config.json would change the text, and Talon does not do."""
+
+
+class Speculation(msgspec.Struct, frozen=True, kw_only=True):
+    """A request's own say in how it is drafted for: its speed, never its text.
+
+    off: plain decoding. budget: most nodes of a tree, root included, up to the engine's drafter.budget. method: the
+    engine's own method, or "off"; None is the engine's own.
+    """
+
+    off: bool = False
+    budget: int | None = None
+    method: str | None = None
+
+    def validate(self) -> Speculation:
+        """Return it with every value of its type, "off" as `off`. Raises RequestError naming the wrong field."""
+        values = _converted(self, "speculation.")
+        if values["budget"] is not None and values["budget"] < 2:
+            raise RequestError(f"speculation.budget={self.budget!r}: use 2 nodes or more, or off=True")
+        if values["method"] in ("off", "none"):
+            values |= {"off": True, "method": None}
+        return Speculation(**values)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +51,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     0, 1.0, 0.0 and 1.0 turn them off whatever it says.
     max_tokens, min_tokens: of the answer. stop: texts that end the answer and are not part of it.
     ignore_eos: go on after the end-of-sequence token (benchmarks of fixed length).
+
+    presence_penalty, frequency_penalty: taken from the logits of tokens in the answer, once each and once an
+    occurrence; the prompt does not count. logit_bias: added to the logits of these token ids, after the penalties.
+    grammar: what the answer must look like; the end-of-sequence token may come only where it is complete. All of them
+    come before the temperature.
+    logprobs: None, or how many alternatives to return beside each token and its log-probability. prompt_logprobs: the
+    same for the tokens of the prompt. They are those of the model's own distribution, before anything here changes it.
+    speculation: whether and how far to draft for this request.
     """
 
     temperature: float = 0.0
@@ -40,18 +71,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
+    speculation: Speculation | None = None
 
     def validate(self) -> SamplingParams:
         """Return the parameters with every value of its type, or raise RequestError naming the first wrong field."""
-        values = {}
-        for field in msgspec.structs.fields(self):
-            value = getattr(self, field.name)
-            try:
-                values[field.name] = msgspec.convert(value.item() if hasattr(value, "item") else value, field.type)
-            except (msgspec.ValidationError, TypeError) as error:
-                reason = str(error).split(" - at")[0].lower().replace("`array`", "a list").replace("| null", "or None")
-                raise RequestError(f"{field.name}={value!r}: {reason}") from None
+        values = _converted(self)
+        for name in ("grammar", "speculation"):
+            if values[name] is not None:
+                values[name] = values[name].validate()
         return SamplingParams(**values)._in_range()
+
+    def of_choice(self, index: int) -> SamplingParams:
+        """Of the answer `index` of `n` to one prompt: with the seed that many further on."""
+        return msgspec.structs.replace(self, seed=(self.seed + index + 2**63) % 2**64 - 2**63)
 
     def over(self, defaults: SamplingParams) -> SamplingParams:
         """The same, with the model's `own_defaults` where these parameters leave it the choice."""
@@ -84,10 +122,47 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 f"use a count from 0 to max_tokens={self.max_tokens}",
             ),
             (all(self.stop), "stop", self.stop, "remove the empty string"),
+            (-2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty, "use a number from -2 to 2"),
+            (
+                -2 <= self.frequency_penalty <= 2,
+                "frequency_penalty",
+                self.frequency_penalty,
+                "use a number from -2 to 2",
+            ),
+            (
+                all(-100 <= value <= 100 for value in self.logit_bias.values()),
+                "logit_bias",
+                self.logit_bias,
+                "use numbers from -100 to 100",
+            ),
+            (_is_count(self.logprobs), "logprobs", self.logprobs, f"use a count from 0 to {MOST_LOGPROBS}, or None"),
+            (
+                _is_count(self.prompt_logprobs),
+                "prompt_logprobs",
+                self.prompt_logprobs,
+                f"use a count from 0 to {MOST_LOGPROBS}, or None",
+            ),
         ):
             if not ok:
                 raise RequestError(f"{field}={value!r}: {fix}")
         return self
+
+
+def _converted(params: msgspec.Struct, prefix: str = "") -> dict[str, Any]:
+    """The fields of `params`, each of its declared type; RequestError naming the first that cannot be."""
+    values = {}
+    for field in msgspec.structs.fields(params):
+        value = getattr(params, field.name)
+        try:
+            values[field.name] = msgspec.convert(value.item() if hasattr(value, "item") else value, field.type)
+        except (msgspec.ValidationError, TypeError) as error:
+            reason = str(error).split(" - at")[0].lower().replace("`array`", "a list").replace("| null", "or None")
+            raise RequestError(f"{prefix}{field.name}={value!r}: {reason}") from None
+    return values
+
+
+def _is_count(logprobs: int | None) -> bool:
+    return logprobs is None or 0 <= logprobs <= MOST_LOGPROBS
 
 
 def own_defaults(generation_config: Any, model: str) -> SamplingParams:

@@ -64,7 +64,7 @@ class Scheduler:
         """What to do now. drafted: a drafter is there and speaks; ahead: it drafts while a round is verified."""
         self._admit()
         decoding = [request for request in self.running if not request.reading]
-        missing = [r for r in decoding if drafted and not r.alone and not r.has_draft]
+        missing = [r for r in decoding if drafted and r.drafted and not r.alone and not r.has_draft]
         reading = self._chunks(costs.chunk_rows(len(decoding), self.chunk))
         if missing:
             lonely = len(decoding) == 1 and not ahead
@@ -131,7 +131,7 @@ class Scheduler:
             if not request.reading:
                 continue
             text = request.text[: request.read_to - (not request.has_answer)]
-            if self.shares_prefixes and request.target.pool is not None:
+            if self.shares_prefixes and not request.reads_all and request.target.pool is not None:
                 request.cache.adopt(text)
                 ending = request.cache.next_ending(text)
                 if ending is not None and ending in under_way:

@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from engine.errors import ProtocolError
 
 Int = NDArray[np.int32]
+GRAFT_CHANCE = 0.8  # of a token that a grammar makes follow: the model may write it in another way
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,6 +160,29 @@ class TokenTree:
             confidence[node] = confidence[parents[node]] * step[node]
         tree = TokenTree.from_lists(tokens, parents, confidence)
         return TokenTree(tree.tokens, tree.parents, tree.confidence, np.asarray(source, dtype=np.uint8))
+
+    def grafted(self, tokens: Sequence[int], chance: float) -> TokenTree:
+        """The tree with the chain of `tokens` below its root: those of its nodes that it has already stay as they are,
+        the others come behind all of them. chance: of each token.
+        """
+        confidence, parents, node = self.confidence.tolist(), self.parents.tolist(), 0
+        new: list[int] = []
+        for token in tokens:
+            below = None if new else self.child(node, token)
+            if below is None:
+                below = len(parents)
+                new.append(token)
+                parents.append(node)
+                confidence.append(confidence[node] * chance)
+            node = below
+        if not new:
+            return self
+        return TokenTree(
+            np.append(self.tokens, np.asarray(new, np.int32)),
+            np.asarray(parents, np.int32),
+            np.asarray(confidence, np.float32),
+            np.append(self.source, np.zeros(len(new), np.uint8)),
+        )
 
     def validate(self, vocab_size: int) -> TokenTree:
         """Return the tree itself if it is well formed, as trees from another process must be shown to be.

@@ -6,25 +6,58 @@ Every draw is emitted, so the walk is plain decoding; the tree only decides how 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from engine.errors import NotANumber
+from engine.errors import NotANumber, RequestFailed
+from engine.logprobs import token_logprob
+from engine.matcher import Matcher
+from engine.messages import TokenLogprob
 from engine.model.argmax import NAN, argmax
 from engine.noise import gumbel_argmax
+from engine.penalties import Penalties
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
 
 _COLDEST = 1e-30  # logits divided by less than this overflow float32, and all infinite scores are equal
 
 
-class Sampler:
-    """Draws a request's tokens one after the other, as `transformers` would: penalty, minimum length, temperature,
-    top-k, top-p, min-p, and then Gumbel-max (DESIGN: noise keyed by seed, position and token, not by history).
+@dataclass(frozen=True)
+class Choice:
+    """What the target says of one token. best: the argmax of its logits, `NAN` where they hold NaN; None if the
+    request's draws need more than that.
+    """
 
-    answer: tokens drawn already, by an earlier sampler. finish_reason: None while the request runs, then "eos" or
-    "length".
+    rows: Tensor  # [nodes, vocab]
+    row: int
+    best: int | None
+
+    @property
+    def logits(self) -> Tensor:
+        """[vocab] float32"""
+        return self.rows[self.row].float()
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What `Sampler.draw` takes, node by node."""
+
+    rows: Tensor
+    best: list[int] | None
+
+    def __getitem__(self, node: int) -> Choice:
+        return Choice(self.rows, node, None if self.best is None else self.best[node])
+
+
+class Sampler:
+    """Draws a request's tokens one after the other: penalties and bias, minimum length, grammar, temperature, top-k,
+    top-p, min-p (as `transformers` does), and then Gumbel-max (DESIGN: noise keyed by seed, position and token, not by
+    history).
+
+    answer: tokens drawn already, by an earlier sampler; the matcher has followed them. finish_reason: None while the
+    request runs, then "eos" or "length". logprobs: of the tokens drawn since they were last taken, where asked for.
     """
 
     def __init__(
@@ -34,65 +67,107 @@ class Sampler:
         eos_tokens: Iterable[int],
         vocab_size: int,
         answer: Sequence[int] = (),
+        matcher: Matcher | None = None,
     ):
         self.params = params
         self.finish_reason: str | None = None
         self.drawn = len(answer)
+        self.logprobs: list[TokenLogprob] = []
         self._position = len(prompt) + len(answer)
         self._eos = sorted(token for token in eos_tokens if token < vocab_size)
-        self._seen: Tensor | None = None
-        self._penalty = params.repetition_penalty or 1.0
-        if self._penalty != 1:
-            self._seen = torch.zeros(vocab_size, dtype=torch.bool)
-            self._seen[torch.tensor([*prompt, *answer])] = True
-        self._plain = params.temperature == 0 and self._seen is None
+        self._matcher = matcher
+        self._penalties = Penalties(params, prompt, answer, vocab_size)
+        self._greedy = params.temperature == 0
+        self._truncates = bool(params.top_k or (params.top_p or 1) < 1 or params.min_p)
 
-    def choices(self, logits: Tensor) -> Tensor | list[int]:
-        """What `draw` takes rows of: the logits [nodes, vocab], or their argmax where that settles every draw.
+    def choices(self, logits: Tensor) -> Choices:
+        """The choices that `logits` [nodes, vocab] leave, in any type."""
+        settled = self._greedy and not self._penalties and self.drawn >= self.params.min_tokens
+        return Choices(logits, argmax(logits) if settled else None)
 
-        In place of the argmax stands `NAN` where the logits hold NaN, which argmax takes for the largest.
-        """
-        if not self._plain or self.drawn < self.params.min_tokens:
-            return logits
-        return argmax(logits)
-
-    def draw(self, choice: Tensor | int) -> int:
-        """The next token, from one row of `choices`. Raises NotANumber if that is no distribution."""
-        token = choice if isinstance(choice, int) else self._sample(choice.float())
+    def draw(self, choice: Choice) -> int:
+        """The next token. Raises NotANumber if the logits are no distribution."""
+        token = self._choose(choice)
         if token == NAN:
             raise NotANumber(
                 f"logits are not numbers (NaN) at position {self._position}: the model overflows on this text, or its "
                 "weights are damaged; try dtype: float32, or get the checkpoint again"
             )
+        if self.params.logprobs is not None:
+            self.logprobs.append(token_logprob(choice.logits, token, self.params.logprobs))
         self.drawn += 1
         self._position += 1
-        if self._seen is not None:
-            self._seen[token] = True
-        if token in self._eos and not self.params.ignore_eos:
+        self._penalties.saw(token)
+        ends = token in self._eos and (not self.params.ignore_eos or self._matcher is not None)
+        if self._matcher is not None and not ends:
+            self._matcher.accept(token)
+            ends = self._matcher.ended
+        if ends:
             self.finish_reason = "eos"
         elif self.drawn >= self.params.max_tokens:
             self.finish_reason = "length"
         return token
 
-    def _sample(self, logits: Tensor) -> int:
-        params = self.params
-        if self._seen is not None:
-            seen = self._seen = self._seen.to(logits.device)
-            logits = penalised(logits, seen, self._penalty)
-        if self.drawn < params.min_tokens and self._eos:
+    def take_logprobs(self) -> tuple[TokenLogprob, ...]:
+        """Those of the tokens drawn since the last call."""
+        taken, self.logprobs = tuple(self.logprobs), []
+        return taken
+
+    def _choose(self, choice: Choice) -> int:
+        if self._matcher is None:
+            return self._best(choice, None)
+        if self._greedy or not self._truncates:
+            token = self._best(choice, None)  # what wins among all wins among those that may be drawn
+            if token == NAN or self._may_come(token):
+                return token
+        return self._best(choice, self._allowed(choice.logits))
+
+    def _may_come(self, token: int) -> bool:
+        """Whether the grammar lets `token` come next."""
+        assert self._matcher is not None
+        if token in self._eos:
+            return self._matcher.complete and not self.params.ignore_eos
+        return self._matcher.allows(token)
+
+    def _allowed(self, logits: Tensor) -> Tensor:
+        """[vocab] bool: the tokens that may come next, on the device of `logits`."""
+        assert self._matcher is not None
+        allowed = self._matcher.allowed()
+        allowed[self._eos] = self._matcher.complete and self._may_end
+        if not allowed.any():  # nothing goes on from here, so the answer may end before min_tokens
+            if not (self._eos and self._matcher.complete):
+                raise RequestFailed(
+                    f"the grammar lets none of the model's tokens come at position {self._position}: "
+                    f"{self._matcher.trouble or 'write it for text that the tokenizer can spell'}"
+                )
+            allowed[self._eos] = True
+        return torch.from_numpy(allowed).to(logits.device)
+
+    @property
+    def _may_end(self) -> bool:
+        return self.drawn >= self.params.min_tokens and not self.params.ignore_eos
+
+    def _best(self, choice: Choice, allowed: Tensor | None) -> int:
+        """The draw from those that are `allowed`, all if None."""
+        if allowed is None and choice.best is not None:
+            return choice.best
+        params, logits = self.params, choice.logits
+        if self._penalties:
+            logits = self._penalties(logits)
+        if allowed is not None:
+            logits = logits.masked_fill(~allowed, -torch.inf)
+        elif self.drawn < params.min_tokens and self._eos:
             logits = logits.index_fill(0, torch.tensor(self._eos, device=logits.device), -torch.inf)
-        if params.temperature == 0:
+        if self._greedy:
             token = int(logits.argmax())
         else:
             scores = logits / max(params.temperature, _COLDEST)
-            scores = truncate(scores, params.top_k or 0, params.top_p or 1.0, params.min_p or 0.0)
+            if self._truncates:
+                among = slice(None) if allowed is None else allowed  # sorting a row of equal infinities takes for ever
+                left = truncate(scores[among], params.top_k or 0, params.top_p or 1.0, params.min_p or 0.0)
+                scores = left if allowed is None else scores.masked_scatter(allowed, left)
             token = gumbel_argmax(scores, params.seed, self._position)
         return NAN if logits[token].isnan() else token  # NaN counts as the largest in each step before
-
-
-def penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """`logits` [vocab] with the repetition penalty on the tokens that were `seen`, [vocab] bool."""
-    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
 def truncate(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,10 +17,13 @@ import torch
 import zmq
 from torch import Tensor
 
-from engine.batch import BLOCK, Segment
+from engine.answer import GRAMMAR
+from engine.batch import BLOCK, Segment, Wanted
 from engine.config import Config
 from engine.cost_model import CostModel
-from engine.errors import NotANumber, OutOfBlocks, ProtocolError
+from engine.errors import NotANumber, OutOfBlocks, ProtocolError, RequestError
+from engine.logprobs import token_logprobs
+from engine.matcher import Matcher, Matchers
 from engine.messages import (
     Array,
     Cancel,
@@ -32,6 +36,7 @@ from engine.messages import (
     Start,
     Stop,
     Submit,
+    TokenLogprob,
     Tokens,
     Verdict,
 )
@@ -41,14 +46,16 @@ from engine.request import Request
 from engine.sampling import not_applied, own_defaults
 from engine.scheduler import Plan, Scheduler
 from engine.target import Target, bfloat16_bits
+from engine.text import load_tokenizer
 from engine.trace import Trace
 from engine.transport import Hub, Line
-from engine.tree import TokenTree
+from engine.tree import GRAFT_CHANCE, TokenTree
 from engine.verification import verify
 
 FROM_FRONT_END = (Submit, Cancel, Stop)
 FROM_DRAFTER = (Hello, Draft)
 HEARTBEAT_S = 0.5
+_GRAMMAR_S = 0.005  # between looks at whether a grammar has been read
 _KEPT_DRAFTS = 64  # per request
 _BESIDE = 8  # positions before the rows of a forward that is measured
 _MEASURED_ROWS = 256  # of a forward, at most, whose time is measured at start-up
@@ -58,7 +65,7 @@ _MEASURED_ROWS = 256  # of a forward, at most, whose time is measured at start-u
 class Round:
     """One request's part of a round. draft: number of the tree; drafted: the tree; kept: its nodes that are verified.
 
-    draft_us: of a draft model.
+    draft_us: of a draft model. grafts: tokens that the verifier has added to the tree; own: nodes before it did.
     """
 
     request: Request
@@ -66,6 +73,8 @@ class Round:
     drafted: TokenTree
     kept: Array
     draft_us: int
+    grafts: list[int]
+    own: int
 
     @property
     def tree(self) -> TokenTree:
@@ -76,7 +85,8 @@ class Round:
 class Conclusion:
     """What came of a round for one request. path: accepted nodes of the tree drafted; tokens: emitted.
 
-    features: [path, layers, hidden]; successors: [nodes drafted, k] int32.
+    features: [path, layers, hidden]; successors: [nodes drafted, k] int32. sources, logprobs: of the
+    tokens. grafts: as of the round.
     """
 
     request: Request
@@ -88,6 +98,9 @@ class Conclusion:
     draft_us: int = 0
     features: Tensor | None = None
     successors: Array | None = None
+    sources: tuple[int, ...] = (0,)
+    logprobs: tuple[TokenLogprob, ...] = ()
+    grafts: tuple[int, ...] = ()
 
 
 def ready(target: Target) -> Ready:
@@ -118,6 +131,8 @@ class Verifier:
         self.drafter_late = False
         self.wants = Hello()
         self.newcomers: list[tuple[str, Hello]] = []  # drafters to welcome between rounds
+        self.matchers = Matchers(lambda: load_tokenizer(config.model), target.vocab_size, target.eos_tokens)
+        self.unmatched: list[tuple[Submit, list[Array], Future[Matcher]]] = []  # requests whose grammar is being read
         self.busy_ns = 0
         self.ended_ns = 0  # when the latest round ended
         self.heard_ns = 0
@@ -135,9 +150,11 @@ class Verifier:
             if plan:
                 self._step(plan)
             else:
-                poller.poll(math.ceil(min(HEARTBEAT_S, plan.wait_s) * 1000))
+                patience_s = _GRAMMAR_S if self.unmatched else HEARTBEAT_S
+                poller.poll(math.ceil(min(patience_s, plan.wait_s) * 1000))
             self._receive()
             self._beat()
+        self.matchers.close()
         self.trace.flush()
 
     # The step, on one page.
@@ -185,15 +202,19 @@ class Verifier:
 
     def _rounds(self, decoding: list[Request]) -> list[Round]:
         """The trees of all requests, cut together to the nodes that pay."""
-        drafted = [self._tree(request) for request in decoding]
-        worths = [request.trust.worth(tree) for request, (_, tree, _) in zip(decoding, drafted, strict=True)]
-        kept = [np.arange(len(worth)) for worth in worths]
-        if self.config.verifier.cut and self.wants.calibrated and sum(map(len, worths)) > len(decoding):
-            kept = self._cut(worths, decoding)
-        return [
-            Round(request, number, tree, nodes, draft_us)
-            for request, (number, tree, draft_us), nodes in zip(decoding, drafted, kept, strict=True)
-        ]
+        rounds = [self._round(request) for request in decoding]
+        if self.config.verifier.cut and self.wants.calibrated and sum(len(r.kept) for r in rounds) > len(rounds):
+            worths = [round_.request.trust.worth(round_.drafted)[round_.kept] for round_ in rounds]
+            best = self._cut(worths, decoding)
+            rounds = [replace(r, kept=r.kept[nodes]) for r, nodes in zip(rounds, best, strict=True)]
+        return rounds
+
+    def _round(self, request: Request) -> Round:
+        """A request's tree, with what its grammar adds to it and without what that, or the request, rules out."""
+        number, own, draft_us = self._tree(request)
+        grafts = request.grafts(own)
+        tree = own.grafted(grafts, GRAFT_CHANCE)
+        return Round(request, number, tree, request.admitted(tree), draft_us, grafts, len(own))
 
     def _cut(self, worths: list[Array], decoding: list[Request]) -> list[Array]:
         """The nodes of each tree to verify: with every node its ancestors, since worth never grows along a path."""
@@ -225,7 +246,8 @@ class Verifier:
     def _chunk(request: Request, count: int) -> Segment:
         start = request.cache.length
         last = start + count == request.read_to and not request.has_answer
-        return Segment.of_text(request.text[start : start + count], request.cache, "last" if last else "none")
+        wanted: Wanted = "all" if request.reads_all else "last" if last else "none"
+        return Segment.of_text(request.text[start : start + count], request.cache, wanted)
 
     def _verify(self, rounds: list[Round], logits: Tensor, features: Tensor | None) -> list[Conclusion]:
         """Walk down every tree, and commit the accepted paths to the texts."""
@@ -239,22 +261,28 @@ class Verifier:
             except Exception as error:  # logits that are not numbers
                 self._fail(request, error)
                 continue
-            worth = request.trust.worth(round_.drafted)
-            request.trust.learn(float(worth[kept].sum()), len(tokens))
+            if not round_.grafts:
+                worth = request.trust.worth(round_.drafted)
+                request.trust.learn(float(worth[kept].sum()), len(tokens))
             request.round += 1
             request.kept_path = path
             successors = self._successors(logits[rows], kept, len(round_.drafted)) if self.wants.successors else None
+            accepted = kept[path].tolist()
+            sources = (GRAMMAR if node >= round_.own else int(round_.drafted.source[node]) for node in accepted[1:])
             concluded.append(
                 Conclusion(
                     request,
                     round_.draft,
-                    kept[path].tolist(),
+                    accepted,
                     tokens,
                     len(kept),
                     int(tree.depths.max()),
                     round_.draft_us,
                     None if features is None else features[rows][path],
                     successors,
+                    (*sources, 0),
+                    request.sampler.take_logprobs(),
+                    tuple(round_.grafts),
                 )
             )
         return concluded
@@ -262,26 +290,30 @@ class Verifier:
     def _read(self, plan: Plan, chunks: list[Segment], logits: Tensor, features: Tensor | None) -> list[Conclusion]:
         """Commit what was read; behind the last of a prompt, draw the first token."""
         concluded = []
-        row, last = (0 if features is None else len(features)) - sum(map(len, chunks)), len(logits)
-        last -= sum(chunk.wanted == "last" for chunk in chunks)
+        row = (0 if features is None else len(features)) - sum(map(len, chunks))
+        first = len(logits) - sum(chunk.wanted_rows for chunk in chunks)
         for (request, count), chunk in zip(plan.reading, chunks, strict=True):
+            rows, first = logits[first : first + chunk.wanted_rows], first + chunk.wanted_rows
+            if request.reads_all:
+                behind = request.text[chunk.past + 1 : chunk.past + 1 + count]
+                request.prompt_logprobs += token_logprobs(rows, behind, request.sampling.prompt_logprobs or 0)
             request.cache.commit(range(count))
             if self.requests.shares_prefixes and self.target.pool is not None:
                 request.cache.publish(request.text)
             if features is not None and not request.has_answer:
                 request.features.append(bfloat16_bits(features[row : row + count]))
             row += count
-            if chunk.wanted != "last":
+            if request.reading or request.has_answer:
                 request.asked_ns = time.perf_counter_ns()
                 continue
             try:
-                token = request.sampler.draw(request.sampler.choices(logits[last : last + 1])[0])
+                token = request.sampler.draw(request.sampler.choices(rows[-1:])[0])
             except Exception as error:
                 self._fail(request, error)
             else:
                 request.has_answer = True
-                concluded.append(Conclusion(request, 0, [0], [token], count))
-            last += 1
+                logprobs = request.sampler.take_logprobs()
+                concluded.append(Conclusion(request, 0, [0], [token], count, logprobs=logprobs))
         return concluded
 
     def _successors(self, logits: Tensor, kept: Array, nodes: int) -> Array:
@@ -302,12 +334,12 @@ class Verifier:
             request.text.extend(conclusion.tokens)
             request.outcome = (request.round + 1, conclusion.draft, conclusion.path[-1], conclusion.tokens[-1])
             hits[request], request.hit, request.alone = request.hit, request.has_draft, False
-        missing = [c.request for c in concluded if not c.request.hit]
+        missing = [c.request for c in concluded if c.request.drafted and not c.request.hit]
         if missing and self._drafted() and not self.requests.waits(self.costs, len(missing), self.pace.ahead):
             for request in missing:
                 request.alone = True
         for conclusion in concluded:
-            if self.drafter is not None and conclusion.request.sampler.finish_reason is None:
+            if conclusion.request.drafted and conclusion.request.sampler.finish_reason is None:
                 self._tell_drafter(conclusion)
         for conclusion in concluded:
             request = conclusion.request
@@ -316,7 +348,8 @@ class Verifier:
             request.since_ns = request.asked_ns = now
 
     def _tell_drafter(self, conclusion: Conclusion) -> None:
-        assert self.drafter is not None
+        if self.drafter is None:
+            return
         request = conclusion.request
         if conclusion.features is not None:
             request.features.append(bfloat16_bits(conclusion.features))
@@ -331,7 +364,8 @@ class Verifier:
             alone=request.alone,
         )
         successors = np.zeros((0, 0), np.int32) if conclusion.successors is None else conclusion.successors
-        arrays = [np.asarray(conclusion.path), np.asarray(conclusion.tokens), features, successors]
+        grafts = np.asarray(conclusion.grafts, np.int32)
+        arrays = [np.asarray(conclusion.path), np.asarray(conclusion.tokens), features, successors, grafts]
         self.drafts.send(self.drafter, verdict, arrays)
 
     def _tell_front_end(self, conclusion: Conclusion, hit: bool, forward_ns: int, now_ns: int) -> None:
@@ -349,7 +383,11 @@ class Verifier:
             draft_us=conclusion.draft_us,
             busy_us=self.busy_ns // 1000,
             at_us=now_ns // 1000,
+            sources=conclusion.sources,
+            logprobs=conclusion.logprobs,
+            prompt_logprobs=tuple(request.prompt_logprobs),
         )
+        request.prompt_logprobs = []
         self.control.send(tokens)
 
     def _end_round(self, conclusion: Conclusion) -> None:
@@ -375,17 +413,18 @@ class Verifier:
         if len(segments) > len(rounds) or not decoded or len(decoded) < len(rounds):
             return
         tokens, round_s = sum(len(c.tokens) for c in decoded), (now - since) / 1e9
-        if self.drafter is not None and (asked := sum(not round_.request.alone for round_ in rounds)):
+        if self.drafter is not None and (asked := sum(r.request.drafted and not r.request.alone for r in rounds)):
             self.costs.observe_drafts(asked, len(rounds), rows, tokens)
         if all(conclusion.request.round > 1 for conclusion in decoded):
             self.costs.observe_round(len(rounds), rows, tokens, round_s - forward_s)
-        alone = len(rounds) == 1 and self.drafter is not None and decoded[0].request.round > 1
+        request = decoded[0].request
+        alone = len(rounds) == 1 and self.drafter is not None and request.drafted and request.round > 1
         if alone and self.pace.observe(tokens, round_s, forward_s):
             torch.set_num_threads(self.pace.threads)
 
     def _observe_wait(self, decoding: list[Request]) -> None:
         """The round begins: learn how long its drafts were waited for, unless a prompt was read meanwhile."""
-        asked_ns = [request.asked_ns for request in decoding if not (request.hit or request.alone)]
+        asked_ns = [r.asked_ns for r in decoding if r.drafted and not (r.hit or r.alone)]
         if self.drafter is not None and asked_ns and min(asked_ns) >= self.ended_ns:
             self.costs.observe_wait((time.perf_counter_ns() - min(asked_ns)) / 1e9)
 
@@ -422,7 +461,8 @@ class Verifier:
     def _drafted(self) -> bool:
         """Whether there is a drafter to wait for."""
         if self.drafter is not None and not self.drafter_late:
-            waiting = (r for r in self.requests.running if r.has_answer and not (r.reading or r.has_draft))
+            running = (r for r in self.requests.running if r.drafted and r.has_answer)
+            waiting = (r for r in running if not (r.reading or r.has_draft))
             oldest = min((request.asked_ns for request in waiting), default=None)
             limit_ns = self.config.verifier.draft_timeout_s * 1e9
             self.drafter_late = oldest is not None and time.perf_counter_ns() - oldest > limit_ns
@@ -433,10 +473,12 @@ class Verifier:
             if isinstance(message, Submit):
                 self._admit(message, arrays)
             elif isinstance(message, Cancel):
+                self.unmatched = [entry for entry in self.unmatched if entry[0].request != message.request]
                 if (request := self.requests.find(message.request)) is not None:
                     self._forget(request)
             else:
                 self.stopping = True
+        self._admit_matched()
         self._hear_drafts()
         for peer, hello in self.newcomers:
             self._welcome(peer, hello)
@@ -451,21 +493,38 @@ class Verifier:
                 self._keep(message, arrays)
 
     def _admit(self, message: Submit, arrays: list[Array]) -> None:
+        grammar = message.sampling.grammar
+        if grammar is None:
+            return self._queue(message, arrays, None)
+        self.unmatched.append((message, arrays, self.matchers.begin(grammar, arrays[1].tolist())))
+
+    def _admit_matched(self) -> None:
+        """Let those in whose grammar has been read."""
+        waiting, self.unmatched = self.unmatched, []
+        for message, arrays, future in waiting:
+            if not future.done():
+                self.unmatched.append((message, arrays, future))
+            elif (error := future.exception()) is not None:
+                self._refuse(message.request, error)
+            else:
+                self._queue(message, arrays, future.result())
+
+    def _queue(self, message: Submit, arrays: list[Array], matcher: Matcher | None) -> None:
         prompt, answer = (array.tolist() for array in arrays)
         try:
             if not prompt or min(prompt) < 0 or max(prompt) >= self.target.vocab_size:
                 raise ProtocolError(f"a prompt of token ids from 0 to {self.target.vocab_size - 1} was expected")
             room = self.config.drafter.budget
-            request = Request(message.request, prompt, answer, message.sampling, self.target, room)
+            request = Request(message.request, prompt, answer, message.sampling, self.target, room, matcher)
         except Exception as error:  # whatever one request brings, the others go on
             return self._refuse(message.request, error)
         self.requests.waiting.append(request)
-        if self.drafter is not None:
-            self._introduce(request)
+        self._introduce(request)
 
     def _introduce(self, request: Request) -> None:
         """Tell the drafter of a request and its text so far."""
-        assert self.drafter is not None
+        if self.drafter is None or not request.drafted:
+            return
         round_ = request.round + 1 if request.has_answer else 0
         start = Start(request=request.number, round=round_, sampling=request.sampling)
         self.drafts.send(self.drafter, start, [np.asarray(request.text)])
@@ -514,10 +573,11 @@ class Verifier:
         self._refuse(request.number, error)
         self._forget(request)
 
-    def _refuse(self, number: int, error: Exception) -> None:
+    def _refuse(self, number: int, error: BaseException) -> None:
         reason = (str(error) or "no reason given").splitlines()[0]
-        text = f"request {number}: {type(error).__name__} in the target: {reason}"
-        kind = "NotANumber" if isinstance(error, NotANumber) else "RequestFailed"
+        refused = isinstance(error, RequestError)
+        text = reason if refused else f"request {number}: {type(error).__name__} in the target: {reason}"
+        kind = type(error).__name__ if refused or isinstance(error, NotANumber) else "RequestFailed"
         self.control.send(Failed(request=number, kind=kind, text=text))
 
     def _forget(self, request: Request) -> None:
@@ -530,6 +590,9 @@ class Verifier:
         now = time.perf_counter_ns()
         if now - self.heard_ns > HEARTBEAT_S * 1e9:
             self.heard_ns = now
-            self.control.send(Heartbeat())
+            pool = self.target.pool
+            running, waiting = len(self.requests.running), len(self.requests.waiting)
+            blocks, free = (0, 0) if pool is None else (pool.blocks, pool.free)
+            self.control.send(Heartbeat(running=running, waiting=waiting, held_blocks=blocks - free, blocks=blocks))
             self.drafts.restore()
             self.trace.flush()

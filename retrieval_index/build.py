@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from engine.whole_file import write_whole
 from retrieval_index.corpus import tokenised
 from retrieval_index.datastore import HEADER, MAGIC, VERSION, DatastoreError, Header, Shard, checksum, fingerprint
+from retrieval_index.library import library
 
 SHARD_TOKENS = 32_000_000
 PROGRESS = "progress.json"
@@ -116,8 +117,7 @@ def resume(path: Path, fresh: P) -> P:
 
 def write_shard(out: Path, number: int, tokens: NDArray[np.uint32], width: int) -> Shard:
     """Both files of a shard. Suffixes sort by their tokens' values: as the bytes do, the high one first."""
-    from pydivsufsort import divsufsort
-
+    divsufsort = library("pydivsufsort").divsufsort
     stored = tokens.astype(f"<u{width}")
     suffixes = divsufsort(stored.astype(f">u{width}").view(np.uint8))
     suffixes = (suffixes[suffixes % width == 0] // width).astype("<i4")

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from retrieval_index.datastore import HEADER, DatastoreError, checksum, fingerprint
 from retrieval_index.embedding import TextEmbedding
+from retrieval_index.library import library
 
 VERSION = 1
 MAGIC = "talon-dense"
@@ -118,8 +119,7 @@ def read_header(folder: Path) -> DenseHeader:
 
 
 def _read_faiss(path: Path) -> Any:
-    import faiss
-
+    faiss = library("faiss")
     faiss.omp_set_num_threads(1)  # one question at a time; the cores are the target's
     try:
         index = faiss.read_index(str(path))

@@ -24,6 +24,7 @@ from retrieval_index.corpus import tokenised
 from retrieval_index.datastore import HEADER, DatastoreError, checksum, fingerprint
 from retrieval_index.dense import FILES, MAGIC, VERSION, DenseHeader, read_header
 from retrieval_index.embedding import Floats, TextEmbedding
+from retrieval_index.library import library
 
 PASSAGE_TOKENS = 160
 PART_TOKENS = 1_000_000  # read, and embedded, at a time
@@ -184,8 +185,7 @@ def _directions(embed: TextEmbedding, part: Passages, path: Path) -> Floats:
 
 def _serialised(vectors: Floats, large: int) -> NDArray[np.uint8]:
     """The faiss index over unit vectors: exact, or beyond `large` in cells, compressed."""
-    import faiss
-
+    faiss = library("faiss")
     dimensions = vectors.shape[1]
     if len(vectors) <= large:
         index: Any = faiss.IndexFlatIP(dimensions)

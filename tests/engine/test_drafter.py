@@ -79,9 +79,12 @@ class Verifier:
         assert isinstance(message, Draft)
         return message, TokenTree(*arrays)
 
-    def verdict(self, round_: int, draft: int, path: list[int], tokens: list[int], **fields: Any) -> None:
+    def verdict(
+        self, round_: int, draft: int, path: list[int], tokens: list[int], grafts: Sequence[int] = (), **fields: Any
+    ) -> None:
         message = Verdict(request=1, round=round_, draft=draft, **{"following": 0} | fields)
-        arrays = [np.asarray(path), np.asarray(tokens), np.zeros((0, 0, 0), np.float32), np.zeros((0, 0), np.int32)]
+        features, successors = np.zeros((0, 0, 0), np.float32), np.zeros((0, 0), np.int32)
+        arrays = [np.asarray(path), np.asarray(tokens), features, successors, np.asarray(grafts, np.int32)]
         self.hub.send(self.peer, message, arrays)
 
 
@@ -116,6 +119,18 @@ def test_a_verdict_is_answered_with_the_tree_of_its_outcome(verifier: Verifier) 
     draft, tree = verifier.draft()
     assert (draft.round, draft.parent, draft.node, draft.token) == (1, 0, 0, 7)
     assert tree.tokens.tolist() == [7, 8, 9]
+
+
+def test_what_the_verifier_grafts_onto_a_draft_is_part_of_the_verdict(verifier: Verifier) -> None:
+    verifier.verdict(0, 0, [0], [7])
+    first, _ = verifier.draft()
+    # 7 -> 8 -> 9 was drafted, 7 -> 8 -> 40 -> 41 became part of it, and 50 was drawn behind that
+    verifier.verdict(1, first.draft, [0, 1, 3, 4], [8, 40, 41, 50], grafts=[8, 40, 41])
+    second, tree = verifier.draft()
+    assert (second.round, second.parent, second.node, second.token) == (2, first.draft, 4, 50)
+    assert tree.tokens.tolist() == [50, 51, 52]
+    verifier.verdict(2, 0, [0, 1], [60, 61], grafts=[60])  # the root alone, with a graft
+    assert verifier.draft()[0].token == 61
 
 
 def test_in_turns_nothing_is_drafted_before_it_is_asked_for(verifier: Verifier) -> None:

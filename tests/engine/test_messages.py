@@ -45,7 +45,7 @@ EXAMPLES: list[tuple[Message, list[Any]]] = [
     (Heartbeat(), []),
     (Hello(feature_layers=(1, 2), successors=8), []),
     (Start(request=1, round=0, sampling=SamplingParams()), [INTS]),
-    (Verdict(request=1, round=2, draft=3, following=0), [INTS, INTS, FEATURES, SUCCESSORS]),
+    (Verdict(request=1, round=2, draft=3, following=0), [INTS, INTS, FEATURES, SUCCESSORS, INTS]),
     (Finish(request=1), []),
     (
         Draft(request=1, round=2, draft=3, parent=0, node=1, token=5, draft_us=0),
@@ -73,7 +73,7 @@ def test_there_is_an_example_of_every_message_with_arrays() -> None:
 def test_empty_features_survive_the_wire() -> None:
     message = Verdict(request=1, round=2, draft=3, following=0)
     _, arrays = decode(
-        frames_of(message, [INTS, INTS, np.zeros((0, 0, 0), np.uint16), np.zeros((0, 0), np.int32)]), EVERY
+        frames_of(message, [INTS, INTS, np.zeros((0, 0, 0), np.uint16), np.zeros((0, 0), np.int32), INTS]), EVERY
     )
     assert arrays[2].shape == (0, 0, 0)
 

@@ -96,6 +96,21 @@ def test_no_path_loses_confidence_in_a_union(one: TokenTree, other: TokenTree) -
         assert all(union[path] >= confidence - 1e-5 for path, confidence in paths(tree).items())
 
 
+@given(trees(), st.lists(st.integers(0, 5), max_size=6))
+def test_a_graft_is_a_path_from_the_root_and_changes_nothing_that_is_there(tree: TokenTree, tokens: list[int]) -> None:
+    grafted = tree.grafted(tokens, 0.5).validate(10**6)
+    own = grafted.keep(range(len(tree)))
+    for name in ("tokens", "parents", "confidence", "source"):
+        assert np.array_equal(getattr(own, name), getattr(tree, name))
+    node: int | None = 0
+    for token in tokens:
+        assert node is not None
+        node = grafted.child(node, token)
+    assert node is not None
+    assert len(grafted) <= len(tree) + len(tokens)
+    assert not grafted.source[len(tree) :].any()
+
+
 def test_agreement_raises_confidence_and_joins_the_sources() -> None:
     one, other = TokenTree.chain(0, [3], [0.5], source=1), TokenTree.chain(0, [3, 4], [0.5, 0.25], source=2)
     union = one.union(other)

@@ -1,0 +1,143 @@
+"""`talon bench --server URL`: so many clients at once against a server that speaks OpenAI's API, Talon or another."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.table import Table
+
+from engine.errors import ConfigError
+from engine.sampling import SamplingParams
+
+from .load_figures import LoadRow, p50_p95, tokens_per_second
+from .questions import Question, read_questions
+
+KEY_VARIABLE = "OPENAI_API_KEY"
+_ROUNDS = 2  # requests at a level, for each client
+_TIMEOUT_S = 600.0
+
+Asked = tuple[str, Question]
+"""A question, and the name of the file that it is from."""
+
+
+@dataclass
+class LevelOfClients:
+    """What came of one level. refused: statuses of requests that were not answered, and how often each."""
+
+    clients: int
+    rows: list[LoadRow] = field(default_factory=list)
+    refused: Counter[int] = field(default_factory=Counter)
+
+
+async def run_clients(
+    url: str, files: Sequence[Path], limit: int | None, levels: Sequence[int], sampling: SamplingParams, out: Path
+) -> list[LevelOfClients]:
+    """Ask at each level, with no question twice as long as there are enough; writes `out`/clients.jsonl."""
+    httpx = _httpx()
+    suites = [[(file.stem, question) for question in read_questions(file, limit)] for file in files]
+    rows = itertools.zip_longest(*suites)
+    endless = itertools.cycle([one for row in rows for one in row if one is not None])
+    key = os.environ.get(KEY_VARIABLE)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=max(levels))
+    done = []
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=_TIMEOUT_S, limits=limits) as client:
+        try:
+            model = (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
+        except (httpx.HTTPError, ValueError, LookupError) as error:
+            raise ConfigError(f"--server {url}: does not speak OpenAI's API: {error}") from None
+        for level in levels:
+            asked = list(itertools.islice(endless, max(_ROUNDS * level, len(files))))
+            done.append(await _at_once(_Clients(client, model, sampling), iter(asked), level))
+    with (out / "clients.jsonl").open("w", encoding="utf8") as file:
+        file.writelines(msgspec.json.encode(row).decode() + "\n" for level_ in done for row in level_.rows)
+    return done
+
+
+def table(url: str, levels: Sequence[LevelOfClients]) -> Table:
+    """A line for each level; p50/p95 of the time to the first token and of the pauses between chunks."""
+    made = Table(title=f"Clients at once, {url}")
+    for column in ("clients", "answers", "refused", "tokens/s", "first ms", "pause ms"):
+        made.add_column(column, justify="right")
+    for level in levels:
+        refused = ", ".join(f"{count} x {status}" for status, count in sorted(level.refused.items()))
+        figures = ["-", "-", "-"]
+        if level.rows:
+            first_s, pauses_s = [r.first_token_s for r in level.rows], [p for r in level.rows for p in r.pauses_s]
+            speed = f"{tokens_per_second(level.rows):.0f}"
+            figures = [speed, p50_p95(first_s, 1000), p50_p95(pauses_s, 1000) if pauses_s else "-"]
+        made.add_row(str(level.clients), str(len(level.rows)), refused or "0", *figures)
+    return made
+
+
+@dataclass(frozen=True)
+class _Clients:
+    client: Any
+    model: str
+    sampling: SamplingParams
+
+    async def ask(self, one: Asked, level: LevelOfClients, started_s: float) -> None:
+        """One answer, streamed. How many tokens a chunk has is not said: the answer's are spread over its chunks."""
+        suite, question = one
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": question.prompt}],
+            "max_tokens": self.sampling.max_tokens,
+            "temperature": self.sampling.temperature,
+            "seed": self.sampling.seed,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        asked_s, times, tokens = time.perf_counter() - started_s, [], 0
+        async with self.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            if answer.status_code != 200:
+                level.refused[answer.status_code] += 1
+                return
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                chunk = json.loads(line[len("data: ") :])
+                if chunk["choices"] and chunk["choices"][0]["delta"].get("content"):
+                    times.append(time.perf_counter() - started_s)
+                elif chunk.get("usage"):
+                    tokens = chunk["usage"]["completion_tokens"]
+        emitted = list(zip(times, _spread(tokens, len(times)), strict=True))
+        row = LoadRow(suite, question.question_id, self.model, level.clients, None, 0, asked_s, emitted, True, False)
+        level.rows.extend([row] if emitted else [])
+
+
+async def _at_once(clients: _Clients, asked: Iterator[Asked], count: int) -> LevelOfClients:
+    level, started_s = LevelOfClients(count), time.perf_counter()
+
+    async def client() -> None:
+        for one in asked:
+            await clients.ask(one, level, started_s)
+
+    await asyncio.gather(*(client() for _ in range(count)))
+    return level
+
+
+def _spread(tokens: int, chunks: int) -> list[int]:
+    """The first chunk has one token, the prefill's; the others share the rest."""
+    if chunks < 2:
+        return [tokens] * chunks
+    marks = [1 + round((tokens - 1) * chunk / (chunks - 1)) for chunk in range(chunks)]
+    return [1, *(now - before for before, now in itertools.pairwise(marks))]
+
+
+def _httpx() -> Any:
+    try:
+        import httpx
+    except ImportError:
+        raise ConfigError("--server: httpx is missing: pip install 'talon-decoding[bench]'") from None
+    return httpx

@@ -1,0 +1,206 @@
+"""Matcher: where an answer stands in its grammar, and which tokens may come next.
+
+Making one takes milliseconds, seconds for the largest grammars and a second more for a process's first (the tokenizer
+has to be read), so `Matchers` makes them in a thread of its own: a request waits for its grammar, others do not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import RequestError, RequestFailed
+from engine.grammar import Grammar
+from engine.tree import TokenTree
+
+_KEPT = 32  # grammars
+_ANY_OBJECT = '{"type": "object"}'
+_WHITESPACE = {"whitespace_pattern": r"( |\n[ \t]{0,64})?"}
+"""Between the parts of JSON: what `json.dumps` writes, indented or not. Without a bound a model may never stop."""
+_STYLES = ((", ", ": "), (",", ":"))
+"""Separators of JSON that is guessed at: with them nearly all of it that is no value follows from the schema."""
+_FORESEEN = 16  # tokens
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def check(grammar: Grammar) -> None:
+    """Raise RequestError, with the library's reason, if there is no matcher for `grammar`."""
+    if reason := _library().LLMatcher.validate_grammar(_source(grammar), limits=_limits()):
+        raise _refused(grammar, reason)
+
+
+class Matchers:
+    """Makes the matchers of one model. tokenizer: loads its tokenizer, when it is first needed."""
+
+    def __init__(self, tokenizer: Callable[[], Any], vocab_size: int, eos_tokens: Iterable[int]):
+        self._load, self._vocab_size, self._eos = tokenizer, vocab_size, sorted(eos_tokens)
+        self._thread: ThreadPoolExecutor | None = None
+        self._made: OrderedDict[Grammar, Matcher] = OrderedDict()
+        self._tokenizer: Any = None
+
+    def begin(self, grammar: Grammar, answer: Sequence[int]) -> Future[Matcher]:
+        """A matcher that has followed `answer`, when it is made."""
+        self._thread = self._thread or ThreadPoolExecutor(1, "grammars")
+        return self._thread.submit(self._make, grammar, list(answer))
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _make(self, grammar: Grammar, answer: list[int]) -> Matcher:
+        if grammar not in self._made:
+            state = self._state(_source(grammar))
+            if state.is_error():
+                raise _refused(grammar, state.get_error())
+            guides = [self._state(source) for source in _guides(grammar)]
+            guides = [guide for guide in guides if not guide.is_error()]
+            self._made[grammar] = Matcher(state, guides, self._vocab_size)
+            if len(self._made) > _KEPT:
+                self._made.popitem(last=False)
+        self._made.move_to_end(grammar)
+        matcher = self._made[grammar].copy()
+        for token in answer:
+            matcher.accept(token)
+        return matcher
+
+    def _state(self, source: str) -> Any:
+        if self._tokenizer is None:
+            self._tokenizer = _tokens(self._load(), self._vocab_size, self._eos)
+        return _library().LLMatcher(self._tokenizer, source, log_level=0, limits=_limits())
+
+
+class Matcher:
+    """One answer's. The end-of-sequence tokens are the sampler's: they are allowed where the grammar is `complete`.
+
+    state: the library's. guides: of grammars that allow less, to guess from: each as long as the answer keeps to it.
+    """
+
+    def __init__(self, state: Any, guides: list[Any], vocab_size: int):
+        self._state, self._guides, self._vocab_size = state, guides, vocab_size
+        self._bits = np.zeros((vocab_size + 31) // 32, np.uint32)
+
+    def copy(self) -> Matcher:
+        """Another one at the same place."""
+        return Matcher(self._state.deep_copy(), [guide.deep_copy() for guide in self._guides], self._vocab_size)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the answer may end here."""
+        return bool(self._state.is_accepting())
+
+    @property
+    def ended(self) -> bool:
+        """Whether the answer is complete and nothing may follow."""
+        return bool(self._state.is_stopped()) and not self._state.is_error()
+
+    @property
+    def trouble(self) -> str:
+        """Why the library could not go on, "" if it can."""
+        return _first_line(self._state.get_error())
+
+    def allows(self, token: int) -> bool:
+        """Whether `token`, which does not end the answer, may come next."""
+        return bool(self._state.validate_tokens([token]) == 1)
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """[vocab]: the tokens that may come next."""
+        if self.ended or self.trouble:
+            return np.zeros(self._vocab_size, np.bool_)
+        self._state.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        bits = np.unpackbits(self._bits.view(np.uint8), bitorder="little")[: self._vocab_size]
+        return bits.view(np.bool_)
+
+    def accept(self, token: int) -> None:
+        """`token` was drawn. Raises RequestFailed where the library gives up on the text."""
+        if not self._state.consume_token(token):
+            raise RequestFailed(f"the grammar could not be followed: {self.trouble or 'the answer has left it'}")
+        self._guides = [guide for guide in self._guides if guide.consume_token(token)]
+
+    def foreseen(self) -> list[int]:
+        """Tokens that most probably come next, because little else may: a guess, for a draft."""
+        for state in (*self._guides, self._state):
+            if tokens := state.compute_ff_tokens()[:_FORESEEN]:
+                return list(tokens[: self._state.validate_tokens(tokens)])
+        return []
+
+    def admitted(self, tree: TokenTree) -> NDArray[np.bool_]:
+        """[nodes]: those of a draft that the grammar lets come, the root among them."""
+        admitted = np.zeros(len(tree), np.bool_)
+        admitted[0] = True
+        for leaf in np.setdiff1d(np.arange(1, len(tree)), tree.parents).tolist():
+            path = tree.path(leaf)[1:]
+            count = self._state.validate_tokens(tree.tokens[path].tolist())
+            admitted[path[:count]] = True
+        return admitted
+
+
+def _source(grammar: Grammar) -> str:
+    """In the library's own form. Raises RequestError for text that cannot be brought into it."""
+    library = _library()
+    if grammar.regex is not None:
+        return str(library.LLMatcher.grammar_from_regex(grammar.regex))
+    try:
+        if grammar.grammar is not None:
+            return str(library.grammar_from("grammar", grammar.grammar))
+        return str(library.LLMatcher.grammar_from_json_schema(_schema(grammar), _WHITESPACE))
+    except Exception as error:  # the converter of GBNF raises what it likes
+        raise _refused(grammar, str(error) or type(error).__name__) from None
+
+
+def _guides(grammar: Grammar) -> list[str]:
+    """JSON as people write it on one line."""
+    if grammar.regex is not None or grammar.grammar is not None:
+        return []
+    return [
+        str(
+            _library().LLMatcher.grammar_from_json_schema(
+                _schema(grammar), {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
+            )
+        )
+        for item, key in _STYLES
+    ]
+
+
+def _schema(grammar: Grammar) -> str:
+    return _ANY_OBJECT if grammar.json_schema is None else str(grammar.json_schema)
+
+
+def _tokens(tokenizer: Any, vocab_size: int, eos_tokens: list[int]) -> Any:
+    """The library's view of a `transformers` tokenizer."""
+    from llguidance.hf import from_tokenizer
+
+    try:
+        return from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_tokens or None)
+    except Exception as error:
+        raise RequestError(f"grammar: this model's tokenizer does not work with grammars: {error}") from None
+
+
+def _refused(grammar: Grammar, reason: str) -> RequestError:
+    field = next(name for name in grammar.__struct_fields__ if getattr(grammar, name))
+    return RequestError(f"grammar.{field}: {_first_line(reason)}")
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0][:300] if text.strip() else ""
+
+
+def _limits() -> Any:
+    """A state of the lexer takes 1 to 2 kB, and the library's own limit is five times as many. Reasons are for callers
+    and logs, which the text of answers is not for.
+    """
+    return _library().LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise RequestError('grammar: needs llguidance; run: pip install "talon-decoding[grammar]"') from None
+    return llguidance

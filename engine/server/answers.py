@@ -1,0 +1,154 @@
+"""What a client gets: OpenAI's objects, and Talon's figures beside them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+FinishReason = Literal["stop", "length"]
+
+
+class Usage(BaseModel):
+    """Tokens of the prompt (once, however many choices) and of all answers."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class TopLogprob(BaseModel):
+    """A token that might have been drawn. bytes: its UTF-8, of which a character may have several tokens."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """A token of the answer."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[TokenLogprob]
+
+
+class TextLogprobs(BaseModel):
+    """Of a text completion. Of a prompt's first token there is none."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TokenSource(BaseModel):
+    """A token and who proposed it: `target` (nobody did), `retrieval` or `head`."""
+
+    token: str
+    source: str
+
+
+class ChatMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    sources: list[TokenSource] | None = None
+
+
+class TextChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: FinishReason
+    sources: list[TokenSource] | None = None
+
+
+class SpeculativeDecoding(BaseModel):
+    """Rounds that had a draft, the tokens drafted and accepted, and how many were accepted at each place of a draft."""
+
+    drafts: int
+    draft_tokens: int
+    accepted_tokens: int
+    accepted_per_position: list[int]
+
+
+class AnswerMetrics(BaseModel):
+    """How an answer, or several choices together, came about. exact: the text is that of plain decoding."""
+
+    rounds: int
+    mean_accepted_tokens: float
+    tokens_per_second: float
+    time_to_first_token_s: float
+    exact: bool
+    speculative_decoding: SpeculativeDecoding
+
+
+class _Answer(BaseModel):
+    id: str
+    created: int
+    model: str
+    usage: Usage
+    metrics: AnswerMetrics
+
+
+class ChatCompletion(_Answer):
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: list[ChatChoice]
+
+
+class TextCompletion(_Answer):
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[TextChoice]
+
+
+class Model(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "talon"
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class Tokenized(BaseModel):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class Version(BaseModel):
+    version: str
+
+
+class Status(BaseModel):
+    status: str
+
+
+class ErrorDetail(BaseModel):
+    """param: the field that is wrong, where one is."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    error: ErrorDetail
+
+
+Chunk = dict[str, Any]
+"""An event of a stream, as JSON."""

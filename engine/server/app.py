@@ -1,0 +1,159 @@
+"""The routes."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from importlib.resources import files
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import HTMLResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+
+from engine.errors import TalonError
+from engine.server.answers import (
+    ChatCompletion,
+    Error,
+    Model,
+    ModelList,
+    Status,
+    TextCompletion,
+    Tokenized,
+    Version,
+)
+from engine.server.connection import ClientGone
+from engine.server.errors import ApiError, api_error
+from engine.server.guard import CLIENT_GONE, Guard
+from engine.server.render import ChatFormat, TextFormat
+from engine.server.schema import ChatRequest, CompletionRequest, TokenizeRequest
+from engine.server.serving import Serving
+from engine.server.translate import chat_choices, text_choices
+
+VERSION = version("talon-decoding")
+Responses = dict[int | str, dict[str, Any]]
+_REFUSALS: Responses = {
+    400: {"model": Error, "description": "A field is wrong or not supported; `param` names it."},
+    401: {"model": Error, "description": "No valid API key."},
+    404: {"model": Error, "description": "No such model."},
+    413: {"model": Error, "description": "The body is too long."},
+    429: {"model": Error, "description": "All places are taken; Retry-After says when to come back."},
+    503: {"model": Error, "description": "The workers are being started again."},
+}
+_TEXT: Responses = {200: {"content": {"text/plain": {}}}}
+_STREAM: Responses = {
+    200: {"content": {"text/event-stream": {}}, "description": "The answer, or a stream of its chunks."}
+}
+
+
+def create_app(serving: Serving) -> FastAPI:
+    """The application of one engine, which has been started."""
+    engine, settings = serving.engine, serving.settings
+    app = FastAPI(title="Talon", version=VERSION, redoc_url=None, separate_input_output_schemas=False)
+    app.state.serving = serving
+    _handle_errors(app, serving)
+    app.add_middleware(
+        Guard, settings=settings, log=serving.log, traces=serving.traces, refused=serving.latencies.refused
+    )
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"]
+        )
+
+    @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=_STREAM | _REFUSALS)
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        """Answer chat messages."""
+        serving.check()
+        wanted = await chat_choices(body, engine, settings)
+        format_ = ChatFormat(settings.model, wanted, serving.vocabulary, body.includes_usage, body.return_sources)
+        return await serving.answer(request, body, wanted, format_)
+
+    @app.post("/v1/completions", response_model=TextCompletion, responses=_STREAM | _REFUSALS)
+    async def complete(body: CompletionRequest, request: Request) -> Response:
+        """Go on with a text, or with several."""
+        serving.check()
+        wanted = await text_choices(body, engine, settings, serving.vocabulary)
+        format_ = TextFormat(settings.model, wanted, serving.vocabulary, body.includes_usage, body.return_sources)
+        return await serving.answer(request, body, wanted, format_)
+
+    @app.get("/v1/models", responses=_only(401))
+    async def models() -> ModelList:
+        """The one model that is served."""
+        return ModelList(data=[_model(serving)])
+
+    @app.get("/v1/models/{model:path}", responses=_only(401, 404))
+    async def model(model: str) -> Model:
+        """The one model that is served, by its name."""
+        if model != settings.model:
+            message = f"model: {model} is not served here; ask for {settings.model}"
+            raise ApiError(404, message, code="model_not_found", param="model")
+        return _model(serving)
+
+    @app.post("/tokenize", responses=_only(400, 401, 413))
+    async def tokenize(body: TokenizeRequest) -> Tokenized:
+        """The token ids of a text, or of chat messages through the model's template."""
+        messages = body.messages
+        asked: Any = body.prompt if messages is None else [message.plain() for message in messages]
+        tokens = await engine.encode(asked, raw=True)
+        return Tokenized(tokens=tokens, count=len(tokens), max_model_len=engine.target.context)
+
+    @app.get("/health", responses=_only(503))
+    async def health() -> Status:
+        """Whether this process can go on: 503 asks for a new one."""
+        if engine.failed is not None:
+            raise engine.failed
+        return Status(status="ok")
+
+    @app.get("/ready", responses=_only(503))
+    async def ready() -> Status:
+        """Whether a request would be begun now: 503 while workers return, and before the end."""
+        serving.check()
+        return Status(status="ready")
+
+    @app.get("/version")
+    async def version_() -> Version:
+        """Talon's."""
+        return Version(version=VERSION)
+
+    @app.get("/metrics", response_class=Response, responses=_TEXT | _only(401))
+    async def metrics() -> Response:
+        """For Prometheus."""
+        return Response(generate_latest(serving.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/", response_class=HTMLResponse, include_in_schema=False)
+    async def page() -> HTMLResponse:
+        """A page that chats with the model."""
+        return HTMLResponse(files("engine.server").joinpath("page.html").read_text("utf8"))
+
+    return app
+
+
+def _handle_errors(app: FastAPI, serving: Serving) -> None:
+    async def refuse(request: Request, error: Exception) -> Response:
+        if isinstance(error, ClientGone):
+            return Response(status_code=CLIENT_GONE)
+        if isinstance(error, HTTPException):
+            error = _http_error(error)
+        refusal = api_error(error)
+        if refusal.status == 500:
+            serving.log.failed(request.state.number, error)
+        request.state.record["error"] = str(refusal)
+        return refusal.response()
+
+    for kind in (TalonError, RequestValidationError, HTTPException, ClientGone):
+        app.add_exception_handler(kind, refuse)
+
+
+def _http_error(error: HTTPException) -> ApiError:
+    """Of FastAPI itself: no such path, another method, a body that cannot be read or is too long."""
+    return ApiError(error.status_code, str(error.detail))
+
+
+def _only(*statuses: int) -> Responses:
+    return {status: _REFUSALS[status] for status in statuses}
+
+
+def _model(serving: Serving) -> Model:
+    return Model(id=serving.settings.model, created=serving.started_s, max_model_len=serving.engine.target.context)

@@ -1,0 +1,50 @@
+"""Several answers at once: what comes of each, in the order in which it comes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+
+from engine.answer import Piece, Result
+from engine.api import Engine
+from engine.server.metrics import Latencies
+from engine.server.translate import Wanted
+
+Event = tuple[int, Piece | Result]
+"""What came, and the number of the choice that it belongs to."""
+Events = AsyncGenerator[Event]
+
+
+async def run(engine: Engine, wanted: Sequence[Wanted], latencies: Latencies) -> Events:
+    """(choice, piece) as they come and (choice, result) when one has ended. Closing it cancels all; should one fail,
+    the others end too.
+    """
+    arrivals: asyncio.Queue[tuple[int, Piece | Result | Exception]] = asyncio.Queue()
+    started_s = time.perf_counter()
+
+    async def answer(choice: int) -> None:
+        before_s = started_s
+        try:
+            async with engine.stream(wanted[choice].prompt, wanted[choice].sampling) as stream:
+                async for piece in stream:
+                    before_s = latencies.emitted(before_s, len(piece.token_ids), first=before_s == started_s)
+                    arrivals.put_nowait((choice, piece))
+            assert stream.result is not None
+            arrivals.put_nowait((choice, stream.result))
+        except Exception as error:
+            arrivals.put_nowait((choice, error))
+
+    tasks = [asyncio.create_task(answer(choice)) for choice in range(len(wanted))]
+    left = len(tasks)
+    try:
+        while left:
+            choice, arrival = await arrivals.get()
+            if isinstance(arrival, Exception):
+                raise arrival
+            left -= isinstance(arrival, Result)
+            yield choice, arrival
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

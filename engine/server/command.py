@@ -1,0 +1,98 @@
+"""`talon serve`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from engine import config as configuration
+from engine.cli import MODELS_OWN, ConfigOption, SetOption, overrides, run
+from engine.errors import ConfigError
+
+KEYS_VARIABLE = "TALON_API_KEYS"
+
+
+def serve(
+    config: ConfigOption = configuration.DEMO,
+    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is every address.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one and says which.", min=0, max=65535)] = 8000,
+    method: Annotated[str | None, typer.Option(help="Who drafts: none, pld, suffix, eagle3, hybrid, ...")] = None,
+    model_name: Annotated[
+        str | None, typer.Option("--served-model-name", help="What clients call the model.", show_default=MODELS_OWN)
+    ] = None,
+    api_keys: Annotated[
+        Path | None,
+        typer.Option(help=f"File of API keys, one a line; or {KEYS_VARIABLE}, with commas.", show_default="no keys"),
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM: serve https.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="The certificate's private key, PEM.")] = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="Pages of this origin may call; may be given again.", show_default="none")
+    ] = None,
+    max_body: Annotated[int, typer.Option(help="Longest body of a request, in bytes.", min=1024)] = 4 << 20,
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option(help="Longest prompt.", show_default="the context", min=1)
+    ] = None,
+    max_choices: Annotated[int, typer.Option(help="Answers of one request: prompts times n.", min=1)] = 64,
+    queue: Annotated[
+        int | None, typer.Option(help="Answers under way or waiting; more get 429.", show_default="queue.size", min=1)
+    ] = None,
+    drain: Annotated[int, typer.Option(help="Seconds that SIGTERM leaves to answers under way.", min=0)] = 30,
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Prompts and answers stand in the log.")] = False,
+    traces: Annotated[
+        str | None, typer.Option(help="Send OpenTelemetry spans: http://HOST:4318/v1/traces", show_default="none")
+    ] = None,
+    set_: SetOption = None,
+) -> None:
+    """Serve OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models; /metrics, /health and /ready; a page at /.
+
+    talon serve
+
+    talon serve --method hybrid --config configs/demo-17m.yaml --port 8001 --api-keys keys.txt
+    """
+
+    async def main() -> None:
+        try:
+            from engine.server.run import Listening, run_server
+            from engine.server.settings import Settings
+        except ImportError as error:
+            raise ConfigError(f"serve: {error.name} is missing: pip install 'talon-decoding[serve]'") from None
+        given = overrides(set_, method=method, **({} if queue is None else {"queue.size": queue}))
+        engine_config = configuration.load(config, given | {"queue.full": "refuse"})
+        settings = Settings(
+            model=model_name or short_name(engine_config.model),
+            api_keys=read_keys(api_keys),
+            cors_origins=tuple(cors_origin or ()),
+            max_body_bytes=max_body,
+            max_prompt_tokens=max_prompt_tokens,
+            max_choices=max_choices,
+            log_prompts=log_prompts,
+            traces=traces,
+        )
+        if (tls_cert is None) != (tls_key is None):
+            raise ConfigError("--tls-cert, --tls-key: give both or neither")
+        await run_server(engine_config, settings, Listening(host, port, tls_cert, tls_key, drain))
+
+    run(main())
+
+
+def read_keys(file: Path | None) -> tuple[str, ...]:
+    """The keys of the file and of the environment; blank lines and lines that begin with # say nothing."""
+    lines = os.environ.get(KEYS_VARIABLE, "").split(",")
+    if file is not None:
+        try:
+            lines += file.read_text("utf8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--api-keys {file}: cannot be read: {error}") from None
+    keys = tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
+    if file is not None and not keys:
+        raise ConfigError(f"--api-keys {file}: holds no key, and would let everybody in; write one a line")
+    return keys
+
+
+def short_name(model: str) -> str:
+    """A hub id or a name of the catalogue as it is; of a path its last part."""
+    return Path(model).resolve().name if Path(model).exists() else model

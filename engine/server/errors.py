@@ -1,0 +1,87 @@
+"""Errors as OpenAI's clients expect them: a status, and an object that names the field."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+
+from engine.errors import EngineClosed, ProtocolError, QueueFull, RequestError, TalonError, WorkerDied
+from engine.server.answers import Error, ErrorDetail
+
+RETRY_AFTER_S = 1
+_FIELD_NAME = re.compile(r"(?!str$|int$)[a-z_0-9]+")  # and not a branch of a union
+_FIELD = re.compile(r"^([a-z_][a-z0-9_.]*)(=|: )")
+
+
+class ApiError(TalonError):
+    """A refusal with its status. param: the field that is wrong."""
+
+    def __init__(
+        self, status: int, message: str, kind: str = "invalid_request_error", code: str | None = None, param: str = ""
+    ):
+        super().__init__(message)
+        self.status, self.kind, self.code, self.param = status, kind, code, param
+
+    @property
+    def headers(self) -> dict[str, str]:
+        if self.status == 401:
+            return {"WWW-Authenticate": "Bearer"}
+        return {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
+
+    @property
+    def body(self) -> Error:
+        detail = ErrorDetail(message=str(self), type=self.kind, param=self.param or None, code=self.code)
+        return Error(error=detail)
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body.model_dump(), self.status, self.headers)
+
+
+def api_error(error: Exception) -> ApiError:
+    """What a client is told of an error. Of one that nobody expected only that it happened: its text is for the log."""
+    match error:
+        case ApiError():
+            return error
+        case RequestValidationError():
+            return _validation(error)
+        case RequestError():
+            return ApiError(400, str(error), param=field_of(str(error)))
+        case QueueFull():
+            return ApiError(429, "all places are taken; try again later", "rate_limit_error", "queue_full")
+        case WorkerDied() | EngineClosed():
+            return ApiError(503, str(error), "server_error", "unavailable")
+        case TalonError() if not isinstance(error, ProtocolError):
+            return ApiError(500, str(error), "server_error", "request_failed")
+    return ApiError(500, "an error of the server; its log says more", "server_error", "internal_error")
+
+
+def returning() -> ApiError:
+    """The engine is on its way back."""
+    return ApiError(503, "the workers are being started again; try again soon", "server_error", "unavailable")
+
+
+def field_of(message: str) -> str:
+    """The field that one of our one-line errors names at its beginning."""
+    found = _FIELD.match(message)
+    return found[1] if found else ""
+
+
+def _validation(error: RequestValidationError) -> ApiError:
+    errors: Any = error.errors()
+    field = errors[0]["loc"][:2]
+    first = max((one for one in errors if one["loc"][:2] == field), key=lambda one: len(one["loc"]))
+    path = [str(part) for part in first["loc"][1:] if _FIELD_NAME.fullmatch(str(part))]
+    field = ".".join(path)
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "json_invalid":
+        return ApiError(400, "the body is not JSON", code="invalid_json")
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"{field}: is not supported by this server; leave it out", code="unsupported", param=field)
+    if first["type"] == "value_error" and field_of(message):  # ours: it names the field
+        field = ".".join([*path, field_of(message)])
+    else:
+        message = f"{field or 'body'}: {message[0].lower()}{message[1:]}"
+    return ApiError(400, message, param=field)

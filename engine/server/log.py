@@ -1,0 +1,57 @@
+"""The server's log: one JSON object a line on standard error, without prompts and answers unless they are asked for."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import sys
+from typing import Any
+
+_LOGGER = "talon.server"
+
+
+class JsonLines(logging.Formatter):
+    """A record as one line of JSON; `extra={"fields": {...}}` adds to it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.datetime.fromtimestamp(record.created, datetime.timezone.utc).isoformat(timespec="milliseconds")
+        line: dict[str, Any] = {"time": at, "level": record.levelname.lower(), "event": record.getMessage()}
+        line |= getattr(record, "fields", {})
+        if record.exc_info and record.exc_info[1] is not None:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+class Log:
+    """prompts: whether what people write and read may stand in it."""
+
+    def __init__(self, prompts: bool = False):
+        self.prompts = prompts
+        self._logger = logging.getLogger(_LOGGER)
+
+    def request(self, fields: dict[str, object]) -> None:
+        """A request has been answered."""
+        self._logger.info("request", extra={"fields": fields})
+
+    def started(self, url: str, model: str) -> None:
+        """Requests are taken from now on."""
+        self._logger.info("serving", extra={"fields": {"url": url, "model": model}})
+
+    def warn(self, text: str) -> None:
+        """Something that whoever runs the server should know."""
+        self._logger.warning(text)
+
+    def failed(self, number: str, error: BaseException) -> None:
+        """Something went wrong that nobody expected."""
+        self._logger.error("internal error", exc_info=error, extra={"fields": {"id": number}})
+
+
+def to_standard_error() -> None:
+    """Send the log, and uvicorn's own lines, to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines())
+    for name in (_LOGGER, "uvicorn.error"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(logging.INFO)

@@ -1,0 +1,102 @@
+"""Prometheus metrics: vLLM's names where it has one, so that its dashboards work, and talon's own beside them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from engine.answer import Result
+from engine.api import Engine
+
+_FIRST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_REQUEST_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class Latencies:
+    """What each answer takes, as seen by the server."""
+
+    def __init__(self, registry: CollectorRegistry, model: str):
+        def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
+            made = Histogram(name, about, ["model_name"], buckets=buckets, registry=registry)
+            return made.labels(model)
+
+        self._first = histogram("vllm:time_to_first_token_seconds", "Until an answer's first token.", _FIRST_S)
+        self._between = histogram("vllm:inter_token_latency_seconds", "For each token after the first.", _TOKEN_S)
+        self._whole = histogram("vllm:e2e_request_latency_seconds", "Until an answer's last token.", _REQUEST_S)
+        self._ended = Counter(
+            "vllm:request_success", "Answers that ended.", ["model_name", "finished_reason"], registry=registry
+        )
+        self._refused = Counter(
+            "talon:http_errors", "Requests that failed or were refused.", ["status"], registry=registry
+        )
+        self._model = model
+
+    def emitted(self, before_s: float, tokens: int, first: bool) -> float:
+        """So many tokens came, the ones before at `before_s` (time.perf_counter). Returns when these came."""
+        now_s = time.perf_counter()
+        if first:
+            self._first.observe(now_s - before_s)
+        elif tokens:
+            for _ in range(tokens):
+                self._between.observe((now_s - before_s) / tokens)
+        return now_s
+
+    def ended(self, started_s: float, result: Result, reason: str) -> None:
+        """An answer is complete."""
+        self._whole.observe(time.perf_counter() - started_s)
+        self._ended.labels(self._model, reason).inc()
+
+    def refused(self, status: int) -> None:
+        """A request was answered with an error."""
+        self._refused.labels(str(status)).inc()
+
+
+class EngineCollector(Collector):
+    """The engine's counters, read when they are asked for."""
+
+    def __init__(self, engine: Engine, model: str):
+        self.engine, self.model = engine, model
+
+    def collect(self) -> Iterator[Metric]:
+        totals = self.engine.totals
+        state = totals.state
+        running = min(state.running, self.engine.requests)
+        yield self._gauge("vllm:num_requests_running", "Requests that share forwards.", running)
+        yield self._gauge("vllm:num_requests_waiting", "Requests accepted that wait.", self.engine.requests - running)
+        share = state.held_blocks / state.blocks if state.blocks else 0.0
+        yield self._gauge("vllm:kv_cache_usage_perc", "Share of key and value blocks held, 0 to 1.", share)
+        yield self._counter("vllm:prompt_tokens", "Tokens of prompts.", totals.prompt_tokens)
+        yield self._counter("vllm:generation_tokens", "Tokens of answers.", totals.tokens)
+        yield self._counter("vllm:spec_decode_num_drafts", "Rounds that had a draft.", totals.drafts)
+        yield self._counter("vllm:spec_decode_num_draft_tokens", "Tokens drafted and verified.", totals.draft_tokens)
+        yield self._counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens accepted.", totals.accepted)
+        yield self._accepted_per_position(totals.accepted_at)
+        yield self._gauge("talon:kv_blocks", "Blocks of 16 positions, held or free.", state.blocks)
+        yield self._gauge("talon:kv_blocks_held", "Blocks that requests hold.", state.held_blocks)
+        yield self._gauge("talon:verifier_ready", "1 while a verifier serves.", int(self.engine.ready))
+        yield self._counter("talon:verifier_busy_seconds", "Spent in the target's forwards.", totals.busy_s)
+        yield self._counter("talon:rounds", "Rounds of all requests.", totals.rounds)
+        yield self._counter("talon:draft_hits", "Rounds whose tree was there at the verdict before.", totals.hits)
+        yield self._counter("talon:verified_nodes", "Nodes verified, roots included.", totals.nodes)
+
+    def _gauge(self, name: str, about: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, about, labels=["model_name"])
+        family.add_metric([self.model], value)
+        return family
+
+    def _counter(self, name: str, about: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, about, labels=["model_name"])
+        family.add_metric([self.model], value)
+        return family
+
+    def _accepted_per_position(self, accepted_at: list[int]) -> Metric:
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        family = CounterMetricFamily(name, "Of these, by place in the draft.", labels=["model_name", "position"])
+        for position, count in enumerate(accepted_at):
+            family.add_metric([self.model, str(position)], count)
+        return family

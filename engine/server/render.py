@@ -1,0 +1,238 @@
+"""From what the engine emits to OpenAI's objects: the chunks of a stream, and whole answers."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from pydantic import BaseModel
+
+from engine.answer import Piece, Result, speculative_decoding
+from engine.messages import TokenLogprob as Logprob
+from engine.server.answers import (
+    AnswerMetrics,
+    ChatChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    ChatMessage,
+    Chunk,
+    FinishReason,
+    SpeculativeDecoding,
+    TextChoice,
+    TextCompletion,
+    TextLogprobs,
+    TokenLogprob,
+    TokenSource,
+    TopLogprob,
+    Usage,
+)
+from engine.server.translate import Wanted
+from engine.server.vocabulary import Vocabulary
+
+_REASONS: dict[str, FinishReason] = {"eos": "stop", "stop": "stop", "length": "length"}
+
+
+class Format(Protocol):
+    """One of the two kinds of answers."""
+
+    def opening(self) -> list[Chunk]:
+        """What comes before the first token."""
+
+    def piece(self, choice: int, piece: Piece) -> Chunk:
+        """A round of one choice."""
+
+    def closing(self, choice: int, result: Result) -> Chunk:
+        """The end of a choice."""
+
+    def whole(self, results: Sequence[Result]) -> BaseModel:
+        """All choices at once."""
+
+    def usage(self, results: Sequence[Result]) -> Chunk:
+        """The chunk behind all choices that counts tokens."""
+
+
+class _Format:
+    """kind: of the chunks' `object`. counted: put `usage: null` into chunks, as OpenAI does where usage follows."""
+
+    kind, letters = "", ""
+
+    def __init__(self, model: str, wanted: Sequence[Wanted], vocabulary: Vocabulary, counted: bool, sources: bool):
+        self.wanted, self.vocabulary, self.sources = wanted, vocabulary, sources
+        self._head = {
+            "id": f"{self.letters}-{uuid.uuid4().hex}",
+            "object": self.kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._tail: Chunk = {"usage": None} if counted else {}
+
+    def usage(self, results: Sequence[Result]) -> Chunk:
+        figures = {"usage": self._usage(results).model_dump(), "metrics": _metrics(results).model_dump()}
+        return {**self._head, "choices": [], **figures}
+
+    def _usage(self, results: Sequence[Result]) -> Usage:
+        """A prompt counts once, however many choices it has: those stand side by side."""
+        prompts = sum(len(prompt) for prompt, _ in itertools.groupby(one.prompt for one in self.wanted))
+        shown = zip(self.wanted, results, strict=True)
+        answers = sum(len(result.token_ids) for wanted, result in shown if not wanted.silent)
+        return Usage(prompt_tokens=prompts, completion_tokens=answers, total_tokens=prompts + answers)
+
+    def _chunk(self, choice: Chunk) -> Chunk:
+        return {**self._head, "choices": [choice], **self._tail}
+
+    def _sources(self, arrival: Piece | Result) -> list[TokenSource] | None:
+        if not self.sources:
+            return None
+        named = zip(arrival.token_ids, arrival.sources, strict=True)
+        return [TokenSource(token=self.vocabulary.text(token), source=source) for token, source in named]
+
+    def _source_fields(self, piece: Piece) -> Chunk:
+        sources = self._sources(piece)
+        return {} if sources is None else {"sources": [source.model_dump() for source in sources]}
+
+    def _envelope(self, results: Sequence[Result]) -> dict[str, Any]:
+        head = {name: self._head[name] for name in ("id", "created", "model")}
+        return {**head, "usage": self._usage(results), "metrics": _metrics(results)}
+
+
+class ChatFormat(_Format):
+    """chat.completion and its chunks."""
+
+    kind, letters = "chat.completion.chunk", "chatcmpl"
+
+    def opening(self) -> list[Chunk]:
+        return [self._delta(choice, {"role": "assistant", "content": ""}) for choice in range(len(self.wanted))]
+
+    def piece(self, choice: int, piece: Piece) -> Chunk:
+        logprobs = self._logprobs(choice, piece)
+        shown = None if logprobs is None else logprobs.model_dump()
+        return self._delta(choice, {"content": piece.text}, logprobs=shown, **self._source_fields(piece))
+
+    def closing(self, choice: int, result: Result) -> Chunk:
+        return self._delta(choice, {}, finish_reason=_REASONS[result.finish_reason])
+
+    def whole(self, results: Sequence[Result]) -> ChatCompletion:
+        choices = [
+            ChatChoice(
+                index=choice,
+                message=ChatMessage(content=result.text),
+                logprobs=self._logprobs(choice, result),
+                finish_reason=_REASONS[result.finish_reason],
+                sources=self._sources(result),
+            )
+            for choice, result in enumerate(results)
+        ]
+        return ChatCompletion(choices=choices, **self._envelope(results))
+
+    def _delta(self, choice: int, delta: Chunk, **more: Any) -> Chunk:
+        return self._chunk({"index": choice, "delta": delta, "logprobs": None, "finish_reason": None} | more)
+
+    def _logprobs(self, choice: int, arrival: Piece | Result) -> ChatLogprobs | None:
+        if self.wanted[choice].sampling.logprobs is None:
+            return None
+        return ChatLogprobs(content=[self._token(one) for one in arrival.logprobs or ()])
+
+    def _token(self, one: Logprob) -> TokenLogprob:
+        top = [self._top(token, logprob) for token, logprob in one.top]
+        return TokenLogprob(**self._top(one.token, one.logprob).model_dump(), top_logprobs=top)
+
+    def _top(self, token: int, logprob: float) -> TopLogprob:
+        return TopLogprob(token=self.vocabulary.text(token), logprob=logprob, bytes=self.vocabulary.bytes(token))
+
+
+class TextFormat(_Format):
+    """text_completion and its chunks, which have the same form."""
+
+    kind, letters = "text_completion", "cmpl"
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self._offsets = [0] * len(self.wanted)  # of the text that is out, for each choice
+
+    def opening(self) -> list[Chunk]:
+        return []
+
+    def piece(self, choice: int, piece: Piece) -> Chunk:
+        before = self._offsets[choice] == 0
+        text, logprobs = self._shown(choice, piece, piece.text, before)
+        fields = {} if self.wanted[choice].silent else self._source_fields(piece)
+        return self._text(choice, text, logprobs=None if logprobs is None else logprobs.model_dump(), **fields)
+
+    def closing(self, choice: int, result: Result) -> Chunk:
+        return self._text(choice, "", finish_reason=self._reason(choice, result))
+
+    def whole(self, results: Sequence[Result]) -> TextCompletion:
+        choices = []
+        for choice, result in enumerate(results):
+            text, logprobs = self._shown(choice, result, result.text, before=True)
+            reason, silent = self._reason(choice, result), self.wanted[choice].silent
+            sources = None if silent else self._sources(result)
+            choices.append(
+                TextChoice(index=choice, text=text, logprobs=logprobs, finish_reason=reason, sources=sources)
+            )
+        return TextCompletion(choices=choices, **self._envelope(results))
+
+    def _reason(self, choice: int, result: Result) -> FinishReason:
+        return "length" if self.wanted[choice].silent else _REASONS[result.finish_reason]
+
+    def _text(self, choice: int, text: str, **more: Any) -> Chunk:
+        return self._chunk({"index": choice, "text": text, "logprobs": None, "finish_reason": None} | more)
+
+    def _shown(self, choice: int, arrival: Piece | Result, text: str, before: bool) -> tuple[str, TextLogprobs | None]:
+        """The text, and its tokens' log-probabilities. before: nothing is out yet, so an echo comes first."""
+        wanted = self.wanted[choice]
+        echo = (wanted.echo or "") if before else ""
+        text = echo + ("" if wanted.silent else text)
+        if wanted.sampling.logprobs is None:
+            self._offsets[choice] += len(text)
+            return text, None
+        tokens = list(self._prompt_tokens(wanted, arrival)) if before else []
+        if not wanted.silent:
+            tokens += [(one.token, one) for one in arrival.logprobs or ()]
+        return text, self._logprobs(choice, tokens)
+
+    @staticmethod
+    def _prompt_tokens(wanted: Wanted, arrival: Piece | Result) -> Iterator[tuple[int, Logprob | None]]:
+        if wanted.echo is None:
+            return iter(())
+        return zip(wanted.prompt, arrival.prompt_logprobs or [None] * len(wanted.prompt), strict=True)
+
+    def _logprobs(self, choice: int, tokens: Sequence[tuple[int, Logprob | None]]) -> TextLogprobs:
+        texts = [self.vocabulary.text(token) for token, _ in tokens]
+        offsets = list(itertools.accumulate(map(len, texts), initial=self._offsets[choice]))
+        self._offsets[choice] = offsets.pop()
+        return TextLogprobs(
+            tokens=texts,
+            token_logprobs=[None if one is None else one.logprob for _, one in tokens],
+            top_logprobs=[None if one is None else self._top(one) for _, one in tokens],
+            text_offset=offsets,
+        )
+
+    def _top(self, one: Logprob) -> dict[str, float]:
+        """Of tokens that look alike, the likeliest counts; the token itself is always there."""
+        ranked = {self.vocabulary.text(token): logprob for token, logprob in reversed(one.top)}
+        return {self.vocabulary.text(one.token): one.logprob} | ranked
+
+
+def _metrics(results: Sequence[Result]) -> AnswerMetrics:
+    """Of all choices together, which went on at once."""
+    rounds = [round_ for result in results for round_ in result.rounds[1:]]
+    tokens = sum(len(result.token_ids) for result in results)
+    longest_s = max(len(result.token_ids) / result.metrics.tokens_per_second for result in results)
+    drafted = speculative_decoding(rounds)
+    return AnswerMetrics(
+        rounds=len(rounds),
+        mean_accepted_tokens=(tokens - len(results)) / len(rounds) if rounds else 0.0,
+        tokens_per_second=tokens / longest_s,
+        time_to_first_token_s=min(result.metrics.time_to_first_token_s for result in results),
+        exact=all(result.metrics.exact for result in results),
+        speculative_decoding=SpeculativeDecoding(
+            drafts=drafted.drafts,
+            draft_tokens=drafted.draft_tokens,
+            accepted_tokens=drafted.accepted_tokens,
+            accepted_per_position=drafted.accepted_per_position,
+        ),
+    )

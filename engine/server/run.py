@@ -1,0 +1,137 @@
+"""Engine and HTTP server in one event loop, from the first signal to the last answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import ssl
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from engine.api import Engine
+from engine.config import Config
+from engine.errors import ConfigError
+from engine.server.app import create_app
+from engine.server.log import to_standard_error
+from engine.server.serving import Serving
+from engine.server.settings import Settings
+
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True)
+class Listening:
+    """Where to listen. certificate, key: PEM files for TLS. drain_s: that answers under way have at the end."""
+
+    host: str
+    port: int
+    certificate: Path | None = None
+    key: Path | None = None
+    drain_s: int = 30
+
+
+async def run_server(config: Config, settings: Settings, where: Listening) -> None:
+    """Serve until SIGTERM or Ctrl-C; then end the answers under way, and the engine."""
+    to_standard_error()
+    with listen(where) as listener, _ended_by_sigterm():
+        async with await Engine.start(config) as engine:
+            serving = Serving(engine, settings)
+            server = _Server(_uvicorn(serving, where), serving)
+            await server.serve(sockets=[listener])
+            serving.traces.close()
+
+
+def listen(where: Listening) -> socket.socket:
+    """The socket, bound before a model is loaded: that it cannot be is known at once."""
+    family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((where.host, where.port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"--host {where.host} --port {where.port}: cannot listen there: {error.strerror}") from None
+    return listener
+
+
+def _uvicorn(serving: Serving, where: Listening) -> uvicorn.Config:
+    config = uvicorn.Config(
+        create_app(serving),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=where.drain_s,
+        ssl_certfile=where.certificate,
+        ssl_keyfile=where.key,
+    )
+    try:
+        config.load()
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"--tls-cert {where.certificate}, --tls-key {where.key}: no such pair: {error}") from None
+    return config
+
+
+class _Server(uvicorn.Server):
+    """Says where it is, and drains when told to end; a second Ctrl-C does not wait."""
+
+    def __init__(self, config: uvicorn.Config, serving: Serving):
+        super().__init__(config)
+        self.serving = serving
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        assert sockets
+        host, port = sockets[0].getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        url = f"{'https' if self.config.is_ssl else 'http'}://{shown}:{port}"
+        settings = self.serving.settings
+        self.serving.log.started(url, settings.model)
+        if host not in _LOOPBACK and not settings.api_keys:
+            self.serving.log.warn("no API keys: whoever reaches this address may use it; see --api-keys")
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Uvicorn's own would send the signal once more at the end, before the engine is closed."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit = self.serving.draining = True
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """While the model loads, SIGTERM ends the process as Ctrl-C does: workers and files are cleaned up."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+    told = False
+
+    def end() -> None:
+        nonlocal told
+        told = True
+        task.cancel()
+
+    loop.add_signal_handler(signal.SIGTERM, end)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not told:
+            raise
+        raise SystemExit(128 + signal.SIGTERM) from None
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)

@@ -1,0 +1,256 @@
+"""What a client may ask for. A field that is not here, or that this engine cannot honour, is refused by its name.
+
+Names and defaults are OpenAI's; those below "beyond OpenAI" are vLLM's where vLLM has one.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+MOST_STOPS = 16
+_ABSENT: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "functions": ([],),
+    "function_call": ("none",),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "metadata": ({},),
+    "modalities": (["text"],),
+    "best_of": (1,),
+    "suffix": ("",),
+}
+"""Fields that are not supported, and values of theirs that ask for nothing."""
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_asks_for_nothing(cls, values: Any) -> Any:
+        """Clients send null for what they leave open, and empty lists of tools."""
+        if not isinstance(values, dict):
+            return values
+        unknown = values.keys() - cls.model_fields.keys()
+        idle = {key for key in unknown if values[key] is None or values[key] in _ABSENT.get(key, ())}
+        return {key: value for key, value in values.items() if key not in idle}
+
+
+class TextPart(_Body):
+    """A part of a message. Pictures and sound are not supported."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Body):
+    """A chat message. `developer` is the newer name of `system`."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(min_length=1)]
+
+    def plain(self) -> dict[str, str]:
+        """As chat templates take it."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class StreamOptions(_Body):
+    """include_usage: one more chunk at the end, without choices, that counts tokens."""
+
+    include_usage: bool = False
+
+
+class JsonSchema(_Body):
+    """The schema that an answer must follow. It is always followed strictly."""
+
+    name: str = Field("answer", min_length=1, max_length=64)
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class TextFormat(_Body):
+    """Free text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(_Body):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(_Body):
+    """JSON that follows a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class StructuredOutputs(_Body):
+    """What an answer must be, as vLLM names it: one of a JSON schema, a regular expression, a choice or a grammar."""
+
+    json_: dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1, max_length=1024)] | None = None
+    grammar: str | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> StructuredOutputs:
+        if sum(value is not None for value in (self.json_, self.regex, self.choice, self.grammar)) != 1:
+            raise ValueError("give exactly one of json, regex, choice and grammar")
+        return self
+
+
+class Speculation(_Body):
+    """Drafts for this request. off: plain decoding. budget: most nodes of a tree. The text is the same."""
+
+    off: bool = False
+    budget: int | None = Field(None, ge=2, le=1024)
+    method: str | None = None
+
+
+class Generation(_Body):
+    """What chat and text completions have in common."""
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = Field(1, ge=1, le=128)
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: (
+        dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] | None
+    ) = None
+    user: str | None = Field(None, max_length=512, description="Stands in the log; nothing else depends on it.")
+
+    # Beyond OpenAI.
+    top_k: int | None = Field(None, ge=0, lt=2**31)
+    min_p: float | None = Field(None, ge=0, lt=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    min_tokens: int = Field(0, ge=0, lt=2**31)
+    ignore_eos: bool = False
+    structured_outputs: StructuredOutputs | None = None
+    speculation: Speculation | None = None
+    return_sources: bool = Field(False, description="Say of each token who proposed it, as `sources` of its choice.")
+
+    @field_validator("n", "temperature", "presence_penalty", "frequency_penalty", mode="before")
+    @classmethod
+    def _null_is_the_default(cls, value: Any, info: Any) -> Any:
+        return cls.model_fields[info.field_name].default if value is None else value
+
+    @field_validator("stream", "min_tokens", "ignore_eos", "return_sources", mode="before")
+    @classmethod
+    def _null_is_off(cls, value: Any) -> Any:
+        return False if value is None else value
+
+    @model_validator(mode="after")
+    def _options_belong_to_streams(self) -> Generation:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: is for stream=true; leave it out or stream")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class ChatRequest(Generation):
+    """POST /v1/chat/completions. Without a limit an answer may take the rest of the context."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_tokens: int | None = Field(None, ge=1, lt=2**31, description="The older name of max_completion_tokens.")
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _null_is_none(cls, value: Any) -> Any:
+        return False if value is None else value
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: needs logprobs=true")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("max_tokens: is the older name of max_completion_tokens; give one of them")
+        if self.response_format is not None and self.structured_outputs is not None:
+            raise ValueError("structured_outputs: response_format is given too; give one of them")
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class CompletionRequest(Generation):
+    """POST /v1/completions. The prompt goes in as it is, without a chat template; a list of prompts is a batch."""
+
+    prompt: (
+        str
+        | Annotated[list[Token], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, max_length=1024)]
+        | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1, max_length=1024)]
+    )
+    max_tokens: int = Field(16, ge=0, lt=2**31, description="0 is for echo: only the prompt comes back.")
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+    @field_validator("max_tokens", mode="before")
+    @classmethod
+    def _null_is_sixteen(cls, value: Any) -> Any:
+        return 16 if value is None else value
+
+    @field_validator("echo", mode="before")
+    @classmethod
+    def _null_is_no_echo(cls, value: Any) -> Any:
+        return False if value is None else value
+
+    @model_validator(mode="after")
+    def _asks_for_something(self) -> CompletionRequest:
+        if not self.max_tokens and not self.echo:
+            raise ValueError("max_tokens: 0 is for echo=true; ask for at least one token")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)
+
+
+class TokenizeRequest(_Body):
+    """POST /tokenize: a text as it is, or messages through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt: give either prompt or messages")
+        return self

@@ -1,0 +1,139 @@
+"""What the routes share: a request is asked of the engine, and its answer is whole or a stream of one chunk a round."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CollectorRegistry
+
+from engine.answer import Piece, Result
+from engine.api import Engine
+from engine.server import choices
+from engine.server.connection import EventStream, while_there
+from engine.server.errors import ApiError, api_error, returning
+from engine.server.log import Log
+from engine.server.metrics import EngineCollector, Latencies
+from engine.server.render import Format
+from engine.server.settings import Settings
+from engine.server.traces import Traces
+from engine.server.translate import Wanted
+from engine.server.vocabulary import Vocabulary
+
+_DONE = b"data: [DONE]\n\n"
+
+
+class Serving:
+    """What the routes share. draining: the server is about to end, and takes nothing new."""
+
+    def __init__(self, engine: Engine, settings: Settings):
+        self.engine, self.settings = engine, settings
+        self.log, self.traces = Log(settings.log_prompts), Traces(settings.traces)
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineCollector(engine, settings.model))
+        self.latencies = Latencies(self.registry, settings.model)
+        self.vocabulary = Vocabulary(engine.tokenizer)
+        self.started_s = int(time.time())
+        self.draining = False
+
+    def check(self) -> None:
+        """Raise ApiError unless a request would be begun now."""
+        if self.draining:
+            raise ApiError(503, "this server is about to end; ask another one", "server_error", "draining")
+        if (failed := self.engine.failed) is not None:
+            raise failed
+        if not self.engine.ready:
+            raise returning()
+
+    async def answer(self, request: Request, body: Any, wanted: Sequence[Wanted], format_: Format) -> Response:
+        """Errors before the first token have a status of their own, so nothing is sent before it."""
+        events = choices.run(self.engine, wanted, self.latencies)
+        record = request.state.record
+        record |= {"model": body.model, "stream": body.stream, "choices": len(wanted)}
+        record |= {"prompt_tokens": sum(len(one.prompt) for one in wanted)} | ({"user": body.user} if body.user else {})
+        if self.log.prompts:
+            record["request"] = body.model_dump(exclude_unset=True, by_alias=True)
+        results = Results(self.latencies, record, self.log.prompts, len(wanted))
+        if body.stream:
+            first = await while_there(request, _next(events))
+            return EventStream(self._stream(events, first, format_, results, body.includes_usage))
+        await while_there(request, results.collect(events))
+        return JSONResponse(format_.whole(results.complete).model_dump(exclude_none=False))
+
+    async def _stream(
+        self, events: choices.Events, first: choices.Event, format_: Format, results: Results, counted: bool
+    ) -> AsyncGenerator[bytes]:
+        async with aclosing(events):
+            try:
+                for chunk in format_.opening():
+                    yield _event(chunk)
+                yield _event(results.rendered(first, format_))
+                async for event in events:
+                    yield _event(results.rendered(event, format_))
+                if counted:
+                    yield _event(format_.usage(results.complete))
+            except Exception as error:
+                refusal = api_error(error)
+                if refusal.status == 500:
+                    self.log.failed(results.record["id"], error)
+                self.latencies.refused(refusal.status)
+                results.record["error"] = str(refusal)
+                yield _event(refusal.body.model_dump())
+            yield _DONE
+
+
+class Results:
+    """The results of a request's choices, as they come; they are counted, and stand in its record for the log."""
+
+    def __init__(self, latencies: Latencies, record: dict[str, Any], texts: bool, choices: int):
+        self.latencies, self.record, self.texts = latencies, record, texts
+        self.started_s = time.perf_counter()
+        self._results: list[Result | None] = [None] * choices
+
+    @property
+    def complete(self) -> list[Result]:
+        return [result for result in self._results if result is not None]
+
+    async def collect(self, events: choices.Events) -> None:
+        """To the end."""
+        async with aclosing(events):
+            async for event in events:
+                self._see(event)
+
+    def rendered(self, event: choices.Event, format_: Format) -> dict[str, Any]:
+        """The chunk of an event."""
+        self._see(event)
+        choice, arrival = event
+        return format_.piece(choice, arrival) if isinstance(arrival, Piece) else format_.closing(choice, arrival)
+
+    def _see(self, event: choices.Event) -> None:
+        choice, arrival = event
+        record = self.record
+        if isinstance(arrival, Piece):
+            if "first_token_s" not in record:
+                record["first_token_s"] = round(time.perf_counter() - self.started_s, 4)
+            record["completion_tokens"] = record.get("completion_tokens", 0) + len(arrival.token_ids)
+            return
+        self._results[choice] = arrival
+        reason = "length" if arrival.finish_reason == "length" else "stop"
+        self.latencies.ended(self.started_s, arrival, reason)
+        record["finish_reasons"] = [*record.get("finish_reasons", []), reason]
+        if self.texts:
+            record["answers"] = [*record.get("answers", []), arrival.text]
+
+
+async def _next(events: choices.Events) -> choices.Event:
+    try:
+        return await anext(events)
+    except BaseException:
+        await events.aclose()
+        raise
+
+
+def _event(chunk: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"

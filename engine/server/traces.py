@@ -1,0 +1,66 @@
+"""OpenTelemetry, where it is asked for: a span for every request, a child of the client's own if it names one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from engine.errors import ConfigError
+
+_NAMES = {
+    "id": "gen_ai.request.id",
+    "model": "gen_ai.request.model",
+    "prompt_tokens": "gen_ai.usage.input_tokens",
+    "completion_tokens": "gen_ai.usage.output_tokens",
+    "first_token_s": "gen_ai.latency.time_to_first_token",
+    "seconds": "gen_ai.latency.e2e",
+    "status": "http.response.status_code",
+    "method": "http.request.method",
+    "path": "url.path",
+}
+"""The log's fields by the names that semantic conventions, or vLLM, give them."""
+
+
+class Traces:
+    """endpoint: where spans are sent, over OTLP and HTTP; None: nowhere."""
+
+    def __init__(self, endpoint: str | None):
+        self._provider = None if endpoint is None else _provider(endpoint)
+
+    def request(self, headers: Mapping[str, str], fields: Mapping[str, Any]) -> None:
+        """A request has been answered, just now."""
+        if self._provider is None:
+            return
+        from opentelemetry.trace import SpanKind
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        ended_ns = time.time_ns()
+        span = self._provider.get_tracer("talon").start_span(
+            f"{fields['method']} {fields['path']}",
+            context=TraceContextTextMapPropagator().extract({"traceparent": headers.get("traceparent", "")}),
+            kind=SpanKind.SERVER,
+            attributes={name: fields[field] for field, name in _NAMES.items() if field in fields},
+            start_time=ended_ns - int(fields["seconds"] * 1e9),
+        )
+        span.end(ended_ns)
+
+    def close(self) -> None:
+        """Send what has not been sent."""
+        if self._provider is not None:
+            self._provider.shutdown()
+
+
+def _provider(endpoint: str) -> Any:
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise ConfigError(
+            f"--traces {endpoint}: {error.name} is missing: pip install 'talon-decoding[traces]'"
+        ) from None
+    provider = TracerProvider(resource=Resource.create({"service.name": "talon"}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+    return provider

@@ -1,0 +1,34 @@
+"""What a server's /metrics say."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.engine.server.process import ServerProcess
+
+
+def metric(server: ServerProcess, name: str) -> float:
+    """The sum of the samples of that name."""
+    text = httpx.get(f"{server.url}/metrics").raise_for_status().text
+    samples = [s for family in text_string_to_metric_families(text) for s in family.samples if s.name == name]
+    assert samples, f"no {name} in /metrics"
+    return sum(sample.value for sample in samples)
+
+
+def settled(server: ServerProcess) -> float:
+    """Seconds until nothing runs, nothing waits, and no blocks are held."""
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "talon:kv_blocks_held")
+    return until(lambda: not any(metric(server, name) for name in names))
+
+
+def until(holds: Callable[[], bool], within_s: float = 20) -> float:
+    """Seconds until it holds."""
+    started_s = time.perf_counter()
+    while not holds():
+        assert time.perf_counter() - started_s < within_s, "it never came true"
+        time.sleep(0.05)
+    return time.perf_counter() - started_s

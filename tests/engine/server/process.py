@@ -1,0 +1,71 @@
+"""`talon serve` as a process of its own, as people run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+
+
+class ServerProcess:
+    """url: where it listens. lines: what it has logged so far."""
+
+    def __init__(self, *options: str, **environment: str):
+        command = [sys.executable, "-m", "engine", "serve", "--port", "0", "--set", "verifier.threads=1", *options]
+        more = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment}
+        self.process = subprocess.Popen(command, cwd=ROOT, env=os.environ | more, stderr=subprocess.PIPE, text=True)
+        self.lines: list[dict[str, Any]] = []
+        self.raw: list[str] = []
+        self.url = ""
+        self._serving = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def wait(self, timeout_s: float = 120) -> ServerProcess:
+        """Until it serves."""
+        self._serving.wait(timeout_s)
+        assert self.url, "".join(self.raw)
+        return self
+
+    def end(self, number: int = signal.SIGTERM, timeout_s: float = 60) -> int:
+        """Send a signal, and wait for the end; returns the exit code."""
+        self.process.send_signal(number)
+        code = self.process.wait(timeout_s)
+        self._reader.join(timeout_s)
+        return code
+
+    def requests(self) -> list[dict[str, Any]]:
+        """What the log says of requests."""
+        return [line for line in self.lines if line.get("event") == "request"]
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.raw.append(line)
+            if line.startswith("{"):
+                self.lines.append(fields := json.loads(line))
+                if fields.get("event") == "serving":
+                    self.url = fields["url"]
+                    self._serving.set()
+        self._serving.set()
+
+
+@contextmanager
+def serving(*options: str, **environment: str) -> Iterator[ServerProcess]:
+    """A server, which ends with the block."""
+    server = ServerProcess(*options, **environment)
+    try:
+        yield server.wait()
+    finally:
+        if server.process.poll() is None:
+            server.process.kill()
+            server.process.wait()

@@ -1,0 +1,42 @@
+"""What `talon serve` makes of its options."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from engine.errors import ConfigError
+from engine.server.command import KEYS_VARIABLE, read_keys, serve, short_name
+
+
+def test_without_its_extra_the_command_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "engine.server.run", raising=False)
+    with pytest.raises(typer.Exit) as ended:
+        serve()
+    assert ended.value.exit_code == 2
+    assert capsys.readouterr().err == "talon: serve: uvicorn is missing: pip install 'talon-decoding[serve]'\n"
+
+
+def test_keys_come_from_the_file_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "keys").write_text("# ours\n one \n\ntwo\n")
+    monkeypatch.setenv(KEYS_VARIABLE, "three, four,")
+    assert read_keys(tmp_path / "keys") == ("three", "four", "one", "two")
+    assert read_keys(None) == ("three", "four")
+    monkeypatch.delenv(KEYS_VARIABLE)
+    assert read_keys(None) == ()
+    (tmp_path / "keys").write_text("# none yet\n")
+    with pytest.raises(ConfigError, match="would let everybody in"):
+        read_keys(tmp_path / "keys")
+
+
+def test_a_model_is_called_by_its_name(tmp_path: Path) -> None:
+    assert short_name("Qwen/Qwen2.5-0.5B-Instruct") == "Qwen/Qwen2.5-0.5B-Instruct"
+    assert short_name("smollm2-135m") == "smollm2-135m"
+    (tmp_path / "my-model").mkdir()
+    assert short_name(str(tmp_path / "my-model")) == "my-model"

@@ -1,0 +1,77 @@
+"""What a client is told of an error."""
+
+from __future__ import annotations
+
+import pytest
+from fastapi.exceptions import RequestValidationError
+from pydantic import TypeAdapter, ValidationError
+
+from engine.errors import EngineClosed, NotANumber, ProtocolError, QueueFull, RequestError, TalonError, WorkerDied
+from engine.server.errors import api_error
+from engine.server.schema import ChatRequest, CompletionRequest
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "param"),
+    [
+        (RequestError("max_tokens=9: too many"), 400, "max_tokens"),
+        (RequestError("prompt: is empty"), 400, "prompt"),
+        (QueueFull("queue.size=2: full"), 429, None),
+        (WorkerDied("the verifier cannot be started again"), 503, None),
+        (EngineClosed("the engine was closed"), 503, None),
+        (NotANumber("logits are not numbers"), 500, None),
+    ],
+)
+def test_our_errors_have_a_status_and_name_the_field(error: TalonError, status: int, param: str | None) -> None:
+    told = api_error(error)
+    assert (told.status, told.body.error.param) == (status, param)
+    assert ("Retry-After" in told.headers) == (status in (429, 503))
+
+
+@pytest.mark.parametrize("error", [ValueError("secret path"), ProtocolError("secret bytes"), KeyError("secret")])
+def test_of_what_nobody_expected_a_client_learns_nothing(error: Exception) -> None:
+    told = api_error(error)
+    assert told.status == 500 and "secret" not in told.body.model_dump_json()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{}]}, "tools"),
+        ({"nonsense": 1}, "nonsense"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"logit_bias": {"1": 200}}, "logit_bias.1"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.json_schema"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"stream_options": {}}, "stream_options"),
+    ],
+)  # fmt: skip
+def test_wrong_fields_are_named_by_their_path(fields: dict[str, object], param: str) -> None:
+    with pytest.raises(ValidationError) as wrong:
+        TypeAdapter(ChatRequest).validate_python({"model": "m", "messages": HI} | fields)
+    errors = [error | {"loc": ("body", *error["loc"])} for error in wrong.value.errors()]
+    assert api_error(RequestValidationError(errors)).param == param
+
+
+def test_what_asks_for_nothing_is_let_through() -> None:
+    idle = {"tools": [], "tool_choice": "none", "functions": None, "store": False, "n": None, "logprobs": None}
+    body = ChatRequest.model_validate({"model": "m", "messages": HI, **idle})
+    assert body.n == 1 and body.logprobs is False and body.temperature == 1
+    assert (
+        CompletionRequest.model_validate({"model": "m", "prompt": "x", "best_of": 1, "suffix": None}).max_tokens == 16
+    )
+
+
+def test_messages_become_what_chat_templates_take() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}]
+    body = ChatRequest.model_validate({"model": "m", "messages": messages})
+    assert [m.plain() for m in body.messages] == [
+        {"role": "system", "content": "be brief"}, {"role": "user", "content": "ab"},
+    ]  # fmt: skip

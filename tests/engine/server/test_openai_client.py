@@ -1,0 +1,267 @@
+"""The official client, sync and async, against the real server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import openai
+import pytest
+
+from tests.engine.server.figures import metric, settled, until
+from tests.engine.server.process import ServerProcess
+
+HI = [{"role": "user", "content": "1 2 3 1 2 3 1 2"}]
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def chat(client: openai.OpenAI, **more: Any) -> Any:
+    return client.chat.completions.create(**{"model": "tiny", "messages": HI, "max_tokens": 12, **more})
+
+
+def test_a_chat_answer_has_text_usage_and_a_finish_reason(client: openai.OpenAI) -> None:
+    answer = chat(client, temperature=0, extra_body={"ignore_eos": True})
+    assert answer.object == "chat.completion" and answer.model == "tiny"
+    assert answer.choices[0].message.role == "assistant" and answer.choices[0].message.content
+    assert answer.choices[0].finish_reason == "length"
+    prompt = client.post("/../tokenize", body={"messages": HI}, cast_to=object)
+    assert answer.usage.prompt_tokens == prompt["count"]
+    assert (answer.usage.completion_tokens, answer.usage.total_tokens) == (12, 12 + prompt["count"])
+
+
+def test_a_stream_opens_with_the_role_and_ends_with_the_reason_and_usage(client: openai.OpenAI) -> None:
+    whole = chat(client, temperature=0, extra_body={"ignore_eos": True})
+    options = {"include_usage": True}
+    chunks = list(chat(client, temperature=0, stream=True, stream_options=options, extra_body={"ignore_eos": True}))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert all(chunk.choices[0].delta.role is None for chunk in chunks[1:-1])
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == whole.choices[0].message.content
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks[:-1]]
+    assert reasons[-1] == "length" and not any(reasons[:-1])
+    assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
+    rounds = whole.metrics["rounds"]
+    assert len(chunks) == 1 + (rounds + 1) + 1 + 1  # role, a chunk a round and one for the prefill, reason, usage
+
+
+def test_the_same_seed_gives_the_same_text_and_none_a_random_one(client: openai.OpenAI) -> None:
+    texts = [chat(client, seed=7).choices[0].message.content for _ in range(2)]
+    assert texts[0] == texts[1]
+    assert len({chat(client).choices[0].message.content for _ in range(4)}) > 1
+
+
+def test_n_choices_are_different_answers_and_the_first_is_that_of_the_seed(client: openai.OpenAI) -> None:
+    answer = chat(client, n=3, seed=7)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    texts = [choice.message.content for choice in answer.choices]
+    assert len(set(texts)) > 1
+    assert texts[:2] == [chat(client, seed=seed).choices[0].message.content for seed in (7, 8)]
+    one = chat(client, seed=7)
+    assert answer.usage.prompt_tokens == one.usage.prompt_tokens
+
+
+def test_a_stream_of_n_choices_has_the_texts_of_the_plain_call(client: openai.OpenAI) -> None:
+    texts = {0: "", 1: "", 2: ""}
+    for chunk in chat(client, n=3, seed=7, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    whole = chat(client, n=3, seed=7)
+    assert list(texts.values()) == [choice.message.content for choice in whole.choices]
+
+
+def test_without_a_limit_an_answer_may_take_the_rest_of_the_context(client: openai.OpenAI) -> None:
+    answer = chat(client, max_tokens=None, temperature=0, extra_body={"ignore_eos": True})
+    assert answer.usage.total_tokens == 512 and answer.choices[0].finish_reason == "length"
+
+
+def test_a_stop_text_ends_the_answer_before_it(client: openai.OpenAI) -> None:
+    whole = chat(client, temperature=0, max_tokens=40, extra_body={"ignore_eos": True}).choices[0].message.content
+    stop = whole[5:7]
+    answer = chat(client, temperature=0, max_tokens=40, stop=stop, extra_body={"ignore_eos": True}).choices[0]
+    assert answer.finish_reason == "stop" and answer.message.content == whole[: whole.index(stop)]
+
+
+def test_the_answer_says_what_drafting_brought(client: openai.OpenAI) -> None:
+    drafted = chat(client, temperature=0, max_tokens=60, extra_body={"ignore_eos": True, "return_sources": True})
+    figures = drafted.metrics["speculative_decoding"]
+    assert figures["drafts"] > 0 and figures["accepted_tokens"] == sum(figures["accepted_per_position"])
+    sources = [token["source"] for token in drafted.choices[0].sources]
+    assert len(sources) == 60
+    off = {"ignore_eos": True, "speculation": {"off": True}}
+    plain = chat(client, temperature=0, max_tokens=60, extra_body=off)
+    assert plain.choices[0].message.content == drafted.choices[0].message.content
+    assert plain.metrics["speculative_decoding"]["drafts"] == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", [{"type": "function", "function": {"name": "f", "parameters": {}}}]),
+        ("tool_choice", "auto"),
+        ("audio", {"voice": "alloy", "format": "mp3"}),
+        ("modalities", ["text", "audio"]),
+        ("prediction", {"type": "content", "content": "x"}),
+        ("parallel_tool_calls", True),
+        ("store", True),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_its_name(client: openai.OpenAI, field: str, value: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        chat(client, **{field: value})
+    assert refused.value.param == field and field in refused.value.message and refused.value.code == "unsupported"
+
+
+def test_pictures_are_refused(client: openai.OpenAI) -> None:
+    picture = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]
+    with pytest.raises(openai.BadRequestError, match="type"):
+        chat(client, messages=[{"role": "user", "content": picture}])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -1),
+        ("top_p", 0),
+        ("n", 0),
+        ("max_tokens", 0),
+        ("max_tokens", 10_000),
+        ("messages", []),
+        ("presence_penalty", 3),
+        ("stop", [""]),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"1": 101}),
+        ("seed", "seven"),
+        ("n", 65),
+    ],
+)
+def test_bad_requests_name_the_field(client: openai.OpenAI, field: str, value: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        chat(client, **{field: value})
+    assert (refused.value.param or "").split(".")[0] == field, refused.value.message
+    assert refused.value.type == "invalid_request_error"
+
+
+def test_a_prompt_over_the_context_is_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="context of 512"):
+        chat(client, messages=[{"role": "user", "content": "x" * 600}], max_tokens=None)
+
+
+def test_another_model_is_not_found(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="gpt-4"):
+        chat(client, model="gpt-4")
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-4")
+
+
+def test_completions_go_on_with_texts_tokens_and_batches(client: openai.OpenAI) -> None:
+    def complete(prompt: Any, **more: Any) -> Any:
+        more = {"max_tokens": 8, "temperature": 0, "extra_body": {"ignore_eos": True}, **more}
+        return client.completions.create(model="tiny", prompt=prompt, **more)
+
+    text = complete("abc abc")
+    tokens = client.post("/../tokenize", body={"prompt": "abc abc"}, cast_to=object)["tokens"]
+    assert complete(tokens).choices[0].text == text.choices[0].text
+    batch = complete(["abc abc", "xyz", "abc abc"], n=1)
+    assert [choice.index for choice in batch.choices] == [0, 1, 2]
+    assert batch.choices[0].text == batch.choices[2].text == text.choices[0].text
+    assert complete([tokens, tokens]).choices[1].text == text.choices[0].text
+    echoed = complete("abc abc", echo=True)
+    assert echoed.choices[0].text == "abc abc" + text.choices[0].text
+    assert complete("abc abc", echo=True, max_tokens=0).choices[0].text == "abc abc"
+    assert client.completions.create(model="tiny", prompt="abc").usage.completion_tokens <= 16
+    streamed = complete("abc abc", stream=True, echo=True)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == echoed.choices[0].text
+
+
+def test_logprobs_come_with_their_alternatives(client: openai.OpenAI) -> None:
+    answer = chat(client, logprobs=True, top_logprobs=3, temperature=0, extra_body={"ignore_eos": True})
+    content = answer.choices[0].logprobs.content
+    assert len(content) == 12 and all(len(token.top_logprobs) == 3 for token in content)
+    for token in content:  # greedy: the token drawn is the likeliest
+        assert token.logprob == token.top_logprobs[0].logprob <= 0 and token.bytes == token.top_logprobs[0].bytes
+    assert (
+        bytes(b for token in content for b in token.bytes).decode(errors="replace") == answer.choices[0].message.content
+    )
+    streamed = []
+    for chunk in chat(
+        client, logprobs=True, top_logprobs=3, temperature=0, stream=True, extra_body={"ignore_eos": True}
+    ):
+        if (logprobs := chunk.choices[0].logprobs) is not None:
+            streamed += logprobs.content
+    assert streamed == content
+
+
+def test_an_echoed_prompt_has_log_probabilities_from_its_second_token_on(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model="tiny", prompt="abc abc", echo=True, logprobs=2, max_tokens=4, temperature=0
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs.tokens[:7] == list("abc abc") and logprobs.token_logprobs[0] is None
+    assert all(value <= 0 for value in logprobs.token_logprobs[1:])
+    assert logprobs.text_offset[:7] == list(range(7))
+    assert all(len(top) >= 2 for top in logprobs.top_logprobs[1:])
+    only = client.completions.create(model="tiny", prompt="abc abc", echo=True, logprobs=2, max_tokens=0, temperature=0)
+    assert only.choices[0].logprobs.token_logprobs == logprobs.token_logprobs[:7]
+    assert only.usage.completion_tokens == 0
+
+
+def test_an_answer_follows_a_json_schema(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer", "maximum": 99}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": True}}
+    for seed in range(3):
+        answer = chat(client, response_format=wanted, max_tokens=200, seed=seed).choices[0]
+        assert answer.finish_reason == "stop"
+        value = json.loads(answer.message.content)
+        assert set(value) == {"name", "age"} and len(value["name"]) <= 5 and value["age"] <= 99
+
+
+def test_an_answer_is_one_of_the_choices(client: openai.OpenAI) -> None:
+    body = {"structured_outputs": {"choice": ["red", "blue (dark)"]}}
+    texts = {chat(client, extra_body=body, seed=seed).choices[0].message.content for seed in range(6)}
+    assert texts <= {"red", "blue (dark)"}
+
+
+async def test_the_async_client_answers_many_at_once(server: ServerProcess) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+
+        async def ask(seed: int) -> str:
+            answer = await client.chat.completions.create(model="tiny", messages=HI, max_tokens=20, seed=seed)
+            return answer.choices[0].message.content or ""
+
+        alone = [await ask(seed) for seed in range(6)]
+        assert await asyncio.gather(*(ask(seed) for seed in range(6))) == alone
+
+
+async def test_cancelled_calls_leave_nothing(server: ServerProcess) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        options: Any = {"model": "tiny", "messages": HI, "extra_body": {"ignore_eos": True}}
+        before = metric(server, "vllm:generation_tokens_total")
+        calls = [asyncio.create_task(client.chat.completions.create(**options, n=8)) for _ in range(3)]
+        await asyncio.to_thread(until, lambda: metric(server, "vllm:generation_tokens_total") > before)
+        for call in calls:
+            call.cancel()
+        stream = await client.chat.completions.create(**options, stream=True)
+        async for _ in stream:
+            break
+        await stream.close()
+        assert await asyncio.to_thread(settled, server) < 5
+
+
+def test_a_client_that_times_out_frees_its_place(server: ServerProcess) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=0.2)
+    started_s = time.perf_counter()
+    with pytest.raises(openai.APITimeoutError):
+        chat(client, max_tokens=None, n=32, extra_body={"ignore_eos": True})
+    assert time.perf_counter() - started_s < 5
+    assert settled(server) < 5

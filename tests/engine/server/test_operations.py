@@ -1,0 +1,298 @@
+"""What keeps a server well: keys, limits, a full queue, workers that die, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import ssl
+import subprocess
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.engine.server.figures import metric, settled, until
+from tests.engine.server.process import ServerProcess, serving
+
+TINY = ("--served-model-name", "tiny", "--method", "pld")
+BODY: dict[str, Any] = {"model": "tiny", "prompt": "1 2 3 1 2 3", "max_tokens": 5, "temperature": 0}
+
+
+def complete(server: ServerProcess, **more: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/completions", json=BODY | more, timeout=120)
+
+
+def test_the_state_of_the_server_is_told(server: ServerProcess) -> None:
+    assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+    assert httpx.get(f"{server.url}/ready").json() == {"status": "ready"}
+    assert httpx.get(f"{server.url}/version").json()["version"].startswith("0.")
+    page = httpx.get(f"{server.url}/")
+    assert page.headers["content-type"].startswith("text/html") and "Talon" in page.text
+
+
+def test_unknown_paths_and_methods_are_error_objects(server: ServerProcess) -> None:
+    for answer, status in (
+        (httpx.get(f"{server.url}/v1/nothing"), 404),
+        (httpx.get(f"{server.url}/v1/completions"), 405),
+        (httpx.post(f"{server.url}/v1/completions", content=b"{"), 400),
+        (httpx.post(f"{server.url}/v1/completions", content=b"\xff\xfe"), 400),
+    ):
+        assert answer.status_code == status and answer.json()["error"]["message"], answer.text
+
+
+def test_a_request_keeps_its_number(server: ServerProcess) -> None:
+    answer = httpx.post(f"{server.url}/v1/completions", json=BODY, headers={"X-Request-Id": "mine-7"})
+    assert answer.headers["x-request-id"] == "mine-7"
+    assert len(httpx.get(f"{server.url}/health").headers["x-request-id"]) == 32
+
+
+def test_the_log_has_figures_and_no_prompts(server: ServerProcess) -> None:
+    secret = "the password is swordfish"
+    answer = httpx.post(f"{server.url}/v1/completions", json=BODY | {"prompt": secret, "user": "ann"})
+    number = answer.headers["x-request-id"]
+    until(lambda: any(line["id"] == number for line in server.requests()))
+    (line,) = [line for line in server.requests() if line["id"] == number]
+    assert line["status"] == 200 and line["prompt_tokens"] == len(secret) and line["user"] == "ann"
+    assert line["completion_tokens"] == answer.json()["usage"]["completion_tokens"] and line["seconds"] > 0
+    assert "swordfish" not in "".join(server.raw) and answer.json()["choices"][0]["text"] not in line.values()
+
+
+def test_metrics_count_under_vllms_names(server: ServerProcess) -> None:
+    names = ("prompt_tokens", "generation_tokens", "spec_decode_num_drafts", "spec_decode_num_draft_tokens")
+    before = {name: metric(server, f"vllm:{name}_total") for name in names}
+    answer = complete(server, max_tokens=60, ignore_eos=True).json()
+    figures = answer["metrics"]["speculative_decoding"]
+    grown = {name: metric(server, f"vllm:{name}_total") - before[name] for name in names}
+    assert grown["prompt_tokens"] == answer["usage"]["prompt_tokens"]
+    assert grown["generation_tokens"] == answer["usage"]["completion_tokens"] == 60
+    assert grown["spec_decode_num_drafts"] == figures["drafts"] > 0
+    assert grown["spec_decode_num_draft_tokens"] == figures["draft_tokens"] > 0
+    assert metric(server, "vllm:spec_decode_num_accepted_tokens_total") == metric(
+        server, "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    )
+    assert metric(server, "vllm:time_to_first_token_seconds_count") > 0
+    assert metric(server, "vllm:inter_token_latency_seconds_count") >= 59
+    assert metric(server, "talon:verifier_busy_seconds_total") > 0
+    assert metric(server, "talon:verified_nodes_total") >= metric(server, "talon:rounds_total") > 0
+    assert metric(server, "talon:kv_blocks") > 0
+
+
+def test_plain_calls_and_streams_whose_clients_leave_free_their_blocks(server: ServerProcess) -> None:
+    long = BODY | {"max_tokens": 450, "ignore_eos": True, "n": 8}
+    with pytest.raises(httpx.TimeoutException):
+        httpx.post(f"{server.url}/v1/completions", json=long, timeout=0.15)
+    assert settled(server) < 5
+    assert any(line["status"] == 499 for line in server.requests())
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=long | {"stream": True}, timeout=60) as answer:
+        next(answer.iter_lines())
+    assert settled(server) < 5
+
+
+def test_many_streams_that_are_left_leave_nothing(server: ServerProcess) -> None:
+    async def leave(client: httpx.AsyncClient) -> None:
+        body = BODY | {"max_tokens": 400, "ignore_eos": True, "stream": True}
+        async with client.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
+            async for _ in answer.aiter_lines():
+                return
+
+    async def all_leave() -> None:
+        async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=None)) as client:
+            await asyncio.gather(*(leave(client) for _ in range(40)))
+
+    asyncio.run(all_leave())
+    assert settled(server) < 5
+    assert complete(server).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def guarded(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    keys = tmp_path_factory.mktemp("keys") / "keys.txt"
+    keys.write_text("# of the team\nfirst-key\n\nsecond-key\n")
+    limits = ("--max-body", "2000", "--max-prompt-tokens", "50", "--max-choices", "3", "--queue", "2")
+    options = ("--api-keys", str(keys), "--cors-origin", "https://a.example", "--log-prompts")
+    with serving("--set", f"model={tiny}", *TINY, *limits, *options, TALON_API_KEYS="third-key") as running:
+        yield running
+
+
+def keyed(server: ServerProcess, key: str = "first-key", **more: Any) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {key}"}
+    return httpx.post(f"{server.url}/v1/completions", json=BODY | more, headers=headers, timeout=60)
+
+
+def test_only_keys_let_in(guarded: ServerProcess) -> None:
+    for key in ("first-key", "second-key", "third-key"):
+        assert keyed(guarded, key).status_code == 200
+    for headers in (
+        {},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": "first-key"},
+    ):
+        for path in ("/v1/models", "/metrics", "/docs"):
+            answer = httpx.get(f"{guarded.url}{path}", headers=headers)
+            assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+    assert httpx.get(f"{guarded.url}/health").status_code == httpx.get(f"{guarded.url}/").status_code == 200
+
+
+def test_limits_name_themselves(guarded: ServerProcess) -> None:
+    assert keyed(guarded, prompt="x" * 51).json()["error"]["param"] == "prompt"
+    assert keyed(guarded, n=4).json()["error"]["param"] == "n"
+    assert keyed(guarded, prompt=["a", "b"], n=2).status_code == 400
+    assert keyed(guarded, prompt="x" * 3000).status_code == 413
+
+    def endless() -> Any:
+        yield from [b" " * 500] * 10
+
+    headers = {"Authorization": "Bearer first-key", "Content-Type": "application/json"}
+    answer = httpx.post(f"{guarded.url}/v1/completions", content=endless(), headers=headers)
+    assert answer.status_code == 413 and answer.json()["error"]["message"]
+
+
+def test_prompts_stand_in_the_log_where_they_are_asked_for(guarded: ServerProcess) -> None:
+    number = keyed(guarded, prompt="open sesame").headers["x-request-id"]
+    until(lambda: any(line["id"] == number for line in guarded.requests()))
+    (line,) = [line for line in guarded.requests() if line["id"] == number]
+    assert line["request"]["prompt"] == "open sesame" and len(line["answers"]) == 1
+
+
+def test_pages_of_other_origins_are_let_in_by_name_only(guarded: ServerProcess, server: ServerProcess) -> None:
+    def allowed(running: ServerProcess, origin: str) -> str | None:
+        asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+        return httpx.options(f"{running.url}/v1/models", headers=asked).headers.get("access-control-allow-origin")
+
+    assert allowed(guarded, "https://a.example") == "https://a.example"
+    assert allowed(guarded, "https://b.example") is None
+    assert allowed(server, "https://a.example") is None
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_back(guarded: ServerProcess) -> None:
+    answers: list[httpx.Response] = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(keyed(guarded, max_tokens=400, ignore_eos=True)))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    statuses = sorted(answer.status_code for answer in answers)
+    assert len(statuses) == 8 and set(statuses) == {200, 429} and statuses.count(200) >= 2
+    refused = next(answer for answer in answers if answer.status_code == 429)
+    assert int(refused.headers["retry-after"]) >= 1 and refused.json()["error"]["code"] == "queue_full"
+    assert keyed(guarded).status_code == 200
+
+
+def test_answers_survive_a_killed_verifier_and_new_ones_are_told_to_come_back(tiny: str) -> None:
+    with serving("--set", f"model={tiny}", *TINY) as server:
+        text = complete(server, max_tokens=300, ignore_eos=True).json()["choices"][0]["text"]
+        under_way: list[httpx.Response] = []
+        body = {"max_tokens": 300, "ignore_eos": True, "n": 8, "seed": 1}
+        whole = complete(server, **body).json()["choices"]
+        thread = threading.Thread(target=lambda: under_way.append(complete(server, **body)))
+        thread.start()
+        until(lambda: metric(server, "vllm:num_requests_running") > 0)
+        verifier(server).kill()
+        until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
+        refused = complete(server)
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        thread.join(60)
+        assert under_way[0].json()["choices"] == whole
+        until(lambda: httpx.get(f"{server.url}/ready").status_code == 200, 60)
+        assert complete(server, max_tokens=300, ignore_eos=True).json()["choices"][0]["text"] == text
+
+
+def test_sigterm_lets_answers_end_and_leaves_nothing(tiny: str) -> None:
+    with serving("--set", f"model={tiny}", *TINY) as server:
+        workers = psutil.Process(server.process.pid).children(recursive=True)
+        answers: list[httpx.Response] = []
+        body = {"max_tokens": 400, "ignore_eos": True, "n": 8}
+        thread = threading.Thread(target=lambda: answers.append(complete(server, **body)))
+        thread.start()
+        until(lambda: metric(server, "vllm:num_requests_running") > 0)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+        thread.join(60)
+        assert answers[0].status_code == 200 and answers[0].json()["usage"]["completion_tokens"] == 8 * 400
+        assert workers and not [worker for worker in workers if worker.is_running() and worker.status() != "zombie"]
+
+
+def test_sigterm_does_not_wait_for_ever(tiny: str) -> None:
+    with serving(
+        "--set", f"model={tiny}", *TINY, "--drain", "1", "--set", "verifier.simulated_latency_ms=200"
+    ) as server:
+        body = BODY | {"max_tokens": 400, "ignore_eos": True, "stream": True, "speculation": {"off": True}}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+            next(answer.iter_lines())
+            started_s = time.perf_counter()
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(30) == 0
+            assert time.perf_counter() - started_s < 15
+
+
+def test_tls(tiny: str, tmp_path: Path) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    made = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    files = ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([*made.split(), *files], check=True, capture_output=True)
+    with serving("--set", f"model={tiny}", *TINY, "--tls-cert", str(certificate), "--tls-key", str(key)) as server:
+        assert server.url.startswith("https://")
+        trusted = ssl.create_default_context(cafile=str(certificate))
+        assert httpx.get(f"{server.url}/ready", verify=trusted).status_code == 200
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{server.url}/ready")
+
+
+def test_traces_are_sent_below_the_clients_own(tiny: str) -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    received = ExportTraceServiceRequest()
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.MergeFromString(self.rfile.read(int(self.headers["content-length"])))
+            self.send_response(200)
+            self.end_headers()
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as collector:
+        threading.Thread(target=collector.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{collector.server_port}/v1/traces"
+        with serving("--set", f"model={tiny}", *TINY, "--traces", url) as server:
+            parent = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
+            answer = httpx.post(f"{server.url}/v1/completions", json=BODY, headers=parent).json()
+            assert server.end() == 0
+        collector.shutdown()
+    (span,) = (span for part in received.resource_spans for scope in part.scope_spans for span in scope.spans)
+    assert span.trace_id.hex() == "ab" * 16 and span.parent_span_id.hex() == "cd" * 8
+    figures = {attribute.key: attribute.value.int_value for attribute in span.attributes}
+    assert figures["gen_ai.usage.output_tokens"] == answer["usage"]["completion_tokens"]
+    assert span.end_time_unix_nano > span.start_time_unix_nano
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--tls-cert", "cert.pem"), "--tls-cert, --tls-key: give both"),
+        (("--api-keys", os.devnull), "holds no key"),
+        (("--api-keys", "nowhere.txt"), "cannot be read"),
+        (("--host", "203.0.113.1"), "cannot listen there"),
+        (("--traces", "nonsense", "--set", "model=nowhere"), "nowhere"),
+    ],
+)
+def test_wrong_options_are_one_line(options: tuple[str, ...], said: str) -> None:
+    server = ServerProcess(*options)
+    assert server.process.wait(60) == 2
+    server.end(0)
+    assert said in "".join(server.raw) and len(server.raw) == 1, server.raw
+
+
+def verifier(server: ServerProcess) -> psutil.Process:
+    """The busiest of its workers: the drafter of these tests does next to nothing."""
+    workers = psutil.Process(server.process.pid).children(recursive=True)
+    return max(workers, key=lambda worker: worker.memory_info().rss)

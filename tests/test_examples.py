@@ -1,0 +1,64 @@
+"""The examples, run as their first lines say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engine.server.process import ROOT, ServerProcess, serving
+
+DEMO = "configs/demo-17m.yaml"
+LIGHT = ("--method", "suffix")
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[ServerProcess]:
+    with serving("--config", DEMO, *LIGHT) as running:
+        yield running
+
+
+def example(name: str, *arguments: str) -> str:
+    command = [sys.executable, f"examples/{name}.py", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_openai_client(demo: ServerProcess) -> None:
+    *_, person = example("openai_client", demo.url).strip().splitlines()
+    assert set(json.loads(person)) == {"name", "age"}
+
+
+def test_a_stream_with_httpx(demo: ServerProcess) -> None:
+    text, counted = example("stream_with_httpx", demo.url).strip().rsplit("\n", 1)
+    assert text and counted.endswith("rounds")
+
+
+@pytest.fixture
+def light(tmp_path: Path) -> str:
+    """The demo model without a head: of these examples' concern is not how fast it drafts."""
+    file = tmp_path / "config.yaml"
+    file.write_text(f"model: {ROOT / 'models/demo'}\nmethod: suffix\nverifier: {{threads: 1}}\n")
+    return str(file)
+
+
+def test_a_batch_over_a_file(tmp_path: Path, light: str) -> None:
+    prompts = ["What is 3 + 4?", "Say hello.", "Count to ten."]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    example("batch_over_a_file", str(tmp_path / "prompts.jsonl"), str(tmp_path / "answers.jsonl"), light)
+    rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert [row["prompt"] for row in rows] == prompts and all(row["answer"] for row in rows)
+
+
+def test_a_drafter_of_your_own(light: str) -> None:
+    plain, drafted, *_, last = example("own_drafter", light).strip().splitlines()
+    assert plain == "none: 1.00 tokens a round"
+    assert float(drafted.split()[1]) > 1
+    assert last == "the same text: True"

@@ -1,0 +1,60 @@
+"""What a wheel holds, and that the command works from it alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+pytest.importorskip("hatchling")
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `pip install` lays into site-packages."""
+    out, folder = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("site-packages")
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)], cwd=ROOT, check=True, timeout=300
+    )
+    (wheel,) = out.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(folder)
+    return folder
+
+
+def run(installed: Path, *arguments: str) -> str:
+    """`python ARGUMENTS` from another folder, with the wheel before everything else."""
+    environment = os.environ | {"PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=installed.parent, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_wheel_takes_no_names_but_those_of_its_packages(installed: Path) -> None:
+    names = {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")}
+    assert names == {"engine", "drafters", "retrieval_index"}
+    assert all((installed / name / "py.typed").is_file() for name in names)
+
+
+def test_the_command_finds_its_configurations_models_and_benchmarks_in_the_wheel(installed: Path) -> None:
+    assert run(installed, "-m", "engine", "--version").startswith("talon 0.")
+    assert "--concurrency" in run(installed, "-m", "engine", "bench", "--help")
+    found = run(
+        installed,
+        "-c",
+        "from engine.config import DEMO, load; import engine; print(engine.__file__); print(DEMO.is_file());"
+        "print(load(DEMO.with_name('demo-17m.yaml')).model)",
+    ).split()
+    assert found[0].startswith(str(installed)) and found[1] == "True"
+    assert (Path(found[2]) / "model.safetensors").is_file() and found[2].startswith(str(installed))
+
+
+def test_benchmarks_import_each_other_wherever_the_package_is() -> None:
+    for file in (ROOT / "benchmarks").glob("*.py"):
+        assert "from benchmarks" not in file.read_text("utf8"), f"{file.name}: import with a dot, not with a name"
