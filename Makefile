@@ -1,4 +1,4 @@
-# make demo: answer a question with the demo model. make test: everything CI checks.
+# make demo: get a real model (93 MB, once) and answer a question with it. make test: everything CI checks.
 # make soak MINUTES=30: mixed load with cancelled requests and killed workers; memory must stay flat.
 # make demo-heads DATA=prompts.jsonl: train the drafters of models/demo/heads again; hours on two cores.
 PYTHON ?= python3
@@ -11,8 +11,11 @@ BIN := .venv/bin
 
 install: .venv/installed
 
-demo: .venv/installed
-	$(BIN)/talon generate "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many clips did Natalia sell altogether in April and May?" --max-tokens 128
+model: .venv/installed
+	$(BIN)/talon models get smollm2-135m
+
+demo: model
+	$(BIN)/talon generate "Give three tips for staying healthy." --max-tokens 128
 
 HEADS := eagle3 eagle medusa hydra sps
 demo-heads: .venv/installed
@@ -24,7 +27,7 @@ demo-heads: .venv/installed
 
 bench: .venv/installed
 	test -n "$(EVAL)" || { echo 'make bench: name the folder of question files: EVAL=DIR'; exit 2; }
-	$(BIN)/talon bench --methods all --out benchmarks/results $(foreach suite,gsm8k humaneval alpaca mt_bench sum qa,--questions $(EVAL)/$(suite).jsonl) --limit $(or $(LIMIT),20)
+	$(BIN)/talon bench --config configs/demo-17m.yaml --methods all --out benchmarks/results $(foreach suite,gsm8k humaneval alpaca mt_bench sum qa,--questions $(EVAL)/$(suite).jsonl) --limit $(or $(LIMIT),20)
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -42,4 +45,4 @@ soak: .venv/installed
 clean:
 	rm -rf .venv build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-.PHONY: install demo demo-heads bench lint types test soak clean
+.PHONY: install model demo demo-heads bench lint types test soak clean

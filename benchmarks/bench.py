@@ -16,13 +16,14 @@ from rich.table import Table
 
 from benchmarks.about import write_about
 from benchmarks.contestants import Contestant, Run, check_name, overhead_us, start_contestant
-from benchmarks.figures import BASELINE, Row, loops, summaries
+from benchmarks.figures import BASELINE, Difference, Row, loops, summaries
 from benchmarks.questions import Question, read_questions
 from benchmarks.ties import Referee
 from drafters.experience import Reliability, read
 from engine.config import Config, load
 from engine.errors import TalonError
 from engine.messages import Tokens
+from engine.model.resolve import resolved
 from engine.sampling import SamplingParams
 from engine.text import encode_text, load_tokenizer
 
@@ -48,6 +49,7 @@ async def run_bench(
     questions = [(file.stem, question) for file in files for question in read_questions(file, limit)]
     for name in names:  # before the rows of an earlier run are overwritten
         check_name(name)
+    config = resolved(config)
     tokenizer, referee = load_tokenizer(config.model), Referee(config)
     rows: list[Row] = []
     write_about(out, config, samplings, repeats)
@@ -157,6 +159,8 @@ def row_of(suite: str, question: Question, name: str, sampling: SamplingParams, 
         other_ms=mean(max(0, r.round_us - r.forward_us - r.draft_us) for r in log) / 1000 if log else None,
         depth=mean(r.depth for r in log) if log else None,
         forward_ms=_forward_ms(log),
+        exact=run.exact,
+        inexact=run.inexact,
     )
 
 
@@ -166,9 +170,9 @@ def compared(
     """The row with what came of comparing the text with plain decoding's."""
     if row.method.startswith("hf") and sampling.temperature > 0:  # transformers draws with other random numbers
         return row
-    equal = text == plain
-    tie = not equal and referee.is_tie(prompt, text, plain, sampling)
-    return msgspec.structs.replace(row, output_equal=equal, tie=tie)
+    difference = Difference.between(text, plain)
+    tie = difference is not None and not row.exact and referee.is_tie(prompt, text, plain, sampling)
+    return msgspec.structs.replace(row, output_equal=difference is None, tie=tie, difference=difference)
 
 
 def _forward_ms(log: list[Tokens]) -> dict[str, float]:
@@ -209,6 +213,7 @@ async def run_overhead(config: Config, methods: list[str], sampling: SamplingPar
     table = Table(title="Time per round outside model forwards")
     for column in ("transport", "method", "rounds", "p50", "p95"):
         table.add_column(column, justify="left" if column in ("transport", "method") else "right")
+    config = resolved(config)
     tokens = encode_text(load_tokenizer(config.model), prompt)
     for transport in ("inproc", "ipc"):
         for method in methods:

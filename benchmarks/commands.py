@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import numpy as np
@@ -19,11 +20,17 @@ from engine.config import Config
 from engine.errors import ConfigError
 from engine.sampling import SamplingParams
 
+if TYPE_CHECKING:
+    from benchmarks.load_figures import Level
+
 QuestionsOption = Annotated[
     list[Path] | None, typer.Option("--questions", help="JSONL file of the Spec-Bench form; may be given again.")
 ]
 HeadsOption = Annotated[
-    Path, typer.Option(help="Folder with the drafters' weights: eagle, eagle3, medusa, hydra, sps.")
+    Path | None,
+    typer.Option(
+        help="Folder with the drafters' weights: eagle, eagle3, medusa, hydra, sps.", show_default="drafter.path"
+    ),
 ]
 AGREE = 0.05
 """How far the speed-ups of two runs may be apart and still be called the same."""
@@ -39,7 +46,7 @@ def bench(
     temperature: Annotated[list[float] | None, typer.Option(help="May be given again.", show_default="0")] = None,
     seed: Annotated[int, typer.Option(help="Of the sampling and of the order of contestants.")] = 0,
     repeats: Annotated[int, typer.Option(help="How often everything is run, each time afresh.", min=1)] = 1,
-    heads: HeadsOption = configuration.ROOT / "models" / "demo" / "heads",
+    heads: HeadsOption = None,
     out: Annotated[Path, typer.Option(help="Folder for results.jsonl and the report.")] = Path("out"),
     overhead: Annotated[
         bool, typer.Option("--overhead", help="Measure the time per round outside model forwards instead.")
@@ -47,10 +54,33 @@ def bench(
     calibration: Annotated[
         bool, typer.Option("--calibration", help="Also draw what trees promised and what came of it, for each source.")
     ] = False,
+    concurrency: Annotated[
+        str | None,
+        typer.Option(
+            metavar="1,2,4,8,16",
+            help="Measure many requests at once instead: tokens/s in all, time to the first token, pauses between "
+            "emissions. Files are mixed, methods take turns at each level, every text is compared with the same "
+            "prompt's alone. Rows: load.jsonl, picture: concurrency.png.",
+        ),
+    ] = None,
+    arrivals: Annotated[
+        str | None,
+        typer.Option(
+            metavar="0.5,0.8,1.2",
+            help="Measure requests that arrive at random instead, or too: at these shares of what none answers with "
+            "16 at once, which is measured first. Goodput counts answers whose first token came within 1 s and whose "
+            "others within 0.1 s each.",
+        ),
+    ] = None,
     config: ConfigOption = configuration.DEMO,
     set_: SetOption = None,
 ) -> None:
-    """Compare contestants on question files: tokens/s, speed-up over plain decoding, MAT, equality of texts."""
+    """Compare contestants on question files: tokens/s, speed-up over plain decoding, MAT, equality of texts.
+
+    talon bench --questions gsm8k.jsonl --methods none,pld,suffix --limit 10
+
+    talon bench --questions gsm8k.jsonl --questions sum.jsonl --concurrency 1,4,16 --repeats 3
+    """
     console = Console(stderr=True)
 
     async def main() -> int:
@@ -65,6 +95,10 @@ def bench(
             SamplingParams(max_tokens=max_tokens, temperature=value, seed=seed).validate()
             for value in temperature or [0.0]
         ]
+        levels = [int(level) for level in _numbers("concurrency", concurrency, whole=True)]
+        shares = _numbers("arrivals", arrivals)
+        if (levels or shares) and len(samplings) > 1:
+            raise ConfigError("--temperature: give one with --concurrency and --arrivals")
         if overhead:
             Console().print(await run_overhead(settings, [n for n in names if n != "hf"], samplings[0], console))
             return 0
@@ -73,6 +107,8 @@ def bench(
         except OSError as error:
             raise ConfigError(f"--out {out}: is no folder and cannot be made one ({error.strerror})") from None
         try:
+            if levels or shares:
+                return await measure_load(names, settings, levels, shares, samplings[0])
             return await measure(names, settings, samplings)
         except OSError as error:
             if error.errno not in DISK_FULL:
@@ -81,25 +117,71 @@ def bench(
 
     async def measure(names: list[str], settings: Config, samplings: list[SamplingParams]) -> int:
         from benchmarks.bench import gathered, run_bench, summary
+        from benchmarks.contestants import PEERS
 
         with tempfile.TemporaryDirectory(prefix="talon-calibration-") as folder:
             kept = Path(folder) if calibration else None
             rows = await run_bench(
-                settings, names, _files(questions), out, limit, samplings, repeats, heads if heads.is_dir() else None,
-                console, kept,
+                settings, names, _files(questions), out, limit, samplings, repeats, heads, console, kept
             )  # fmt: skip
             if kept is not None:
                 draw_calibration(gathered(kept), out / "calibration.png", console)
         Console().print(summary(rows))
         for row in rows:
-            if row.output_equal is False:
+            if row.output_equal is False and row.method not in PEERS:  # those round in their own way
                 kind = "a tie that rounding decides" if row.tie else "different text"
-                console.print(f"{kind}: {row.method}, {row.suite} {row.question_id}, T = {row.temperature:g}")
+                where = f"{row.method}, {row.suite} {row.question_id}, T = {row.temperature:g}"
+                console.print(f"{kind}: {where}: {row.difference}")
         write_report(out, console)
-        return sum(row.output_equal is False and not row.tie for row in rows)
+        return sum(row.output_equal is False and not row.tie and row.method not in PEERS for row in rows)
+
+    async def measure_load(
+        names: list[str], settings: Config, levels: list[int], shares: list[float], sampling: SamplingParams
+    ) -> int:
+        from benchmarks.load import Load, run_load
+        from benchmarks.load_figures import arrival_table, level_table
+        from benchmarks.load_figures import levels as lines_of
+
+        what = Load(levels, shares, sampling, repeats)
+        rows = await run_load(settings, names, _files(questions), out, limit, what, heads, console)
+        lines = lines_of(rows)
+        Console().print(level_table(lines))
+        if shares:
+            Console().print(arrival_table(rows))
+        different = [row for row in rows if not row.output_equal]
+        for row in different:
+            kind = "different text" if row.exact else "different text (the target is not exact)"
+            beside = f"{row.concurrency} at once" if row.concurrency else f"arrivals at {row.arrivals:g}"
+            console.print(f"{kind}: {row.method}, {row.suite} {row.question_id}, {beside}")
+        draw_concurrency(lines, out / "concurrency.png", console)
+        console.print(f"rows: {out / 'load.jsonl'}")
+        return sum(row.exact for row in different)
 
     if run(main()):
         raise typer.Exit(1)
+
+
+def _numbers(option: str, listed: str | None, whole: bool = False) -> list[float]:
+    """What such an option lists, each above 0 and once."""
+    try:
+        numbers = sorted({float(number) for number in (listed or "").split(",") if number.strip()})
+    except ValueError:
+        numbers = [0.0]
+    if (listed is not None and not numbers) or any(not 0 < n < 10_000 or (whole and n % 1) for n in numbers):
+        example = "1,2,4,8,16" if whole else "0.5,0.8,1.2"
+        raise ConfigError(f"--{option} {listed}: give {'whole ' if whole else ''}numbers above 0, such as {example}")
+    return numbers
+
+
+def draw_concurrency(lines: Sequence[Level], path: Path, console: Console) -> None:
+    """The picture; without matplotlib, a line that says how to get one."""
+    try:
+        from benchmarks.plots import concurrency
+    except ImportError as error:
+        console.print(f"no picture: {error}; pip install 'talon-decoding[bench]'")
+        return
+    concurrency(lines, path)
+    console.print(f"tokens/s over requests at once: {path}")
 
 
 def report(
@@ -166,7 +248,7 @@ def check(
     limit: Annotated[int | None, typer.Option(help="Questions per file.", show_default="all", min=1)] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
     temperature: Annotated[
-        float, typer.Option(help="0 compares with transformers, else with plain decoding of the same seed.")
+        float, typer.Option(help="At 0, plain decoding is also compared with transformers in float32.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
     config: ConfigOption = configuration.DEMO,
@@ -177,17 +259,17 @@ def check(
 
     async def main() -> int:
         from benchmarks.equality import report, run_check
-        from engine.target import Target
 
         settings = configuration.load(config, overrides(set_))
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed).validate()
         comparisons = await run_check(
             settings, names_in(methods), names_in(transports), _files(questions), limit, sampling, console
         )
-        dtype = str(Target.load(settings.model, settings.dtype, settings.device).dtype).removeprefix("torch.")
-        table, wrong = report(comparisons, dtype)
+        table, errors = report(comparisons)
         Console().print(table)
-        return wrong
+        for error in errors:
+            console.print(f"different text: {error}", markup=False, soft_wrap=True)
+        return len(errors)
 
     if run(main()):
         raise typer.Exit(1)
@@ -205,7 +287,7 @@ def qa(
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the sampling and of the order of contestants.")] = 0,
-    heads: HeadsOption = configuration.ROOT / "models" / "demo" / "heads",
+    heads: HeadsOption = None,
     config: ConfigOption = configuration.DEMO,
     set_: SetOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -220,8 +302,8 @@ def qa(
             raise ConfigError("--questions: name at least one JSONL file with rows of category nq, rag or qa")
         names = names_in(methods)
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed).validate()
-        settings, weights = configuration.load(config, overrides(set_)), heads if heads.is_dir() else None
-        retrieval, lines = await run_qa(settings, names, questions, limit, passages, sampling, weights, console)
+        settings = configuration.load(config, overrides(set_))
+        retrieval, lines = await run_qa(settings, names, questions, limit, passages, sampling, heads, console)
         if as_json:
             print(json.dumps(msgspec.to_builtins({"retrieval": retrieval, "lines": lines}), indent=2))
         else:

@@ -27,7 +27,7 @@ from engine.worker import share_cores
 
 class Run(msgspec.Struct, frozen=True):
     """One answer and what it took. seconds: from the call to the last token. token_ms: of every token but the first,
-    its share of the time since tokens came last, as several may come at once.
+    its share of the time since tokens came last, as several may come at once. exact, inexact: as in engine.answer.
     """
 
     token_ids: list[int]
@@ -39,6 +39,8 @@ class Run(msgspec.Struct, frozen=True):
     draft_hit_rate: float | None
     log: list[Tokens]
     token_ms: list[float] = []
+    exact: bool = False
+    inexact: str = ""
 
 
 class Contestant(Protocol):
@@ -76,6 +78,8 @@ class TalonContestant:
             metrics.draft_hit_rate,
             result.rounds,
             [r.round_us / 1000 / len(r.tokens) for r in result.rounds[1:] for _ in r.tokens],
+            metrics.exact,
+            metrics.inexact,
         )
 
     def peak_memory_mb(self) -> float | None:
@@ -229,11 +233,15 @@ def check_name(name: str) -> None:
 
 
 async def start_contestant(name: str, config: Config, heads: Path | None = None) -> Contestant:
-    """The contestant `name`, on the model of `config`. heads: a folder with eagle, eagle3, medusa, hydra and sps."""
+    """The contestant `name`, on the model of `config`. heads: a folder with eagle, eagle3, medusa, hydra and sps; None:
+    drafter.path names their weights.
+    """
     if name in PEERS:
-        assistant = str(heads / "sps") if name == "hf-assisted" and heads is not None else None
-        if name == "hf-assisted" and assistant is None:
-            raise ConfigError("hf-assisted: needs a small model: give --heads DIR with an sps folder")
+        assistant = None
+        if name == "hf-assisted":
+            assistant = config.drafter.weights("sps") if heads is None else str(heads / "sps")
+            if assistant is None:
+                raise ConfigError("hf-assisted: needs a small model: give drafter.path, or --heads DIR with sps in it")
         return await TransformersContestant.start(config, assistant, prompt_lookup=name == "hf-pld")
     check_name(name)
     settings = load(config, CONTESTANTS[name])

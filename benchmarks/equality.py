@@ -1,35 +1,84 @@
 """`talon check`: is the text of every method and transport that of plain decoding, on your model and your prompts?
 
-Greedy answers are compared with `transformers` generate, sampled ones with the engine's own plain decoding with the
-same seed. Where two texts differ, `benchmarks.ties` tells rounding from errors.
+Each is compared with the engine's own plain decoding (method none) with the same seed. If the target is exact, every
+token that differs is an error; if it is not, `benchmarks.ties` tells rounding from errors. Whether plain decoding
+itself is right is shown by `transformers`: greedy texts are compared with those of its generate in float32, ties
+allowed, as a target in bfloat16 rounds where that one does not.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.bench import progress_bar
-from benchmarks.contestants import Contestant, TransformersContestant, check_name, start_contestant
-from benchmarks.questions import read_questions
-from benchmarks.ties import TIE, score_gap
+from benchmarks.contestants import Contestant, Run, TransformersContestant, check_name, start_contestant
+from benchmarks.figures import BASELINE, Difference
+from benchmarks.questions import Question, read_questions
+from benchmarks.ties import TIE, Referee, score_gap
 from engine.config import Config, load
+from engine.model.resolve import resolved
 from engine.sampling import SamplingParams
-from engine.target import Target
 from engine.text import encode_text, load_tokenizer
 
 
+class Different(msgspec.Struct):
+    """A text that differs. words: both tokens as text. gap: of the tokens' float32 scores, None if none is allowed."""
+
+    question_id: str
+    difference: Difference
+    words: str
+    gap: float | None
+
+
 class Comparison(msgspec.Struct):
-    """How one method's answers compare with the reference. gaps: float32 gaps of scores where texts first differed."""
+    """How one method's answers compare with the reference's. tie: gaps below it are rounding, 0: none is."""
 
     suite: str
     method: str
     transport: str
+    reference: str
+    tie: float
     equal: int = 0
-    gaps: list[float] = msgspec.field(default_factory=list)
+    different: list[Different] = []
+
+    @property
+    def errors(self) -> list[Different]:
+        return [one for one in self.different if one.gap is None or one.gap >= self.tie]
+
+
+class _Compare:
+    """Makes comparisons. The float32 model is loaded when there is a gap to look at, and not before."""
+
+    def __init__(self, config: Config, tokenizer: Any, sampling: SamplingParams):
+        self.referee, self.tokenizer, self.sampling = Referee(config), tokenizer, sampling
+
+    def __call__(
+        self,
+        comparison: Comparison,
+        questions: list[Question],
+        prompts: list[list[int]],
+        runs: list[Run],
+        expected: list[Run],
+    ) -> Comparison:
+        for question, prompt, run, wanted in zip(questions, prompts, runs, expected, strict=True):
+            difference = Difference.between(run.token_ids, wanted.token_ids)
+            if difference is None:
+                comparison.equal += 1
+                continue
+            gap = None
+            if comparison.tie:
+                gap = score_gap(self.referee.judge, prompt, run.token_ids, wanted.token_ids, self.sampling)
+            words = ", ".join(self._word(token) for token in (difference.token, difference.expected))
+            comparison.different.append(Different(question.question_id, difference, words, gap))
+        return comparison
+
+    def _word(self, token: int | None) -> str:
+        return "nothing" if token is None else repr(self.tokenizer.decode([token]))
 
 
 async def run_check(
@@ -42,64 +91,71 @@ async def run_check(
     console: Console,
 ) -> list[Comparison]:
     """Compare every method and transport on every question. Contestants run one after the other: memory stays flat."""
-    tokenizer = load_tokenizer(config.model)
-    suites = {file.stem: [encode_text(tokenizer, q.prompt) for q in read_questions(file, limit)] for file in files}
-    settings = {transport: load(config, {"transport": transport}) for transport in transports}
+    questions = {file.stem: read_questions(file, limit) for file in files}
     for method in methods:
         check_name(method)
-    exact = Target.load(config.model, "float32", config.device)
-    greedy = sampling.temperature == 0
-    comparisons = []
+    config = resolved(config)
+    tokenizer = load_tokenizer(config.model)
+    suites = {suite: [encode_text(tokenizer, q.prompt) for q in some] for suite, some in questions.items()}
+    settings = {transport: load(config, {"transport": transport}) for transport in transports}
+    compare = _Compare(config, tokenizer, sampling)
+    comparisons: list[Comparison] = []
     with progress_bar(console) as progress:
-        answers = len(methods) * len(transports) + 1
+        answers = len(methods) * len(transports) + 1 + (sampling.temperature == 0)
         task = progress.add_task("reference", total=answers * sum(map(len, suites.values())))
 
-        async def answer_all(contestant: Contestant, name: str) -> dict[str, list[list[int]]]:
-            texts: dict[str, list[list[int]]] = {}
+        async def answer_all(contestant: Contestant, name: str) -> dict[str, list[Run]]:
+            runs: dict[str, list[Run]] = {}
             try:
                 for suite, prompts in suites.items():
-                    texts[suite] = []
+                    runs[suite] = []
                     for prompt in prompts:
                         progress.update(task, description=f"{name} {suite}")
-                        texts[suite].append((await contestant.answer(prompt, sampling)).token_ids)
+                        runs[suite].append(await contestant.answer(prompt, sampling))
                         progress.advance(task)
             finally:
                 await contestant.close()
-            return texts
+            return runs
 
-        reference = await (TransformersContestant.start(config) if greedy else start_contestant("none", config))
-        expected = await answer_all(reference, "reference")
+        def add(method: str, transport: str, reference: str, runs: dict[str, list[Run]], tie: bool) -> None:
+            wanted = plain if reference == BASELINE else stock
+            limit = TIE[compare.referee.dtype] if tie else 0.0
+            for suite, prompts in suites.items():
+                blank = Comparison(suite, method, transport, reference, limit)
+                comparisons.append(compare(blank, questions[suite], prompts, runs[suite], wanted[suite]))
+
+        plain = await answer_all(await start_contestant(BASELINE, config), "plain decoding")
+        exact = all(run.exact for runs in plain.values() for run in runs)
+        if sampling.temperature == 0:
+            in_float32 = load(config, {"dtype": "float32"})
+            stock = await answer_all(await TransformersContestant.start(in_float32), "transformers")
+            add(BASELINE, config.transport, "transformers", plain, tie=True)
         for transport in transports:
             for method in methods:
                 contestant = await start_contestant(method, settings[transport])
-                texts = await answer_all(contestant, f"{transport} {method}")
-                for suite, prompts in suites.items():
-                    comparison = Comparison(suite, method, transport)
-                    for prompt, text, wanted in zip(prompts, texts[suite], expected[suite], strict=True):
-                        if text == wanted:
-                            comparison.equal += 1
-                        else:
-                            comparison.gaps.append(score_gap(exact, prompt, text, wanted, sampling))
-                    comparisons.append(comparison)
+                add(method, transport, BASELINE, await answer_all(contestant, f"{transport} {method}"), tie=not exact)
     return comparisons
 
 
-def report(comparisons: list[Comparison], dtype: str) -> tuple[Table, int]:
-    """A table of the comparisons, and how many texts differed by more than a tie."""
-    table = Table(title=f"Texts compared with the reference, {dtype} (a tie: float32 gap under {TIE[dtype]:g})")
-    for column in ("transport", "method", "suite", "equal", "ties", "different", "largest gap"):
+def report(comparisons: list[Comparison]) -> tuple[Table, list[str]]:
+    """A table of the comparisons, and a line for every text that differs by more than a tie."""
+    table = Table(title="Texts compared with those of plain decoding (none), and those with transformers in float32")
+    for column in ("transport", "method", "compared with", "suite", "equal", "ties", "different", "largest gap"):
         table.add_column(column, justify="right" if column in ("equal", "ties", "different", "largest gap") else "left")
-    wrong = 0
+    lines = []
     for c in comparisons:
-        different = sum(gap >= TIE[dtype] for gap in c.gaps)
-        wrong += different
+        gaps = [one.gap for one in c.different if one.gap is not None]
         table.add_row(
             c.transport,
             c.method,
+            c.reference,
             c.suite,
             str(c.equal),
-            str(len(c.gaps) - different),
-            str(different),
-            f"{max(c.gaps):.1e}" if c.gaps else "-",
+            str(len(c.different) - len(c.errors)) if c.tie else "none allowed",
+            str(len(c.errors)),
+            f"{max(gaps):.1e}" if gaps else "-",
         )
-    return table, wrong
+        for error in c.errors:
+            where = f"{c.transport} {c.method}, {c.suite} {error.question_id}"
+            lines.append(f"{where}: {error.difference} ({error.words}), compared with {c.reference}")
+    return table, lines

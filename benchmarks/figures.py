@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from statistics import mean, median
 
@@ -17,6 +18,23 @@ _LOOP_LENGTH, _LOOP_COUNT = 8, 4
 _RESAMPLES = 2000
 
 
+class Difference(msgspec.Struct, frozen=True):
+    """Where a text first differs from another. token, expected: None where that text has ended."""
+
+    at: int
+    token: int | None
+    expected: int | None
+
+    @classmethod
+    def between(cls, text: Sequence[int], expected: Sequence[int]) -> Difference | None:
+        pairs = enumerate(zip_longest(text, expected))
+        return next((cls(at, one, other) for at, (one, other) in pairs if one != other), None)
+
+    def __str__(self) -> str:
+        token, expected = ("the end" if t is None else str(t) for t in (self.token, self.expected))
+        return f"token {self.at} is {token} instead of {expected}"
+
+
 class Row(msgspec.Struct, frozen=True):
     """One answer, a line of results.jsonl. None: not known of this contestant.
 
@@ -24,7 +42,8 @@ class Row(msgspec.Struct, frozen=True):
     per round; other_ms: of a round outside them. nodes, depth: of the tree verified, mean per round. accepted: how many
     rounds emitted so many tokens. tie: the text differs from plain decoding's, but only by rounding. token_ms: between
     tokens, those that came together share their wait. forward_ms: of the target, by number of nodes, median.
-    peak_memory_mb: of the contestant's processes so far.
+    peak_memory_mb: of the contestant's processes so far. exact: any difference from plain decoding is an error;
+    inexact: why not, if that is known. difference: the first.
     """
 
     suite: str
@@ -54,6 +73,9 @@ class Row(msgspec.Struct, frozen=True):
     depth: float | None = None
     peak_memory_mb: float | None = None
     forward_ms: dict[str, float] = {}
+    exact: bool = False
+    inexact: str = ""
+    difference: Difference | None = None
 
     @property
     def tokens_per_second(self) -> float:

@@ -23,9 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.datastore_speed import SAMPLE, Times, resident_bytes, seconds, times
+from engine.cli import one_line_errors
 from engine.errors import ConfigError
 from retrieval_index.build import write_shard
-from retrieval_index.commands import find_tokenizer, one_line_errors
+from retrieval_index.commands import find_tokenizer
 from retrieval_index.corpus import tokenised
 from retrieval_index.datastore import HEADER, MAGIC, VERSION, Header, fingerprint
 from retrieval_index.suffix import BYTES_PER_TOKEN, SessionIndex

@@ -19,6 +19,8 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from benchmarks.figures import BASELINE, Row, summaries
+from benchmarks.load_figures import Level
+from benchmarks.profile import Profile
 from benchmarks.shapes import Shape
 
 OURS, BASELINES, PEERS = "#0072B2", "#999999", "#E69F00"
@@ -211,6 +213,49 @@ def reliability(sources: Mapping[str, NDArray[np.float64]], path: Path) -> None:
         if place % columns == 0:
             above.set_ylabel("observed acceptance")
             below.set_ylabel("nodes")
+    _save(figure, path)
+
+
+def forward_bars(profile: Profile, path: Path) -> None:
+    """What a forward spends its time on, a bar for each number of rows, and the machine's limits across the bars."""
+    figure, axis = plt.subplots(figsize=(8.5, 4.2))
+    places = np.arange(len(profile.forwards))
+    bottom = np.zeros(len(places))
+    for index, part in enumerate(("products", "attention", "other", "gaps")):
+        heights = np.array([getattr(forward, f"{part}_ms") for forward in profile.forwards])
+        looks: dict[str, Any] = {"color": COLOURS[index], "hatch": HATCHES[index], "edgecolor": "white"}
+        axis.bar(places, heights, 0.6, bottom, label="gaps (Python)" if part == "gaps" else part, **looks)
+        bottom += heights
+    for place, height in zip(places, bottom, strict=True):
+        axis.annotate(f"{height:.3g}", (place, height), (0, 3), textcoords="offset points", ha="center", fontsize=9)
+    memory = f"limit of memory:\n{profile.read_gb_per_s:.3g} GB/s"
+    arithmetic = f"limit of arithmetic:\n{profile.multiply_adds_per_s:.2g} multiply-adds/s"
+    left, right = places - 0.42, places + 0.42
+    limits = [forward.memory_ms for forward in profile.forwards]
+    axis.hlines(limits, left, right, "black", "-", linewidth=1.8, label=memory)
+    limits = [forward.arithmetic_ms for forward in profile.forwards]
+    axis.hlines(limits, left, right, "black", "--", linewidth=1.8, label=arithmetic)
+    axis.set_xticks(places, [str(forward.rows) for forward in profile.forwards])
+    title = f"{profile.model}, {profile.dtype}, {profile.device}, threads: {profile.threads}, {profile.forward}"
+    axis.set_title(title, fontsize=9, loc="left")
+    axis.set(xlabel=f"rows of a forward behind {profile.behind} tokens", ylabel="ms", xlim=(-0.6, len(places) - 0.4))
+    axis.margins(y=0.1)
+    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0, frameon=False)
+    _save(figure, path)
+
+
+def concurrency(lines: Sequence[Level], path: Path) -> None:
+    """Tokens a second of all requests together over how many there are at once, a line for each method."""
+    figure, axis = plt.subplots(figsize=(7.5, 3.8))
+    for place, method in enumerate(dict.fromkeys(line.method for line in lines)):
+        mine = [line for line in lines if line.method == method]
+        at, speeds = [line.concurrency for line in mine], [line.tokens_per_second for line in mine]
+        axis.plot(at, speeds, **_line(place), label=method)
+    at_once = sorted({line.concurrency for line in lines})
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(at_once, [str(level) for level in at_once])
+    axis.set(xlabel="requests at once", ylabel="tokens/s, all together", ylim=(0, None))
+    axis.legend(fontsize=9)
     _save(figure, path)
 
 

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from benchmarks.bench import progress_bar, start_all
 from benchmarks.contestants import Contestant, Run
-from benchmarks.figures import BASELINE
+from benchmarks.figures import BASELINE, Difference
 from benchmarks.knowledge import Item, prompt_of, read_items
 from benchmarks.squad import exact_match, f1
 from benchmarks.ties import Referee
@@ -29,6 +29,7 @@ from drafters.checkpoint import TargetWeights
 from engine import config as configuration
 from engine.config import Config
 from engine.errors import ConfigError
+from engine.model.resolve import resolved
 from engine.sampling import SamplingParams
 from engine.text import encode_text, load_tokenizer
 from retrieval_index.dense import DenseIndex
@@ -109,6 +110,7 @@ async def run_qa(
 ) -> tuple[Retrieval | None, list[Line]]:
     """Every question in both settings, or closed-book alone if no file holds passages."""
     read = [read_items(file, limit) for file in files]
+    config = resolved(config)
     items = [item for some, _ in read for item in some]
     passages = list(dict.fromkeys(text for _, some in read for text in some))
     methods = list(dict.fromkeys([BASELINE, *names]))
@@ -161,9 +163,10 @@ async def _answer_all(
         line = line_of(setting, name, items, runs, tokenizer)
         for item, prompt, mine, plain in zip(items, prompts, runs, answered[BASELINE], strict=True):
             if mine.token_ids != plain.token_ids:
-                tie = referee.is_tie(prompt, mine.token_ids, plain.token_ids, sampling)
+                tie = not mine.exact and referee.is_tie(prompt, mine.token_ids, plain.token_ids, sampling)
                 line.ties += tie
-                line.different += [] if tie else [f"{item.kind} {item.question_id}"]
+                difference = Difference.between(mine.token_ids, plain.token_ids)
+                line.different += [] if tie else [f"{item.kind} {item.question_id}: {difference}"]
         lines.append(line)
     return lines
 

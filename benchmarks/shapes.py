@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.commands import HeadsOption
 from benchmarks.contestants import CONTESTANTS
 from benchmarks.figures import loops
 from benchmarks.questions import read_questions
@@ -26,6 +27,7 @@ from engine import config as configuration
 from engine.cli import ConfigOption, SetOption, overrides, run
 from engine.config import Config
 from engine.errors import ConfigError
+from engine.model.resolve import resolved
 from engine.sampling import SamplingParams, own_defaults
 from engine.target import Target, bfloat16_bits
 from engine.text import encode_text, load_tokenizer
@@ -144,9 +146,7 @@ def shapes(
     limit: Annotated[int | None, typer.Option(help="Questions per file.", show_default="all", min=1)] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    heads: Annotated[
-        Path, typer.Option(help="Folder with the drafters' weights: eagle, eagle3, medusa, hydra, sps.")
-    ] = configuration.ROOT / "models" / "demo" / "heads",
+    heads: HeadsOption = None,
     out: Annotated[Path, typer.Option(help="The picture.")] = Path("tree-shapes.png"),
     config: ConfigOption = configuration.DEMO,
     set_: SetOption = None,
@@ -158,12 +158,12 @@ def shapes(
             raise ConfigError(f"contestant={contestant!r}: drafts no trees; known: {', '.join(CONTESTANTS)}")
         if not questions:
             raise ConfigError("--questions: name at least one JSONL file of the Spec-Bench form")
-        keys = CONTESTANTS[contestant] | {"drafter.path": str(heads / "{method}")} | overrides(set_)
-        settings = configuration.load(config, keys)
+        path = {} if heads is None else {"drafter.path": str(heads / "{method}")}
+        settings = configuration.load(config, CONTESTANTS[contestant] | path | overrides(set_))
+        read = {file.stem: read_questions(file, limit) for file in questions}
+        settings = resolved(settings)
         tokenizer = load_tokenizer(settings.model)
-        suites = {
-            file.stem: [encode_text(tokenizer, q.prompt) for q in read_questions(file, limit)] for file in questions
-        }
+        suites = {suite: [encode_text(tokenizer, q.prompt) for q in some] for suite, some in read.items()}
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature).validate()
         answers = measure(settings, suites, sampling, Console(stderr=True))
         straight = [a for a in answers if not a.loops]

@@ -1,8 +1,8 @@
-"""Where two texts first differ: was it rounding, or a mistake?
+"""Where two texts of a target that is not exact first differ: was it rounding, or a mistake?
 
-A forward over eight tokens adds up in another order than eight over one. Where the scores of two tokens are closer
-than that, either may win, and from there on the texts are different ones. Both tokens' scores are therefore taken
-from a float32 forward over the text before: a gap below `TIE` is a tie, anything else an error.
+Such a target adds up in another order over eight tokens than eight times over one. Where the scores of two tokens are
+closer than that, either may win, and from there on the texts are different ones. Both tokens' scores are therefore
+taken from a float32 forward over the text before: a gap below `TIE` is a tie, anything else an error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Referee:
         self.config = config
 
     @cached_property
-    def exact(self) -> Target:
+    def judge(self) -> Target:
         return Target.load(self.config.model, "float32", self.config.device)
 
     @cached_property
@@ -39,7 +39,7 @@ class Referee:
 
     def is_tie(self, prompt: list[int], one: list[int], other: list[int], sampling: SamplingParams) -> bool:
         """Whether rounding alone can have made the two answers different."""
-        return score_gap(self.exact, prompt, one, other, sampling) < TIE[self.dtype]
+        return score_gap(self.judge, prompt, one, other, sampling) < TIE[self.dtype]
 
 
 def score_gap(target: Target, prompt: list[int], one: list[int], other: list[int], sampling: SamplingParams) -> float:

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.errors import ModelError
-from engine.packed_linear import pack, product
+from engine.model.packed_linear import pack, product
 from engine.target import has_native_bfloat16
 
 TakeTensor = Callable[..., Tensor]

@@ -104,6 +104,9 @@ class SmallSession(Session):
     def clear(self) -> None:
         del self.tokens[1:], self.parents[1:]
 
+    def close(self) -> None:
+        self.model.release(self.cache)
+
 
 def level_by_level(widths: Sequence[int], budget: int) -> Static:
     """The tree in which every node of level i has widths[i] children, cut at `budget` nodes, root included."""

@@ -16,7 +16,7 @@ class Metrics(msgspec.Struct, frozen=True):
     mean_accepted_tokens: tokens per round, bonus included; the first token is the prefill's and not counted.
     tokens_per_second: of the answer, from the call to the last token. verifier_busy: share of the decoding time that
     the verifier spent in target forwards, for whichever request. draft_hit_rate: rounds whose tree was there when the
-    verdict before fell.
+    verdict before fell. exact: the text is that of plain decoding, bit for bit; inexact: why that is not certain.
     """
 
     mean_accepted_tokens: float
@@ -25,6 +25,8 @@ class Metrics(msgspec.Struct, frozen=True):
     time_to_first_token_s: float
     verifier_busy: float
     draft_hit_rate: float
+    exact: bool
+    inexact: str
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -46,10 +48,12 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class Answer:
-    """Collects the rounds of one answer. started_s: when it was asked for, on the clock of `time.perf_counter`."""
+    """Collects the rounds of one answer. started_s: when it was asked for, on the clock of `time.perf_counter`.
+    inexact: of the target that gives it.
+    """
 
-    def __init__(self, text: TextStream, prompt_tokens: int, started_s: float):
-        self.text, self.prompt_tokens, self.started_s = text, prompt_tokens, started_s
+    def __init__(self, text: TextStream, prompt_tokens: int, started_s: float, inexact: str):
+        self.text, self.prompt_tokens, self.started_s, self.inexact = text, prompt_tokens, started_s, inexact
         self.token_ids: list[int] = []
         self.rounds: list[Tokens] = []
         self.first_s = self.last_s = 0.0
@@ -80,5 +84,7 @@ class Answer:
             time_to_first_token_s=self.first_s - self.started_s,
             verifier_busy=(last.busy_us - first.busy_us) / max(1, last.at_us - first.at_us),
             draft_hit_rate=sum(r.hit for r in self.rounds[1:]) / rounds if rounds else 0.0,
+            exact=not self.inexact,
+            inexact=self.inexact,
         )
         return Result(self.text.text, self.token_ids, self.prompt_tokens, self.finish_reason, metrics, self.rounds)

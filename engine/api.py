@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -17,13 +19,16 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
+from drafters.registry import find
 from engine import config as configuration
 from engine import errors
 from engine.answer import Answer, Piece, Result
 from engine.config import Config
 from engine.errors import EngineClosed, QueueFull, RequestError, TalonError, WorkerDied
+from engine.flight import Flight
 from engine.launch import STOP_S, Workers
-from engine.messages import Cancel, Failed, Heartbeat, Ready, Spans, Stop, Submit, Tokens
+from engine.messages import Cancel, Failed, Heartbeat, Ready, Spans, Stop, Tokens
+from engine.model.resolve import resolved
 from engine.sampling import SamplingParams
 from engine.text import TextStream, encode_text, load_tokenizer
 from engine.trace import Timeline
@@ -33,6 +38,9 @@ from engine.worker import oversubscription
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 FROM_WORKERS = (Ready, Tokens, Failed, Heartbeat, Spans)
 _WATCH_S = 0.05
+_TRIES = 3  # of starting a worker again in a row
+_BARREN = 5  # verifiers in a row that emit nothing
+_LAST_WORDS_S = 0.2  # in which what a worker said before it ended arrives
 _ABSENT_S = 0.5  # the loop stood still, and the workers maybe with it (a frozen container): silence says nothing
 
 
@@ -74,13 +82,15 @@ class Engine:
         self._target = Ready()
         self._ready: dict[str, asyncio.Event] = {role: asyncio.Event() for role in self._workers.roles}
         self._numbers = itertools.count(1)
-        self._answers: dict[int, asyncio.Queue[Tokens | TalonError]] = {}
+        self._flights: dict[int, Flight] = {}
         self._places = anyio.CapacityLimiter(config.queue.size)
         self._tasks: list[asyncio.Task[None]] = []
-        self._failed_start: TalonError | None = None
+        self._said: dict[str, TalonError] = {}  # why a worker could not start, by role
+        self._failed_starts: Counter[str] = Counter()  # in a row, by role
+        self._barren = 0  # verifiers in a row that died with requests and emitted no token
         self._loop = asyncio.get_running_loop()
         self._closed = False
-        self._failed = False
+        self._failed: TalonError | None = None
 
     @classmethod
     async def start(
@@ -90,7 +100,9 @@ class Engine:
 
         Raises ConfigError, ModelError or DrafterMismatch, each one line that says what to change.
         """
-        engine = cls(configuration.load(config, overrides))
+        settings = configuration.load(config, overrides)
+        find(settings.method)  # refused before a model is downloaded
+        engine = cls(await anyio.to_thread.run_sync(resolved, settings))
         try:
             if engine.config.trace is not None:  # that it cannot be written is not to be found out at the end
                 engine.timeline.write(Path(engine.config.trace))
@@ -184,16 +196,14 @@ class Engine:
             raise QueueFull(f"queue.size={self.config.queue.size}: all places are taken; try later or raise it")
         number = next(self._numbers)
         async with self._places_for(number):
-            self._check_open()  # after every wait: close() reaches only the requests in _answers
-            arrivals = self._answers[number] = asyncio.Queue()
+            self._check_open()  # after every wait: close() reaches only the requests in _flights
+            flight = self._flights[number] = Flight(number, tokens, sampling)
             try:
-                await self._ready["verifier"].wait()
-                self._check_open()
-                submit = Submit(request=number, sampling=sampling.over(self._target.defaults))
-                self._hub.send(self._workers.running["verifier"].name, submit, [np.asarray(tokens)])
-                answer = Answer(TextStream(self._tokenizer, sampling.stop), len(tokens), started)
+                if self._ready["verifier"].is_set():  # otherwise it is submitted when one is
+                    self._submit(flight)
+                answer = Answer(TextStream(self._tokenizer, sampling.stop), len(tokens), started, self._target.inexact)
                 while answer.finish_reason is None:
-                    arrival = await arrivals.get()
+                    arrival = await flight.arrivals.get()
                     if isinstance(arrival, TalonError):
                         raise arrival
                     piece = answer.add(arrival)
@@ -201,9 +211,13 @@ class Engine:
                         yield piece
                 stream.result = answer.result()
             finally:
-                del self._answers[number]
-                if not self._closed and (worker := self._workers.running.get("verifier")) is not None:
-                    self._hub.send(worker.name, Cancel(request=number))
+                del self._flights[number]
+                if not self._closed and flight.verifier:
+                    self._hub.send(flight.verifier, Cancel(request=number))
+
+    def _submit(self, flight: Flight) -> None:
+        flight.verifier = self._workers.running["verifier"].name
+        self._hub.send(flight.verifier, *flight.submission(self._target.defaults))
 
     @contextlib.asynccontextmanager
     async def _places_for(self, number: int) -> AsyncIterator[None]:
@@ -249,14 +263,16 @@ class Engine:
             )
 
     def _check_open(self) -> None:
-        if self._closed or self._failed:
+        if self._failed is not None:
+            raise self._failed
+        if self._closed:
             raise EngineClosed("the engine is closed; start a new one")
         if asyncio.get_running_loop() is not self._loop:  # what it waits for arrives in the other
             raise EngineClosed("the engine belongs to the event loop that started it; use it there or start a new one")
 
     def _fail_all(self, error: TalonError) -> None:
-        for arrivals in self._answers.values():
-            arrivals.put_nowait(error)
+        for flight in self._flights.values():
+            flight.hear(error)
 
     # Workers.
 
@@ -270,15 +286,17 @@ class Engine:
         with anyio.move_on_after(self.config.start_timeout_s):
             self._tokenizer = await anyio.to_thread.run_sync(load_tokenizer, self.config.model)
             while not all(event.is_set() for event in self._ready.values()):
-                if self._failed_start is not None:
-                    raise self._failed_start
+                for error in self._said.values():
+                    raise error
                 for role in self._workers.roles:
                     if not self._ready[role].is_set() and not self._workers.running[role].alive():
-                        await asyncio.sleep(0.2)  # its last words may be under way
-                        raise self._failed_start or WorkerDied(f"the {role} died while loading {self.config.model}")
+                        await asyncio.sleep(_LAST_WORDS_S)
+                        raise self._said.get(role) or WorkerDied(f"the {role} died while loading {self.config.model}")
                 await asyncio.sleep(0.01)
         if not all(event.is_set() for event in self._ready.values()):
             raise WorkerDied(f"start_timeout_s={self.config.start_timeout_s:g}: the workers were not ready in time")
+        if not self._target.exact:
+            _say_once(f"talon: the target is not exact, so drafts may turn a near tie: {self._target.inexact}")
         self._workers.stand_by()
         self._keep_running(self._watch())
 
@@ -291,8 +309,7 @@ class Engine:
                     self._abandoned()
             elif (error := task.exception()) is not None:
                 print(f"talon: {type(error).__name__}: {error}; the engine cannot go on", file=sys.stderr)
-                self._fail_all(EngineClosed(f"the engine failed: {error}; start a new one"))
-                self._failed = True
+                self._give_up(EngineClosed(f"the engine failed: {error}; start a new one"))
 
         task = asyncio.create_task(work)
         task.add_done_callback(ended)
@@ -312,25 +329,29 @@ class Engine:
                 continue  # the last words of a worker already replaced
             self._workers.heard_s[role] = time.monotonic()
             if isinstance(message, Tokens):
-                if (answer := self._answers.get(message.request)) is not None:
-                    answer.put_nowait(message)
+                self._barren = 0
+                if (flight := self._flights.get(message.request)) is not None and not flight.ended:
+                    flight.hear(message)
             elif isinstance(message, Failed):
                 self._hear_failure(role, message)
             elif isinstance(message, Ready):
-                self._target = message if role == "verifier" else self._target
                 self._ready[role].set()
+                self._failed_starts[role] = 0
+                if role == "verifier":
+                    self._target = message
+                    for flight in [f for f in self._flights.values() if f.verifier != name and not f.ended]:
+                        self._submit(flight)
 
     def _hear_failure(self, role: str, message: Failed) -> None:
         kind = getattr(errors, message.kind, TalonError)
         error = kind(message.text) if issubclass(kind, TalonError) else TalonError(message.text)
         if message.request is None:
-            self._failed_start = error
-            print(f"talon: {role}: {error}", file=sys.stderr) if self._ready[role].is_set() else None
-        elif (answer := self._answers.get(message.request)) is not None:
-            answer.put_nowait(error)
+            self._said[role] = error
+        elif (flight := self._flights.get(message.request)) is not None:
+            flight.hear(error)
 
     async def _watch(self) -> None:
-        """Replace workers that died or fell silent. A verifier's requests are lost with it; a drafter's are not."""
+        """Replace workers that died or fell silent."""
         looked_s = time.monotonic()
         while True:
             await asyncio.sleep(_WATCH_S)
@@ -347,19 +368,54 @@ class Engine:
                     await self._replace(role, reason)
 
     async def _replace(self, role: str, reason: str) -> None:
-        print(f"talon: the {role} {reason}; starting another", file=sys.stderr)
+        """Start the worker again. Requests wait at the front end and go on with the new one."""
+        loading = not self._ready[role].is_set()
+        if loading and role not in self._said:
+            await asyncio.sleep(_LAST_WORDS_S)
         self._ready[role].clear()
         delay_s = self._workers.back_off_s(role)
         if role == "verifier":
-            self._fail_all(WorkerDied(f"the verifier {reason} with the request in flight; send it again"))
             self._stop_workers()
         await anyio.to_thread.run_sync(self._workers.end, role, 0.0)
+        self._ready[role].clear()  # should it have said so before it died: from here on nobody hears it
+        said = self._said.pop(role, None)
+        self._failed_starts[role] += loading
+        if self._failed_starts[role] >= _TRIES:
+            why = f"the {role} cannot be started again: {said or reason}"
+            if role == "verifier":
+                self._give_up(WorkerDied(why))
+            else:
+                print(f"talon: {why}; answers go on without drafts", file=sys.stderr)
+            return
+        print(f"talon: the {role} {f'failed: {said}' if said else reason}; starting another", file=sys.stderr)
+        if role == "verifier" and not loading:
+            self._count_barren()
         await asyncio.sleep(delay_s)
         self._workers.start(role)
         if role == "verifier" and "drafter" in self._workers.roles:
+            patience_s = STOP_S if self._hears("drafter") else 0.0
+            await anyio.to_thread.run_sync(self._workers.end, "drafter", patience_s)
             self._ready["drafter"].clear()
-            await anyio.to_thread.run_sync(self._workers.end, "drafter", STOP_S)
             self._workers.start("drafter")
+
+    def _count_barren(self) -> None:
+        """A request that ends every verifier that gets it must not be handed to one after the other for ever."""
+        self._barren += bool(self._flights)
+        if self._barren >= _BARREN:
+            self._barren = 0
+            why = f"the verifier died {_BARREN} times in a row before it had emitted a token"
+            self._fail_all(WorkerDied(f"{why}: one of the requests in flight may be the cause; send them one by one"))
+
+    def _give_up(self, error: TalonError) -> None:
+        """The engine cannot go on: requests in flight and later ones fail with the reason."""
+        self._failed = error
+        self._fail_all(error)
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    """On standard error; a benchmark starts many engines of one target."""
+    print(line, file=sys.stderr)
 
 
 def _is_integer(value: Any) -> TypeGuard[int]:

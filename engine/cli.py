@@ -6,7 +6,8 @@ import asyncio
 import errno
 import os
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -41,10 +42,11 @@ def overrides(assignments: list[str] | None, **named: Any) -> dict[str, Any]:
     return values | {key: value for key, value in named.items() if value is not None}
 
 
-def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run a command to its end: errors of ours are one line and exit code 2, Ctrl-C cleans up and exits with 130."""
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Errors of ours are one line and exit code 2, Ctrl-C is exit code 130."""
     try:
-        return asyncio.run(main)
+        yield
     except TalonError as error:
         print(f"talon: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
@@ -56,6 +58,12 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run a command to its end; Ctrl-C cleans up."""
+    with one_line_errors():
+        return asyncio.run(main)
 
 
 def _forget_output() -> None:
@@ -153,10 +161,12 @@ def assemble() -> typer.Typer:
         os.environ.setdefault(key, value)  # for workers that are threads
     from benchmarks.commands import bench, check, qa, report
     from benchmarks.index_speed import index_speed
+    from benchmarks.profile import profile
     from benchmarks.replay import replay
     from benchmarks.shapes import shapes
     from benchmarks.timeline import timeline
     from drafters.training.cli import app as train
+    from engine.model.commands import app as models
     from engine.remote import drafter, keys
     from retrieval_index.commands import app as index
 
@@ -166,10 +176,12 @@ def assemble() -> typer.Typer:
     app.command()(qa)
     app.command()(replay)
     app.command()(shapes)
+    app.command()(profile)
     app.command()(timeline)
     index.command("speed")(index_speed)
     app.command()(keys)
     app.command()(drafter)
+    app.add_typer(models, name="models")
     app.add_typer(index, name="index")
     app.add_typer(train, name="train")
     return app

@@ -87,17 +87,19 @@ class DrafterConfig(_Section):
 
 
 class VerifierConfig(_Section):
-    """threads: of its torch pool, None: the cores the drafter leaves. prefill_chunk: prompt tokens read in one turn.
-    max_running: requests decoded in turns; the others wait. draft_timeout_s: after this long without an answer the
-    drafter is taken for hung and requests go on without it until it speaks again.
-    cut: of a calibrated drafter's tree, verify only the nodes that pay for their time. simulated_latency_ms: a wait
-    that uses no CPU behind every forward of the target, in place of an accelerator's time; what is measured with it
+    """threads: of its torch pool, None: the cores the drafter leaves. prefill_chunk: prompt tokens read in one forward;
+    fewer where others decode meanwhile. max_running: requests that share forwards; the others wait. kv_memory: bytes
+    for keys and values of all of them, None: a quarter of the memory that is free. draft_timeout_s: after this
+    long without an answer the drafter is taken for hung and requests go on without it until it speaks again. cut: of
+    calibrated drafters' trees, verify only the nodes that pay for their time. simulated_latency_ms: a wait that uses no
+    CPU behind every forward of the target, in place of an accelerator's time; what is measured with it
     is a simulation.
     """
 
     threads: int | None = Field(None, ge=1)
     prefill_chunk: int = Field(512, ge=1)
-    max_running: int = Field(8, ge=1)
+    max_running: int = Field(32, ge=1)
+    kv_memory: int | None = Field(None, ge=1 << 16)
     draft_timeout_s: float = Field(1.0, gt=0, le=3600)
     cut: bool = True
     simulated_latency_ms: float = Field(0.0, ge=0, le=60_000)
@@ -127,15 +129,15 @@ class QueueConfig(_Section):
 class Config(_Section):
     """Everything `Engine.start` needs.
 
-    model: a Hugging Face directory or hub id. method: which drafter (`drafters.registry`). mode: drafter and verifier
-    in turns (sequential), both at once (async), or what proves faster (auto). transport: workers as threads (inproc),
-    as processes (ipc), or as processes of which the drafter may be on another machine (tcp). trace: a file for what
-    each worker did when; of a drafter elsewhere it shows nothing. start_timeout_s: for the workers to load.
-    heartbeat_timeout_s: a worker that is silent for longer is killed and replaced. Workers make themselves heard every
-    0.5 s, and not during a forward.
+    model: a Hugging Face directory or hub id, a GGUF file, or a name that `talon models list` knows. method: which
+    drafter (`drafters.registry`). mode: drafter and verifier in turns (sequential), both at once (async), or what
+    proves faster (auto). transport: workers as threads (inproc), as processes (ipc), or as processes of which the
+    drafter may be on another machine (tcp). trace: a file for what each worker did when; of a drafter elsewhere it
+    shows nothing. start_timeout_s: for the workers to load. heartbeat_timeout_s: a worker that is silent for longer is
+    killed and replaced; workers make themselves heard every 0.5 s, and not during a forward.
     """
 
-    model: str
+    model: str = "smollm2-135m"
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     method: str = "suffix"
@@ -182,8 +184,6 @@ def load(source: str | Path | Mapping[str, Any] | Config, overrides: Mapping[str
         raise ConfigError(f"config={source!r}: give a file, a mapping or a Config")
     for key, value in (overrides or {}).items():
         _assign(values, key.split("."), value)
-    if "model" not in values:
-        values["model"] = str(ROOT / "models" / "demo")
     try:
         return Config.model_validate(values)
     except ValidationError as error:

@@ -25,6 +25,10 @@ class RequestFailed(TalonError):
     """The verifier could not go on with this request (out of memory, say); others are not affected."""
 
 
+class NotANumber(RequestFailed):
+    """The target's logits hold NaN, and no token can be chosen."""
+
+
 class QueueFull(TalonError):
     """The engine refuses more work (`queue.full: refuse`)."""
 
@@ -34,8 +38,12 @@ class EngineClosed(TalonError):
 
 
 class WorkerDied(TalonError):
-    """The verifier died with the request in flight; later requests are served by its successor."""
+    """A worker died and cannot be started again; the message says why."""
 
 
 class ProtocolError(TalonError):
     """A message does not follow `engine.messages`; it is dropped and counted."""
+
+
+class OutOfBlocks(TalonError):
+    """The pool of keys and values has not so many free blocks; the request waits, or another gives way."""

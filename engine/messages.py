@@ -33,7 +33,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Submit(Message, frozen=True, kw_only=True):
-    """Generate. Arrays: prompt."""
+    """Generate. Arrays: prompt, and the answer's tokens so far if an earlier verifier had begun."""
 
     request: int
     sampling: SamplingParams
@@ -50,15 +50,20 @@ class Stop(Message, frozen=True, kw_only=True):
 
 
 class Ready(Message, frozen=True, kw_only=True):
-    """The worker has loaded. The target's facts are the verifier's to tell; 0 and "" from a drafter.
+    """The worker has loaded. The target's facts are the verifier's to tell, and left out by a drafter.
 
-    defaults: what the target's files say of sampling (`own_defaults`).
+    defaults: what the target's files say of sampling (`own_defaults`). inexact: why a token's logits may depend on what
+    stands beside it in the forward, "" where they do not.
     """
 
     vocab_size: int = 0
     context: int = 0
-    dtype: str = ""
     defaults: SamplingParams = SamplingParams()
+    inexact: str = ""
+
+    @property
+    def exact(self) -> bool:
+        return not self.inexact
 
 
 class Tokens(Message, frozen=True, kw_only=True):
@@ -174,7 +179,7 @@ AnyMessage = Union[  # noqa: UP007 - msgspec reads the union at run time, on Pyt
 ]
 
 ARRAYS: dict[type, tuple[tuple[str, int], ...]] = {  # dtype and dimensions
-    Submit: (("int32", 1),),
+    Submit: (("int32", 1), ("int32", 1)),
     Start: (("int32", 1),),
     Verdict: (("int32", 1), ("int32", 1), ("uint16", 3), ("int32", 2)),
     Draft: (("int32", 1), ("int32", 1), ("float32", 1), ("uint8", 1)),

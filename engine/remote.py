@@ -24,6 +24,7 @@ from engine.config import Config
 from engine.keys import create
 from engine.launch import STOP_S, ThreadWorker
 from engine.messages import Failed, Heartbeat, Ready, Spans, Stop
+from engine.model.resolve import resolved
 from engine.transport import Hub
 from engine.worker import WorkerSpec, load_keys
 
@@ -53,7 +54,8 @@ def drafter(
     link = {"transport": "tcp", "tcp.endpoint": connect, "tcp.remote": True, "tcp.insecure": insecure or None}
 
     async def main() -> None:
-        await serve(configuration.load(config, overrides(set_, **link, **{"tcp.keys": str(keys) if keys else None})))
+        given = overrides(set_, **link, **{"tcp.keys": str(keys) if keys else None})
+        await serve(resolved(configuration.load(config, given)))
 
     run(main())
 

@@ -1,13 +1,15 @@
-"""A stock Hugging Face causal language model that can verify a token tree.
+"""A loaded Hugging Face causal language model that verifies token trees, of many requests in one forward.
 
-Tree attention goes in through the 4-D mask and the position ids; the KV cache is ours; nothing of the model family's
-code is copied or patched. Families whose attention cannot take such a mask are found by trying, and refused by name.
+Three ways to run it, the first that serves the model: the lean decoder (`engine.model.decoder`), the stock forward with
+exact attention (`engine.model.stock`), and the stock forward with masks (`engine.model.masked`). Which one does is
+found by trying: logits are compared with the untouched model's, and bits of one token alone with those in a batch.
 """
 
 from __future__ import annotations
 
+import os
 import threading
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,53 +18,55 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.utils import logging as transformers_logging
 
+from engine.batch import Batch, Segment
 from engine.errors import ConfigError, ModelError
-from engine.kv_cache import KVCache
+from engine.model.decoder import LeanDecoder, OtherStructure
+from engine.model.kv_pool import KVCache, KVPool, KVShape
+from engine.model.masked import MaskedForward, refusal
+from engine.model.packed_linear import pack_linears
+from engine.model.pointwise import PointwiseOperations
+from engine.model.stock import NAME, StockForward, Unsupported
 from engine.model_hub import hub_answers, is_hub_id, is_local
-from engine.packed_linear import pack_linears
-from engine.recorded import Recorded, Spare, bucket, rounded
 from engine.tree import TokenTree
 
 # Workers that are threads load target and draft model at once; `transformers` was seen to leave tied weights out then.
 _LOADING = threading.Lock()
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+_POOL_SHARE = 0.25  # of the memory that is free, for keys and values
+_TRIAL_TOKENS = 24  # of the text that a model is tried with
+_DRAFT_ROOM = 64  # rows of drafts that fit into the pool beside the longest text
 
 
 class Target:
-    """A loaded model and the facts about it that decoding needs.
+    """A model, and the facts about it that decoding needs.
 
-    context: the most positions it can hold. eos_tokens: the ids that end an answer.
+    context: the most positions it can hold. eos_tokens: the ids that end an answer. exact: whether a token's logits are
+    the same bits whatever stands beside it in the forward; inexact: why not, "" if it is exact.
     """
 
-    def __init__(self, model: Any, name: str):
+    def __init__(self, model: Any, name: str, kv_memory: int | None = None):
         self.model = model.eval()
         self.name = name
         config = model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
         if (context := getattr(config, "max_position_embeddings", None)) is None:
-            raise self._refusal()
+            raise refusal(model, name)
         self.context = _steady_context(config, context)
         self.layers: int = config.num_hidden_layers
         self.eos_tokens = eos_tokens(model.generation_config)
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-        if "local" in getattr(config, "attention_layers", ()):  # GPT-Neo: its window counts cache slots, not positions
-            raise self._refusal()
-        types, options = get_layer_types_and_kwargs(config)
-        self._windows = {kind: option.get("sliding_window") for kind, option in zip(types, options, strict=True)}
-        self.records = self.device.type == "cuda" and set(self._windows) == {"full_attention"}  # see engine.recorded
-        self._spare: Spare[KVCache] = Spare()
-        if unknown := set(self._windows) - {"full_attention", "sliding_attention"}:
-            raise ModelError(
-                f"model={name}: {config.model_type} has {sorted(unknown)} layers, which cannot take a tree mask"
-            )
+        self.pool: KVPool | None = None
+        self.inexact = ""
+        self._forward: LeanDecoder | StockForward | None = None
+        self._masked: MaskedForward | None = None
+        self._choose_forward(kv_memory)
 
     @classmethod
-    def load(cls, path: str, dtype: str = "auto", device: str = "auto") -> Target:
-        """Load a checkpoint directory or hub id and show that it can verify a tree."""
+    def load(cls, path: str, dtype: str = "auto", device: str = "auto", kv_memory: int | None = None) -> Target:
+        """Load a checkpoint directory or hub id. kv_memory: bytes for keys and values, None for a share of the free."""
         where = find_device(device)
         transformers_logging.disable_progress_bar()
         config = load_config(path)
@@ -81,173 +85,222 @@ class Target:
             raise ModelError(
                 f"model={path}: {len(missing)} weights are missing, {missing[0]} first; get the whole checkpoint"
             )
-        model = model.to(where)
-        pack_linears(model)
-        target = cls(model, path)
-        target.check_recording()
-        target.check_tree_attention()
+        _check_numbers(model, path)
+        target = cls(model.to(where), path, kv_memory)
+        if isinstance(target._forward, LeanDecoder):
+            model.model.layers = torch.nn.ModuleList()  # the decoder has copies, laid out its own way
         return target
 
-    def new_cache(self, capacity: int) -> KVCache:
-        """An empty cache for one request of at most `capacity` positions, tree nodes included."""
-        if not self.records:
-            return KVCache(self.layers, capacity)
-        capacity = rounded(capacity)
-        spare = self._spare.take(capacity)
-        return KVCache(self.layers, capacity, fixed=True) if spare is None else spare
+    @property
+    def exact(self) -> bool:
+        return not self.inexact
 
-    def release(self, cache: KVCache) -> None:
-        """The request is over. What was recorded over its cache is good for another's text."""
-        if cache.fixed:
-            cache.length = cache.pending = 0
-            self._spare.give(cache.capacity, cache)
+    def new_cache(self, capacity: int) -> Any:
+        """An empty cache for one request, with room for `capacity` positions, tree nodes included.
+
+        Raises OutOfBlocks if the pool has no room for it.
+        """
+        if self._masked is not None:
+            return self._masked.new_cache(capacity)
+        assert self.pool is not None
+        cache = KVCache(self.pool)
+        cache.reserve(capacity)
+        return cache
+
+    def open_cache(self, most: int) -> Any:
+        """An empty cache for one request of at most `most` positions, drafts included; it takes blocks as it grows."""
+        return KVCache(self.pool) if self.pool is not None else self.new_cache(most)
+
+    def release(self, cache: Any) -> None:
+        """The request is over."""
+        if self._masked is not None:
+            self._masked.release(cache)
+        else:
+            cache.release()
 
     @torch.inference_mode()
+    def run(self, segments: Sequence[Segment], feature_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
+        """One forward over all segments; the caller commits.
+
+        Returns the logits of the rows wanted, in the segments' order, [chosen, vocab] in the model's type, and
+        [rows, layers, hidden] features if layers are asked.
+        """
+        if self._masked is not None:
+            return self._masked(segments, feature_layers)
+        assert self._forward is not None
+        for segment in segments:
+            segment.cache.reserve(segment.past + segment.pending + len(segment))
+        return self._forward(Batch.of(segments), feature_layers)
+
     def prefill(
-        self, cache: KVCache, tokens: list[int], feature_layers: tuple[int, ...] = ()
+        self, cache: Any, tokens: Sequence[int], feature_layers: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor | None]:
         """Commit `tokens` behind what the cache holds.
 
         Returns the last position's logits, [vocab] float32, and [tokens, layers, hidden] features if layers are asked.
         """
-        start = cache.length
-        logits, features = self._forward(cache, tokens, range(start, start + len(tokens)), None, feature_layers, 1)
+        logits, features = self.run([Segment.of_text(tokens, cache)], feature_layers)
         cache.commit(range(len(tokens)))
-        return logits[0], features
+        return logits[0].float(), features
 
-    @torch.inference_mode()
     def verify(
-        self, cache: KVCache, tree: TokenTree, feature_layers: tuple[int, ...] = (), first: int = 0
+        self, cache: Any, tree: TokenTree, feature_layers: tuple[int, ...] = (), first: int = 0
     ) -> tuple[Tensor, Tensor | None]:
         """One forward over the tree's nodes from `first` on; the caller commits the accepted path.
 
         The nodes before `first` were forwarded already (a draft model grows its tree level by level).
         Returns [nodes, vocab] float32 logits and [nodes, layers, hidden] features if layers are asked.
         """
-        positions = tree.depths + cache.length
-        if cache.fixed and first == 0 and cache.length + bucket(len(tree)) <= cache.capacity:
-            return self._verify_recorded(cache, tree, positions, feature_layers)
-        mask = self._tree_mask(cache.length, tree, positions, first) if len(tree) > 1 else None
-        cache.pending = first
-        return self._forward(cache, tree.tokens[first:].tolist(), positions[first:].tolist(), mask, feature_layers, 0)
+        logits, features = self.run([Segment.of_tree(tree, cache, first)], feature_layers)
+        return logits.float(), features
 
-    def _forward(
-        self,
-        cache: KVCache,
-        tokens: list[int],
-        positions: range | list[int],
-        mask: Tensor | dict[str, Tensor] | None,
-        feature_layers: tuple[int, ...],
-        logits_to_keep: int,
-    ) -> tuple[Tensor, Tensor | None]:
-        ids = torch.tensor([tokens], device=self.device)
-        return self._call(
-            cache, ids, torch.tensor([list(positions)], device=self.device), mask, feature_layers, logits_to_keep
-        )
+    # Which forward.
 
-    def _call(
-        self,
-        cache: KVCache,
-        ids: Tensor,
-        positions: Tensor,
-        mask: Tensor | dict[str, Tensor] | None,
-        feature_layers: tuple[int, ...],
-        logits_to_keep: int = 0,
-    ) -> tuple[Tensor, Tensor | None]:
-        out = self.model(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=logits_to_keep,
-            output_hidden_states=bool(feature_layers),
-        )
-        features = None
-        if feature_layers:
-            features = torch.stack([out.hidden_states[layer][0] for layer in feature_layers], dim=1)
-        return out.logits[0].float(), features
-
-    def _verify_recorded(
-        self, cache: KVCache, tree: TokenTree, positions: NDArray[np.int32], feature_layers: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor | None]:
-        """`verify` as a recorded forward. Rows that fill up the bucket see the text and are seen by nobody."""
-        past, n, rows = cache.length, len(tree), bucket(len(tree))
-        ids, places = torch.zeros(1, rows, dtype=torch.int64), torch.full((1, rows), past)
-        ids[0, :n], places[0, :n] = torch.from_numpy(tree.tokens), torch.from_numpy(positions)
-        seen = self._tree_mask(past, tree, positions, 0)
-        assert isinstance(seen, Tensor)  # models with several kinds of layers are not recorded
-        mask = torch.full((1, 1, rows, cache.capacity), torch.finfo(self.dtype).min, dtype=self.dtype)
-        mask[:, :, :n, : past + n] = seen
-        mask[:, :, n:, : past + 1] = 0
-        key = (rows, *feature_layers)
-        if key not in cache.recorded:
-            cache.recorded[key] = Recorded(partial(self._forward_into, cache, feature_layers), self.device)
-        logits, *features = cache.recorded[key](ids, places, mask, past + torch.arange(rows))
-        return logits[:n], features[0][:n] if features else None
-
-    def _forward_into(
-        self, cache: KVCache, feature_layers: tuple[int, ...], ids: Tensor, places: Tensor, mask: Tensor, slots: Tensor
-    ) -> tuple[Tensor, ...]:
-        """A forward whose keys and values go to `slots` of the cache."""
-        cache.slots = slots
+    @torch.inference_mode()
+    def _choose_forward(self, kv_memory: int | None) -> None:
+        tokens = [(7 + 31 * i) % self.vocab_size for i in range(_TRIAL_TOKENS)]
         try:
-            logits, features = self._call(cache, ids, places, mask, feature_layers)
-        finally:
-            cache.slots = None
-        return (logits,) if features is None else (logits, features)
-
-    def _tree_mask(
-        self, past: int, tree: TokenTree, positions: NDArray[np.int32], first: int
-    ) -> Tensor | dict[str, Tensor]:
-        """Mask(s) [1, 1, nodes - first, past + nodes]: every node sees the committed text and its own ancestors.
-
-        One mask per kind of layer where the model has several; a sliding layer sees only its window.
-        """
-        nodes, hidden = len(tree), torch.finfo(self.dtype).min
-        others = torch.from_numpy(~tree.ancestor_mask[first:])
-        masks = {}
-        for kind, window in self._windows.items():
-            # additive, since every layer's attention would turn a boolean mask into this one
-            mask = torch.zeros(nodes - first, past + nodes, dtype=self.dtype)
-            mask[:, past:].masked_fill_(others, hidden)
-            if window is not None and positions.max() >= window:
-                query = torch.from_numpy(positions)
-                key = torch.cat([torch.arange(past), query])
-                mask.masked_fill_(query[first:, None] - key >= window, hidden)
-            masks[kind] = mask[None, None].to(self.device)
-        return masks if len(masks) > 1 else next(iter(masks.values()))
-
-    def check_recording(self) -> None:
-        """Find out whether forwards can be recorded: some families' look at results on the way, which graphs cannot."""
-        if self.records:
-            try:
-                cache = self.new_cache(16)
-                self.prefill(cache, [0, 0])
-                self.verify(cache, TokenTree.chain(0, [0], [1.0]))
-            except RuntimeError:
-                self.records = False
-
-    def check_tree_attention(self) -> None:
-        """Compare a small tree's logits with those of its paths read in sequence; ModelError if they differ."""
-        prompt = [token % self.vocab_size for token in (7, 3, 11, 5, 2)]
-        tokens = [token % self.vocab_size for token in (1, 4, 6, 8, 9)]
-        tree = TokenTree.from_lists(tokens, [-1, 0, 0, 1, 2], [1, 1, 1, 1, 1])
-        try:
-            cache = self.new_cache(len(prompt) + len(tree))
-            self.prefill(cache, prompt)
-            logits, _ = self.verify(cache, tree)
+            expected = self.model(torch.tensor([tokens], device=self.device)).logits[0].float()
         except (TypeError, ValueError, RuntimeError) as error:
-            raise self._refusal() from error
-        tolerance = 1e-3 if self.dtype == torch.float32 else 0.15
-        for leaf in (3, 4):
-            alone, _ = self.prefill(self.new_cache(16), prompt + tree.path_tokens(leaf))
-            if not (logits[leaf] - alone).abs().max() <= tolerance * alone.std():
-                raise self._refusal()
+            raise refusal(self.model, self.name) from error
+        if expected.isnan().any():
+            raise ModelError(
+                f"model={self.name}: the logits of a short text are not numbers (NaN) in {_name(self.dtype)}: "
+                "the model overflows, or its weights are damaged; use dtype: float32 or get the checkpoint again"
+            )
+        self.inexact = self._try_exact(tokens, expected, kv_memory)
+        if self.inexact and self._forward is None:
+            self._masked = MaskedForward(self.model, self.name)
+            self._masked.check_recording()
+            try:
+                agrees = self._agrees(tokens, expected)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise refusal(self.model, self.name) from error
+            if not agrees:
+                raise refusal(self.model, self.name)
 
-    def _refusal(self) -> ModelError:
-        family = self.model.config.model_type
-        return ModelError(f"model={self.name}: the {family} family cannot take a tree mask; use another target")
+    def _try_exact(self, tokens: list[int], expected: Tensor, kv_memory: int | None) -> str:
+        """Set up a forward with exact attention; says what stands against it."""
+        if self.device.type != "cpu":
+            return f"exact attention is not there for {self.device.type} yet"
+        if self.dtype not in (torch.float32, torch.bfloat16):
+            return f"its type is {_name(self.dtype)}"
+        usual = self.model.config._attn_implementation
+        try:
+            self.model.set_attn_implementation(NAME)
+            self.pool, groups = self._make_pool(kv_memory)
+            stock = self._forward = StockForward(self.model, self.pool, groups)
+            with PointwiseOperations() as pointwise:
+                agrees = self._agrees(tokens, expected)
+        except (Unsupported, ValueError, TypeError, AttributeError, RuntimeError, KeyError) as error:
+            agrees, reason = False, f"its attention cannot be replaced ({_first_line(error)})"
+        else:
+            reason = "its logits differ with exact attention"
+        if not agrees:
+            self._forward = self.pool = None
+            self.model.set_attn_implementation(usual)
+            pack_linears(self.model)
+            return reason
+        exact = self._try_lean(stock, groups, tokens, expected)
+        if self._forward is stock:
+            exact = pack_linears(self.model)
+            if (other := _other_matrix(self.model)) is not None:
+                return f"{other} is multiplied in a way of its own"
+            if (operation := pointwise.depending_on_place(torch.get_num_threads())) is not None:
+                return f"on this machine {operation} depends on the rows before it"
+        if not exact:
+            return f"products in {_name(self.dtype)} depend on the number of rows on this machine"
+        return "" if self._equal_bits(tokens) else "a token's logits depend on the rows beside it"
+
+    def _try_lean(self, stock: StockForward, groups: int, tokens: list[int], expected: Tensor) -> bool:
+        """Take the lean decoder if the model has its structure and it computes the same.
+
+        Returns whether its products are exact.
+        """
+        assert self.pool is not None
+        try:
+            lean = LeanDecoder(self.model, self.pool, groups, stock.rules)
+        except (OtherStructure, AttributeError):  # a part that the structure has is not there
+            return False
+        self._forward = lean
+        if not self._agrees(tokens, expected):
+            self._forward = stock
+            return False
+        return lean.exact
+
+    def _make_pool(self, kv_memory: int | None) -> tuple[KVPool, int]:
+        config = self.model.config.get_text_config()
+        heads: int = config.num_attention_heads
+        kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
+        head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+        shape = KVShape(self.layers, kv_heads, head_dim, self.dtype)
+        memory = int(_POOL_SHARE * _free_memory()) if kv_memory is None else kv_memory
+        return KVPool(shape, max(1, memory // shape.block_bytes)), heads // kv_heads
+
+    def _agrees(self, tokens: list[int], expected: Tensor) -> bool:
+        """Whether a text read in two parts, the second as a tree of two branches, has the untouched model's logits."""
+        split = len(tokens) - 4
+        cache = self.new_cache(len(tokens) + 8)
+        try:
+            self.prefill(cache, tokens[:split])
+            wrong = (tokens[split] + 1) % self.vocab_size
+            nodes = [tokens[split], wrong, tokens[split + 1], wrong, tokens[split + 2]]
+            tree = TokenTree.from_lists(nodes, [-1, 0, 0, 2, 2], [1.0] * 5)
+            logits, _ = self.verify(cache, tree)
+        finally:
+            self.release(cache)
+        found, expected = logits[[0, 2, 4]], expected[split : split + 3]
+        error, tolerance = (found - expected).pow(2).mean().sqrt(), 1e-3 if self.dtype == torch.float32 else 0.1
+        return bool(error <= tolerance * expected.std())
+
+    def _equal_bits(self, tokens: list[int]) -> bool:
+        """Whether a token's logits are the same bits read with others, alone, and in a tree with wrong siblings."""
+        read = self.new_cache(len(tokens))
+        whole, _ = self.run([Segment.of_text(tokens, read, wanted="all")])
+        self.release(read)
+        alone = self.new_cache(len(tokens))
+        equal = True
+        for i, token in enumerate(tokens):
+            logits, _ = self.run([Segment.of_text([token], alone)])
+            alone.commit([0])
+            equal &= torch.equal(logits[0], whole[i])
+        self.release(alone)
+        split = len(tokens) // 2
+        nodes: list[int] = []
+        parents: list[int] = []
+        spine: list[int] = []
+        for token in tokens[split:]:
+            parent = spine[-1] if spine else -1
+            spine.append(len(nodes))
+            wrong = [(token + 1 + i) % self.vocab_size for i in range(2)]
+            nodes += [token, *wrong] if parent >= 0 else [token]
+            parents += [parent, parent, parent] if parent >= 0 else [parent]
+        drafted = self.new_cache(len(tokens) * 3)
+        self.prefill(drafted, tokens[:split])
+        logits, _ = self.run([Segment.of_tree(TokenTree.from_lists(nodes, parents, [1.0] * len(nodes)), drafted)])
+        self.release(drafted)
+        return equal and torch.equal(logits[spine], whole[split:])
+
+
+def _other_matrix(model: Any) -> str | None:
+    """A matrix that is neither an embedding nor in one of our products (experts of few rows, say), by its name."""
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    others = (name for name, weight in model.named_parameters() if weight.dim() > 1 and id(weight) not in tables)
+    return next(others, None)
+
+
+def _check_numbers(model: Any, path: str) -> None:
+    for name, weight in model.named_parameters():
+        if not torch.isfinite(weight.sum(dtype=torch.float32)) and not torch.isfinite(weight).all():
+            raise ModelError(f"model={path}: weight {name} holds NaN or infinity; get the checkpoint again")
+
+
+def _free_memory() -> int:
+    """Bytes that can be taken without swapping."""
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return 4 << 30
 
 
 def load_config(path: str) -> Any:
@@ -315,6 +368,10 @@ def _dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
     if device.type == "cpu" and (stored == torch.float16 or not has_native_bfloat16()):
         return torch.float32
     return stored
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _first_line(error: Exception) -> str:

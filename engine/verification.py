@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from engine.errors import NotANumber
 from engine.noise import gumbel_argmax
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
 
+_NAN = -1  # in a token's place
 _COLDEST = 1e-30  # logits divided by less than this overflow float32, and all infinite scores are equal
 
 
@@ -21,33 +24,53 @@ class Sampler:
     """Draws a request's tokens one after the other, as `transformers` would: penalty, minimum length, temperature,
     top-k, top-p, min-p, and then Gumbel-max (DESIGN: noise keyed by seed, position and token, not by history).
 
-    finish_reason: None while the request runs, then "eos" or "length".
+    answer: tokens drawn already, by an earlier sampler. finish_reason: None while the request runs, then "eos" or
+    "length".
     """
 
-    def __init__(self, params: SamplingParams, prompt: Sequence[int], eos_tokens: Iterable[int], vocab_size: int):
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        eos_tokens: Iterable[int],
+        vocab_size: int,
+        answer: Sequence[int] = (),
+    ):
         self.params = params
         self.finish_reason: str | None = None
-        self.drawn = 0
-        self._position = len(prompt)
+        self.drawn = len(answer)
+        self._position = len(prompt) + len(answer)
         self._eos = sorted(token for token in eos_tokens if token < vocab_size)
         self._seen: Tensor | None = None
         self._penalty = params.repetition_penalty or 1.0
         if self._penalty != 1:
             self._seen = torch.zeros(vocab_size, dtype=torch.bool)
-            self._seen[torch.tensor(prompt)] = True
+            self._seen[torch.tensor([*prompt, *answer])] = True
         self._plain = params.temperature == 0 and self._seen is None
 
     def choices(self, logits: Tensor) -> Tensor | list[int]:
-        """What `draw` takes rows of: the logits [nodes, vocab], or their argmax where that settles every draw."""
-        if self._plain and self.drawn >= self.params.min_tokens:
-            # on a CPU numpy's argmax takes a tenth of torch's time
-            best = logits.numpy().argmax(axis=-1) if logits.device.type == "cpu" else logits.argmax(dim=-1)
-            return best.tolist()
-        return logits
+        """What `draw` takes rows of: the logits [nodes, vocab], or their argmax where that settles every draw.
+
+        In place of the argmax stands `_NAN` where the logits hold NaN, which argmax takes for the largest.
+        """
+        if not self._plain or self.drawn < self.params.min_tokens:
+            return logits
+        if logits.device.type == "cpu":  # numpy's argmax takes a tenth of torch's time
+            scores = logits.float().numpy()
+            best = scores.argmax(axis=-1)
+            largest = scores[np.arange(len(best)), best]
+            return np.where(np.isnan(largest), _NAN, best).tolist()
+        tokens = logits.argmax(dim=-1)
+        return tokens.where(~logits.gather(1, tokens[:, None])[:, 0].isnan(), _NAN).tolist()
 
     def draw(self, choice: Tensor | int) -> int:
-        """The next token, from one row of `choices`."""
-        token = choice if isinstance(choice, int) else self._sample(choice)
+        """The next token, from one row of `choices`. Raises NotANumber if that is no distribution."""
+        token = choice if isinstance(choice, int) else self._sample(choice.float())
+        if token == _NAN:
+            raise NotANumber(
+                f"logits are not numbers (NaN) at position {self._position}: the model overflows on this text, or its "
+                "weights are damaged; try dtype: float32, or get the checkpoint again"
+            )
         self.drawn += 1
         self._position += 1
         if self._seen is not None:
@@ -66,10 +89,12 @@ class Sampler:
         if self.drawn < params.min_tokens and self._eos:
             logits = logits.index_fill(0, torch.tensor(self._eos, device=logits.device), -torch.inf)
         if params.temperature == 0:
-            return int(logits.argmax())
-        scores = logits / max(params.temperature, _COLDEST)
-        scores = truncate(scores, params.top_k or 0, params.top_p or 1.0, params.min_p or 0.0)
-        return gumbel_argmax(scores, params.seed, self._position)
+            token = int(logits.argmax())
+        else:
+            scores = logits / max(params.temperature, _COLDEST)
+            scores = truncate(scores, params.top_k or 0, params.top_p or 1.0, params.min_p or 0.0)
+            token = gumbel_argmax(scores, params.seed, self._position)
+        return _NAN if logits[token].isnan() else token  # NaN counts as the largest in each step before
 
 
 def penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
@@ -93,7 +118,7 @@ def truncate(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
 
 
 def verify(tree: TokenTree, logits: Tensor, sampler: Sampler) -> tuple[list[int], list[int]]:
-    """Accept the drawn path. logits: [nodes, vocab] float32, the target's after each node.
+    """Accept the drawn path. logits: [nodes, vocab] in any type, the target's after each node.
 
     Returns the accepted nodes, root first, and the tokens emitted: the path's below the root, then the bonus token.
     """

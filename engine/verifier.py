@@ -1,25 +1,25 @@
-"""The verifier worker: owns the target and every request's KV cache, and turns drafts into tokens.
+"""The verifier worker: owns the target and every request's keys and values, and turns drafts into tokens.
 
-Requests are served in turns, one prefill chunk or one round each. A round starts as soon as its tree is there; while
-one request waits for its tree another is served. Without a drafter, or when it is late, a round verifies the root
-alone, which is plain decoding: the drafter decides speed, never text.
+One round: receive -> schedule -> run -> verify -> commit -> tell. All requests share a forward; without a drafter, or
+when it is late, a request's tree is its root alone, which is plain decoding: the drafter decides speed, never text.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import time
-from collections import deque
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import zmq
 from torch import Tensor
 
-from engine.budget import Budget, CostCurve
+from engine.batch import BLOCK, Segment
 from engine.config import Config
-from engine.decoding import Decoding, Round
-from engine.errors import ProtocolError
+from engine.cost_model import CostModel
+from engine.errors import NotANumber, OutOfBlocks, ProtocolError
 from engine.messages import (
     Array,
     Cancel,
@@ -35,9 +35,11 @@ from engine.messages import (
     Tokens,
     Verdict,
 )
-from engine.pace import Choice, Pace
+from engine.pace import Pace
 from engine.recorded import wait
+from engine.request import Request
 from engine.sampling import not_applied, own_defaults
+from engine.scheduler import Plan, Scheduler
 from engine.target import Target, bfloat16_bits
 from engine.trace import Trace
 from engine.transport import Hub, Line
@@ -47,7 +49,45 @@ from engine.verification import verify
 FROM_FRONT_END = (Submit, Cancel, Stop)
 FROM_DRAFTER = (Hello, Draft)
 HEARTBEAT_S = 0.5
-_KEPT_DRAFTS = 64  # per request; drafts of outcomes that did not come true are dropped every round
+_KEPT_DRAFTS = 64  # per request
+_BESIDE = 8  # positions before the rows of a forward that is measured
+_MEASURED_ROWS = 256  # of a forward, at most, whose time is measured at start-up
+
+
+@dataclass(frozen=True)
+class Round:
+    """One request's part of a round. draft: number of the tree; drafted: the tree; kept: its nodes that are verified.
+
+    draft_us: of a draft model.
+    """
+
+    request: Request
+    draft: int
+    drafted: TokenTree
+    kept: Array
+    draft_us: int
+
+    @property
+    def tree(self) -> TokenTree:
+        return self.drafted if len(self.kept) == len(self.drafted) else self.drafted.keep(self.kept)
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """What came of a round for one request. path: accepted nodes of the tree drafted; tokens: emitted.
+
+    features: [path, layers, hidden]; successors: [nodes drafted, k] int32.
+    """
+
+    request: Request
+    draft: int
+    path: list[int]
+    tokens: list[int]
+    nodes: int
+    depth: int = 0
+    draft_us: int = 0
+    features: Tensor | None = None
+    successors: Array | None = None
 
 
 def ready(target: Target) -> Ready:
@@ -60,7 +100,7 @@ def ready(target: Target) -> Ready:
     return Ready(
         vocab_size=target.vocab_size,
         context=target.context,
-        dtype=str(target.dtype).removeprefix("torch."),
+        inexact=target.inexact,
         defaults=own_defaults(own, target.name),
     )
 
@@ -70,99 +110,104 @@ class Verifier:
 
     def __init__(self, config: Config, target: Target, control: Line, drafts: Hub, pace: Pace):
         self.config, self.target, self.control, self.drafts, self.pace = config, target, control, drafts, pace
+        options = config.verifier
         self.trace = Trace(control, config.trace is not None)
-        self.waiting: deque[Decoding] = deque()
-        self.running: deque[Decoding] = deque()
-        self.newcomers: list[tuple[str, Hello]] = []  # drafters to welcome between rounds
+        self.requests = Scheduler(options.max_running, options.prefill_chunk, options.draft_timeout_s)
+        self.costs = CostModel({1: 1.0})
         self.drafter: str | None = None
         self.drafter_late = False
-        self.feature_layers: tuple[int, ...] = ()
-        self.successors = 0
-        self.calibrated = False
-        self.budget: Budget | None = None
-        self.misses = Choice(tried=8, retried=32, kept=0.98)  # to wait for a draft, or to verify the root alone
+        self.wants = Hello()
+        self.newcomers: list[tuple[str, Hello]] = []  # drafters to welcome between rounds
         self.busy_ns = 0
+        self.ended_ns = 0  # when the latest round ended
         self.heard_ns = 0
         self.stopping = False
 
     def run(self) -> None:
         """Serve until told to stop."""
-        if self.config.verifier.cut and self.config.method != "none":
-            self.budget = Budget(CostCurve.measure(self._forward_s, self.config.drafter.budget))
+        self.costs = CostModel.measure(self._forward_s, self._most_rows())
         self.control.send(ready(self.target))
         poller = zmq.Poller()
         poller.register(self.control.socket, zmq.POLLIN)
         poller.register(self.drafts.socket, zmq.POLLIN)
         while not self.stopping:
-            decoding = self._next()
-            if decoding is None:
-                poller.poll(self._patience_ms())
+            plan = self.requests.plan(time.perf_counter_ns(), self.costs, self._drafted(), self.pace.ahead)
+            if plan:
+                self._step(plan)
             else:
-                self._advance(decoding)
+                poller.poll(math.ceil(min(HEARTBEAT_S, plan.wait_s) * 1000))
             self._receive()
             self._beat()
         self.trace.flush()
 
-    def _forward_s(self, nodes: int) -> float:
-        """Seconds of a forward over a tree of so many nodes behind a short text."""
-        cache = self.target.new_cache(nodes + 8)
-        self.target.prefill(cache, list(range(min(8, self.target.vocab_size))))
-        started = time.perf_counter()
-        self.target.verify(cache, TokenTree.chain(0, [0] * (nodes - 1), [1.0] * (nodes - 1)))
-        wait(self.target.device)
-        self.target.release(cache)
-        return time.perf_counter() - started + self.config.verifier.simulated_latency_ms / 1000
-
-    def _advance(self, decoding: Decoding) -> None:
-        try:
-            if decoding.unread:
-                self._prefill(decoding)
-            else:
-                self._round(decoding)
-        except Exception as error:  # exhausted memory, a logit that is no number: the others go on
-            self._fail(decoding.request, error)
-            self._forget(decoding)
-
-    def _fail(self, request: int, error: Exception) -> None:
-        """End one request with what it has caused."""
-        reason = (str(error) or "no reason given").splitlines()[0]
-        text = f"request {request}: {type(error).__name__} in the target: {reason}"
-        self.control.send(Failed(request=request, kind="RequestFailed", text=text))
-
     # The step, on one page.
 
-    def _round(self, decoding: Decoding) -> None:
-        """Propose, verify, commit."""
-        draft, tree, draft_us = self._tree(decoding)
-        worth = decoding.trust.worth(tree)
-        kept = self.budget.keep(worth) if self.budget is not None and self.calibrated else np.arange(len(tree))
-        verified = tree.keep(kept) if len(kept) < len(tree) else tree
+    def _step(self, plan: Plan) -> None:
+        """Run one forward over the trees and chunks of the plan, and tell everybody what came of it."""
+        rounds = self._rounds(plan.decoding)
+        try:
+            plan, rounds = self._reserve(plan, rounds)
+        except OutOfBlocks as error:
+            return self._fail(self.requests.running[0], error)
+        segments = [Segment.of_tree(round_.tree, round_.request.cache) for round_ in rounds]
+        segments += [self._chunk(request, count) for request, count in plan.reading]
+        if not segments:
+            return
         started = time.perf_counter_ns()
-        logits, features = self.target.verify(decoding.cache, verified, self.feature_layers)
-        forward_ns = self._forward_ended("verify", started, decoding, len(kept))
+        try:
+            logits, features = self.target.run(segments, self.wants.feature_layers)
+        except Exception as error:  # exhausted memory, say
+            return self._blame(plan, error)
+        forward_ns = self._forward_ended(started, segments)
         if self.pace.ahead:
             self._hear_drafts()  # what was pushed meanwhile
-        path, tokens = verify(verified, logits, decoding.sampler)
-        decoding.trust.learn(float(worth[kept].sum()), len(tokens))
-        decoding.round += 1
-        features = None if features is None else features[path]
-        successors = self._successors(logits, kept, len(tree)) if self.successors else None
-        accepted, depth = kept[path].tolist(), int(verified.depths.max())
-        round_ = Round(draft, accepted, tokens, len(kept), forward_ns, draft_us, features, successors, depth)
-        self._conclude(decoding, round_)
-        if decoding.sampler.finish_reason is None:
-            decoding.cache.commit(path)  # last: by now the drafter is at work
+        concluded = self._verify(rounds, logits, features)
+        concluded += self._read(plan, segments[len(rounds) :], logits, features)
+        self._measure(concluded, rounds, segments, forward_ns)
+        self._tell(concluded, forward_ns)
+        for conclusion in concluded:
+            self._end_round(conclusion)
 
-    def _successors(self, logits: Tensor, kept: Array, nodes: int) -> Array:
-        """[nodes, successors] int32: the target's likeliest tokens behind every drafted node, -1 for those cut off."""
-        ranked = np.full((nodes, self.successors), -1, np.int32)
-        ranked[kept] = logits.topk(self.successors).indices.cpu().numpy()
-        return ranked
+    def _reserve(self, plan: Plan, rounds: list[Round]) -> tuple[Plan, list[Round]]:
+        """What of the plan there are blocks for. Drafts never decide whether a request fits: where the last one that
+        runs has no room for its tree, its root goes alone. Raises OutOfBlocks if not even that fits.
+        """
+        rows = {round_.request: len(round_.kept) for round_ in rounds} | dict(plan.reading)
+        try:
+            plan = self.requests.reserve(plan, rows.__getitem__)
+        except OutOfBlocks:
+            last = self.requests.running[0]
+            rounds = [replace(round_, kept=round_.kept[:1]) for round_ in rounds if round_.request is last]
+            plan = Plan([round_.request for round_ in rounds], [part for part in plan.reading if part[0] is last])
+            plan = self.requests.reserve(plan, lambda request: 1 if rounds else rows[request])
+        return plan, [round_ for round_ in rounds if round_.request in plan.decoding]
 
-    def _tree(self, decoding: Decoding) -> tuple[int, TokenTree, int]:
+    def _rounds(self, decoding: list[Request]) -> list[Round]:
+        """The trees of all requests, cut together to the nodes that pay."""
+        drafted = [self._tree(request) for request in decoding]
+        worths = [request.trust.worth(tree) for request, (_, tree, _) in zip(decoding, drafted, strict=True)]
+        kept = [np.arange(len(worth)) for worth in worths]
+        if self.config.verifier.cut and self.wants.calibrated and sum(map(len, worths)) > len(decoding):
+            kept = self._cut(worths, decoding)
+        return [
+            Round(request, number, tree, nodes, draft_us)
+            for request, (number, tree, draft_us), nodes in zip(decoding, drafted, kept, strict=True)
+        ]
+
+    def _cut(self, worths: list[Array], decoding: list[Request]) -> list[Array]:
+        """The nodes of each tree to verify: with every node its ancestors, since worth never grows along a path."""
+        owner = np.repeat(np.arange(len(worths)), [len(worth) for worth in worths])
+        node = np.concatenate([np.arange(len(worth)) for worth in worths])
+        worth = np.concatenate(worths)
+        order = np.argsort(np.where(node == 0, -np.inf, -worth), kind="stable")
+        keys_each = sum(request.cache.length for request in decoding) / len(decoding)
+        best = order[: self.costs.nodes_worth(worth[order], len(decoding), keys_each)]
+        return [np.sort(node[best[owner[best] == i]]) for i in range(len(worths))]
+
+    def _tree(self, request: Request) -> tuple[int, TokenTree, int]:
         """The draft to verify, its number and the draft model's microseconds; the root alone if there is none."""
-        root = (0, TokenTree.root_only(decoding.text[-1]), 0)
-        if (filed := decoding.drafts.get(decoding.outcome)) is None:
+        root = (0, TokenTree.root_only(request.text[-1]), 0)
+        if (filed := request.drafts.get(request.outcome)) is None:
             return root
         draft, arrays = filed
         try:
@@ -172,141 +217,219 @@ class Verifier:
         except ProtocolError:
             self.drafts.malformed += 1
             return root
-        fits = len(decoding.text) + int(tree.depths.max()) <= self.target.context
+        fits = len(request.text) + int(tree.depths.max()) <= self.target.context
         return (draft.draft, tree, draft.draft_us) if fits else root
 
-    def _forward_ended(self, name: str, started_ns: int, decoding: Decoding, nodes: int) -> int:
-        """Nanoseconds of a forward, the simulated accelerator's included."""
-        wait(self.target.device)
-        if self.config.verifier.simulated_latency_ms:
-            time.sleep(self.config.verifier.simulated_latency_ms / 1000)
-        self.trace.span(name, started_ns, decoding.request, f"{nodes} tokens")
-        return time.perf_counter_ns() - started_ns
+    @staticmethod
+    def _chunk(request: Request, count: int) -> Segment:
+        start = request.cache.length
+        last = start + count == request.read_to and not request.has_answer
+        return Segment.of_text(request.text[start : start + count], request.cache, "last" if last else "none")
 
-    def _prefill(self, decoding: Decoding) -> None:
-        """Read one chunk of the prompt; behind the last, draw the first token."""
-        chunk = decoding.unread[: self.config.verifier.prefill_chunk]
-        decoding.unread = decoding.unread[len(chunk) :]
-        started = time.perf_counter_ns()
-        logits, features = self.target.prefill(decoding.cache, chunk, self.feature_layers)
-        forward_ns = self._forward_ended("prefill", started, decoding, len(chunk))
-        if features is not None:
-            decoding.features.append(bfloat16_bits(features))
-        if decoding.unread:
-            self.busy_ns += forward_ns
-            return
-        token = decoding.sampler.draw(decoding.sampler.choices(logits[None])[0])
-        self._conclude(decoding, Round(0, [0], [token], len(chunk), forward_ns))
+    def _verify(self, rounds: list[Round], logits: Tensor, features: Tensor | None) -> list[Conclusion]:
+        """Walk down every tree, and commit the accepted paths to the texts."""
+        concluded = []
+        first = 0
+        for round_ in rounds:
+            request, tree, kept = round_.request, round_.tree, round_.kept
+            rows, first = slice(first, first + len(tree)), first + len(tree)
+            try:
+                path, tokens = verify(tree, logits[rows].float(), request.sampler)
+            except Exception as error:  # logits that are not numbers
+                self._fail(request, error)
+                continue
+            worth = request.trust.worth(round_.drafted)
+            request.trust.learn(float(worth[kept].sum()), len(tokens))
+            request.round += 1
+            request.kept_path = path
+            successors = self._successors(logits[rows], kept, len(round_.drafted)) if self.wants.successors else None
+            concluded.append(
+                Conclusion(
+                    request,
+                    round_.draft,
+                    kept[path].tolist(),
+                    tokens,
+                    len(kept),
+                    int(tree.depths.max()),
+                    round_.draft_us,
+                    None if features is None else features[rows][path],
+                    successors,
+                )
+            )
+        return concluded
 
-    def _conclude(self, decoding: Decoding, round_: Round) -> None:
-        """Commit the verdict to the text, and tell the drafter and the front end."""
+    def _read(self, plan: Plan, chunks: list[Segment], logits: Tensor, features: Tensor | None) -> list[Conclusion]:
+        """Commit what was read; behind the last of a prompt, draw the first token."""
+        concluded = []
+        row, last = (0 if features is None else len(features)) - sum(map(len, chunks)), len(logits)
+        last -= sum(chunk.wanted == "last" for chunk in chunks)
+        for (request, count), chunk in zip(plan.reading, chunks, strict=True):
+            request.cache.commit(range(count))
+            if self.requests.shares_prefixes and self.target.pool is not None:
+                request.cache.publish(request.text)
+            if features is not None and not request.has_answer:
+                request.features.append(bfloat16_bits(features[row : row + count]))
+            row += count
+            if chunk.wanted != "last":
+                request.asked_ns = time.perf_counter_ns()
+                continue
+            try:
+                token = request.sampler.draw(request.sampler.choices(logits[last : last + 1].float())[0])
+            except Exception as error:
+                self._fail(request, error)
+            else:
+                request.has_answer = True
+                concluded.append(Conclusion(request, 0, [0], [token], count))
+            last += 1
+        return concluded
+
+    def _successors(self, logits: Tensor, kept: Array, nodes: int) -> Array:
+        """[nodes, successors] int32: the target's likeliest tokens behind every drafted node, -1 for those cut off."""
+        ranked = np.full((nodes, self.wants.successors), -1, np.int32)
+        ranked[kept] = logits.topk(self.wants.successors).indices.cpu().numpy()
+        return ranked
+
+    # What is told.
+
+    def _tell(self, concluded: list[Conclusion], forward_ns: int) -> None:
+        """First the drafter, who is waited for; then the front end."""
         now = time.perf_counter_ns()
-        self._measure(decoding, round_, now)  # first: what is decided below is for the next round
-        decoding.text.extend(round_.tokens)
-        decoding.outcome = (decoding.round + 1, round_.draft, round_.path[-1], round_.tokens[-1])
-        hit, decoding.hit = decoding.hit, decoding.outcome in decoding.drafts
-        decoding.alone = not decoding.hit and self._goes_alone()
-        self.busy_ns += round_.forward_ns
-        if self.drafter is not None and decoding.sampler.finish_reason is None:
-            self._tell_drafter(decoding, round_)
-        decoding.drafts = {decoding.outcome: decoding.drafts[decoding.outcome]} if decoding.hit else {}
-        self._tell_front_end(decoding, round_, hit, now)
-        decoding.since_ns = now
-        decoding.deadline_ns = now + int(self.config.verifier.draft_timeout_s * 1e9)
-        if decoding.sampler.finish_reason is not None:
-            self._forget(decoding)
+        self.busy_ns += forward_ns
+        hits = {}
+        for conclusion in concluded:
+            request = conclusion.request
+            request.text.extend(conclusion.tokens)
+            request.outcome = (request.round + 1, conclusion.draft, conclusion.path[-1], conclusion.tokens[-1])
+            hits[request], request.hit, request.alone = request.hit, request.has_draft, False
+        missing = [c.request for c in concluded if not c.request.hit]
+        running = max(1, len(self.requests.running))
+        if self._drafted() and self.requests.patience_s(self.costs, running, len(missing), self.pace.ahead) == 0:
+            for request in missing:
+                request.alone = True
+        for conclusion in concluded:
+            if self.drafter is not None and conclusion.request.sampler.finish_reason is None:
+                self._tell_drafter(conclusion)
+        for conclusion in concluded:
+            request = conclusion.request
+            request.drafts = {request.outcome: request.drafts[request.outcome]} if request.hit else {}
+            self._tell_front_end(conclusion, hits[request], forward_ns, now)
+            request.since_ns = request.asked_ns = now
 
-    def _tell_drafter(self, decoding: Decoding, round_: Round) -> None:
+    def _tell_drafter(self, conclusion: Conclusion) -> None:
         assert self.drafter is not None
-        if round_.features is not None:
-            decoding.features.append(bfloat16_bits(round_.features))
-        waiting, decoding.features = decoding.features or [np.zeros((0, 0, 0), np.uint16)], []
+        request = conclusion.request
+        if conclusion.features is not None:
+            request.features.append(bfloat16_bits(conclusion.features))
+        waiting, request.features = request.features or [np.zeros((0, 0, 0), np.uint16)], []
         features = waiting[0] if len(waiting) == 1 else np.concatenate(waiting)
         verdict = Verdict(
-            request=decoding.request,
-            round=decoding.round,
-            draft=round_.draft,
-            following=decoding.drafts[decoding.outcome][0].draft if decoding.hit else 0,
+            request=request.number,
+            round=request.round,
+            draft=conclusion.draft,
+            following=request.drafts[request.outcome][0].draft if request.hit else 0,
             ahead=self.pace.ahead,
-            alone=decoding.alone,
+            alone=request.alone,
         )
-        successors = np.zeros((0, 0), np.int32) if round_.successors is None else round_.successors
-        arrays = [np.asarray(round_.path), np.asarray(round_.tokens), features, successors]
+        successors = np.zeros((0, 0), np.int32) if conclusion.successors is None else conclusion.successors
+        arrays = [np.asarray(conclusion.path), np.asarray(conclusion.tokens), features, successors]
         self.drafts.send(self.drafter, verdict, arrays)
 
-    def _tell_front_end(self, decoding: Decoding, round_: Round, hit: bool, now_ns: int) -> None:
+    def _tell_front_end(self, conclusion: Conclusion, hit: bool, forward_ns: int, now_ns: int) -> None:
+        request = conclusion.request
         tokens = Tokens(
-            request=decoding.request,
-            round=decoding.round,
-            tokens=tuple(round_.tokens),
-            finish_reason=decoding.sampler.finish_reason,
-            nodes=round_.nodes,
-            depth=round_.depth,
+            request=request.number,
+            round=request.round,
+            tokens=tuple(conclusion.tokens),
+            finish_reason=request.sampler.finish_reason,
+            nodes=conclusion.nodes,
+            depth=conclusion.depth,
             hit=hit,
-            round_us=(now_ns - decoding.since_ns) // 1000,
-            forward_us=round_.forward_ns // 1000,
-            draft_us=round_.draft_us,
+            round_us=(now_ns - request.since_ns) // 1000,
+            forward_us=forward_ns // 1000,
+            draft_us=conclusion.draft_us,
             busy_us=self.busy_ns // 1000,
             at_us=now_ns // 1000,
         )
         self.control.send(tokens)
 
-    def _measure(self, decoding: Decoding, round_: Round, now_ns: int) -> None:
-        """What the round cost, for the tree's budget and the pace; one request alone shows its own costs."""
-        if decoding.round == 0 or len(self.running) > 1:
+    def _end_round(self, conclusion: Conclusion) -> None:
+        """Last, when the drafter is at work already: keep the accepted path's keys and values, or let go of all."""
+        request = conclusion.request
+        if request.sampler.finish_reason is not None:
+            return self._forget(request)
+        if request.round:
+            request.cache.commit(request.kept_path)
+            if self.requests.shares_prefixes and self.target.pool is not None:
+                request.cache.publish(request.text)
+
+    # What it costs.
+
+    def _measure(
+        self, concluded: list[Conclusion], rounds: list[Round], segments: list[Segment], forward_ns: int
+    ) -> None:
+        now, forward_s = time.perf_counter_ns(), forward_ns / 1e9
+        rows = sum(map(len, segments))
+        self.costs.observe_forward(rows, sum(len(s) * s.past for s in segments), forward_s)
+        since, self.ended_ns = self.ended_ns, now
+        decoded = [conclusion for conclusion in concluded if conclusion.request.round]
+        if len(segments) > len(rounds) or not decoded or len(decoded) < len(rounds):
             return
-        round_s = (now_ns - decoding.since_ns) / 1e9
-        if self.budget is not None:
-            self.budget.observe(round_.nodes, len(round_.tokens), round_.forward_ns / 1e9, round_s)
-        if self.drafter is None:
-            return
-        if self.pace.ahead:
-            self.misses.observe(len(round_.tokens), round_s)
-        if self.pace.observe(len(round_.tokens), round_s, round_.forward_ns / 1e9):
+        tokens, round_s = sum(len(c.tokens) for c in decoded), (now - since) / 1e9
+        for round_, conclusion in zip(rounds, decoded, strict=True):
+            if len(round_.drafted) > 1:
+                self.costs.observe_gain(len(conclusion.tokens) - 1)
+        if all(conclusion.request.round > 1 for conclusion in decoded):
+            self.costs.observe_round(len(rounds), rows, tokens, round_s - forward_s)
+        alone = len(rounds) == 1 and self.drafter is not None and decoded[0].request.round > 1
+        if alone and self.pace.observe(tokens, round_s, forward_s):
             torch.set_num_threads(self.pace.threads)
 
-    # Whose turn it is.
+    def _forward_ended(self, started_ns: int, segments: list[Segment]) -> int:
+        """Nanoseconds of a forward, the simulated accelerator's included."""
+        wait(self.target.device)
+        if self.config.verifier.simulated_latency_ms:
+            time.sleep(self.config.verifier.simulated_latency_ms / 1000)
+        name = "verify" if segments[0].tree is not None else "prefill"
+        self.trace.span(name, started_ns, 0, f"{sum(map(len, segments))} tokens of {len(segments)} requests")
+        return time.perf_counter_ns() - started_ns
 
-    def _next(self) -> Decoding | None:
-        """The request whose turn it is, if one can go on."""
-        while self.waiting and len(self.running) < self.config.verifier.max_running:
-            self.running.append(self.waiting.popleft())
-        for decoding in self.running:
-            if decoding.unread or not self._awaits_draft(decoding):
-                self.running.remove(decoding)
-                self.running.append(decoding)
-                return decoding
-        return None
+    def _most_rows(self) -> int:
+        """Of the forwards to measure."""
+        drafted = 1 if self.config.method == "none" else self.config.drafter.budget
+        room = _MEASURED_ROWS if self.target.pool is None else self.target.pool.blocks * BLOCK - _BESIDE
+        return max(2, min(_MEASURED_ROWS, room, drafted * self.config.verifier.max_running))
 
-    def _goes_alone(self) -> bool:
-        """Whether to verify the root alone when no draft is there. Beside other requests waiting costs nothing."""
-        lonely = len(self.running) == 1 and not self.waiting
-        return self.pace.ahead and self.drafter is not None and lonely and self.misses.decide()
-
-    def _awaits_draft(self, decoding: Decoding) -> bool:
-        if self.drafter is None or self.drafter_late or decoding.alone or decoding.outcome in decoding.drafts:
-            return False
-        if time.perf_counter_ns() > decoding.deadline_ns:
-            self.drafter_late = True
-        return not self.drafter_late
-
-    def _patience_ms(self) -> int:
-        """How long nothing but a message can change what is to be done."""
-        deadlines = [d.deadline_ns - time.perf_counter_ns() for d in self.running]
-        return min(int(HEARTBEAT_S * 1000), *(max(0, left // 1_000_000 + 1) for left in deadlines), 500)
+    def _forward_s(self, rows: int, past: int) -> float:
+        """Seconds of a forward over a tree of so many nodes behind a text of that length."""
+        past = min(past + _BESIDE, self.target.context // 2)
+        if self.target.pool is not None:
+            past = max(1, min(past, self.target.pool.blocks * BLOCK - rows))
+        cache = self.target.new_cache(rows + past)
+        self.target.prefill(cache, [i % self.target.vocab_size for i in range(past)])
+        started = time.perf_counter()
+        self.target.run([Segment.of_tree(TokenTree.chain(0, [0] * (rows - 1), [1.0] * (rows - 1)), cache)])
+        wait(self.target.device)
+        self.target.release(cache)
+        return time.perf_counter() - started + self.config.verifier.simulated_latency_ms / 1000
 
     # What arrives.
+
+    def _drafted(self) -> bool:
+        """Whether there is a drafter to wait for."""
+        if self.drafter is not None and not self.drafter_late:
+            waiting = (r for r in self.requests.running if r.has_answer and not (r.reading or r.has_draft))
+            oldest = min((request.asked_ns for request in waiting), default=None)
+            limit_ns = self.config.verifier.draft_timeout_s * 1e9
+            self.drafter_late = oldest is not None and time.perf_counter_ns() - oldest > limit_ns
+        return self.drafter is not None and not self.drafter_late
 
     def _receive(self) -> None:
         for message, arrays in self.control.received():
             if isinstance(message, Submit):
-                try:
-                    self._admit(message, arrays[0])
-                except Exception as error:  # no memory for its cache, tokens that are none: the others go on
-                    self._fail(message.request, error)
+                self._admit(message, arrays)
             elif isinstance(message, Cancel):
-                for decoding in [d for d in (*self.running, *self.waiting) if d.request == message.request]:
-                    self._forget(decoding)
+                if (request := self.requests.find(message.request)) is not None:
+                    self._forget(request)
             else:
                 self.stopping = True
         self._hear_drafts()
@@ -322,14 +445,25 @@ class Verifier:
                 self.drafter_late = False
                 self._keep(message, arrays)
 
-    def _admit(self, message: Submit, prompt: Array) -> None:
-        if not len(prompt) or prompt.min() < 0 or prompt.max() >= self.target.vocab_size:
-            raise ProtocolError(f"a prompt of token ids from 0 to {self.target.vocab_size - 1} was expected")
-        decoding = Decoding(message.request, prompt.tolist(), message.sampling, self.target, self.config.drafter.budget)
-        self.waiting.append(decoding)
+    def _admit(self, message: Submit, arrays: list[Array]) -> None:
+        prompt, answer = (array.tolist() for array in arrays)
+        try:
+            if not prompt or min(prompt) < 0 or max(prompt) >= self.target.vocab_size:
+                raise ProtocolError(f"a prompt of token ids from 0 to {self.target.vocab_size - 1} was expected")
+            room = self.config.drafter.budget
+            request = Request(message.request, prompt, answer, message.sampling, self.target, room)
+        except Exception as error:  # whatever one request brings, the others go on
+            return self._refuse(message.request, error)
+        self.requests.waiting.append(request)
         if self.drafter is not None:
-            start = Start(request=message.request, round=0, sampling=message.sampling)
-            self.drafts.send(self.drafter, start, [prompt])
+            self._introduce(request)
+
+    def _introduce(self, request: Request) -> None:
+        """Tell the drafter of a request and its text so far."""
+        assert self.drafter is not None
+        round_ = request.round + 1 if request.has_answer else 0
+        start = Start(request=request.number, round=round_, sampling=request.sampling)
+        self.drafts.send(self.drafter, start, [np.asarray(request.text)])
 
     def _welcome(self, peer: str, hello: Hello) -> None:
         """A drafter joins: it learns of every request, and drafts from the text so far."""
@@ -337,38 +471,57 @@ class Verifier:
         if not (layers_exist and 0 <= hello.successors <= self.target.vocab_size):
             self.drafts.malformed += 1
             return
-        self.drafter, self.drafter_late = peer, False
-        self.feature_layers, self.successors = hello.feature_layers, hello.successors
-        self.calibrated = hello.calibrated
-        for decoding in (*self.running, *self.waiting):
-            decoding.drafts, decoding.alone = {}, False
-            round_ = 0 if decoding.unread else decoding.round + 1
-            decoding.outcome = (round_, 0, 0, decoding.text[-1])
-            start = Start(request=decoding.request, round=round_, sampling=decoding.sampling)
-            self.drafts.send(peer, start, [np.asarray(decoding.text)])
+        self.drafter, self.drafter_late, self.wants = peer, False, hello
+        self.requests.shares_prefixes = not hello.feature_layers  # what is shared is not read, so it has no features
+        for request in self.requests:
+            request.drafts, request.alone, request.asked_ns = {}, False, time.perf_counter_ns()
+            request.outcome = (request.round + 1 if request.has_answer else 0, 0, 0, request.text[-1])
+            self._introduce(request)
 
     def _keep(self, message: Draft, arrays: list[Array]) -> None:
         """File a draft under the outcome it is for; what is for an earlier round, or unknown, is dropped.
 
         Most drafts made ahead are never used, so a tree is looked at when its outcome has come true.
         """
-        decoding = next((d for d in self.running if d.request == message.request), None)
-        if decoding is None or message.round <= decoding.round or len(decoding.drafts) >= _KEPT_DRAFTS:
+        request = self.requests.find(message.request)
+        if request is None or message.round <= request.round or len(request.drafts) >= _KEPT_DRAFTS:
             return
         if message.draft < 1:
             self.drafts.malformed += 1
             return
         outcome = (message.round, message.parent, message.node, message.token)
-        if not (decoding.alone and outcome == decoding.outcome):  # too late: the drafter was told of the root alone
-            decoding.drafts[outcome] = (message, arrays)
+        if outcome == request.outcome:
+            self.costs.observe_wait((time.perf_counter_ns() - request.asked_ns) / 1e9)
+        if not (request.alone and outcome == request.outcome):  # too late: the drafter was told of the root alone
+            request.drafts[outcome] = (message, arrays)
 
-    def _forget(self, decoding: Decoding) -> None:
-        for queue in (self.running, self.waiting):
-            if decoding in queue:
-                queue.remove(decoding)
-        self.target.release(decoding.cache)
+    # When something fails.
+
+    def _blame(self, plan: Plan, error: Exception) -> None:
+        """A forward failed: find out whose part of it does so alone, and end those requests only."""
+        members = [*plan.decoding, *(request for request, _ in plan.reading)]
+        if len(members) == 1:
+            return self._fail(members[0], error)
+        for request in members:
+            alone = Plan([request] if request in plan.decoding else [], [p for p in plan.reading if p[0] is request])
+            if request in self.requests.running:  # not preempted, nor failed, by the step of one before it
+                self._step(alone)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        self._refuse(request.number, error)
+        self._forget(request)
+
+    def _refuse(self, number: int, error: Exception) -> None:
+        reason = (str(error) or "no reason given").splitlines()[0]
+        text = f"request {number}: {type(error).__name__} in the target: {reason}"
+        kind = "NotANumber" if isinstance(error, NotANumber) else "RequestFailed"
+        self.control.send(Failed(request=number, kind=kind, text=text))
+
+    def _forget(self, request: Request) -> None:
+        self.requests.remove(request)
+        self.target.release(request.cache)
         if self.drafter is not None:
-            self.drafts.send(self.drafter, Finish(request=decoding.request))
+            self.drafts.send(self.drafter, Finish(request=request.number))
 
     def _beat(self) -> None:
         now = time.perf_counter_ns()

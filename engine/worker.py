@@ -58,7 +58,7 @@ def _run_verifier(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -
         threads = share_cores(config)
         pace = Pace(config.mode, threads.verifier_alone, threads.verifier_beside)
         torch.set_num_threads(pace.threads)
-        target = Target.load(config.model, config.dtype, config.device)
+        target = Target.load(config.model, config.dtype, config.device, config.verifier.kv_memory)
         with own_stream(target.device, urgent=False):
             Verifier(config, target, control, drafts, pace).run()
 

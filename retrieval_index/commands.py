@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine.errors import ConfigError, ModelError, TalonError
+from engine.cli import one_line_errors
+from engine.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from retrieval_index.dense import DenseHeader
@@ -22,24 +22,22 @@ TokenizerOption = Annotated[
 ]
 
 
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Errors of ours are one line and exit code 2."""
-    try:
-        yield
-    except TalonError as error:
-        typer.echo(f"talon: {error}", err=True)
-        raise typer.Exit(2) from None
+def tokenizer_folder(tokenizer: Path) -> Path:
+    """The directory that --tokenizer means; ConfigError if there is no tokenizer in it."""
+    from engine.model.resolve import resolve
+
+    folder = Path(resolve(str(tokenizer), "tokenizer"))
+    if not (folder / "tokenizer.json").is_file() and not (folder / "tokenizer_config.json").is_file():
+        raise ConfigError(f"tokenizer={tokenizer}: no tokenizer there; name a directory with a tokenizer.json")
+    return folder
 
 
 def find_tokenizer(tokenizer: Path) -> Any:
     """The tokenizer in a directory; ConfigError if there is none."""
     from engine.text import load_tokenizer
 
-    if not (tokenizer / "tokenizer.json").is_file() and not (tokenizer / "tokenizer_config.json").is_file():
-        raise ConfigError(f"tokenizer={tokenizer}: no tokenizer there; name a directory with a tokenizer.json")
     try:
-        return load_tokenizer(str(tokenizer))
+        return load_tokenizer(str(tokenizer_folder(tokenizer)))
     except ModelError as error:
         raise ConfigError(str(error).replace("model=", "tokenizer=", 1)) from None
 
@@ -62,14 +60,16 @@ def build(
     from retrieval_index.build import build as build_datastore
 
     columns = (SpinnerColumn(), TextColumn("{task.completed:,.0f} tokens"), TimeElapsedColumn())
-    with one_line_errors(), Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("build", total=None)
-        words, report = find_tokenizer(tokenizer), partial(progress.advance, task)
-        if dense:
-            done = f"{_build_dense(tokenizer, words, input, out, passage_tokens, report).passages:,} passages"
-        else:
-            shards = build_datastore(words, input, out, shard_tokens, report).shards
-            done = f"{sum(shard.tokens for shard in shards):,} tokens in {len(shards)} shards"
+    with one_line_errors():
+        folder = tokenizer_folder(tokenizer)
+        with Progress(*columns, console=Console(stderr=True)) as progress:
+            task = progress.add_task("build", total=None)
+            words, report = find_tokenizer(folder), partial(progress.advance, task)
+            if dense:
+                done = f"{_build_dense(folder, words, input, out, passage_tokens, report).passages:,} passages"
+            else:
+                shards = build_datastore(words, input, out, shard_tokens, report).shards
+                done = f"{sum(shard.tokens for shard in shards):,} tokens in {len(shards)} shards"
     typer.echo(f"{out}: {done}")
 
 

@@ -9,9 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, which nothing has done yet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from engine.model.catalogue import find
+from engine.model.resolve import folder_of
 from retrieval_index.build import build
 
 VOCABULARY = 260
@@ -99,6 +104,15 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip("no benchmark data: set TALON_SHARED to its folder")
     return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> str:
+    """The real model, where somebody has got it."""
+    folder = folder_of(find("smollm2-135m"))
+    if not folder.is_dir():
+        pytest.skip("smollm2-135m is not there: run talon models get smollm2-135m")
+    return str(folder)
 
 
 @pytest.fixture(autouse=True)

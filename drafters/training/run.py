@@ -20,6 +20,7 @@ from drafters.training.modules import HeadModule, build
 from drafters.training.recipe import Recipe
 from drafters.training.trainer import Score, Trainer, draft_vocabulary, replace_file, wanted_layers
 from engine.errors import ConfigError, ModelError
+from engine.model.resolve import resolve
 from engine.target import eos_tokens, has_native_bfloat16
 
 RECIPES = Path(__file__).resolve().parents[2] / "configs" / "train"
@@ -48,7 +49,7 @@ def train(
     checkpoint = out / "training" / "state.pt"
     if resume and not checkpoint.is_file():
         raise ConfigError(f"out={out}: holds no checkpoint to go on from: run without --resume")
-    folder = find_folder(target, "target")
+    folder = find_folder(resolve(target, "target"), "target")
     model, tokenizer = _load_target(folder, device)
     wanted_layers(plan, model)  # refused before hours of answering, not after
     encoded = encode_prompts(data, tokenizer, plan)

@@ -43,8 +43,9 @@ def test_generate_json_is_exactly_one_object(tiny: str) -> None:
     assert set(answer) == {"text", "token_ids", "prompt_tokens", "finish_reason", "metrics"}
     assert set(answer["metrics"]) == {
         "mean_accepted_tokens", "rounds", "tokens_per_second", "time_to_first_token_s", "verifier_busy",
-        "draft_hit_rate",
+        "draft_hit_rate", "exact", "inexact",
     }  # fmt: skip
+    assert answer["metrics"]["exact"] and not answer["metrics"]["inexact"]
 
 
 def test_generate_streams_the_text_and_sums_up_on_standard_error(tiny: str) -> None:
@@ -110,7 +111,9 @@ def test_check_refuses_a_wrong_name_before_it_answers_anything(tiny: str, questi
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], told: str) -> None:
-    done = talon(*arguments, *(["--set", "transport=inproc"] if arguments[0] == "generate" else []))
+    if arguments[0] == "generate" and "--config" not in arguments:
+        arguments = [*arguments, "--config", "configs/demo-17m.yaml", "--set", "transport=inproc"]
+    done = talon(*arguments)
     assert done.returncode == 2
     assert told in done.stderr
     assert done.stderr.startswith("talon: ")
@@ -164,7 +167,9 @@ def test_bench_writes_a_row_per_question_and_method(tiny: str, questions: str, t
         "mean_accepted_tokens", "time_to_first_token_s", "verifier_busy", "draft_hit_rate", "output_equal", "loops",
         "round_ms_p50", "round_ms_p95", "verify_ms", "draft_ms", "nodes", "accepted", "tie",
         "token_ms_p50", "token_ms_p95", "other_ms", "depth", "peak_memory_mb", "forward_ms",
+        "exact", "inexact", "difference",
     }  # fmt: skip
+    assert {row["method"] for row in rows if row["exact"]} == {"none", "pld", "suffix"}
     assert "speed-up" in done.stdout
     assert "speed-up over all suites" in (tmp_path / "report.md").read_text().lower()
     page = (tmp_path / "report.html").read_text()
@@ -219,13 +224,17 @@ def test_bench_overhead_prints_both_transports(tiny: str) -> None:
     assert "inproc" in done.stdout and "ipc" in done.stdout
 
 
-def test_check_compares_with_transformers(tiny: str, tiny_draft: str, questions: str) -> None:
+def test_check_compares_with_plain_decoding_and_that_with_transformers(
+    tiny: str, tiny_draft: str, questions: str
+) -> None:
     done = talon(
         "check", "--questions", questions, "--methods", "none,sps", "--transports", "inproc", "--max-tokens", "12",
         "--set", f"model={tiny}", "--set", f"drafter.path={tiny_draft}",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "different" in done.stdout
+    lines = [line.split() for line in done.stdout.splitlines() if "inproc" in line or "ipc" in line]
+    assert [(line[3], line[5]) for line in lines] == [("none", "transformers"), ("none", "none"), ("sps", "none")]
+    assert [line[9] for line in lines] == ["3", "3", "3"]
 
 
 def test_check_agrees_with_transformers_on_a_model_with_a_repetition_penalty_of_its_own(
@@ -239,5 +248,14 @@ def test_check_agrees_with_transformers_on_a_model_with_a_repetition_penalty_of_
         "--set", f"model={model}", "--set", "dtype=float32",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = [line.replace("│", "").split() for line in done.stdout.splitlines() if "questions" in line]
-    assert [row[3:] for row in rows] == [["3", "0", "0", "-"]] * 2, done.stdout
+    lines = [line.split() for line in done.stdout.splitlines() if "inproc" in line or "ipc" in line]
+    assert [line[9] for line in lines] == ["3", "3", "3"], done.stdout
+
+
+def test_a_target_that_is_not_exact_says_so_in_one_line_and_works(tiny: str) -> None:
+    options = ["--set", f"model={tiny}", "--set", "transport=inproc", "--set", "dtype=float16", "--max-tokens", "5"]
+    done = talon("generate", "hi", *options, "--json", "--method", "pld")
+    assert done.returncode == 0, done.stderr
+    metrics = json.loads(done.stdout)["metrics"]
+    assert not metrics["exact"] and metrics["inexact"] == "its type is float16"
+    assert done.stderr == "talon: the target is not exact, so drafts may turn a near tie: its type is float16\n"

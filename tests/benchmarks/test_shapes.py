@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from benchmarks.plots import tree_shapes
 from benchmarks.shapes import Shape, Shaped, answer, mean_widths, shape_of, table
@@ -28,11 +29,12 @@ def test_the_answer_is_that_of_plain_decoding(temperature: float, tiny: str) -> 
         texts.append([t for v in answer(target, drafter, PROMPT, sampling, 60) for t in v.tokens])
     assert texts[0] == texts[1] and len(texts[0]) == 24
     if temperature == 0:
-        assert texts[0] == greedy(target, 24)
+        assert texts[0] == greedy(tiny, 24)
 
 
-def greedy(target: Target, length: int) -> list[int]:
-    out = target.model.generate(torch.tensor([PROMPT]), max_new_tokens=length, do_sample=False)
+def greedy(tiny: str, length: int) -> list[int]:
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    out = model.generate(torch.tensor([PROMPT]), max_new_tokens=length, do_sample=False)
     tokens: list[int] = out[0, len(PROMPT) :].tolist()
     return tokens
 

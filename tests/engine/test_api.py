@@ -414,7 +414,7 @@ async def test_a_trace_that_cannot_be_written_is_refused_at_the_start(tiny: str,
 
 
 async def test_finished_requests_leave_no_cache_behind(tiny: str, tiny_draft: str) -> None:
-    from engine.kv_cache import KVCache
+    from engine.model.kv_pool import KVCache, KVPool
 
     async with tiny_engine(tiny, tiny_draft, "sps") as engine:
         for _ in range(5):
@@ -425,7 +425,9 @@ async def test_finished_requests_leave_no_cache_behind(tiny: str, tiny_draft: st
         await asyncio.gather(task, return_exceptions=True)
         await engine.generate(PROMPTS[0], SamplingParams(max_tokens=2))
         gc.collect()
-        assert len([thing for thing in gc.get_objects() if isinstance(thing, KVCache)]) <= 2
+        things = gc.get_objects()
+        assert len([thing for thing in things if type(thing) is KVCache]) <= 2
+        assert all(pool.free == pool.blocks for pool in things if type(pool) is KVPool)
 
 
 async def test_metrics_follow_from_the_rounds(tiny: str, tiny_draft: str) -> None:

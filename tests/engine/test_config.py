@@ -6,13 +6,9 @@ from typing import Any
 import pytest
 
 from drafters.registry import METHODS
-from engine.config import DEMO, ROOT, Config, DrafterConfig, load, parse_assignment
+from engine.config import ROOT, Config, DrafterConfig, load, parse_assignment
 from engine.errors import ConfigError
 from engine.worker import oversubscription, share_cores
-
-
-def test_the_demo_configuration_names_a_model_that_is_there() -> None:
-    assert (Path(load(DEMO).model) / "config.json").is_file()
 
 
 def test_an_override_reaches_into_a_section_and_leaves_the_rest() -> None:

@@ -30,10 +30,10 @@ from engine.sampling import SamplingParams
 INTS = np.array([3, 1, 2], np.int32)
 FEATURES, SUCCESSORS = np.ones((2, 1, 4), np.uint16), np.ones((3, 2), np.int32)
 EXAMPLES: list[tuple[Message, list[Any]]] = [
-    (Submit(request=1, sampling=SamplingParams(temperature=0.5, stop=("x",))), [INTS]),
+    (Submit(request=1, sampling=SamplingParams(temperature=0.5, stop=("x",))), [INTS, INTS]),
     (Cancel(request=1), []),
     (Stop(), []),
-    (Ready(vocab_size=10, context=20, dtype="float32"), []),
+    (Ready(vocab_size=10, context=20, inexact="its type is float16"), []),
     (
         Tokens(
             request=1, round=2, tokens=(1, 2), finish_reason=None, nodes=3, hit=True, round_us=4, forward_us=5,

@@ -87,14 +87,13 @@ async def test_a_stopped_drafter_changes_no_text_and_is_replaced(tiny: str) -> N
         assert (await engine.generate(PROMPT, LONG)).token_ids == expected
 
 
-async def test_a_killed_verifier_fails_what_is_in_flight_and_later_requests_work(tiny: str) -> None:
+async def test_a_killed_verifier_loses_no_request_and_later_ones_work(tiny: str) -> None:
     expected = await expected_text(tiny)
     async with await Engine.start({"model": tiny}, method="pld") as engine:
         task = asyncio.create_task(engine.generate(PROMPT, LONG))
         await asyncio.sleep(0.15)
         os.kill(pid_of(engine, "verifier"), signal.SIGKILL)
-        with pytest.raises(WorkerDied, match="send it again"):
-            await task
+        assert (await asyncio.wait_for(task, 60)).token_ids == expected
         assert (await asyncio.wait_for(engine.generate(PROMPT, LONG), 60)).token_ids == expected
 
 

@@ -174,7 +174,7 @@ def test_the_verifiers_text_is_that_of_plain_decoding_whatever_a_drafter_says(
     sampling = SamplingParams(max_tokens=120, ignore_eos=True)
 
     def answer(request: int, meanwhile: Any) -> list[int]:
-        front_end.send("verifier-1", Submit(request=request, sampling=sampling), [[65, 66, 67]])
+        front_end.send("verifier-1", Submit(request=request, sampling=sampling), [[65, 66, 67], []])
         text: list[int] = []
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:

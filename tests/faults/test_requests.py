@@ -10,6 +10,7 @@ import pytest
 
 from engine import Engine, SamplingParams
 from engine.errors import RequestError, RequestFailed
+from engine.flight import Flight
 from engine.messages import Submit
 from tests.conftest import VOCABULARY, save_tiny_llama, tiny_tokenizer
 from tests.faults.test_faults import LONG, PROMPT, _own_temporary_folder, expected_text
@@ -42,12 +43,12 @@ async def test_prompts_that_the_verifier_cannot_take_end_their_own_requests_and_
     async with await Engine.start({"model": tiny}, method="pld") as engine:
         verifier = engine._workers.running["verifier"].name
         beside = asyncio.create_task(engine.generate(PROMPT, LONG))
-        answers = engine._answers[99] = asyncio.Queue()
+        flight = engine._flights[99] = Flight(99, [], SamplingParams())
         for prompt in ([VOCABULARY], [-1], []):
             submit = Submit(request=99, sampling=SamplingParams(max_tokens=4, repetition_penalty=1.3))
-            engine._hub.send(verifier, submit, [np.array(prompt)])
-            error = await asyncio.wait_for(answers.get(), 60)
+            engine._hub.send(verifier, submit, [np.array(prompt), np.array([])])
+            error = await asyncio.wait_for(flight.arrivals.get(), 60)
             assert isinstance(error, RequestFailed) and "token ids from 0 to" in str(error)
-        del engine._answers[99]
+        del engine._flights[99]
         assert (await beside).token_ids == expected
         assert engine._workers.running["verifier"].name == verifier

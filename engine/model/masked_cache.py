@@ -1,4 +1,4 @@
-"""The target's keys and values for one request, in two buffers allocated once.
+"""Keys and values of one request of a model that attends through masks, in two buffers allocated once.
 
 A forward writes its nodes behind the committed positions; the verdict then moves the accepted path's entries together
 by index. Nothing is concatenated or reallocated while decoding.
@@ -19,7 +19,7 @@ from engine.errors import ModelError
 from engine.recorded import Recorded
 
 
-class KVCache(Cache):
+class MaskedCache(Cache):
     """Room for `capacity` positions in each of `layers` layers.
 
     `length`: committed positions. `pending`: entries behind them that the next forward leaves alone (a tree's earlier
@@ -60,11 +60,11 @@ class KVCache(Cache):
 
 
 class _KVLayer(CacheLayerMixin):
-    """What one attention layer sees of a KVCache."""
+    """What one attention layer sees of a MaskedCache."""
 
     is_croppable = False
 
-    def __init__(self, cache: KVCache, index: int):
+    def __init__(self, cache: MaskedCache, index: int):
         super().__init__()
         self.cache, self.index = cache, index
 

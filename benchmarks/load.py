@@ -1,0 +1,265 @@
+"""`talon bench --concurrency`: many requests at once, methods in turns, and every text compared with the same prompt's
+text alone.
+
+Engines are started once in a repeat and meet no question twice in it, as long as there are enough: a drafter that
+remembers answers would draft from them, and a prompt that was read would not be read again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks.about import write_about
+from benchmarks.bench import progress_bar
+from benchmarks.contestants import CONTESTANTS, PEERS, check_name
+from benchmarks.figures import BASELINE
+from benchmarks.load_figures import LoadRow, requests_per_second
+from benchmarks.questions import Question, read_questions
+from drafters.registry import METHODS
+from engine.api import Engine
+from engine.config import Config, load
+from engine.errors import ConfigError, TalonError
+from engine.model.resolve import resolved
+from engine.sampling import SamplingParams
+from engine.text import encode_text, load_tokenizer
+
+CAPACITY_AT = 16
+"""What arrivals are a share of: the requests a second that plain decoding answers with so many at once."""
+_ROUNDS = 2  # requests at a level, for each place
+
+Texts = Mapping[tuple[int, ...], list[int]]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question and its prompt."""
+
+    suite: str
+    question: Question
+    prompt: list[int]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One measurement of a repeat: so many requests at once, or arrivals at a share of plain decoding's capacity."""
+
+    level: int | None = None
+    share: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.level} at once" if self.level is not None else f"arrivals at {self.share:g}"
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is measured. levels: requests at once; shares: arrivals as shares of plain decoding's capacity."""
+
+    levels: Sequence[int]
+    shares: Sequence[float]
+    sampling: SamplingParams
+    repeats: int
+
+
+def settings_of(name: str, config: Config, heads: Path | None = None) -> Config:
+    """A method as it is served, its trees cut by what the round allows; a contestant's name stands for its own keys."""
+    if name in PEERS:
+        raise ConfigError(f"method={name!r}: answers one request at a time; leave it out with --concurrency")
+    if name not in METHODS:
+        check_name(name)
+    keys = {"method": name} if name in METHODS else CONTESTANTS[name]
+    weights = {} if heads is None else {"drafter.path": str(heads / "{method}")}
+    return load(config, keys | weights | {"drafter.standby": False, "queue.full": "wait"})
+
+
+async def run_load(
+    config: Config,
+    names: Sequence[str],
+    files: Sequence[Path],
+    out: Path,
+    limit: int | None,
+    what: Load,
+    heads: Path | None,
+    console: Console,
+) -> list[LoadRow]:
+    """Measure, and write `out`/load.jsonl as the rows come in. Plain decoding is always among the methods."""
+    names = list(dict.fromkeys([BASELINE, *names]))
+    suites = [[(file.stem, question) for question in read_questions(file, limit)] for file in files]
+    for name in names:  # before the rows of an earlier run are overwritten
+        settings_of(name, config, heads)
+    config = resolved(config)
+    tokenizer = load_tokenizer(config.model)
+    mixed = [
+        Asked(suite, question, encode_text(tokenizer, question.prompt)) for suite, question in _round_robin(suites)
+    ]
+    parts = _parts(what, len(files))
+    if (wanted := sum(parts.values())) > len(mixed):
+        console.print(
+            f"{len(mixed)} questions for {wanted} requests: some are asked again, which flatters drafters that "
+            "remember and shortens first tokens; give more files, or raise --limit"
+        )
+    questions = dict(zip(parts, _slices(mixed, list(parts.values())), strict=True))
+    write_about(out, config, [what.sampling], what.repeats)
+    rows: list[LoadRow] = []
+    with progress_bar(console) as progress, (out / "load.jsonl").open("w", encoding="utf8") as results:
+        different = {tuple(one.prompt): one for part in questions.values() for one in part}
+        total = len(different) + len(names) * what.repeats * wanted
+        bench = _Bench(what.sampling, results, rows, progress, total)
+        async with engines([BASELINE], config, None, console) as alone:
+            bench.texts = {prompt: await bench.text(alone[BASELINE], one) for prompt, one in different.items()}
+        order = random.Random(what.sampling.seed)
+        for repeat in range(what.repeats):
+            async with engines(names, config, heads, console) as started:
+                for part, asked in questions.items():
+                    for name in order.sample(list(started), len(started)):
+                        bench.begin(name, part, repeat)
+                        if part.level is not None:
+                            await bench.at_once(started[name], asked, part.level)
+                        elif part.share is not None:
+                            await bench.arriving(started[name], asked, arrivals(rows, repeat, part.share, len(asked)))
+    return rows
+
+
+class _Bench:
+    """One measurement after the other. texts: what each prompt is answered alone."""
+
+    def __init__(
+        self, sampling: SamplingParams, results: TextIO, rows: list[LoadRow], progress: Progress, total: int
+    ) -> None:
+        self.sampling, self.results, self.rows, self.progress = sampling, results, rows, progress
+        self.texts: Texts = {}
+        self.task = progress.add_task("alone", total=total)
+        self.name, self.repeat, self.started_s = "", 0, 0.0
+        self.part = Part()
+
+    def begin(self, name: str, part: Part, repeat: int) -> None:
+        self.name, self.part, self.repeat, self.started_s = name, part, repeat, time.perf_counter()
+        self.progress.update(self.task, description=f"{name}, {part}")
+
+    async def text(self, engine: Engine, one: Asked) -> list[int]:
+        answer = (await engine.generate(one.prompt, self.sampling)).token_ids
+        self.progress.advance(self.task)
+        return answer
+
+    async def at_once(self, engine: Engine, asked: Sequence[Asked], places: int) -> None:
+        """So many requests under way until there are no more to begin."""
+        waiting = iter(asked)
+
+        async def place() -> None:
+            for one in waiting:
+                await self._ask(engine, one)
+
+        await _all([place() for _ in range(places)])
+
+    async def arriving(self, engine: Engine, asked: Sequence[Asked], at_s: Sequence[float]) -> None:
+        """Each request at its time, whatever is under way."""
+
+        async def later(one: Asked, at: float) -> None:
+            await asyncio.sleep(self.started_s + at - time.perf_counter())
+            await self._ask(engine, one)
+
+        await _all([later(one, at) for one, at in zip(asked, at_s, strict=True)])
+
+    async def _ask(self, engine: Engine, one: Asked) -> None:
+        asked_s = self._now_s()
+        emitted: list[tuple[float, int]] = []
+        async with engine.stream(one.prompt, self.sampling) as stream:
+            async for piece in stream:
+                emitted.append((self._now_s(), len(piece.token_ids)))
+        assert stream.result is not None
+        row = LoadRow(
+            suite=one.suite,
+            question_id=one.question.question_id,
+            method=self.name,
+            concurrency=self.part.level,
+            arrivals=self.part.share,
+            repeat=self.repeat,
+            asked_s=asked_s,
+            emitted=emitted,
+            output_equal=stream.result.token_ids == self.texts[tuple(one.prompt)],
+            exact=stream.result.metrics.exact,
+        )
+        self.rows.append(row)
+        self.results.write(msgspec.json.encode(row).decode() + "\n")
+        self.results.flush()
+        self.progress.advance(self.task)
+
+    def _now_s(self) -> float:
+        return time.perf_counter() - self.started_s
+
+
+@asynccontextmanager
+async def engines(
+    names: Sequence[str], config: Config, heads: Path | None, console: Console
+) -> AsyncIterator[dict[str, Engine]]:
+    """An engine for each method that can be started here, warmed up; of the others, a line says what they lack."""
+    started: dict[str, Engine] = {}
+    try:
+        for name in names:
+            try:
+                started[name] = await Engine.start(settings_of(name, config, heads))
+                await started[name].generate("Say hello.", SamplingParams(max_tokens=24))
+            except TalonError as error:
+                if name == BASELINE:
+                    raise
+                if name in started:
+                    await started.pop(name).close()
+                console.print(f"left out: {name}: {error}")
+        yield started
+    finally:
+        for engine in started.values():
+            await engine.close()
+
+
+def arrivals(rows: Sequence[LoadRow], repeat: int, share: float, count: int) -> list[float]:
+    """When so many requests arrive, in seconds: a Poisson process with that share of plain decoding's capacity.
+
+    The same for every method of a repeat.
+    """
+    rate = share * requests_per_second(
+        [r for r in rows if (r.method, r.concurrency, r.repeat) == (BASELINE, CAPACITY_AT, repeat)]
+    )
+    drawn = random.Random(f"{repeat} {share}")
+    return list(itertools.accumulate(drawn.expovariate(rate) for _ in range(count)))
+
+
+def _parts(what: Load, suites: int) -> dict[Part, int]:
+    """What is measured in a repeat, levels before shares, and with how many requests."""
+    levels = [*what.levels, *([CAPACITY_AT] if what.shares and CAPACITY_AT not in what.levels else [])]
+    counts = {Part(level=level): max(_ROUNDS * level, suites) for level in levels}
+    return counts | {Part(share=share): _ROUNDS * CAPACITY_AT for share in what.shares}
+
+
+def _round_robin(suites: Sequence[Sequence[tuple[str, Question]]]) -> Iterator[tuple[str, Question]]:
+    """One question of each file, then the next of each."""
+    for row in itertools.zip_longest(*suites):
+        yield from (one for one in row if one is not None)
+
+
+def _slices(mixed: Sequence[Asked], counts: Sequence[int]) -> Iterator[list[Asked]]:
+    """So many questions for each, no question twice before all were taken."""
+    endless = itertools.cycle(mixed)
+    for count in counts:
+        yield list(itertools.islice(endless, count))
+
+
+async def _all(work: Sequence[object]) -> None:
+    """Do all of it at once; should one fail, the others end too."""
+    tasks = [asyncio.ensure_future(one) for one in work]  # type: ignore[call-overload]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,181 @@
+"""From the rows of `talon bench --concurrency` to its tables: throughput, latency, and texts that differ."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from statistics import median
+
+import msgspec
+from rich.table import Table
+
+from benchmarks.figures import BASELINE
+
+FIRST_S, TOKEN_S = 1.0, 0.1
+"""An answer counts for goodput if its first token came in this time, and the others came in this time each."""
+
+
+class LoadRow(msgspec.Struct, frozen=True):
+    """One answer under load, a line of load.jsonl. Seconds count from the start of the measurement it belongs to.
+
+    concurrency: requests at once, None where they arrive at random; arrivals: then, their share of what plain decoding
+    can take. emitted: when tokens came, and how many. output_equal: the text is that of the same prompt alone. exact:
+    any difference is an error.
+    """
+
+    suite: str
+    question_id: str
+    method: str
+    concurrency: int | None
+    arrivals: float | None
+    repeat: int
+    asked_s: float
+    emitted: list[tuple[float, int]]
+    output_equal: bool
+    exact: bool
+
+    @property
+    def tokens(self) -> int:
+        return sum(count for _, count in self.emitted)
+
+    @property
+    def ended_s(self) -> float:
+        return self.emitted[-1][0]
+
+    @property
+    def first_token_s(self) -> float:
+        return self.emitted[0][0] - self.asked_s
+
+    @property
+    def pauses_s(self) -> list[float]:
+        """Between emissions. Tokens that come together have one pause in all, which a reader of the stream sees."""
+        times = [at for at, _ in self.emitted]
+        return [now - before for before, now in itertools.pairwise(times)]
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it came as fast as a reader wants it."""
+        return self.first_token_s <= FIRST_S and sum(self.pauses_s) <= TOKEN_S * max(1, self.tokens - 1)
+
+
+def tokens_per_second(rows: Sequence[LoadRow]) -> float:
+    """All requests together, while as many as asked for were under way: until the first place is left empty."""
+    last_asked_s = max(row.asked_s for row in rows)
+    full_s = min(row.ended_s for row in rows if row.ended_s > last_asked_s)
+    return sum(count for row in rows for at, count in row.emitted if at <= full_s) / full_s
+
+
+def requests_per_second(rows: Sequence[LoadRow]) -> float:
+    """Answers of usual length that this many tokens a second are."""
+    return tokens_per_second(rows) * len(rows) / sum(row.tokens for row in rows)
+
+
+def throughput(rows: Sequence[LoadRow], good: bool = False) -> float:
+    """Tokens a second from the first arrival to the last token; good: of those answers only that came fast enough."""
+    span_s = max(row.ended_s for row in rows) - min(row.asked_s for row in rows)
+    return sum(row.tokens for row in rows if row.is_good or not good) / span_s
+
+
+class Level(msgspec.Struct, frozen=True):
+    """A method with so many requests at once. over_plain: median over repeats of tokens/s over plain decoding's at the
+    same level; over_one: over plain decoding of one request at a time, None where that was not measured.
+    """
+
+    concurrency: int
+    method: str
+    tokens_per_second: float
+    over_plain: float
+    over_one: float | None
+    first_s: list[float]
+    pauses_s: list[float]
+    equal: int
+    answers: int
+
+
+def levels(rows: Iterable[LoadRow]) -> list[Level]:
+    """A line for each level and method, levels ascending, in the methods' order of first mention, plain first."""
+    runs: dict[tuple[int, str, int], list[LoadRow]] = {}
+    for row in rows:
+        if row.concurrency is not None:
+            runs.setdefault((row.concurrency, row.method, row.repeat), []).append(row)
+    speeds = {run: tokens_per_second(some) for run, some in runs.items()}
+    methods = sorted({method for _, method, _ in runs}, key=lambda method: (method != BASELINE, method))
+    lines = []
+    for level in sorted({level for level, _, _ in runs}):
+        for method in methods:
+            if not (repeats := [repeat for one, name, repeat in runs if (one, name) == (level, method)]):
+                continue
+            answers = [row for repeat in repeats for row in runs[level, method, repeat]]
+            ones = [speeds[level, method, r] / speeds[1, BASELINE, r] for r in repeats if (1, BASELINE, r) in speeds]
+            lines.append(
+                Level(
+                    level,
+                    method,
+                    median(speeds[level, method, repeat] for repeat in repeats),
+                    median(speeds[level, method, r] / speeds[level, BASELINE, r] for r in repeats),
+                    median(ones) if ones else None,
+                    [row.first_token_s for row in answers],
+                    [pause for row in answers for pause in row.pauses_s],
+                    sum(row.output_equal for row in answers),
+                    len(answers),
+                )
+            )
+    return lines
+
+
+def level_table(lines: Sequence[Level]) -> Table:
+    """p50/p95 of the time to the first token and of the pauses between emissions; fits 80 columns."""
+    table = _table(
+        "Requests at once", "at once", "method", "tokens/s", "over none", "over 1", "first ms", "pause ms", "same text"
+    )
+    for line in lines:
+        table.add_row(
+            str(line.concurrency),
+            line.method,
+            f"{line.tokens_per_second:.0f}",
+            f"{line.over_plain:.2f}x",
+            "-" if line.over_one is None else f"{line.over_one:.2f}x",
+            _p50_p95(line.first_s, 1000),
+            _p50_p95(line.pauses_s, 1000),
+            f"{line.equal}/{line.answers}",
+        )
+    return table
+
+
+def arrival_table(rows: Sequence[LoadRow]) -> Table:
+    """Requests that arrive at random; fits 80 columns."""
+    table = _table(
+        "Arrivals at random", "load", "method", "tokens/s", "goodput", "first ms", "pause ms", "answer s", "same text"
+    )
+    runs: dict[tuple[float, bool, str], dict[int, list[LoadRow]]] = {}
+    for row in rows:
+        if row.arrivals is not None:
+            run = runs.setdefault((row.arrivals, row.method != BASELINE, row.method), {})
+            run.setdefault(row.repeat, []).append(row)
+    for (share, _, method), repeats in sorted(runs.items()):
+        answers = [row for some in repeats.values() for row in some]
+        table.add_row(
+            f"{share:g}",
+            method,
+            f"{median(throughput(some) for some in repeats.values()):.0f}",
+            f"{median(throughput(some, good=True) for some in repeats.values()):.0f}",
+            _p50_p95([row.first_token_s for row in answers], 1000),
+            _p50_p95([pause for row in answers for pause in row.pauses_s], 1000),
+            _p50_p95([row.ended_s - row.asked_s for row in answers], 1, ".1f"),
+            f"{sum(row.output_equal for row in answers)}/{len(answers)}",
+        )
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, box=None, padding=(0, 1, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
+    return table
+
+
+def _p50_p95(values: Sequence[float], scale: float, form: str = ".0f") -> str:
+    if not values:
+        return "-"
+    ranked = sorted(values)
+    return "/".join(format(ranked[int(share * len(ranked))] * scale, form) for share in (0.5, 0.95))

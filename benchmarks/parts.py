@@ -1,0 +1,161 @@
+"""Where the time of a forward goes: products, attention, other kernels and operations, and the gaps between them.
+
+The lean decoder makes few calls of its own; while it is profiled those calls are wrapped, otherwise they are untouched.
+Any other forward makes a thousand calls of torch, which torch's profiler sees.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, record_function
+
+from engine.model import attention, decoder, stock
+from engine.model.decoder import LeanDecoder
+from engine.model.packed_linear import PackedLinear, Product
+from engine.recorded import wait
+from engine.target import Target
+
+PARTS = ("products", "attention", "other", "gaps")
+Seconds = dict[str, float]
+
+_KERNELS = (
+    (attention, "attention_kernel", "attention"),
+    (decoder, "norm_kernel", "other"),
+    (decoder, "gate_kernel", "other"),
+    (decoder, "enter_kernel", "other"),
+    (stock, "store_kernel", "other"),
+)
+"""Our kernels: the module that calls it, what it calls there, and the part that it is of."""
+
+_PRODUCTS = {"linear", "_linear_pointwise", "matmul", "mm", "bmm", "addmm", "baddbmm"}
+_GPU_PRODUCTS = ("gemm", "gemv", "cutlass", "xmma", "nvjet")
+
+
+def multiplied(target: Target) -> int:
+    """Numbers in the matrices that every row of a forward is multiplied with."""
+    forward = target._forward
+    if isinstance(forward, LeanDecoder):
+        products = [p for layer in forward.layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        return sum(product.inputs * product.outputs for product in [*products, forward.head])
+    numbers = 0
+    for module in target.model.modules():
+        if isinstance(module, PackedLinear):
+            numbers += module.in_features * module.out_features
+        elif not isinstance(module, torch.nn.Embedding):
+            numbers += sum(weight.numel() for weight in module.parameters(recurse=False) if weight.dim() > 1)
+    return numbers
+
+
+def forward_name(target: Target) -> str:
+    """Which of its forwards the target runs."""
+    if target._masked is not None:
+        return "stock forward with masks"
+    return "lean decoder" if isinstance(target._forward, LeanDecoder) else "stock forward with exact attention"
+
+
+def timed(work: Callable[[], Any], device: torch.device) -> float:
+    """Seconds until the work is done."""
+    wait(device)
+    started = time.perf_counter()
+    work()
+    wait(device)
+    return time.perf_counter() - started
+
+
+def split(target: Target, work: Callable[[], Any]) -> Seconds:
+    """Seconds of each part of one forward of the target. Watching makes it slower; scale to what it takes unwatched."""
+    if isinstance(target._forward, LeanDecoder):
+        clock = Clock()
+        with clock.watching():
+            took = timed(work, target.device)
+        seconds = clock.seconds
+    else:
+        seconds, took = _profiled(work, target.device)
+    return seconds | {"gaps": max(0.0, took - sum(seconds.values()))}
+
+
+class Clock:
+    """Seconds spent in calls, by part; a call within a call counts for its own part alone."""
+
+    def __init__(self) -> None:
+        self.seconds: Seconds = dict.fromkeys(PARTS[:-1], 0.0)
+        self._inner = 0.0
+
+    def around(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            started, outer = time.perf_counter(), self._inner
+            self._inner = 0.0
+            try:
+                return call(*args, **kwargs)
+            finally:
+                took = time.perf_counter() - started
+                self.seconds[part] += took - self._inner
+                self._inner = outer + took
+
+        return watched
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the products and our kernels. A product counts whole, with the rows that it fills up."""
+        with ExitStack() as patches:
+            patches.enter_context(patch.object(Product, "__call__", self.around("products", Product.__call__)))
+            for module, name, part in _KERNELS:
+                kernel = self.around(part, getattr(module, name)())
+                patches.enter_context(patch.object(module, name, lambda kernel=kernel: kernel))
+            yield
+
+
+def _profiled(work: Callable[[], Any], device: torch.device) -> tuple[Seconds, float]:
+    """Seconds of each part as torch's profiler sees them, and of all."""
+    seconds: Seconds = dict.fromkeys(PARTS[:-1], 0.0)
+    cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    with ExitStack() as patches:
+        for module, name, part in _KERNELS if not cuda else ():
+            kernel = _recorded(part, getattr(module, name)())
+            patches.enter_context(patch.object(module, name, lambda kernel=kernel: kernel))
+        profiler = patches.enter_context(torch.profiler.profile(activities=activities))
+        took = timed(work, device)
+    for event in profiler.events():
+        if cuda and event.device_type == DeviceType.CUDA:
+            seconds[_of_gpu_kernel(event.name)] += event.time_range.elapsed_us() / 1e6
+        elif not cuda and event.cpu_parent is None:
+            _add(event, None, seconds)
+    return seconds, took
+
+
+def _recorded(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(*args: Any) -> Any:
+        with record_function(f"talon::{part}"):
+            return call(*args)
+
+    return watched
+
+
+def _add(event: Any, part: str | None, seconds: Seconds) -> None:
+    """Add an operation's own time, and that of the operations it calls, to the part it is of."""
+    part = part or _of_operation(event.name)
+    seconds[part or "other"] += event.self_cpu_time_total / 1e6
+    for called in event.cpu_children:
+        _add(called, part, seconds)
+
+
+def _of_operation(name: str) -> str | None:
+    """The part that an operation is of with all it calls; None where that is for those to say."""
+    if "attention" in name:
+        return "attention"
+    return "products" if name.rpartition("::")[2] in _PRODUCTS else None
+
+
+def _of_gpu_kernel(name: str) -> str:
+    name = name.lower()
+    if any(word in name for word in ("attention", "attend", "flash", "fmha")):
+        return "attention"
+    return "products" if any(word in name for word in _GPU_PRODUCTS) else "other"

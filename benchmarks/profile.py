@@ -1,0 +1,227 @@
+"""`talon profile`: what a forward of the target spends its time on, beside what the machine could do."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import msgspec
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.bench import progress_bar
+from benchmarks.limits import Limits
+from benchmarks.parts import PARTS, Seconds, forward_name, multiplied, split, timed
+from engine import config as configuration
+from engine.batch import BLOCK, Segment
+from engine.cli import ConfigOption, SetOption, one_line_errors, overrides
+from engine.config import Config
+from engine.errors import ConfigError
+from engine.model.resolve import resolve
+from engine.target import Target
+from engine.tree import TokenTree
+from engine.worker import share_cores
+
+
+class Forward(msgspec.Struct):
+    """Milliseconds of a forward of so many rows: all of it, each part, and the least that the machine's memory and its
+    arithmetic allow.
+    """
+
+    rows: int
+    total_ms: float
+    products_ms: float
+    attention_ms: float
+    other_ms: float
+    gaps_ms: float
+    memory_ms: float
+    arithmetic_ms: float
+
+    @property
+    def outside(self) -> float:
+        """Share of the forward that is not products."""
+        return 1 - self.products_ms / self.total_ms
+
+
+class Profile(msgspec.Struct):
+    """weights_mb: the matrices that a forward reads. behind: tokens of text before the rows."""
+
+    model: str
+    dtype: str
+    device: str
+    threads: int
+    forward: str
+    behind: int
+    weights_mb: float
+    read_gb_per_s: float
+    multiply_adds_per_s: float
+    forwards: list[Forward]
+
+
+def profile_target(target: Target, rows: list[int], behind: int, repeats: int, console: Console) -> Profile:
+    """Every number of rows in turn, with the machine's limits between them, `repeats` times; medians.
+
+    Each forward is run twice a turn: untouched, which says how long it takes, and watched, which says on what.
+    """
+    if behind + max(rows) > target.context:
+        raise ConfigError(f"--behind {behind}: with {max(rows)} rows it exceeds the model's {target.context} positions")
+    numbers, size = multiplied(target), target.dtype.itemsize
+    limits = Limits(numbers * size, target.dtype, target.device)
+    cache = target.new_cache(behind + max(rows))
+    target.prefill(cache, [(7 + 31 * i) % target.vocab_size for i in range(behind)])
+    works = {count: partial(target.run, [Segment.of_tree(_tree(count), cache)]) for count in rows}
+    totals: dict[int, list[float]] = {count: [] for count in rows}
+    splits: dict[int, list[Seconds]] = {count: [] for count in rows}
+    with progress_bar(console) as progress:
+        task = progress.add_task("profiling", total=(repeats + 1) * len(rows))
+        for turn in range(repeats + 1):
+            limits.measure()
+            for count, work in works.items():
+                totals[count].append(timed(work, target.device))
+                splits[count].append(split(target, work))
+                if turn == 0:  # what is compiled and allocated once is no part of the figures
+                    totals[count].clear()
+                    splits[count].clear()
+                progress.advance(task)
+    target.release(cache)
+    held = 0 if target.pool is None else target.pool.shape.block_bytes * -(-behind // BLOCK)
+    return Profile(
+        target.name,
+        str(target.dtype).removeprefix("torch."),
+        target.device.type,
+        torch.get_num_threads(),
+        forward_name(target),
+        behind,
+        numbers * size / 1e6,
+        limits.bytes_per_s / 1e9,
+        limits.multiply_adds_per_s,
+        [
+            Forward(
+                count,
+                1e3 * median(totals[count]),
+                **_scaled(splits[count], 1e3 * median(totals[count])),
+                memory_ms=1e3 * (numbers * size + held) / limits.bytes_per_s,
+                arithmetic_ms=1e3 * count * numbers / limits.multiply_adds_per_s,
+            )
+            for count in rows
+        ],
+    )
+
+
+def _tree(rows: int) -> TokenTree:
+    """Two candidates behind each node, as wide trees have them."""
+    return TokenTree.from_lists([1 + i % 2 for i in range(rows)], [(i - 1) // 2 for i in range(rows)], [1.0] * rows)
+
+
+def _scaled(splits: list[Seconds], total: float) -> dict[str, float]:
+    """Milliseconds of each part: its share of the watched forwards (medians) of what one takes unwatched."""
+    shares = {part: median(seconds[part] / sum(seconds.values()) for seconds in splits) for part in PARTS}
+    return {f"{part}_ms": total * share / sum(shares.values()) for part, share in shares.items()}
+
+
+def table(profile: Profile) -> Table:
+    lines = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
+    limits = ("limit:\nmemory", "limit:\narithmetic")
+    for column in ("\nrows", "total\nms", *(f"\n{part}" for part in PARTS), "outside\nproducts", *limits):
+        lines.add_column(column, justify="right")
+    for f in profile.forwards:
+        parts = (f.products_ms, f.attention_ms, f.other_ms, f.gaps_ms)
+        shown = [_figure(ms) for ms in (f.total_ms, *parts)]
+        lines.add_row(str(f.rows), *shown, f"{f.outside:.0%}", _figure(f.memory_ms), _figure(f.arithmetic_ms))
+    return lines
+
+
+def _figure(ms: float) -> str:
+    return f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
+
+
+def _draw(profile: Profile, out: Path, console: Console) -> None:
+    try:
+        from benchmarks.plots import forward_bars
+    except ImportError as error:
+        console.print(f"no picture: {error}; pip install 'talon-decoding[bench]'")
+        return
+    try:
+        forward_bars(profile, out)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--out {out}: cannot be written ({error}): give another file, .png or .svg") from None
+    console.print(f"picture: {out}")
+
+
+def _counts(listed: str) -> list[int]:
+    try:
+        counts = [int(count) for count in listed.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < 1 or max(counts) > 1024:
+        raise ConfigError(f"--rows {listed}: give numbers from 1 to 1024 with commas between, as in 1,8,16,32")
+    return list(dict.fromkeys(counts))
+
+
+def _loaded(config: Config) -> Target:
+    torch.set_num_threads(share_cores(config).verifier_alone)
+    return Target.load(resolve(config.model), config.dtype, config.device)
+
+
+def profile(
+    rows: Annotated[str, typer.Option(help="Tokens verified in one forward, with commas between.")] = "1,8,16,32",
+    behind: Annotated[int, typer.Option(help="Tokens of text before them.", min=1)] = 512,
+    repeats: Annotated[int, typer.Option(help="Forwards of each kind, of which the medians are told.", min=1)] = 20,
+    out: Annotated[Path, typer.Option(help="The picture, .png or .svg.")] = Path("forward.png"),
+    config: ConfigOption = configuration.DEMO,
+    set_: SetOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """What a forward of the target spends its time on, beside what this machine could do.
+
+    A forward verifies a tree of so many tokens (rows) behind a text. Its parts:
+
+    products   the weight matrices times the rows
+
+    attention  reading the keys and values of the text
+
+    other      norms, rotary positions, gates, copies
+
+    gaps       Python between the calls, in which nothing computes
+
+    Two limits stand beside them, measured here and now: memory allows no forward
+    faster than the weights, keys and values can be read once; arithmetic allows
+    none faster than its multiplications. Products far above both limits are slow
+    kernels; much time outside products means too many small operations. Where
+    one row costs as much as eight, speculation is nearly free.
+
+    Examples:
+
+    talon profile --set model=DIR --set dtype=float32 --set verifier.threads=1
+
+    talon profile --rows 1,2,4,8 --behind 2000 --out long.png
+    """
+    console = Console(stderr=True)
+    with one_line_errors():
+        counts = _counts(rows)
+        settings = configuration.load(config, overrides(set_))
+        with console.status("loading the model"):
+            target = _loaded(settings)
+        found = profile_target(target, counts, behind, repeats, console)
+        found.model = settings.model
+        _print(found, as_json)
+        _draw(found, out, console)
+
+
+def _print(found: Profile, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(msgspec.to_builtins(found), indent=2))
+        return
+    console = Console()
+    console.print(f"{found.model}, {found.dtype}, {found.device}, threads: {found.threads}, {found.forward}")
+    console.print(f"Forwards behind {found.behind} tokens, which read {found.weights_mb:.3g} MB of weights.")
+    console.print(
+        f"This machine reads {found.read_gb_per_s:.1f} GB/s, {found.multiply_adds_per_s:.2g} multiply-adds/s."
+    )
+    console.print(table(found))

@@ -1,0 +1,136 @@
+"""What time buys: the one place where "is it worth it" is answered.
+
+A forward over `rows` rows that see `keys` keys in all takes t(rows, keys) seconds: measured at start-up, kept up to
+date by every forward. A round of R requests emits R * g tokens and takes the forward and some time around it, so a
+second is worth rate(R) tokens; whatever brings more expected tokens than it costs at this rate is done. Probabilities
+stay with their sources: the model is only told how many tokens are expected.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+SIZES = (1, 4, 8, 16, 32, 48, 64, 128, 256)
+"""Rows at which a forward's time is known; others take as long as the next larger size."""
+_NEW = 0.1  # weight of the latest measurement
+_CLIP = 0.25  # of one measurement's relative error: an interrupted forward must not make a size expensive for good
+_ELSEWHERE = 0.03  # weight for the other sizes: what slows one forward slows them all
+_PASSES, _REPEATED = 3, 64  # over the sizes up to this, at start-up
+_SLOW_S = 0.5  # no larger size is tried at start-up once a forward takes this long
+_LONG = 512  # keys behind which the time that keys take is measured
+_RETRIED = 0.99  # of the time that drafts are thought to take, with each round that does not wait for them
+_LEAST_WAIT_S = 0.002
+_PAUSE = 2.0  # a round with a chunk of a prompt in it may take so many times as long as without
+
+
+class CostModel:
+    """t(rows, keys) and the rates that follow from it.
+
+    seconds: of a forward over so many rows, keys left out. key_s: of one row looking at one key.
+    """
+
+    def __init__(self, seconds: dict[int, float], key_s: float = 0.0):
+        self._seconds, self._key_s = dict(sorted(seconds.items())), key_s
+        self._tokens = 1.0  # that a request emits in a round
+        self._rows = 1.0  # that a request has in a round
+        self._around_s = 0.0  # of a round, outside the forward
+        self._gain = 0.5  # tokens that a drafted tree brings beyond the one of plain decoding
+        self._wait_s = 0.0  # from a verdict to the draft for it
+
+    @classmethod
+    def measure(cls, forward_s: Callable[[int, int], float], largest: int) -> CostModel:
+        """forward_s: runs a forward over so many rows behind so many positions and returns its time."""
+        seconds: dict[int, float] = {}
+        for size in [size for size in SIZES if size < largest] + [largest]:
+            seconds[size] = forward_s(size, 0)  # also makes what the first forward of a size has to make
+            if seconds[size] > _SLOW_S:
+                break
+        # in turns, so that what else the machine does meanwhile (the drafter loads) does not fall on one size
+        for _ in range(_PASSES):
+            for size in [size for size in seconds if size <= _REPEATED]:
+                seconds[size] = min(seconds[size], forward_s(size, 0))
+        rows = max(size for size in seconds if size <= 32)
+        long_s = min(forward_s(rows, _LONG) for _ in range(_PASSES))
+        return cls(seconds, max(0.0, long_s - seconds[rows]) / (rows * _LONG))
+
+    # The forward.
+
+    def seconds(self, rows: int, keys: float = 0.0) -> float:
+        """t(rows, keys). keys: seen by all rows together. Beyond the largest size, in proportion to it."""
+        size = self._size(rows)
+        least = min(taken for known, taken in self._seconds.items() if known >= size)
+        return least * max(1.0, rows / size) + self._key_s * keys
+
+    def observe_forward(self, rows: int, keys: float, seconds: float) -> None:
+        """A forward took so long."""
+        size = self._size(rows)
+        error = max(-_CLIP, min(_CLIP, seconds / self.seconds(rows, keys) - 1))
+        for known in self._seconds:
+            self._seconds[known] *= 1 + (_NEW if known == size else _ELSEWHERE) * error
+
+    def _size(self, rows: int) -> int:
+        return next((size for size in self._seconds if size >= rows), next(reversed(self._seconds)))
+
+    # Rounds.
+
+    def observe_round(self, requests: int, rows: int, tokens: int, around_s: float) -> None:
+        """A round verified the trees of so many requests, `rows` nodes together, and emitted so many tokens.
+
+        around_s: from the round before to this one's end, less the forward.
+        """
+        self._tokens += _NEW * (tokens / requests - self._tokens)
+        self._rows += _NEW * (rows / requests - self._rows)
+        self._around_s += _NEW * (around_s - self._around_s)
+
+    def rate(self, requests: int) -> float:
+        """Tokens a second that a round of so many requests brings at present."""
+        rows = max(requests, round(requests * self._rows))
+        return requests * self._tokens / (self.seconds(rows) + max(0.0, self._around_s))
+
+    def nodes_worth(self, worth: NDArray[np.float32], requests: int, keys_each: float = 0.0) -> int:
+        """How many of the nodes to verify. worth: [nodes] expected tokens of each, the most first; the first `requests`
+        are the trees' roots, which are verified whatever they cost. keys_each: that one row sees on average.
+        """
+        expected = np.cumsum(worth, dtype=np.float64)
+        rate = self.rate(requests)
+        sizes = {max(requests, min(size, len(worth))) for size in self._seconds} | {len(worth)}
+        return max(sorted(sizes), key=lambda n: float(expected[n - 1]) - rate * self.seconds(n, n * keys_each))
+
+    # Drafts.
+
+    def observe_gain(self, tokens: int) -> None:
+        """A drafted tree brought so many tokens beyond the plain one."""
+        self._gain += _NEW * (tokens - self._gain)
+
+    def observe_wait(self, seconds: float) -> None:
+        """A draft came so long after the verdict that asked for it."""
+        self._wait_s += _NEW * (min(seconds, 4 * self._wait_s + 0.01) - self._wait_s)
+
+    def patience_s(self, requests: int, waiting: int) -> float:
+        """How long after a verdict a round of so many requests waits for the drafts of `waiting` of them.
+
+        Twice the usual time; no time at all where that costs more than the drafts bring, but then it is tried again
+        some time.
+        """
+        if self._wait_s * self.rate(requests) > waiting * self._gain:
+            self._wait_s *= _RETRIED
+            return 0.0
+        return 2 * self._wait_s + _LEAST_WAIT_S
+
+    # Prompts.
+
+    def chunk_rows(self, requests: int, most: int) -> int:
+        """Rows of prompts that may ride along with a round of so many requests, so that it is not held up for long."""
+        if requests == 0:
+            return most
+        rows = max(requests, round(requests * self._rows))
+        allowed = _PAUSE * self.seconds(rows)
+        fitting = [size - rows for size in self._seconds if size > rows and self.seconds(size) <= allowed]
+        largest = next(reversed(self._seconds))
+        if fitting and fitting[-1] == largest - rows:  # even the largest measured is cheap: in proportion
+            fitting.append(math.floor(largest * allowed / self.seconds(largest)) - rows)
+        return max(1, min(most, fitting[-1])) if fitting else 1

@@ -1,0 +1,1 @@
+"""The target: where its weights come from, and how they run."""

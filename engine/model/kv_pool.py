@@ -1,0 +1,196 @@
+"""Keys and values of all requests in blocks of 16 positions, in one pool.
+
+A request has a table of blocks. Blocks are counted references, and a full block is known by the text it ends: requests
+whose texts begin alike share their blocks, at the same time or one after the other. Blocks that nobody holds stay known
+until the room is needed; the one unused for longest goes first.
+
+Layout: keys [layers, blocks, kv_heads, dims, 16], so that 16 keys are read at once, and values [layers, blocks,
+kv_heads, 16, dims]; dims is the head size rounded up to a multiple of 16, filled with zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.batch import BLOCK, Int
+from engine.errors import OutOfBlocks
+from engine.model.fused import MOVE, move_kernel
+
+Ending = tuple[int, tuple[int, ...]]
+"""What a full block ends: the number of the text before it (0: none), and its own 16 tokens."""
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What the keys and values of a model need."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def dims(self) -> int:
+        """head_dim, rounded up to a multiple of 16."""
+        return -(-self.head_dim // 16) * 16
+
+    @property
+    def block_bytes(self) -> int:
+        of_number: int = self.dtype.itemsize
+        return 2 * self.layers * self.kv_heads * self.dims * BLOCK * of_number
+
+
+class KVPool:
+    """`blocks` blocks. Memory is taken from the system when a block is first written."""
+
+    def __init__(self, shape: KVShape, blocks: int):
+        self.shape, self.blocks = shape, blocks
+        of_block = shape.kv_heads, shape.dims, BLOCK
+        self.keys = _untouched((shape.layers, blocks, *of_block), shape.dtype)
+        self.values = _untouched((shape.layers, blocks, of_block[0], BLOCK, shape.dims), shape.dtype)
+        self._free = list(range(blocks - 1, -1, -1))
+        self._references = [0] * blocks
+        self._idle: OrderedDict[int, None] = OrderedDict()  # known and held by nobody, unused for longest first
+        self._known: dict[Ending, tuple[int, int]] = {}  # the block, and the number of the text that it ends
+        self._ending: dict[int, Ending] = {}
+        self._numbers = count(1)
+
+    @property
+    def free(self) -> int:
+        """Blocks that nobody holds."""
+        return len(self._free) + len(self._idle)
+
+    def take(self, wanted: int) -> list[int]:
+        """So many blocks, or OutOfBlocks and none."""
+        if wanted > self.free:
+            raise OutOfBlocks(f"verifier.kv_memory: {wanted} more blocks are needed and {self.free} are free; raise it")
+        taken = [self._free.pop() if self._free else self._forget_oldest() for _ in range(wanted)]
+        for block in taken:
+            self._references[block] = 1
+        return taken
+
+    def give(self, blocks: Sequence[int]) -> None:
+        """One holder less of each."""
+        for block in blocks:
+            self._references[block] -= 1
+            if self._references[block]:
+                continue
+            if block in self._ending:
+                self._idle[block] = None
+            else:
+                self._free.append(block)
+
+    def find(self, ending: Ending) -> tuple[int, int] | None:
+        """The block that ends this text, now held once more, and the text's number."""
+        if (known := self._known.get(ending)) is None:
+            return None
+        block, _ = known
+        self._idle.pop(block, None)
+        self._references[block] += 1
+        return known
+
+    def knows(self, ending: Ending) -> bool:
+        return ending in self._known
+
+    def publish(self, ending: Ending, block: int) -> int:
+        """The block, now full, ends this text; returns the text's number. Of two blocks the first stays."""
+        if ending not in self._known:
+            self._known[ending] = block, next(self._numbers)
+            self._ending[block] = ending
+        return self._known[ending][1]
+
+    def _forget_oldest(self) -> int:
+        block, _ = self._idle.popitem(last=False)
+        del self._known[self._ending.pop(block)]
+        return block
+
+    def move(self, sources: Int, places: Int) -> None:
+        """Copy keys and values from slots to other slots, in their order."""
+        shape, work = self.shape, np.zeros(1, MOVE)
+        record = work[0]
+        record["keys"], record["values"] = self.keys.data_ptr(), self.values.data_ptr()
+        record["sources"], record["places"], record["count"] = sources.ctypes.data, places.ctypes.data, len(sources)
+        record["layers"], record["blocks"], record["kv_heads"] = shape.layers, self.blocks, shape.kv_heads
+        record["dims"], record["width"] = shape.dims, shape.dtype.itemsize
+        move_kernel()(work.ctypes.data, shape.layers)
+
+
+def _untouched(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that take no memory until they are written: `torch.zeros` would touch all of it."""
+    bytes_of: int = math.prod(size) * dtype.itemsize
+    return torch.from_numpy(np.zeros(bytes_of, np.uint8)).view(dtype).view(size)
+
+
+class KVCache:
+    """One request's keys and values. length: committed positions; pending: rows behind them that are still drafts."""
+
+    def __init__(self, pool: KVPool):
+        self.pool = pool
+        self.length = self.pending = 0
+        self.table: Int = np.zeros(0, np.int32)
+        self._texts: list[int] = []  # the numbers of the texts that its first full blocks end
+
+    @property
+    def capacity(self) -> int:
+        """Positions it has blocks for."""
+        return len(self.table) * BLOCK
+
+    def reserve(self, positions: int) -> None:
+        """Have blocks for so many positions; OutOfBlocks if there are not enough."""
+        missing = -(-positions // BLOCK) - len(self.table)
+        if missing > 0:
+            self.table = np.concatenate([self.table, np.asarray(self.pool.take(missing), np.int32)])
+
+    def commit(self, path: Sequence[int]) -> None:
+        """Keep the entries of the last tree's nodes `path` (ascending) as the next committed positions."""
+        self.pending = 0
+        moved = next((i for i, node in enumerate(path) if node != i), len(path))
+        if moved < len(path):
+            sources = np.asarray(path[moved:], np.int32) + np.int32(self.length)
+            places = np.arange(self.length + moved, self.length + len(path), dtype=np.int32)
+            self.pool.move(self._slots(sources), self._slots(places))
+        self.length += len(path)
+
+    def next_ending(self, text: Sequence[int]) -> Ending | None:
+        """What the block behind the committed positions will end; None unless it begins there and `text` fills it."""
+        at = len(self._texts)
+        if self.length != at * BLOCK or len(text) < self.length + BLOCK:
+            return None
+        return (self._texts[-1] if at else 0), tuple(text[self.length : self.length + BLOCK])
+
+    def adopt(self, text: Sequence[int]) -> None:
+        """Take over what is known already of `text`, block by block."""
+        while (ending := self.next_ending(text)) is not None and (known := self.pool.find(ending)) is not None:
+            block, number = known
+            at = len(self._texts)
+            if at < len(self.table):
+                self.pool.give([int(self.table[at])])
+                self.table[at] = block
+            else:
+                self.table = np.append(self.table, np.int32(block))
+            self._texts.append(number)
+            self.length += BLOCK
+
+    def publish(self, text: Sequence[int]) -> None:
+        """Let others find the blocks that are full. text: at least the committed positions."""
+        for at in range(len(self._texts), self.length // BLOCK):
+            ending = (self._texts[-1] if at else 0), tuple(text[at * BLOCK : (at + 1) * BLOCK])
+            self._texts.append(self.pool.publish(ending, int(self.table[at])))
+
+    def release(self) -> None:
+        """Give the blocks back."""
+        self.pool.give(self.table.tolist())
+        self.table, self._texts = np.zeros(0, np.int32), []
+        self.length = self.pending = 0
+
+    def _slots(self, positions: Int) -> Int:
+        slots: Int = self.table[positions // BLOCK] * np.int32(BLOCK) + positions % np.int32(BLOCK)
+        return slots

@@ -1,0 +1,399 @@
+"""Matrix products of bfloat16 at the speed of memory, whose rows do not depend on each other.
+
+A matrix lies in panels of 16 outputs, and a panel in steps of 32 inputs: [panels, steps, 16 pairs, 16 outputs, 2]. Both
+instructions that multiply bfloat16 read that: a tile of AMX is a step, a vector of AVX512-BF16 is a pair. The threads
+share the panels, so that each reads its part of the matrix once and in order, whatever the number of rows.
+
+Every result is one fixed sequence of operations over the inputs: a row of a tile is summed without regard to the other
+rows, and vectors take one pair after the other. So a row's bits are the same in a product of any number of rows. AMX
+and AVX512-BF16 sum in different orders; a machine takes the same one for all numbers of rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import platform
+import sys
+from enum import Enum
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.core import cgutils
+from numba.core.registry import cpu_target
+from numba.extending import intrinsic
+from torch import Tensor
+
+from engine.model.simd import (
+    BFLOAT16,
+    FLOAT32,
+    LANES,
+    add,
+    divide,
+    exp,
+    float_at,
+    load,
+    multiply,
+    put_half,
+    splat,
+    store,
+)
+from engine.model.team import Kernel, address_of, kernel, member, members
+
+STEP = 32
+"""Inputs of one tile: the number of inputs is rounded up to a multiple of it."""
+_TILE = 1024  # bytes of a tile: 16 rows of 64
+_ROWS = 16  # of a tile
+_PANELS = 2  # that are multiplied at once
+_UNROLLED = 4  # pairs of one turn of the loop over a step's 16
+_BYTE, _INT, _WORD = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+_SUMS, _PAIRS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(_INT, LANES)
+
+MATMUL = np.dtype(
+    [
+        (name, "i8")
+        for name in (
+            "x",  # [rows, inputs] bfloat16
+            "weights",  # [panels, steps, 16, 16, 2] bfloat16
+            "bias",  # [panels * 16] float32, or 0
+            "out",  # [rows, outputs] bfloat16; gated: [rows, outputs / 2]
+            "tiles",  # AMX: configuration for min(rows, 16) rows
+            "rows",
+            "inputs",  # a multiple of 32
+            "outputs",
+            "gated",  # 1: panels of gate and up alternate, and silu(gate) * up comes out
+        )
+    ]
+)
+
+
+def _call(builder: ir.IRBuilder, name: str, *args: ir.Value) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [arg.type for arg in args])
+    builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+
+def _pointer(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type = _BYTE) -> ir.Value:
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+@intrinsic(prefer_literal=True)
+def _room(context: Any) -> Any:
+    """The address of room for the sums of two tiles of rows with two panels; it lasts until the caller returns."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        room = cgutils.alloca_once(builder, ir.ArrayType(_BYTE, 2 * _PANELS * _TILE))
+        room.align = 64
+        return builder.ptrtoint(room, _WORD)
+
+    return types.int64(), generate
+
+
+@intrinsic(prefer_literal=True)
+def _configure_tiles(context: Any, tiles: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _call(builder, "llvm.x86.ldtilecfg", _pointer(builder, args[0]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic(prefer_literal=True)
+def _release_tiles(context: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _call(builder, "llvm.x86.tilerelease")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic(prefer_literal=True)
+def _sum_tiles(
+    context: Any, tiles: Any, panels: Any, x: Any, apart: Any, stride: Any, weights: Any, steps: Any, room: Any
+) -> Any:
+    """Sums of `tiles` tiles of rows, at most two, with `panels` panels: to `room`, [tiles * 16, panels * 16] float32.
+
+    tiles, panels: compile-time constants. x: address of the first tile's rows, one every `stride` bytes, the second
+    tile's `apart` bytes further; weights: address of the first panel.
+    """
+    count, width = tiles.literal_value, panels.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, apart, stride, weights, steps, room = args[2:]
+        sums = [[_BYTE(tile * width + panel) for panel in range(width)] for tile in range(count)]
+        rows, matrix = [_BYTE(4), _BYTE(5)], [_BYTE(6), _BYTE(7)]
+        for number in itertools.chain(*sums):
+            _call(builder, "llvm.x86.tilezero", number)
+        panel_bytes = builder.mul(steps, _WORD(_TILE))
+        with cgutils.for_range(builder, steps) as loop:
+            here = builder.add(x, builder.mul(loop.index, _WORD(2 * STEP)))
+            for tile in range(count):
+                _call(builder, "llvm.x86.tileloadd64", rows[tile], _pointer(builder, here), stride)
+                here = builder.add(here, apart)
+            at = builder.add(weights, builder.mul(loop.index, _WORD(_TILE)))
+            for panel in range(width):
+                _call(builder, "llvm.x86.tileloadd64", matrix[panel], _pointer(builder, at), _WORD(64))
+                at = builder.add(at, panel_bytes)
+                for tile in range(count):
+                    _call(builder, "llvm.x86.tdpbf16ps", sums[tile][panel], rows[tile], matrix[panel])
+        for tile in range(count):
+            for panel in range(width):
+                place = _pointer(builder, builder.add(room, _WORD((tile * width * _ROWS + panel) * 64)))
+                _call(builder, "llvm.x86.tilestored64", sums[tile][panel], place, _WORD(width * 64))
+        return context.get_dummy_value()
+
+    return types.void(tiles, panels, *[types.int64] * 6), generate
+
+
+@intrinsic(prefer_literal=True)
+def _sum_vectors(context: Any, rows: Any, panels: Any, x: Any, stride: Any, weights: Any, steps: Any, room: Any) -> Any:
+    """Sums of `rows` rows with `panels` panels: to `room`, [rows, panels * 16] float32.
+
+    rows, panels: compile-time constants. x: address of the first row, one every `stride` bytes; weights: address of the
+    first panel.
+    """
+    count, width = rows.literal_value, panels.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, stride, weights, steps, room = args[2:]
+        kind = ir.FunctionType(_SUMS, [_SUMS, _PAIRS, _PAIRS])
+        dot = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+        sums = [[cgutils.alloca_once(builder, _SUMS) for _ in range(width)] for _ in range(count)]
+        for cell in itertools.chain(*sums):
+            builder.store(ir.Constant(_SUMS, [0.0] * LANES), cell)
+        starts = [builder.add(x, builder.mul(stride, _WORD(row))) for row in range(count)]
+        panel_bytes = builder.mul(steps, _WORD(_TILE))
+        anything = ir.Constant(_PAIRS, ir.Undefined)
+        with cgutils.for_range(builder, builder.mul(steps, _WORD(_TILE // 64 // _UNROLLED))) as loop:
+            for turn in range(_UNROLLED):
+                pair = builder.add(builder.mul(loop.index, _WORD(_UNROLLED)), _WORD(turn))
+                at = builder.add(weights, builder.mul(pair, _WORD(64)))
+                matrix = []
+                for _ in range(width):
+                    matrix.append(builder.load(_pointer(builder, at, _PAIRS), align=4))
+                    at = builder.add(at, panel_bytes)
+                for row in range(count):
+                    here = builder.add(starts[row], builder.mul(pair, _WORD(4)))
+                    two = builder.insert_element(
+                        anything, builder.load(_pointer(builder, here, _INT), align=2), _INT(0)
+                    )
+                    two = builder.shuffle_vector(two, anything, ir.Constant(_PAIRS, [0] * LANES))
+                    for panel, cell in enumerate(sums[row]):
+                        builder.store(builder.call(dot, [builder.load(cell), matrix[panel], two]), cell)
+        for row in range(count):
+            for panel, cell in enumerate(sums[row]):
+                place = _pointer(builder, builder.add(room, _WORD((row * width + panel) * 64)), _SUMS)
+                builder.store(builder.load(cell), place, align=4)
+        return context.get_dummy_value()
+
+    return types.void(rows, panels, *[types.int64] * 5), generate
+
+
+@njit
+def _first_panel(work: Any, part: int, parts: int) -> Any:
+    """Where a thread's panels begin. A gate and its up are never parted."""
+    panels = (work.outputs + LANES - 1) // LANES
+    return panels // 2 * part // parts * 2 if work.gated != 0 else panels * part // parts
+
+
+@kernel(MATMUL)
+def amx_kernel(address: Any) -> None:
+    """Tiles are of min(rows, 16) rows each. The last ones may do rows again that others have done."""
+    work = carray(address, 1)[0]
+    panel, end = _first_panel(work, member(), members()), _first_panel(work, member() + 1, members())
+    if panel == end:
+        return
+    steps, stride, room = work.inputs // STEP, work.inputs * 2, _room()
+    tile = min(work.rows, _ROWS)
+    apart = min(work.rows, 2 * _ROWS) - tile
+    _configure_tiles(work.tiles)
+    while panel < end:
+        width = min(end - panel, _PANELS)
+        weights = work.weights + panel * steps * _TILE
+        for row in range(0, work.rows, 2 * _ROWS):
+            first = min(row, work.rows - apart - tile)
+            x = work.x + first * stride
+            if apart == 0 and width == 2:
+                _sum_tiles(1, 2, x, 0, stride, weights, steps, room)
+            elif apart == 0:
+                _sum_tiles(1, 1, x, 0, stride, weights, steps, room)
+            elif width == 2:
+                _sum_tiles(2, 2, x, apart * stride, stride, weights, steps, room)
+            else:
+                _sum_tiles(2, 1, x, apart * stride, stride, weights, steps, room)
+            _put(work, first, tile, panel, width, room)
+            if apart != 0:
+                _put(work, first + apart, tile, panel, width, room + width * _TILE)
+        panel += width
+    _release_tiles()
+
+
+@kernel(MATMUL)
+def vector_kernel(address: Any) -> None:
+    work = carray(address, 1)[0]
+    panel, end = _first_panel(work, member(), members()), _first_panel(work, member() + 1, members())
+    steps, stride, room = work.inputs // STEP, work.inputs * 2, _room()
+    while panel < end:
+        width = min(end - panel, _PANELS)
+        weights = work.weights + panel * steps * _TILE
+        row = 0
+        while row < work.rows:
+            x = work.x + row * stride
+            count = _sum_some(work.rows - row, width, x, stride, weights, steps, room)
+            _put(work, row, count, panel, width, room)
+            row += count
+        panel += width
+
+
+@njit
+def _sum_some(rows: int, width: int, x: int, stride: int, weights: int, steps: int, room: int) -> Any:
+    """Sums of as many of the rows as fit into registers; how many they are."""
+    if width == 1:
+        if rows >= 4:
+            _sum_vectors(4, 1, x, stride, weights, steps, room)
+            return 4
+        _sum_vectors(1, 1, x, stride, weights, steps, room)
+        return 1
+    if rows >= 8:
+        _sum_vectors(8, 2, x, stride, weights, steps, room)
+        return 8
+    if rows >= 4:
+        _sum_vectors(4, 2, x, stride, weights, steps, room)
+        return 4
+    if rows >= 2:
+        _sum_vectors(2, 2, x, stride, weights, steps, room)
+        return 2
+    _sum_vectors(1, 2, x, stride, weights, steps, room)
+    return 1
+
+
+@njit
+def _put(work: Any, first: int, rows: int, panel: int, width: int, room: int) -> None:
+    """The sums in `room`, [rows, width * 16], plus the bias, to the output."""
+    for row in range(first, first + rows):
+        for i in range(width):
+            column = (panel + i) * LANES
+            x = _biased(work, room + i * 64, column)
+            if work.gated != 0:
+                if i == 0:
+                    swish = divide(x, add(splat(np.float32(1)), exp(multiply(x, splat(np.float32(-1))))))
+                    x = multiply(swish, _biased(work, room + 64, column + LANES))
+                    store(x, work.out + (row * work.outputs + column) // 2 * 2, BFLOAT16)
+            elif column + LANES <= work.outputs:
+                store(x, work.out + (row * work.outputs + column) * 2, BFLOAT16)
+            else:
+                store(x, room + i * 64, FLOAT32)
+                for lane in range(work.outputs - column):
+                    put_half(work.out + (row * work.outputs + column + lane) * 2, float_at(room + i * 64 + 4 * lane))
+        room += width * 64
+
+
+@njit
+def _biased(work: Any, sums: int, column: int) -> Any:
+    x = load(sums, FLOAT32)
+    if work.bias != 0:
+        x = add(x, load(work.bias + 4 * column, FLOAT32))
+    return x
+
+
+class Unit(Enum):
+    """What multiplies."""
+
+    AMX = "amx"
+    VECTORS = "avx512_bf16"
+
+    def kernel(self) -> Kernel:
+        return amx_kernel() if self is Unit.AMX else vector_kernel()
+
+
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
+
+
+@cache
+def units() -> tuple[Unit, ...]:
+    """The units of this processor, the fastest first."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return ()
+    features = set(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
+    found = []
+    if {"+amx-tile", "+amx-bf16"} <= features:
+        process = ctypes.CDLL(None)  # Linux keeps the tiles from processes that have not asked for them
+        if process.syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0:
+            found.append(Unit.AMX)
+    if {"+avx512f", "+avx512bf16"} <= features:
+        found.append(Unit.VECTORS)
+    return tuple(found)
+
+
+def _configurations() -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """For each number of a tile's rows, from 0: tiles 0 to 5 have so many, 6 and 7 hold the matrix."""
+    table = np.zeros((_ROWS + 1, 64), np.uint8)
+    table[:, 0] = 1
+    table[:, 16:32].view(np.uint16)[:] = 64
+    table[:, 48:54] = np.arange(_ROWS + 1)[:, None]
+    table[:, 54:56] = _ROWS
+    return table
+
+
+_CONFIGURATIONS = _configurations()
+
+
+class Matmul:
+    """x [rows, inputs] times a matrix [outputs, inputs] of bfloat16, plus the bias.
+
+    gated: the matrix is a gate's and then an up's, of a multiple of 16 outputs each, and silu(gate) * up comes out.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, gated: bool = False, unit: Unit | None = None):
+        self.kernel = (unit or units()[0]).kernel()
+        self.gated = gated
+        self.inputs: int = weight.shape[1]
+        self.outputs: int = weight.shape[0] // (2 if gated else 1)
+        panels, steps = -(-weight.shape[0] // LANES), -(-self.inputs // STEP)
+        full = weight.detach().new_zeros(panels * LANES, steps * STEP)
+        full[: len(weight), : self.inputs] = weight.detach()
+        biases = full.new_zeros(panels * LANES, dtype=torch.float32)
+        if bias is not None:
+            biases[: len(bias)] = bias.detach()
+        if gated:
+            full, biases = _alternate(full), _alternate(biases)
+        self._weights = full.view(panels, LANES, steps, STEP // 2, 2).permute(0, 2, 3, 1, 4).contiguous()
+        self._bias = biases if bias is not None else None
+
+    @property
+    def padded(self) -> int:
+        """Inputs of a row of x as the kernel reads it."""
+        return -(-self.inputs // STEP) * STEP
+
+    def record(self, rows: int, x: int, out: int) -> np.ndarray[Any, Any]:
+        """A record for the kernel. x: address of [rows, padded]; out: of [rows, outputs]. At least one row."""
+        made = np.zeros(1, MATMUL)
+        record = made[0]
+        record["weights"], record["bias"] = self._weights.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()
+        record["inputs"], record["outputs"] = self.padded, self.outputs * (2 if self.gated else 1)
+        record["gated"], record["x"], record["out"] = self.gated, x, out
+        set_rows(made, rows)
+        return made
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [rows, inputs]."""
+        out = x.new_empty(len(x), self.outputs)
+        if len(x):
+            x = F.pad(x, (0, self.padded - self.inputs)) if self.padded != self.inputs else x.contiguous()
+            record = self.record(len(x), x.data_ptr(), out.data_ptr())
+            self.kernel(address_of(record), self.outputs // LANES)
+        return out
+
+
+def set_rows(records: np.ndarray[Any, Any], rows: int) -> None:
+    """What depends on the number of rows."""
+    records["rows"], records["tiles"] = rows, _CONFIGURATIONS[min(rows, _ROWS)].ctypes.data
+
+
+def _alternate(both: Tensor) -> Tensor:
+    """16 of the first half, 16 of the second, and so on."""
+    return both.view(2, -1, LANES, *both.shape[1:]).transpose(0, 1).reshape(both.shape)

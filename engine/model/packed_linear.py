@@ -1,0 +1,217 @@
+"""Linear layers on a CPU: weights laid out once, and results that do not depend on the other rows.
+
+Verifying a tree multiplies every weight matrix by some tens of rows, a draft step by about ten. A stock product then
+spends as long on bringing the matrix into the layout it computes in as on computing; oneDNN can keep it in that
+layout. Measured for all matrices of a model of 17 M parameters on one core with AVX512-BF16, milliseconds:
+
+    rows                  1      8     16     32     60
+    bfloat16  stock     4.4    5.6    7.1    9.6   14.3
+              packed    2.1    3.0    4.1    6.8   11.3
+    float32   stock     6.5   10.7   13.6   19.1   29.7
+              packed    5.3    5.8    7.6   12.6   21.6
+
+Where the processor multiplies bfloat16, `engine.model.matmul` is faster than that, and takes any number of rows.
+
+oneDNN chooses a kernel by the number of rows, and kernels add up in different orders. Which numbers of rows give the
+same bits is measured here, on this machine, for each shape: with AVX512-BF16 all from 2 rows on, with AMX from 1 to 32.
+`exact_rows` finds that range, and `Product` stays inside it: fewer rows are filled up, more are done in chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.model.matmul import Matmul, units
+from engine.model.simd import LANES
+
+_ANCHOR = 16  # rows of the product that the others are compared with
+_TRIED = (*range(1, 41), 48, 63, 64, 65, 96, 128, 200, 256, 300, 384, 512)
+_SHIFT = 5  # rows are tried in other places than in the anchor's
+
+
+class Rows(NamedTuple):
+    """From `least` to `most` rows a product gives each row the same bits."""
+
+    least: int
+    most: int
+
+
+ANY_ROWS = Rows(1, 1 << 40)
+
+
+def pack(weight: Tensor) -> Tensor | None:
+    """The matrix [out, in] in oneDNN's layout, for `product`; None where there is none for it."""
+    if weight.device.type != "cpu" or not _can_pack(weight.dtype):
+        return None
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
+    return packed
+
+
+def product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., in] times the packed matrix, plus the bias: [..., out]."""
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return out
+
+
+class Product:
+    """x [rows, in] times a matrix [out, in], plus the bias; each row's bits are its own if `rows` is known.
+
+    gated: the matrix is a gate's and then an up's. Where `gated` stays true, silu(gate) * up comes out.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, gated: bool = False):
+        self.bias = bias
+        self.outputs, self.inputs = weight.shape
+        multiplies = can_multiply(weight)
+        self.gated = gated and multiplies and self.outputs % (2 * LANES) == 0
+        self.matmul = Matmul(weight, bias, self.gated) if multiplies else None
+        self.packed: Tensor | None = None if self.matmul else pack(weight)
+        self._weight = weight if self.stock else None
+        self.rows = ANY_ROWS if self.matmul else None if self.stock else exact_rows(weight, bias is not None)
+
+    @property
+    def stock(self) -> bool:
+        """Whether this is just what `nn.Linear` does."""
+        return self.matmul is None and self.packed is None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        count, rows = len(x), self.rows
+        if self.matmul is not None:
+            return self.matmul(x)
+        if rows is None:
+            return self._of(x)
+        if count < rows.least:
+            return self._of(torch.cat([x, x.new_zeros(rows.least - count, x.shape[1])]))[:count]
+        if count <= rows.most:
+            return self._of(x)
+        return torch.cat([self(chunk) for chunk in x.split(rows.most)])
+
+    def _of(self, x: Tensor) -> Tensor:
+        if self.packed is None:
+            assert self._weight is not None
+            return F.linear(x, self._weight, self.bias)
+        return product(x, self.packed, self.bias)
+
+
+class PackedLinear(nn.Module):
+    """Does what the `nn.Linear` does whose place it takes."""
+
+    def __init__(self, linear: nn.Linear, product: Product):
+        super().__init__()
+        self.bias, self.product = linear.bias, product
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., in_features]."""
+        return self.product(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+
+
+def pack_linears(model: Any) -> bool:
+    """Put a PackedLinear in the place of every `nn.Linear` of a loaded model. Whether all their rows are exact."""
+    exact = True
+    for name, linear in [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]:
+        packed = PackedLinear(linear, Product(linear.weight, linear.bias))
+        exact = exact and packed.product.rows is not None
+        if packed.product.stock:
+            continue
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, packed)
+    return exact
+
+
+def exact_rows(weight: Tensor, biased: bool) -> Rows | None:
+    """The numbers of rows for which a product of this shape and type gives a row the same bits, with one thread,
+    with all of torch's and with half of them; None if there are none.
+    """
+    found: Rows | None = _measure(weight.shape[0], weight.shape[1], weight.dtype, biased, torch.get_num_threads())
+    return found
+
+
+@cache
+@torch.inference_mode()
+def _measure(outputs: int, inputs: int, dtype: torch.dtype, biased: bool, threads: int) -> Rows | None:
+    x, weight = _cancelling(outputs, inputs, dtype)
+    packed, bias = pack(weight), weight.new_zeros(outputs) if biased else None
+    assert packed is not None
+    return _equal_rows(lambda rows: product(rows, packed, bias), x, threads)
+
+
+def _equal_rows(multiply: Callable[[Tensor], Tensor], x: Tensor, threads: int) -> Rows | None:
+    """The numbers of rows, around that of x, for which each row is multiplied to the same bits."""
+    expected = multiply(x)
+    equal = dict.fromkeys(_TRIED, True)
+    try:
+        for count in {1, threads // 2, threads - threads // 2, threads} - {0}:  # with and without a drafter beside
+            torch.set_num_threads(count)
+            for rows in _TRIED:
+                order = (torch.arange(rows) + _SHIFT) % _ANCHOR
+                equal[rows] = equal[rows] and torch.equal(multiply(x[order]), expected[order])
+    finally:
+        torch.set_num_threads(threads)
+    below = next((rows for rows in range(_ANCHOR, 0, -1) if not equal[rows]), 0)
+    if below == _ANCHOR:
+        return None
+    above = next((i for i, rows in enumerate(_TRIED) if rows > _ANCHOR and not equal[rows]), len(_TRIED))
+    return Rows(below + 1, _TRIED[above - 1])
+
+
+def _cancelling(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x [anchor, inputs] and a weight whose products are 0: what comes out is the rounding alone, which shows every
+    change of the order in which a kernel adds up.
+    """
+    generator = torch.Generator().manual_seed(0)
+    half, block = inputs // 2, min(outputs, 512)
+    order = torch.randperm(2 * half, generator=generator)
+
+    def twice(rows: int, sign: int) -> Tensor:
+        made = torch.randn(rows, half, generator=generator).to(dtype)
+        both = torch.cat([made, sign * made], dim=1)[:, order]
+        return torch.cat([both, both.new_zeros(rows, inputs - 2 * half)], dim=1)
+
+    x, weight = twice(_ANCHOR, 1), twice(block, -1)
+    return x, weight.repeat(-(-outputs // block), 1)[:outputs].contiguous()
+
+
+def can_multiply(weight: Tensor) -> bool:
+    """Whether `Matmul` does for this matrix: it was faster than oneDNN on one thread wherever the processor has the
+    instructions, in milliseconds for all matrices of a model of 135 M parameters:
+
+        rows                              1      8     16     32     64    512
+        AMX                  oneDNN    29.4   29.1   30.3   35.0   39.1   35 for each 32 (as many as are exact)
+                             Matmul    23.1   24.4   25.0   29.2   38.4    219
+        AVX512-BF16          oneDNN    29.7   43.3   62.7  105.7         1,391
+                             Matmul    24.4   37.5   59.6  102.7         1,420
+    """
+    return bool(weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _matmul_works())
+
+
+@cache
+@torch.inference_mode()
+def _matmul_works() -> bool:
+    """Whether this processor has it, and it gives what the plain product does, the same bits for any number of rows."""
+    if not units():
+        return False
+    x, weight = _cancelling(272, 1536, torch.bfloat16)
+    if _equal_rows(Matmul(weight), x, torch.get_num_threads()) != Rows(1, _TRIED[-1]):
+        return False
+    weight = torch.randn_like(weight)
+    return bool(torch.allclose(Matmul(weight)(x).float(), F.linear(x.float(), weight.float()), atol=0.5, rtol=2e-2))
+
+
+@cache
+def _can_pack(dtype: torch.dtype) -> bool:
+    """Whether this build of torch and this processor have the product, and it gives what the plain one does."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return False
+    weight, x = torch.randn(24, 16).to(dtype), torch.randn(8, 16).to(dtype)
+    try:
+        found = product(x, torch.ops.mkldnn._reorder_linear_weight(weight), None)
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return False
+    return bool(torch.allclose(found.float(), F.linear(x.float(), weight.float()), atol=1e-5, rtol=2e-2))

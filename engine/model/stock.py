@@ -1,0 +1,188 @@
+"""The stock forward of a `transformers` model, with exact attention through its own `AttentionInterface`.
+
+Nothing of a model family's code is copied or patched. What a layer does (its scale, window, soft cap, sinks) is what
+its own code hands to the attention function; a window comes from the mask that the model asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from engine.batch import BLOCK, Batch, Segment
+from engine.model.attention import Attention, Rule
+from engine.model.fused import STORE, store_kernel
+from engine.model.kv_pool import KVCache, KVPool, KVShape
+
+NAME = "talon"
+"""What `attn_implementation` calls our attention."""
+
+
+class Unsupported(Exception):
+    """The model asks for something that exact attention does not do."""
+
+
+class StockForward:
+    """Runs batches through a stock model. rules: what its layers asked of attention in the latest forward."""
+
+    def __init__(self, model: Any, pool: KVPool, groups: int):
+        self.model, self.pool = model, pool
+        self.attention = Attention(pool, groups)
+        self.rules: dict[int, Rule] = {}
+        self._cache = _NoCache(model.config.get_text_config().num_hidden_layers)
+        self._entry = _Entry(self.attention)
+
+    def __call__(self, batch: Batch, feature_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
+        """Logits of the chosen rows, [chosen, vocab], and features [rows, layers, hidden] if layers are asked."""
+        self._entry.begin(batch)
+        out = self.model(
+            input_ids=torch.from_numpy(batch.tokens.astype(np.int64))[None],
+            position_ids=torch.from_numpy(batch.positions.astype(np.int64))[None],
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=torch.from_numpy(batch.chosen.astype(np.int64)),
+            output_hidden_states=bool(feature_layers),
+            exact=self,
+        )
+        if not feature_layers:
+            return out.logits[0], None
+        return out.logits[0], torch.stack([out.hidden_states[layer][0] for layer in feature_layers], dim=1)
+
+    def attend(self, layer: int, rule: Rule, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query: [1, heads, rows, head_dim]; key, value: [1, kv_heads, rows, head_dim].
+
+        Returns [1, rows, heads, head_dim].
+        """
+        self.rules[layer] = rule
+        return self._entry(layer, rule, query, key, value)
+
+
+class _Entry:
+    """Enters what a stock layer made into the pool, and attends."""
+
+    def __init__(self, attention: Attention):
+        self.attention = attention
+        self._work = np.zeros(1, STORE)
+        self._scratch = torch.zeros(0)
+        self._slots = np.zeros(0, np.int32)
+        shape, record = attention.pool.shape, self._work[0]
+        record["kv_heads"], record["groups"], record["head_dim"] = shape.kv_heads, attention.groups, shape.head_dim
+        record["dims"], record["width"] = shape.dims, shape.dtype.itemsize
+
+    def begin(self, batch: Batch) -> None:
+        self.attention.begin(batch)
+        self._slots = batch.slots
+        if self._scratch.numel() < (needed := torch.get_num_threads() * self.attention.pool.shape.dims):
+            self._scratch = torch.zeros(needed)
+        record = self._work[0]
+        record["slots"], record["rows"] = self._slots.ctypes.data, len(batch)
+        record["queries"], record["scratch"] = self.attention.queries.data_ptr(), self._scratch.data_ptr()
+
+    def __call__(self, layer: int, rule: Rule, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        shape, rows = self.attention.pool.shape, query.shape[2]
+        if key.shape[1:] != (shape.kv_heads, rows, shape.head_dim) or value.shape != key.shape:
+            raise Unsupported("its layers have keys or values of different shapes")
+        if query.dtype != shape.dtype:
+            raise Unsupported(f"its attention computes in {query.dtype}")
+        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+        record = self._work[0]
+        record["query"], record["key"], record["value"] = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        record["keys"], record["values"] = self.attention.layer_addresses(layer)
+        store_kernel()(self._work.ctypes.data, rows)
+        out = torch.empty_like(q)
+        self.attention.attend(layer, rule, out)
+        return out[None]
+
+
+def _attention_function(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    exact: StockForward | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What `transformers` calls. Without `exact`, as in `generate`, keys and values are a whole text's, in order."""
+    if kwargs.get("position_bias") is not None or kwargs.get("indexer_mask") is not None:
+        raise Unsupported("its attention adds a bias")
+    rule = Rule(
+        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        window=_window(attention_mask),
+        softcap=float(softcap or 0.0),
+        sinks=None if s_aux is None else s_aux.float().contiguous(),
+    )
+    if exact is not None:
+        return exact.attend(module.layer_idx, rule, query, key, value), None
+    return torch.cat([_whole_text(rule, *one) for one in zip(query, key, value, strict=True)]), None
+
+
+def _whole_text(rule: Rule, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention of a text's last rows over all of it, none of it in a pool. query: [heads, rows, head_dim]."""
+    heads, rows, head_dim = query.shape
+    kv_heads, length, _ = key.shape
+    pool = KVPool(KVShape(1, kv_heads, head_dim, query.dtype), -(-length // BLOCK))
+    attention = Attention(pool, heads // kv_heads)
+    cache, entry = KVCache(pool), _Entry(attention)
+    cache.reserve(length)
+    entry.begin(Batch.of([Segment.of_text([0] * length, cache)]))
+    whole = torch.zeros(heads, length, head_dim, dtype=query.dtype)
+    whole[:, length - rows :] = query
+    return entry(0, rule, whole[None], key[None], value[None])[:, length - rows :]
+
+
+def _window_marker(
+    batch_size: int, q_length: int, kv_length: int, *args: Any, local_size: int | None = None, **kwargs: Any
+) -> Tensor:
+    """In a mask's place: the window that the model asked for, 0 for none. [1, 1, 1, 1] int64."""
+    padding = kwargs.get("attention_mask")
+    if padding is not None and not bool(padding.all()):
+        raise Unsupported("padding")
+    return torch.full((1, 1, 1, 1), local_size or 0)
+
+
+def _window(marker: Tensor | None) -> int:
+    if marker is None:
+        return 0
+    if marker.dtype != torch.int64 or marker.numel() != 1:
+        raise Unsupported("it masks more than a window")
+    return int(marker)
+
+
+class _NoCache(Cache):
+    """Stands where a model wants a cache; keys and values go to the pool."""
+
+    def __init__(self, layers: int):
+        super().__init__(layers=[_NoCacheLayer() for _ in range(layers)])
+
+
+class _NoCacheLayer(CacheLayerMixin):
+    is_croppable = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing is held."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+AttentionInterface.register(NAME, _attention_function)
+AttentionMaskInterface.register(NAME, _window_marker)

@@ -1,0 +1,70 @@
+"""One request's state in the verifier."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from engine.messages import Array, Draft
+from engine.sampling import SamplingParams
+from engine.target import Target
+from engine.trust import Trust
+from engine.verification import Sampler
+
+Outcome = tuple[int, int, int, int]
+"""Key of a draft: (round, previous draft, last accepted node, bonus token)."""
+
+
+class Request:
+    """A text that grows. text: prompt and answer; the cache holds all of it but the last token, the root.
+
+    answer: tokens that an earlier verifier, or this one before the request was preempted, has emitted: they are read
+    like the prompt, and decoding goes on behind them. read_to: the position up to which the text has to be read before
+    it is decoded. drafts: by outcome; those of outcomes that did not come true are dropped every round. features: of
+    positions read, until a verdict takes them along.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        sampling: SamplingParams,
+        target: Target,
+        draft_room: int,
+    ):
+        self.number, self.sampling, self.target = number, sampling, target
+        self.text = [*prompt, *answer]
+        self.sampler = Sampler(sampling, prompt, target.eos_tokens, target.vocab_size, answer)
+        self.cache: Any = target.open_cache(len(prompt) + sampling.max_tokens + draft_room)
+        self.read_to = len(self.text) - bool(answer)
+        self.has_answer = bool(answer)
+        self.trust = Trust()
+        self.round = 0
+        self.outcome: Outcome = (1, 0, 0, self.text[-1]) if answer else (0, 0, 0, 0)
+        self.drafts: dict[Outcome, tuple[Draft, list[Array]]] = {}
+        self.features: list[Array] = []
+        self.since_ns = self.asked_ns = time.perf_counter_ns()
+        self.kept_path: list[int] = []  # of the latest tree, whose keys and values are to be committed
+        self.hit = False  # the tree was there when the last verdict fell
+        self.alone = False  # the round to come verifies the root alone
+
+    @property
+    def reading(self) -> bool:
+        """Whether some of its text has to be read before the next token can be drawn."""
+        length: int = self.cache.length
+        return length < self.read_to
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether the tree of the round to come is there."""
+        return self.outcome in self.drafts
+
+    def preempt(self) -> None:
+        """Give the blocks back; the text is read again when there is room."""
+        self.cache.release()
+        if self.has_answer:
+            self.read_to = len(self.text) - 1
+        else:
+            self.features = []  # they come again with the positions

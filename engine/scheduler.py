@@ -1,0 +1,141 @@
+"""Which requests take part in the next forward: no I/O, no tensors, no clock of its own.
+
+All requests that decode go together: a forward over eight rows costs little more than over one, so leaving one out
+saves nothing. The question is only how long to wait for a tree that is not there yet. Prompts are read in chunks that
+ride along, in the order in which they came.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from engine.batch import BLOCK
+from engine.cost_model import CostModel
+from engine.errors import OutOfBlocks
+from engine.request import Request
+
+
+@dataclass(frozen=True)
+class Plan:
+    """decoding: requests whose trees are verified; reading: requests and how many tokens of theirs are read.
+
+    wait_s: how long nothing but a message can change that there is nothing to do.
+    """
+
+    decoding: list[Request] = field(default_factory=list)
+    reading: list[tuple[Request, int]] = field(default_factory=list)
+    wait_s: float = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self.decoding or self.reading)
+
+
+class Scheduler:
+    """waiting: requests not admitted yet; running: the others, the oldest first.
+
+    most: requests that run at once; chunk: tokens of prompts read in one forward. shares_prefixes: whether texts that
+    begin alike share their blocks.
+    """
+
+    def __init__(self, most: int, chunk: int, draft_timeout_s: float):
+        self.most, self.chunk, self.draft_timeout_s = most, chunk, draft_timeout_s
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.shares_prefixes = True
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from self.running
+        yield from self.waiting
+
+    def find(self, number: int) -> Request | None:
+        """The request of that number."""
+        return next((request for request in self if request.number == number), None)
+
+    def remove(self, request: Request) -> None:
+        """It is over."""
+        if request in self.running:
+            self.running.remove(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+    def plan(self, now_ns: int, costs: CostModel, drafted: bool, ahead: bool) -> Plan:
+        """What to do now. drafted: a drafter is there and speaks; ahead: it drafts while a round is verified."""
+        self._admit()
+        decoding = [request for request in self.running if not request.reading]
+        missing = [r for r in decoding if drafted and not r.alone and not r.has_draft]
+        reading = self._chunks(costs.chunk_rows(len(decoding), self.chunk))
+        if missing:
+            patience_s = self.patience_s(costs, len(decoding), len(missing), ahead)
+            left_s = max(patience_s - (now_ns - request.asked_ns) / 1e9 for request in missing)
+            if left_s > 0:
+                if reading and len(missing) == len(decoding):
+                    return Plan(reading=reading)
+                return Plan(wait_s=left_s)
+        return Plan(decoding, reading) if decoding or reading else Plan(wait_s=self.draft_timeout_s)
+
+    def patience_s(self, costs: CostModel, decoding: int, missing: int, ahead: bool) -> float:
+        """How long to wait for trees. A lonely request that is drafted for in turns has nothing else to do."""
+        if decoding == 1 and not ahead:
+            return self.draft_timeout_s
+        return min(self.draft_timeout_s, costs.patience_s(decoding, missing))
+
+    def reserve(self, plan: Plan, rows: Callable[[Request], int]) -> Plan:
+        """The plan, with blocks for all of it: where there are too few, the youngest gives its own back and waits.
+
+        rows: that the request has in this forward. Raises OutOfBlocks if one request alone does not fit.
+        """
+        members = [*plan.decoding, *(request for request, _ in plan.reading)]
+        if members[0].target.pool is None:  # a cache of its own for each request
+            return plan
+        for request in sorted(members, key=self.running.index):
+            while request in self.running:
+                try:
+                    request.cache.reserve(request.cache.length + rows(request))
+                    break
+                except OutOfBlocks:
+                    if len(self.running) == 1:
+                        raise
+                    self._preempt_youngest()
+        return Plan(
+            [request for request in plan.decoding if request in self.running],
+            [(request, count) for request, count in plan.reading if request in self.running],
+        )
+
+    def _preempt_youngest(self) -> None:
+        youngest = self.running.pop()
+        youngest.preempt()
+        self.waiting.appendleft(youngest)
+
+    def _admit(self) -> None:
+        """Let requests in for whose texts there is room, beside what those who run have yet to read."""
+        while self.waiting and len(self.running) < self.most:
+            request = self.waiting[0]
+            pool = request.target.pool
+            if pool is not None and self.running:
+                promised = sum(max(0, other.read_to - other.cache.capacity) for other in self.running)
+                if pool.free * BLOCK - promised < request.read_to:
+                    return
+            self.running.append(self.waiting.popleft())
+
+    def _chunks(self, rows: int) -> list[tuple[Request, int]]:
+        """Who reads how much. A request whose next block another one reads just now waits for that."""
+        chunks: list[tuple[Request, int]] = []
+        under_way = set()
+        for request in self.running:
+            if rows <= 0:
+                break
+            if not request.reading:
+                continue
+            text = request.text[: request.read_to - (not request.has_answer)]
+            if self.shares_prefixes and request.target.pool is not None:
+                request.cache.adopt(text)
+                ending = request.cache.next_ending(text)
+                if ending is not None and ending in under_way:
+                    continue
+                under_way.add(ending)
+            count = min(rows, request.read_to - request.cache.length)
+            chunks.append((request, count))
+            rows -= count
+        return chunks

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.batch import BLOCK
+from engine.errors import OutOfBlocks
+from engine.model.kv_pool import KVCache, KVPool, KVShape
+
+BLOCKS = 12
+
+
+class Blocks(RuleBasedStateMachine):
+    """Requests come, grow, share and go, in any order."""
+
+    @initialize()
+    def start(self) -> None:
+        self.pool = KVPool(KVShape(1, 1, 8, torch.float32), BLOCKS)
+        self.holders: list[list[int]] = []
+        self.caches: list[KVCache] = []
+
+    @rule(positions=st.integers(0, 5 * BLOCK), data=st.data())
+    def reserve(self, positions: int, data: st.DataObject) -> None:
+        if not self.caches or data.draw(st.booleans()):
+            self.caches.append(KVCache(self.pool))
+        cache = data.draw(st.sampled_from(self.caches))
+        free, before = self.pool.free, cache.table.tolist()
+        missing = -(-positions // BLOCK) - len(before)
+        if missing > free:
+            with pytest.raises(OutOfBlocks):
+                cache.reserve(positions)
+            assert self.pool.free == free and cache.table.tolist() == before
+        else:
+            cache.reserve(positions)
+            assert cache.table.tolist()[: len(before)] == before and cache.capacity >= positions
+
+    @precondition(lambda self: self.caches)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        blocks = data.draw(st.sampled_from(self.caches)).table.tolist()
+        for block in blocks:
+            ending = 0, (block,) * BLOCK
+            self.pool.publish(ending, block)
+            assert self.pool.find(ending) is not None
+        self.holders.append(blocks)
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def give(self, data: st.DataObject) -> None:
+        self.pool.give(self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1))))
+
+    @precondition(lambda self: self.caches)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        cache = data.draw(st.sampled_from(self.caches))
+        cache.release()
+        cache.release()  # harmless
+        self.caches.remove(cache)
+
+    @invariant()
+    def no_block_is_lost_or_given_twice(self) -> None:
+        tables = [block for cache in self.caches for block in cache.table.tolist()]
+        assert len(tables) == len(set(tables))
+        held = Counter(tables + [block for blocks in self.holders for block in blocks])
+        assert self.pool.free == BLOCKS - len(held)
+        assert [self.pool._references[block] for block in range(BLOCKS)] == [held[block] for block in range(BLOCKS)]
+
+
+Blocks.TestCase.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+test_blocks_are_neither_lost_nor_given_twice = Blocks.TestCase
+
+
+@settings(deadline=None)
+@given(
+    st.permutations(range(BLOCKS)),
+    st.integers(0, 60),
+    st.sets(st.integers(0, 39), min_size=1),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from([8, 16, 24]),
+)
+def test_commit_keeps_the_paths_keys_and_values_in_order_whatever_the_table(
+    table: list[int], past: int, nodes: set[int], dtype: torch.dtype, head_dim: int
+) -> None:
+    pool = KVPool(KVShape(2, 3, head_dim, dtype), BLOCKS)
+    pool._free = list(table)
+    cache, path = KVCache(pool), sorted(nodes)
+    cache.reserve(past + 40)
+    cache.length = past
+    # keys hold their slot's place in the text, values its negative, plus the dimension's and the layer's share
+    parts = torch.arange(head_dim) / 32 + torch.tensor([0.0, 0.5])[:, None]
+    for place in range(past + 40):
+        block, lane = int(cache.table[place // BLOCK]), place % BLOCK
+        pool.keys[:, block, :, :head_dim, lane] = (place % 7 + parts)[:, None].to(dtype)
+        pool.values[:, block, :, lane, :head_dim] = (-(place % 7) - parts)[:, None].to(dtype)
+    cache.commit(path)
+    assert cache.length == past + len(path)
+    for place, source in enumerate([*range(past), *(past + node for node in path)]):
+        block, lane = int(cache.table[place // BLOCK]), place % BLOCK
+        expected = (source % 7 + parts)[:, None].to(dtype).expand(2, 3, head_dim)
+        assert torch.equal(pool.keys[:, block, :, :head_dim, lane], expected)
+        assert torch.equal(pool.values[:, block, :, lane, :head_dim], -expected)
+
+
+def test_taking_more_than_there_is_names_the_key_and_takes_nothing() -> None:
+    pool = KVPool(KVShape(1, 1, 8, torch.float32), 2)
+    with pytest.raises(OutOfBlocks, match=r"verifier\.kv_memory: 3 more blocks are needed and 2 are free"):
+        KVCache(pool).reserve(3 * BLOCK)
+    assert pool.free == 2
+
+
+def test_a_released_cache_serves_another_request() -> None:
+    pool = KVPool(KVShape(1, 1, 8, torch.float32), 2)
+    one, other = KVCache(pool), KVCache(pool)
+    one.reserve(2 * BLOCK)
+    one.release()
+    other.reserve(2 * BLOCK)
+    assert np.unique(other.table).tolist() == [0, 1] and one.capacity == 0

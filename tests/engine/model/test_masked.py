@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.batch import Segment
+from engine.model.masked import MaskedForward
+from engine.model.masked_cache import MaskedCache
+from engine.tree import TokenTree
+from tests.engine.test_target import build, random_tree
+
+
+def write(cache: MaskedCache, values: list[float]) -> None:
+    """One forward's worth of entries, each filled with its value."""
+    states = torch.tensor(values).view(1, 1, -1, 1).expand(1, 2, -1, 4).contiguous()
+    for layer in range(len(cache.layers)):
+        cache.update(states, -states, layer)
+
+
+def test_commit_keeps_the_path_and_nothing_else() -> None:
+    cache = MaskedCache(layers=2, capacity=20)
+    write(cache, [1, 2, 3])
+    cache.commit(range(3))
+    write(cache, [10, 11, 12, 13, 14])
+    cache.commit([0, 2, 4])
+    assert cache.length == 6
+    assert cache.keys is not None and cache.values is not None
+    for layer in range(2):
+        assert cache.keys[layer, 0, 1, :6, 0].tolist() == [1, 2, 3, 10, 12, 14]
+        assert cache.values[layer, 0, 0, :6, 3].tolist() == [-1, -2, -3, -10, -12, -14]
+
+
+def test_entries_not_committed_are_overwritten_by_the_next_forward() -> None:
+    cache = MaskedCache(layers=1, capacity=10)
+    write(cache, [1, 2, 3])
+    cache.commit([0])
+    write(cache, [7])
+    cache.commit([0])
+    assert cache.keys is not None
+    assert cache.keys[0, 0, 0, :2, 0].tolist() == [1, 7]
+
+
+def read(forward: MaskedForward, cache: MaskedCache, prompt: list[int]) -> None:
+    """Commit a prompt."""
+    forward([Segment.of_text(prompt, cache)], (1, 3))
+    cache.commit(range(len(prompt)))
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+@pytest.mark.parametrize("family", ["llama with grouped queries", "qwen3", "gpt_neox"])
+def test_recorded_forwards_give_what_plain_ones_give(family: str) -> None:
+    """Rows filled up to a bucket, keys and values written by index, the whole cache attended to behind a mask."""
+    plain, recorded, rng = MaskedForward(build(family), family), MaskedForward(build(family), family), random.Random(5)
+    recorded.records = True
+    for _ in range(2):  # the second text over what the first left behind
+        caches = plain.new_cache(120), recorded.new_cache(120)
+        prompt = [rng.randrange(128) for _ in range(9)]
+        for target, cache in zip((plain, recorded), caches, strict=True):
+            read(target, cache, prompt)
+        for _ in range(6):
+            tree = random_tree(rng.randrange(128), [rng.randrange(128) for _ in range(4)], rng)
+            found = [
+                target([Segment.of_tree(tree, cache)], (1, 3))
+                for target, cache in zip((plain, recorded), caches, strict=True)
+            ]
+            for one, other in zip(*found, strict=True):
+                assert isinstance(one, Tensor)
+                torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+            for cache in caches:
+                cache.commit(tree.path(len(tree) - 1))
+        assert len(caches[1].recorded) > 1
+        recorded.release(caches[1])
+    assert caches[1] is recorded.new_cache(120)
+
+
+def test_where_a_bucket_does_not_fit_behind_the_text_the_forward_is_a_plain_one() -> None:
+    target = MaskedForward(build("qwen3"), "qwen3")
+    target.records = True
+    cache = target.new_cache(250)
+    read(target, cache, [7] * 250)
+    logits, _ = target([Segment.of_tree(TokenTree.chain(1, [2, 3, 4, 5], [1.0] * 4), cache)])
+    assert logits.shape == (5, 128)
+    assert not cache.recorded
+
+
+def test_a_cache_given_back_twice_serves_one_request() -> None:
+    target = MaskedForward(build("qwen3"), "qwen3")
+    target.records = True
+    cache = target.new_cache(40)
+    target.release(cache)
+    target.release(cache)
+    assert target.new_cache(40) is not target.new_cache(40)
+
+
+def test_a_family_whose_forward_cannot_be_recorded_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = MaskedForward(build("qwen3"), "qwen3")
+    target.records = True
+    monkeypatch.setattr(target, "_tree_recorded", lambda *_: (_ for _ in ()).throw(RuntimeError("while capturing")))
+    target.check_recording()
+    assert not target.records
+    assert not target.new_cache(40).fixed

@@ -1,0 +1,114 @@
+"""Tiny GGUF files of random Llamas, written as llama.cpp writes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Kind
+from numpy.typing import NDArray
+from tokenizers import pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+TEMPLATE = "{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}<|assistant|>"
+SPECIAL = ["<|text|>", "<|user|>", "<|assistant|>", "<|end|>"]
+MERGES = ["Ġ Ġ", "4 8"]
+TOKENS = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *(merge.replace(" ", "") for merge in MERGES)]
+HEADS, KEY_HEADS = 4, 2
+_LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def tiny_llama() -> LlamaForCausalLM:
+    """Random weights; embeddings and output are one matrix. Rows are long enough for blocks of 32."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(TOKENS),
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KEY_HEADS,
+        intermediate_size=96,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def write_gguf(
+    path: Path,
+    kind: Kind = Kind.F32,
+    values: dict[str, Any] | None = None,
+    tensors: dict[str, NDArray[np.float32] | None] | None = None,
+    architecture: str = "llama",
+) -> LlamaForCausalLM:
+    """Write a tiny Llama; returns it. kind: of its matrices. values, tensors: in place of its own, None leaves out."""
+    model = tiny_llama()
+    config = model.config
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name("tiny")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KEY_HEADS)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(config.hidden_size // HEADS)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3] * len(SPECIAL) + [1] * (len(TOKENS) - len(SPECIAL)))
+    writer.add_token_merges(MERGES)
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(3)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(TEMPLATE)
+    for key, value in (values or {}).items():
+        writer.kv_data[0].pop(key, None)
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    stored = {_name(name): _as_stored(name, tensor.numpy()) for name, tensor in model.state_dict().items()}
+    del stored["output.weight"]
+    for name, array in (stored | (tensors or {})).items():
+        if array is None:
+            continue
+        of_kind = kind if array.ndim > 1 else Kind.F32
+        writer.add_tensor(name, gguf.quantize(array, of_kind), raw_dtype=of_kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+def _name(name: str) -> str:
+    whole = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    module, _, suffix = name.rpartition(".")
+    if module in whole:
+        return f"{whole[module]}.{suffix}"
+    _, _, layer, part = module.split(".", 3)
+    return f"blk.{layer}.{_LAYER[part]}.{suffix}"
+
+
+def _as_stored(name: str, weights: NDArray[np.float32]) -> NDArray[np.float32]:
+    """llama.cpp turns neighbouring dimensions of a head, where transformers turns its halves."""
+    for part, heads in (("q_proj", HEADS), ("k_proj", KEY_HEADS)):
+        if part in name:
+            halves = weights.reshape(heads, 2, -1, weights.shape[1])
+            return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weights.shape)
+    return weights

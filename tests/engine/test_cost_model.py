@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.cost_model import CostModel
+
+STEEP = {1: 0.010, 8: 0.020, 16: 0.040, 32: 0.080, 64: 0.160}
+FLAT = {1: 0.010, 8: 0.0101, 16: 0.0102, 32: 0.0103, 64: 0.0104}
+
+
+def chain(*chances: float) -> np.ndarray:
+    """[nodes] float32: what the nodes of a chain are worth, the root first."""
+    return np.cumprod([1.0, *chances]).astype(np.float32)
+
+
+def at_rate(seconds: dict[int, float], tokens: int, around_s: float, requests: int = 1) -> CostModel:
+    """A model that has seen many rounds."""
+    model = CostModel(seconds)
+    for _ in range(200):
+        model.observe_round(requests, requests, requests * tokens, around_s)
+    return model
+
+
+def test_a_sure_chain_is_verified_whole() -> None:
+    assert CostModel(STEEP).nodes_worth(chain(*[0.99] * 15), 1) == 16
+
+
+def test_of_a_hopeless_tree_only_the_root_is_verified() -> None:
+    assert CostModel(STEEP).nodes_worth(chain(0.01, 0.01), 1) == 1
+
+
+def test_where_nodes_cost_nothing_all_are_verified() -> None:
+    assert CostModel(FLAT).nodes_worth(chain(0.5, *[0.9] * 20), 1) == 22
+
+
+def test_an_engine_with_more_tokens_a_second_verifies_less() -> None:
+    """What a node costs is the text that could be written in its time."""
+    slow, fast = at_rate(STEEP, 1, 0.1), at_rate(STEEP, 4, 0.0)
+    worth = chain(*[0.8] * 12)
+    assert slow.nodes_worth(worth, 1) > fast.nodes_worth(worth, 1)
+
+
+def test_all_roots_are_verified_whatever_they_cost() -> None:
+    worth = np.asarray([1.0] * 16 + [0.001] * 30, np.float32)
+    assert CostModel(STEEP).nodes_worth(worth, 16) == 16
+
+
+def test_trees_shrink_as_requests_become_many() -> None:
+    """A node that fills up a cheap forward costs little, one that makes a full forward larger costs a whole step."""
+    tree = chain(*[0.7] * 7)
+    alone = CostModel(STEEP).nodes_worth(tree, 1)
+    together = np.sort(np.tile(tree, 16))[::-1]
+    assert alone > CostModel(STEEP).nodes_worth(together, 16) / 16
+
+
+@given(st.lists(st.floats(0.001, 1), max_size=60), st.integers(1, 8))
+def test_no_more_nodes_are_verified_than_there_are(chances: list[float], requests: int) -> None:
+    worth = np.asarray([1.0] * requests + sorted(chances, reverse=True), np.float32)
+    assert requests <= CostModel(STEEP).nodes_worth(worth, requests) <= len(worth)
+
+
+def test_a_forward_costs_what_the_next_larger_size_costs() -> None:
+    model = CostModel(STEEP)
+    assert [model.seconds(n) for n in (1, 2, 8, 9, 32)] == [0.010, 0.020, 0.020, 0.040, 0.080]
+    assert model.seconds(128) == pytest.approx(0.320)
+
+
+def test_keys_cost_time_too() -> None:
+    model = CostModel(STEEP, key_s=1e-6)
+    assert model.seconds(8, 8 * 1000) == pytest.approx(0.028)
+
+
+def test_the_times_follow_what_forwards_take() -> None:
+    model = CostModel(STEEP)
+    for _ in range(100):
+        model.observe_forward(7, 0, 0.03)
+    assert model.seconds(8) == pytest.approx(0.03, rel=1e-3)
+
+
+def test_what_slows_one_forward_is_expected_to_slow_the_others() -> None:
+    model = CostModel(STEEP)
+    for _ in range(20):
+        model.observe_forward(8, 0, 1.2 * STEEP[8])
+    assert STEEP[32] < model.seconds(32) < 1.2 * STEEP[32]
+
+
+def test_a_forward_that_was_interrupted_changes_little() -> None:
+    model = CostModel(STEEP)
+    model.observe_forward(16, 0, 100 * STEEP[16])
+    assert model.seconds(16) < 1.03 * STEEP[16] and model.seconds(32) < 1.01 * STEEP[32]
+
+
+def test_a_smaller_forward_never_costs_more_than_a_larger_one() -> None:
+    model = CostModel({1: 0.010, 8: 0.090, 16: 0.040})
+    assert model.seconds(8) == model.seconds(16) == 0.040
+
+
+@given(st.floats(0.0, 0.1), st.integers(1, 8), st.integers(1, 16))
+def test_the_rate_is_that_of_the_rounds_seen(around_s: float, tokens: int, requests: int) -> None:
+    model = at_rate(STEEP, tokens, around_s, requests)
+    expected = requests * tokens / (model.seconds(requests) + around_s)
+    assert model.rate(requests) == pytest.approx(expected, rel=1e-2)
+
+
+def test_measuring_stops_before_it_takes_long() -> None:
+    tried: list[int] = []
+
+    def forward_s(rows: int, past: int) -> float:
+        tried.append(rows)
+        return 0.2 * rows
+
+    model = CostModel.measure(forward_s, largest=60)
+    assert set(tried) == {1, 4}
+    assert model.seconds(8) == pytest.approx(1.6)
+
+
+def test_what_keys_cost_is_measured_behind_a_long_text() -> None:
+    model = CostModel.measure(lambda rows, past: 0.01 + rows * past * 1e-7, largest=32)
+    assert model.seconds(8, 8 * 512) - model.seconds(8) == pytest.approx(8 * 512 * 1e-7)
+
+
+def test_drafts_that_come_quickly_and_bring_much_are_waited_for() -> None:
+    model = at_rate(STEEP, 2, 0.001)
+    for _ in range(50):
+        model.observe_wait(0.0005)
+        model.observe_gain(2)
+    assert model.patience_s(4, 2) > 0.0005
+
+
+def test_drafts_that_bring_nothing_are_not_waited_for() -> None:
+    model = at_rate(STEEP, 1, 0.001)
+    for _ in range(50):
+        model.observe_wait(0.02)
+        model.observe_gain(0)
+    assert model.patience_s(4, 2) == 0
+
+
+def test_drafts_not_waited_for_are_tried_again_some_time() -> None:
+    model = at_rate(STEEP, 1, 0.001)
+    for _ in range(50):
+        model.observe_wait(0.02)
+        model.observe_gain(1)
+    assert model.patience_s(8, 1) == 0
+    assert any(model.patience_s(8, 1) > 0 for _ in range(500))
+
+
+def test_a_prompt_alone_is_read_in_whole_chunks() -> None:
+    assert CostModel(STEEP).chunk_rows(0, 512) == 512
+
+
+@pytest.mark.parametrize("requests", [1, 4, 8])
+def test_a_prompt_holds_up_those_who_decode_at_most_twofold(requests: int) -> None:
+    model = CostModel(STEEP)
+    rows = model.chunk_rows(requests, 512)
+    assert rows >= 1
+    assert model.seconds(requests + rows) <= 2 * model.seconds(requests)
+
+
+def test_where_rows_cost_little_a_prompt_is_read_quickly() -> None:
+    assert CostModel(FLAT).chunk_rows(4, 512) > 64

@@ -1,0 +1,323 @@
+"""A token's logits are the same bits however it is forwarded: alone, in a chunk, in a tree, beside other requests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from engine.batch import Segment
+from engine.model.decoder import LeanDecoder, OtherStructure
+from engine.model.packed_linear import pack_linears
+from engine.model.stock import NAME, StockForward
+from engine.sampling import SamplingParams
+from engine.target import Target
+from engine.tree import TokenTree
+from engine.verification import Sampler, verify
+
+VOCABULARY = 128
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+SLIDING = {"head_dim": 16, "sliding_window": 12}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "mistral with a window": ("MistralConfig", {"sliding_window": 12}),
+    "phi3": ("Phi3Config", {}),
+    "smollm3": ("SmolLM3Config", {}),
+    "gemma2": ("Gemma2Config", SLIDING),
+    "gemma3": ("Gemma3TextConfig", SLIDING | {"layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "gpt_neox": ("GPTNeoXConfig", {"num_key_value_heads": None}),
+    "olmo2": ("Olmo2Config", {}),
+    "granite": ("GraniteConfig", {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 2.0}),
+}
+LEAN = {"llama", "qwen2", "qwen3", "mistral with a window", "phi3", "smollm3"}
+TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+every_family = pytest.mark.parametrize("family", FAMILIES)
+both_types = pytest.mark.parametrize("dtype", TYPES)
+THREADS = (1, 2)
+LENGTH = 48  # of the texts; windows are shorter
+
+
+def build(family: str, dtype: str, **changes: Any) -> Any:
+    name, options = FAMILIES[family]
+    torch.manual_seed(0)
+    if family == "gemma3":
+        changes = {"num_hidden_layers": 4} | changes
+    config = getattr(transformers, name)(**COMMON | options | changes)
+    return AutoModelForCausalLM.from_config(config).to(TYPES[dtype]).eval()
+
+
+@cache
+def target_of(family: str, dtype: str) -> Target:
+    """A target whose products were measured with one thread and with two."""
+    torch.set_num_threads(2)
+    made = Target(build(family, dtype), family, kv_memory=1 << 22)
+    torch.set_num_threads(1)
+    return made
+
+
+@cache
+def text_of(family: str, dtype: str) -> list[int]:
+    """A prompt and its greedy continuation: what a good drafter proposes."""
+    rng = random.Random(1)
+    prompt = [rng.randrange(VOCABULARY) for _ in range(LENGTH // 2)]
+    return prompt + decoded(target_of(family, dtype), prompt, SamplingParams(max_tokens=LENGTH - len(prompt)))
+
+
+@cache
+def alone(family: str, dtype: str) -> Tensor:
+    """[LENGTH, vocab]: every token of the text forwarded by itself."""
+    return read(target_of(family, dtype), text_of(family, dtype), 1)
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def read(target: Target, text: Sequence[int], chunk: int) -> Tensor:
+    """The logits behind every token of a text that is read in chunks."""
+    held, logits = target.new_cache(len(text)), []
+    for at in range(0, len(text), chunk):
+        part = text[at : at + chunk]
+        logits.append(target.run([Segment.of_text(part, held, wanted="all")])[0])
+        held.commit(range(len(part)))
+    target.release(held)
+    return torch.cat(logits)
+
+
+def with_siblings(root: int, truth: Sequence[int], rng: random.Random) -> tuple[TokenTree, list[int]]:
+    """A tree that holds the true continuation, wrong siblings beside it and wrong branches below those; and the true
+    path's nodes. Nodes of one level stand in any order."""
+    tokens, parents, spine, level = [root], [-1], [0], [0]
+    for token in truth:
+        wrong = [(node, rng.randrange(VOCABULARY)) for node in rng.choices(level, k=rng.randrange(4))]
+        nodes = {*wrong, (spine[-1], token)}
+        level = []
+        for parent, candidate in rng.sample(sorted(nodes), len(nodes)):
+            level.append(len(tokens))
+            if (parent, candidate) == (spine[-1], token):
+                true = len(tokens)
+            tokens.append(candidate)
+            parents.append(parent)
+        spine.append(true)
+    return TokenTree.from_lists(tokens, parents, [1.0] * len(tokens)), spine
+
+
+def decoded(target: Target, prompt: Sequence[int], sampling: SamplingParams, truth: Sequence[int] = ()) -> list[int]:
+    """Decoding, through trees if there is a truth to draft; all of the draft that can be accepted must be."""
+    sampler, rng = Sampler(sampling, prompt, [], target.vocab_size), random.Random(0)
+    held = target.new_cache(len(prompt) + sampling.max_tokens + 64)
+    logits, _ = target.prefill(held, prompt)
+    tokens = [sampler.draw(sampler.choices(logits[None])[0])]
+    while sampler.finish_reason is None:
+        draft = truth[len(tokens) : len(tokens) + rng.randrange(7)]
+        tree, spine = with_siblings(tokens[-1], draft, rng) if truth else (TokenTree.root_only(tokens[-1]), [0])
+        logits, _ = target.verify(held, tree)
+        path, new = verify(tree, logits, sampler)
+        if sampler.finish_reason is None:
+            assert path[: len(spine)] == spine
+            held.commit(path)
+        tokens += new
+    target.release(held)
+    return tokens
+
+
+@every_family
+@both_types
+def test_a_family_is_exact_in_both_types(family: str, dtype: str) -> None:
+    target = target_of(family, dtype)
+    assert target.exact, target.inexact
+    assert isinstance(target._forward, LeanDecoder if family in LEAN else StockForward)
+
+
+@every_family
+@both_types
+def test_a_prompt_has_the_same_logits_in_chunks_of_any_size(family: str, dtype: str) -> None:
+    for threads in THREADS:
+        torch.set_num_threads(threads)
+        for chunk in (7, LENGTH):
+            assert torch.equal(read(target_of(family, dtype), text_of(family, dtype), chunk), alone(family, dtype))
+
+
+@every_family
+@both_types
+def test_a_chain_has_the_logits_of_its_tokens_alone(family: str, dtype: str) -> None:
+    target, text, split = target_of(family, dtype), text_of(family, dtype), LENGTH - 10
+    held = target.new_cache(LENGTH)
+    target.prefill(held, text[:split])
+    logits, _ = target.run([Segment.of_tree(TokenTree.chain(text[split], text[split + 1 :], [1.0] * 9), held)])
+    target.release(held)
+    assert torch.equal(logits, alone(family, dtype)[split:])
+
+
+@every_family
+@both_types
+def test_every_node_of_a_bushy_tree_has_the_logits_of_its_path_alone(family: str, dtype: str) -> None:
+    target, text, split = target_of(family, dtype), text_of(family, dtype), LENGTH - 8
+    tree, spine = with_siblings(text[split], text[split + 1 :], random.Random(2))
+    held = target.new_cache(LENGTH + len(tree))
+    target.prefill(held, text[:split])
+    for threads in THREADS:
+        torch.set_num_threads(threads)
+        logits, _ = target.run([Segment.of_tree(tree, held)])
+        assert torch.equal(logits[spine], alone(family, dtype)[split:])
+    torch.set_num_threads(1)
+    target.release(held)
+    for node in range(len(tree)):
+        if node not in spine:
+            assert torch.equal(logits[node], read(target, text[:split] + tree.path_tokens(node), 64)[-1])
+
+
+@every_family
+@both_types
+def test_a_tree_grown_level_by_level_has_the_logits_of_the_whole(family: str, dtype: str) -> None:
+    target, text, split = target_of(family, dtype), text_of(family, dtype), LENGTH - 6
+    tree, spine = with_siblings(text[split], text[split + 1 :], random.Random(3))
+    held = target.new_cache(LENGTH + len(tree))
+    target.prefill(held, text[:split])
+    starts = [int((tree.depths < depth).sum()) for depth in range(int(tree.depths.max()) + 2)]
+    parts = [target.run([Segment.of_tree(tree.keep(range(end)), held, first)])[0] for first, end in pairwise(starts)]
+    target.release(held)
+    assert torch.equal(torch.cat(parts)[spine], alone(family, dtype)[split:])
+
+
+@every_family
+@both_types
+def test_requests_in_one_forward_have_the_logits_that_each_has_alone(family: str, dtype: str) -> None:
+    """Trees of three requests beside chunks of two prompts, one of them at its beginning."""
+    target, text, expected = target_of(family, dtype), text_of(family, dtype), alone(family, dtype)
+    rng = random.Random(4)
+    held = [target.new_cache(LENGTH + 64) for _ in range(5)]
+    for request, past in zip(held, (30, 17, 41, 10, 0), strict=True):
+        if past:
+            target.prefill(request, text[:past])
+    drafted = [with_siblings(text[c.length], text[c.length + 1 :][:6], rng) for c in held[:3]]
+    segments = [Segment.of_tree(tree, request) for (tree, _), request in zip(drafted, held[:3], strict=True)]
+    segments.insert(1, Segment.of_text(text[10:33], held[3], wanted="all"))
+    segments.append(Segment.of_text(text[:20], held[4], wanted="last"))
+    for threads in THREADS:
+        torch.set_num_threads(threads)
+        logits, _ = target.run(segments)
+        first, chunk, second, third, last = logits.split([len(s) for s in segments[:4]] + [1])
+        for found, (_, spine), request in zip((first, second, third), drafted, held[:3], strict=True):
+            assert torch.equal(found[spine], expected[request.length : request.length + len(spine)])
+        assert torch.equal(chunk, expected[10:33]) and torch.equal(last[0], expected[19])
+    for request in held:
+        target.release(request)
+
+
+@every_family
+@both_types
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafted_text_is_plain_text_and_right_drafts_are_accepted(family: str, dtype: str, temperature: float) -> None:
+    target, prompt = target_of(family, dtype), text_of(family, dtype)[:20]
+    sampling = SamplingParams(max_tokens=40, temperature=temperature, seed=5)
+    plain = decoded(target, prompt, sampling)
+    assert decoded(target, prompt, sampling, plain) == plain
+
+
+@every_family
+@both_types
+def test_transformers_own_generate_gives_the_text_of_the_stock_forward(
+    family: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An oracle of its own: transformers' loop, cache and masks, and only attention and products are ours."""
+    monkeypatch.setattr("engine.target.LeanDecoder", refused)
+    target = Target(build(family, dtype), family, kv_memory=1 << 22)
+    assert isinstance(target._forward, StockForward) and target.exact
+    model, prompt = build(family, dtype), text_of(family, dtype)[:20]
+    model.set_attn_implementation(NAME)
+    pack_linears(model)
+    truth = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt)),
+        past_key_values=DynamicCache(),  # the model's own drops what a window has passed: other lanes, other bits
+        max_new_tokens=32,
+        do_sample=False,
+    )[0, len(prompt) :].tolist()
+    assert decoded(target, prompt, SamplingParams(max_tokens=32), truth) == truth
+
+
+def refused(*_: Any) -> None:
+    raise OtherStructure
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("llama", "float32"), ("llama", "bfloat16"), ("gemma2", "bfloat16")])
+def test_chunks_of_one_seven_sixty_four_and_512_give_a_long_prompt_the_same_logits(family: str, dtype: str) -> None:
+    target, rng = target_of(family, dtype), random.Random(6)
+    text = [rng.randrange(VOCABULARY) for _ in range(530)]
+    expected = read(target, text, 64)
+    assert torch.equal(read(target, text, 1), expected)
+    for threads in THREADS:
+        torch.set_num_threads(threads)
+        assert all(torch.equal(read(target, text, chunk), expected) for chunk in (7, 512))
+
+
+@pytest.mark.parametrize(
+    ("config", "matrix"),
+    [
+        (transformers.GPT2Config(vocab_size=128, n_embd=32, n_layer=2, n_head=4), "transformer.h.0.attn.c_attn.weight"),
+        (transformers.MixtralConfig(**COMMON, num_local_experts=4), "model.layers.0.mlp.gate.weight"),
+    ],
+)
+def test_a_family_with_products_of_its_own_is_not_called_exact_and_the_matrix_is_named(
+    config: Any, matrix: str
+) -> None:
+    torch.manual_seed(0)
+    target = Target(AutoModelForCausalLM.from_config(config).eval(), "other", kv_memory=1 << 22)
+    assert not target.exact
+    assert target.inexact == f"{matrix} is multiplied in a way of its own"
+
+
+def test_rows_that_are_no_whole_vectors_are_not_called_exact_where_a_function_is_not() -> None:
+    target = Target(build("gemma2", "bfloat16", intermediate_size=112), "gemma2", kv_memory=1 << 22)
+    assert target.exact or target.inexact == "on this machine gelu over rows of 112 depends on the rows before it"
+
+
+@pytest.fixture(scope="module")
+def real(smollm2: str) -> Target:
+    torch.set_num_threads(2)
+    return Target.load(smollm2, "bfloat16", "cpu", kv_memory=1 << 28)
+
+
+def test_the_real_models_prompt_has_the_same_logits_in_any_chunks_and_threads(real: Target) -> None:
+    rng = random.Random(7)
+    text = [rng.randrange(real.vocab_size) for _ in range(130)]
+    assert real.exact
+    expected = read(real, text, 64)
+    assert torch.equal(read(real, text[:40], 1), expected[:40])
+    assert torch.equal(read(real, text, 7), expected)
+    torch.set_num_threads(2)
+    assert torch.equal(read(real, text, 512), expected)
+
+
+def test_the_real_models_drafted_text_is_its_plain_text(real: Target) -> None:
+    rng = random.Random(8)
+    prompt = [rng.randrange(real.vocab_size) for _ in range(30)]
+    for temperature in (0.0, 1.0):
+        sampling = SamplingParams(max_tokens=40, temperature=temperature, seed=9)
+        plain = decoded(real, prompt, sampling)
+        assert decoded(real, prompt, sampling, plain) == plain

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.cost_model import CostModel
+from engine.errors import OutOfBlocks
+from engine.model.kv_pool import KVCache, KVPool, KVShape
+from engine.request import Request
+from engine.sampling import SamplingParams
+from engine.scheduler import Plan, Scheduler
+
+COSTS = CostModel({1: 0.010, 8: 0.012, 16: 0.014, 32: 0.018, 64: 0.030})
+
+
+class Stage:
+    """What a request needs of a target: a pool of keys and values, and no model."""
+
+    def __init__(self, blocks: int = 64):
+        self.pool = KVPool(KVShape(1, 1, 16, torch.float32), blocks)
+        self.eos_tokens: frozenset[int] = frozenset()
+        self.vocab_size = 1000
+
+    def open_cache(self, most: int) -> KVCache:
+        return KVCache(self.pool)
+
+
+def request(stage: Any, number: int, prompt: list[int], answer: list[int] | None = None) -> Request:
+    return Request(number, prompt, answer or [], SamplingParams(), stage, 0)
+
+
+def scheduler(**options: Any) -> Scheduler:
+    return Scheduler(options.pop("most", 8), options.pop("chunk", 32), 1.0)
+
+
+def read(plan: Plan) -> None:
+    """Do what the plan reads."""
+    for reader, count in plan.reading:
+        reader.cache.commit(range(count))
+        reader.cache.publish(reader.text)
+
+
+def decode(*requests: Request) -> None:
+    """Make requests ready to decode."""
+    for one in requests:
+        one.cache.reserve(one.read_to)
+        one.cache.length = one.read_to
+        one.has_answer = True
+
+
+def plan(of: Scheduler, now_ns: int = 0, drafted: bool = False, ahead: bool = False) -> Plan:
+    return of.plan(now_ns, COSTS, drafted, ahead)
+
+
+def test_prompts_are_read_in_chunks_in_the_order_in_which_they_came() -> None:
+    stage, requests = Stage(), scheduler()
+    first, second = request(stage, 1, list(range(20))), request(stage, 2, list(range(100, 140)))
+    requests.waiting += [first, second]
+    assert plan(requests).reading == [(first, 20), (second, 12)]
+
+
+def test_all_that_decode_go_together_and_chunks_ride_along() -> None:
+    stage, requests = Stage(), scheduler()
+    one, other, new = (request(stage, n, [n] * 40) for n in range(3))
+    requests.running += [one, other]
+    decode(one, other)
+    requests.waiting.append(new)
+    found = plan(requests)
+    assert found.decoding == [one, other]
+    assert [reader for reader, _ in found.reading] == [new]
+
+
+def test_no_more_run_at_once_than_allowed() -> None:
+    stage, requests = Stage(), scheduler(most=2)
+    requests.waiting += [request(stage, n, [n] * 3) for n in range(5)]
+    plan(requests)
+    assert [r.number for r in requests.running] == [0, 1]
+
+
+def test_a_request_waits_until_there_are_blocks_for_its_prompt() -> None:
+    stage, requests = Stage(blocks=4), scheduler()
+    large, small = request(stage, 1, [1] * 40), request(stage, 2, [2] * 40)
+    requests.waiting += [large, small]
+    requests.reserve(plan(requests), lambda r: 40)
+    assert requests.running == [large] and list(requests.waiting) == [small]
+
+
+def test_the_youngest_gives_its_blocks_to_the_oldest() -> None:
+    stage, requests = Stage(blocks=6), scheduler()
+    old, young = request(stage, 1, [1] * 40), request(stage, 2, [2] * 40)
+    requests.running += [old, young]
+    decode(old, young)
+    found = requests.reserve(Plan(decoding=[old, young]), lambda r: 12)
+    assert found.decoding == [old]
+    assert list(requests.waiting) == [young] and young.cache.length == 0
+    assert young.reading and young.read_to == len(young.text) - 1
+
+
+def test_a_request_that_does_not_fit_alone_is_out_of_blocks() -> None:
+    stage, requests = Stage(blocks=2), scheduler()
+    requests.running.append(request(stage, 1, [1] * 40))
+    with pytest.raises(OutOfBlocks, match="kv_memory"):
+        requests.reserve(Plan(reading=[(requests.running[0], 40)]), lambda r: 40)
+
+
+def test_what_another_request_has_read_is_not_read_again() -> None:
+    stage, requests = Stage(), scheduler(chunk=64)
+    passage = list(range(48))
+    first = request(stage, 1, [*passage, 7])
+    requests.waiting.append(first)
+    read(requests.reserve(plan(requests), lambda r: 49))
+    second = request(stage, 2, [*passage, 8, 9])
+    requests.waiting.append(second)
+    assert (second, 2) in plan(requests).reading
+    assert second.cache.table[:3].tolist() == first.cache.table[:3].tolist()
+
+
+def test_a_passage_that_another_request_reads_just_now_is_waited_for() -> None:
+    stage, requests = Stage(), scheduler(chunk=64)
+    passage = list(range(32))
+    first, second = request(stage, 1, [*passage, 7]), request(stage, 2, [*passage, 8])
+    requests.waiting += [first, second]
+    assert [reader for reader, _ in plan(requests).reading] == [first]
+
+
+def test_a_prompt_known_to_the_last_token_still_has_one_to_read() -> None:
+    """Its logits are those that the first token is drawn from."""
+    stage, requests = Stage(), scheduler(chunk=64)
+    prompt = list(range(32))
+    requests.waiting.append(request(stage, 1, prompt))
+    read(requests.reserve(plan(requests), lambda r: 32))
+    again = request(stage, 2, prompt)
+    requests.waiting.append(again)
+    assert (again, 16) in plan(requests).reading
+
+
+def test_a_round_waits_for_a_draft_that_will_soon_be_there() -> None:
+    stage, requests = Stage(), scheduler()
+    one, other = request(stage, 1, [1] * 4), request(stage, 2, [2] * 4)
+    requests.running += [one, other]
+    decode(one, other)
+    one.drafts[one.outcome] = object()  # type: ignore[assignment]
+    asked = other.asked_ns
+    found = plan(requests, asked, drafted=True)
+    assert not found and 0 < found.wait_s <= 1.0
+    assert plan(requests, asked + int(1e9), drafted=True).decoding == [one, other]
+
+
+def test_without_a_drafter_nobody_waits() -> None:
+    stage, requests = Stage(), scheduler()
+    one = request(stage, 1, [1] * 4)
+    requests.running.append(one)
+    decode(one)
+    assert plan(requests, one.asked_ns, drafted=False).decoding == [one]
+
+
+def test_an_answer_that_an_earlier_verifier_began_is_read_and_not_drawn_again() -> None:
+    resumed = request(Stage(), 1, [1, 2, 3], [4, 5])
+    assert resumed.read_to == 4 and resumed.has_answer
+    assert resumed.sampler.drawn == 2
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=1, max_size=12), st.integers(5, 40), st.data())
+def test_no_block_is_lost_or_held_twice_whoever_comes_and_goes(
+    arrivals: list[tuple[int, bool]], blocks: int, data: st.DataObject
+) -> None:
+    stage, requests = Stage(blocks), scheduler(most=4, chunk=24)
+    for number, (length, alike) in enumerate(arrivals):
+        requests.waiting.append(request(stage, number, [0 if alike else number] * length))
+    for _ in range(60):
+        found = plan(requests)
+        if not found:
+            break
+        counts = dict(found.reading)
+        try:
+            found = requests.reserve(found, lambda r, counts=counts: counts.get(r, 1))
+        except OutOfBlocks:
+            victim = requests.running[0]
+            requests.remove(victim)
+            victim.cache.release()
+            continue
+        read(found)
+        for reader, _ in found.reading:
+            reader.has_answer = not reader.reading
+        for one in found.decoding:
+            one.text.append(data.draw(st.integers(0, 3)))
+            one.cache.commit([0])
+            one.cache.publish(one.text)
+            if len(one.text) > 70 or data.draw(st.booleans()):
+                requests.remove(one)
+                one.cache.release()
+        held = [block for one in requests for block in set(one.cache.table.tolist())]
+        for block, references in enumerate(stage.pool._references):
+            assert references == held.count(block)
+    for one in [*requests]:
+        requests.remove(one)
+        one.cache.release()
+    assert stage.pool.free == blocks

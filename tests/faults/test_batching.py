@@ -1,0 +1,304 @@
+"""Many requests in one forward: neighbours, full pools, cancels and dead workers change no text and lose no request."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import Engine, SamplingParams
+from engine.batch import Segment
+from engine.errors import RequestFailed, WorkerDied
+from engine.request import Request
+from engine.target import Target
+from engine.tree import TokenTree
+from engine.verification import Sampler
+from tests.faults.test_faults import _own_temporary_folder, pid_of, until
+
+__all__ = ["_own_temporary_folder"]
+
+REQUESTS, LENGTH = 300, 24
+BLOCK_BYTES = 12288  # of the tiny model
+SMALL_POOL = 30 * BLOCK_BYTES
+POISON = 259
+THREADS: dict[str, Any] = {"verifier.threads": 1}  # nothing here is large enough for two
+
+Asked = tuple[list[int], SamplingParams]
+
+
+def alone(target: Target, prompt: list[int], sampling: SamplingParams) -> list[int]:
+    """What plain decoding answers, one forward for each token, with a cache of its own."""
+    sampler = Sampler(sampling, prompt, target.eos_tokens, target.vocab_size)
+    cache = target.new_cache(len(prompt) + sampling.max_tokens)
+    logits, _ = target.prefill(cache, prompt)
+    answer = [sampler.draw(sampler.choices(logits[None])[0])]
+    while sampler.finish_reason is None:
+        rows, _ = target.verify(cache, TokenTree.root_only(answer[-1]))
+        cache.commit([0])
+        answer.append(sampler.draw(sampler.choices(rows)[0]))
+    target.release(cache)
+    return answer
+
+
+def random_requests(rng: random.Random, count: int, length: int = LENGTH) -> list[Asked]:
+    """Half of the prompts begin like others; half are greedy, half sampled."""
+    passages = [[rng.randrange(4, 256) for _ in range(rng.randrange(30, 100))] for _ in range(5)]
+    requests = []
+    for number in range(count):
+        passage = rng.choice(passages)
+        start = passage[: rng.randrange(16, len(passage))] if number % 4 < 2 else []
+        prompt = start + [rng.randrange(4, 256) for _ in range(rng.randrange(1, 30))]
+        if number % 10 == 9:
+            prompt = prompt[:1] * 20 + prompt  # something for drafters to copy
+        sampling = SamplingParams(
+            max_tokens=rng.randrange(1, length + 1), temperature=float(number % 2), seed=number, ignore_eos=True
+        )
+        requests.append((prompt, sampling))
+    return requests
+
+
+@contextmanager
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[Segment]]]:
+    """The segments of every forward of the verifier, whose worker is a thread, that take part in a request's life."""
+    forwards: list[list[Segment]] = []
+    run = Target.run
+
+    def noted(target: Target, segments: Sequence[Segment], feature_layers: Sequence[int] = ()) -> Any:
+        forwards.append(list(segments))
+        return run(target, segments, feature_layers)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Target, "run", noted)
+        yield forwards
+
+
+def read_rows(forwards: list[list[Segment]]) -> int:
+    """How many tokens of prompts were computed."""
+    return sum(len(segment) for segments in forwards for segment in segments if segment.tree is None)
+
+
+@pytest.mark.parametrize("method", ["none", "suffix"])
+async def test_three_hundred_requests_each_get_the_text_that_they_get_alone(
+    tiny: str, method: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rng = random.Random(300)
+    requests = random_requests(rng, REQUESTS)
+    target = Target.load(tiny)
+    expected = [alone(target, *request) for request in requests]
+    preempted: list[int] = []
+    preempt = Request.preempt
+    monkeypatch.setattr(Request, "preempt", lambda request: (preempted.append(request.number), preempt(request))[1])
+    options = THREADS | {"verifier.kv_memory": SMALL_POOL, "verifier.max_running": 16, "verifier.prefill_chunk": 64}
+    answered = cancelled = 0
+    async with await Engine.start({"model": tiny}, method=method, transport="inproc", **options) as engine:
+
+        async def ask(number: int, arrival_s: float, patience_s: float | None) -> None:
+            nonlocal answered, cancelled
+            await asyncio.sleep(arrival_s)
+            try:
+                result = await asyncio.wait_for(engine.generate(*requests[number]), patience_s)
+            except asyncio.TimeoutError:
+                cancelled += 1
+            else:
+                answered += 1
+                assert result.token_ids == expected[number], number
+
+        arrivals = [rng.uniform(0, 0.5) for _ in requests]
+        patience = [rng.uniform(0, 0.3) if rng.random() < 0.2 else None for _ in requests]
+        await asyncio.gather(*map(ask, range(REQUESTS), arrivals, patience))
+        assert not engine._flights
+    assert answered + cancelled == REQUESTS and cancelled
+    assert len(preempted) > 5
+    assert "starting another" not in capfd.readouterr().err
+    print(f"{method}: {answered} answered, {cancelled} cancelled, {len(preempted)} preemptions")
+
+
+async def test_a_request_that_fits_with_plain_decoding_fits_with_drafts(tiny: str) -> None:
+    """A tree may not decide whether a request has room."""
+    prompt = [7, 8, 9] * 20
+    sampling = SamplingParams(max_tokens=10 * 16 - len(prompt), ignore_eos=True)
+    expected = alone(Target.load(tiny), prompt, sampling)
+    options = THREADS | {"verifier.kv_memory": 10 * BLOCK_BYTES, "verifier.cut": False}
+    async with await Engine.start({"model": tiny}, method="suffix", transport="inproc", **options) as engine:
+        assert (await engine.generate(prompt, sampling)).token_ids == expected
+        with pytest.raises(RequestFailed, match="kv_memory"):
+            await engine.generate([5] * 200, sampling)
+        assert (await engine.generate(prompt, sampling)).token_ids == expected
+
+
+async def kill_verifiers_under_load(model: str, kills: int) -> None:
+    """Eight clients stream while verifiers are killed; what a stream has given stays, and it goes on behind that."""
+    rng = random.Random(kills)
+    requests = random_requests(rng, 40, 60)
+    target = Target.load(model)
+    expected = [alone(target, *request) for request in requests]
+    done = False
+    answered = 0
+    async with await Engine.start({"model": model}, method="suffix", **THREADS) as engine:
+
+        async def client(rng: random.Random) -> None:
+            nonlocal answered
+            while not done:
+                number = rng.randrange(len(requests))
+                tokens: list[int] = []
+                async with engine.stream(*requests[number]) as stream:
+                    async for piece in stream:
+                        tokens += piece.token_ids
+                        assert tokens == expected[number][: len(tokens)]
+                assert tokens == expected[number]
+                answered += 1
+
+        clients = [asyncio.create_task(client(random.Random(number))) for number in range(8)]
+        try:
+            for _ in range(kills):
+                await until(engine._ready["verifier"].is_set, 120)
+                before = answered
+                await asyncio.sleep(rng.uniform(0, 1))
+                os.kill(first := pid_of(engine, "verifier"), signal.SIGKILL)
+                await until(
+                    lambda first=first: engine._ready["verifier"].is_set() and pid_of(engine, "verifier") != first
+                )
+                await until(lambda before=before: answered > before + 8)
+        finally:
+            done = True
+        await asyncio.wait_for(asyncio.gather(*clients), 120)
+    print(f"{kills} kills, {answered} answers, every text unchanged")
+
+
+async def test_verifiers_killed_under_load_lose_no_request_and_change_no_text(tiny: str) -> None:
+    await kill_verifiers_under_load(tiny, 3)
+
+
+@pytest.mark.slow
+async def test_fifty_verifiers_killed_under_load_lose_no_request_and_change_no_text(tiny: str) -> None:
+    await kill_verifiers_under_load(tiny, 50)
+
+
+def delete(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def overwrite(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"this was a model" * 100)
+
+
+@pytest.mark.parametrize("ruin", [delete, overwrite])
+async def test_without_usable_weights_a_dead_verifier_fails_every_request_with_the_reason(
+    tiny: str, tmp_path: Path, ruin: Callable[[Path], None]
+) -> None:
+    model = Path(shutil.copytree(tiny, tmp_path / "model"))
+    sampling = SamplingParams(max_tokens=450, ignore_eos=True)
+    async with await Engine.start({"model": str(model)}, method="none", **THREADS) as engine:
+        tasks = [asyncio.create_task(engine.generate([10 + i], sampling)) for i in range(4)]
+        await until(lambda: len(engine._flights) == 4)
+        ruin(model)
+        os.kill(pid_of(engine, "verifier"), signal.SIGKILL)
+        later = asyncio.create_task(engine.generate([3], sampling))
+        for outcome in await asyncio.wait_for(asyncio.gather(*tasks, later, return_exceptions=True), 120):
+            assert isinstance(outcome, WorkerDied) and f"model={model}" in str(outcome), outcome
+        with pytest.raises(WorkerDied, match="cannot be started again: model="):
+            await asyncio.wait_for(engine.generate([4], sampling), 5)
+
+
+async def test_without_usable_weights_a_dead_drafter_is_reported_and_answers_go_on(
+    tiny: str, tiny_draft: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    draft = Path(shutil.copytree(tiny_draft, tmp_path / "draft"))
+    prompt, sampling = [10, 11, 12], SamplingParams(max_tokens=300, ignore_eos=True)
+    expected = alone(Target.load(tiny), prompt, sampling)
+    options = THREADS | {"method": "sps", "drafter.path": str(draft), "drafter.standby": False}
+    async with await Engine.start({"model": tiny}, **options) as engine:
+        task = asyncio.create_task(engine.generate(prompt, sampling))
+        delete(draft)
+        os.kill(pid_of(engine, "drafter"), signal.SIGKILL)
+        assert (await asyncio.wait_for(task, 60)).token_ids == expected
+        said = ""
+
+        def has_given_up() -> bool:
+            nonlocal said
+            said += capfd.readouterr().err
+            return "answers go on without drafts" in said
+
+        await until(has_given_up, 120)
+        assert f"the drafter cannot be started again: drafter.path={draft}" in said
+        assert (await asyncio.wait_for(engine.generate(prompt, sampling), 60)).token_ids == expected
+
+
+@pytest.mark.parametrize("part", ["prompt", "answer"])
+async def test_a_request_whose_forward_fails_ends_alone(
+    tiny: str, part: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    requests = random_requests(random.Random(4), 12)
+    target = Target.load(tiny)
+    expected = [alone(target, *request) for request in requests]
+    run = Target.run
+    poisoned: set[int] = set()
+
+    def failing(target: Target, segments: Sequence[Segment], feature_layers: Sequence[int] = ()) -> Any:
+        for segment in segments:
+            if POISON in segment.tokens and segment.tree is None:
+                poisoned.add(id(segment.cache))
+            if id(segment.cache) in poisoned and (part == "prompt" or segment.tree is not None):
+                raise RuntimeError("the kernel has failed")
+        return run(target, segments, feature_layers)
+
+    monkeypatch.setattr(Target, "run", failing)
+    async with await Engine.start({"model": tiny}, method="suffix", transport="inproc", **THREADS) as engine:
+        tasks = [asyncio.create_task(engine.generate(*request)) for request in requests]
+        bad = asyncio.create_task(engine.generate([5, POISON, 6], SamplingParams(max_tokens=20, ignore_eos=True)))
+        with pytest.raises(RequestFailed, match="the kernel has failed"):
+            await asyncio.wait_for(bad, 60)
+        assert [(await task).token_ids for task in tasks] == expected
+    assert "starting another" not in capfd.readouterr().err
+
+
+async def test_a_long_prompt_is_read_in_chunks_that_ride_along_with_those_who_decode(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long, short = [i % 200 + 4 for i in range(400)], SamplingParams(max_tokens=4, ignore_eos=True)
+    decoding = SamplingParams(max_tokens=480, ignore_eos=True)
+    with watched(monkeypatch) as forwards:
+        options = THREADS | {"transport": "inproc", "verifier.prefill_chunk": 40}
+        async with await Engine.start({"model": tiny}, method="none", **options) as engine:
+            forwards.clear()
+            tasks = [asyncio.create_task(engine.generate([10 + i], decoding)) for i in range(4)]
+            await until(lambda: any(sum(s.tree is not None for s in segments) == 4 for segments in forwards[-1:]))
+            await asyncio.wait_for(engine.generate(long, short), 60)
+            assert not any(task.done() for task in tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    with_chunks = [segments for segments in forwards if any(s.tree is None and len(s) > 1 for s in segments)]
+    assert sum(len(s) for segments in with_chunks for s in segments if s.tree is None) == len(long)
+    assert len(with_chunks) >= 10
+    for segments in with_chunks:
+        assert sum(s.tree is not None for s in segments) == 4  # nobody who decodes is left out
+        assert sum(len(s) for s in segments if s.tree is None) <= 40
+
+
+async def test_eight_requests_over_one_passage_have_it_computed_once(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passage = [i * 7 % 251 + 4 for i in range(320)]
+    prompts = [[*passage, 10 + i, 20 + i, 30 + i] for i in range(8)]
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+    target = Target.load(tiny)
+    expected = [alone(target, prompt, sampling) for prompt in prompts]
+    with watched(monkeypatch) as forwards:
+        async with await Engine.start({"model": tiny}, method="none", transport="inproc", **THREADS) as engine:
+            forwards.clear()
+            results = await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in prompts))
+            assert [result.token_ids for result in results] == expected
+            assert read_rows(forwards) == len(passage) + 8 * 3
+            forwards.clear()
+            again = await engine.generate(prompts[3], sampling)
+            assert again.token_ids == expected[3]
+            assert read_rows(forwards) <= 16 + 3  # all but the block that its answer began in
