@@ -85,6 +85,7 @@ def test_tiles_cover_all_rows_and_none_holds_rows_of_two_requests(made: list[Seg
     batch = Batch.of(made)
     tiles = batch.tiles(size).tolist()
     assert tiles[0] == 0 and tiles[-1] == len(batch)
+    assert len(tiles) == 1 + sum(-(-len(segment) // size) for segment in made)
     for first, end in pairwise(tiles):
         assert 0 < end - first <= size
         assert sum(start < end and first < stop for start, stop in batch.spans) == 1

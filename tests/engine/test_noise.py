@@ -90,3 +90,9 @@ def test_draws_follow_the_softmax() -> None:
     counts = np.bincount(draws, minlength=4)
     expected = scores.softmax(-1).numpy() * len(draws)
     assert ((counts - expected) ** 2 / expected).sum() < 16.3  # 3 degrees of freedom, one in a thousand
+
+
+def test_nearly_all_tokens_are_ruled_out_on_an_accelerator_too() -> None:
+    for position in range(50):
+        scores = torch.randn(2000, generator=torch.Generator().manual_seed(position)) * 3
+        assert len(_rivals_on_device(scores, 3, position)) == 1
