@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.noise import _bits, _bits_in_torch, _key, _rivals_on_device, gumbel, gumbel_argmax
+from engine.noise import _bits, _bits_in_torch, _key, _rivals, _rivals_on_device, gumbel, gumbel_argmax
 
 SEEDS = st.integers(-(2**63), 2**63 - 1)
 
@@ -92,7 +92,19 @@ def test_draws_follow_the_softmax() -> None:
     assert ((counts - expected) ** 2 / expected).sum() < 16.3  # 3 degrees of freedom, one in a thousand
 
 
-def test_nearly_all_tokens_are_ruled_out_on_an_accelerator_too() -> None:
-    for position in range(50):
-        scores = torch.randn(2000, generator=torch.Generator().manual_seed(position)) * 3
+@pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
+def test_nearly_all_tokens_are_ruled_out(spread: float) -> None:
+    left = []
+    for position in range(60):
+        scores = torch.randn(2000, generator=torch.Generator().manual_seed(position)) * spread
+        left.append(len(_rivals(scores.numpy(), 3, position)))
         assert len(_rivals_on_device(scores, 3, position)) == 1
+    assert sum(left) / len(left) < 3
+
+
+@pytest.mark.filterwarnings("error")
+def test_infinities_and_what_is_no_number_are_compared_without_a_word() -> None:
+    for values in ([-torch.inf, 1.0, 2.0], [torch.inf, 1.0, 2.0], [torch.nan, 1.0, 2.0], [-torch.inf] * 3):
+        scores = torch.tensor(values)
+        everything = scores.double() + gumbel(1, 2, torch.arange(3))
+        assert gumbel_argmax(scores, 1, 2) == int(everything.argmax())

@@ -64,24 +64,36 @@ def random_tree(root: int, truth: list[int], rng: random.Random) -> TokenTree:
     return TokenTree.from_lists(tokens, parents, [1.0] * len(tokens))
 
 
-def decode(target: Target, prompt: list[int], truth: list[int], rng: random.Random, count: int) -> list[int]:
-    """Greedy decoding through random trees, the prompt read in chunks."""
+def decode(
+    target: Target, prompt: list[int], truth: list[int], rng: random.Random, count: int
+) -> tuple[list[int], int]:
+    """Greedy decoding through random trees, the prompt read in chunks; also how many drafted tokens were accepted."""
     sampler = Sampler(SamplingParams(max_tokens=count), prompt, [], target.vocab_size)
     cache = target.new_cache(len(prompt) + count + 16)
     for at in range(0, len(prompt), 7):
         logits, _ = target.prefill(cache, prompt[at : at + 7])
-    tokens = [sampler.draw(sampler.choices(logits[None])[0])]
+    tokens, accepted = [sampler.draw(sampler.choices(logits[None])[0])], 0
     while sampler.finish_reason is None:
         tree = random_tree(tokens[-1], truth[len(tokens) :], rng)
         logits, _ = target.verify(cache, tree)
         path, new = verify(tree, logits, sampler)
         cache.commit(path)
         tokens += new
-    return tokens
+        accepted += len(path) - 1
+    return tokens, accepted
+
+
+@pytest.fixture(params=["exact attention", "masks"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How a model is run."""
+    if request.param == "masks":
+        monkeypatch.setattr(Target, "_try_exact", lambda *_: "as the test wants it")
+    way: str = request.param
+    return way
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_decoding_through_trees_is_greedy_generate_token_for_token(family: str) -> None:
+def test_decoding_through_trees_is_greedy_generate_token_for_token(family: str, way: str) -> None:
     model = build(family)
     prompt = [random.Random(1).randrange(128) for _ in range(20)]
     truth = model.generate(
@@ -89,7 +101,8 @@ def test_decoding_through_trees_is_greedy_generate_token_for_token(family: str) 
     )[0, len(prompt) :].tolist()
     target = Target(model, family)
     for seed in range(3):
-        tokens = decode(target, prompt, truth, random.Random(seed), 40)
+        tokens, accepted = decode(target, prompt, truth, random.Random(seed), 40)
+        assert accepted > 10 or tokens != truth
         first = next((i for i, (a, b) in enumerate(zip(tokens, truth, strict=True)) if a != b), None)
         if first is not None:  # only a tie may differ
             logits, _ = target.prefill(target.new_cache(100), prompt + truth[:first])
@@ -97,7 +110,7 @@ def test_decoding_through_trees_is_greedy_generate_token_for_token(family: str) 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_in_a_tree_are_those_of_each_path_alone(family: str) -> None:
+def test_logits_in_a_tree_are_those_of_each_path_alone(family: str, way: str) -> None:
     target = Target(build(family), family)
     prompt = [random.Random(2).randrange(128) for _ in range(18)]
     tree = TokenTree.from_lists([5, 1, 2, 3, 4, 6], [-1, 0, 0, 1, 3, 2], [1.0] * 6)
@@ -130,15 +143,6 @@ def test_features_are_the_hidden_states_of_the_layers_asked_for(tiny: str) -> No
     expected = torch.stack([states[0][0], states[2][0]], dim=1)
     assert prompt_features is not None and features is not None
     torch.testing.assert_close(torch.cat([prompt_features, features]), expected, atol=1e-5, rtol=1e-5)
-
-
-@pytest.fixture(params=["exact attention", "masks"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How a model is run."""
-    if request.param == "masks":
-        monkeypatch.setattr(Target, "_try_exact", lambda *_: "as the test wants it")
-    way: str = request.param
-    return way
 
 
 LLAMA = COMMON | {"num_key_value_heads": 2}
