@@ -235,6 +235,7 @@ def test_behind_a_long_text_fewer_nodes_pay() -> None:
     worth = chain(*[0.9] * 20)
     assert model.nodes_worth(worth, 1) == 21
     assert model.nodes_worth(worth, 1, keys_each=1000) == 1
+    assert CostModel(FLAT, key_s=1.0).nodes_worth(worth, 1) == 21, "no text, no keys"
 
 
 def test_a_prompts_chunk_fills_up_what_twice_the_time_allows() -> None:

@@ -164,6 +164,11 @@ def test_a_tree_that_fits_stays_the_same_object() -> None:
     assert tree.prune(3) is tree and tree.limit_depth(2) is tree
 
 
+def test_of_equals_the_earlier_are_kept() -> None:
+    tree = TokenTree.from_lists([100, *range(100)], [-1] + [0] * 100, [1.0] + [0.5, 0.4] * 50)
+    assert tree.prune(41).tokens.tolist() == [100, *range(0, 80, 2)]
+
+
 def test_below_a_node_without_a_chance_no_step_has_one() -> None:
     assert _steps(TokenTree.chain(0, [1, 2, 3], [0.5, 0.0, 0.0])) == [1.0, 0.5, 0.0, 0.0]
 

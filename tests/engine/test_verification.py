@@ -21,6 +21,7 @@ from engine.sampling import SamplingParams
 from engine.target import Target
 from engine.tree import TokenTree
 from engine.verification import Sampler, _best, _best_in_torch, penalised, truncate, verify
+from tests.engine.test_noise import Elsewhere
 
 
 def logits_of(tree: TokenTree, draws: dict[int, int], vocabulary: int = 10) -> torch.Tensor:
@@ -144,6 +145,15 @@ def test_greedy_choices_are_each_rows_best_token_and_the_first_of_equals_on_ever
     expected = [min(token for token in range(20) if row[token] == row.max()) for row in logits]
     assert greedy().choices(logits) == _best(logits) == _best_in_torch(logits) == expected
     assert greedy(min_tokens=1).choices(logits) is logits
+
+
+def test_each_device_has_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, asked = torch.zeros(2, 4), []
+    monkeypatch.setattr("engine.verification._best", lambda rows: (asked.append(("numpy", rows)), [1])[1])
+    monkeypatch.setattr("engine.verification._best_in_torch", lambda rows: (asked.append(("torch", rows)), [2])[1])
+    far = logits.as_subclass(Elsewhere)
+    assert greedy().choices(logits) == [1] and greedy().choices(far) == [2]
+    assert [(way, rows is far) for way, rows in asked] == [("numpy", False), ("torch", True)]
 
 
 def test_rows_of_no_numbers_have_no_best_token_on_any_device() -> None:
