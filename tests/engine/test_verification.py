@@ -205,3 +205,20 @@ def test_truncation_is_that_of_transformers_at_its_limits(top_k: int, top_p: flo
     logits, ids = torch.tensor([[3.0] * 8 + [-200.0] * 8]), torch.tensor([[1]])
     warper = TopKLogitsWarper(1) if top_k else MinPLogitsWarper(1.0) if min_p else TopPLogitsWarper(top_p)
     assert torch.equal(truncate(logits[0], top_k, top_p, min_p), warper(ids, logits)[0])
+
+
+def test_a_sampler_goes_on_behind_what_an_earlier_one_has_drawn() -> None:
+    logits = torch.randn(1, 100, generator=torch.Generator().manual_seed(2))
+    params = SamplingParams(temperature=1.0, seed=9, max_tokens=6, repetition_penalty=1.2)
+    root, whole = TokenTree.root_only(0), Sampler(params, [1, 2, 3], [], 100)
+    draws = [verify(root, logits, whole)[1][0] for _ in range(6)]
+    resumed = Sampler(params, [1, 2, 3], [], 100, draws[:4])
+    assert [verify(root, logits, resumed)[1][0] for _ in range(2)] == draws[4:]
+    assert resumed.finish_reason == "length"
+
+
+def test_an_end_of_sequence_token_that_the_model_does_not_have_is_never_drawn() -> None:
+    sampler = Sampler(SamplingParams(min_tokens=1), [1], [10, 5, 99], 10)
+    logits = torch.zeros(1, 10)
+    logits[0, 5], logits[0, 4] = 5.0, 4.0
+    assert verify(TokenTree.root_only(0), logits, sampler)[1] == [4]
