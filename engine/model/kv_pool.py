@@ -127,11 +127,11 @@ def _untouched(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 class KVCache:
-    """One request's keys and values. length: committed positions."""
+    """One request's keys and values. length: committed positions; pending: rows behind them that are still drafts."""
 
     def __init__(self, pool: KVPool):
         self.pool = pool
-        self.length = 0
+        self.length = self.pending = 0
         self.table: Int = np.zeros(0, np.int32)
         self._texts: list[int] = []  # the numbers of the texts that its first full blocks end
 
@@ -148,6 +148,7 @@ class KVCache:
 
     def commit(self, path: Sequence[int]) -> None:
         """Keep the entries of the last tree's nodes `path` (ascending) as the next committed positions."""
+        self.pending = 0
         moved = next((i for i, node in enumerate(path) if node != i), len(path))
         if moved < len(path):
             sources = np.asarray(path[moved:], np.int32) + np.int32(self.length)
@@ -185,7 +186,7 @@ class KVCache:
         """Give the blocks back."""
         self.pool.give(self.table.tolist())
         self.table, self._texts = np.zeros(0, np.int32), []
-        self.length = 0
+        self.length = self.pending = 0
 
     def _slots(self, positions: Int) -> Int:
         slots: Int = self.table[positions // BLOCK] * np.int32(BLOCK) + positions % np.int32(BLOCK)

@@ -98,8 +98,9 @@ def test_commit_keeps_the_paths_keys_and_values_in_order_whatever_the_table(
         block, lane = int(cache.table[place // BLOCK]), place % BLOCK
         pool.keys[:, block, :, :head_dim, lane] = (place % 7 + parts)[:, None].to(dtype)
         pool.values[:, block, :, lane, :head_dim] = (-(place % 7) - parts)[:, None].to(dtype)
+    cache.pending = 40
     cache.commit(path)
-    assert cache.length == past + len(path)
+    assert (cache.length, cache.pending) == (past + len(path), 0)
     for place, source in enumerate([*range(past), *(past + node for node in path)]):
         block, lane = int(cache.table[place // BLOCK]), place % BLOCK
         expected = (source % 7 + parts)[:, None].to(dtype).expand(2, 3, head_dim)
