@@ -78,6 +78,7 @@ def test_the_flat_arrays_say_of_each_row_what_its_segment_says(made: list[Segmen
             assert np.array_equal(batch.tables[batch.table_of[row] :][: len(table)], table)
             row += 1
     assert len(batch) == row and batch.chosen.tolist() == chosen
+    assert batch.segments == tuple(made)
     arrays = [array for array in vars(batch).values() if isinstance(array, np.ndarray)]
     assert len(arrays) == 9 and all(array.dtype == np.int32 for array in arrays), "kernels read them as they lie"
 
