@@ -1,5 +1,6 @@
 # make demo: get a real model (93 MB, once) and answer a question with it. make test: everything CI checks.
 # make soak MINUTES=30: mixed load with cancelled requests and killed workers; memory must stay flat.
+# make mutants: plants thousands of faults in the modules that decide what is exact; the tests must see them (half an hour).
 # make demo-heads DATA=prompts.jsonl: train the drafters of models/demo/heads again; hours on two cores.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -42,7 +43,12 @@ test: lint types
 soak: .venv/installed
 	TALON_SOAK_MINUTES=$(or $(MINUTES),30) $(BIN)/python -m pytest -m slow -s tests/faults/test_soak.py
 
-clean:
-	rm -rf .venv build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+mutants: .venv/installed
+	rm -rf mutants
+	OMP_NUM_THREADS=1 $(BIN)/mutmut run --max-children $(or $(CHILDREN),2)
+	$(BIN)/python -m tests.mutants
 
-.PHONY: install model demo demo-heads bench lint types test soak clean
+clean:
+	rm -rf mutants .venv build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+.PHONY: install model demo demo-heads bench lint types test soak mutants clean

@@ -427,17 +427,19 @@ class Engine:
 
     async def _watch(self) -> None:
         """Replace workers that died or fell silent."""
+        looked_s = time.monotonic()
         while True:
-            slept_at = time.monotonic()
             await asyncio.sleep(_WATCH_S)
-            if time.monotonic() - slept_at > _ABSENT_S:
-                self._workers.forgive_silence()
+            now_s = time.monotonic()  # the only look at the clock: it may jump between two
+            if now_s - looked_s > _ABSENT_S:
+                self._workers.forgive_silence(now_s)
+            looked_s = now_s
             self._hub.restore()
             for role in self._workers.roles:
                 loading = not self._ready[role].is_set()
                 config = self.config
                 patience_s = config.start_timeout_s if loading else config.heartbeat_timeout_s
-                if (reason := self._workers.dead(role, patience_s)) is not None:
+                if (reason := self._workers.dead(role, patience_s, now_s)) is not None:
                     await self._replace(role, reason)
 
     async def _replace(self, role: str, reason: str) -> None:

@@ -167,20 +167,21 @@ class Workers:
         if wanted and self.folder is not None and "drafter" in self.roles:
             self._nursery = Nursery(self.config, _environment(self.config, "drafter"))
 
-    def dead(self, role: str, patience_s: float) -> str | None:
-        """Why the worker must be replaced, or None while it is well. patience_s: how long it may be silent."""
+    def dead(self, role: str, patience_s: float, now_s: float) -> str | None:
+        """Why the worker must be replaced, or None while it is well. patience_s: how long it may be silent. now_s: on
+        the clock of `time.monotonic`."""
         worker = self.running.get(role)
         if worker is None:
             return None
         if not worker.alive():
             return "died"
-        if time.monotonic() - self.heard_s[role] > patience_s:
+        if now_s - self.heard_s[role] > patience_s:
             return f"was silent for {patience_s:g} s"
         return None
 
-    def forgive_silence(self) -> None:
+    def forgive_silence(self, now_s: float) -> None:
         """Count silence from now on: nobody was listening."""
-        self.heard_s = dict.fromkeys(self.heard_s, time.monotonic())
+        self.heard_s = dict.fromkeys(self.heard_s, now_s)
 
     def back_off_s(self, role: str) -> float:
         """How long to wait before the next start of `role`, longer each time it fails soon."""

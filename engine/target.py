@@ -28,6 +28,7 @@ from engine.model.masked import MaskedForward, refusal
 from engine.model.packed_linear import pack_linears
 from engine.model.pointwise import PointwiseOperations
 from engine.model.stock import NAME, StockForward, Unsupported
+from engine.model.windows import short_windows
 from engine.model_hub import hub_answers, is_hub_id, is_local
 from engine.tree import TokenTree
 
@@ -159,27 +160,42 @@ class Target:
     @torch.inference_mode()
     def _choose_forward(self, kv_memory: int | None) -> None:
         tokens = [(7 + 31 * i) % self.vocab_size for i in range(_TRIAL_TOKENS)]
-        try:
-            expected = self.model(torch.tensor([tokens], device=self.device)).logits[0].float()
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise refusal(self.model, self.name) from error
+        expected = self._untouched(tokens)
         if expected.isnan().any():
             raise ModelError(
                 f"model={self.name}: the logits of a short text are not numbers (NaN) in {_name(self.dtype)}: "
                 "the model overflows, or its weights are damaged; use dtype: float32 or get the checkpoint again"
             )
-        self.inexact = self._try_exact(tokens, expected, kv_memory)
+        with short_windows(self.model.config.get_text_config()) as windowed:
+            beyond = self._untouched(tokens) if windowed else expected
+        self.inexact = self._try_exact(tokens, expected, beyond, kv_memory)
         if self.inexact and self._forward is None:
-            self._masked = MaskedForward(self.model, self.name)
-            self._masked.check_recording()
-            try:
-                agrees = self._agrees(tokens, expected)
-            except (TypeError, ValueError, RuntimeError) as error:
-                raise refusal(self.model, self.name) from error
-            if not agrees:
-                raise refusal(self.model, self.name)
+            self._take_masks(tokens, expected, beyond)
 
-    def _try_exact(self, tokens: list[int], expected: Tensor, kv_memory: int | None) -> str:
+    def _untouched(self, tokens: list[int]) -> Tensor:
+        """The logits of a text by the model as it was loaded, [tokens, vocab] float32."""
+        try:
+            logits: Tensor = self.model(torch.tensor([tokens], device=self.device)).logits[0].float()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise refusal(self.model, self.name) from error
+        return logits
+
+    def _take_masks(self, tokens: list[int], expected: Tensor, beyond: Tensor) -> None:
+        """Fall back to masks. beyond: the logits with short windows, `expected` itself if there are no windows."""
+        heeded = beyond is expected or not torch.equal(beyond, expected)
+        try:
+            with short_windows(self.model.config.get_text_config()):
+                self._masked = MaskedForward(self.model, self.name, heeded)
+                agrees = beyond is expected or self._agrees(tokens, beyond)
+            self._masked = MaskedForward(self.model, self.name, heeded)
+            self._masked.check_recording()
+            agrees = agrees and self._agrees(tokens, expected)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise refusal(self.model, self.name) from error
+        if not agrees:
+            raise refusal(self.model, self.name)
+
+    def _try_exact(self, tokens: list[int], expected: Tensor, beyond: Tensor, kv_memory: int | None) -> str:
         """Set up a forward with exact attention; says what stands against it."""
         if self.device.type != "cpu":
             return f"exact attention is not there for {self.device.type} yet"
@@ -190,8 +206,10 @@ class Target:
             self.model.set_attn_implementation(NAME)
             self.pool, groups = self._make_pool(kv_memory)
             stock = self._forward = StockForward(self.model, self.pool, groups)
-            with PointwiseOperations() as pointwise:
-                agrees = self._agrees(tokens, expected)
+            with short_windows(self.model.config.get_text_config()):
+                agrees = beyond is expected or self._agrees(tokens, beyond)
+            with PointwiseOperations() as pointwise:  # with the real windows, which the lean decoder takes over
+                agrees = self._agrees(tokens, expected) and agrees
         except (Unsupported, ValueError, TypeError, AttributeError, RuntimeError, KeyError) as error:
             agrees, reason = False, f"its attention cannot be replaced ({_first_line(error)})"
         else:

@@ -12,12 +12,15 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, which nothing has done yet
+from hypothesis import Phase, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from engine.model.catalogue import find
 from engine.model.resolve import folder_of
 from retrieval_index.build import build
+
+settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate], database=None, deadline=None)
 
 VOCABULARY = 260
 TEMPLATE = (

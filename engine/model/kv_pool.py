@@ -97,9 +97,6 @@ class KVPool:
         self._references[block] += 1
         return known
 
-    def knows(self, ending: Ending) -> bool:
-        return ending in self._known
-
     def publish(self, ending: Ending, block: int) -> int:
         """The block, now full, ends this text; returns the text's number. Of two blocks the first stays."""
         if ending not in self._known:

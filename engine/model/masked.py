@@ -24,9 +24,12 @@ from engine.tree import TokenTree
 
 
 class MaskedForward:
-    """Runs one segment after the other. Raises ModelError for families that cannot take a tree mask."""
+    """Runs one segment after the other. Raises ModelError for families that cannot take a tree mask.
 
-    def __init__(self, model: Any, name: str):
+    windowed: whether the model heeds the windows that its configuration names; some families ignore such a key.
+    """
+
+    def __init__(self, model: Any, name: str, windowed: bool = True):
         self.model, self.name = model, name
         config = model.config.get_text_config()
         self.layers: int = config.num_hidden_layers
@@ -36,6 +39,8 @@ class MaskedForward:
             raise refusal(model, name)
         types, options = get_layer_types_and_kwargs(config)
         self._windows = {kind: option.get("sliding_window") for kind, option in zip(types, options, strict=True)}
+        if not windowed and self._windows.pop("sliding_attention", None) is not None:
+            self._windows["full_attention"] = None
         self.records = self.device.type == "cuda" and set(self._windows) == {"full_attention"}  # see engine.recorded
         self._spare: Spare[MaskedCache] = Spare()
         if unknown := set(self._windows) - {"full_attention", "sliding_attention"}:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from drafters.calibration import Calibrator
+from drafters.calibration import Calibrator, score_bucket
 from engine.tree import TokenTree
 
 
@@ -54,3 +54,49 @@ def test_counts_go_to_another_calibrator() -> None:
 def test_counts_that_cannot_be_are_refused(cells: list[list[float]]) -> None:
     with pytest.raises(ValueError):
         Calibrator().recall(np.asarray(cells, np.float64))
+
+
+def test_the_prior_counts_for_eight_observations() -> None:
+    calibrator = Calibrator()
+    calibrator.observe(1, 1, 3, accepted=True)
+    assert calibrator.chance(1, 1, 3, prior=0.3) == pytest.approx((1 + 8 * 0.3) / (1 + 8))
+
+
+def test_counts_stay_at_the_memory_and_what_they_hold_fades_by_a_share() -> None:
+    calibrator = Calibrator(memory=4)
+    for accepted in (True, True, True, True, False, False):
+        calibrator.observe(1, 2, 3, accepted)
+    assert calibrator.table() == [{"source": 1, "depth": 2, "bucket": 3, "seen": 4.0, "acceptance": 2.25 / 4}]
+
+
+def test_two_thousand_observations_are_remembered() -> None:
+    calibrator = Calibrator()
+    for _ in range(2500):
+        calibrator.observe(1, 1, 0, accepted=True)
+    assert calibrator.cells()[:, 3:].tolist() == [[pytest.approx(2000), pytest.approx(2000)]]
+
+
+def test_the_tree_keeps_its_tokens_and_is_marked_with_its_source() -> None:
+    raw = TokenTree.from_lists([7, 1, 2], [-1, 0, 1], [1.0, 0.5, 0.25], source=1)
+    tree = Calibrator().apply(raw, 4)
+    assert (tree.tokens.tolist(), tree.parents.tolist(), tree.source.tolist()) == ([7, 1, 2], [-1, 0, 1], [0, 4, 4])
+
+
+def test_below_a_node_without_a_chance_no_step_has_one() -> None:
+    raw = TokenTree.from_lists([0, 1, 2], [-1, 0, 1], [1.0, 0.0, 0.0])
+    calibrator = Calibrator()
+    assert calibrator.apply(raw, 1).confidence.tolist() == [1, 0, 0]
+    calibrator.learn(raw, 1, [1, 2])
+    assert [(row["depth"], row["bucket"]) for row in calibrator.table()] == [(1, 0), (2, 0)]
+
+
+def test_what_never_was_accepted_can_be_recalled_too() -> None:
+    calibrator = Calibrator()
+    calibrator.recall(np.asarray([[1.0, 1, 3, 0, 8], [1.0, 2, 3, 0.5, 8]]))
+    assert calibrator.chance(1, 1, 3, prior=1.0) == 0.5
+    with pytest.raises(ValueError, match=r"^counts that no calibrator has$"):
+        calibrator.recall(np.zeros((1, 4)))
+
+
+def test_ten_buckets_hold_all_scores() -> None:
+    assert [score_bucket(score) for score in (0.0, 0.09, 0.1, 0.55, 0.99, 1.0)] == [0, 0, 1, 5, 9, 9]

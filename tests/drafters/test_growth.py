@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -141,3 +142,139 @@ def test_a_static_tree_takes_the_candidates_at_its_ranks() -> None:
 def test_a_static_tree_without_the_parent_of_a_path_is_refused() -> None:
     with pytest.raises(ValueError, match=r"\[0, 1\] has no parent"):
         Static([(1,), (0, 1)])
+
+
+def sure(*chances: float) -> Callable[[Frontier], Candidates]:
+    """A head that sees the same candidates, 1, 2, ..., behind every node."""
+    tokens = list(range(1, len(chances) + 1))
+    return lambda frontier: Candidates([tokens] * len(frontier.nodes), [list(chances)] * len(frontier.nodes))
+
+
+def asked(policy: Policy, head: Callable[[Frontier], Candidates]) -> list[list[int]]:
+    """The nodes of every frontier that a head is asked about."""
+    frontiers: list[list[int]] = []
+
+    def noted(frontier: Frontier) -> Candidates:
+        frontiers.append(frontier.nodes)
+        return head(frontier)
+
+    grow(policy, 7, noted)
+    return frontiers
+
+
+def test_a_head_is_told_of_every_node_all_that_it_needs() -> None:
+    head = RandomHead(1, 2, 1.0)
+    grow(Dynamic(depth=2, top_k=2, budget=20), 7, head)
+    last = head.frontiers[-1]
+    assert len(last.nodes) == 2
+    assert last.parents == [last.sketch.parents[node] for node in last.nodes]
+    assert last.tokens == [last.sketch.tokens[node] for node in last.nodes]
+    assert last.confidence == [last.sketch.confidence[node] for node in last.nodes]
+    assert head.frontiers[0].tokens == [7] and head.frontiers[0].confidence == [1.0]
+
+
+@pytest.mark.parametrize("policy", [Static(EAGLE_25), Dynamic(), Adaptive()])
+def test_a_tree_that_no_source_is_named_for_is_marked_with_none(policy: Policy) -> None:
+    assert not grow(policy, 7, RandomHead(1, 10, 1.0)).source.any()
+    steps = policy.steps(7)
+    frontier = next(steps)
+    assert frontier.sketch.source == 0
+
+
+def test_published_parameters_are_the_defaults() -> None:
+    dynamic, adaptive = Dynamic(), Adaptive()
+    assert (dynamic.depth, dynamic.top_k, dynamic.budget) == (7, 10, 60)
+    assert (adaptive.budget, adaptive.top_k, adaptive.mu, adaptive.max_depth) == (60, 10, 0.03, 60)
+
+
+def test_a_static_tree_says_how_many_candidates_and_expansions_it_needs() -> None:
+    assert (Static(EAGLE_25).top_k, Static(MEDUSA_63).top_k) == (4, 10)
+    for paths in (EAGLE_25, MEDUSA_63):
+        policy = Static(paths)
+        assert sum(map(len, asked(policy, RandomHead(1, 10, 1.0)))) == policy.max_expansions
+
+
+@pytest.mark.parametrize("paths", [[(0,), (0, 0, 1)], [()], [(0,), ()]])
+def test_paths_that_make_no_tree_are_refused(paths: list[tuple[int, ...]]) -> None:
+    with pytest.raises(ValueError, match="has no parent in the list"):
+        Static(paths)
+
+
+@given(st.integers(0, 10**6), st.sampled_from([EAGLE_25, MEDUSA_63, ((0,), (2,), (2, 1), (2, 1, 0))]))
+def test_of_a_ready_made_tree_a_static_policy_keeps_the_nodes_at_its_ranks(
+    seed: int, paths: tuple[tuple[int, ...], ...]
+) -> None:
+    ready = grow(Dynamic(depth=3, top_k=4, budget=60), 7, RandomHead(seed, 4, 1.0))
+    ranks: list[tuple[int, ...]] = [()]
+    for node in range(1, len(ready)):
+        parent = int(ready.parents[node])
+        ranks.append((*ranks[parent], ready.children(parent).index(node)))
+    expected = {tuple(ready.path_tokens(node)) for node, path in enumerate(ranks) if path == () or path in set(paths)}
+    tree = Static(paths).trim(ready)
+    assert {tuple(tree.path_tokens(node)) for node in range(len(tree))} == expected
+
+
+def test_a_dynamic_tree_is_as_deep_as_it_says_and_as_wide_as_its_promise() -> None:
+    policy = Dynamic(depth=2, top_k=3, budget=10**6)
+    tree = grow(policy, 7, sure(0.4, 0.3, 0.2, 0.1))
+    assert tree.depths.max() == 3
+    assert sum(map(len, asked(policy, sure(0.4, 0.3, 0.2, 0.1)))) == policy.max_expansions == 1 + 2 * 3
+
+
+@pytest.mark.parametrize("policy", [Static(EAGLE_25), Dynamic(), Adaptive()])
+def test_a_head_that_sees_no_further_ends_the_tree(policy: Policy) -> None:
+    assert len(grow(policy, 7, sure())) == 1
+
+
+@pytest.mark.parametrize(
+    ("gate", "expected"),
+    [  # layer 0 is ungated; then 0.5 times 0.5 is just enough for the path gate, half of the layer's best for the other
+        ("path", [1.0, 0.5, 0.25, 0.125, 0.25]),
+        ("layer", [1.0, 0.5, 0.25, 0.125, 0.25, 0.125, 0.125, 0.125, 0.0625, 0.0625, 0.0625]),
+    ],
+)
+def test_a_gate_lets_pass_what_just_reaches_it(gate: str, expected: list[float]) -> None:
+    mu = 0.25 if gate == "path" else 0.5
+    policy = Adaptive(mu=mu, gate=gate, max_depth=3 if gate == "layer" else None)  # type: ignore[arg-type]
+    assert policy.threshold(0.5) == 0.25
+    assert grow(policy, 7, sure(0.5, 0.25, 0.125)).confidence.tolist() == expected
+
+
+def test_nodes_below_the_path_gate_are_not_expanded_and_those_on_it_are() -> None:
+    assert asked(Adaptive(mu=0.25), sure(0.5, 0.25, 0.125)) == [[0], [1, 2], [4]]
+    assert asked(Adaptive(mu=0.25, gate="layer", max_depth=2), sure(0.5, 0.25, 0.125)) == [[0], [1, 2, 3]]
+
+
+def test_an_adaptive_tree_may_be_limited_in_depth() -> None:
+    assert grow(Adaptive(max_depth=2), 7, sure(0.9)).depths.max() == 2
+
+
+def test_a_spent_budget_asks_the_head_for_nothing_more() -> None:
+    assert asked(Adaptive(budget=3), sure(0.5, 0.4, 0.1)) == [[0]]
+
+
+@given(heads, st.sampled_from(["path", "layer"]), st.sampled_from([0.02, 0.1, 0.5]), st.integers(1, 4))
+def test_an_adaptive_policy_trims_layer_by_layer(
+    head: tuple[int, int, float], gate: str, mu: float, max_depth: int
+) -> None:
+    policy = Adaptive(budget=25, top_k=3, mu=mu, gate=gate, max_depth=max_depth)  # type: ignore[arg-type]
+    ready = grow(Dynamic(depth=4, top_k=5, budget=200), 7, RandomHead(*head))
+    kept = [0]
+    for depth in range(1, max_depth + 1):
+        layer = [node for node in range(len(ready)) if ready.depths[node] == depth and ready.parents[node] in kept]
+        layer.sort(key=lambda node: -float(ready.confidence[node]))
+        if depth == 1:
+            kept += layer[:3]
+        elif layer:
+            least = np.float32(policy.threshold(float(ready.confidence[layer[0]])))
+            kept += [node for node in layer if ready.confidence[node] >= least]
+    expected = ready.keep(kept).prune(25)
+    tree = policy.trim(ready)
+    assert tree.tokens.tolist() == expected.tokens.tolist() and tree.parents.tolist() == expected.parents.tolist()
+
+
+def test_trimming_takes_the_earlier_of_equals_and_what_just_reaches_the_gate() -> None:
+    ready = TokenTree.from_lists([7, 1, 2, 3, 4, 5], [-1, 0, 0, 0, 1, 1], [1.0, 0.5, 0.5, 0.5, 0.5, 0.25])
+    assert Adaptive(top_k=2, mu=0.25).trim(ready).tokens.tolist() == [7, 1, 2, 4, 5]
+    equals = TokenTree.from_lists([50, *range(50)], [-1] + [0] * 50, [1.0] + [0.5, 0.4] * 25)
+    assert Adaptive(top_k=20).trim(equals).tokens.tolist() == [50, *range(0, 40, 2)]

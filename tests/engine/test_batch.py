@@ -78,6 +78,9 @@ def test_the_flat_arrays_say_of_each_row_what_its_segment_says(made: list[Segmen
             assert np.array_equal(batch.tables[batch.table_of[row] :][: len(table)], table)
             row += 1
     assert len(batch) == row and batch.chosen.tolist() == chosen
+    assert batch.segments == tuple(made)
+    arrays = [array for array in vars(batch).values() if isinstance(array, np.ndarray)]
+    assert len(arrays) == 9 and all(array.dtype == np.int32 for array in arrays), "kernels read them as they lie"
 
 
 @given(segments(), st.integers(1, 12))
@@ -85,6 +88,7 @@ def test_tiles_cover_all_rows_and_none_holds_rows_of_two_requests(made: list[Seg
     batch = Batch.of(made)
     tiles = batch.tiles(size).tolist()
     assert tiles[0] == 0 and tiles[-1] == len(batch)
+    assert len(tiles) == 1 + sum(-(-len(segment) // size) for segment in made)
     for first, end in pairwise(tiles):
         assert 0 < end - first <= size
         assert sum(start < end and first < stop for start, stop in batch.spans) == 1

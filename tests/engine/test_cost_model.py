@@ -178,3 +178,100 @@ def test_a_prompt_holds_up_those_who_decode_at_most_twofold(requests: int) -> No
 
 def test_where_rows_cost_little_a_prompt_is_read_quickly() -> None:
     assert CostModel(FLAT).chunk_rows(4, 512) > 64
+
+
+def test_until_something_was_measured_a_round_is_one_token_and_a_draft_is_worth_trying() -> None:
+    model = CostModel(STEEP)
+    assert model.rate(1) == 1 / STEEP[1]
+    assert model.seconds(8, 1000) == STEEP[8]
+    assert model.patience_s() == 0.002 and model.worth_waiting(1, 1)
+
+
+def test_a_draft_is_at_first_thought_to_gain_half_a_token() -> None:
+    model = CostModel(STEEP)
+    while model.worth_waiting(1, 1):
+        longest_s = model.patience_s()
+        model.observe_wait(longest_s)
+    assert longest_s == pytest.approx(2 * 0.5 * STEEP[1] + 0.002, abs=0.003)
+
+
+def test_a_wait_counts_as_no_longer_than_the_round_would_have_waited() -> None:
+    model = CostModel(STEEP)
+    waits = []
+    for _ in range(2):
+        model.observe_wait(10.0)
+        waits.append(model.patience_s())
+    assert waits == pytest.approx([2 * 0.0002 + 0.002, 2 * 0.00042 + 0.002])
+
+
+def test_a_draft_that_costs_nothing_is_waited_for() -> None:
+    assert CostModel(STEEP).worth_waiting(1, 0)
+
+
+def test_gains_are_averaged_over_the_requests_drafted_for() -> None:
+    model = CostModel(STEEP)
+    for _ in range(100):
+        model.observe_drafts(2, 2, 2, 2 + 6)
+    while model.patience_s() < 0.02:
+        model.observe_wait(model.patience_s())
+    assert model.worth_waiting(1, 1), "3 tokens for the time of 1"
+
+
+def test_sizes_are_measured_in_turns_and_keys_behind_the_largest_of_up_to_32_rows() -> None:
+    tried: list[tuple[int, int]] = []
+
+    def forward_s(rows: int, past: int) -> float:
+        tried.append((rows, past))
+        return 0.5
+
+    CostModel.measure(forward_s, largest=32)
+    assert tried == [(rows, 0) for rows in (1, 4, 8, 16, 32)] * 4 + [(32, 512)] * 3
+    tried.clear()
+    CostModel.measure(forward_s, largest=33)
+    assert tried[-3:] == [(32, 512)] * 3
+    tried.clear()
+    CostModel.measure(forward_s, largest=65)
+    assert (tried.count((64, 0)), tried.count((65, 0))) == (4, 1)
+
+
+def test_a_forward_that_takes_what_its_keys_cost_changes_nothing() -> None:
+    model = CostModel(STEEP, key_s=1e-5)
+    model.observe_forward(8, 8000, STEEP[8] + 0.08)
+    assert model.seconds(8) == pytest.approx(STEEP[8])
+
+
+def test_the_rate_counts_the_rows_that_rounds_had() -> None:
+    model = CostModel(STEEP)
+    for _ in range(200):
+        model.observe_round(2, 8, 6, 0.0)
+    assert model.rate(2) == pytest.approx(6 / STEEP[8], rel=1e-3)
+    assert model.rate(4) == pytest.approx(12 / STEEP[16], rel=1e-3)
+
+
+def test_behind_a_long_text_fewer_nodes_pay() -> None:
+    model = CostModel(FLAT, key_s=1e-4)
+    worth = chain(*[0.9] * 20)
+    assert model.nodes_worth(worth, 1) == 21
+    assert model.nodes_worth(worth, 1, keys_each=1000) == 1
+    assert CostModel(FLAT, key_s=1.0).nodes_worth(worth, 1) == 21, "no text, no keys"
+
+
+def test_a_prompts_chunk_fills_up_what_twice_the_time_allows() -> None:
+    model = CostModel({1: 0.010, 8: 0.012, 16: 0.030, 32: 0.040})
+    assert model.chunk_rows(1, 512) == 8 - 1
+    assert model.chunk_rows(1, 3) == 3
+    assert CostModel({1: 0.010, 8: 0.020, 16: 0.040}).chunk_rows(1, 512) == 8 - 1, "just twice"
+    assert CostModel({1: 0.010, 2: 0.015, 8: 0.050}).chunk_rows(1, 512) == 1
+    assert CostModel({1: 0.010, 8: 0.050}).chunk_rows(1, 512) == 1, "a prompt is never left unread"
+    assert CostModel(STEEP).chunk_rows(64, 512) == 1
+
+
+def test_where_the_largest_forward_is_cheap_a_chunk_goes_on_in_proportion() -> None:
+    assert CostModel({1: 0.010, 8: 0.0125}).chunk_rows(1, 512) == 12 - 1
+
+
+def test_a_chunk_leaves_room_for_the_trees_that_are_verified_beside_it() -> None:
+    model = CostModel(STEEP)
+    for _ in range(200):
+        model.observe_round(2, 8, 2, 0.0)
+    assert model.chunk_rows(2, 512) == 16 - 8

@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -124,3 +125,49 @@ def test_ten_thousand_mutated_messages_decode_or_are_refused_and_nothing_else() 
         except ProtocolError:
             refused += 1
     assert refused > 5_000
+
+
+def test_arrays_travel_as_the_type_of_the_protocol() -> None:
+    _, arrays = decode(
+        frames_of(Start(request=1, round=0, sampling=SamplingParams()), [np.array([1, 2], np.int64)]), EVERY
+    )
+    assert arrays[0].dtype == np.int32 and arrays[0].tolist() == [1, 2]
+
+
+def test_an_array_without_elements_has_its_own_number_of_dimensions_whatever_the_others_say() -> None:
+    frames = frames_of(
+        Verdict(request=1, round=2, draft=3, following=0),
+        [INTS, INTS, np.zeros((5, 0, 7), np.uint16), np.zeros((0, 3), np.int32), INTS],
+    )
+    _, arrays = decode(frames, EVERY)
+    assert [array.shape for array in arrays[2:4]] == [(0, 0, 0), (0, 0)]
+
+
+def test_a_message_with_more_or_fewer_arrays_than_it_carries_is_not_sent() -> None:
+    with pytest.raises(ValueError):
+        encode(Stop(), [INTS])
+    with pytest.raises(ValueError):
+        encode(EXAMPLES[-1][0], [INTS])
+
+
+@pytest.mark.parametrize(
+    ("frames", "told"),
+    [
+        ([], "message without frames"),
+        ([b"\xc1"], "message is not of the protocol: "),
+        (frames_of(*EXAMPLES[-1])[:-1], "Draft with 3 arrays instead of 4"),
+        ([*frames_of(*EXAMPLES[-1])[:-1], b"12"], r"Draft with an array of shape \(3,\) in 2 bytes"),
+    ],
+)
+def test_a_refusal_says_what_was_wrong(frames: list[bytes], told: str) -> None:
+    with pytest.raises(ProtocolError, match=f"^{told}"):
+        decode(frames, EVERY)
+
+
+@pytest.mark.parametrize("shape", [(), (2, 2), (-1,)])
+def test_an_array_of_another_form_is_refused(shape: tuple[int, ...]) -> None:
+    """(2, 2) has as many bytes as the four numbers of the frame."""
+    start = frames_of(Start(request=1, round=0, sampling=SamplingParams()), [np.arange(4)])
+    message, _ = msgspec.msgpack.decode(start[0])
+    with pytest.raises(ProtocolError, match="Start with an array of shape"):
+        decode([msgspec.msgpack.encode((message, [shape])), start[1]], EVERY)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.noise import _bits, _bits_in_torch, _key, _rivals_on_device, gumbel, gumbel_argmax
+from engine.noise import _bits, _bits_in_torch, _key, _rivals, _rivals_on_device, gumbel, gumbel_argmax
 
 SEEDS = st.integers(-(2**63), 2**63 - 1)
 
@@ -90,3 +92,50 @@ def test_draws_follow_the_softmax() -> None:
     counts = np.bincount(draws, minlength=4)
     expected = scores.softmax(-1).numpy() * len(draws)
     assert ((counts - expected) ** 2 / expected).sum() < 16.3  # 3 degrees of freedom, one in a thousand
+
+
+@pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
+def test_nearly_all_tokens_are_ruled_out(spread: float) -> None:
+    left = []
+    for position in range(60):
+        scores = torch.randn(2000, generator=torch.Generator().manual_seed(position)) * spread
+        left.append(len(_rivals(scores.numpy(), 3, position)))
+        assert len(_rivals_on_device(scores, 3, position)) == 1
+    assert sum(left) / len(left) < 3
+
+
+@pytest.mark.filterwarnings("error")
+def test_infinities_and_what_is_no_number_are_compared_without_a_word() -> None:
+    for values in ([-torch.inf, 1.0, 2.0], [torch.inf, 1.0, 2.0], [torch.nan, 1.0, 2.0], [-torch.inf] * 3):
+        scores = torch.tensor(values)
+        everything = scores.double() + gumbel(1, 2, torch.arange(3))
+        assert gumbel_argmax(scores, 1, 2) == int(everything.argmax())
+
+
+@given(SEEDS, st.integers(0, 5000), st.lists(st.integers(0, 300_000), min_size=1, max_size=9))
+def test_noise_is_that_of_its_definition(seed: int, position: int, tokens: list[int]) -> None:
+    """-log(-log(u)), u in the middle of one of 2^52 equal parts between 0 and 1."""
+    middles = torch.tensor([(2 * reference_bits(seed, position, t) + 1) / 2**53 for t in tokens], dtype=torch.float64)
+    assert torch.equal(gumbel(seed, position, torch.tensor(tokens)), -torch.log(-torch.log(middles)))
+
+
+class Elsewhere(Tensor):
+    """A tensor that says it is on an accelerator."""
+
+    @property
+    def device(self) -> Any:
+        return SimpleNamespace(type="cuda")
+
+
+def test_each_device_has_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, scores = torch.arange(4), torch.tensor([0.0, 1.0, 2.0, 3.0])
+    here = _bits(1, 2, tokens)
+    assert torch.equal(_bits(1, 2, tokens.as_subclass(Elsewhere)).as_subclass(Tensor), here)
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr("engine.noise._rivals_on_device", lambda *asking: (asked.append(asking), torch.tensor([2]))[1])
+    monkeypatch.setattr("engine.noise._bits_in_torch", lambda *asking: asked.append(asking))
+    far = scores.as_subclass(Elsewhere)
+    assert gumbel_argmax(far, 5, 6) == 2
+    assert [(values is far, *rest) for values, *rest in asked] == [(True, 5, 6)]
+    assert gumbel_argmax(scores, 5, 6) == int((scores.double() + gumbel(5, 6, tokens)).argmax())
+    assert len(asked) == 1, "numpy does the work on a CPU"

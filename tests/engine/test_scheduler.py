@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,17 @@ class Stage:
 
     def open_cache(self, most: int) -> KVCache:
         return KVCache(self.pool)
+
+
+class Poolless:
+    """A target whose requests have caches of their own."""
+
+    pool = None
+    eos_tokens: frozenset[int] = frozenset()
+    vocab_size = 1000
+
+    def open_cache(self, most: int) -> Any:
+        return SimpleNamespace(length=0)
 
 
 def request(stage: Any, number: int, prompt: list[int], answer: list[int] | None = None) -> Request:
@@ -201,3 +213,137 @@ def test_no_block_is_lost_or_held_twice_whoever_comes_and_goes(
         requests.remove(one)
         one.cache.release()
     assert stage.pool.free == blocks
+
+
+def test_a_plan_is_empty_when_nobody_decodes_or_reads() -> None:
+    one = request(Stage(), 1, [1])
+    assert not Plan() and not Plan(wait_s=1.0)
+    assert Plan(decoding=[one]) and Plan(reading=[(one, 1)])
+
+
+def test_with_nobody_there_nothing_is_done_until_a_message_comes() -> None:
+    assert plan(scheduler()) == Plan(wait_s=1.0)
+
+
+def test_requests_are_found_and_removed_wherever_they_stand() -> None:
+    stage, requests = Stage(), scheduler()
+    one, two, three = (request(stage, n, [n]) for n in (1, 2, 3))
+    requests.running.append(one)
+    requests.waiting += [two, three]
+    assert [requests.find(n) for n in (1, 2, 3, 4)] == [one, two, three, None]
+    for gone in (two, one, two):
+        requests.remove(gone)
+    assert [*requests] == [three]
+
+
+def test_requests_whose_drafts_are_there_are_not_held_up() -> None:
+    stage, requests = Stage(), scheduler()
+    one, other, alone = (request(stage, n, [n] * 4) for n in range(3))
+    requests.running += [one, other, alone]
+    decode(one, other, alone)
+    one.drafts[one.outcome] = other.drafts[other.outcome] = object()  # type: ignore[assignment]
+    alone.alone = True  # its root is to be verified without a draft
+    assert plan(requests, one.asked_ns, drafted=True, ahead=True).decoding == [one, other, alone]
+
+
+def lonely() -> tuple[Scheduler, Request]:
+    """One request that decodes."""
+    requests, one = scheduler(), request(Stage(), 1, [1] * 4)
+    requests.running.append(one)
+    decode(one)
+    return requests, one
+
+
+def test_a_lonely_request_that_is_drafted_for_in_turns_has_nothing_else_to_do() -> None:
+    requests, one = lonely()
+    assert plan(requests, one.asked_ns, drafted=True).wait_s == 1.0
+    assert plan(requests, one.asked_ns + 250_000_000, drafted=True) == Plan(wait_s=0.75)
+    assert plan(requests, one.asked_ns + 1_000_000_000, drafted=True).decoding == [one]
+
+
+def test_a_lonely_request_that_is_drafted_for_ahead_waits_for_the_usual_time() -> None:
+    requests, one = lonely()
+    assert plan(requests, one.asked_ns, drafted=True, ahead=True).wait_s == COSTS.patience_s() == 0.002
+
+
+def test_of_several_none_waits_longer_than_usual() -> None:
+    requests, one = lonely()
+    other = request(Stage(), 2, [2] * 4)
+    requests.running.append(other)
+    decode(other)
+    other.asked_ns = one.asked_ns
+    assert plan(requests, one.asked_ns, drafted=True).wait_s == COSTS.patience_s() == 0.002
+
+
+def test_a_lonely_request_in_turns_always_waits_and_others_while_it_pays() -> None:
+    requests, _ = lonely()
+    costs = CostModel({1: 0.010, 8: 0.012})
+    while costs.worth_waiting(1, 1):
+        costs.observe_wait(costs.patience_s())
+    assert requests.waits(costs, 1, ahead=False)
+    assert not requests.waits(costs, 1, ahead=True)
+
+
+def test_while_all_wait_for_drafts_a_prompt_is_read() -> None:
+    requests, one = lonely()
+    new = request(Stage(), 2, [2] * 9)
+    requests.waiting.append(new)
+    found = plan(requests, one.asked_ns, drafted=True)
+    assert found.decoding == [] and found.reading == [(new, 9)]
+
+
+def test_while_some_wait_for_drafts_no_chunk_goes_without_the_others() -> None:
+    requests, one = lonely()
+    stage = Stage()
+    other, new = request(stage, 2, [2] * 4), request(stage, 3, [3] * 9)
+    requests.running.append(other)
+    decode(other)
+    other.asked_ns = one.asked_ns
+    one.drafts[one.outcome] = object()  # type: ignore[assignment]
+    requests.waiting.append(new)
+    assert plan(requests, one.asked_ns, drafted=True) == Plan(wait_s=COSTS.patience_s())
+
+
+def test_caches_of_their_own_are_neither_shared_nor_reserved() -> None:
+    requests = scheduler(chunk=64)
+    one, other = request(Poolless(), 1, [1] * 20), request(Poolless(), 2, [1] * 20)
+    requests.waiting += [one, other]
+    found = plan(requests)
+    assert found.reading == [(one, 20), (other, 20)]
+    assert requests.reserve(found, lambda r: 20) is found
+
+
+def test_what_others_have_read_is_read_again_where_features_are_wanted() -> None:
+    """A head needs the features of every position, and known blocks have none."""
+    stage, requests = Stage(), scheduler(chunk=64)
+    requests.shares_prefixes = False
+    passage = list(range(32))
+    first, second = request(stage, 1, [*passage, 7]), request(stage, 2, [*passage, 8])
+    requests.waiting += [first, second]
+    assert plan(requests).reading == [(first, 33), (second, 31)]
+
+
+def test_a_request_whose_prompt_just_fits_is_let_in() -> None:
+    stage, requests = Stage(blocks=4), scheduler()
+    running, new = request(stage, 1, [1] * 16), request(stage, 2, [2] * 48)
+    requests.running.append(running)
+    decode(running)
+    requests.waiting.append(new)
+    plan(requests)
+    assert requests.running == [running, new]
+
+
+def test_rows_are_handed_out_to_the_last_one_and_to_no_one_after_that() -> None:
+    stage, first, second = Stage(), [1] * 20, [2] * 20
+    for chunk, expected in ((20, [20]), (21, [20, 1])):
+        requests = scheduler(chunk=chunk)
+        requests.waiting += [request(stage, 1, first), request(stage, 2, second)]
+        assert [count for _, count in plan(requests).reading] == expected
+
+
+def test_who_waits_for_a_passage_does_not_hold_up_those_behind() -> None:
+    stage, requests = Stage(), scheduler(chunk=64)
+    passage = list(range(32))
+    first, second, third = (request(stage, n, text) for n, text in enumerate(([*passage, 7], [*passage, 8], [500] * 9)))
+    requests.waiting += [first, second, third]
+    assert plan(requests).reading == [(first, 33), (third, 9)]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -63,24 +64,36 @@ def random_tree(root: int, truth: list[int], rng: random.Random) -> TokenTree:
     return TokenTree.from_lists(tokens, parents, [1.0] * len(tokens))
 
 
-def decode(target: Target, prompt: list[int], truth: list[int], rng: random.Random, count: int) -> list[int]:
-    """Greedy decoding through random trees, the prompt read in chunks."""
+def decode(
+    target: Target, prompt: list[int], truth: list[int], rng: random.Random, count: int
+) -> tuple[list[int], int]:
+    """Greedy decoding through random trees, the prompt read in chunks; also how many drafted tokens were accepted."""
     sampler = Sampler(SamplingParams(max_tokens=count), prompt, [], target.vocab_size)
     cache = target.new_cache(len(prompt) + count + 16)
     for at in range(0, len(prompt), 7):
         logits, _ = target.prefill(cache, prompt[at : at + 7])
-    tokens = [sampler.draw(sampler.choices(logits[None])[0])]
+    tokens, accepted = [sampler.draw(sampler.choices(logits[None])[0])], 0
     while sampler.finish_reason is None:
         tree = random_tree(tokens[-1], truth[len(tokens) :], rng)
         logits, _ = target.verify(cache, tree)
         path, new = verify(tree, logits, sampler)
         cache.commit(path)
         tokens += new
-    return tokens
+        accepted += len(path) - 1
+    return tokens, accepted
+
+
+@pytest.fixture(params=["exact attention", "masks"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How a model is run."""
+    if request.param == "masks":
+        monkeypatch.setattr(Target, "_try_exact", lambda *_: "as the test wants it")
+    way: str = request.param
+    return way
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_decoding_through_trees_is_greedy_generate_token_for_token(family: str) -> None:
+def test_decoding_through_trees_is_greedy_generate_token_for_token(family: str, way: str) -> None:
     model = build(family)
     prompt = [random.Random(1).randrange(128) for _ in range(20)]
     truth = model.generate(
@@ -88,7 +101,8 @@ def test_decoding_through_trees_is_greedy_generate_token_for_token(family: str) 
     )[0, len(prompt) :].tolist()
     target = Target(model, family)
     for seed in range(3):
-        tokens = decode(target, prompt, truth, random.Random(seed), 40)
+        tokens, accepted = decode(target, prompt, truth, random.Random(seed), 40)
+        assert accepted > 10 or tokens != truth
         first = next((i for i, (a, b) in enumerate(zip(tokens, truth, strict=True)) if a != b), None)
         if first is not None:  # only a tie may differ
             logits, _ = target.prefill(target.new_cache(100), prompt + truth[:first])
@@ -96,7 +110,7 @@ def test_decoding_through_trees_is_greedy_generate_token_for_token(family: str) 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_in_a_tree_are_those_of_each_path_alone(family: str) -> None:
+def test_logits_in_a_tree_are_those_of_each_path_alone(family: str, way: str) -> None:
     target = Target(build(family), family)
     prompt = [random.Random(2).randrange(128) for _ in range(18)]
     tree = TokenTree.from_lists([5, 1, 2, 3, 4, 6], [-1, 0, 0, 1, 3, 2], [1.0] * 6)
@@ -129,6 +143,42 @@ def test_features_are_the_hidden_states_of_the_layers_asked_for(tiny: str) -> No
     expected = torch.stack([states[0][0], states[2][0]], dim=1)
     assert prompt_features is not None and features is not None
     torch.testing.assert_close(torch.cat([prompt_features, features]), expected, atol=1e-5, rtol=1e-5)
+
+
+LLAMA = COMMON | {"num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.LlamaConfig(**LLAMA, sliding_window=32),
+        transformers.MistralConfig(**LLAMA, sliding_window=32),
+        transformers.Gemma2Config(**LLAMA, head_dim=8, sliding_window=32),
+    ],
+    ids=["a key that the family ignores", "a window in all layers", "a window in every other layer"],
+)
+def test_a_window_longer_than_what_is_tried_at_load_is_the_models_own(config: Any, way: str) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(deepcopy(config)).eval()
+    rng = random.Random(3)
+    prompt, tree = [rng.randrange(128) for _ in range(60)], TokenTree.from_lists([5, 1, 2, 3], [-1, 0, 0, 1], [1.0] * 4)
+    with torch.inference_mode():
+        rows = [prompt + tree.path_tokens(node) for node in range(len(tree))]
+        expected = torch.stack([model(torch.tensor([row]), use_cache=False).logits[0, -1] for row in rows])
+    target = Target(model, "windowed")
+    assert (target._masked is None) == (way == "exact attention")
+    cache = target.new_cache(80)
+    target.prefill(cache, prompt)
+    torch.testing.assert_close(target.verify(cache, tree)[0], expected, atol=1e-4, rtol=1e-4)
+    assert model.config.sliding_window == 32
+
+
+def test_a_window_that_is_no_sliding_one_is_refused_though_it_is_longer_than_what_is_tried(way: str) -> None:
+    """Chunks: a token sees those of its own chunk only."""
+    options = {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 64}
+    config = transformers.Llama4TextConfig(**COMMON | options, attention_chunk_size=64)
+    with pytest.raises(ModelError, match="chunked_attention"):
+        Target(AutoModelForCausalLM.from_config(config), "chunks")
 
 
 def test_a_family_that_cannot_take_a_tree_mask_is_refused_by_name() -> None:
@@ -181,6 +231,25 @@ def test_a_checkpoint_with_weights_missing_is_refused(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"1 weights are missing, model\.layers\.1\.mlp\.up_proj\.weight"):
         Target.load(path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_no_number_is_named(tmp_path: Path, value: float) -> None:
+    path = save_tiny_llama(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = value
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"weight model\.layers\.1\.mlp\.up_proj\.weight holds NaN or infinity"):
+        Target.load(path)
+
+
+def test_a_model_that_overflows_on_a_short_text_is_told_apart_from_one_that_takes_no_tree(tmp_path: Path) -> None:
+    path = save_tiny_llama(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][:] = 1e38
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"logits of a short text are not numbers \(NaN\) in float32: the model over"):
+        Target.load(path, "float32")
 
 
 def test_dtype_auto_is_the_checkpoints_where_the_cpu_multiplies_it(tmp_path: Path) -> None:

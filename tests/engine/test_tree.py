@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import ProtocolError
-from engine.tree import TokenTree
+from engine.tree import TokenTree, _steps
 
 VOCABULARY = 6
 
@@ -131,6 +131,7 @@ def test_trees_of_different_roots_do_not_merge() -> None:
         ([1, 2], [0, 0], [1, 1]),
         ([1, 2, 3], [-1, 2, 0], [1, 1, 1]),
         ([1, 2], [-1, -1], [1, 1]),
+        ([1, 2], [-1, 1], [1, 1]),
         ([1, VOCABULARY], [-1, 0], [1, 1]),
         ([1, -1], [-1, 0], [1, 1]),
         ([1, 2, 2], [-1, 0, 0], [1, 0.5, 0.4]),
@@ -147,4 +148,61 @@ def test_malformed_trees_are_refused(tokens: list[int], parents: list[int], conf
         np.zeros(len(tokens), np.uint8),
     )
     with pytest.raises(ProtocolError):
+        tree.validate(VOCABULARY)
+
+
+def test_a_root_alone_is_a_whole_tree() -> None:
+    root = TokenTree.root_only(4).validate(VOCABULARY)
+    assert (root.tokens.tolist(), root.parents.tolist(), root.confidence.tolist()) == ([4], [-1], [1.0])
+    assert root.depths.tolist() == [0] and root.path_tokens(0) == [4]
+
+
+@given(trees())
+def test_the_tokens_of_a_path_are_those_of_its_nodes(tree: TokenTree) -> None:
+    assert {tuple(tree.path_tokens(node)) for node in range(len(tree))} == set(paths(tree))
+
+
+def test_a_tree_that_no_source_is_named_for_is_marked_with_none() -> None:
+    assert not TokenTree.chain(0, [1, 2], [0.5, 0.4]).source.any()
+    assert TokenTree.chain(0, [1, 2], [0.5, 0.4], source=3).source.tolist() == [0, 3, 3]
+
+
+def test_what_is_cut_or_merged_has_the_types_that_messages_carry() -> None:
+    tree = TokenTree.from_lists([0, 1, 2, 3], [-1, 0, 0, 1], [1.0, 0.5, 0.4, 0.3], source=1)
+    for made in (tree, tree.prune(3), tree.keep([0, 1]), tree.limit_depth(1), tree.union(tree)):
+        arrays = (made.tokens, made.parents, made.confidence, made.source)
+        assert [array.dtype for array in arrays] == [np.int32, np.int32, np.float32, np.uint8]
+
+
+def test_a_tree_that_fits_stays_the_same_object() -> None:
+    tree = TokenTree.chain(0, [1, 2], [0.5, 0.4])
+    assert tree.prune(3) is tree and tree.limit_depth(2) is tree
+
+
+def test_of_equals_the_earlier_are_kept() -> None:
+    tree = TokenTree.from_lists([100, *range(100)], [-1] + [0] * 100, [1.0] + [0.5, 0.4] * 50)
+    assert tree.prune(41).tokens.tolist() == [100, *range(0, 80, 2)]
+
+
+def test_below_a_node_without_a_chance_no_step_has_one() -> None:
+    assert _steps(TokenTree.chain(0, [1, 2, 3], [0.5, 0.0, 0.0])) == [1.0, 0.5, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "told"),
+    [
+        (([1, 2], [-1], [1, 1]), "tree arrays of lengths 2, 1, 2"),
+        (([1, 2], [-1, 1], [1, 1]), "tree parents are not in topological order"),
+        (([1, 9], [-1, 0], [1, 1]), "tree token outside the vocabulary of 6"),
+        (([1, 2], [-1, 0], [1, 2]), "tree confidence is not a path confidence"),
+        (([1, 2, 2], [-1, 0, 0], [1, 0.5, 0.4]), "tree has two equal siblings"),
+    ],
+)
+def test_a_refusal_says_what_was_wrong(arrays: tuple[list[int], list[int], list[float]], told: str) -> None:
+    tokens, parents, confidence = arrays
+    tree = TokenTree(
+        np.array(tokens, np.int32), np.array(parents, np.int32), np.array(confidence, np.float32),
+        np.zeros(len(tokens), np.uint8),
+    )  # fmt: skip
+    with pytest.raises(ProtocolError, match=f"^{told}$"):
         tree.validate(VOCABULARY)

@@ -15,7 +15,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from engine.errors import NotANumber
 from engine.noise import gumbel_argmax
+from engine.penalties import penalised
 from engine.sampling import SamplingParams
 from engine.target import Target
 from engine.tree import TokenTree
@@ -136,3 +138,71 @@ def test_the_next_token_distribution_is_the_models_own_through_any_tree(tiny: st
     share = chance[top].numpy()
     expected = np.append(share, 1 - share.sum()) * len(draws)
     assert ((observed - expected) ** 2 / expected).sum() < 37.7  # 15 degrees of freedom, one in a thousand
+
+
+def test_greedy_choices_are_settled_by_each_rows_best_token() -> None:
+    logits = torch.randn(50, 20, generator=torch.Generator().manual_seed(1))
+    assert greedy().choices(logits).best == logits.argmax(-1).tolist()
+    assert greedy(min_tokens=1).choices(logits).best is None
+    assert greedy(temperature=1.0).choices(logits).best is None
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"repetition_penalty": 1.3}, {"min_tokens": 3}])
+def test_logits_that_are_no_numbers_emit_nothing_and_say_where(options: dict[str, Any]) -> None:
+    """The prompt has two tokens, so 8 is drawn at position 2 and the next would be at position 3."""
+    tree = TokenTree.chain(0, [8], [0.5])
+    logits = logits_of(tree, {0: 8})
+    logits[1, 2] = torch.nan
+    sampler = greedy(top_k=1, **options)
+    with pytest.raises(NotANumber) as error:
+        verify(tree, logits, sampler)
+    assert str(error.value) == (
+        "logits are not numbers (NaN) at position 3: the model overflows on this text, or its weights are damaged; "
+        "try dtype: float32, or get the checkpoint again"
+    )
+    assert sampler.drawn == 1
+
+
+def test_a_sampled_answer_may_end_as_soon_as_it_has_min_tokens() -> None:
+    logits = torch.full((1, 10), -100.0)
+    logits[0, 5], logits[0, 4] = 50.0, 0.0
+    sampler = greedy(min_tokens=2, temperature=1.0)
+    assert [verify(TokenTree.root_only(0), logits, sampler)[1][0] for _ in range(3)] == [4, 4, 5]
+
+
+def test_temperature_divides_the_logits() -> None:
+    logits = torch.randn(1, 100, generator=torch.Generator().manual_seed(3))
+    for temperature in (0.25, 4.0):
+        sampler = Sampler(SamplingParams(temperature=temperature, seed=2), [1], [], 100)
+        draws = [verify(TokenTree.root_only(0), logits, sampler)[1][0] for _ in range(40)]
+        assert draws == [gumbel_argmax(logits[0] / temperature, 2, 1 + i) for i in range(40)]
+
+
+def test_the_penalty_divides_what_is_positive_and_multiplies_what_is_not() -> None:
+    logits, seen = torch.tensor([2.0, -2.0, 2.0, -2.0]), torch.tensor([True, True, False, False])
+    assert penalised(logits, seen, 2.0).tolist() == [1.0, -4.0, 2.0, -2.0]
+
+
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), [(1, 1.0, 0.0), (0, 0.5, 0.0), (0, 1.0, 1.0)])
+def test_truncation_is_that_of_transformers_at_its_limits(top_k: int, top_p: float, min_p: float) -> None:
+    """Of eight equals and eight smaller ones."""
+    logits, ids = torch.tensor([[3.0] * 8 + [-200.0] * 8]), torch.tensor([[1]])
+    warper = TopKLogitsWarper(1) if top_k else MinPLogitsWarper(1.0) if min_p else TopPLogitsWarper(top_p)
+    assert torch.equal(truncate(logits[0], top_k, top_p, min_p), warper(ids, logits)[0])
+
+
+def test_a_sampler_goes_on_behind_what_an_earlier_one_has_drawn() -> None:
+    logits = torch.randn(1, 100, generator=torch.Generator().manual_seed(2))
+    params = SamplingParams(temperature=1.0, seed=9, max_tokens=6, repetition_penalty=1.2)
+    root, whole = TokenTree.root_only(0), Sampler(params, [1, 2, 3], [], 100)
+    draws = [verify(root, logits, whole)[1][0] for _ in range(6)]
+    resumed = Sampler(params, [1, 2, 3], [], 100, draws[:4])
+    assert [verify(root, logits, resumed)[1][0] for _ in range(2)] == draws[4:]
+    assert resumed.finish_reason == "length"
+
+
+def test_an_end_of_sequence_token_that_the_model_does_not_have_is_never_drawn() -> None:
+    sampler = Sampler(SamplingParams(min_tokens=1), [1], [10, 5, 99], 10)
+    logits = torch.zeros(1, 10)
+    logits[0, 5], logits[0, 4] = 5.0, 4.0
+    assert verify(TokenTree.root_only(0), logits, sampler)[1] == [4]

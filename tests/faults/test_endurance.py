@@ -14,6 +14,7 @@ from engine import Engine, SamplingParams
 from engine.launch import ProcessWorker
 
 REQUESTS, AT_ONCE, SETTLED = 1000, 32, 100
+POOL = 2 << 20  # what finished requests have read stays known until the pool is full: that grows, and no further
 
 
 def resident_mb(pid: int) -> float:
@@ -47,7 +48,8 @@ async def test_a_thousand_requests_are_answered_and_memory_stays_flat(
     answered = 0
     settled: list[tuple[float, int]] = []
     gate = asyncio.Semaphore(AT_ONCE)
-    async with await Engine.start({"model": tiny}, method=method, **{"drafter.path": tiny_draft}) as engine:
+    options = {"drafter.path": tiny_draft, "verifier.kv_memory": POOL, "verifier.threads": 1}
+    async with await Engine.start({"model": tiny}, method=method, **options) as engine:
         workers = [w.pid for w in engine._workers.running.values() if isinstance(w, ProcessWorker)]
         pids = [os.getpid(), *workers]
 
@@ -69,3 +71,37 @@ async def test_a_thousand_requests_are_answered_and_memory_stays_flat(
     assert not any(is_running(pid) for pid in workers)
     assert not leftovers(tmp_path)
     print(f"{method}: resident MB after {SETTLED} {settled}, after {REQUESTS} {ended}")
+
+
+@pytest.mark.slow
+async def test_the_verifier_of_the_real_model_grows_by_its_pool_and_no_more(smollm2: str) -> None:
+    """Of 200 requests: what they leave in the pool, which is bounded, and buffers that the first ones make."""
+    rng = random.Random(9)
+    options = {"verifier.kv_memory": 32 << 20, "verifier.threads": 1}
+    resident: list[float] = []
+    async with await Engine.start({"model": smollm2}, method="pld", **options) as engine:
+        worker = engine._workers.running["verifier"]
+        assert isinstance(worker, ProcessWorker)
+        for number in range(200):
+            prompt = [rng.randrange(1000, 40000) for _ in range(rng.randrange(10, 80))]
+            await engine.generate(prompt, SamplingParams(max_tokens=rng.randrange(4, 16), ignore_eos=True))
+            if number % 20 == 0:
+                resident.append(resident_mb(worker.pid))
+    print(f"resident MB after every 20 requests: {[round(mb) for mb in resident]}")
+    assert resident[-1] - resident[0] < 32 + 32
+    assert resident[-1] - resident[5] < 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_four_thousand_tokens_of_the_real_model_are_those_of_plain_decoding(
+    smollm2: str, temperature: float
+) -> None:
+    prompt = "Write a very long story about a lighthouse keeper."
+    sampling = SamplingParams(max_tokens=4000, temperature=temperature, seed=3, ignore_eos=True)
+    texts = []
+    for method in ("none", "suffix"):
+        async with await Engine.start({"model": smollm2}, method=method, **{"verifier.threads": 1}) as engine:
+            texts.append((await engine.generate(prompt, sampling)).token_ids)
+    assert len(texts[0]) == 4000
+    assert texts[1] == texts[0]

@@ -98,8 +98,9 @@ def test_commit_keeps_the_paths_keys_and_values_in_order_whatever_the_table(
         block, lane = int(cache.table[place // BLOCK]), place % BLOCK
         pool.keys[:, block, :, :head_dim, lane] = (place % 7 + parts)[:, None].to(dtype)
         pool.values[:, block, :, lane, :head_dim] = (-(place % 7) - parts)[:, None].to(dtype)
+    cache.pending = 40
     cache.commit(path)
-    assert cache.length == past + len(path)
+    assert (cache.length, cache.pending) == (past + len(path), 0)
     for place, source in enumerate([*range(past), *(past + node for node in path)]):
         block, lane = int(cache.table[place // BLOCK]), place % BLOCK
         expected = (source % 7 + parts)[:, None].to(dtype).expand(2, 3, head_dim)
@@ -121,3 +122,68 @@ def test_a_released_cache_serves_another_request() -> None:
     one.release()
     other.reserve(2 * BLOCK)
     assert np.unique(other.table).tolist() == [0, 1] and one.capacity == 0
+
+
+def pool_of(blocks: int) -> KVPool:
+    return KVPool(KVShape(1, 1, 8, torch.float32), blocks)
+
+
+def text_of(blocks: int, first: int = 0) -> list[int]:
+    return list(range(first, first + blocks * BLOCK))
+
+
+def read(pool: KVPool, text: list[int]) -> KVCache:
+    """A request whose text has been forwarded."""
+    cache = KVCache(pool)
+    cache.adopt(text)
+    cache.reserve(len(text))
+    cache.length = len(text)
+    cache.publish(text)
+    return cache
+
+
+def test_what_was_not_used_for_longest_is_forgotten_first() -> None:
+    pool = pool_of(3)
+    texts = [text_of(1, 100 * i) for i in range(3)]
+    for text in texts:
+        read(pool, text).release()
+    read(pool, texts[0]).release()  # used again, so the second is now the oldest
+    read(pool, text_of(1, 900)).release()
+    known = [KVCache(pool) for _ in texts]
+    for cache, text in zip(known, texts, strict=True):
+        cache.adopt(text)
+    assert [cache.length for cache in known] == [BLOCK, 0, BLOCK]
+
+
+def test_a_block_is_looked_up_where_it_begins_and_the_text_fills_it() -> None:
+    cache, text = KVCache(pool_of(4)), text_of(2)
+    assert cache.next_ending(text[: BLOCK - 1]) is None
+    assert cache.next_ending(text[:BLOCK]) == (0, tuple(text[:BLOCK]))
+    cache.reserve(BLOCK + 1)
+    cache.length = BLOCK + 1
+    assert cache.next_ending(text_of(4)) is None
+
+
+def test_a_text_read_in_steps_is_published_block_by_block_and_each_once() -> None:
+    pool, text = pool_of(8), text_of(3)
+    cache = KVCache(pool)
+    for length in (5, BLOCK, BLOCK + 3, 2 * BLOCK + 1, 3 * BLOCK):
+        cache.reserve(length)
+        cache.length = length
+        cache.publish(text[:length])
+    assert cache.next_ending(text + text_of(1, 500)) == (3, tuple(text_of(1, 500)))
+    again = KVCache(pool)
+    again.adopt(text)
+    assert again.table.tolist() == cache.table.tolist()
+
+
+def test_a_request_gives_back_its_own_block_for_one_that_is_known() -> None:
+    pool, text = pool_of(6), text_of(2)
+    first, second = read(pool, text), KVCache(pool)
+    second.reserve(3 * BLOCK)
+    second.adopt(text)
+    assert second.table[:2].tolist() == first.table.tolist() and second.length == 2 * BLOCK
+    assert pool.free == 6 - 2 - 1
+    first.release()
+    second.release()
+    assert pool.free == 6

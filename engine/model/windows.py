@@ -1,0 +1,27 @@
+"""Windows of attention, tried on a short text.
+
+Real windows are of thousands of positions, more than a check at load can read. What a layer does at a window's edge
+does not depend on its size, so models are tried with short ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+SHORT = 8
+_KEYS = ("sliding_window", "attention_chunk_size")  # what models ask for their masks by, at every forward
+
+
+@contextmanager
+def short_windows(config: Any) -> Iterator[bool]:
+    """While this lasts every window that the configuration names is SHORT positions. Yields whether it names any."""
+    named = {key: value for key in _KEYS if isinstance(value := getattr(config, key, None), int) and value > SHORT}
+    for key in named:
+        setattr(config, key, SHORT)
+    try:
+        yield bool(named)
+    finally:
+        for key, value in named.items():
+            setattr(config, key, value)

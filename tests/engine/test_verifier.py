@@ -1,0 +1,238 @@
+"""The verifier's step, with a target whose every answer is known and lines that only note what is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.batch import Segment
+from engine.config import load
+from engine.cost_model import CostModel
+from engine.messages import Cancel, Draft, Failed, Finish, Hello, Stop, Submit, Tokens, Verdict
+from engine.model.kv_pool import KVCache, KVPool, KVShape
+from engine.pace import Pace
+from engine.request import Request
+from engine.sampling import SamplingParams
+from engine.tree import TokenTree
+from engine.verifier import Verifier
+
+VOCABULARY, CONTEXT, BLOCKS = 100, 32, 16
+DRAFTER = "drafter-1"
+
+
+class Counting:
+    """Behind token t comes t + 1, and next likely t + 2. Features are the tokens."""
+
+    vocab_size, context, layers = VOCABULARY, CONTEXT, 2
+    eos_tokens: frozenset[int] = frozenset()
+    device, inexact = torch.device("cpu"), ""
+
+    def __init__(self) -> None:
+        self.pool = KVPool(KVShape(1, 1, 16, torch.float32), BLOCKS)
+        self.forwards: list[list[Segment]] = []
+
+    def open_cache(self, most: int) -> KVCache:
+        return KVCache(self.pool)
+
+    def release(self, cache: KVCache) -> None:
+        cache.release()
+
+    def run(self, segments: Sequence[Segment], feature_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
+        self.forwards.append(list(segments))
+        wanted = [s.tokens if s.wanted == "all" else s.tokens[-1:] if s.wanted == "last" else [] for s in segments]
+        tokens = torch.tensor(np.concatenate(wanted), dtype=torch.int64)
+        logits = torch.zeros(len(tokens), VOCABULARY)
+        logits[range(len(tokens)), (tokens + 1) % VOCABULARY] = 9.0
+        logits[range(len(tokens)), (tokens + 2) % VOCABULARY] = 8.0
+        rows = torch.tensor(np.concatenate([s.tokens for s in segments]), dtype=torch.float32)
+        return logits, rows[:, None, None] if feature_layers else None
+
+
+class Wire:
+    """A line or a hub: what arrives is put into `inbox`, what is sent is found in `sent`."""
+
+    def __init__(self) -> None:
+        self.inbox: list[Any] = []
+        self.sent: list[Any] = []
+        self.malformed = 0
+
+    def received(self) -> list[Any]:
+        arrived, self.inbox = self.inbox, []
+        return arrived
+
+    def send(self, *parts: Any) -> None:
+        self.sent.append(parts)
+
+    def restore(self) -> None: ...
+
+
+class Stage:
+    """A verifier whose rounds the test runs one by one."""
+
+    def __init__(self, hello: Hello | None = None, **options: Any):
+        self.control, self.drafts, self.target = Wire(), Wire(), Counting()
+        config = load({"model": "counting", "method": "pld"}, options)
+        parts: Any = (self.target, self.control, self.drafts)
+        self.verifier = Verifier(config, *parts, Pace("sequential", 1, 1))
+        if hello is not None:
+            self.drafts.inbox.append((DRAFTER, hello, []))
+            self.verifier._receive()
+
+    def submit(self, number: int, prompt: list[int], **sampling: Any) -> Request:
+        submit = Submit(request=number, sampling=SamplingParams(**{"max_tokens": 20} | sampling))
+        self.control.inbox.append((submit, [np.asarray(prompt), np.zeros(0, np.int32)]))
+        self.verifier._receive()
+        request = self.verifier.requests.find(number)
+        assert request is not None
+        return request
+
+    def draft(self, request: Request, tree: TokenTree, number: int = 1) -> None:
+        """The tree for the round to come arrives."""
+        round_, parent, node, token = request.outcome
+        message = Draft(
+            request=request.number, round=round_, draft=number, parent=parent, node=node, token=token, draft_us=0
+        )
+        arrays = [tree.tokens, tree.parents, tree.confidence, tree.source]
+        self.drafts.inbox.append((DRAFTER, message, arrays))
+        self.verifier._receive()
+
+    def step(self) -> list[Segment]:
+        """One step of all that are there; returns its segments."""
+        verifier = self.verifier
+        verifier._step(verifier.requests.plan(10**18, verifier.costs, verifier._drafted(), False))
+        return self.target.forwards[-1]
+
+    def verdicts(self) -> list[tuple[Verdict, list[Any]]]:
+        """Those told since the last look."""
+        told = [(parts[1], parts[2]) for parts in self.drafts.sent if isinstance(parts[1], Verdict)]
+        self.drafts.sent.clear()
+        return told
+
+    def tokens(self, number: int) -> list[int]:
+        """What the front end was told that the request has emitted."""
+        messages = [parts[0] for parts in self.control.sent if isinstance(parts[0], Tokens)]
+        return [token for message in messages if message.request == number for token in message.tokens]
+
+
+def bushy(root: int, *confidence: float) -> TokenTree:
+    """Below the root its true successor t + 1 comes last; the others are wrong."""
+    wrong = [(root + 10 * i) % VOCABULARY for i in range(1, len(confidence))]
+    return TokenTree.from_lists([root, *wrong, root + 1], [-1] + [0] * len(confidence), [1.0, *confidence])
+
+
+CALIBRATED = Hello(calibrated=True)
+FOUR_ROWS = CostModel({1: 0.01, 4: 0.01, 8: 10.0})  # a fifth row costs more than it can bring
+
+
+def test_of_all_requests_trees_the_most_confident_nodes_are_verified() -> None:
+    stage = Stage(CALIBRATED)
+    one, other = stage.submit(1, [10]), stage.submit(2, [50])
+    stage.step()
+    stage.draft(one, bushy(11, 0.2, 0.1, 0.9))
+    stage.draft(other, bushy(51, 0.3, 0.05, 0.8))
+    stage.verifier.costs = FOUR_ROWS
+    assert [segment.tokens.tolist() for segment in stage.step()] == [[11, 12], [51, 52]]
+    assert stage.tokens(1) == [11, 12, 13] and stage.tokens(2) == [51, 52, 53]
+
+
+def test_trees_of_a_drafter_that_promises_nothing_are_verified_whole() -> None:
+    stage = Stage(Hello())
+    request = stage.submit(1, [10])
+    stage.step()
+    stage.draft(request, bushy(11, 0.2, 0.1, 0.9, 0.8, 0.7))
+    stage.verifier.costs = FOUR_ROWS
+    assert len(stage.step()[0]) == 6
+
+
+@pytest.mark.parametrize(("depth", "nodes"), [(CONTEXT - 11, CONTEXT - 10), (CONTEXT - 10, 1)])
+def test_a_tree_that_does_not_fit_into_the_context_is_left_out(depth: int, nodes: int) -> None:
+    """Ten tokens were read and one was drawn; no row may stand behind the last position."""
+    stage = Stage(Hello())
+    request = stage.submit(1, list(range(10)), max_tokens=CONTEXT - 10)
+    stage.step()
+    stage.draft(request, TokenTree.chain(10, [i + 11 for i in range(depth)], [0.9] * depth))
+    assert [len(segment) for segment in stage.step()] == [nodes]
+
+
+def test_a_verdict_speaks_of_the_tree_as_it_was_drafted_though_only_a_part_was_verified() -> None:
+    stage = Stage(Hello(feature_layers=(1,), successors=2, calibrated=True))
+    request = stage.submit(1, [10])
+    stage.step()
+    stage.verdicts()
+    tree = TokenTree.from_lists([11, 40, 12, 41, 13], [-1, 0, 0, 1, 2], [1.0, 0.2, 0.9, 0.1, 0.8])
+    stage.draft(request, tree, number=7)
+    stage.verifier.costs = CostModel({1: 0.01, 3: 0.01, 8: 10.0})
+    assert stage.step()[0].tokens.tolist() == [11, 12, 13]
+    [(verdict, (path, tokens, features, successors, *_))] = stage.verdicts()
+    assert verdict.draft == 7
+    assert (list(path), list(tokens)) == ([0, 2, 4], [12, 13, 14])
+    assert successors.tolist() == [[12, 13], [-1, -1], [13, 14], [-1, -1], [14, 15]]
+    assert features.shape == (3, 1, 1)
+    assert request.outcome == (2, 7, 4, 14)
+
+
+def test_the_accepted_path_is_what_the_cache_keeps() -> None:
+    stage = Stage(Hello())
+    request = stage.submit(1, [10, 11])
+    stage.step()
+    stage.draft(request, bushy(12, 0.5, 0.5))
+    stage.step()
+    assert request.text == [10, 11, 12, 13, 14]
+    assert request.kept_path == [0, 2] and request.cache.length == 4
+    assert stage.step()[0].tokens.tolist() == [14]
+
+
+def test_a_cancelled_request_gives_its_blocks_back_and_nobody_hears_of_it_again() -> None:
+    stage = Stage(Hello())
+    running, other = stage.submit(1, [10] * 20), stage.submit(2, [50])
+    stage.step()
+    waiting = stage.submit(3, [70])
+    stage.control.inbox += [(Cancel(request=number), []) for number in (running.number, waiting.number, 99)]
+    stage.verifier._receive()
+    assert [*stage.verifier.requests] == [other]
+    assert stage.target.pool.free == BLOCKS - 1
+    finished = [parts[1].request for parts in stage.drafts.sent if isinstance(parts[1], Finish)]
+    assert finished == [1, 3]
+    emitted = stage.tokens(1)
+    assert len(stage.step()) == 1
+    assert stage.tokens(1) == emitted and stage.tokens(2) == [51, 52]
+
+
+def test_a_finished_request_gives_its_blocks_back() -> None:
+    stage = Stage()
+    stage.submit(1, [10] * 20, max_tokens=2)
+    stage.step()
+    stage.step()
+    assert stage.tokens(1) == [11, 12]
+    assert not [*stage.verifier.requests] and stage.target.pool.free == BLOCKS
+
+
+def test_logits_that_are_no_numbers_end_the_request_they_are_for_and_no_other() -> None:
+    stage = Stage()
+    bad, good = stage.submit(1, [10]), stage.submit(2, [50])
+    stage.step()
+    run = stage.target.run
+
+    def overflown(segments: Sequence[Segment], feature_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
+        logits, features = run(segments, feature_layers)
+        logits[0, 3] = torch.nan
+        return logits, features
+
+    stage.target.run = overflown  # type: ignore[method-assign]
+    stage.step()
+    [failed] = [parts[0] for parts in stage.control.sent if isinstance(parts[0], Failed)]
+    assert (failed.request, failed.kind) == (bad.number, "NotANumber")
+    assert "NaN" in failed.text and "position 2" in failed.text
+    assert [*stage.verifier.requests] == [good] and stage.tokens(2) == [51, 52]
+
+
+def test_told_to_stop_it_stops() -> None:
+    stage = Stage()
+    stage.control.inbox.append((Stop(), []))
+    stage.verifier._receive()
+    assert stage.verifier.stopping
