@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from drafters.training.features import kept_states
 from drafters.training.loss import Factors
 from drafters.training.recipe import Recipe
 
@@ -26,13 +27,15 @@ from drafters.training.recipe import Recipe
 class Texts:
     """What a head drafts from. features: [batch, rows, states, hidden], true. tokens: [batch, rows + 1 + steps], from t[0].
 
-    embedded: [..., hidden], the tokens' embeddings (see `HeadModule.embed`). anchors: [batch, anchors], rows.
+    embedded: [..., hidden], the tokens' embeddings (see `HeadModule.embed`). anchors: [batch, anchors], rows. known:
+    [batch, anchors], how many of the tokens to be drafted a block head is shown.
     """
 
     features: Tensor
     tokens: Tensor
     embedded: Tensor
     anchors: Tensor
+    known: Tensor
 
     def at_anchors(self, values: Tensor, behind: int = 0) -> Tensor:
         """values: [batch, rows or more, ...] -> [batch, anchors, ...], so many rows behind each anchor."""
@@ -385,7 +388,7 @@ def build(recipe: Recipe, target: Any, draft_ids: Tensor) -> HeadModule:
     draft = LlamaConfig(
         hidden_size=config.hidden_size,
         intermediate_size=recipe.intermediate_size or config.intermediate_size,
-        num_hidden_layers=1,
+        num_hidden_layers=recipe.layers if recipe.method == "block" else 1,
         num_attention_heads=heads,
         num_key_value_heads=config.num_key_value_heads,
         head_dim=config.hidden_size // heads,
@@ -394,6 +397,10 @@ def build(recipe: Recipe, target: Any, draft_ids: Tensor) -> HeadModule:
         rms_norm_eps=config.rms_norm_eps,
         rope_parameters=config.rope_parameters,
     )
+    if recipe.method == "block":
+        from drafters.training.block import BlockModule
+
+        return BlockModule(draft, recipe, target, draft_ids, kept_states(config.num_hidden_layers)[:-1])
     return EagleModule(draft, head) if recipe.method == "eagle" else Eagle3Module(draft, head, draft_ids)
 
 

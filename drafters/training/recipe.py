@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine.errors import ConfigError
 
-Method = Literal["eagle", "eagle3", "medusa", "hydra", "sps"]
+Method = Literal["eagle", "eagle3", "medusa", "hydra", "sps", "block"]
 
 
 class Recipe(BaseModel):
@@ -27,7 +27,8 @@ class Recipe(BaseModel):
 
     Head: intermediate_size of the layer; draft_vocab_size (EAGLE-3), 0 is all; heads and blocks (Medusa, Hydra);
     tie_lm_head: use the target's output matrix instead of training one per head (Medusa, Hydra). hidden_size, layers,
-    attention_heads: of the small model (sps).
+    attention_heads: of the small model (sps). layers, markov_rank: of the block head, whose rows are `unroll`;
+    known_share: of its drafts that begin with tokens given.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -62,6 +63,8 @@ class Recipe(BaseModel):
     tie_lm_head: bool = False
     hidden_size: int = Field(160, ge=8)
     layers: int = Field(2, ge=1)
+    markov_rank: int = Field(128, ge=1)
+    known_share: float = Field(0.0, ge=0, le=1)
     attention_heads: int = Field(5, ge=1)
 
     @classmethod

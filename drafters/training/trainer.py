@@ -6,6 +6,7 @@ from n, so a run that was killed and resumed ends with the same weights as one t
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 import time
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from drafters.eagle3 import fused_layers
 from drafters.training.answers import Example
-from drafters.training.features import Features
+from drafters.training.features import Features, kept_states
 from drafters.training.loss import Teacher, vocabulary_loss
 from drafters.training.modules import HeadModule, Texts
 from drafters.training.recipe import Recipe
@@ -59,7 +60,8 @@ class Score:
 
 class Trainer:
     """One run. target: a loaded causal LM; features: of its examples, training ones first, then `recipe.held_out` to
-    measure on. best: the held-out chain length of `best_state`, the weights worth keeping.
+    measure on. averaged: the head with the running mean of its weights, which is what is measured and kept: it is nearly
+    as good as at the end of a schedule wherever a run stops. best: its greatest held-out chain length, of `best_state`.
     """
 
     def __init__(self, recipe: Recipe, target: Any, module: HeadModule, features: Features):
@@ -81,6 +83,7 @@ class Trainer:
             weight_decay=recipe.weight_decay,
             fused=True,
         )
+        self.averaged = copy.deepcopy(self.module).requires_grad_(False).eval()
         self.step = self.tokens = 0
         self.best = 0.0
         self.best_state: dict[str, Tensor] = {}
@@ -93,7 +96,7 @@ class Trainer:
         judged: Callable[[Score, bool], None],
     ) -> None:
         """Train to the last step, saving now and then and at the end. `report` is told of every step, `judged` of every
-        held-out score and whether it is the best so far; the weights that it belongs to are in `module`.
+        held-out score of `averaged` and whether it is the best so far.
         """
         saved = time.monotonic()
         while self.step < self.recipe.steps:
@@ -111,7 +114,7 @@ class Trainer:
         best = score.chain_length() > self.best
         if best:
             self.best = score.chain_length()
-            self.best_state = {name: tensor.clone() for name, tensor in self.module.state_dict().items()}
+            self.best_state = {name: tensor.clone() for name, tensor in self.averaged.state_dict().items()}
         judged(score, best)
 
     def train_step(self) -> Score:
@@ -124,13 +127,13 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
+        self._average()
         self.tokens += score.count[0]
         return score
 
     @torch.no_grad()
     def evaluate(self) -> Score:
         """Held-out acceptance per draft position."""
-        self.module.eval()
         score, size = Score(), max(8, self.recipe.batch)
         for at in range(0, len(self.held_out), size):
             self._loss(self.held_out[at : at + size], max(EVALUATED_STEPS, self.recipe.unroll), score, seed=None)
@@ -140,6 +143,7 @@ class Trainer:
         """Everything `load` needs, replacing the file at once."""
         state = {
             "module": self.module.state_dict(),
+            "averaged": self.averaged.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
             "tokens": self.tokens,
@@ -160,9 +164,15 @@ class Trainer:
         if state["recipe"] != self.recipe.model_dump_json():
             raise ConfigError(f"checkpoint={path}: belongs to another recipe: use the same recipe, or no --resume")
         self.module.load_state_dict(state["module"])
+        self.averaged.load_state_dict(state["averaged"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.tokens = state["step"], state["tokens"]
         self.best, self.best_state = state["best"], state["best_state"]
+
+    def _average(self) -> None:
+        """Move the averaged weights towards the present ones; at first the mean of all, then of the last 50 steps."""
+        present = [p.detach() for p in self.module.parameters()]
+        torch._foreach_lerp_(list(self.averaged.parameters()), present, max(0.02, 3 / (self.step + 3)))
 
     def _batch(self, step: int) -> list[int]:
         """The examples of a step: every epoch a new permutation, its batches of similar lengths."""
@@ -179,7 +189,7 @@ class Trainer:
 
     def _loss(self, chosen: Sequence[int], steps: int, score: Score, seed: int | None) -> Tensor:
         """The recipe's loss of `steps` draft steps; adds each step's figures to `score`. seed: None to measure."""
-        recipe, module = self.recipe, self.module
+        recipe, module = self.recipe, self.averaged if seed is None else self.module
         examples = [self.features.examples[i] for i in chosen]
         lengths = torch.tensor([len(example.tokens) for example in examples], device=self.device)
         anchors, real = self._anchors(examples, seed)
@@ -194,7 +204,8 @@ class Trainer:
         head = self.head.to(true.dtype)
         total = torch.zeros((), device=self.device)
         with self._autocast():
-            texts = Texts(features.to(true.dtype), tokens, module.embed(tokens, self.target), anchors)
+            embedded = module.embed(tokens, self.target)
+            texts = Texts(features.to(true.dtype), tokens, embedded, anchors, self._known(anchors, seed))
             for step, (states, guessed) in enumerate(module.draft(texts, steps)):
                 b, a = torch.nonzero(real & (anchors + step + 2 < lengths[:, None]), as_tuple=True)
                 if not len(b):
@@ -229,6 +240,14 @@ class Trainer:
         real = torch.tensor([[True] * len(row) + [False] * (most - len(row)) for row in rows], device=self.device)
         return torch.tensor([row + row[-1:] * (most - len(row)) for row in rows], device=self.device), real
 
+    def _known(self, anchors: Tensor, seed: int | None) -> Tensor:
+        """[batch, anchors] int64: in a share of the drafts between 1 and all but one of the block's tokens are given."""
+        if seed is None or not self.recipe.known_share:
+            return torch.zeros_like(anchors)
+        generator = torch.Generator().manual_seed(seed)
+        count = torch.randint(1, max(2, self.recipe.unroll), anchors.shape, generator=generator)
+        return (count * (torch.rand(anchors.shape, generator=generator) < self.recipe.known_share)).to(anchors)
+
     def _autocast(self) -> Any:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.low_precision)
 
@@ -236,6 +255,8 @@ class Trainer:
 def wanted_layers(recipe: Recipe, target: Any) -> tuple[int, ...]:
     """Hidden states the head reads; ModelError if the target has too few layers."""
     layers = target.config.get_text_config().num_hidden_layers
+    if recipe.method == "block":
+        return kept_states(layers)[:-1]
     if recipe.method != "eagle3":
         return (layers,)
     wanted = fused_layers(layers)
