@@ -61,8 +61,21 @@ class Session(ABC):
         """Node 0's logits, [1, draft_vocab]."""
 
     @abstractmethod
-    def extend(self, parents: list[int], tokens: list[int]) -> tuple[list[int], Tensor]:
-        """New nodes below known ones, in one forward: their ids and logits, [n, draft_vocab] (or [1, ...] for all)."""
+    def extend(self, parents: list[int], tokens: list[int]) -> tuple[list[int], Tensor | None]:
+        """New nodes below known ones, in one forward: their ids and logits, [n, draft_vocab] (or [1, ...] for all);
+        None where `rank` needs none.
+        """
+
+    def begin(self, paths: Sequence[Sequence[int]]) -> list[int]:
+        """Nodes at the end of some paths behind node 0, drafted together; -1 for a path that is too long. Heads that
+        draft step by step have no better way than to `extend` one token at a time, and return nothing.
+        """
+        return []
+
+    def rank(self, ranking: Ranking, nodes: list[int], logits: Tensor | None, positions: list[int]) -> Candidates:
+        """What may follow these nodes. positions: of the tokens that they predict."""
+        assert logits is not None
+        return ranking(logits, positions)
 
     @abstractmethod
     def room(self) -> int:
@@ -190,7 +203,7 @@ class HeadDrafter(Drafter):
             if not state.session.synced or not group:  # nothing to draft from, or no room for even one
                 trees.append(TokenTree.root_only([*state.text, *continuations[len(trees)]][-1]))
                 continue
-            roots = self._descend(state, group)
+            roots = self._begin(state, group)
             tokens = [(path or state.text)[-1] for path in group]
             advisers = advice[len(trees) : len(trees) + len(group)] if advice else [None] * len(group)
             trees += self._grow(state, roots, tokens, advisers, between_steps, len(trees))
@@ -224,7 +237,7 @@ class HeadDrafter(Drafter):
     @torch.inference_mode()
     def observe(self, request: int, verdict: Verdict) -> None:
         state = self._requests[request]
-        if 0 in state.seen and state.session.synced == len(state.text) - 1:
+        if state.ranking.learns and 0 in state.seen and state.session.synced == len(state.text) - 1:
             state.ranking.learn(state.session.root(), len(state.text), verdict.tokens[0])
         state.text += verdict.tokens
         if not self.feature_layers:
@@ -287,6 +300,23 @@ class HeadDrafter(Drafter):
             fitting += 1
         return paths[:fitting]
 
+    def _begin(self, state: _Request, paths: list[list[int]]) -> list[int]:
+        """The node at the end of each path, from which a tree is to grow."""
+        started = time.perf_counter()
+        nodes = state.session.begin(paths) if any(paths) else []
+        if not nodes:
+            return self._descend(state, paths)
+        self.steps += 1
+        begun = [row for row, node in enumerate(nodes) if node >= 0]
+        for row in begun:
+            state.depth[nodes[row]] = len(paths[row])
+        self._note(state, [nodes[row] for row in begun], None)
+        self.forward_s += time.perf_counter() - started
+        others = [row for row, node in enumerate(nodes) if node < 0]
+        for row, node in zip(others, self._descend(state, [paths[row] for row in others]), strict=True):
+            nodes[row] = node
+        return nodes
+
     def _descend(self, state: _Request, paths: list[list[int]]) -> list[int]:
         """The node at the end of each path, drafted where the request has not been there before."""
         if 0 not in state.seen:
@@ -296,7 +326,7 @@ class HeadDrafter(Drafter):
             self.steps += 1
             self._note(state, [0], logits)
         nodes = [0] * len(paths)
-        for level in range(max(map(len, paths))):
+        for level in range(max(map(len, paths), default=0)):
             going = [row for row, path in enumerate(paths) if len(path) > level]
             reached = self._nodes(state, [(nodes[row], paths[row][level]) for row in going])
             for row, node in zip(going, reached, strict=True):
@@ -388,10 +418,11 @@ class HeadDrafter(Drafter):
             self._note(state, nodes, logits)
         return [state.child[pair] for pair in pairs]
 
-    def _note(self, state: _Request, nodes: list[int], logits: Tensor) -> None:
+    def _note(self, state: _Request, nodes: list[int], logits: Tensor | None) -> None:
         """Remember what the head sees behind each node."""
-        positions = [state.session.synced + 1 + state.depth[node] for node in nodes[: len(logits)]]
-        seen = state.ranking(logits, positions)
+        first = nodes if logits is None else nodes[: len(logits)]
+        positions = [state.session.synced + 1 + state.depth[node] for node in first]
+        seen = state.session.rank(state.ranking, nodes, logits, positions)
         for row, node in enumerate(nodes):
-            row = row if len(logits) > 1 else 0
+            row = row if len(seen.tokens) > 1 else 0
             state.seen[node] = (seen.tokens[row], seen.chance[row])

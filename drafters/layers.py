@@ -153,6 +153,8 @@ class DecoderLayer:
         gate, up = take("mlp.gate_proj.weight", ffn, hidden), take("mlp.up_proj.weight", ffn, hidden)
         self.gate_up = Linear(torch.cat([gate, up]))
         self.down = Linear(take("mlp.down_proj.weight", hidden, ffn))
+        self.query_norm: RMSNorm | None = None  # over each head, in families that have them
+        self.key_norm: RMSNorm | None = None
 
     def __call__(
         self, qkv: Tensor, residual: Tensor, positions: Tensor, cache: KVCache, at: int | Tensor, mask: Tensor | None
@@ -163,7 +165,11 @@ class DecoderLayer:
         Returns [n, hidden].
         """
         n, heads, kv = len(qkv), self.heads, self.kv_heads
-        qkv = qkv.to(self.attends_in).view(n, heads + 2 * kv, self.head_dim)
+        qkv = qkv.view(n, heads + 2 * kv, self.head_dim)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(qkv[:, :heads]), self.key_norm(qkv[:, heads : heads + kv])
+            qkv = torch.cat([query, key, qkv[:, heads + kv :]], dim=1)
+        qkv = qkv.to(self.attends_in)
         rotated = self.rotary(qkv[:, : heads + kv], positions)
         keys, values = cache.write(rotated[:, heads:].transpose(0, 1), qkv[:, heads + kv :].transpose(0, 1), at)
         attended = F.scaled_dot_product_attention(
@@ -176,6 +182,14 @@ class DecoderLayer:
         x = residual + self.out(attended[0].transpose(0, 1).reshape(n, -1).to(self.dtype))
         gate, up = self.gate_up(self.norm(x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
+
+
+    def keys_values(self, kv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """kv: [n, 2 * kv_heads * head_dim] -> rotated keys and values, [kv_heads, n, head_dim] each."""
+        kv = kv.view(len(kv), 2 * self.kv_heads, self.head_dim)
+        key = kv[:, : self.kv_heads] if self.key_norm is None else self.key_norm(kv[:, : self.kv_heads])
+        key = self.rotary(key.to(self.attends_in), positions)
+        return key.transpose(0, 1), kv[:, self.kv_heads :].to(self.attends_in).transpose(0, 1)
 
 
 def causal_mask(n: int, past: int, device: torch.device) -> Tensor:
