@@ -4,7 +4,8 @@ beginnings.
 
 A few Transformer layers over a block: row 0 holds the last committed token, the others a mask's embedding. Each layer
 attends to the block and to the *context*: the target's hidden states, concatenated and fused by `fc` and `hidden_norm`,
-through that layer's own key and value projections. Embeddings and output matrix are the target's unless the file has
+through that layer's own key and value projections. Talon's rows also begin with the last context vector (`entry` over
+the token's embedding and it); in the published layouts attention alone brings it. Embeddings and output matrix are the target's unless the file has
 its own (for DSpark it must).
 
 Which token a row predicts: DFlash and JetSpec fill in the masks, so row r >= 1 predicts the r-th token from the root,
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from drafters.block_session import BlockSession
 from drafters.checkpoint import WEIGHT_FILES, Checkpoint, TargetWeights
-from drafters.growth import Static
+from drafters.growth import Dynamic, Policy, Static
 from drafters.head import Head
 from drafters.layers import DecoderLayer, KVCache, Linear, RMSNorm, draft_dtype, llama_config, qkv_weights
 from engine.errors import DrafterMismatch
@@ -85,7 +86,8 @@ class BlockHead(Head):
     """size: rows of a block. first: the row that predicts the token behind the root. depth: tokens predicted."""
 
     method = "block"
-    published_growth = Static([(0,) * depth for depth in range(1, 8)])
+    one_pass = True
+    published_growth: Policy = Static([(0,) * depth for depth in range(1, 8)])
 
     def __init__(self, checkpoint: Checkpoint, target: TargetWeights, device: torch.device):
         self.device, self.dtype = device, draft_dtype(device)
@@ -102,6 +104,9 @@ class BlockHead(Head):
         self.first = 0 if shifted else 1
         self.depth = self.size - self.first
         self.causal = bool(options.get("causal", flash.get("causal_head", False)))
+        # a chain for DFlash and DSpark, for JetSpec the best paths of the seven best of each depth
+        chain = Static([(0,) * depth for depth in range(1, self.depth + 1)])
+        self.published_growth = Dynamic(self.depth - 1, 7, 128) if flash.get("causal_head", False) else chain
         vocab = checkpoint.number("draft_vocab_size", target.vocab_size)
         self.target_ids = checkpoint.target_ids(vocab, target.vocab_size).to(device)
 
@@ -121,6 +126,8 @@ class BlockHead(Head):
             for index in range(checkpoint.number("num_hidden_layers"))
         ]
         self.norm = RMSNorm(take("norm.weight", hidden), config.rms_norm_eps)
+        entry = checkpoint.take_optional("entry.weight", hidden, 2 * hidden)
+        self.entry = None if entry is None else Linear(entry.to(device, self.dtype))
         self.link: Link | None = None
         rank = options.get("markov_rank") or 0
         if rank:

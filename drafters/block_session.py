@@ -4,7 +4,8 @@ The context's keys and values fill the first cache slots, one for each position 
 come behind them and are dropped with the next features. All blocks that are wanted at once are one forward.
 
 A block is turned into a table: for each depth, the likeliest tokens by the rows alone, and behind each of those what
-may follow it, with the link from it. To grow a tree is then to look things up.
+may follow it, with the link from it. To grow a tree is then to look things up. Where the head says how much of the
+target's probability its own covers (confidence c), the chance of a token is c * q: their common mass, shared out as q.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class BlockSession(Session):
         self.text = capacity
         self.caches = head.new_caches(capacity + _BLOCKS * head.size)
         self.slots = 0
+        self.last = torch.empty(0)  # the last position's context vector
         self.blocks: list[_Block] = []
         self.nodes = _Nodes()
         self._pending: list[tuple[int, Tensor, list[int]]] = []
@@ -124,6 +126,8 @@ class BlockSession(Session):
             tokens[row, : len(path) + 1] = torch.tensor([self._root_token, *path[: size - 1]])
         tokens = tokens.to(head.device)
         x = torch.where((tokens < 0)[..., None], head.mask, head.embedding[tokens.clamp(min=0)]).flatten(0, 1)
+        if head.entry is not None:
+            x = head.entry(torch.cat([x, self.last.expand_as(x)], dim=1))
         own = torch.ones(size, size, dtype=torch.bool, device=head.device)
         own = torch.block_diag(*[own.tril() if head.causal else own] * count).bool()
         mask = torch.cat([own.new_ones(count * size, self.slots), own], dim=1)
@@ -143,6 +147,7 @@ class BlockSession(Session):
                 for layer, cache in zip(self.head.layers, self.caches, strict=True):
                     layer.read(context, positions, cache, self.slots)
                 self.slots += len(chunk)
+                self.last = context[-1]
         self._pending.clear()
 
     # What it says.
@@ -174,7 +179,9 @@ class BlockSession(Session):
         head, known = self.head, len(block.known)
         states = block.states[head.first + known :]
         logits = head.lm_head(states)
-        if head.link is not None:  # the token before the first row is known: its link is taken over the whole vocabulary
+        if (
+            head.link is not None
+        ):  # the token before the first row is known: its link is taken over the whole vocabulary
             token = torch.tensor([[block.root]], device=head.device)
             logits[:1] += head.link(states[:1], token)[0] @ head.link.second.T
         scores = ranking.scores(logits, [self.synced + 1 + known + row for row in range(len(states))])
@@ -183,7 +190,9 @@ class BlockSession(Session):
         peak = top.values[:, :1]
         total, likely = (scores - peak).exp().sum(-1), (top.values - peak).exp()
         rest = (total - likely.sum(-1)).clamp(min=0)
-        single = Candidates(ids[:, : ranking.top_k].tolist(), (likely / total[:, None])[:, : ranking.top_k].tolist())
+        sure = self._sure(states, block.root, ids)
+        alone = (likely / total[:, None] * sure.mean(1, keepdim=True))[:, : ranking.top_k]
+        single = Candidates(ids[:, : ranking.top_k].tolist(), alone.tolist())
         table: list[dict[int, Following]] = [
             {block.root if row == 0 else -1: (tokens, chances)}
             for row, (tokens, chances) in enumerate(zip(single.tokens, single.chance, strict=True))
@@ -196,9 +205,18 @@ class BlockSession(Session):
         linked = top.values[1:, None] + link - peak[1:, None]
         best = linked.topk(ranking.top_k)
         chance = best.values.exp() / (linked.exp().sum(-1) + rest[1:, None])[..., None]
+        chance *= sure[1:, :, None]
         tokens = ids[1:, None].expand(-1, link.shape[1], -1).gather(2, best.indices)
         for row, (names, followers, chances) in enumerate(
             zip(before.tolist(), tokens.tolist(), chance.tolist(), strict=True)
         ):
             table[row + 1] |= dict(zip(names, zip(followers, chances, strict=True), strict=True))
         return table
+
+    def _sure(self, states: Tensor, root: int, ids: Tensor) -> Tensor:
+        """[rows, candidates]: the confidence in each row behind each candidate of the row before, 1 where none is said.
+        ids: [rows, candidates], the target's. Behind the root there is but one, repeated.
+        """
+        before = torch.cat([torch.full_like(ids[:1], root), ids[:-1]])
+        said = self.head.chance_of_overlap(states, before)
+        return torch.ones(ids.shape, device=ids.device) if said is None else said

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from drafters.base import BetweenSteps, Drafter, Learned, Verdict
 from drafters.checkpoint import TargetWeights
-from drafters.growth import STATIC_TREES, Adaptive, Candidates, Dynamic, Frontier, Policy, Static
+from drafters.growth import STATIC_TREES, Adaptive, Candidates, Dynamic, Frontier, Policy, Static, Talon
 from drafters.outcomes import Following
 from drafters.ranking import ErrorScale, Ranking
 from drafters.requirements import weights_path
@@ -93,14 +93,16 @@ class Head(ABC):
     """Weights that predict a target's next tokens from its hidden states.
 
     feature_layers: as `Drafter.feature_layers`. target_ids: [draft_vocab] int64, the target's id of each output.
-    method: its name in "talon train". published_growth: the policy its paper used.
+    method: its name in "talon train". published_growth: the policy its paper used. one_pass: whether whole trees come
+    from one forward.
     """
 
     feature_layers: tuple[int, ...]
     target_ids: Tensor
     device: torch.device
     method: ClassVar[str]
-    published_growth: ClassVar[Policy]
+    published_growth: Policy
+    one_pass: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod
@@ -113,7 +115,7 @@ class Head(ABC):
         path, options = weights_path(config), config.drafter
         target = TargetWeights.read(config.model)
         head = cls.load(path, target, find_device(config.device).type)
-        drafter = HeadDrafter(head, policy_of(options, cls.published_growth), SOURCE, options.shared_noise)
+        drafter = HeadDrafter(head, policy_of(options, head.published_growth), SOURCE, options.shared_noise)
         drafter.warm_up(target.hidden_size)
         return drafter
 
@@ -132,6 +134,8 @@ def policy_of(options: DrafterConfig, published: Policy, default: str = "adaptiv
         return Static(STATIC_TREES[growth.tree])
     if name == "dynamic":
         return Dynamic(growth.depth, growth.top_k, options.budget)
+    if name == "talon":
+        return Talon(options.budget, growth.top_k, growth.mu, growth.ungated)
     if name == "adaptive":
         return Adaptive(options.budget, growth.top_k, growth.mu, growth.gate)
     return published
@@ -166,6 +170,7 @@ class HeadDrafter(Drafter):
     def __init__(self, head: Head, policy: Policy, source: int = SOURCE, shared_noise: bool = True):
         self.head, self.policy, self.source, self.shared_noise = head, policy, source, shared_noise
         self.feature_layers = head.feature_layers
+        self.together = 24 if head.one_pass else 4
         self.error = ErrorScale()
         self.steps = 0  # forwards of the head so far
         self._requests: dict[int, _Request] = {}

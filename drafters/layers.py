@@ -183,7 +183,6 @@ class DecoderLayer:
         gate, up = self.gate_up(self.norm(x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
 
-
     def keys_values(self, kv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """kv: [n, 2 * kv_heads * head_dim] -> rotated keys and values, [kv_heads, n, head_dim] each."""
         kv = kv.view(len(kv), 2 * self.kv_heads, self.head_dim)

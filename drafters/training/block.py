@@ -2,6 +2,7 @@
 
 Row 0 holds the anchor's token, the others a mask's, save for *known beginnings*: in a share of the drafts the first
 tokens behind the anchor are given, as they are when the head drafts behind a retrieved passage or a possible outcome.
+Every row holds the last context vector as well (`entry`): attention alone takes long to learn to fetch it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class BlockAttention(AnchoredAttention):
         key, value = (states.unflatten(2, (count, size)) for states in self.keys(flat, positions))
         keys, values = true
         behind = torch.arange(keys.shape[2], device=x.device) > texts.anchors[:, None, :, None]
-        scores = (query @ keys.transpose(2, 3)).unflatten(2, (count, size)).masked_fill(behind[..., None, :], -torch.inf)
+        scores = (
+            (query @ keys.transpose(2, 3)).unflatten(2, (count, size)).masked_fill(behind[..., None, :], -torch.inf)
+        )
         later = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
         own = (query.unflatten(2, (count, size)) @ key.transpose(3, 4)).masked_fill(later, -torch.inf)
         weight = (torch.cat([scores, own], dim=-1).float() * self.head_dim**-0.5).softmax(-1).to(values.dtype)
@@ -101,6 +104,7 @@ class BlockModule(HeadModule):
         self.hidden_norm = LlamaRMSNorm(hidden, config.rms_norm_eps)
         self.layers = nn.ModuleList(BlockLayer(config) for _ in range(recipe.layers))
         self.norm = LlamaRMSNorm(hidden, config.rms_norm_eps)
+        self.entry = nn.Linear(2 * hidden, hidden, bias=False)
         self.mask_embedding = nn.Parameter(embedding.mean(0))
         self.markov_head = MarkovLink(embedding, recipe.markov_rank, len(draft_ids))
         self.confidence_head = nn.Linear(hidden + recipe.markov_rank, 1)
@@ -113,6 +117,8 @@ class BlockModule(HeadModule):
         hidden, last = self.config.hidden_size, target.base_model.layers[-self.recipe.layers :]
         with torch.no_grad():
             self.fc.weight.mul_(0.1)[:, -hidden:] += torch.eye(hidden)
+            size = target.get_input_embeddings().weight.float().pow(2).mean().sqrt().cpu()
+            self.entry.weight.copy_(torch.cat([torch.eye(hidden) * (0.5 / size), torch.eye(hidden)], dim=1))
             for index, layer in enumerate(last):
                 for name, weight in layer.named_parameters():
                     mine = own.get(f"layers.{index}.{name}")
@@ -126,6 +132,8 @@ class BlockModule(HeadModule):
         given = torch.stack([texts.drafted(step) for step in range(size)], dim=2)
         masked = torch.arange(size, device=given.device) > texts.known[:, :, None]
         x = torch.where(masked[..., None], self.mask_embedding.to(given.dtype), given)
+        last = texts.at_anchors(context)[:, :, None].expand_as(x)
+        x = self.entry(torch.cat([x, last.to(x.dtype)], dim=-1))
         for layer in self.layers:
             x = layer(x, texts, context)
         x = self.norm(x)

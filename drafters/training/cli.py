@@ -12,7 +12,9 @@ from engine.errors import TalonError
 app = typer.Typer(help="Train a draft head for a target.", no_args_is_help=True)
 
 Target = Annotated[str, typer.Option(help="The target: a Hugging Face directory or hub id, a GGUF file, or a name.")]
-Data = Annotated[Path, typer.Option(help='JSONL (or .jsonl.xz) with a "prompt" per line; "tokens", where there, are its answer.')]
+Data = Annotated[
+    Path, typer.Option(help='JSONL (or .jsonl.xz) with a "prompt" per line; "tokens", where there, are its answer.')
+]
 Out = Annotated[Path, typer.Option(help="Where the head goes; its checkpoints lie in OUT/training.")]
 RecipeFile = Annotated[Path | None, typer.Option(help="Recipe, default configs/train/<method>.yaml.")]
 Steps = Annotated[int | None, typer.Option(help="Instead of the recipe's.")]

@@ -74,7 +74,9 @@ def train(
         task = progress.add_task("training", total=plan.steps, completed=trainer.step, figures="")
 
         def judged(score: Score, best: bool) -> None:
-            console.print(f"step {trainer.step}, held out: {_figures(score)}  {score.chain_length():.3f} tokens a round")
+            console.print(
+                f"step {trainer.step}, held out: {_figures(score)}  {score.chain_length():.3f} tokens a round"
+            )
             if best:
                 export(trainer.averaged, out)
                 write_card(out, plan, trainer.step, trainer.tokens, score)
