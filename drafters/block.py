@@ -5,8 +5,8 @@ beginnings.
 A few Transformer layers over a block: row 0 holds the last committed token, the others a mask's embedding. Each layer
 attends to the block and to the *context*: the target's hidden states, concatenated and fused by `fc` and `hidden_norm`,
 through that layer's own key and value projections. Talon's rows also begin with the last context vector (`entry` over
-the token's embedding and it); in the published layouts attention alone brings it. Embeddings and output matrix are the target's unless the file has
-its own (for DSpark it must).
+the token's embedding and it); in the published layouts attention alone brings it. Embeddings and output matrix are the
+target's unless the file has its own (for DSpark it must).
 
 Which token a row predicts: DFlash and JetSpec fill in the masks, so row r >= 1 predicts the r-th token from the root,
 and row 0 nothing (`dflash_config.draft_shift` says otherwise). DSpark's row r predicts the token behind it.

@@ -25,7 +25,7 @@ class BlockAttention(AnchoredAttention):
 
     def block(self, x: Tensor, texts: Texts, true: tuple[Tensor, Tensor]) -> Tensor:
         """x: [batch, anchors, rows, hidden]; true: `keys` of the context. Returns the same shape."""
-        batch, count, size, _ = x.shape
+        count, size = x.shape[1:3]
         positions = (texts.anchors[:, :, None] + 1 + torch.arange(size, device=x.device)).flatten(1)
         flat = x.flatten(1, 2)
         cos, sin = self.rotary(flat, positions)

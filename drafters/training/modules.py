@@ -25,7 +25,7 @@ from drafters.training.recipe import Recipe
 
 @dataclass(frozen=True)
 class Texts:
-    """What a head drafts from. features: [batch, rows, states, hidden], true. tokens: [batch, rows + 1 + steps], from t[0].
+    """What a head drafts from. features: [batch, rows, states, hidden], true. tokens: [batch, rows + 1 + steps].
 
     embedded: [..., hidden], the tokens' embeddings (see `HeadModule.embed`). anchors: [batch, anchors], rows. known:
     [batch, anchors], how many of the tokens to be drafted a block head is shown.
@@ -167,12 +167,12 @@ class FeatureModule(HeadModule):
         true = attention.keys(x, torch.arange(rows, device=x.device)[None])
         x, residual = texts.at_anchors(x), texts.at_anchors(residual)
         own: list[tuple[Tensor, Tensor]] = []
-        for step in range(steps):
-            if step:
-                x, residual = self.pair(texts.drafted(step), feature)
-                own.append(attention.keys(x, texts.anchors + step))
+        for step in range(1, steps + 1):
             feature = self.layer(x, residual, texts.anchors, true, own)
             yield feature, feature
+            if step < steps:
+                x, residual = self.pair(texts.drafted(step), feature)
+                own.append(attention.keys(x, texts.anchors + step))
 
 
 class EagleModule(FeatureModule):

@@ -60,8 +60,9 @@ class Score:
 
 class Trainer:
     """One run. target: a loaded causal LM; features: of its examples, training ones first, then `recipe.held_out` to
-    measure on. averaged: the head with the running mean of its weights, which is what is measured and kept: it is nearly
-    as good as at the end of a schedule wherever a run stops. best: its greatest held-out chain length, of `best_state`.
+    measure on. averaged: the head with the running mean of its weights, which is what is measured and kept: wherever a
+    run stops it is nearly as good as at the end of a schedule. best: the greatest held-out chain length, that of
+    `best_state`.
     """
 
     def __init__(self, recipe: Recipe, target: Any, module: HeadModule, features: Features):
@@ -241,7 +242,7 @@ class Trainer:
         return torch.tensor([row + row[-1:] * (most - len(row)) for row in rows], device=self.device), real
 
     def _known(self, anchors: Tensor, seed: int | None) -> Tensor:
-        """[batch, anchors] int64: in a share of the drafts between 1 and all but one of the block's tokens are given."""
+        """[batch, anchors] int64: in a share of the drafts, between 1 and all but one of the block's tokens."""
         if seed is None or not self.recipe.known_share:
             return torch.zeros_like(anchors)
         generator = torch.Generator().manual_seed(seed)

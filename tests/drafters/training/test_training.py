@@ -23,7 +23,6 @@ from typer.testing import CliRunner
 
 from drafters.base import Verdict
 from drafters.block import BlockHead
-from drafters.block_session import BlockSession
 from drafters.checkpoint import TargetWeights
 from drafters.eagle import EagleHead
 from drafters.eagle3 import Eagle3Head
@@ -35,8 +34,8 @@ from drafters.medusa import MedusaHead
 from drafters.small_model import SmallModel
 from drafters.training import answers as answers_module
 from drafters.training.answers import Example, answer
-from drafters.training.features import Features, StoredFeatures
 from drafters.training.cli import app
+from drafters.training.features import Features, StoredFeatures
 from drafters.training.loss import Teacher, vocabulary_loss
 from drafters.training.modules import Texts, build
 from drafters.training.recipe import Recipe
