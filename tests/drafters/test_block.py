@@ -82,6 +82,26 @@ def shapes(kind: str) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def block(path: Path, target: TargetWeights) -> BlockHead:
+    """Talon's own layout: no q/k norms, a draft vocabulary, a mask of its own, rows that begin with the context."""
+    drafted = torch.arange(1, 41)
+    dropped = ("embed_tokens", "lm_head", "q_norm", "k_norm", "markov_w2")
+    names = {name: shape for name, shape in shapes("dspark gated").items() if not any(part in name for part in dropped)}
+    own = {
+        "entry.weight": (HIDDEN, 2 * HIDDEN),
+        "mask_embedding": (HIDDEN,),
+        "markov_head.markov_w2.weight": (40, RANK),
+    }
+    tensors = random_tensors(names | own)
+    tensors |= {
+        "d2t": drafted - torch.arange(40),
+        "t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, drafted, True),
+    }
+    config = {key: value for key, value in CONFIGS["dspark gated"].items() if key != "mask_token_id"}
+    config |= {"draft_vocab_size": 40, "causal": True, "known_beginnings": True}
+    return BlockHead.load(write_checkpoint(path, "model.safetensors", config, tensors), target)
+
+
 def plain_states(
     weights: dict[str, Tensor], embedding: Tensor, features: Tensor, block: list[int], causal: bool
 ) -> Tensor:
