@@ -1,6 +1,6 @@
 """Where the time of a forward goes: products, attention, other kernels and operations, and the gaps between them.
 
-The lean decoder makes few calls of its own; while it is profiled those calls are wrapped, otherwise they are untouched.
+The lean decoder is one program whose steps can be timed; what it does besides is wrapped while it is profiled.
 Any other forward makes a thousand calls of torch, which torch's profiler sees.
 """
 
@@ -16,9 +16,12 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, record_function
 
-from engine.model import attention, decoder, stock
+from engine.model import attention, stock
+from engine.model.attention import attention_kernel
 from engine.model.decoder import LeanDecoder
+from engine.model.matmul import units
 from engine.model.packed_linear import PackedLinear, Product
+from engine.model.team import Program
 from engine.recorded import wait
 from engine.target import Target
 
@@ -27,12 +30,9 @@ Seconds = dict[str, float]
 
 _KERNELS = (
     (attention, "attention_kernel", "attention"),
-    (decoder, "norm_kernel", "other"),
-    (decoder, "gate_kernel", "other"),
-    (decoder, "enter_kernel", "other"),
     (stock, "store_kernel", "other"),
 )
-"""Our kernels: the module that calls it, what it calls there, and the part that it is of."""
+"""Our kernels in a stock forward: the module that calls it, what it calls there, and the part that it is of."""
 
 _PRODUCTS = {"linear", "_linear_pointwise", "matmul", "mm", "bmm", "addmm", "baddbmm"}
 _GPU_PRODUCTS = ("gemm", "gemv", "cutlass", "xmma", "nvjet")
@@ -103,13 +103,22 @@ class Clock:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch the products and our kernels. A product counts whole, with the rows that it fills up."""
+        """Watch the products and the programs. A product counts whole, with the rows that it fills up."""
         with ExitStack() as patches:
             patches.enter_context(patch.object(Product, "__call__", self.around("products", Product.__call__)))
-            for module, name, part in _KERNELS:
-                kernel = self.around(part, getattr(module, name)())
-                patches.enter_context(patch.object(module, name, lambda kernel=kernel: kernel))
+            patches.enter_context(patch.object(Program, "run", self._around_steps(Program.run)))
             yield
+
+    def _around_steps(self, run: Callable[..., None]) -> Callable[..., None]:
+        parts = {unit.kernel().address: "products" for unit in units()} | {attention_kernel().address: "attention"}
+
+        def watched(program: Program, rows: int, start: int, stop: int) -> None:
+            steps: dict[int, float] = {}
+            run(program, rows, start, stop, steps)
+            for address, took in steps.items():
+                self.seconds[parts.get(address, "other")] += took
+
+        return watched
 
 
 def _profiled(work: Callable[[], Any], device: torch.device) -> tuple[Seconds, float]:

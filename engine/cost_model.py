@@ -22,7 +22,8 @@ _ELSEWHERE = 0.03  # weight for the other sizes: what slows one forward slows th
 _PASSES, _REPEATED = 3, 64  # over the sizes up to this, at start-up
 _SLOW_S = 0.5  # no larger size is tried at start-up once a forward takes this long
 _LONG = 512  # keys behind which the time that keys take is measured
-_RETRIED = 0.99  # of the time that drafts are thought to take, with each round that does not wait for them
+_RETRIED = 0.99  # of what is held against drafts, with each round that does not wait for them
+_HOPED = 0.5  # tokens that drafting for a request is thought to gain before it was seen
 _LEAST_WAIT_S = 0.002
 _PAUSE = 2.0  # a round with a chunk of a prompt in it may take so many times as long as without
 
@@ -38,8 +39,8 @@ class CostModel:
         self._tokens = 1.0  # that a request emits in a round
         self._rows = 1.0  # that a request has in a round
         self._around_s = 0.0  # of a round, outside the forward
-        self._gain = 0.5  # tokens that a drafted tree brings beyond the one of plain decoding
-        self._wait_s = 0.0  # from a verdict to the draft for it
+        self._gain = _HOPED  # tokens that drafting for a request brings, less what its rows cost
+        self._wait_s = 0.0  # of a round for its drafts
 
     @classmethod
     def measure(cls, forward_s: Callable[[int, int], float], largest: int) -> CostModel:
@@ -102,23 +103,32 @@ class CostModel:
 
     # Drafts.
 
-    def observe_gain(self, tokens: int) -> None:
-        """A drafted tree brought so many tokens beyond the plain one."""
-        self._gain += _NEW * (tokens - self._gain)
+    def observe_drafts(self, asked: int, requests: int, rows: int, tokens: int) -> None:
+        """A round of so many requests, `asked` of which had been drafted for, verified so many rows for its tokens.
+
+        What the drafts gained is the tokens beyond plain decoding's, less what the time of their rows is worth.
+        """
+        more_s = self.seconds(rows) - self.seconds(requests)
+        gained = tokens - requests - self.rate(requests) * more_s
+        self._gain += _NEW * (gained / asked - self._gain)
 
     def observe_wait(self, seconds: float) -> None:
-        """A draft came so long after the verdict that asked for it."""
-        self._wait_s += _NEW * (min(seconds, 4 * self._wait_s + 0.01) - self._wait_s)
+        """A round waited so long for its drafts."""
+        self._wait_s += _NEW * (min(seconds, self.patience_s()) - self._wait_s)
 
-    def patience_s(self, requests: int, waiting: int) -> float:
-        """How long after a verdict a round of so many requests waits for the drafts of `waiting` of them.
+    def worth_waiting(self, requests: int, missing: int) -> bool:
+        """Whether a round of so many requests should wait for the drafts of those that have none.
 
-        Twice the usual time; no time at all where that costs more than the drafts bring, but then it is tried again
-        some time.
+        Where that costs more than the drafts bring it should not, but then it is tried again some time.
         """
-        if self._wait_s * self.rate(requests) > waiting * self._gain:
+        worth = self._wait_s * self.rate(requests) <= missing * self._gain
+        if not worth:
             self._wait_s *= _RETRIED
-            return 0.0
+            self._gain += (1 - _RETRIED) * (_HOPED - self._gain)
+        return worth
+
+    def patience_s(self) -> float:
+        """How long after a verdict a round waits for drafts: twice the usual time."""
         return 2 * self._wait_s + _LEAST_WAIT_S
 
     # Prompts.

@@ -67,7 +67,8 @@ class Scheduler:
         missing = [r for r in decoding if drafted and not r.alone and not r.has_draft]
         reading = self._chunks(costs.chunk_rows(len(decoding), self.chunk))
         if missing:
-            patience_s = self.patience_s(costs, len(decoding), len(missing), ahead)
+            lonely = len(decoding) == 1 and not ahead
+            patience_s = self.draft_timeout_s if lonely else min(self.draft_timeout_s, costs.patience_s())
             left_s = max(patience_s - (now_ns - request.asked_ns) / 1e9 for request in missing)
             if left_s > 0:
                 if reading and len(missing) == len(decoding):
@@ -75,11 +76,12 @@ class Scheduler:
                 return Plan(wait_s=left_s)
         return Plan(decoding, reading) if decoding or reading else Plan(wait_s=self.draft_timeout_s)
 
-    def patience_s(self, costs: CostModel, decoding: int, missing: int, ahead: bool) -> float:
-        """How long to wait for trees. A lonely request that is drafted for in turns has nothing else to do."""
-        if decoding == 1 and not ahead:
-            return self.draft_timeout_s
-        return min(self.draft_timeout_s, costs.patience_s(decoding, missing))
+    def waits(self, costs: CostModel, missing: int, ahead: bool) -> bool:
+        """Whether the next round waits for the drafts of so many requests. A lonely request that is drafted for in
+        turns has nothing else to do.
+        """
+        running = len(self.running)
+        return (running == 1 and not ahead) or costs.worth_waiting(max(1, running), missing)
 
     def reserve(self, plan: Plan, rows: Callable[[Request], int]) -> Plan:
         """The plan, with blocks for all of it: where there are too few, the youngest gives its own back and waits.

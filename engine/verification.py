@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from engine.errors import NotANumber
+from engine.model.argmax import NAN, argmax
 from engine.noise import gumbel_argmax
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
 
-_NAN = -1  # in a token's place
 _COLDEST = 1e-30  # logits divided by less than this overflow float32, and all infinite scores are equal
 
 
@@ -51,22 +50,16 @@ class Sampler:
     def choices(self, logits: Tensor) -> Tensor | list[int]:
         """What `draw` takes rows of: the logits [nodes, vocab], or their argmax where that settles every draw.
 
-        In place of the argmax stands `_NAN` where the logits hold NaN, which argmax takes for the largest.
+        In place of the argmax stands `NAN` where the logits hold NaN, which argmax takes for the largest.
         """
         if not self._plain or self.drawn < self.params.min_tokens:
             return logits
-        if logits.device.type == "cpu":  # numpy's argmax takes a tenth of torch's time
-            scores = logits.float().numpy()
-            best = scores.argmax(axis=-1)
-            largest = scores[np.arange(len(best)), best]
-            return np.where(np.isnan(largest), _NAN, best).tolist()
-        tokens = logits.argmax(dim=-1)
-        return tokens.where(~logits.gather(1, tokens[:, None])[:, 0].isnan(), _NAN).tolist()
+        return argmax(logits)
 
     def draw(self, choice: Tensor | int) -> int:
         """The next token, from one row of `choices`. Raises NotANumber if that is no distribution."""
         token = choice if isinstance(choice, int) else self._sample(choice.float())
-        if token == _NAN:
+        if token == NAN:
             raise NotANumber(
                 f"logits are not numbers (NaN) at position {self._position}: the model overflows on this text, or its "
                 "weights are damaged; try dtype: float32, or get the checkpoint again"
@@ -94,7 +87,7 @@ class Sampler:
             scores = logits / max(params.temperature, _COLDEST)
             scores = truncate(scores, params.top_k or 0, params.top_p or 1.0, params.min_p or 0.0)
             token = gumbel_argmax(scores, params.seed, self._position)
-        return _NAN if logits[token].isnan() else token  # NaN counts as the largest in each step before
+        return NAN if logits[token].isnan() else token  # NaN counts as the largest in each step before
 
 
 def penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:

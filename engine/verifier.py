@@ -144,6 +144,7 @@ class Verifier:
 
     def _step(self, plan: Plan) -> None:
         """Run one forward over the trees and chunks of the plan, and tell everybody what came of it."""
+        self._observe_wait(plan.decoding)
         rounds = self._rounds(plan.decoding)
         try:
             plan, rounds = self._reserve(plan, rounds)
@@ -234,7 +235,7 @@ class Verifier:
             request, tree, kept = round_.request, round_.tree, round_.kept
             rows, first = slice(first, first + len(tree)), first + len(tree)
             try:
-                path, tokens = verify(tree, logits[rows].float(), request.sampler)
+                path, tokens = verify(tree, logits[rows], request.sampler)
             except Exception as error:  # logits that are not numbers
                 self._fail(request, error)
                 continue
@@ -274,7 +275,7 @@ class Verifier:
                 request.asked_ns = time.perf_counter_ns()
                 continue
             try:
-                token = request.sampler.draw(request.sampler.choices(logits[last : last + 1].float())[0])
+                token = request.sampler.draw(request.sampler.choices(logits[last : last + 1])[0])
             except Exception as error:
                 self._fail(request, error)
             else:
@@ -302,8 +303,7 @@ class Verifier:
             request.outcome = (request.round + 1, conclusion.draft, conclusion.path[-1], conclusion.tokens[-1])
             hits[request], request.hit, request.alone = request.hit, request.has_draft, False
         missing = [c.request for c in concluded if not c.request.hit]
-        running = max(1, len(self.requests.running))
-        if self._drafted() and self.requests.patience_s(self.costs, running, len(missing), self.pace.ahead) == 0:
+        if missing and self._drafted() and not self.requests.waits(self.costs, len(missing), self.pace.ahead):
             for request in missing:
                 request.alone = True
         for conclusion in concluded:
@@ -375,14 +375,19 @@ class Verifier:
         if len(segments) > len(rounds) or not decoded or len(decoded) < len(rounds):
             return
         tokens, round_s = sum(len(c.tokens) for c in decoded), (now - since) / 1e9
-        for round_, conclusion in zip(rounds, decoded, strict=True):
-            if len(round_.drafted) > 1:
-                self.costs.observe_gain(len(conclusion.tokens) - 1)
+        if self.drafter is not None and (asked := sum(not round_.request.alone for round_ in rounds)):
+            self.costs.observe_drafts(asked, len(rounds), rows, tokens)
         if all(conclusion.request.round > 1 for conclusion in decoded):
             self.costs.observe_round(len(rounds), rows, tokens, round_s - forward_s)
         alone = len(rounds) == 1 and self.drafter is not None and decoded[0].request.round > 1
         if alone and self.pace.observe(tokens, round_s, forward_s):
             torch.set_num_threads(self.pace.threads)
+
+    def _observe_wait(self, decoding: list[Request]) -> None:
+        """The round begins: learn how long its drafts were waited for, unless a prompt was read meanwhile."""
+        asked_ns = [request.asked_ns for request in decoding if not (request.hit or request.alone)]
+        if self.drafter is not None and asked_ns and min(asked_ns) >= self.ended_ns:
+            self.costs.observe_wait((time.perf_counter_ns() - min(asked_ns)) / 1e9)
 
     def _forward_ended(self, started_ns: int, segments: list[Segment]) -> int:
         """Nanoseconds of a forward, the simulated accelerator's included."""
@@ -490,8 +495,6 @@ class Verifier:
             self.drafts.malformed += 1
             return
         outcome = (message.round, message.parent, message.node, message.token)
-        if outcome == request.outcome:
-            self.costs.observe_wait((time.perf_counter_ns() - request.asked_ns) / 1e9)
         if not (request.alone and outcome == request.outcome):  # too late: the drafter was told of the root alone
             request.drafts[outcome] = (message, arrays)
 

@@ -43,7 +43,7 @@ from engine.model.simd import (
     total,
     weigh,
 )
-from engine.model.team import kernel, member, members
+from engine.model.team import address_of, kernel, member, members
 
 VECTORS = 12  # queries whose scores are computed in one pass over the keys
 _SLAB = 4  # vectors of 16 dimensions whose sums are kept in registers at once
@@ -349,12 +349,11 @@ class Attention:
 
     def __init__(self, pool: KVPool, groups: int):
         self.pool, self.groups = pool, groups
-        self._work = np.zeros(1, ATTENTION)
-        self._record = self._work[0]
-        shape = pool.shape
+        self._work = np.zeros(pool.shape.layers, ATTENTION)  # a record for each layer
+        shape, work = pool.shape, self._work
         for name, value in (("kv_heads", shape.kv_heads), ("groups", groups), ("dims", shape.dims)):
-            self._record[name] = value
-        self._record["head_dim"], self._record["width"] = shape.head_dim, shape.dtype.itemsize
+            work[name] = value
+        work["head_dim"], work["width"] = shape.head_dim, shape.dtype.itemsize
         self._layer_bytes = [tensor[0].nbytes for tensor in (pool.keys, pool.values)]
         self.queries = torch.zeros(0)
         self._scratch = np.zeros(0, np.uint8)
@@ -363,7 +362,7 @@ class Attention:
 
     def begin(self, batch: Batch) -> None:
         """The batch that the next calls are about."""
-        shape, record, rows = self.pool.shape, self._record, len(batch)
+        shape, work, rows = self.pool.shape, self._work, len(batch)
         of_tile = max(1, VECTORS // self.groups)
         self.batch, self._tiles = batch, batch.tiles(of_tile)
         if self.queries.numel() < (needed := rows * self.groups * shape.kv_heads * shape.dims):
@@ -382,10 +381,10 @@ class Attention:
             ("tiles", self._tiles),
             ("scratch", self._scratch),
         ):
-            record[name] = array.ctypes.data
-        record["queries"] = self.queries.data_ptr()
-        record["tile_count"], record["rows"] = len(self._tiles) - 1, rows
-        record["scratch_bytes"], record["capacity"] = bytes_each, capacity
+            work[name] = array.ctypes.data
+        work["queries"] = self.queries.data_ptr()
+        work["tile_count"], work["rows"] = len(self._tiles) - 1, rows
+        work["scratch_bytes"], work["capacity"] = bytes_each, capacity
 
     def layer_addresses(self, layer: int) -> tuple[int, int]:
         """Where the layer's keys and values begin."""
@@ -394,9 +393,14 @@ class Attention:
 
     def attend(self, layer: int, rule: Rule, out: Tensor) -> None:
         """What each row's query, in `queries`, finds in the layer's keys and values: [rows, heads * head_dim]."""
-        record = self._record
+        address = self.record(layer, rule, out)
+        attention_kernel()(address, (len(self._tiles) - 1) * self.pool.shape.kv_heads)
+
+    def record(self, layer: int, rule: Rule, out: Tensor) -> int:
+        """The address of the kernel's record for this layer, which holds for the batches to come too."""
+        record = self._work[layer]
         record["keys"], record["values"] = self.layer_addresses(layer)
         record["window"], record["scale"], record["softcap"] = rule.window, rule.scale, rule.softcap
         record["sinks"] = 0 if rule.sinks is None else rule.sinks.data_ptr()
         record["out"] = out.data_ptr()
-        attention_kernel()(self._work.ctypes.data, (len(self._tiles) - 1) * self.pool.shape.kv_heads)
+        return address_of(self._work, layer)

@@ -43,7 +43,7 @@ from engine.model.simd import (
     splat,
     store,
 )
-from engine.model.team import Kernel, kernel, member, members
+from engine.model.team import Kernel, address_of, kernel, member, members
 
 STEP = 32
 """Inputs of one tile: the number of inputs is rounded up to a multiple of it."""
@@ -385,7 +385,7 @@ class Matmul:
         if len(x):
             x = F.pad(x, (0, self.padded - self.inputs)) if self.padded != self.inputs else x.contiguous()
             record = self.record(len(x), x.data_ptr(), out.data_ptr())
-            self.kernel(record.ctypes.data, self.outputs // LANES)
+            self.kernel(address_of(record), self.outputs // LANES)
         return out
 
 

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.model.matmul import Matmul, units
+from engine.model.simd import LANES
 
 _ANCHOR = 16  # rows of the product that the others are compared with
 _TRIED = (*range(1, 41), 48, 63, 64, 65, 96, 128, 200, 256, 300, 384, 512)
@@ -59,12 +60,17 @@ def product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class Product:
-    """x [rows, in] times a matrix [out, in], plus the bias; each row's bits are its own if `rows` is known."""
+    """x [rows, in] times a matrix [out, in], plus the bias; each row's bits are its own if `rows` is known.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None):
+    gated: the matrix is a gate's and then an up's. Where `gated` stays true, silu(gate) * up comes out.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, gated: bool = False):
         self.bias = bias
         self.outputs, self.inputs = weight.shape
-        self.matmul = Matmul(weight, bias) if can_multiply(weight) else None
+        multiplies = can_multiply(weight)
+        self.gated = gated and multiplies and self.outputs % (2 * LANES) == 0
+        self.matmul = Matmul(weight, bias, self.gated) if multiplies else None
         self.packed: Tensor | None = None if self.matmul else pack(weight)
         self._weight = weight if self.stock else None
         self.rows = ANY_ROWS if self.matmul else None if self.stock else exact_rows(weight, bias is not None)

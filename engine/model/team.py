@@ -5,6 +5,9 @@ a kernel is handed to the OpenMP runtime that torch has loaded; where torch uses
 
 A kernel is a compiled function of one argument, the address of a record (a numpy structured scalar). It shares the
 work among `members()` by its own number. What a unit of work gives must not depend on who does it.
+
+Calling the threads together and letting them go costs some ten microseconds, as long as a small matrix takes. A
+`Program` does it once for many kernels, which run one after the other with a barrier between them.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ from zlib import crc32
 import numba
 import numpy as np
 import torch
-from llvmlite import binding
-from numba import cfunc, types
+from llvmlite import binding, ir
+from numba import carray, cfunc, types
+from numba.extending import intrinsic
 
 _RUNTIMES = ("libgomp.so.1",)  # what torch's wheels for Linux load
 
@@ -46,11 +50,19 @@ def _one() -> int:
     return 1
 
 
+@cfunc(types.void())
+def _nothing() -> None:
+    return
+
+
 _PARALLEL = _symbol("GOMP_parallel")
 binding.add_symbol("talon_member", _symbol("omp_get_thread_num") or _zero.address)
 binding.add_symbol("talon_members", _symbol("omp_get_num_threads") or _one.address)
+binding.add_symbol("talon_barrier", _symbol("GOMP_barrier") or _nothing.address)
 member = types.ExternalFunction("talon_member", types.int32())
 members = types.ExternalFunction("talon_members", types.int32())
+_barrier = types.ExternalFunction("talon_barrier", types.void())
+_clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
 _together = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(_PARALLEL)
 
 
@@ -58,7 +70,7 @@ class Kernel:
     """A compiled kernel over records of one type."""
 
     def __init__(self, compiled: Any):
-        self._address: int = compiled.address
+        self.address: int = compiled.address
         self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)
 
     def __call__(self, record: int, units: int) -> None:
@@ -66,7 +78,7 @@ class Kernel:
         if units < 2 or not _PARALLEL or (threads := torch.get_num_threads()) < 2:
             self._alone(record)
         else:
-            _together(self._address, record, min(threads, units), 0)
+            _together(self.address, record, min(threads, units), 0)
 
 
 def kernel(record: np.dtype[Any]) -> Callable[[Callable[[Any], None]], Callable[[], Kernel]]:
@@ -90,3 +102,95 @@ def kernel(record: np.dtype[Any]) -> Callable[[Callable[[Any], None]], Callable[
 @cache
 def _sources() -> int:
     return crc32((Path(__file__).parent / "simd.py").read_bytes())
+
+
+def address_of(records: np.ndarray[Any, Any], index: int = 0) -> int:
+    """Where a record of an array lies, which must be kept as long as the address is used."""
+    return int(records.ctypes.data) + index * records.itemsize
+
+
+_MONOTONIC = 1  # of clock_gettime
+PROGRAM = np.dtype(
+    [
+        ("steps", "i8"),  # [count, 2]: addresses of a kernel and of its record
+        ("count", "i8"),
+        ("times", "i8"),  # [count + 1, 2] seconds and nanoseconds when each step began, and the last ended; or 0
+    ]
+)
+
+
+@intrinsic(prefer_literal=True)
+def _run(context: Any, step: Any) -> Any:
+    """Call the kernel of the step at that address."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        record = ir.IntType(8).as_pointer()
+        step = builder.inttoptr(args[0], ir.LiteralStructType([ir.IntType(64), record]).as_pointer())
+        address, record = (builder.extract_value(builder.load(step), i) for i in range(2))
+        kind = ir.FunctionType(ir.VoidType(), [record.type])
+        builder.call(builder.inttoptr(address, kind.as_pointer()), [record])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@kernel(PROGRAM)
+def _program_kernel(address: Any) -> None:
+    work = carray(address, 1)[0]
+    timed = work.times != 0 and member() == 0
+    for i in range(work.count):
+        if timed:
+            _clock_gettime(_MONOTONIC, work.times + 16 * i)
+        _run(work.steps + 16 * i)
+        _barrier()
+    if timed:
+        _clock_gettime(_MONOTONIC, work.times + 16 * work.count)
+
+
+class Program:
+    """Steps that are done one after the other. Runs of kernels between Python functions are one call."""
+
+    def __init__(self) -> None:
+        self._functions: list[Callable[[], None] | None] = []
+        self._kernels: list[tuple[int, int]] = []
+        self._alone_below: list[int] = []
+        self._table = np.zeros((0, 2), np.int64)
+        self._work = np.zeros(1, PROGRAM)
+
+    def __len__(self) -> int:
+        return len(self._functions)
+
+    def add(self, kernel: Kernel, record: int, alone_below: int = 0) -> None:
+        """The next step is a kernel. With fewer rows than `alone_below` it is not worth waking the other threads."""
+        self._functions.append(None)
+        self._kernels.append((kernel.address, record))
+        self._alone_below.append(alone_below)
+
+    def call(self, function: Callable[[], None]) -> None:
+        """The next step is a function."""
+        self._functions.append(function)
+        self._kernels.append((0, 0))
+        self._alone_below.append(0)
+
+    def run(self, rows: int, start: int, stop: int, seconds: dict[int, float] | None = None) -> None:
+        """Do the steps from `start` to `stop`. seconds: by a kernel's address; what its steps took is added."""
+        if len(self._table) != len(self):
+            self._table = np.array(self._kernels, np.int64).reshape(-1, 2)
+        while start < stop:
+            if (function := self._functions[start]) is not None:
+                function()
+                start += 1
+                continue
+            end = start + 1
+            while end < stop and self._functions[end] is None:
+                end += 1
+            shared = any(rows >= least for least in self._alone_below[start:end])
+            times = None if seconds is None else np.zeros((end - start + 1, 2), np.int64)
+            clock = 0 if times is None else times.ctypes.data
+            self._work[0] = self._table.ctypes.data + self._table.strides[0] * start, end - start, clock
+            _program_kernel()(self._work.ctypes.data, torch.get_num_threads() if shared else 1)
+            if seconds is not None and times is not None:
+                taken = np.diff(times @ [1_000_000_000, 1]) / 1e9
+                for (kernel, _), took in zip(self._kernels[start:end], taken.tolist(), strict=True):
+                    seconds[kernel] = seconds.get(kernel, 0.0) + took
+            start = end

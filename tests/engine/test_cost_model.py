@@ -122,29 +122,46 @@ def test_what_keys_cost_is_measured_behind_a_long_text() -> None:
     assert model.seconds(8, 8 * 512) - model.seconds(8) == pytest.approx(8 * 512 * 1e-7)
 
 
+def drafted(model: CostModel, wait_s: float, gained: int, rounds: int = 50) -> CostModel:
+    """The model after rounds of four requests that waited so long, whose drafts brought so many tokens at no cost."""
+    for _ in range(rounds):
+        model.observe_wait(wait_s)
+        model.observe_drafts(4, 4, 4, 4 + gained)
+    return model
+
+
 def test_drafts_that_come_quickly_and_bring_much_are_waited_for() -> None:
-    model = at_rate(STEEP, 2, 0.001)
-    for _ in range(50):
-        model.observe_wait(0.0005)
-        model.observe_gain(2)
-    assert model.patience_s(4, 2) > 0.0005
+    model = drafted(at_rate(STEEP, 1, 0.001), 0.0005, 4)
+    assert model.worth_waiting(4, 2)
+    assert model.patience_s() > 0.0005
 
 
 def test_drafts_that_bring_nothing_are_not_waited_for() -> None:
-    model = at_rate(STEEP, 1, 0.001)
-    for _ in range(50):
-        model.observe_wait(0.02)
-        model.observe_gain(0)
-    assert model.patience_s(4, 2) == 0
+    assert not drafted(at_rate(STEEP, 1, 0.001), 0.02, 0).worth_waiting(4, 2)
 
 
-def test_drafts_not_waited_for_are_tried_again_some_time() -> None:
+def test_drafts_whose_rows_cost_more_than_they_bring_are_not_waited_for() -> None:
     model = at_rate(STEEP, 1, 0.001)
     for _ in range(50):
-        model.observe_wait(0.02)
-        model.observe_gain(1)
-    assert model.patience_s(8, 1) == 0
-    assert any(model.patience_s(8, 1) > 0 for _ in range(500))
+        model.observe_wait(0.0005)
+        model.observe_drafts(4, 4, 64, 5)
+    assert not model.worth_waiting(4, 4)
+
+
+@pytest.mark.parametrize("gained", [0, 2])
+def test_drafts_not_waited_for_are_tried_again_some_time(gained: int) -> None:
+    model = drafted(at_rate(STEEP, 1, 0.001), 0.02, gained)
+    assert not model.worth_waiting(8, 1)
+    assert any(model.worth_waiting(8, 1) for _ in range(500))
+
+
+def test_a_draft_that_never_comes_is_waited_for_longer_and_longer_up_to_a_point() -> None:
+    """A round that waits in vain cannot know how long it would have been."""
+    model = at_rate(STEEP, 1, 0.001)
+    before_s = model.patience_s()
+    for _ in range(20):
+        model.observe_wait(model.patience_s())
+    assert model.patience_s() > before_s
 
 
 def test_a_prompt_alone_is_read_in_whole_chunks() -> None:

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from engine.batch import Segment
+from engine.model.decoder import LeanDecoder
+from engine.target import Target
+from engine.tree import TokenTree
+
+TEXT = [(i * 37) % 128 for i in range(70)]
+
+
+def build(dtype: torch.dtype, **changes: Any) -> Target:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2} | changes
+    config = LlamaConfig(
+        vocab_size=130, num_hidden_layers=3, max_position_embeddings=256, initializer_range=0.2, **sizes
+    )
+    return Target(LlamaForCausalLM(config).to(dtype).eval(), "tiny", kv_memory=1 << 22)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"hidden_size": 48, "intermediate_size": 80, "head_dim": 24}, {"attention_bias": True, "mlp_bias": True}],
+    ids=["kernels alone", "sizes that 32 does not divide", "biases"],
+)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_any_batch_gives_a_token_the_same_bits(dtype: torch.dtype, changes: dict[str, Any], threads: int) -> None:
+    target = build(dtype, **changes)
+    assert isinstance(target._forward, LeanDecoder)
+    if not target.exact:
+        pytest.skip(target.inexact)
+    torch.set_num_threads(1)
+    cache = target.new_cache(len(TEXT))
+    alone = [target.prefill(cache, [token])[0] for token in TEXT]
+    torch.set_num_threads(threads)
+    for size in (70, 33, 16, 7):
+        cache = target.new_cache(len(TEXT))
+        found = []
+        for start in range(0, len(TEXT), size):
+            chunk = TEXT[start : start + size]
+            found.append(target.run([Segment.of_text(chunk, cache, wanted="all")])[0])
+            cache.commit(range(len(chunk)))
+        assert torch.equal(torch.cat(found).float(), torch.stack(alone))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_features_of_every_layer_change_no_logits(dtype: torch.dtype) -> None:
+    target = build(dtype)
+    model = target.model
+    tree = TokenTree.from_lists([9, 8, 7, 6], [-1, 0, 0, 2], [1.0] * 4)
+    results = []
+    for layers in ((), (0, 1, 2, 3), (2, 0), (3,)):
+        cache = target.new_cache(90)
+        _, of_text = target.prefill(cache, TEXT, layers)
+        results.append((layers, of_text, target.verify(cache, tree, layers)))
+    _, _, (expected, nothing) = results[0]
+    assert nothing is None
+    with torch.no_grad():
+        states = model(torch.tensor([[*TEXT, 9, 7, 6]]), output_hidden_states=True).hidden_states
+    for layers, of_text, (logits, features) in results[1:]:
+        assert torch.equal(logits, expected) and features is not None and of_text is not None
+        stock = torch.stack([states[layer][0] for layer in layers], dim=1).float()
+        ours = torch.cat([of_text, features[[0, 2, 3]]]).float()
+        assert (ours - stock).pow(2).mean().sqrt() <= (1e-4 if dtype == torch.float32 else 0.03) * stock.std()

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numba import carray
+
+from engine.model.simd import float_at, put_float
+from engine.model.team import Program, address_of, kernel, member, members
+
+MOVE = np.dtype([("source", "i8"), ("goal", "i8"), ("count", "i8")])
+
+
+@kernel(MOVE)
+def reverse_kernel(address: Any) -> None:
+    """goal = source backwards, plus 1: what a thread reads, another one has written."""
+    work = carray(address, 1)[0]
+    for i in range(member(), work.count, members()):
+        put_float(work.goal + 4 * i, float_at(work.source + 4 * (work.count - 1 - i)) + np.float32(1))
+
+
+@pytest.fixture(params=[1, 2, 5], autouse=True)
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def numbers() -> list[torch.Tensor]:
+    return [torch.arange(1000.0), torch.zeros(1000)]
+
+
+def to_and_fro(numbers: list[torch.Tensor]) -> np.ndarray[Any, Any]:
+    records = np.zeros(2, MOVE)
+    for i in range(2):
+        records[i] = numbers[i].data_ptr(), numbers[1 - i].data_ptr(), 1000
+    return records
+
+
+def test_every_step_sees_all_of_the_step_before_it(numbers: list[torch.Tensor]) -> None:
+    records, program = to_and_fro(numbers), Program()
+    for step in range(40):
+        program.add(reverse_kernel(), address_of(records, step % 2), alone_below=8 * (step % 3))
+    for turn in range(1, 20):
+        program.run(turn, 0, len(program))
+        assert torch.equal(numbers[0], torch.arange(1000.0) + 40 * turn)
+
+
+def test_functions_are_called_between_kernels_and_a_run_may_be_of_some_steps(numbers: list[torch.Tensor]) -> None:
+    records, program, seen = to_and_fro(numbers), Program(), []
+    for step in range(4):
+        program.add(reverse_kernel(), address_of(records, step % 2))
+        program.call(lambda: seen.append((numbers[0][0].item(), numbers[1][0].item())))
+    program.run(1, 0, 3)
+    assert seen == [(0, 1000)]
+    program.run(1, 3, len(program))
+    assert seen == [(0, 1000), (2, 1000), (2, 1002), (4, 1002)]
+    program.run(1, 4, 4)
+    assert len(seen) == 4
