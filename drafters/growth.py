@@ -8,6 +8,7 @@ A budget counts every node that is verified, the root included.
 
 from __future__ import annotations
 
+import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -174,7 +175,9 @@ class Dynamic(Policy):
     """EAGLE-2 (arXiv 2406.16858, section 4): expand the best `top_k` nodes of each layer, then keep the best of all.
 
     depth: layers drafted below the root's own candidates, as the published code counts it, so paths have up to
-    depth + 1 drafted tokens. Every candidate ever seen takes part in the final ranking, expanded or not.
+    depth + 1 drafted tokens. Every candidate ever seen takes part in the final ranking, expanded or not. One that is
+    not among the best `budget` when it is seen never will be, nor will what is behind it, so it is left out at once:
+    the tree is the same, at a part of the steps and of the time.
     """
 
     def __init__(self, depth: int = 7, top_k: int = 10, budget: int = 60):
@@ -183,10 +186,16 @@ class Dynamic(Policy):
 
     def steps(self, root: int, source: int = 0) -> Steps:
         sketch, frontier = Sketch([root], source), [0]
+        best = [0.0] * (self.budget - 1)  # a heap of the greatest confidences
         for _ in range(self.depth + 1):
             seen = yield sketch.frontier(frontier)
-            layer = [sketch.add(parent, token, c) for c, parent, token in sketch.children(frontier, seen)]
-            frontier = layer[: self.top_k]
+            layer = []
+            for confidence, parent, token in sketch.children(frontier, seen):
+                if not best or confidence <= best[0]:
+                    break
+                heapq.heapreplace(best, confidence)
+                layer.append(sketch.add(parent, token, confidence))
+            frontier = [node for node in layer[: self.top_k] if sketch.confidence[node] >= best[0]]
             if not frontier:
                 break
         return sketch.tree().prune(self.budget)

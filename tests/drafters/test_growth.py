@@ -27,20 +27,24 @@ VOCAB = 50
 
 
 class RandomHead:
-    """Answers like a head: k distinct tokens per node with falling chances that sum to at most one."""
+    """Answers like a head: k distinct tokens per node with falling chances that sum to at most one; always the same
+    behind the same path.
+    """
 
     def __init__(self, seed: int, k: int, sharpness: float):
-        self.random, self.k, self.sharpness = random.Random(seed), k, sharpness
+        self.seed, self.k, self.sharpness = seed, k, sharpness
         self.frontiers: list[Frontier] = []
         self.answers: list[Candidates] = []
 
     def __call__(self, frontier: Frontier) -> Candidates:
         self.frontiers.append(frontier)
         tokens, chances = [], []
-        for _ in frontier.nodes:
-            weights = sorted((self.random.random() ** self.sharpness for _ in range(self.k)), reverse=True)
-            total = sum(weights) * (1 + self.random.random())
-            tokens.append(self.random.sample(range(VOCAB), self.k))
+        for node in frontier.nodes:
+            path = [frontier.sketch.tokens[n] for n in ancestors(frontier.sketch.parents, node)]
+            chance = random.Random(repr((self.seed, path)))
+            weights = sorted((chance.random() ** self.sharpness for _ in range(self.k)), reverse=True)
+            total = sum(weights) * (1 + chance.random())
+            tokens.append(chance.sample(range(VOCAB), self.k))
             chances.append([weight / total for weight in weights])
         self.answers.append(Candidates(tokens, chances))
         return self.answers[-1]
