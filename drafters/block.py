@@ -58,7 +58,7 @@ class BlockLayer:
 
 
 class Link:
-    """The Markov head. first: [vocab, rank]; second: [draft_vocab, rank]."""
+    """The Markov head. first: [vocab, rank]; second: [draft_vocab, rank]; product: with the whole of it."""
 
     def __init__(self, checkpoint: Checkpoint, vocab: int, outputs: int, hidden: int, place: Any):
         rank = checkpoint.number("markov_rank")
@@ -67,6 +67,7 @@ class Link:
             raise checkpoint.error(f"config.json: markov_head_type={kind!r} is not supported, vanilla and gated are")
         self.first = checkpoint.take("markov_head.markov_w1.weight", vocab, rank).to(**place)
         self.second = checkpoint.take("markov_head.markov_w2.weight", outputs, rank).to(**place)
+        self.product = Linear(self.second)
         self.gate: tuple[Tensor, Tensor, Tensor] | None = None
         if kind == "gated":
             weight = checkpoint.take("markov_head.gate_proj.weight", rank, hidden + rank).to(**place)

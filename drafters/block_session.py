@@ -71,8 +71,11 @@ class BlockSession(Session):
     def behind(self) -> int:
         return sum(len(tokens) for _, _, tokens in self._pending)
 
-    def root(self) -> Tensor:
+    def root(self) -> None:
         self._begin([()])
+
+    def root_logits(self) -> Tensor:
+        self.root()
         return self._linked(self.blocks[0])
 
     def begin(self, paths: Sequence[Sequence[int]]) -> list[int]:
@@ -159,7 +162,7 @@ class BlockSession(Session):
         logits = head.lm_head(state)
         if head.link is not None:
             token = torch.tensor([[block.root]], device=head.device)
-            logits = logits + head.link(state, token)[0] @ head.link.second.T
+            logits = logits + head.link.product(head.link(state, token)[0])
         return logits
 
     def _following(self, ranking: Ranking, node: int) -> Following:
@@ -183,7 +186,7 @@ class BlockSession(Session):
             head.link is not None
         ):  # the token before the first row is known: its link is taken over the whole vocabulary
             token = torch.tensor([[block.root]], device=head.device)
-            logits[:1] += head.link(states[:1], token)[0] @ head.link.second.T
+            logits[:1] += head.link.product(head.link(states[:1], token)[0])
         scores = ranking.scores(logits, [self.synced + 1 + known + row for row in range(len(states))])
         top = scores.topk(min(_CANDIDATES, scores.shape[1]))
         ids = head.target_ids[top.indices]

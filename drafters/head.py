@@ -57,8 +57,14 @@ class Session(ABC):
         return 0
 
     @abstractmethod
-    def root(self) -> Tensor:
-        """Node 0's logits, [1, draft_vocab]."""
+    def root(self) -> Tensor | None:
+        """Be ready to draft below node 0: its logits, [1, draft_vocab]; None where `rank` needs none."""
+
+    def root_logits(self) -> Tensor:
+        """[1, draft_vocab], in any case."""
+        logits = self.root()
+        assert logits is not None
+        return logits
 
     @abstractmethod
     def extend(self, parents: list[int], tokens: list[int]) -> tuple[list[int], Tensor | None]:
@@ -243,7 +249,7 @@ class HeadDrafter(Drafter):
     def observe(self, request: int, verdict: Verdict) -> None:
         state = self._requests[request]
         if state.ranking.learns and 0 in state.seen and state.session.synced == len(state.text) - 1:
-            state.ranking.learn(state.session.root(), len(state.text), verdict.tokens[0])
+            state.ranking.learn(state.session.root_logits(), len(state.text), verdict.tokens[0])
         state.text += verdict.tokens
         if not self.feature_layers:
             state.session.commit(state.session.synced, None, state.text[state.session.synced + 1 :])
