@@ -42,7 +42,7 @@ class BlockAttention(AnchoredAttention):
         weight = (torch.cat([scores, own], dim=-1).float() * self.head_dim**-0.5).softmax(-1).to(values.dtype)
         context = (weight[..., : keys.shape[2]].flatten(2, 3) @ values).unflatten(2, (count, size))
         attended = context + weight[..., keys.shape[2] :] @ value
-        return self.o_proj(attended.permute(0, 2, 3, 1, 4).flatten(3))  # type: ignore[no-any-return]
+        return self.o_proj(attended.permute(0, 2, 3, 1, 4).flatten(3))
 
 
 class BlockLayer(nn.Module):
@@ -78,14 +78,14 @@ class MarkovLink(nn.Module):
 
     def of(self, tokens: Tensor) -> Tensor:
         """[n] -> [n, rank]"""
-        return self.embedding[tokens] @ self.axes  # type: ignore[index,no-any-return,operator]
+        return self.embedding[tokens] @ self.axes
 
     def gated(self, states: Tensor, linked: Tensor) -> Tensor:
         return torch.sigmoid(self.gate_proj(torch.cat([states, linked], dim=-1))) * linked
 
     def export(self) -> dict[str, Tensor]:
         return {
-            "markov_w1.weight": self.embedding @ self.axes,  # type: ignore[operator]
+            "markov_w1.weight": self.embedding @ self.axes,
             "markov_w2.weight": self.markov_w2.weight.data,
             "gate_proj.weight": self.gate_proj.weight.data,
             "gate_proj.bias": self.gate_proj.bias.data,
@@ -142,11 +142,11 @@ class BlockModule(HeadModule):
 
     def factors(self, states: Tensor, step: int, previous: Tensor) -> Factors:
         linked = self.markov_head.gated(states, self.markov_head.of(previous))
-        return [(states, self.target_head), (linked, self.markov_head.markov_w2.weight)]  # type: ignore[list-item]
+        return [(states, self.target_head), (linked, self.markov_head.markov_w2.weight)]
 
     def confidence(self, states: Tensor, previous: Tensor) -> Tensor:
         features = torch.cat([states, self.markov_head.of(previous)], dim=-1).detach()
-        return self.confidence_head(features).squeeze(-1)  # type: ignore[no-any-return]
+        return self.confidence_head(features).squeeze(-1)
 
     def export(self) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
         assert self.draft_ids is not None

@@ -42,7 +42,8 @@ class Features:
         Returns hidden states [examples, longest, states, hidden] bfloat16, and log-normalisers [examples, longest]
         float32, which are there for an answer's tokens only.
         """
-        return self._compute(chosen, states)
+        computed: tuple[Tensor, Tensor] = self._compute(chosen, states)
+        return computed
 
     @torch.inference_mode()
     def _compute(self, chosen: Sequence[int], states: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -117,7 +117,7 @@ class AnchoredAttention(nn.Module):
         attended = weight[..., : len(rows)] @ values
         for index, (_, value) in enumerate(own):
             attended = attended + weight[..., len(rows) + index, None] * value
-        return self.o_proj(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return self.o_proj(attended.transpose(1, 2).flatten(2))
 
     def _split(self, x: Tensor) -> Tensor:
         """[batch, n, heads * head_dim] -> [batch, heads, n, head_dim]"""
@@ -222,7 +222,7 @@ class Eagle3Module(FeatureModule):
         return self.midlayer
 
     def fuse(self, features: Tensor) -> Tensor:
-        return self.fc(features.flatten(2))  # type: ignore[no-any-return]
+        return self.fc(features.flatten(2))
 
     def pair(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         layer = self.midlayer
@@ -289,7 +289,7 @@ class MedusaModule(HeadModule):
             yield state, state
 
     def factors(self, states: Tensor, step: int, previous: Tensor) -> Factors:
-        return [(states, self.target_head if self.recipe.tie_lm_head else self.outputs[step].weight)]  # type: ignore[list-item]
+        return [(states, self.target_head if self.recipe.tie_lm_head else self.outputs[step].weight)]
 
     def export(self) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
         config = {
