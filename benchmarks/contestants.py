@@ -205,7 +205,8 @@ CONTESTANTS: dict[str, dict[str, Any]] = {
     "eagle": AS_PUBLISHED | {"method": "eagle", "drafter.growth.policy": "published"},
     "eagle2": AS_PUBLISHED | {"method": "eagle", "drafter.growth.policy": "dynamic"},
     "eagle3": AS_PUBLISHED | {"method": "eagle3", "drafter.growth.policy": "dynamic"},
-    "talon-tree": AS_PUBLISHED | {"method": "eagle3", "drafter.growth.policy": "adaptive"},
+    "talon-tree": AS_PUBLISHED | {"method": "eagle3", "drafter.growth.policy": "talon"},
+    "block": AS_PUBLISHED | {"method": "block", "drafter.growth.policy": "dynamic"},
     "hybrid": {"method": "hybrid", "mode": "sequential"},
     "talon": {"method": "hybrid", "mode": "auto"},
     # what each of our parts adds to eagle3

@@ -56,6 +56,9 @@ class Drafter(ABC):
     calibrated: bool = False
     """Whether c(v) is what acceptance was observed to be, so that the verifier may cut trees by what they cost."""
 
+    together: int = 4
+    """How many outcomes to draft for in the same forwards: the more, the longer until the first is there."""
+
     forward_s: float = 0.0
     """Seconds spent so far in a draft model's forwards; stays 0 for drafters without one."""
 

@@ -71,6 +71,22 @@ class Checkpoint:
     def take_optional(self, name: str, *shape: int) -> Tensor | None:
         return self.take(name, *shape) if speculators.stored_name(name, self.speculator) in self.tensors else None
 
+    def target_ids(self, draft_vocab: int, vocab: int) -> Tensor:
+        """[draft_vocab] int64, the target's ids of the outputs: offsets in `d2t`, checked against `t2d`."""
+        if draft_vocab == vocab and "d2t" not in self.tensors:
+            return torch.arange(vocab)
+        ids = self.take("d2t", draft_vocab).long() + torch.arange(draft_vocab)
+        drafted = self.take("t2d", vocab).bool()
+        inside = bool(((ids >= 0) & (ids < vocab)).all())
+        if (
+            not inside
+            or len(set(ids.tolist())) != draft_vocab
+            or int(drafted.sum()) != draft_vocab
+            or not drafted[ids].all()
+        ):
+            raise self.error("tensors d2t and t2d do not describe the same tokens")
+        return ids
+
     def ignore(self, suffix: str) -> None:
         """Drop tensors that published files carry but that hold no weights, such as cached rotary frequencies."""
         self.tensors = {name: tensor for name, tensor in self.tensors.items() if not name.endswith(suffix)}

@@ -51,7 +51,7 @@ class Eagle3Head(FeatureHead):
         own = checkpoint.take_optional("embed_tokens.weight", target.vocab_size, hidden)
         if own is None:
             checkpoint.match("embedding size", hidden, target.hidden_size)
-        self.target_ids = self._target_ids(checkpoint, vocab, target.vocab_size).to(device)
+        self.target_ids = checkpoint.target_ids(vocab, target.vocab_size).to(device)
         self.fc = Linear(take("fc.weight", hidden, 3 * target_hidden))
         embedding_norm = RMSNorm(take("midlayer.input_layernorm.weight", hidden), config.rms_norm_eps)
         embedding = embedding_norm((target.embedding if own is None else own).to(device, self.dtype))
@@ -80,23 +80,6 @@ class Eagle3Head(FeatureHead):
                 f'(drafter.path={checkpoint.path}): use a deeper target, or "talon train eagle"'
             )
         return read
-
-    @staticmethod
-    def _target_ids(checkpoint: Checkpoint, draft_vocab: int, vocab: int) -> Tensor:
-        """[draft_vocab] int64 from the offsets in `d2t`, checked against `t2d`."""
-        if draft_vocab == vocab and "d2t" not in checkpoint.tensors:
-            return torch.arange(vocab)
-        ids = checkpoint.take("d2t", draft_vocab).long() + torch.arange(draft_vocab)
-        drafted = checkpoint.take("t2d", vocab).bool()
-        inside = bool(((ids >= 0) & (ids < vocab)).all())
-        if (
-            not inside
-            or len(set(ids.tolist())) != draft_vocab
-            or int(drafted.sum()) != draft_vocab
-            or not drafted[ids].all()
-        ):
-            raise checkpoint.error("tensors d2t and t2d do not describe the same tokens")
-        return ids
 
     def fuse(self, features: Tensor) -> Tensor:
         return self.fc(features.flatten(1))

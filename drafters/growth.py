@@ -8,6 +8,7 @@ A budget counts every node that is verified, the root included.
 
 from __future__ import annotations
 
+import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -174,7 +175,9 @@ class Dynamic(Policy):
     """EAGLE-2 (arXiv 2406.16858, section 4): expand the best `top_k` nodes of each layer, then keep the best of all.
 
     depth: layers drafted below the root's own candidates, as the published code counts it, so paths have up to
-    depth + 1 drafted tokens. Every candidate ever seen takes part in the final ranking, expanded or not.
+    depth + 1 drafted tokens. Every candidate ever seen takes part in the final ranking, expanded or not. One that is
+    not among the best `budget` when it is seen never will be, nor will what is behind it, so it is left out at once:
+    the tree is the same, at a part of the steps and of the time.
     """
 
     def __init__(self, depth: int = 7, top_k: int = 10, budget: int = 60):
@@ -183,21 +186,59 @@ class Dynamic(Policy):
 
     def steps(self, root: int, source: int = 0) -> Steps:
         sketch, frontier = Sketch([root], source), [0]
+        best = [0.0] * (self.budget - 1)  # a heap of the greatest confidences
         for _ in range(self.depth + 1):
             seen = yield sketch.frontier(frontier)
-            layer = [sketch.add(parent, token, c) for c, parent, token in sketch.children(frontier, seen)]
-            frontier = layer[: self.top_k]
+            layer = []
+            for confidence, parent, token in sketch.children(frontier, seen):
+                if not best or confidence <= best[0]:
+                    break
+                heapq.heapreplace(best, confidence)
+                layer.append(sketch.add(parent, token, confidence))
+            frontier = [node for node in layer[: self.top_k] if sketch.confidence[node] >= best[0]]
             if not frontier:
                 break
         return sketch.tree().prune(self.budget)
 
 
-class Adaptive(Policy):
-    """TALON (arXiv 2601.07353): layer 0 takes the best `top_k` ungated, deeper layers what passes the gate `mu`.
+class Talon(Policy):
+    """TALON (arXiv 2601.07353) to the letter, equations 2-5 and algorithm 2.
 
-    A candidate passes if c(v) >= mu (gate "path") or c(v) >= mu times the best c of its layer (gate "layer"). Growth
-    stops when the budget is spent or nothing passes, so depth and width follow the head's confidence; of a layer that
-    does not fit, the most confident nodes are kept. max_depth: an optional limit, off as in the paper.
+    The pool of a layer is every child of every node of the layer before. The first `ungated` layers keep its best
+    `width`; a deeper one keeps what reaches `mu` times the pool's best; what does not fit keeps its best. Growth ends
+    only with `budget` nodes, the root counted, so the layer that is cut is verified and never expanded.
+    """
+
+    def __init__(self, budget: int = 60, width: int = 10, mu: float = 0.03, ungated: int = 1):
+        self.budget, self.width, self.mu, self.ungated = budget, width, mu, ungated
+        self.top_k = budget - 1  # no more children of one node than that can be kept: it is as if all were there
+        self.max_expansions = budget
+
+    def steps(self, root: int, source: int = 0) -> Steps:
+        sketch, frontier, depth = Sketch([root], source), [0], 0
+        while len(sketch.tokens) < self.budget:
+            seen = yield sketch.frontier(frontier)
+            pool = sketch.children(frontier, seen)
+            if not pool:  # a head that sees no further
+                break
+            pool = pool[: self.width] if depth < self.ungated else _within(pool, self.mu)
+            frontier = [sketch.add(parent, token, c) for c, parent, token in pool[: self.budget - len(sketch.tokens)]]
+            depth += 1
+        return sketch.tree()
+
+
+def _within(pool: list[tuple[float, int, int]], share: float) -> list[tuple[float, int, int]]:
+    """Of a pool, best first, what reaches this share of the best."""
+    return [child for child in pool if child[0] >= share * pool[0][0]]
+
+
+class Adaptive(Policy):
+    """Our variant of TALON's rule: the gate may hold for c(v) itself, and growth stops where nothing passes it.
+
+    Layer 0 takes the best `top_k` ungated. A deeper candidate passes if c(v) >= mu (gate "path") or c(v) >= mu times
+    the best c of its layer (gate "layer"); `top_k` candidates behind each node are looked at. Growth stops when the
+    budget is spent or nothing passes, so size, depth and width follow the head's confidence; of a layer that does not
+    fit, the most confident nodes are kept. max_depth: an optional limit.
     """
 
     def __init__(

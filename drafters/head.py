@@ -18,7 +18,7 @@ from torch import Tensor
 
 from drafters.base import BetweenSteps, Drafter, Learned, Verdict
 from drafters.checkpoint import TargetWeights
-from drafters.growth import STATIC_TREES, Adaptive, Candidates, Dynamic, Frontier, Policy, Static
+from drafters.growth import STATIC_TREES, Adaptive, Candidates, Dynamic, Frontier, Policy, Static, Talon
 from drafters.outcomes import Following
 from drafters.ranking import ErrorScale, Ranking
 from drafters.requirements import weights_path
@@ -57,12 +57,31 @@ class Session(ABC):
         return 0
 
     @abstractmethod
-    def root(self) -> Tensor:
-        """Node 0's logits, [1, draft_vocab]."""
+    def root(self) -> Tensor | None:
+        """Be ready to draft below node 0: its logits, [1, draft_vocab]; None where `rank` needs none."""
+
+    def root_logits(self) -> Tensor:
+        """[1, draft_vocab], in any case."""
+        logits = self.root()
+        assert logits is not None
+        return logits
 
     @abstractmethod
-    def extend(self, parents: list[int], tokens: list[int]) -> tuple[list[int], Tensor]:
-        """New nodes below known ones, in one forward: their ids and logits, [n, draft_vocab] (or [1, ...] for all)."""
+    def extend(self, parents: list[int], tokens: list[int]) -> tuple[list[int], Tensor | None]:
+        """New nodes below known ones, in one forward: their ids and logits, [n, draft_vocab] (or [1, ...] for all);
+        None where `rank` needs none.
+        """
+
+    def begin(self, paths: Sequence[Sequence[int]]) -> list[int]:
+        """Nodes at the end of some paths behind node 0, drafted together; -1 for a path that is too long. Heads that
+        draft step by step have no better way than to `extend` one token at a time, and return nothing.
+        """
+        return []
+
+    def rank(self, ranking: Ranking, nodes: list[int], logits: Tensor | None, positions: list[int]) -> Candidates:
+        """What may follow these nodes. positions: of the tokens that they predict."""
+        assert logits is not None
+        return ranking(logits, positions)
 
     @abstractmethod
     def room(self) -> int:
@@ -80,14 +99,16 @@ class Head(ABC):
     """Weights that predict a target's next tokens from its hidden states.
 
     feature_layers: as `Drafter.feature_layers`. target_ids: [draft_vocab] int64, the target's id of each output.
-    method: its name in "talon train". published_growth: the policy its paper used.
+    method: its name in "talon train". published_growth: the policy its paper used. one_pass: whether whole trees come
+    from one forward.
     """
 
     feature_layers: tuple[int, ...]
     target_ids: Tensor
     device: torch.device
     method: ClassVar[str]
-    published_growth: ClassVar[Policy]
+    published_growth: Policy
+    one_pass: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod
@@ -100,7 +121,7 @@ class Head(ABC):
         path, options = weights_path(config), config.drafter
         target = TargetWeights.read(config.model)
         head = cls.load(path, target, find_device(config.device).type)
-        drafter = HeadDrafter(head, policy_of(options, cls.published_growth), SOURCE, options.shared_noise)
+        drafter = HeadDrafter(head, policy_of(options, head.published_growth), SOURCE, options.shared_noise)
         drafter.warm_up(target.hidden_size)
         return drafter
 
@@ -119,6 +140,8 @@ def policy_of(options: DrafterConfig, published: Policy, default: str = "adaptiv
         return Static(STATIC_TREES[growth.tree])
     if name == "dynamic":
         return Dynamic(growth.depth, growth.top_k, options.budget)
+    if name == "talon":
+        return Talon(options.budget, growth.top_k, growth.mu, growth.ungated)
     if name == "adaptive":
         return Adaptive(options.budget, growth.top_k, growth.mu, growth.gate)
     return published
@@ -153,6 +176,7 @@ class HeadDrafter(Drafter):
     def __init__(self, head: Head, policy: Policy, source: int = SOURCE, shared_noise: bool = True):
         self.head, self.policy, self.source, self.shared_noise = head, policy, source, shared_noise
         self.feature_layers = head.feature_layers
+        self.together = 24 if head.one_pass else 4
         self.error = ErrorScale()
         self.steps = 0  # forwards of the head so far
         self._requests: dict[int, _Request] = {}
@@ -190,7 +214,7 @@ class HeadDrafter(Drafter):
             if not state.session.synced or not group:  # nothing to draft from, or no room for even one
                 trees.append(TokenTree.root_only([*state.text, *continuations[len(trees)]][-1]))
                 continue
-            roots = self._descend(state, group)
+            roots = self._begin(state, group)
             tokens = [(path or state.text)[-1] for path in group]
             advisers = advice[len(trees) : len(trees) + len(group)] if advice else [None] * len(group)
             trees += self._grow(state, roots, tokens, advisers, between_steps, len(trees))
@@ -224,8 +248,8 @@ class HeadDrafter(Drafter):
     @torch.inference_mode()
     def observe(self, request: int, verdict: Verdict) -> None:
         state = self._requests[request]
-        if 0 in state.seen and state.session.synced == len(state.text) - 1:
-            state.ranking.learn(state.session.root(), len(state.text), verdict.tokens[0])
+        if state.ranking.learns and 0 in state.seen and state.session.synced == len(state.text) - 1:
+            state.ranking.learn(state.session.root_logits(), len(state.text), verdict.tokens[0])
         state.text += verdict.tokens
         if not self.feature_layers:
             state.session.commit(state.session.synced, None, state.text[state.session.synced + 1 :])
@@ -287,6 +311,23 @@ class HeadDrafter(Drafter):
             fitting += 1
         return paths[:fitting]
 
+    def _begin(self, state: _Request, paths: list[list[int]]) -> list[int]:
+        """The node at the end of each path, from which a tree is to grow."""
+        started = time.perf_counter()
+        nodes = state.session.begin(paths) if any(paths) else []
+        if not nodes:
+            return self._descend(state, paths)
+        self.steps += 1
+        begun = [row for row, node in enumerate(nodes) if node >= 0]
+        for row in begun:
+            state.depth[nodes[row]] = len(paths[row])
+        self._note(state, [nodes[row] for row in begun], None)
+        self.forward_s += time.perf_counter() - started
+        others = [row for row, node in enumerate(nodes) if node < 0]
+        for row, node in zip(others, self._descend(state, [paths[row] for row in others]), strict=True):
+            nodes[row] = node
+        return nodes
+
     def _descend(self, state: _Request, paths: list[list[int]]) -> list[int]:
         """The node at the end of each path, drafted where the request has not been there before."""
         if 0 not in state.seen:
@@ -296,7 +337,7 @@ class HeadDrafter(Drafter):
             self.steps += 1
             self._note(state, [0], logits)
         nodes = [0] * len(paths)
-        for level in range(max(map(len, paths))):
+        for level in range(max(map(len, paths), default=0)):
             going = [row for row, path in enumerate(paths) if len(path) > level]
             reached = self._nodes(state, [(nodes[row], paths[row][level]) for row in going])
             for row, node in zip(going, reached, strict=True):
@@ -388,10 +429,11 @@ class HeadDrafter(Drafter):
             self._note(state, nodes, logits)
         return [state.child[pair] for pair in pairs]
 
-    def _note(self, state: _Request, nodes: list[int], logits: Tensor) -> None:
+    def _note(self, state: _Request, nodes: list[int], logits: Tensor | None) -> None:
         """Remember what the head sees behind each node."""
-        positions = [state.session.synced + 1 + state.depth[node] for node in nodes[: len(logits)]]
-        seen = state.ranking(logits, positions)
+        first = nodes if logits is None else nodes[: len(logits)]
+        positions = [state.session.synced + 1 + state.depth[node] for node in first]
+        seen = state.session.rank(state.ranking, nodes, logits, positions)
         for row, node in enumerate(nodes):
-            row = row if len(logits) > 1 else 0
+            row = row if len(seen.tokens) > 1 else 0
             state.seen[node] = (seen.tokens[row], seen.chance[row])

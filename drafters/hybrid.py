@@ -111,7 +111,7 @@ class HybridDrafter(Drafter):
 
     def __init__(self, head: HeadDrafter, memories: Sequence[Drafter]):
         self.head, self.memories = head, memories
-        self.feature_layers = head.feature_layers
+        self.feature_layers, self.together = head.feature_layers, head.together
         self.successors = max((memory.successors for memory in memories), default=0)
         self.merge = Merge()
         self._rescue = 0.6

@@ -14,7 +14,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.errors import ModelError
-from engine.model.packed_linear import pack, product
+from engine.model.matmul import Matmul
+from engine.model.packed_linear import can_multiply, pack, product
+from engine.model.simd import LANES
 from engine.target import has_native_bfloat16
 
 TakeTensor = Callable[..., Tensor]
@@ -26,16 +28,26 @@ def draft_dtype(device: torch.device) -> torch.dtype:
 
 
 class Linear:
-    """x [n, in] -> [n, out], with the weight laid out for few rows. weight: [out, in] as stored in checkpoints."""
+    """x [n, in] -> [n, out], with the weight laid out for few rows. weight: [out, in] as stored in checkpoints.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None):
-        self.packed, self.bias = pack(weight), bias
-        self.weight = weight if self.packed is None else weight.new_empty(0)
+    gated: the matrix is a gate's and then an up's, and silu(gate) * up comes out.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, gated: bool = False):
+        self.bias, self.gated = bias, gated
+        whole = not gated or len(weight) % (2 * LANES) == 0
+        self.matmul = Matmul(weight, bias, gated) if whole and can_multiply(weight) else None
+        self.packed = None if self.matmul else pack(weight)
+        self.weight = weight if self.matmul is None and self.packed is None else weight.new_empty(0)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.packed is None:
-            return F.linear(x, self.weight, self.bias)
-        return product(x, self.packed, self.bias)
+        if self.matmul is not None:
+            return self.matmul(x)
+        out = F.linear(x, self.weight, self.bias) if self.packed is None else product(x, self.packed, self.bias)
+        if not self.gated:
+            return out
+        gate, up = out.chunk(2, dim=-1)
+        return F.silu(gate) * up
 
 
 class PairLinear:
@@ -151,8 +163,10 @@ class DecoderLayer:
         self.out = Linear(take("self_attn.o_proj.weight", hidden, self.heads * self.head_dim), out_bias)
         self.norm = RMSNorm(take("post_attention_layernorm.weight", hidden), config.rms_norm_eps)
         gate, up = take("mlp.gate_proj.weight", ffn, hidden), take("mlp.up_proj.weight", ffn, hidden)
-        self.gate_up = Linear(torch.cat([gate, up]))
+        self.gate_up = Linear(torch.cat([gate, up]), gated=True)
         self.down = Linear(take("mlp.down_proj.weight", hidden, ffn))
+        self.query_norm: RMSNorm | None = None  # over each head, in families that have them
+        self.key_norm: RMSNorm | None = None
 
     def __call__(
         self, qkv: Tensor, residual: Tensor, positions: Tensor, cache: KVCache, at: int | Tensor, mask: Tensor | None
@@ -163,7 +177,11 @@ class DecoderLayer:
         Returns [n, hidden].
         """
         n, heads, kv = len(qkv), self.heads, self.kv_heads
-        qkv = qkv.to(self.attends_in).view(n, heads + 2 * kv, self.head_dim)
+        qkv = qkv.view(n, heads + 2 * kv, self.head_dim)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(qkv[:, :heads]), self.key_norm(qkv[:, heads : heads + kv])
+            qkv = torch.cat([query, key, qkv[:, heads + kv :]], dim=1)
+        qkv = qkv.to(self.attends_in)
         rotated = self.rotary(qkv[:, : heads + kv], positions)
         keys, values = cache.write(rotated[:, heads:].transpose(0, 1), qkv[:, heads + kv :].transpose(0, 1), at)
         attended = F.scaled_dot_product_attention(
@@ -174,8 +192,14 @@ class DecoderLayer:
             enable_gqa=kv != heads,
         )
         x = residual + self.out(attended[0].transpose(0, 1).reshape(n, -1).to(self.dtype))
-        gate, up = self.gate_up(self.norm(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
+        return x + self.down(self.gate_up(self.norm(x)))
+
+    def keys_values(self, kv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """kv: [n, 2 * kv_heads * head_dim] -> rotated keys and values, [kv_heads, n, head_dim] each."""
+        kv = kv.view(len(kv), 2 * self.kv_heads, self.head_dim)
+        key = kv[:, : self.kv_heads] if self.key_norm is None else self.key_norm(kv[:, : self.kv_heads])
+        key = self.rotary(key.to(self.attends_in), positions)
+        return key.transpose(0, 1), kv[:, self.kv_heads :].to(self.attends_in).transpose(0, 1)
 
 
 def causal_mask(n: int, past: int, device: torch.device) -> Tensor:

@@ -68,7 +68,7 @@ class Ranking:
 
     def __call__(self, logits: Tensor, positions: list[int]) -> Candidates:
         """logits: [n, draft_vocab]; positions: [n], the absolute position of the token each row predicts."""
-        scores = self._scores(logits, positions)
+        scores = self.scores(logits, positions)
         best = scores.topk(self.top_k)
         # one pass over the vocabulary: the maximum is known from the top, so logsumexp need not look for it
         peak = best.values[:, :1]
@@ -76,18 +76,31 @@ class Ranking:
         tokens = best.indices if self.same_ids else self.target_ids[best.indices]
         return Candidates(tokens.tolist(), chance.clamp(max=1.0).tolist())
 
+    @property
+    def learns(self) -> bool:
+        """Whether `learn` has anything to learn from."""
+        return self.sampling.temperature > 0 and self.shared_noise
+
+    @property
+    def gain(self) -> float:
+        """By how much a candidate's score grows with its logit."""
+        temperature = self.sampling.temperature
+        if temperature == 0:
+            return 1.0
+        return 1 / self.error.value if self.shared_noise else 1 / temperature
+
     def learn(self, logits: Tensor, position: int, drawn: int) -> None:
         """The target drew the token `drawn` at `position`, of which the head said `logits` [1, draft_vocab]."""
-        if self.sampling.temperature == 0 or not self.shared_noise:
+        if not self.learns:
             return
         place = torch.nonzero(self.target_ids == drawn).flatten()
-        scores = self._scores(logits, [position])[0]
+        scores = self.scores(logits, [position])[0]
         if len(place) and scores[place[0]] > -torch.inf:
             chance = scores.softmax(-1)
             expected = (chance * scores.clamp(min=-1e9)).sum()
             self.error.learn(float(expected - scores[place[0]]))
 
-    def _scores(self, logits: Tensor, positions: list[int]) -> Tensor:
+    def scores(self, logits: Tensor, positions: list[int]) -> Tensor:
         """[n, draft_vocab]: candidates are ranked by it, and its softmax is their chance."""
         scores, temperature = logits.float(), self.sampling.temperature
         if temperature == 0:

@@ -31,6 +31,7 @@ METHODS = {
     "eagle3": Method("drafters.eagle3:Eagle3Head", has_model=True),
     "medusa": Method("drafters.medusa:MedusaHead", has_model=True),
     "hydra": Method("drafters.hydra:HydraHead", has_model=True),
+    "block": Method("drafters.block:BlockHead", has_model=True),
     "hybrid": Method("drafters.hybrid:HybridDrafter", has_model=True),
 }
 

@@ -33,7 +33,7 @@ class SmallModel(Head):
     """A draft model as a head; its outputs are the target's own tokens."""
 
     method: ClassVar[str] = "sps"
-    published_growth: ClassVar[Policy] = Static([(0,) * depth for depth in range(1, 6)])
+    published_growth: Policy = Static([(0,) * depth for depth in range(1, 6)])
 
     def __init__(self, model: Target):
         self.model = model

@@ -26,16 +26,18 @@ class GrowthConfig(_Section):
     """How a draft head's tree grows (`drafters.growth`).
 
     policy: published is the one of the method's paper; None: adaptive for heads, the chain for sps. tree: of `static`.
-    depth: layers of `dynamic`. top_k: candidates behind each node. mu, gate: of `adaptive`, whose gate compares with mu
-    or with mu times the layer's best.
+    depth: layers of `dynamic`. top_k: candidates behind each node (`talon`: width of the ungated layers). mu: of the
+    gates of `talon`, the rule of its paper, and of `adaptive`, our variant; gate: `adaptive` compares with mu, or with
+    mu times the layer's best. ungated: the first layers that `talon` does not gate.
     """
 
-    policy: Literal["published", "static", "dynamic", "adaptive"] | None = None
+    policy: Literal["published", "static", "dynamic", "talon", "adaptive"] | None = None
     tree: Literal["eagle_25", "medusa_63"] = "eagle_25"
     depth: int = Field(7, ge=0, le=64)
     top_k: int = Field(10, ge=1, le=64)
     mu: float = Field(0.03, ge=0, le=1)
     gate: Literal["path", "layer"] = "path"
+    ungated: int = Field(1, ge=0, le=8)
 
 
 class DrafterConfig(_Section):
@@ -55,7 +57,7 @@ class DrafterConfig(_Section):
     """
 
     budget: int = Field(60, ge=2, le=1024)
-    head: Literal["eagle", "eagle3", "medusa", "hydra", "sps"] = "eagle3"
+    head: Literal["block", "eagle", "eagle3", "medusa", "hydra", "sps"] = "eagle3"
     memories: tuple[Literal["pld", "suffix", "recycling", "datastore"], ...] = ("suffix",)
     datastore: str | None = None
     dense: str | None = None

@@ -30,7 +30,6 @@ FROM_FRONT_END = (Stop,)
 HEARTBEAT_S = 0.5
 OUTCOMES = 24  # drafted for in one round at most
 _ENOUGH = 0.75  # of the usual expected tokens: with so many a tree goes out unfinished if it is waited for
-BATCH = 4  # of them in the same forwards: more take longer until the first is there and a verdict is heard
 
 Outcome = tuple[int, int, int]
 """(draft, node, token), as a `Draft` names it."""
@@ -235,7 +234,7 @@ class DrafterWorker:
 
             request.guesses = deque((o.node, o.token) for o in likeliest(tree, following, OUTCOMES))
         before_s = self.drafter.forward_s
-        batch = [request.guesses.popleft() for _ in range(min(BATCH, len(request.guesses)))]
+        batch = [request.guesses.popleft() for _ in range(min(self.drafter.together, len(request.guesses)))]
         continuations = [[*tree.path_tokens(node)[1:], token] for node, token in batch]
 
         trees: dict[int, TokenTree] = {}

@@ -1,6 +1,6 @@
 """The training text: prompts from a file, answered by the target itself, since its own words are what a head must
 foresee. Answers are kept on disk as they come, so a killed run goes on where it stopped and the heads of one target
-share them.
+share them. Lines that come with the target's answer, as token ids, are not asked again.
 """
 
 from __future__ import annotations
@@ -31,16 +31,25 @@ class Example:
     answer: int
 
 
+@dataclass(frozen=True)
+class Question:
+    """prompt: token ids in the target's chat form. answer: the target's own, where it came with the prompt."""
+
+    prompt: list[int]
+    answer: list[int] | None = None
+
+
 class _Row(msgspec.Struct):
     prompt: Annotated[str, msgspec.Meta(min_length=1)]
+    tokens: list[int] | None = None
 
 
-def read_prompts(path: Path) -> Iterator[str]:
-    """The `prompt` of each line of a JSONL file, plain or .xz."""
+def _read(path: Path) -> Iterator[_Row]:
+    """The lines of a JSONL file, plain or .xz."""
     try:
         with lzma.open(path, "rb") if path.suffix == ".xz" else path.open("rb") as file:
             for _, row in json_lines(file, _Row):
-                yield row.prompt
+                yield row
     except BadLine as error:
         raise ConfigError(
             f'data={path}: line {error.number} is not a JSON object with a "prompt", a text ({error.reason}): give a '
@@ -50,25 +59,32 @@ def read_prompts(path: Path) -> Iterator[str]:
         raise ConfigError(f"data={path}: cannot be read ({error}): give a JSONL file, plain or .xz") from None
 
 
-def encode_prompts(path: Path, tokenizer: Any, recipe: Recipe) -> list[list[int]]:
-    """Token ids in the target's chat form, in an order that does not depend on the file's, without repetitions."""
+def read_questions(path: Path, tokenizer: Any, recipe: Recipe) -> list[Question]:
+    """The file's prompts, in an order that does not depend on the file's, without repetitions."""
     room = max(recipe.length - recipe.answer_tokens, recipe.length // 2)
-    prompts = {
-        hashlib.blake2b(f"{recipe.seed}:{prompt}".encode(), digest_size=8).hexdigest(): prompt
-        for prompt in read_prompts(path)
+    rows = {
+        hashlib.blake2b(f"{recipe.seed}:{row.prompt}".encode(), digest_size=8).hexdigest(): row for row in _read(path)
     }
-    if len(prompts) < 2:
-        raise ConfigError(f"data={path}: holds {len(prompts)} prompts: give at least two, one is held out")
-    chosen: list[list[int]] = []
-    for key in sorted(prompts):
-        ids = _chat(tokenizer, prompts[key])
-        if len(ids) <= room:
-            chosen.append(ids)
+    if len(rows) < 2:
+        raise ConfigError(f"data={path}: holds {len(rows)} prompts: give at least two, one is held out")
+    chosen: list[Question] = []
+    for key in sorted(rows):
+        row = rows[key]
+        prompt = _chat(tokenizer, row.prompt)
+        fits = len(prompt) <= room if row.tokens is None else len(prompt) + len(row.tokens) <= recipe.length
+        if fits and row.tokens != []:
+            _check_tokens(path, row, len(tokenizer))
+            chosen.append(Question(prompt, row.tokens))
         if len(chosen) == recipe.prompts:
             break
     if len(chosen) < 2:
         raise ConfigError(f"data={path}: fewer than two prompts fit into {room} tokens: raise `length` in the recipe")
     return chosen
+
+
+def _check_tokens(path: Path, row: _Row, vocab: int) -> None:
+    if row.tokens is not None and not all(0 <= token < vocab for token in row.tokens):
+        raise ConfigError(f"data={path}: tokens of {row.prompt[:30]!r} are not ids of this target: drop the field")
 
 
 def answer(
@@ -105,16 +121,21 @@ def answer(
     return examples
 
 
-def cache_name(target: Path, prompts: list[list[int]], recipe: Recipe) -> str:
-    """A file name that changes with whatever the answers depend on: the target's weights, the prompts, the settings."""
+def target_digest(target: Path) -> str:
+    """What tells the weights of targets apart."""
     digest = hashlib.blake2b(digest_size=8)
     for file in sorted(target.glob("*.safetensors")) + sorted(target.glob("*.bin")):
         digest.update(f"{file.name}:{file.stat().st_size}".encode())
         with file.open("rb") as stream:
             while block := stream.read(1 << 22):
                 digest.update(block)
+    return digest.hexdigest()
+
+
+def cache_name(target: str, prompts: list[list[int]], recipe: Recipe) -> str:
+    """A file name that changes with whatever the answers depend on: the target (its digest), prompts, and settings."""
     settings = (recipe.answer_tokens, recipe.answer_batch, recipe.temperature, recipe.length, recipe.seed)
-    digest.update(repr((settings, prompts)).encode())
+    digest = hashlib.blake2b(repr((target, settings, prompts)).encode(), digest_size=8)
     return f"answers-{digest.hexdigest()}.jsonl"
 
 

@@ -1,4 +1,4 @@
-"""`talon train {eagle,eagle3,medusa,hydra,sps}`: a draft head for any target, from prompts alone."""
+"""`talon train {block,eagle,eagle3,medusa,hydra,sps}`: a draft head for any target, from prompts alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from engine.errors import TalonError
 app = typer.Typer(help="Train a draft head for a target.", no_args_is_help=True)
 
 Target = Annotated[str, typer.Option(help="The target: a Hugging Face directory or hub id, a GGUF file, or a name.")]
-Data = Annotated[Path, typer.Option(help='JSONL (or .jsonl.xz) with a "prompt" per line.')]
+Data = Annotated[
+    Path, typer.Option(help='JSONL (or .jsonl.xz) with a "prompt" per line; "tokens", where there, are its answer.')
+]
 Out = Annotated[Path, typer.Option(help="Where the head goes; its checkpoints lie in OUT/training.")]
 RecipeFile = Annotated[Path | None, typer.Option(help="Recipe, default configs/train/<method>.yaml.")]
 Steps = Annotated[int | None, typer.Option(help="Instead of the recipe's.")]
@@ -51,6 +53,7 @@ def _command(method: str, summary: str) -> None:
             raise typer.Exit(130) from None
 
 
+_command("block", "Talon's block head: a tree of tokens from one forward.")
 _command("eagle", "EAGLE-1/2: one layer that predicts the target's last hidden state.")
 _command("eagle3", "EAGLE-3: three fused hidden states, training-time test.")
 _command("medusa", "Medusa-1: independent heads on the frozen target's last hidden state.")

@@ -1,13 +1,15 @@
 """The heads as they train: plain modules whose state dict is the public checkpoint layout.
 
 All share one indexing. Row i of a sequence stands for the text up to token t[i + 1]: the target's feature f[i] and the
-token behind it. Draft step k of row i has seen the tokens up to t[i + 1 + k] and predicts t[i + 2 + k].
+token behind it. Draft step k of row i has seen the tokens up to t[i + 1 + k] and predicts t[i + 2 + k]. Some rows of
+each text are *anchors*: from them drafts are made, the others are only their context.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +18,33 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from drafters.training.features import kept_states
+from drafters.training.loss import Factors
 from drafters.training.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What a head drafts from. features: [batch, rows, states, hidden], true. tokens: [batch, rows + 1 + steps].
+
+    embedded: [..., hidden], the tokens' embeddings (see `HeadModule.embed`). anchors: [batch, anchors], rows. known:
+    [batch, anchors], how many of the tokens to be drafted a block head is shown.
+    """
+
+    features: Tensor
+    tokens: Tensor
+    embedded: Tensor
+    anchors: Tensor
+    known: Tensor
+
+    def at_anchors(self, values: Tensor, behind: int = 0) -> Tensor:
+        """values: [batch, rows or more, ...] -> [batch, anchors, ...], so many rows behind each anchor."""
+        batch = torch.arange(len(values), device=values.device)[:, None]
+        return values[batch, self.anchors + behind]
+
+    def drafted(self, step: int) -> Tensor:
+        """[batch, anchors, hidden]: the embedding of the token that draft step `step` starts from."""
+        return self.at_anchors(self.embedded, 1 + step)
 
 
 class HeadModule(nn.Module, ABC):
@@ -27,29 +55,32 @@ class HeadModule(nn.Module, ABC):
     """Whether it learns from the prompts' tokens too; the others only from the target's own words."""
 
     def embed(self, tokens: Tensor, target: Any) -> Tensor:
-        """tokens: [batch, n] -> what `unroll` reads of them: t[1:] in the target's embedding."""
-        embedded: Tensor = target.get_input_embeddings()(tokens[:, 1:])
+        """tokens: [batch, n] -> their embeddings, the target's."""
+        embedded: Tensor = target.get_input_embeddings()(tokens)
         return embedded
 
     @abstractmethod
-    def unroll(self, features: Tensor, embedded: Tensor, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Draft steps over whole sequences.
+    def draft(self, texts: Texts, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Per draft step what is predicted behind every anchor, [batch, anchors, h], and the feature that became of it.
 
-        features: [batch, rows, layers, hidden], true. embedded: [batch, rows + steps, hidden], from `embed`.
-        Yields per step what is predicted behind every row: [batch, rows, h], and the feature that became of it.
+        Ends early where the head cannot draft so far.
         """
 
     @abstractmethod
-    def logits(self, states: Tensor, step: int) -> Tensor:
-        """[n, h] states of draft step `step` -> [n, draft_vocab]."""
+    def factors(self, states: Tensor, step: int, previous: Tensor) -> Factors:
+        """What the logits of draft step `step` are the product of. states: [n, h]; previous: [n], the token before."""
+
+    def confidence(self, states: Tensor, previous: Tensor) -> Tensor | None:
+        """[n] logits of the share of the target's probability that the draft's covers, if it says so."""
+        return None
 
     @abstractmethod
     def export(self) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
         """File name, config and tensors of the public layout."""
 
 
-class TreeAttention(nn.Module):
-    """Attention of training-time test: step k of row i sees the true rows up to i and its own earlier guesses."""
+class AnchoredAttention(nn.Module):
+    """Attention of training-time test: step k of an anchor sees the true rows up to it and its own earlier guesses."""
 
     def __init__(self, config: LlamaConfig, inputs: int):
         super().__init__()
@@ -62,29 +93,35 @@ class TreeAttention(nn.Module):
         self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
         self.rotary = LlamaRotaryEmbedding(config)
 
-    def forward(self, x: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """x: [batch, rows, inputs] of step len(past); its keys and values are appended to `past`."""
-        batch, rows, _ = x.shape
-        step = len(past)
-        query, key, value = (
-            project(x).view(batch, rows, -1, self.head_dim).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        cos, sin = self.rotary(x, torch.arange(step, rows + step, device=x.device)[None])
-        query, key = apply_rotary_pos_emb(query, key, cos, sin)
+    def keys(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """x: [batch, n, inputs]; positions: [batch or 1, n] -> keys and values [batch, heads, n, head_dim]."""
         groups = self.heads // self.kv_heads
-        past.append((key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)))
-        if step == 0:
-            attended = F.scaled_dot_product_attention(query, *past[0], is_causal=True)
-        else:
-            causal = torch.ones(rows, rows, dtype=torch.bool, device=x.device).tril()
-            true = (query @ past[0][0].transpose(2, 3)).masked_fill(~causal, -torch.inf)
-            own = torch.stack([(query * earlier).sum(-1) for earlier, _ in past[1:]], dim=-1)
-            weight = (torch.cat([true, own], dim=-1) * self.head_dim**-0.5).float().softmax(-1).to(x.dtype)
-            attended = weight[..., :rows] @ past[0][1].to(x.dtype)
-            for index, (_, earlier) in enumerate(past[1:]):
-                attended = attended + weight[..., rows + index, None] * earlier
-        return self.o_proj(attended.transpose(1, 2).reshape(batch, rows, -1))
+        key, value = self._split(self.k_proj(x)), self._split(self.v_proj(x))
+        cos, sin = self.rotary(x, positions)
+        _, key = apply_rotary_pos_emb(key, key, cos, sin)
+        return key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+
+    def forward(
+        self, x: Tensor, anchors: Tensor, true: tuple[Tensor, Tensor], own: list[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """x: [batch, anchors, inputs] of step len(own). true: `keys` of all rows; own: of the anchors' steps from 1."""
+        cos, sin = self.rotary(x, anchors + len(own))
+        query = self._split(self.q_proj(x))
+        query, _ = apply_rotary_pos_emb(query, query, cos, sin)
+        keys, values = true
+        rows = torch.arange(keys.shape[2], device=x.device)
+        hidden = rows > anchors[:, None, :, None]
+        scores = (query @ keys.transpose(2, 3)).masked_fill(hidden, -torch.inf)
+        guessed = [(query * key).sum(-1, keepdim=True) for key, _ in own]
+        weight = (torch.cat([scores, *guessed], dim=-1).float() * self.head_dim**-0.5).softmax(-1).to(values.dtype)
+        attended = weight[..., : len(rows)] @ values
+        for index, (_, value) in enumerate(own):
+            attended = attended + weight[..., len(rows) + index, None] * value
+        return self.o_proj(attended.transpose(1, 2).flatten(2))
+
+    def _split(self, x: Tensor) -> Tensor:
+        """[batch, n, heads * head_dim] -> [batch, heads, n, head_dim]"""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 class DraftLayer(nn.Module):
@@ -94,16 +131,51 @@ class DraftLayer(nn.Module):
         super().__init__()
         for name in norms:
             self.add_module(name, LlamaRMSNorm(config.hidden_size, config.rms_norm_eps))
-        self.self_attn = TreeAttention(config, inputs)
+        self.self_attn = AnchoredAttention(config, inputs)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 
-    def forward(self, x: Tensor, residual: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
-        x = residual + self.self_attn(x, past)
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        anchors: Tensor,
+        true: tuple[Tensor, Tensor],
+        own: list[tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        x = residual + self.self_attn(x, anchors, true, own)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class EagleModule(HeadModule):
+class FeatureModule(HeadModule):
+    """Training-time test of the EAGLE family: a step's feature is the next one's input."""
+
+    layer: DraftLayer
+
+    @abstractmethod
+    def fuse(self, features: Tensor) -> Tensor:
+        """[batch, rows, states, hidden] -> [batch, rows, hidden]: true features as the head's own kind."""
+
+    @abstractmethod
+    def pair(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """The input of the layer's attention and the residual stream, of (token, feature) pairs."""
+
+    def draft(self, texts: Texts, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+        fused, attention = self.fuse(texts.features), self.layer.self_attn
+        rows = fused.shape[1]
+        x, residual = self.pair(texts.embedded[:, 1 : rows + 1], fused)
+        true = attention.keys(x, torch.arange(rows, device=x.device)[None])
+        x, residual = texts.at_anchors(x), texts.at_anchors(residual)
+        own: list[tuple[Tensor, Tensor]] = []
+        for step in range(1, steps + 1):
+            feature = self.layer(x, residual, texts.anchors, true, own)
+            yield feature, feature
+            if step < steps:
+                x, residual = self.pair(texts.drafted(step), feature)
+                own.append(attention.keys(x, texts.anchors + step))
+
+
+class EagleModule(FeatureModule):
     def __init__(self, config: LlamaConfig, target_head: Tensor):
         super().__init__()
         hidden = config.hidden_size
@@ -112,22 +184,28 @@ class EagleModule(HeadModule):
         self.layers = nn.ModuleList([DraftLayer(config, hidden)])
         self.register_buffer("target_head", target_head, persistent=False)
 
-    def unroll(self, features: Tensor, embedded: Tensor, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-        feature, past, rows = features[:, :, 0], [], features.shape[1]  # type: ignore[var-annotated]
-        for step in range(steps):
-            x = self.fc(torch.cat([embedded[:, step : step + rows], feature], dim=-1))
-            feature = self.layers[0](x, x, past)
-            yield feature, feature
+    @property
+    def layer(self) -> DraftLayer:  # type: ignore[override]
+        layer = self.layers[0]
+        assert isinstance(layer, DraftLayer)
+        return layer
 
-    def logits(self, states: Tensor, step: int) -> Tensor:
-        return states @ self.target_head.T.to(states.dtype)
+    def fuse(self, features: Tensor) -> Tensor:
+        return features[:, :, 0]
+
+    def pair(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.fc(torch.cat([embedded, feature], dim=-1))
+        return x, x
+
+    def factors(self, states: Tensor, step: int, previous: Tensor) -> Factors:
+        return [(states, self.target_head)]
 
     def export(self) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
         config = {**llama_values(self.config), "bias": True, "target_embeddings": True}
         return "model.safetensors", config, dict(self.state_dict())
 
 
-class Eagle3Module(HeadModule):
+class Eagle3Module(FeatureModule):
     def __init__(self, config: LlamaConfig, target_head: Tensor, draft_ids: Tensor):
         super().__init__()
         hidden = config.hidden_size
@@ -139,17 +217,19 @@ class Eagle3Module(HeadModule):
         self.lm_head.weight.data.copy_(target_head[draft_ids])
         self.draft_ids = draft_ids
 
-    def unroll(self, features: Tensor, embedded: Tensor, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-        feature, past, rows = self.fc(features.flatten(2)), [], features.shape[1]  # type: ignore[var-annotated]
-        layer = self.midlayer
-        for step in range(steps):
-            token = layer.input_layernorm(embedded[:, step : step + rows])
-            x = torch.cat([token, layer.hidden_norm(feature)], dim=-1)
-            feature = layer(x, feature, past)
-            yield feature, feature
+    @property
+    def layer(self) -> DraftLayer:  # type: ignore[override]
+        return self.midlayer
 
-    def logits(self, states: Tensor, step: int) -> Tensor:
-        return self.lm_head(self.norm(states))
+    def fuse(self, features: Tensor) -> Tensor:
+        return self.fc(features.flatten(2))
+
+    def pair(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        layer = self.midlayer
+        return torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(feature)], dim=-1), feature
+
+    def factors(self, states: Tensor, step: int, previous: Tensor) -> Factors:
+        return [(self.norm(states), self.lm_head.weight)]
 
     def export(self) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
         assert self.draft_ids is not None
@@ -200,18 +280,16 @@ class MedusaModule(HeadModule):
                 self.outputs.append(nn.Linear(hidden, self.vocab_size, bias=False))
                 self.outputs[-1].weight.data.copy_(target_head)
 
-    def unroll(self, features: Tensor, embedded: Tensor, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-        x, rows = features[:, :, 0], features.shape[1]
+    def draft(self, texts: Texts, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+        x = texts.at_anchors(texts.features[:, :, 0])
         for step in range(min(steps, self.recipe.heads)):
             if self.wide:
-                x = torch.cat([x, embedded[:, step : step + rows]], dim=-1)
+                x = torch.cat([x, texts.drafted(step)], dim=-1)
             state = self.blocks[step](x)
             yield state, state
 
-    def logits(self, states: Tensor, step: int) -> Tensor:
-        if self.recipe.tie_lm_head:
-            return states @ self.target_head.T.to(states.dtype)
-        return self.outputs[step](states)
+    def factors(self, states: Tensor, step: int, previous: Tensor) -> Factors:
+        return [(states, self.target_head if self.recipe.tie_lm_head else self.outputs[step].weight)]
 
     def export(self) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
         config = {
@@ -281,13 +359,13 @@ class SmallModule(HeadModule):
         embedded: Tensor = self.lm.get_input_embeddings()(tokens)
         return embedded
 
-    def unroll(self, features: Tensor, embedded: Tensor, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-        state = self.lm.model(inputs_embeds=embedded[:, : features.shape[1] + 1]).last_hidden_state[:, 1:]
+    def draft(self, texts: Texts, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+        read = self.lm.model(inputs_embeds=texts.embedded[:, : texts.features.shape[1] + 1]).last_hidden_state
+        state = texts.at_anchors(read, 1)
         yield state, state
 
-    def logits(self, states: Tensor, step: int) -> Tensor:
-        out: Tensor = self.lm.lm_head(states)
-        return out
+    def factors(self, states: Tensor, step: int, previous: Tensor) -> Factors:
+        return [(states, self.lm.lm_head.weight)]
 
     def export(self) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
         tensors = {name: tensor for name, tensor in self.lm.state_dict().items() if name != "lm_head.weight"}
@@ -310,7 +388,7 @@ def build(recipe: Recipe, target: Any, draft_ids: Tensor) -> HeadModule:
     draft = LlamaConfig(
         hidden_size=config.hidden_size,
         intermediate_size=recipe.intermediate_size or config.intermediate_size,
-        num_hidden_layers=1,
+        num_hidden_layers=recipe.layers if recipe.method == "block" else 1,
         num_attention_heads=heads,
         num_key_value_heads=config.num_key_value_heads,
         head_dim=config.hidden_size // heads,
@@ -319,6 +397,10 @@ def build(recipe: Recipe, target: Any, draft_ids: Tensor) -> HeadModule:
         rms_norm_eps=config.rms_norm_eps,
         rope_parameters=config.rope_parameters,
     )
+    if recipe.method == "block":
+        from drafters.training.block import BlockModule
+
+        return BlockModule(draft, recipe, target, draft_ids, kept_states(config.num_hidden_layers)[:-1])
     return EagleModule(draft, head) if recipe.method == "eagle" else Eagle3Module(draft, head, draft_ids)
 
 

@@ -10,20 +10,25 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine.errors import ConfigError
 
-Method = Literal["eagle", "eagle3", "medusa", "hydra", "sps"]
+Method = Literal["eagle", "eagle3", "medusa", "hydra", "sps", "block"]
 
 
 class Recipe(BaseModel):
     """Data: prompts: at most so many are used, held_out of them only for the acceptance table; answer_tokens,
     answer_batch, temperature: how the target answers them (0 is greedy); length: tokens of an example, prompt included.
 
-    Optimisation: steps of `batch` examples; lr with linear warmup (steps) and cosine decay; unroll: steps of
-    training-time test (EAGLE-3), each weighted `step_decay` times the one before; feature_weight, logit_weight: parts
-    of EAGLE's loss; feature_noise: width of the uniform noise on its input.
+    store_features: keep the target's hidden states on disk (StoredFeatures) instead of computing them in every epoch.
+
+    Optimisation: steps of `batch` examples, with drafts from `anchors` places of each (0: from all); evaluate_every:
+    steps between two measurements on held-out text; lr with linear warmup (steps) and cosine decay; unroll: steps of
+    training-time test (EAGLE-3), each weighted `step_decay` times the one before; entropy_weight, distance_weight: of
+    the cross-entropy and of the distance |p - q| to the target's distribution; feature_weight, logit_weight: parts of
+    EAGLE's loss; feature_noise: width of the uniform noise on its input.
 
     Head: intermediate_size of the layer; draft_vocab_size (EAGLE-3), 0 is all; heads and blocks (Medusa, Hydra);
     tie_lm_head: use the target's output matrix instead of training one per head (Medusa, Hydra). hidden_size, layers,
-    attention_heads: of the small model (sps).
+    attention_heads: of the small model (sps). layers, markov_rank: of the block head, whose rows are `unroll`;
+    known_share: of its drafts that begin with tokens given.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -35,14 +40,19 @@ class Recipe(BaseModel):
     answer_batch: int = Field(32, ge=1)
     temperature: float = Field(0.0, ge=0)
     length: int = Field(384, ge=8)
+    store_features: bool = True
     steps: int = Field(2000, ge=1)
     batch: int = Field(8, ge=1)
+    anchors: int = Field(0, ge=0)
+    evaluate_every: int = Field(250, ge=1)
     lr: float = Field(1e-3, gt=0)
     warmup: int = Field(50, ge=0)
     weight_decay: float = Field(0.0, ge=0)
     seed: int = 0
     unroll: int = Field(1, ge=1)
     step_decay: float = Field(0.8, gt=0)
+    entropy_weight: float = Field(1.0, ge=0)
+    distance_weight: float = Field(0.0, ge=0)
     feature_weight: float = Field(1.0, ge=0)
     logit_weight: float = Field(0.1, ge=0)
     feature_noise: float = Field(0.0, ge=0)
@@ -53,6 +63,8 @@ class Recipe(BaseModel):
     tie_lm_head: bool = False
     hidden_size: int = Field(160, ge=8)
     layers: int = Field(2, ge=1)
+    markov_rank: int = Field(128, ge=1)
+    known_share: float = Field(0.0, ge=0, le=1)
     attention_heads: int = Field(5, ge=1)
 
     @classmethod

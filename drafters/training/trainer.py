@@ -6,6 +6,7 @@ from n, so a run that was killed and resumed ends with the same weights as one t
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 import time
@@ -20,7 +21,9 @@ from torch import Tensor
 
 from drafters.eagle3 import fused_layers
 from drafters.training.answers import Example
-from drafters.training.modules import HeadModule
+from drafters.training.features import Features, kept_states
+from drafters.training.loss import Teacher, vocabulary_loss
+from drafters.training.modules import HeadModule, Texts
 from drafters.training.recipe import Recipe
 from engine.errors import ConfigError, ModelError
 from engine.target import has_native_bfloat16
@@ -56,58 +59,97 @@ class Score:
 
 
 class Trainer:
-    """One run. target: a loaded causal LM; examples: training ones first, then `recipe.held_out` to measure on."""
+    """One run. target: a loaded causal LM; features: of its examples, training ones first, then `recipe.held_out` to
+    measure on. averaged: the head with the running mean of its weights, which is what is measured and kept: wherever a
+    run stops it is nearly as good as at the end of a schedule. best: the greatest held-out chain length, that of
+    `best_state`.
+    """
 
-    def __init__(self, recipe: Recipe, target: Any, module: HeadModule, examples: Sequence[Example]):
-        held_out = min(recipe.held_out, len(examples) // 2)
-        self.recipe, self.target, self.module = recipe, target, module.to(target.device)
-        self.examples, self.held_out = examples[:-held_out], examples[-held_out:]
-        self.feature_layers = wanted_layers(recipe, target)
+    def __init__(self, recipe: Recipe, target: Any, module: HeadModule, features: Features):
+        total = len(features.examples)
+        held_out = min(recipe.held_out, total // 2)
+        self.recipe, self.target, self.features = recipe, target, features
         self.device: torch.device = target.device
+        self.module = module.to(self.device)
+        self.training, self.held_out = range(total - held_out), range(total - held_out, total)
+        layers = target.config.get_text_config().num_hidden_layers
+        self.states = (*wanted_layers(recipe, target), layers)
         self.low_precision = self.device.type == "cuda" or has_native_bfloat16()
+        head = target.get_output_embeddings().weight
+        self.head = head if module.draft_ids is None else head[module.draft_ids.to(self.device)]
         self.optimizer = torch.optim.AdamW(
-            module.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=recipe.weight_decay
+            [p for p in module.parameters() if p.requires_grad],
+            lr=recipe.lr,
+            betas=(0.9, 0.95),
+            weight_decay=recipe.weight_decay,
+            fused=True,
         )
-        self.step = 0
+        self.averaged = copy.deepcopy(self.module).requires_grad_(False).eval()
+        self.step = self.tokens = 0
+        self.best = 0.0
+        self.best_state: dict[str, Tensor] = {}
 
-    def run(self, checkpoint: Path, save_every_s: float, report: Callable[[int, Score], None]) -> None:
-        """Train to the last step, saving now and then and at the end; `report` is told of every step."""
+    def run(
+        self,
+        checkpoint: Path,
+        save_every_s: float,
+        report: Callable[[int, Score], None],
+        judged: Callable[[Score, bool], None],
+    ) -> None:
+        """Train to the last step, saving now and then and at the end. `report` is told of every step, `judged` of every
+        held-out score of `averaged` and whether it is the best so far.
+        """
         saved = time.monotonic()
         while self.step < self.recipe.steps:
             score = self.train_step()
             report(self.step, score)
+            if self.step % self.recipe.evaluate_every == 0 or self.step == self.recipe.steps:
+                self.judge(judged)
             if time.monotonic() - saved > save_every_s or self.step == self.recipe.steps:
                 self.save(checkpoint)
                 saved = time.monotonic()
+
+    def judge(self, judged: Callable[[Score, bool], None]) -> None:
+        """Measure on held-out text, and keep the weights if they are the best."""
+        score = self.evaluate()
+        best = score.chain_length() > self.best
+        if best:
+            self.best = score.chain_length()
+            self.best_state = {name: tensor.clone() for name, tensor in self.averaged.state_dict().items()}
+        judged(score, best)
 
     def train_step(self) -> Score:
         recipe, score = self.recipe, Score()
         for group in self.optimizer.param_groups:
             group["lr"] = recipe.lr * schedule(self.step, recipe)
         self.module.train()
-        loss = self._loss(self._batch(self.step), recipe.unroll, score, noise_seed=recipe.seed + self.step)
-        loss.backward()
+        self._loss(self._batch(self.step), recipe.unroll, score, seed=recipe.seed + self.step).backward()
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
+        self._average()
+        self.tokens += score.count[0]
         return score
 
     @torch.no_grad()
     def evaluate(self) -> Score:
         """Held-out acceptance per draft position."""
-        self.module.eval()
-        score = Score()
-        for at in range(0, len(self.held_out), self.recipe.batch):
-            self._loss(self.held_out[at : at + self.recipe.batch], EVALUATED_STEPS, score, noise_seed=None)
+        score, size = Score(), max(8, self.recipe.batch)
+        for at in range(0, len(self.held_out), size):
+            self._loss(self.held_out[at : at + size], max(EVALUATED_STEPS, self.recipe.unroll), score, seed=None)
         return score
 
     def save(self, path: Path) -> None:
         """Everything `load` needs, replacing the file at once."""
         state = {
             "module": self.module.state_dict(),
+            "averaged": self.averaged.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
+            "tokens": self.tokens,
+            "best": self.best,
+            "best_state": self.best_state,
             "recipe": self.recipe.model_dump_json(),
         }
         buffer = io.BytesIO()
@@ -123,61 +165,89 @@ class Trainer:
         if state["recipe"] != self.recipe.model_dump_json():
             raise ConfigError(f"checkpoint={path}: belongs to another recipe: use the same recipe, or no --resume")
         self.module.load_state_dict(state["module"])
+        self.averaged.load_state_dict(state["averaged"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.step = state["step"]
+        self.step, self.tokens = state["step"], state["tokens"]
+        self.best, self.best_state = state["best"], state["best_state"]
 
-    def _batch(self, step: int) -> list[Example]:
+    def _average(self) -> None:
+        """Move the averaged weights towards the present ones; at first the mean of all, then of the last 50 steps."""
+        present = [p.detach() for p in self.module.parameters()]
+        torch._foreach_lerp_(list(self.averaged.parameters()), present, max(0.02, 3 / (self.step + 3)))
+
+    def _batch(self, step: int) -> list[int]:
         """The examples of a step: every epoch a new permutation, its batches of similar lengths."""
-        size, total = min(self.recipe.batch, len(self.examples)), len(self.examples)
+        size, total, lengths = min(self.recipe.batch, len(self.training)), len(self.training), self.features.lengths
         per_epoch = total // size
         epoch, index = divmod(step, per_epoch)
         generator = torch.Generator().manual_seed(self.recipe.seed + epoch)
         order = torch.randperm(total, generator=generator).tolist()
         batches: list[list[int]] = []
         for at in range(0, per_epoch * size, 16 * size):
-            pool = sorted(order[at : min(at + 16 * size, per_epoch * size)], key=lambda i: len(self.examples[i].tokens))
+            pool = sorted(order[at : min(at + 16 * size, per_epoch * size)], key=lambda i: lengths[i])
             batches += [pool[i : i + size] for i in range(0, len(pool), size)]
-        chosen = batches[torch.randperm(per_epoch, generator=generator)[index]]
-        return [self.examples[i] for i in chosen]
+        return batches[torch.randperm(per_epoch, generator=generator)[index]]
 
-    def _loss(self, batch: Sequence[Example], steps: int, score: Score, noise_seed: int | None) -> Tensor:
-        """The recipe's loss of `steps` draft steps; adds each step's figures to `score`."""
-        recipe, module = self.recipe, self.module
-        width = max(len(example.tokens) for example in batch)
-        tokens = torch.tensor([[*e.tokens, *[0] * (width + steps - len(e.tokens))] for e in batch], device=self.device)
-        # (b, j): hidden state j predicts token j + 1 of the answer, the things a head is to foresee
-        first = [1 if module.learns_prompts and noise_seed is not None else max(e.answer, 2) - 1 for e in batch]
-        places = [(b, j) for b, e in enumerate(batch) for j in range(first[b], len(e.tokens) - 1)]
-        b, j = torch.tensor(places, device=self.device).T
-        with torch.no_grad(), self._autocast():
-            hidden = self.target(tokens[:, :width], output_hidden_states=True, logits_to_keep=1).hidden_states
-            features = torch.stack([hidden[layer] for layer in self.feature_layers], dim=2)[:, :-1]
-            true = hidden[-1][b, j]
-            logits = self.target.get_output_embeddings()(true).float()
-            chance = logits.softmax(-1) if module.draft_ids is None else logits.softmax(-1)[:, module.draft_ids]
-            answer = tokens[b, j + 1]
-            if noise_seed is not None and recipe.feature_noise:
-                generator = torch.Generator().manual_seed(noise_seed)
-                noise = torch.rand(features.shape, generator=generator).to(features) - 0.5
-                features = features + noise * recipe.feature_noise
+    def _loss(self, chosen: Sequence[int], steps: int, score: Score, seed: int | None) -> Tensor:
+        """The recipe's loss of `steps` draft steps; adds each step's figures to `score`. seed: None to measure."""
+        recipe, module = self.recipe, self.averaged if seed is None else self.module
+        examples = [self.features.examples[i] for i in chosen]
+        lengths = torch.tensor([len(example.tokens) for example in examples], device=self.device)
+        anchors, real = self._anchors(examples, seed)
+        hidden, normaliser = self.features.read(chosen, self.states)
+        width = hidden.shape[1]
+        tokens = torch.tensor([e.tokens + [0] * (width + steps - len(e.tokens)) for e in examples], device=self.device)
+        true = hidden[:, :, -1] if self.low_precision else hidden[:, :, -1].float()
+        features = hidden[:, :-1, :-1]
+        if seed is not None and recipe.feature_noise:
+            noise = torch.rand(features.shape, generator=torch.Generator().manual_seed(seed)).to(features) - 0.5
+            features = features + noise * recipe.feature_noise
+        head = self.head.to(true.dtype)
         total = torch.zeros((), device=self.device)
         with self._autocast():
             embedded = module.embed(tokens, self.target)
-            for step, (states, guessed) in enumerate(module.unroll(features, embedded, steps)):
-                seen = j - 1 - step >= 0
-                if not seen.any():
+            texts = Texts(features.to(true.dtype), tokens, embedded, anchors, self._known(anchors, seed))
+            for step, (states, guessed) in enumerate(module.draft(texts, steps)):
+                b, a = torch.nonzero(real & (anchors + step + 2 < lengths[:, None]), as_tuple=True)
+                if not len(b):
                     break
-                rows = (b[seen], j[seen] - 1 - step)
-                predicted = module.logits(states[rows], step).float()
-                loss = -(chance[seen] * predicted.log_softmax(-1)).sum(-1).mean()
-                best = predicted.argmax(-1)
-                best = best if module.draft_ids is None else module.draft_ids[best]
-                score.add(step, len(best), int((best == answer[seen]).sum()), loss.item())
+                j = anchors[b, a] + 1 + step  # hidden state j predicts token j + 1
+                teacher = Teacher(true[b, j], head, None if module.draft_ids is None else normaliser[b, j])
+                said, previous = states[b, a], tokens[b, j]
+                loss, verdicts = vocabulary_loss(
+                    module.factors(said, step, previous), teacher, recipe.entropy_weight, recipe.distance_weight
+                )
+                best = verdicts.best if module.draft_ids is None else module.draft_ids[verdicts.best]
+                score.add(step, len(b), int((best == tokens[b, j + 1]).sum()), loss.item())
                 if recipe.method == "eagle":
-                    miss = F.smooth_l1_loss(guessed[rows].float(), true[seen].float())
+                    miss = F.smooth_l1_loss(guessed[b, a].float(), true[b, j].float())
                     loss = recipe.logit_weight * loss + recipe.feature_weight * miss
+                if (confidence := module.confidence(said, previous)) is not None:
+                    loss = loss + F.binary_cross_entropy_with_logits(confidence.float(), verdicts.overlap.clamp(0, 1))
                 total = total + recipe.step_decay**step * loss
         return total
+
+    def _anchors(self, examples: Sequence[Example], seed: int | None) -> tuple[Tensor, Tensor]:
+        """[batch, anchors] rows of the answers, in order, and which of them are no filling."""
+        generator = torch.Generator().manual_seed(0 if seed is None else seed)
+        learns_prompts = self.module.learns_prompts and seed is not None
+        rows: list[list[int]] = []
+        for example in examples:
+            first = 0 if learns_prompts else example.answer - 1
+            count = max(1, len(example.tokens) - 2 - first)
+            picked = torch.randperm(count, generator=generator)[: self.recipe.anchors or count]
+            rows.append((first + picked).sort().values.tolist())
+        most = max(map(len, rows))
+        real = torch.tensor([[True] * len(row) + [False] * (most - len(row)) for row in rows], device=self.device)
+        return torch.tensor([row + row[-1:] * (most - len(row)) for row in rows], device=self.device), real
+
+    def _known(self, anchors: Tensor, seed: int | None) -> Tensor:
+        """[batch, anchors] int64: in a share of the drafts, between 1 and all but one of the block's tokens."""
+        if seed is None or not self.recipe.known_share:
+            return torch.zeros_like(anchors)
+        generator = torch.Generator().manual_seed(seed)
+        count = torch.randint(1, max(2, self.recipe.unroll), anchors.shape, generator=generator)
+        return (count * (torch.rand(anchors.shape, generator=generator) < self.recipe.known_share)).to(anchors)
 
     def _autocast(self) -> Any:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.low_precision)
@@ -186,6 +256,8 @@ class Trainer:
 def wanted_layers(recipe: Recipe, target: Any) -> tuple[int, ...]:
     """Hidden states the head reads; ModelError if the target has too few layers."""
     layers = target.config.get_text_config().num_hidden_layers
+    if recipe.method == "block":
+        return kept_states(layers)[:-1]
     if recipe.method != "eagle3":
         return (layers,)
     wanted = fused_layers(layers)

@@ -19,6 +19,7 @@ from drafters.growth import (
     Frontier,
     Policy,
     Static,
+    Talon,
     grow,
 )
 from engine.tree import TokenTree
@@ -27,26 +28,39 @@ VOCAB = 50
 
 
 class RandomHead:
-    """Answers like a head: k distinct tokens per node with falling chances that sum to at most one."""
+    """Answers like a head: k distinct tokens per node with falling chances that sum to at most one; always the same
+    behind the same path.
+    """
 
     def __init__(self, seed: int, k: int, sharpness: float):
-        self.random, self.k, self.sharpness = random.Random(seed), k, sharpness
+        self.seed, self.k, self.sharpness = seed, k, sharpness
         self.frontiers: list[Frontier] = []
+        self.answers: list[Candidates] = []
 
     def __call__(self, frontier: Frontier) -> Candidates:
         self.frontiers.append(frontier)
         tokens, chances = [], []
-        for _ in frontier.nodes:
-            weights = sorted((self.random.random() ** self.sharpness for _ in range(self.k)), reverse=True)
-            total = sum(weights) * (1 + self.random.random())
-            tokens.append(self.random.sample(range(VOCAB), self.k))
+        for node in frontier.nodes:
+            path = [frontier.sketch.tokens[n] for n in ancestors(frontier.sketch.parents, node)]
+            chance = random.Random(repr((self.seed, path)))
+            weights = sorted((chance.random() ** self.sharpness for _ in range(self.k)), reverse=True)
+            total = sum(weights) * (1 + chance.random())
+            tokens.append(chance.sample(range(VOCAB), self.k))
             chances.append([weight / total for weight in weights])
-        return Candidates(tokens, chances)
+        self.answers.append(Candidates(tokens, chances))
+        return self.answers[-1]
 
 
 policies = st.one_of(
     st.sampled_from([Static(EAGLE_25), Static(MEDUSA_63), Static([(0,), (1,), (1, 2)])]),
     st.builds(Dynamic, depth=st.integers(0, 5), top_k=st.integers(1, 6), budget=st.integers(1, 30)),
+    st.builds(
+        Talon,
+        budget=st.integers(2, 40),
+        width=st.integers(1, 10),
+        mu=st.sampled_from([0.01, 0.03, 0.9]),
+        ungated=st.integers(0, 3),
+    ),
     st.builds(
         Adaptive,
         budget=st.integers(2, 40),
@@ -96,6 +110,32 @@ def test_every_layer_of_an_adaptive_tree_below_the_first_obeys_the_gate(
     for depth in range(2, int(tree.depths.max()) + 1):
         layer = tree.confidence[tree.depths == depth]
         assert (layer >= np.float32(policy.threshold(float(layer.max()))) - 1e-7).all()
+
+
+@given(st.sampled_from([0.0, 0.03, 0.3]), st.integers(0, 2), heads)
+def test_the_talon_tree_is_that_of_the_papers_algorithm(mu: float, ungated: int, head: tuple[int, int, float]) -> None:
+    """Algorithm 2 once more, over paths instead of nodes."""
+    policy = Talon(budget=30, width=4, mu=mu, ungated=ungated)
+    answers, kept, layer, depth = RandomHead(*head), {(): 1.0}, [()], 0
+    tree = grow(policy, 7, answers)
+    behind = {}
+    for frontier, seen in zip(answers.frontiers, answers.answers, strict=True):
+        for node, tokens, chances in zip(frontier.nodes, seen.tokens, seen.chance, strict=True):
+            path = tuple(frontier.sketch.tokens[n] for n in ancestors(frontier.sketch.parents, node))[1:]
+            behind[path] = list(zip(tokens, chances, strict=True))
+    while len(kept) < 30 and layer:
+        pool = sorted(((kept[p] * c, (*p, t)) for p in layer for t, c in behind[p]), key=lambda child: -child[0])
+        gated = [child for child in pool if child[0] >= mu * pool[0][0]] if depth >= ungated else pool[:4]
+        layer = [path for _, path in gated[: 30 - len(kept)]]
+        kept |= {path: c for c, path in gated[: 30 - len(kept)]}
+        depth += 1
+    found = {tuple(tree.path_tokens(node)[1:]): float(tree.confidence[node]) for node in range(len(tree))}
+    assert found == pytest.approx(kept, rel=1e-5)
+
+
+def ancestors(parents: list[int], node: int) -> list[int]:
+    """The path from the root to a node."""
+    return [*ancestors(parents, parents[node]), node] if node > 0 else [0]
 
 
 @given(heads)

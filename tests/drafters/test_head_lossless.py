@@ -16,11 +16,12 @@ from engine.sampling import SamplingParams
 from engine.target import Target, bfloat16_bits
 from engine.tree import TokenTree
 from engine.verification import Sampler, verify
+from tests.drafters.test_block import block
 from tests.drafters.test_eagle import eagle, eagle3
 from tests.drafters.test_medusa import hydra, medusa
 
 PROMPT = [1, 9, 33, 12, 2]
-HEADS: list[Callable[[Path, TargetWeights], Head]] = [eagle, eagle3, medusa, hydra]
+HEADS: list[Callable[[Path, TargetWeights], Head]] = [block, eagle, eagle3, medusa, hydra]
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +91,7 @@ def test_shared_noise_makes_even_an_untrained_head_agree_with_more_draws(
         *((head, True, "inproc", "auto") for head in HEADS),
         (eagle3, False, "ipc", "async"),
         (hydra, True, "ipc", "async"),
+        (block, True, "ipc", "async"),
     ],
 )
 async def test_a_head_behind_the_engine_changes_no_text(

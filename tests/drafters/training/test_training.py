@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from typer.testing import CliRunner
 
 from drafters.base import Verdict
+from drafters.block import BlockHead
 from drafters.checkpoint import TargetWeights
 from drafters.eagle import EagleHead
 from drafters.eagle3 import Eagle3Head
@@ -34,7 +35,9 @@ from drafters.small_model import SmallModel
 from drafters.training import answers as answers_module
 from drafters.training.answers import Example, answer
 from drafters.training.cli import app
-from drafters.training.modules import build
+from drafters.training.features import Features, StoredFeatures
+from drafters.training.loss import Teacher, vocabulary_loss
+from drafters.training.modules import Texts, build
 from drafters.training.recipe import Recipe
 from drafters.training.run import export, train
 from drafters.training.trainer import Trainer, draft_vocabulary
@@ -44,12 +47,19 @@ from engine.target import bfloat16_bits
 from engine.tree import TokenTree
 from tests.drafters.conftest import LAYERS, LLAMA, VOCAB
 
-METHODS = ["eagle", "eagle3", "medusa", "hydra", "sps"]
-LOADERS = {"eagle": EagleHead, "eagle3": Eagle3Head, "medusa": MedusaHead, "hydra": HydraHead, "sps": SmallModel}
+METHODS = ["block", "eagle", "eagle3", "medusa", "hydra", "sps"]
+LOADERS = {
+    "block": BlockHead,
+    "eagle": EagleHead,
+    "eagle3": Eagle3Head,
+    "medusa": MedusaHead,
+    "hydra": HydraHead,
+    "sps": SmallModel,
+}
 SMALL: dict[str, Any] = {
     "prompts": 12, "held_out": 4, "answer_tokens": 12, "answer_batch": 4, "length": 24, "steps": 6, "batch": 3,
     "lr": 3e-3, "warmup": 2, "heads": 3, "blocks": 2, "unroll": 2,
-    "hidden_size": 16, "attention_heads": 2,
+    "hidden_size": 16, "attention_heads": 2, "evaluate_every": 3, "anchors": 5, "markov_rank": 8,
 }  # fmt: skip
 
 
@@ -84,7 +94,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recipe(tmp_path: Path) -> Callable[..., Path]:
     def write(method: str, **changes: Any) -> Path:
         path = tmp_path / f"{method}.yaml"
-        vocabulary = {"draft_vocab_size": 40} if method == "eagle3" else {}
+        vocabulary = {"draft_vocab_size": 40} if method in ("block", "eagle3") else {}
         path.write_text(json.dumps({"method": method, **SMALL, **vocabulary, **changes}))
         return path
 
@@ -101,7 +111,7 @@ def test_a_trained_head_loads_from_the_public_layout(
     method: str, chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path
 ) -> None:
     score = train(method, str(chatty), data, tmp_path / "head", recipe(method))
-    assert len(score.count) == {"eagle": 5, "eagle3": 5, "medusa": 3, "hydra": 3, "sps": 1}[method]
+    assert len(score.count) == {"block": 2, "eagle": 5, "eagle3": 5, "medusa": 3, "hydra": 3, "sps": 1}[method]
     LOADERS[method].load(str(tmp_path / "head"), TargetWeights.read(str(chatty)))
 
 
@@ -114,7 +124,7 @@ def test_a_run_that_was_killed_and_resumed_ends_with_the_same_weights(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plan = recipe(method, feature_noise=0.1)
+    plan = recipe(method, feature_noise=0.1, known_share=0.5)
     train(method, str(chatty), data, tmp_path / "whole", plan)
     step, calls = Trainer.train_step, []
 
@@ -189,7 +199,7 @@ def test_held_out_acceptance_rises_at_every_position(method: str, copying: tuple
     model, examples = copying
     changes = {"steps": 60, "batch": 8, "held_out": 8, "unroll": 3, "warmup": 5, "lr": 5e-3, "logit_weight": 1.0}
     plan = Recipe(method=method, **{**SMALL, **changes})  # type: ignore[arg-type]
-    trainer = Trainer(plan, model, build(plan, model, torch.arange(VOCAB)), examples)
+    trainer = Trainer(plan, model, build(plan, model, torch.arange(VOCAB)), Features(model, examples))
     before = trainer.evaluate().acceptance()
     while trainer.step < plan.steps:
         trainer.train_step()
@@ -205,7 +215,7 @@ def test_training_and_drafting_compute_the_same_logits(
     model, examples = copying
     plan = Recipe(method=method, **SMALL)  # type: ignore[arg-type]
     module = build(plan, model, draft_vocabulary(examples, 40, VOCAB))
-    trainer = Trainer(plan, model, module, examples)
+    trainer = Trainer(plan, model, module, Features(model, examples))
     for parameter in module.parameters():
         parameter.data = parameter.data.bfloat16().float()  # as exported
     export(module, tmp_path)
@@ -216,15 +226,96 @@ def test_training_and_drafting_compute_the_same_logits(
     hidden = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
     features = torch.stack([hidden[layer] for layer in trainer.feature_layers], dim=2)
     row, steps = 6, 4
-    embedded = torch.cat([weight[tokens[1:]], torch.zeros(steps, len(weight[0]))])[None]
+    texts = Texts(
+        features[:, :-1], torch.tensor([tokens]), weight[tokens][None], torch.tensor([[row]]), torch.zeros(1, 1)
+    )
     session = head.open([], 20, 10)
     assert isinstance(session, FeatureSession)
     session.commit(0, features[0, : row + 1], tokens[1 : row + 2])
     node, logits = 0, session.root()
     with torch.no_grad():
-        for step, (states, _) in enumerate(module.unroll(features[:, :-1], embedded, steps)):
-            torch.testing.assert_close(logits[0], module.logits(states[0, row], step), atol=1e-4, rtol=1e-4)
+        for step, (states, _) in enumerate(module.draft(texts, steps)):
+            expected = sum(x @ w.T for x, w in module.factors(states[0], step, torch.tensor([tokens[row + 1 + step]])))
+            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
             [node], logits = session.extend([node], [tokens[row + 2 + step]])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("known", [0, 2])
+def test_a_block_is_drafted_as_it_was_trained(known: int, copying: tuple[Any, list[Example]], tmp_path: Path) -> None:
+    model, examples = copying
+    plan = Recipe(method="block", **{**SMALL, "unroll": 5, "known_share": 0.5})
+    module = build(plan, model, draft_vocabulary(examples, 40, VOCAB))
+    trainer = Trainer(plan, model, module, Features(model, examples))
+    trainer.optimizer.zero_grad()
+    for parameter in module.parameters():
+        parameter.data = (parameter.data + 0.1 * torch.randn_like(parameter)).bfloat16().float()
+    export(module, tmp_path)
+    weight = model.get_input_embeddings().weight.data
+    head = BlockHead.load(str(tmp_path), TargetWeights(weight, weight, LAYERS))
+    head.link.first = module.markov_head.export()["markov_w1.weight"]  # stored in bfloat16, computed in float32
+    tokens, row = examples[3].tokens[:14], 6
+    hidden = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    features = torch.stack([hidden[layer] for layer in trainer.states[:-1]], dim=2)
+    anchors, given = torch.tensor([[2, row]]), torch.tensor([[0, known]])
+    texts = Texts(features[:, :-1], torch.tensor([tokens]), weight[tokens][None], anchors, given)
+    session = head.open([], 20, 10)
+    session.commit(0, features[0, : row + 1], tokens[1 : row + 2])
+    session.begin([tokens[row + 2 : row + 2 + known]])
+    for step, (states, _) in enumerate(module.draft(texts, 5)):
+        torch.testing.assert_close(session.blocks[-1].states[step], states[0, 1], atol=1e-4, rtol=1e-4)
+        previous = torch.tensor([[tokens[row + 1 + step]]])
+        [_, (link, second)] = module.factors(states[0, 1:], step, previous[0])
+        torch.testing.assert_close(head.link(states[0, 1:], previous)[0] @ head.link.second.T, link @ second.T)
+
+
+def test_features_kept_on_disk_are_those_computed_anew(copying: tuple[Any, list[Example]], tmp_path: Path) -> None:
+    model, examples = copying
+    examples = [Example(example.tokens[: 9 + i], 4) for i, example in enumerate(examples[:6])]
+    stored, fresh = StoredFeatures(tmp_path, model, examples), Features(model, examples)
+    for chosen in ([0, 3], [3, 4, 1]):
+        for one, other in zip(stored.read(chosen, (2, 6)), fresh.read(chosen, (2, 6)), strict=True):
+            torch.testing.assert_close(one, other, atol=2e-2, rtol=2e-2)
+    again = StoredFeatures(tmp_path, model, examples)
+    assert again.known[[0, 1, 3, 4]].all() and not again.known[[2, 5]].any()
+    assert again.read([3], (2,))[0].equal(stored.read([3], (2,))[0])
+
+
+def test_prompts_that_come_with_their_answers_are_not_asked(
+    chatty: Path, recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "answered.jsonl"
+    rows = [{"prompt": f"w{4 + i} w{9 + i}", "tokens": [20 + i, 21 + i, 22 + i, 3]} for i in range(8)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(answers_module, "_generate", None)  # not called
+    train("medusa", str(chatty), data, tmp_path / "head", recipe("medusa"))
+    card = json.loads((tmp_path / "head" / "training.json").read_text())
+    assert card["drafts_seen"] > 0 and len(card["held_out_acceptance_by_position"]) == 3
+    rows[3]["tokens"] = [VOCAB]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ConfigError, match="are not ids of this target"):
+        train("medusa", str(chatty), data, tmp_path / "other", recipe("medusa"))
+
+
+def test_the_loss_and_its_gradients_are_those_written_out_in_full() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, head, x, weight, link, second = (
+        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_(i > 1)
+        for i, shape in enumerate([(7, 5), (11, 5), (7, 5), (9, 5), (7, 3), (9, 3)])
+    )
+    normaliser = (hidden @ head.T).logsumexp(-1)
+    teacher = Teacher(hidden, head[:9], normaliser)
+    p, logits = (hidden @ head[:9].T - normaliser[:, None]).exp(), x @ weight.T + link @ second.T
+    entropy = -(p * logits.log_softmax(-1)).sum(-1)
+    distance = (p - logits.softmax(-1)).abs().sum(-1)
+    expected = (0.3 * entropy + 0.7 * distance).mean()
+    wanted = torch.autograd.grad(expected, [x, weight, link, second])
+    loss, verdicts = vocabulary_loss([(x, weight), (link, second)], teacher, 0.3, 0.7)
+    torch.testing.assert_close(loss, expected.float(), atol=1e-5, rtol=1e-5)
+    assert verdicts.best.tolist() == logits.argmax(-1).tolist()
+    torch.testing.assert_close(verdicts.overlap, torch.minimum(p, logits.softmax(-1)).sum(-1).float())
+    for found, gradient in zip(torch.autograd.grad(loss, [x, weight, link, second]), wanted, strict=True):
+        torch.testing.assert_close(found, gradient, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -1,0 +1,213 @@
+"""One-pass heads: a block of tokens from one forward. DFlash (arXiv 2602.06036), JetSpec (arXiv 2606.18394), DSpark
+(deepseek-ai/DeepSpec), and Talon's own block head, which is DSpark's with a draft vocabulary, a causal block and known
+beginnings.
+
+A few Transformer layers over a block: row 0 holds the last committed token, the others a mask's embedding. Each layer
+attends to the block and to the *context*: the target's hidden states, concatenated and fused by `fc` and `hidden_norm`,
+through that layer's own key and value projections. Talon's rows also begin with the last context vector (`entry` over
+the token's embedding and it); in the published layouts attention alone brings it. Embeddings and output matrix are the
+target's unless the file has its own (for DSpark it must).
+
+Which token a row predicts: DFlash and JetSpec fill in the masks, so row r >= 1 predicts the r-th token from the root,
+and row 0 nothing (`dflash_config.draft_shift` says otherwise). DSpark's row r predicts the token behind it.
+
+The *link* (DSpark's Markov head) adds W2 W1[token before] to a row's logits, or W2 (gate * W1[token before]) with
+gate = sigmoid(gate_proj [row; W1[token before]]): the branches of a tree then differ though the rows are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafters.block_session import BlockSession
+from drafters.checkpoint import WEIGHT_FILES, Checkpoint, TargetWeights
+from drafters.growth import Dynamic, Policy, Static
+from drafters.head import Head
+from drafters.layers import DecoderLayer, KVCache, Linear, RMSNorm, draft_dtype, llama_config, qkv_weights
+from engine.errors import DrafterMismatch
+
+
+class BlockLayer:
+    """One layer: queries, keys and values of the block's rows, keys and values of the context."""
+
+    def __init__(self, config: Any, checkpoint: Checkpoint, index: int, device: torch.device, dtype: torch.dtype):
+        def take(name: str, *shape: int) -> Tensor:
+            return checkpoint.take(f"layers.{index}.{name}", *shape).to(device, dtype)
+
+        weight, bias = qkv_weights(config, take, config.hidden_size)
+        self.input_norm = RMSNorm(take("input_layernorm.weight", config.hidden_size), config.rms_norm_eps)
+        self.decoder = DecoderLayer(config, take, device, dtype)
+        queries = self.decoder.heads * self.decoder.head_dim
+        self.qkv = Linear(weight, bias)
+        self.kv = Linear(weight[queries:].contiguous(), None if bias is None else bias[queries:])
+        names = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+        if all(f"layers.{index}.{name}" in checkpoint.tensors for name in names):
+            norms = [RMSNorm(take(name, self.decoder.head_dim), config.rms_norm_eps) for name in names]
+            self.decoder.query_norm, self.decoder.key_norm = norms
+
+    def __call__(self, x: Tensor, positions: Tensor, cache: KVCache, at: int, mask: Tensor) -> Tensor:
+        return self.decoder(self.qkv(self.input_norm(x)), x, positions, cache, at, mask)
+
+    def read(self, context: Tensor, positions: Tensor, cache: KVCache, at: int) -> None:
+        """Enter the context's keys and values, [n, hidden] at `positions`, at the slots from `at` on."""
+        cache.write(*self.decoder.keys_values(self.kv(context), positions), at)
+
+
+class Link:
+    """The Markov head. first: [vocab, rank]; second: [draft_vocab, rank]; product: with the whole of it."""
+
+    def __init__(self, checkpoint: Checkpoint, vocab: int, outputs: int, hidden: int, place: Any):
+        rank = checkpoint.number("markov_rank")
+        kind = checkpoint.config.get("markov_head_type", "vanilla")
+        if kind not in ("vanilla", "gated"):
+            raise checkpoint.error(f"config.json: markov_head_type={kind!r} is not supported, vanilla and gated are")
+        self.first = checkpoint.take("markov_head.markov_w1.weight", vocab, rank).to(**place)
+        self.second = checkpoint.take("markov_head.markov_w2.weight", outputs, rank).to(**place)
+        self.product = Linear(self.second)
+        self.gate: tuple[Tensor, Tensor, Tensor] | None = None
+        if kind == "gated":
+            weight = checkpoint.take("markov_head.gate_proj.weight", rank, hidden + rank).to(**place)
+            bias = checkpoint.take("markov_head.gate_proj.bias", rank).to(**place)
+            self.gate = weight[:, :hidden].T.contiguous(), weight[:, hidden:].T.contiguous(), bias
+
+    def __call__(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """states: [rows, hidden]; tokens: [rows, n] the target's ids -> [rows, n, rank], what `second` multiplies."""
+        linked = self.first[tokens]
+        if self.gate is None:
+            return linked
+        of_state, of_token, bias = self.gate
+        return torch.sigmoid((states @ of_state + bias)[:, None] + linked @ of_token) * linked
+
+
+class BlockHead(Head):
+    """size: rows of a block. first: the row that predicts the token behind the root. depth: tokens predicted."""
+
+    method = "block"
+    one_pass = True
+    published_growth: Policy = Static([(0,) * depth for depth in range(1, 8)])
+
+    def __init__(self, checkpoint: Checkpoint, target: TargetWeights, device: torch.device):
+        self.device, self.dtype = device, draft_dtype(device)
+        place = {"device": device, "dtype": self.dtype}
+        config, options = llama_config(checkpoint.config, checkpoint.path), checkpoint.config
+        flash = options.get("dflash_config") or {}
+        hidden = self.hidden_size = config.hidden_size
+        checkpoint.match("hidden size", hidden, target.hidden_size)
+        checkpoint.match("vocabulary", checkpoint.number("vocab_size", target.vocab_size), target.vocab_size)
+        _refuse_windows(checkpoint)
+        self.feature_layers = _feature_layers(checkpoint, flash, target.layers)
+        self.size = checkpoint.number("block_size", flash.get("block_size"))
+        shifted = bool(flash.get("draft_shift", False)) if "dflash_config" in options else True
+        self.first = 0 if shifted else 1
+        self.depth = self.size - self.first
+        self.causal = bool(options.get("causal", flash.get("causal_head", False)))
+        # a chain for DFlash and DSpark, for JetSpec the best paths of the seven best of each depth
+        chain = Static([(0,) * depth for depth in range(1, self.depth + 1)])
+        self.published_growth = Dynamic(self.depth - 1, 7, 128) if flash.get("causal_head", False) else chain
+        vocab = checkpoint.number("draft_vocab_size", target.vocab_size)
+        self.target_ids = checkpoint.target_ids(vocab, target.vocab_size).to(device)
+
+        def take(name: str, *shape: int) -> Tensor:
+            return checkpoint.take(name, *shape).to(device, self.dtype)
+
+        embedding = checkpoint.take_optional("embed_tokens.weight", target.vocab_size, hidden)
+        self.embedding = (target.embedding if embedding is None else embedding).to(device, self.dtype)
+        lm_head = checkpoint.take_optional("lm_head.weight", vocab, hidden)
+        self.lm_head = Linear(target.lm_head[self.target_ids.cpu()].to(device, self.dtype) if lm_head is None
+                              else lm_head.to(device, self.dtype))  # fmt: skip
+        self.mask = self._mask(checkpoint, flash)
+        self.fc = Linear(take("fc.weight", hidden, len(self.feature_layers) * hidden))
+        self.hidden_norm = RMSNorm(take("hidden_norm.weight", hidden), config.rms_norm_eps)
+        self.layers = [
+            BlockLayer(config, checkpoint, index, device, self.dtype)
+            for index in range(checkpoint.number("num_hidden_layers"))
+        ]
+        self.norm = RMSNorm(take("norm.weight", hidden), config.rms_norm_eps)
+        entry = checkpoint.take_optional("entry.weight", hidden, 2 * hidden)
+        self.entry = None if entry is None else Linear(entry.to(device, self.dtype))
+        self.link: Link | None = None
+        rank = options.get("markov_rank") or 0
+        if rank:
+            self.link = Link(checkpoint, target.vocab_size, vocab, hidden, place)
+        self.confidence: tuple[Tensor, Tensor] | None = None
+        if options.get("enable_confidence_head", False):
+            width = hidden + (rank if options.get("confidence_head_with_markov", False) else 0)
+            self.confidence = take("confidence_head.proj.weight", 1, width)[0], take("confidence_head.proj.bias", 1)
+        checkpoint.ignore("rotary_emb.inv_freq")
+        checkpoint.finish()
+
+    @classmethod
+    def load(cls, path: str, target: TargetWeights, device: str = "cpu") -> BlockHead:
+        return cls(Checkpoint(path, "block", WEIGHT_FILES), target, torch.device(device))
+
+    def _mask(self, checkpoint: Checkpoint, flash: dict[str, Any]) -> Tensor:
+        """[hidden]: the embedding of rows whose token is not known."""
+        own = checkpoint.take_optional("mask_embedding", self.hidden_size)
+        if own is not None:
+            return own.to(self.device, self.dtype)
+        token = flash.get("mask_token_id", checkpoint.config.get("mask_token_id"))
+        if not isinstance(token, int) or not 0 <= token < len(self.embedding):
+            raise checkpoint.error(f"config.json: mask_token_id={token!r} is no token of the target")
+        return self.embedding[token]
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's true features [n, layers, hidden] as context, [n, hidden]."""
+        return self.hidden_norm(self.fc(features.to(self.dtype).flatten(1)))
+
+    def forward(self, x: Tensor, positions: Tensor, caches: Sequence[KVCache], at: int, mask: Tensor) -> Tensor:
+        """x: [n, hidden], the rows' embeddings; mask: [n, at + n]. Returns the rows' states after `norm`."""
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x = layer(x, positions, cache, at, mask)
+        return self.norm(x)
+
+    def chance_of_overlap(self, states: Tensor, tokens: Tensor) -> Tensor | None:
+        """The confidence head: [rows, n] for the target's ids `tokens` [rows, n] before each row, None without one."""
+        if self.confidence is None:
+            return None
+        weight, bias = self.confidence
+        hidden = states.shape[-1]
+        said = (states @ weight[:hidden] + bias)[:, None].expand(tokens.shape)
+        if self.link is not None and len(weight) > hidden:
+            said = said + self.link.first[tokens] @ weight[hidden:]
+        return torch.sigmoid(said.float())
+
+    def new_caches(self, capacity: int) -> list[KVCache]:
+        return [KVCache(layer.decoder, capacity) for layer in self.layers]
+
+    def open(self, prompt: Sequence[int], capacity: int, scratch: int) -> BlockSession:
+        return BlockSession(self, capacity)
+
+
+def _feature_layers(checkpoint: Checkpoint, flash: dict[str, Any], layers: int) -> tuple[int, ...]:
+    """The hidden states that the context is made of. The files name the layers whose outputs they are, -1 the input."""
+    named = flash.get("target_layer_ids", checkpoint.config.get("target_layer_ids"))
+    if named is None:
+        named = _spread(layers, checkpoint.number("num_hidden_layers"))
+    if not isinstance(named, list) or not named or not all(isinstance(layer, int) for layer in named):
+        raise checkpoint.error(f"config.json: target_layer_ids={named!r} is not a list of layers")
+    if not all(-1 <= layer < layers for layer in named):
+        raise DrafterMismatch(
+            f"target has {layers} layers, the head reads the outputs of {', '.join(map(str, named))} "
+            f"(drafter.path={checkpoint.path}): use the target it was trained for"
+        )
+    return tuple(layer + 1 for layer in named)
+
+
+def _spread(target_layers: int, draft_layers: int) -> list[int]:
+    """The layers that JetSpec reads where the file names none."""
+    if draft_layers == 1:
+        return [target_layers // 2]
+    step = (target_layers - 4) / (draft_layers - 1)
+    return [round(1 + index * step) for index in range(draft_layers)]
+
+
+def _refuse_windows(checkpoint: Checkpoint) -> None:
+    config = checkpoint.config
+    if "sliding_attention" in (config.get("layer_types") or ()) and config.get("sliding_window") is not None:
+        raise checkpoint.error("config.json: layer_types with sliding_attention are not supported")
+    if any(name.startswith("candidate_selector.") for name in checkpoint.tensors):
+        raise checkpoint.error("DFlash 2 (candidate_selector) is not supported, DFlash is")

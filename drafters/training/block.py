@@ -1,0 +1,172 @@
+"""The block head as it trains (`drafters.block`): all draft steps of an anchor are rows of one block.
+
+Row 0 holds the anchor's token, the others a mask's, save for *known beginnings*: in a share of the drafts the first
+tokens behind the anchor are given, as they are when the head drafts behind a retrieved passage or a possible outcome.
+Every row holds the last context vector as well (`entry`): attention alone takes long to learn to fetch it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
+
+from drafters.training.loss import Factors
+from drafters.training.modules import AnchoredAttention, HeadModule, Texts, llama_values
+from drafters.training.recipe import Recipe
+
+
+class BlockAttention(AnchoredAttention):
+    """Each row sees the text up to its anchor, and the rows of its block up to itself."""
+
+    def block(self, x: Tensor, texts: Texts, true: tuple[Tensor, Tensor]) -> Tensor:
+        """x: [batch, anchors, rows, hidden]; true: `keys` of the context. Returns the same shape."""
+        count, size = x.shape[1:3]
+        positions = (texts.anchors[:, :, None] + 1 + torch.arange(size, device=x.device)).flatten(1)
+        flat = x.flatten(1, 2)
+        cos, sin = self.rotary(flat, positions)
+        query = self._split(self.q_proj(flat))
+        query, _ = apply_rotary_pos_emb(query, query, cos, sin)
+        key, value = (states.unflatten(2, (count, size)) for states in self.keys(flat, positions))
+        keys, values = true
+        behind = torch.arange(keys.shape[2], device=x.device) > texts.anchors[:, None, :, None]
+        scores = (
+            (query @ keys.transpose(2, 3)).unflatten(2, (count, size)).masked_fill(behind[..., None, :], -torch.inf)
+        )
+        later = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
+        own = (query.unflatten(2, (count, size)) @ key.transpose(3, 4)).masked_fill(later, -torch.inf)
+        weight = (torch.cat([scores, own], dim=-1).float() * self.head_dim**-0.5).softmax(-1).to(values.dtype)
+        context = (weight[..., : keys.shape[2]].flatten(2, 3) @ values).unflatten(2, (count, size))
+        attended = context + weight[..., keys.shape[2] :] @ value
+        return self.o_proj(attended.permute(0, 2, 3, 1, 4).flatten(3))
+
+
+class BlockLayer(nn.Module):
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = BlockAttention(config, config.hidden_size)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = LlamaMLP(config)
+
+    def forward(self, x: Tensor, texts: Texts, context: Tensor) -> Tensor:
+        true = self.self_attn.keys(context, torch.arange(context.shape[1], device=x.device)[None])
+        x = x + self.self_attn.block(self.input_layernorm(x), texts, true)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class MarkovLink(nn.Module):
+    """What the token before adds to a row's logits: markov_w2 (gate * w1[token]), gate = sigmoid(gate_proj [h; w1]).
+
+    markov_w1 is a linear map of the target's embedding, so that tokens too rare to be learned have a link as well.
+    """
+
+    def __init__(self, embedding: Tensor, rank: int, outputs: int):
+        super().__init__()
+        hidden = embedding.shape[1]
+        _, sizes, axes = torch.linalg.svd(embedding - embedding.mean(0), full_matrices=False)
+        scale = (len(embedding) ** 0.5) / sizes[:rank]  # each of the main axes with variance one
+        self.axes = nn.Parameter(axes[:rank].T * scale)
+        self.markov_w2 = nn.Linear(rank, outputs, bias=False)
+        nn.init.zeros_(self.markov_w2.weight)
+        self.gate_proj = nn.Linear(hidden + rank, rank)
+        self.register_buffer("embedding", embedding, persistent=False)
+
+    def of(self, tokens: Tensor) -> Tensor:
+        """[n] -> [n, rank]"""
+        return self.embedding[tokens] @ self.axes
+
+    def gated(self, states: Tensor, linked: Tensor) -> Tensor:
+        return torch.sigmoid(self.gate_proj(torch.cat([states, linked], dim=-1))) * linked
+
+    def export(self) -> dict[str, Tensor]:
+        return {
+            "markov_w1.weight": self.embedding @ self.axes,
+            "markov_w2.weight": self.markov_w2.weight.data,
+            "gate_proj.weight": self.gate_proj.weight.data,
+            "gate_proj.bias": self.gate_proj.bias.data,
+        }
+
+
+class BlockModule(HeadModule):
+    def __init__(self, config: LlamaConfig, recipe: Recipe, target: Any, draft_ids: Tensor, states: tuple[int, ...]):
+        super().__init__()
+        hidden = config.hidden_size
+        embedding = target.get_input_embeddings().weight.detach().float().cpu()
+        head = target.get_output_embeddings().weight.detach().float().cpu()
+        self.config, self.recipe, self.states, self.draft_ids = config, recipe, states, draft_ids
+        self.vocab_size = len(embedding)
+        self.fc = nn.Linear(len(states) * hidden, hidden, bias=False)
+        self.hidden_norm = LlamaRMSNorm(hidden, config.rms_norm_eps)
+        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(recipe.layers))
+        self.norm = LlamaRMSNorm(hidden, config.rms_norm_eps)
+        self.entry = nn.Linear(2 * hidden, hidden, bias=False)
+        self.mask_embedding = nn.Parameter(embedding.mean(0))
+        self.markov_head = MarkovLink(embedding, recipe.markov_rank, len(draft_ids))
+        self.confidence_head = nn.Linear(hidden + recipe.markov_rank, 1)
+        self.register_buffer("target_head", head[draft_ids], persistent=False)
+        self._begin_as(target)
+
+    def _begin_as(self, target: Any) -> None:
+        """Start from the target's last layers, reading the deepest of the states: much of the work is the same."""
+        own = dict(self.named_parameters())
+        hidden, last = self.config.hidden_size, target.base_model.layers[-self.recipe.layers :]
+        with torch.no_grad():
+            self.fc.weight.mul_(0.1)[:, -hidden:] += torch.eye(hidden)
+            size = target.get_input_embeddings().weight.float().pow(2).mean().sqrt().cpu()
+            self.entry.weight.copy_(torch.cat([torch.eye(hidden) * (0.5 / size), torch.eye(hidden)], dim=1))
+            for index, layer in enumerate(last):
+                for name, weight in layer.named_parameters():
+                    mine = own.get(f"layers.{index}.{name}")
+                    if mine is not None and mine.shape == weight.shape:
+                        mine.copy_(weight)
+            self.norm.weight.copy_(target.base_model.norm.weight)
+
+    def draft(self, texts: Texts, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+        size = min(self.recipe.unroll, steps)
+        context = self.hidden_norm(self.fc(texts.features.flatten(2)))
+        given = torch.stack([texts.drafted(step) for step in range(size)], dim=2)
+        masked = torch.arange(size, device=given.device) > texts.known[:, :, None]
+        x = torch.where(masked[..., None], self.mask_embedding.to(given.dtype), given)
+        last = texts.at_anchors(context)[:, :, None].expand_as(x)
+        x = self.entry(torch.cat([x, last.to(x.dtype)], dim=-1))
+        for layer in self.layers:
+            x = layer(x, texts, context)
+        x = self.norm(x)
+        for step in range(size):
+            yield x[:, :, step], x[:, :, step]
+
+    def factors(self, states: Tensor, step: int, previous: Tensor) -> Factors:
+        linked = self.markov_head.gated(states, self.markov_head.of(previous))
+        return [(states, self.target_head), (linked, self.markov_head.markov_w2.weight)]
+
+    def confidence(self, states: Tensor, previous: Tensor) -> Tensor:
+        features = torch.cat([states, self.markov_head.of(previous)], dim=-1).detach()
+        return self.confidence_head(features).squeeze(-1)
+
+    def export(self) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+        assert self.draft_ids is not None
+        ids, left_out = self.draft_ids.cpu(), ("markov_head.", "confidence_head.")
+        tensors = {name: t for name, t in self.state_dict().items() if not name.startswith(left_out)}
+        tensors |= {f"markov_head.{name}": tensor for name, tensor in self.markov_head.export().items()}
+        tensors |= {f"confidence_head.proj.{name}": t for name, t in self.confidence_head.state_dict().items()}
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(self.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+        config = {
+            **llama_values(self.config),
+            "num_hidden_layers": self.recipe.layers,
+            "block_size": self.recipe.unroll,
+            "target_layer_ids": [state - 1 for state in self.states],
+            "draft_vocab_size": len(ids),
+            "causal": True,
+            "known_beginnings": self.recipe.known_share > 0,
+            "markov_rank": self.recipe.markov_rank,
+            "markov_head_type": "gated",
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": True,
+        }
+        return "model.safetensors", config, tensors

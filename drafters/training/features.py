@@ -1,0 +1,129 @@
+"""What the target thinks of the training text. A head is trained over several epochs and the heads of one target share
+the text, while the target's forward costs more than most heads' own: so its hidden states are kept on disk when they
+are first read.
+
+One file per hidden state, [tokens, hidden] in bfloat16, and one of log-normalisers, float32: with these the target's
+probabilities over a draft vocabulary need no product over the whole one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from drafters.training.answers import Example
+from engine.errors import ConfigError
+
+_FORWARD_TOKENS = 2048  # padding included, which bounds a forward's memory
+
+
+def kept_states(layers: int) -> tuple[int, ...]:
+    """The hidden states of a target of so many layers that the heads trained here read between them."""
+    inner = {2, layers // 4 + 2, layers // 2, 3 * layers // 4 - 1, layers - 3}
+    return (*sorted(state for state in inner if 0 < state < layers), layers)
+
+
+class Features:
+    """Computed anew whenever they are read, which takes no room on the disk."""
+
+    def __init__(self, target: Any, examples: Sequence[Example]):
+        self.target, self.examples = target, examples
+        self.lengths = [len(example.tokens) for example in examples]
+
+    def read(self, chosen: Sequence[int], states: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Of some examples, zero behind each one's end.
+
+        Returns hidden states [examples, longest, states, hidden] bfloat16, and log-normalisers [examples, longest]
+        float32, which are there for an answer's tokens only.
+        """
+        computed: tuple[Tensor, Tensor] = self._compute(chosen, states)
+        return computed
+
+    @torch.inference_mode()
+    def _compute(self, chosen: Sequence[int], states: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """One forward over some examples, padded on the right, which causal attention does not see."""
+        width = max(self.lengths[i] for i in chosen)
+        device, output = self.target.device, self.target.get_output_embeddings()
+        tokens = torch.tensor([self.examples[i].tokens + [0] * (width - self.lengths[i]) for i in chosen])
+        out = self.target.base_model(tokens.to(device), output_hidden_states=True, use_cache=False)
+        hidden = torch.stack([out.hidden_states[state] for state in states], dim=2).to(torch.bfloat16)
+        normaliser = torch.zeros(len(chosen), width, device=device)
+        for row, i in enumerate(chosen):
+            hidden[row, self.lengths[i] :] = 0
+            answer = slice(self.examples[i].answer - 1, self.lengths[i])
+            normaliser[row, answer] = output(out.hidden_states[-1][row, answer]).float().logsumexp(-1)
+        return hidden, normaliser
+
+
+class StoredFeatures(Features):
+    """The hidden states `kept_states` of all examples in files of `folder`."""
+
+    def __init__(self, folder: Path, target: Any, examples: Sequence[Example]):
+        super().__init__(target, examples)
+        config = target.config.get_text_config()
+        self.states = kept_states(config.num_hidden_layers)
+        self.starts = np.concatenate([[0], np.cumsum(self.lengths)]).tolist()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            shape = (self.starts[-1], config.hidden_size)
+            self.files = {state: _map(folder / f"state-{state}", np.uint16, *shape) for state in self.states}
+            self.normalisers = _map(folder / "normaliser", np.float32, self.starts[-1])
+            self.known = _map(folder / "known", np.bool_, len(examples))
+        except OSError as error:
+            raise ConfigError(
+                f"features={folder}: cannot be written ({error.strerror}): make room, or set store_features: false"
+            ) from None
+
+    def _write(self, group: Sequence[int], hidden: Tensor, normaliser: Tensor) -> None:
+        bits, values = hidden.cpu().view(torch.uint16).numpy(), normaliser.cpu().numpy()
+        for row, i in enumerate(group):
+            place = slice(self.starts[i], self.starts[i + 1])
+            for column, state in enumerate(self.states):
+                self.files[state][place] = bits[row, : self.lengths[i], column]
+            self.normalisers[place] = values[row, : self.lengths[i]]
+            self.known[i] = True
+
+    def read(self, chosen: Sequence[int], states: Sequence[int]) -> tuple[Tensor, Tensor]:
+        for group in _groups(self.lengths, [i for i in chosen if not self.known[i]]):
+            self._write(group, *self._compute(group, self.states))
+        width = max(self.lengths[i] for i in chosen)
+        bits = np.zeros((len(chosen), width, len(states), self.files[self.states[0]].shape[1]), np.uint16)
+        normaliser = np.zeros((len(chosen), width), np.float32)
+        for row, i in enumerate(chosen):
+            place = slice(self.starts[i], self.starts[i + 1])
+            for column, state in enumerate(states):
+                bits[row, : self.lengths[i], column] = self.files[state][place]
+            normaliser[row, : self.lengths[i]] = self.normalisers[place]
+        device = self.target.device
+        return torch.from_numpy(bits).view(torch.bfloat16).to(device), torch.from_numpy(normaliser).to(device)
+
+
+def features_name(target: str, examples: Sequence[Example]) -> str:
+    """A folder name that changes with what the features depend on. target: `target_digest`."""
+    digest = hashlib.blake2b(target.encode(), digest_size=8)
+    for example in examples:
+        digest.update(np.asarray([example.answer, *example.tokens], np.int64).tobytes())
+    return f"features-{digest.hexdigest()}"
+
+
+def _map(path: Path, dtype: Any, *shape: int) -> Any:
+    """A file as an array; zeros take no room until they are written."""
+    with path.open("ab") as file:
+        file.truncate(int(np.prod(shape)) * np.dtype(dtype).itemsize)
+    return np.memmap(path, dtype, "r+", shape=shape)
+
+
+def _groups(lengths: Sequence[int], chosen: Sequence[int]) -> list[list[int]]:
+    """Examples of similar lengths, as many as one forward takes."""
+    groups: list[list[int]] = []
+    for i in sorted(chosen, key=lambda i: lengths[i]):
+        if not groups or lengths[i] * (len(groups[-1]) + 1) > _FORWARD_TOKENS:
+            groups.append([])
+        groups[-1].append(i)
+    return groups

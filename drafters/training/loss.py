@@ -1,0 +1,111 @@
+"""The loss of a draft step over a vocabulary. Logits and their gradients are as large as all else together, so they are
+computed in one go, some rows at a time, and never kept: what backward needs are the gradients of the factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ROWS = 1024  # at a time
+
+Factors = Sequence[tuple[Tensor, Tensor]]
+"""Pairs (x [n, d], weight [vocab, d]); the logits are the sum of the products x @ weight.T."""
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The target's probabilities. hidden: [n, h]; head: [vocab, h], the output matrix's rows of the draft vocabulary;
+    normaliser: [n] log-normalisers over the whole vocabulary, None where the draft vocabulary is the whole one.
+    """
+
+    hidden: Tensor
+    head: Tensor
+    normaliser: Tensor | None
+
+    def chance(self, rows: slice) -> Tensor:
+        """[rows, vocab] float32."""
+        logits = (self.hidden[rows] @ self.head.T).float()
+        if self.normaliser is None:
+            return logits.softmax(-1)
+        return logits.sub_(self.normaliser[rows, None]).exp_()
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """Of each row: its loss, the likeliest draft id, and the overlap sum(min(p, q)) with the target. All [n]."""
+
+    loss: Tensor
+    best: Tensor
+    overlap: Tensor
+
+
+def vocabulary_loss(factors: Factors, teacher: Teacher, entropy: float, distance: float) -> tuple[Tensor, Verdicts]:
+    """The mean over rows of entropy * cross-entropy + distance * sum(|p - q|), and what it consists of."""
+    found: list[Verdicts] = []
+    flat = [tensor for pair in factors for tensor in pair]
+    with torch.autocast(flat[0].device.type, enabled=False):  # sums over the vocabulary stay in float32
+        loss = _Loss.apply(teacher, entropy, distance, found, *flat)
+    return loss, found[0]
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, teacher: Teacher, entropy: float, distance: float, found: list[Verdicts], *flat: Tensor
+    ) -> Tensor:
+        n, low = len(flat[0]), teacher.hidden.dtype
+        inputs, weights = [x.to(low) for x in flat[0::2]], [w.to(low) for w in flat[1::2]]
+        needed = ctx.needs_input_grad[4:]
+        gradients = [torch.zeros_like(tensor) if wanted else None for tensor, wanted in zip(flat, needed, strict=True)]
+        losses, best, overlap = (torch.empty(n, device=flat[0].device) for _ in range(3))
+        for start in range(0, n, _ROWS):
+            rows = slice(start, min(start + _ROWS, n))
+            p = teacher.chance(rows)
+            z = (inputs[0][rows] @ weights[0].T).float()
+            for x, w in zip(inputs[1:], weights[1:], strict=True):
+                z += x[rows] @ w.T
+            mass, normaliser = p.sum(-1), z.logsumexp(-1)
+            best[rows] = z.argmax(-1).float()
+            losses[rows] = entropy * (mass * normaliser - torch.linalg.vecdot(p, z))
+            q = z.sub_(normaliser[:, None]).exp_()
+            overlap[rows] = torch.minimum(p, q).sum(-1)
+            losses[rows] += distance * (mass + 1 - 2 * overlap[rows])
+            if any(needed):
+                gradient = _gradient(p, q, mass, entropy, distance).div_(n)
+                _accumulate(gradients, gradient.to(low), inputs, weights, rows)
+        ctx.gradients = gradients
+        found.append(Verdicts(losses, best.long(), overlap))
+        return losses.mean()
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> Any:
+        return (None, None, None, None, *(None if g is None else g.mul_(outer[0]) for g in ctx.gradients))
+
+
+def _gradient(p: Tensor, q: Tensor, mass: Tensor, entropy: float, distance: float) -> Tensor:
+    """Of the loss with respect to the logits, [rows, vocab]; overwrites p."""
+    pull = None
+    if distance:
+        sign = (q - p).sign_()
+        pull = sign.sub_(torch.linalg.vecdot(q, sign)[:, None]).mul_(q)
+    gradient = p.neg_().addcmul_(q, mass[:, None])
+    if entropy != 1:
+        gradient *= entropy
+    return gradient if pull is None else gradient.add_(pull, alpha=distance)
+
+
+def _accumulate(
+    gradients: list[Tensor | None], gradient: Tensor, inputs: list[Tensor], weights: list[Tensor], rows: slice
+) -> None:
+    """Pass the logits' gradient [rows, vocab] on to the factors."""
+    for place, (x, w) in enumerate(zip(inputs, weights, strict=True)):
+        of_input, of_weight = gradients[2 * place], gradients[2 * place + 1]
+        if of_input is not None:
+            of_input[rows] = (gradient @ w).to(of_input.dtype)
+        if of_weight is not None:
+            of_weight += gradient.T @ x[rows]
