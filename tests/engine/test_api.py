@@ -78,7 +78,7 @@ def sampled(tiny: str) -> list[list[int]]:
 
 
 def test_every_method_is_tested_here_or_with_the_heads() -> None:
-    heads = {"eagle", "eagle3", "medusa", "hydra", "hybrid"}  # in tests/drafters/test_head_lossless.py
+    heads = {"block", "eagle", "eagle3", "medusa", "hydra", "hybrid"}  # in tests/drafters/test_head_lossless.py
     assert {name.split()[0] for name in DRAFTS} | heads == set(METHODS)
 
 
