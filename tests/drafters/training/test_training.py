@@ -197,7 +197,15 @@ def copying() -> tuple[Any, list[Example]]:
 @pytest.mark.parametrize("method", METHODS)
 def test_held_out_acceptance_rises_at_every_position(method: str, copying: tuple[Any, list[Example]]) -> None:
     model, examples = copying
-    changes = {"steps": 60, "batch": 8, "held_out": 8, "unroll": 3, "warmup": 5, "lr": 5e-3, "logit_weight": 1.0}
+    changes = {
+        "steps": 180 if method == "block" else 60,
+        "batch": 8,
+        "held_out": 8,
+        "unroll": 3,
+        "warmup": 5,
+        "lr": 5e-3,
+        "logit_weight": 1.0,
+    }
     plan = Recipe(method=method, **{**SMALL, **changes})  # type: ignore[arg-type]
     trainer = Trainer(plan, model, build(plan, model, torch.arange(VOCAB)), Features(model, examples))
     before = trainer.evaluate().acceptance()
@@ -377,7 +385,7 @@ app(sys.argv[2:])
 
 
 @pytest.mark.parametrize(
-    ("limit", "told"), [(100, "answers=.*nothing is lost"), (4000, "out=.*state.pt: cannot be written .*--resume")]
+    ("limit", "told"), [(100, "answers=.*nothing is lost"), (4000, "out=.*cannot be written .*--resume")]
 )
 def test_a_disk_that_fills_in_the_middle_of_a_file_is_one_line_and_the_run_goes_on_later(
     chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path, limit: int, told: str
