@@ -80,6 +80,18 @@ def bench(
             "time to the first token, refusals. Its key is OPENAI_API_KEY. Rows: clients.jsonl.",
         ),
     ] = None,
+    rivals: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Compare with other engines instead, at --concurrency requests at once: llama.cpp, OpenVINO, vLLM, "
+            "each in a virtual environment of that folder; what is not there is left out, with the line that installs "
+            "it. Rows: rivals.jsonl.",
+        ),
+    ] = None,
+    gguf: Annotated[
+        Path | None, typer.Option(help="The model's GGUF file; --rivals gives its weights to engines that read GGUF.")
+    ] = None,
     config: ConfigOption = configuration.DEMO,
     set_: SetOption = None,
 ) -> None:
@@ -117,6 +129,8 @@ def bench(
         try:
             if server is not None:
                 return await measure_server(server, levels or [1, 4, 8, 16, 64], samplings[0])
+            if rivals is not None:
+                return await measure_rivals(rivals, names, settings, levels or [1, 8], samplings[0])
             if levels or shares:
                 return await measure_load(names, settings, levels, shares, samplings[0])
             return await measure(names, settings, samplings)
@@ -172,6 +186,20 @@ def bench(
 
         Console().print(table(url, await run_clients(url, _files(questions), limit, levels, sampling, out)))
         console.print(f"rows: {out / 'clients.jsonl'}")
+        return 0
+
+    async def measure_rivals(
+        folder: Path, names: list[str], settings: Config, levels: list[int], sampling: SamplingParams
+    ) -> int:
+        from .rivals.compare import run_rivals, table
+
+        if gguf is None or not gguf.is_file():
+            raise ConfigError(f"--gguf {gguf or ''}: name the model's GGUF file, whose weights some rivals read")
+        turns = await run_rivals(
+            settings, names, _files(questions), limit, levels, repeats, sampling, folder, gguf, out, console
+        )
+        Console().print(table(turns))
+        console.print(f"rows: {out / 'rivals.jsonl'}")
         return 0
 
     if run(main()):

@@ -101,9 +101,7 @@ async def run_load(
         settings_of(name, config, heads)
     config = resolved(config)
     tokenizer = load_tokenizer(config.model)
-    mixed = [
-        Asked(suite, question, encode_text(tokenizer, question.prompt)) for suite, question in _round_robin(suites)
-    ]
+    mixed = [Asked(suite, question, encode_text(tokenizer, question.prompt)) for suite, question in round_robin(suites)]
     parts = _parts(what, len(files))
     if (wanted := sum(parts.values())) > len(mixed):
         console.print(
@@ -242,7 +240,7 @@ def _parts(what: Load, suites: int) -> dict[Part, int]:
     return counts | {Part(share=share): _ROUNDS * CAPACITY_AT for share in what.shares}
 
 
-def _round_robin(suites: Sequence[Sequence[tuple[str, Question]]]) -> Iterator[tuple[str, Question]]:
+def round_robin(suites: Sequence[Sequence[tuple[str, Question]]]) -> Iterator[tuple[str, Question]]:
     """One question of each file, then the next of each."""
     for row in itertools.zip_longest(*suites):
         yield from (one for one in row if one is not None)

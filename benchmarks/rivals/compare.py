@@ -6,6 +6,8 @@ tokens a second count the time from the first prompt to the last token, prompts 
 
 from __future__ import annotations
 
+import itertools
+import os
 import random
 import time
 from collections.abc import Sequence
@@ -20,13 +22,21 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.figures import BASELINE
-from benchmarks.rivals.process import Missing, Process, Rival
 from engine.api import Engine
-from engine.errors import TalonError
+from engine.config import Config
+from engine.errors import ConfigError, TalonError
+from engine.model.resolve import resolved
 from engine.sampling import SamplingParams
+from engine.text import encode_text, load_tokenizer
+
+from ..about import write_about
+from ..figures import BASELINE
+from ..load import engines, round_robin
+from ..questions import read_questions
+from .process import Missing, Process, Rival, rivals
 
 Prompts = Sequence[Sequence[int]]
+_LEAST, _ROUNDS = 6, 3  # prompts of a turn: at least, and for each request at once
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -50,7 +60,6 @@ class Plan:
     """levels: requests at once. prompts: one list for each turn of a contestant, levels within repeats."""
 
     levels: Sequence[int]
-    repeats: int
     max_tokens: int
     prompts: Sequence[Prompts]
 
@@ -71,8 +80,39 @@ async def answer(engine: Engine, prompts: Prompts, max_tokens: int, at_once: int
     return time.perf_counter() - started, tokens
 
 
+async def run_rivals(
+    config: Config,
+    names: Sequence[str],
+    files: Sequence[Path],
+    limit: int | None,
+    levels: Sequence[int],
+    repeats: int,
+    sampling: SamplingParams,
+    folder: Path,
+    gguf: Path,
+    out: Path,
+    console: Console,
+) -> list[Turn]:
+    """Measure, and write `out`/rivals.jsonl as the turns end. folder: of the rivals' environments."""
+    if sampling.temperature != 0:
+        raise ConfigError("--temperature: rivals are compared at 0 only; leave it out with --rivals")
+    config = resolved(config)
+    tokenizer = load_tokenizer(config.model)
+    suites = [[(file.stem, question) for question in read_questions(file, limit)] for file in files]
+    prompts = itertools.cycle([encode_text(tokenizer, question.prompt) for _, question in round_robin(suites)])
+    counts = [max(_LEAST, _ROUNDS * level) for _ in range(repeats) for level in levels]
+    plan = Plan(levels, sampling.max_tokens, [[*itertools.islice(prompts, count)] for count in counts])
+    threads = config.verifier.threads or os.cpu_count() or 1
+    others = rivals(folder, config.model, retyped(gguf, out), threads)
+    write_about(out, config, [sampling], repeats)
+    names = list(dict.fromkeys([BASELINE, *names]))
+    with (out / "rivals.jsonl").open("w", encoding="utf8") as results:
+        async with engines(names, config, None, console) as ours:
+            return await compare(ours, others, plan, results, console)
+
+
 async def compare(
-    engines: dict[str, Engine], others: Sequence[Rival | Missing], plan: Plan, results: TextIO, console: Console
+    ours: dict[str, Engine], others: Sequence[Rival | Missing], plan: Plan, results: TextIO, console: Console
 ) -> list[Turn]:
     """Let all contestants take turns. Rivals that cannot be started are named and left out."""
     turns: list[Turn] = []
@@ -88,7 +128,7 @@ async def compare(
                 running.push_async_callback(process.stop)
             except TalonError as error:
                 console.print(f"left out: {error}")
-        names = [*engines, *processes]
+        names = [*ours, *processes]
         for number, prompts in enumerate(plan.prompts):
             repeat, level = divmod(number, len(plan.levels))
             at_once = plan.levels[level]
@@ -96,9 +136,9 @@ async def compare(
                 if name in processes and processes[name].rival.most < at_once:
                     continue
                 console.print(f"repeat {repeat + 1}, {at_once} at once: {name}", highlight=False)
-                if name in engines:
+                if name in ours:
                     weights = "bfloat16"
-                    seconds, tokens = await answer(engines[name], prompts, plan.max_tokens, at_once)
+                    seconds, tokens = await answer(ours[name], prompts, plan.max_tokens, at_once)
                 else:
                     weights = processes[name].rival.weights
                     seconds, tokens = await processes[name].answer(prompts, plan.max_tokens, at_once)
@@ -135,7 +175,7 @@ def table(turns: Sequence[Turn]) -> Table:
 
 def retyped(gguf_file: Path, folder: Path) -> dict[str, Path]:
     """The file's weights as bfloat16 and float16, made once in `folder`."""
-    from benchmarks.rivals.gguf import retype
+    from .gguf import retype
 
     goals = {kind: folder / f"{gguf_file.stem}.{kind}.gguf" for kind in ("BF16", "F16")}
     for kind, goal in goals.items():
