@@ -53,7 +53,7 @@ def speed_up_bars(rows: Sequence[Row], path: Path) -> None:
 
 
 def summary_bars(rows: Sequence[Row], path: Path) -> None:
-    """The same over all suites, with the number on each bar: the picture of the README."""
+    """The same over all suites, with the number on each bar: the picture of docs/benchmarks.md."""
     table = sorted(summaries(rows), key=lambda s: s.speed_up)
     figure, axis = plt.subplots(figsize=(7.5, 0.3 * len(table) + 1.2))
     errors = [[s.speed_up - s.low for s in table], [s.high - s.speed_up for s in table]]
