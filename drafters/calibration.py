@@ -6,13 +6,10 @@ pulled towards a prior; old observations fade, so that a source that stops being
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-
-from engine.tree import TokenTree
 
 DEEPEST = 8  # depths from here on are one kind
 
@@ -52,39 +49,6 @@ class Calibrator:
         cell.accepted += accepted
         cell.seen += 1
 
-    def apply(self, raw: TokenTree, source: int) -> TokenTree:
-        """A tree whose confidence came from scores, with c(v) the product of its steps' calibrated chances."""
-        steps, depths = _steps(raw), raw.depths.tolist()
-        confidence = [1.0] * len(raw)
-        for node in range(1, len(raw)):
-            step = self.chance(source, depths[node], score_bucket(steps[node]), steps[node])
-            confidence[node] = confidence[raw.parents[node]] * step
-        return TokenTree.from_lists(raw.tokens.tolist(), raw.parents.tolist(), confidence, source)
-
-    def learn(self, raw: TokenTree, source: int, tokens: Sequence[int]) -> None:
-        """What a verdict that emitted `tokens` says about the tree that `apply` was given."""
-        steps, node = _steps(raw), 0
-        for depth, token in enumerate(tokens, start=1):
-            for child in raw.children(node):
-                self.observe(source, depth, score_bucket(steps[child]), int(raw.tokens[child]) == token)
-            following = raw.child(node, token)
-            if following is None:
-                break
-            node = following
-
-    def table(self) -> list[dict[str, float]]:
-        """One row for each kind seen: what a reliability diagram shows."""
-        return [
-            {
-                "source": c.source,
-                "depth": c.depth,
-                "bucket": c.bucket,
-                "seen": c.seen,
-                "acceptance": c.accepted / c.seen,
-            }
-            for c in sorted(self._cells.values(), key=lambda c: (c.source, c.depth, c.bucket))
-        ]
-
     def cells(self) -> NDArray[np.float64]:
         """[kinds, 5]: source, depth, bucket and the faded counts of accepted and seen, to be kept."""
         rows = [[c.source, c.depth, c.bucket, c.accepted, c.seen] for c in self._cells.values()]
@@ -97,15 +61,3 @@ class Calibrator:
         for source, depth, bucket, accepted, seen in cells.tolist():
             key = (int(source), int(depth), int(bucket))
             self._cells[key] = _Cell(*key, accepted, seen)
-
-
-def score_bucket(score: float) -> int:
-    """Ten kinds of score between 0 and 1."""
-    return min(int(score * 10), 9)
-
-
-def _steps(tree: TokenTree) -> list[float]:
-    """c(v)/c(parent) of every node."""
-    confidence, parents = tree.confidence.tolist(), tree.parents.tolist()
-    above = [confidence[parent] if parent >= 0 else 1.0 for parent in parents]
-    return [c / a if a > 0 else 0.0 for c, a in zip(confidence, above, strict=True)]

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
-
-import numpy as np
 
 from engine.tree import TokenTree
 
@@ -114,22 +112,6 @@ class Policy(ABC):
     def steps(self, root: int, source: int = 0) -> Steps:
         """Grow a tree below the token `root`; drafted nodes carry the bit set `source`."""
 
-    def trim(self, tree: TokenTree) -> TokenTree:
-        """The part of a ready-made tree that this policy would have kept."""
-        return tree.prune(self.budget)
-
-
-def grow(policy: Policy, root: int, expand: Callable[[Frontier], Candidates], source: int = 0) -> TokenTree:
-    """Run one policy to its end."""
-    steps = policy.steps(root, source)
-    try:
-        frontier = next(steps)
-        while True:
-            frontier = steps.send(expand(frontier))
-    except StopIteration as end:
-        tree: TokenTree = end.value
-        return tree
-
 
 class Static(Policy):
     """The same tree every time, given by child ranks along each path (EAGLE-1, Medusa, Token Recycling)."""
@@ -160,15 +142,6 @@ class Static(Policy):
                     confidence = sketch.confidence[parent] * seen.chance[row][rank]
                     node_of[path] = sketch.add(parent, seen.tokens[row][rank], confidence)
         return sketch.tree()
-
-    def trim(self, tree: TokenTree) -> TokenTree:
-        """The nodes at the listed ranks; children stand in the order they were drafted, best first."""
-        kept: dict[Path, int] = {(): 0}
-        for path in self.paths:
-            children = tree.children(kept[path[:-1]]) if path[:-1] in kept else []
-            if path[-1] < len(children):
-                kept[path] = children[path[-1]]
-        return tree.keep(list(kept.values()))
 
 
 class Dynamic(Policy):
@@ -270,17 +243,3 @@ class Adaptive(Policy):
     def threshold(self, best: float) -> float:
         """What a node must reach in a layer whose most confident candidate has confidence `best`."""
         return self.mu if self.gate == "path" else self.mu * best
-
-    def trim(self, tree: TokenTree) -> TokenTree:
-        """Gate a ready-made tree layer by layer, then keep the most confident within the budget."""
-        kept = np.zeros(len(tree), dtype=bool)
-        kept[0] = True
-        for depth in range(1, min(int(tree.depths.max()), self.max_depth) + 1):
-            layer = np.flatnonzero((tree.depths == depth) & kept[tree.parents])
-            layer = layer[np.argsort(-tree.confidence[layer], kind="stable")]
-            if depth == 1:
-                layer = layer[: self.top_k]
-            elif len(layer):
-                layer = layer[tree.confidence[layer] >= self.threshold(float(tree.confidence[layer[0]]))]
-            kept[layer] = True
-        return tree.keep(np.flatnonzero(kept).tolist()).prune(self.budget)

@@ -124,12 +124,6 @@ class TokenTree:
             return self
         return self.keep(np.argsort(-self.confidence, kind="stable")[: max(budget, 1)])
 
-    def limit_depth(self, depth: int) -> TokenTree:
-        """The nodes at most `depth` below the root."""
-        if int(self.depths.max()) <= depth:
-            return self
-        return self.keep(np.flatnonzero(self.depths <= depth))
-
     def union(self, other: TokenTree) -> TokenTree:
         """The trie merge of two trees over the same root.
 

@@ -20,11 +20,22 @@ from drafters.growth import (
     Policy,
     Static,
     Talon,
-    grow,
 )
 from engine.tree import TokenTree
 
 VOCAB = 50
+
+
+def grow(policy: Policy, root: int, expand: Callable[[Frontier], Candidates], source: int = 0) -> TokenTree:
+    """Run one policy to its end."""
+    steps = policy.steps(root, source)
+    try:
+        frontier = next(steps)
+        while True:
+            frontier = steps.send(expand(frontier))
+    except StopIteration as end:
+        tree: TokenTree = end.value
+        return tree
 
 
 class RandomHead:
@@ -146,14 +157,6 @@ def test_the_dynamic_tree_is_the_best_of_all_candidates(head: tuple[int, int, fl
     assert sorted(narrow.confidence.tolist(), reverse=True) == best
 
 
-@given(policies, heads)
-def test_a_ready_made_tree_is_trimmed_within_the_policy(policy: Policy, head: tuple[int, int, float]) -> None:
-    ready = grow(Dynamic(depth=4, top_k=5, budget=200), 7, RandomHead(*head))
-    tree = policy.trim(ready)
-    assert len(tree) <= policy.budget
-    tree.validate(VOCAB)
-
-
 def test_adaptive_trees_are_deep_for_sure_heads_and_shallow_for_unsure_ones() -> None:
     def head(chance: float) -> TokenTree:
         row = [chance] + [(1 - chance) / 9] * 9
@@ -240,20 +243,6 @@ def test_paths_that_make_no_tree_are_refused(paths: list[tuple[int, ...]]) -> No
         Static(paths)
 
 
-@given(st.integers(0, 10**6), st.sampled_from([EAGLE_25, MEDUSA_63, ((0,), (2,), (2, 1), (2, 1, 0))]))
-def test_of_a_ready_made_tree_a_static_policy_keeps_the_nodes_at_its_ranks(
-    seed: int, paths: tuple[tuple[int, ...], ...]
-) -> None:
-    ready = grow(Dynamic(depth=3, top_k=4, budget=60), 7, RandomHead(seed, 4, 1.0))
-    ranks: list[tuple[int, ...]] = [()]
-    for node in range(1, len(ready)):
-        parent = int(ready.parents[node])
-        ranks.append((*ranks[parent], ready.children(parent).index(node)))
-    expected = {tuple(ready.path_tokens(node)) for node, path in enumerate(ranks) if path == () or path in set(paths)}
-    tree = Static(paths).trim(ready)
-    assert {tuple(tree.path_tokens(node)) for node in range(len(tree))} == expected
-
-
 def test_a_dynamic_tree_is_as_deep_as_it_says_and_as_wide_as_its_promise() -> None:
     policy = Dynamic(depth=2, top_k=3, budget=10**6)
     tree = grow(policy, 7, sure(0.4, 0.3, 0.2, 0.1))
@@ -291,30 +280,3 @@ def test_an_adaptive_tree_may_be_limited_in_depth() -> None:
 
 def test_a_spent_budget_asks_the_head_for_nothing_more() -> None:
     assert asked(Adaptive(budget=3), sure(0.5, 0.4, 0.1)) == [[0]]
-
-
-@given(heads, st.sampled_from(["path", "layer"]), st.sampled_from([0.02, 0.1, 0.5]), st.integers(1, 4))
-def test_an_adaptive_policy_trims_layer_by_layer(
-    head: tuple[int, int, float], gate: str, mu: float, max_depth: int
-) -> None:
-    policy = Adaptive(budget=25, top_k=3, mu=mu, gate=gate, max_depth=max_depth)  # type: ignore[arg-type]
-    ready = grow(Dynamic(depth=4, top_k=5, budget=200), 7, RandomHead(*head))
-    kept = [0]
-    for depth in range(1, max_depth + 1):
-        layer = [node for node in range(len(ready)) if ready.depths[node] == depth and ready.parents[node] in kept]
-        layer.sort(key=lambda node: -float(ready.confidence[node]))
-        if depth == 1:
-            kept += layer[:3]
-        elif layer:
-            least = np.float32(policy.threshold(float(ready.confidence[layer[0]])))
-            kept += [node for node in layer if ready.confidence[node] >= least]
-    expected = ready.keep(kept).prune(25)
-    tree = policy.trim(ready)
-    assert tree.tokens.tolist() == expected.tokens.tolist() and tree.parents.tolist() == expected.parents.tolist()
-
-
-def test_trimming_takes_the_earlier_of_equals_and_what_just_reaches_the_gate() -> None:
-    ready = TokenTree.from_lists([7, 1, 2, 3, 4, 5], [-1, 0, 0, 0, 1, 1], [1.0, 0.5, 0.5, 0.5, 0.5, 0.25])
-    assert Adaptive(top_k=2, mu=0.25).trim(ready).tokens.tolist() == [7, 1, 2, 4, 5]
-    equals = TokenTree.from_lists([50, *range(50)], [-1] + [0] * 50, [1.0] + [0.5, 0.4] * 25)
-    assert Adaptive(top_k=20).trim(equals).tokens.tolist() == [50, *range(0, 40, 2)]

@@ -77,12 +77,6 @@ def test_pruning_keeps_the_most_confident_nodes_with_their_ancestors(tree: Token
     assert not left_out or max(left_out) <= min(kept.values())
 
 
-@given(trees(), st.integers(0, 6))
-def test_limiting_depth_keeps_exactly_the_shallow_nodes(tree: TokenTree, depth: int) -> None:
-    limited = tree.limit_depth(depth).validate(VOCABULARY)
-    assert paths(limited) == {path: c for path, c in paths(tree).items() if len(path) <= depth + 1}
-
-
 @given(trees(), trees())
 def test_the_union_holds_the_paths_of_both_and_no_others(one: TokenTree, other: TokenTree) -> None:
     union = one.union(other).validate(VOCABULARY)
@@ -169,14 +163,14 @@ def test_a_tree_that_no_source_is_named_for_is_marked_with_none() -> None:
 
 def test_what_is_cut_or_merged_has_the_types_that_messages_carry() -> None:
     tree = TokenTree.from_lists([0, 1, 2, 3], [-1, 0, 0, 1], [1.0, 0.5, 0.4, 0.3], source=1)
-    for made in (tree, tree.prune(3), tree.keep([0, 1]), tree.limit_depth(1), tree.union(tree)):
+    for made in (tree, tree.prune(3), tree.keep([0, 1]), tree.union(tree)):
         arrays = (made.tokens, made.parents, made.confidence, made.source)
         assert [array.dtype for array in arrays] == [np.int32, np.int32, np.float32, np.uint8]
 
 
 def test_a_tree_that_fits_stays_the_same_object() -> None:
     tree = TokenTree.chain(0, [1, 2], [0.5, 0.4])
-    assert tree.prune(3) is tree and tree.limit_depth(2) is tree
+    assert tree.prune(3) is tree
 
 
 def test_of_equals_the_earlier_are_kept() -> None:
