@@ -16,7 +16,6 @@ from rich.table import Table
 
 from drafters.experience import Reliability, read
 from engine.config import Config, load
-from engine.errors import TalonError
 from engine.messages import Tokens
 from engine.model.resolve import resolved
 from engine.sampling import SamplingParams
@@ -26,6 +25,7 @@ from .about import write_about
 from .contestants import Contestant, Run, check_name, overhead_us, start_contestant
 from .figures import BASELINE, Difference, Row, loops, summaries
 from .questions import Question, read_questions
+from .starting import start_each
 from .ties import Referee
 
 
@@ -96,25 +96,14 @@ async def start_all(
 ) -> dict[str, Contestant]:
     """The contestants that can be started here; of the others, a line says what they lack. calibration: a folder where
     each leaves what it learned of its trees."""
-    contestants: dict[str, Contestant] = {}
-    try:
-        for name in names:
-            check_name(name)
-            try:
-                kept = {} if calibration is None else {"drafter.calibration": str(calibration / f"{name}.npz")}
-                contestants[name] = await start_contestant(name, load(config, kept), heads)
-                await contestants[name].answer(warm_up, SamplingParams(max_tokens=24))
-            except TalonError as error:
-                if name == BASELINE:
-                    raise
-                if name in contestants:
-                    await contestants.pop(name).close()
-                console.print(f"left out: {name}: {error}")
-    except BaseException:
-        for contestant in contestants.values():
-            await contestant.close()
-        raise
-    return contestants
+    for name in names:
+        check_name(name)
+
+    async def start(name: str) -> Contestant:
+        kept = {} if calibration is None else {"drafter.calibration": str(calibration / f"{name}.npz")}
+        return await start_contestant(name, load(config, kept), heads)
+
+    return await start_each(names, start, lambda one: one.answer(warm_up, SamplingParams(max_tokens=24)), console)
 
 
 def gathered(calibration: Path) -> dict[str, NDArray[np.float64]]:

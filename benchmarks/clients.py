@@ -20,7 +20,7 @@ from engine.errors import ConfigError
 from engine.sampling import SamplingParams
 
 from .load_figures import LoadRow, p50_p95, tokens_per_second
-from .questions import Question, read_questions
+from .questions import Question, mixed_questions
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 _ROUNDS = 2  # requests at a level, for each client
@@ -44,9 +44,7 @@ async def run_clients(
 ) -> list[LevelOfClients]:
     """Ask at each level, with no question twice as long as there are enough; writes `out`/clients.jsonl."""
     httpx = _httpx()
-    suites = [[(file.stem, question) for question in read_questions(file, limit)] for file in files]
-    rows = itertools.zip_longest(*suites)
-    endless = itertools.cycle([one for row in rows for one in row if one is not None])
+    endless = itertools.cycle(mixed_questions(files, limit))
     key = os.environ.get(KEY_VARIABLE)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=max(levels))

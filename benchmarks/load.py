@@ -24,7 +24,7 @@ from rich.progress import Progress
 from drafters.registry import METHODS
 from engine.api import Engine
 from engine.config import Config, load
-from engine.errors import ConfigError, TalonError
+from engine.errors import ConfigError
 from engine.model.resolve import resolved
 from engine.sampling import SamplingParams
 from engine.text import encode_text, load_tokenizer
@@ -34,7 +34,8 @@ from .bench import progress_bar
 from .contestants import CONTESTANTS, PEERS, check_name
 from .figures import BASELINE
 from .load_figures import LoadRow, requests_per_second
-from .questions import Question, read_questions
+from .questions import Question, mixed_questions
+from .starting import start_each
 
 CAPACITY_AT = 16
 """What arrivals are a share of: the requests a second that plain decoding answers with so many at once."""
@@ -96,12 +97,12 @@ async def run_load(
 ) -> list[LoadRow]:
     """Measure, and write `out`/load.jsonl as the rows come in. Plain decoding is always among the methods."""
     names = list(dict.fromkeys([BASELINE, *names]))
-    suites = [[(file.stem, question) for question in read_questions(file, limit)] for file in files]
+    questions_of = mixed_questions(files, limit)
     for name in names:  # before the rows of an earlier run are overwritten
         settings_of(name, config, heads)
     config = resolved(config)
     tokenizer = load_tokenizer(config.model)
-    mixed = [Asked(suite, question, encode_text(tokenizer, question.prompt)) for suite, question in round_robin(suites)]
+    mixed = [Asked(suite, question, encode_text(tokenizer, question.prompt)) for suite, question in questions_of]
     parts = _parts(what, len(files))
     if (wanted := sum(parts.values())) > len(mixed):
         console.print(
@@ -203,18 +204,13 @@ async def engines(
     names: Sequence[str], config: Config, heads: Path | None, console: Console
 ) -> AsyncIterator[dict[str, Engine]]:
     """An engine for each method that can be started here, warmed up; of the others, a line says what they lack."""
-    started: dict[str, Engine] = {}
+    started = await start_each(
+        names,
+        lambda name: Engine.start(settings_of(name, config, heads)),
+        lambda engine: engine.generate("Say hello.", SamplingParams(max_tokens=24)),
+        console,
+    )
     try:
-        for name in names:
-            try:
-                started[name] = await Engine.start(settings_of(name, config, heads))
-                await started[name].generate("Say hello.", SamplingParams(max_tokens=24))
-            except TalonError as error:
-                if name == BASELINE:
-                    raise
-                if name in started:
-                    await started.pop(name).close()
-                console.print(f"left out: {name}: {error}")
         yield started
     finally:
         for engine in started.values():
@@ -238,12 +234,6 @@ def _parts(what: Load, suites: int) -> dict[Part, int]:
     levels = [*what.levels, *([CAPACITY_AT] if what.shares and CAPACITY_AT not in what.levels else [])]
     counts = {Part(level=level): max(_ROUNDS * level, suites) for level in levels}
     return counts | {Part(share=share): _ROUNDS * CAPACITY_AT for share in what.shares}
-
-
-def round_robin(suites: Sequence[Sequence[tuple[str, Question]]]) -> Iterator[tuple[str, Question]]:
-    """One question of each file, then the next of each."""
-    for row in itertools.zip_longest(*suites):
-        yield from (one for one in row if one is not None)
 
 
 def _slices(mixed: Sequence[Asked], counts: Sequence[int]) -> Iterator[list[Asked]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from collections.abc import Sequence
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Annotated
 
@@ -43,3 +44,9 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
     if not questions:
         raise RequestError(f"questions={path}: holds no questions")
     return questions
+
+
+def mixed_questions(files: Sequence[Path], limit: int | None = None) -> list[tuple[str, Question]]:
+    """One question of each file with the file's name, then the next of each."""
+    suites = [[(file.stem, question) for question in read_questions(file, limit)] for file in files]
+    return [one for row in zip_longest(*suites) for one in row if one is not None]

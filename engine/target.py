@@ -76,7 +76,7 @@ class Target:
                 model, report = AutoModelForCausalLM.from_pretrained(
                     path,
                     config=config,
-                    dtype=_dtype(dtype, config, where),
+                    dtype=find_dtype(dtype, config, where),
                     local_files_only=is_local(path),
                     output_loading_info=True,
                 )
@@ -163,7 +163,7 @@ class Target:
         expected = self._untouched(tokens)
         if expected.isnan().any():
             raise ModelError(
-                f"model={self.name}: the logits of a short text are not numbers (NaN) in {_name(self.dtype)}: "
+                f"model={self.name}: the logits of a short text are not numbers (NaN) in {name_of(self.dtype)}: "
                 "the model overflows, or its weights are damaged; use dtype: float32 or get the checkpoint again"
             )
         with short_windows(self.model.config.get_text_config()) as windowed:
@@ -200,7 +200,7 @@ class Target:
         if self.device.type != "cpu":
             return f"exact attention is not there for {self.device.type} yet"
         if self.dtype not in (torch.float32, torch.bfloat16):
-            return f"its type is {_name(self.dtype)}"
+            return f"its type is {name_of(self.dtype)}"
         usual = self.model.config._attn_implementation
         try:
             self.model.set_attn_implementation(NAME)
@@ -227,7 +227,7 @@ class Target:
             if (operation := pointwise.depending_on_place(torch.get_num_threads())) is not None:
                 return f"on this machine {operation} depends on the rows before it"
         if not exact:
-            return f"products in {_name(self.dtype)} depend on the number of rows on this machine"
+            return f"products in {name_of(self.dtype)} depend on the number of rows on this machine"
         return "" if self._equal_bits(tokens) else "a token's logits depend on the rows beside it"
 
     def _try_lean(self, stock: StockForward, groups: int, tokens: list[int], expected: Tensor) -> bool:
@@ -379,7 +379,8 @@ def find_device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def _dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
+def find_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
+    """The type a model with that `transformers` configuration is loaded in."""
     if dtype != "auto":
         return DTYPES[dtype]
     stored = config.get_text_config().dtype or torch.float32
@@ -388,7 +389,8 @@ def _dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
     return stored
 
 
-def _name(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype) -> str:
+    """Such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 

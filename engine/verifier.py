@@ -11,6 +11,7 @@ import sys
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -76,8 +77,9 @@ class Round:
     grafts: list[int]
     own: int
 
-    @property
+    @cached_property
     def tree(self) -> TokenTree:
+        """What is verified."""
         return self.drafted if len(self.kept) == len(self.drafted) else self.drafted.keep(self.kept)
 
 
@@ -298,8 +300,7 @@ class Verifier:
                 behind = request.text[chunk.past + 1 : chunk.past + 1 + count]
                 request.prompt_logprobs += token_logprobs(rows, behind, request.sampling.prompt_logprobs or 0)
             request.cache.commit(range(count))
-            if self.requests.shares_prefixes and self.target.pool is not None:
-                request.cache.publish(request.text)
+            self._publish(request)
             if features is not None and not request.has_answer:
                 request.features.append(bfloat16_bits(features[row : row + count]))
             row += count
@@ -397,8 +398,12 @@ class Verifier:
             return self._forget(request)
         if request.round:
             request.cache.commit(request.kept_path)
-            if self.requests.shares_prefixes and self.target.pool is not None:
-                request.cache.publish(request.text)
+            self._publish(request)
+
+    def _publish(self, request: Request) -> None:
+        """Let others find what was committed."""
+        if self.requests.shares_prefixes and self.target.pool is not None:
+            request.cache.publish(request.text)
 
     # What it costs.
 

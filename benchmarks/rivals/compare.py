@@ -7,7 +7,6 @@ tokens a second count the time from the first prompt to the last token, prompts 
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import time
 from collections.abc import Sequence
@@ -23,16 +22,17 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.api import Engine
-from engine.config import Config
+from engine.config import Config, cores
 from engine.errors import ConfigError, TalonError
 from engine.model.resolve import resolved
 from engine.sampling import SamplingParams
+from engine.target import find_device, find_dtype, load_config, name_of
 from engine.text import encode_text, load_tokenizer
 
 from ..about import write_about
 from ..figures import BASELINE
-from ..load import engines, round_robin
-from ..questions import read_questions
+from ..load import engines
+from ..questions import mixed_questions
 from .process import Missing, Process, Rival, rivals
 
 Prompts = Sequence[Sequence[int]]
@@ -57,11 +57,14 @@ class Turn(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Plan:
-    """levels: requests at once. prompts: one list for each turn of a contestant, levels within repeats."""
+    """levels: requests at once. prompts: one list for each turn of a contestant, levels within repeats. weights: what
+    Talon's engines compute with.
+    """
 
     levels: Sequence[int]
     max_tokens: int
     prompts: Sequence[Prompts]
+    weights: str = ""
 
 
 async def answer(engine: Engine, prompts: Prompts, max_tokens: int, at_once: int) -> tuple[float, list[int]]:
@@ -98,11 +101,12 @@ async def run_rivals(
         raise ConfigError("--temperature: rivals are compared at 0 only; leave it out with --rivals")
     config = resolved(config)
     tokenizer = load_tokenizer(config.model)
-    suites = [[(file.stem, question) for question in read_questions(file, limit)] for file in files]
-    prompts = itertools.cycle([encode_text(tokenizer, question.prompt) for _, question in round_robin(suites)])
+    questions = mixed_questions(files, limit)
+    prompts = itertools.cycle([encode_text(tokenizer, question.prompt) for _, question in questions])
     counts = [max(_LEAST, _ROUNDS * level) for _ in range(repeats) for level in levels]
-    plan = Plan(levels, sampling.max_tokens, [[*itertools.islice(prompts, count)] for count in counts])
-    threads = config.verifier.threads or os.cpu_count() or 1
+    dtype = name_of(find_dtype(config.dtype, load_config(config.model), find_device(config.device)))
+    plan = Plan(levels, sampling.max_tokens, [[*itertools.islice(prompts, count)] for count in counts], dtype)
+    threads = config.verifier.threads or cores()
     others = rivals(folder, config.model, retyped(gguf, out), threads)
     write_about(out, config, [sampling], repeats)
     names = list(dict.fromkeys([BASELINE, *names]))
@@ -137,7 +141,7 @@ async def compare(
                     continue
                 console.print(f"repeat {repeat + 1}, {at_once} at once: {name}", highlight=False)
                 if name in ours:
-                    weights = "bfloat16"
+                    weights = plan.weights
                     seconds, tokens = await answer(ours[name], prompts, plan.max_tokens, at_once)
                 else:
                     weights = processes[name].rival.weights
