@@ -19,7 +19,7 @@ import zmq
 from drafters.requirements import check
 from engine import config as configuration
 from engine import errors
-from engine.cli import ConfigOption, SetOption, overrides, run
+from engine.command import ConfigOption, SetOption, overrides, run
 from engine.config import Config
 from engine.keys import create
 from engine.launch import STOP_S, ThreadWorker
