@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 import zmq
 
-from drafters.requirements import check
+from drafters.registry import check
 from engine import config as configuration
 from engine import errors
 from engine.command import ConfigOption, SetOption, overrides, run

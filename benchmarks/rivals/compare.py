@@ -24,9 +24,9 @@ from rich.table import Table
 from engine.api import Engine
 from engine.config import Config, cores
 from engine.errors import ConfigError, TalonError
+from engine.loading import find_device, find_dtype, load_config, name_of
 from engine.model.resolve import resolved
 from engine.sampling import SamplingParams
-from engine.target import find_device, find_dtype, load_config, name_of
 from engine.text import encode_text, load_tokenizer
 
 from ..about import write_about
