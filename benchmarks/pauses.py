@@ -22,6 +22,7 @@ from engine.command import ConfigOption, SetOption, overrides, run
 from engine.config import Config
 from engine.errors import ConfigError
 from engine.sampling import SamplingParams
+from engine.tasks import cancel
 
 _SETTLED = 12  # emissions of each request before anything counts
 _USUAL = 24  # emissions of each request whose pauses are the usual ones
@@ -84,9 +85,7 @@ class Decoding:
         ]
 
     async def end(self) -> None:
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await cancel(self.tasks)
 
 
 async def arrive(engine: Engine, count: int, length: int, seed: int) -> Arrival:

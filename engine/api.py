@@ -24,7 +24,8 @@ from engine.messages import Ready
 from engine.model.resolve import resolved
 from engine.prompts import Prompt, check_room, check_sampling, encode_prompt, is_integer
 from engine.sampling import SamplingParams
-from engine.supervisor import Supervisor, cancel_tasks
+from engine.supervisor import Supervisor
+from engine.tasks import gather
 from engine.text import TextStream, load_tokenizer
 
 
@@ -124,11 +125,7 @@ class Engine:
         if not is_integer(n) or n < 1:
             raise RequestError(f"n={n!r}: ask for one answer or more")
         sampling = (sampling or SamplingParams()).validate()
-        tasks = [asyncio.ensure_future(self.generate(prompt, sampling.of_choice(i), raw=raw)) for i in range(n)]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:  # one that fails, or a caller who leaves, ends them all
-            await cancel_tasks(tasks)
+        return await gather(self.generate(prompt, sampling.of_choice(i), raw=raw) for i in range(n))
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, *, raw: bool = False) -> Stream:
         """As `generate`, piece by piece: `async with engine.stream(...) as stream: async for piece in stream: ...`.

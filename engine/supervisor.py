@@ -10,7 +10,7 @@ import functools
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from engine.errors import EngineClosed, TalonError, WorkerDied
 from engine.flight import Flight, Flights
 from engine.launch import STOP_S, Workers
 from engine.messages import Cancel, Failed, Heartbeat, Ready, Spans, Stop, Tokens
+from engine.tasks import cancel
 from engine.totals import Totals
 from engine.trace import Timeline
 from engine.transport import Hub
@@ -240,14 +241,14 @@ class Supervisor:
         """Stop the workers, remove what they left."""
         self.closed = True
         listener, others = self._tasks[:1], self._tasks[1:]  # the workers' last words are still heard
-        await cancel_tasks(others)
+        await cancel(others)
         self._stop_workers()
         for role in list(self.workers.running):
             patience_s = STOP_S if self._hears(role) else 0.0
             await anyio.to_thread.run_sync(self.workers.end, role, patience_s)
         if self.config.trace is not None:
             await asyncio.sleep(_LAST_SPANS_S)
-        await cancel_tasks(listener)
+        await cancel(listener)
         self._leave()
         if self.config.trace is not None:
             self.timeline.write(Path(self.config.trace))
@@ -282,10 +283,3 @@ class Supervisor:
 def _say_once(line: str) -> None:
     """On standard error; a benchmark starts many engines of one target."""
     print(line, file=sys.stderr)
-
-
-async def cancel_tasks(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancel them and wait for their end, whatever they raise."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
