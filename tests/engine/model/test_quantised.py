@@ -72,7 +72,9 @@ def test_blocks_are_read_as_the_gguf_package_reads_them(kind: Kind, tmp_path: Pa
     expected = {}
     for tensor in GGUFReader(tmp_path / "tiny.gguf").tensors:
         if tensor.name in ("blk.0.ffn_up.weight", "blk.1.ffn_down.weight"):
-            expected[tensor.name.replace(".", "_")] = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type)).bfloat16()
+            expected[tensor.name.replace(".", "_")] = torch.from_numpy(
+                dequantize(tensor.data, tensor.tensor_type)
+            ).bfloat16()
     model = torch.nn.ParameterDict(expected)
     found = quantised_weights(tmp_path / "tiny.gguf", model)
     assert found.keys() == expected.keys()
