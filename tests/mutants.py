@@ -9,12 +9,14 @@ why it is no fault. The faults planted here are larger than what mutmut thinks o
 from __future__ import annotations
 
 import argparse
+import io
 import random
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,10 +115,11 @@ def drawn(most: int, seed: int) -> dict[Path, list[str]]:
     """Plant all mutants, and draw those to try: module -> names, `most` of a module at most."""
     shutil.rmtree("mutants", ignore_errors=True)
     Path("mutants").mkdir()
-    copy_src_dir()
-    copy_also_copy_files()
-    setup_source_paths()
-    create_mutants(1)
+    with redirect_stdout(io.StringIO()):
+        copy_src_dir()
+        copy_also_copy_files()
+        setup_source_paths()
+        create_mutants(1)
     found = {path: sorted(names) for path in walk_mutatable_files() if (names := _tried(path))}
     return {path: random.Random(f"{seed} {path}").sample(names, min(most, len(names))) for path, names in found.items()}
 
