@@ -41,6 +41,7 @@ class Run(msgspec.Struct, frozen=True):
     token_ms: list[float] = []
     exact: bool = False
     inexact: str = ""
+    cached_tokens: int | None = None
 
 
 class Contestant(Protocol):
@@ -80,6 +81,7 @@ class TalonContestant:
             [r.round_us / 1000 / len(r.tokens) for r in result.rounds[1:] for _ in r.tokens],
             metrics.exact,
             metrics.inexact,
+            metrics.cached_tokens,
         )
 
     def peak_memory_mb(self) -> float | None:

@@ -387,6 +387,7 @@ class Verifier:
             sources=conclusion.sources,
             logprobs=conclusion.logprobs,
             prompt_logprobs=tuple(request.prompt_logprobs),
+            cached=request.cached,
         )
         request.prompt_logprobs = []
         self.control.send(tokens)

@@ -44,7 +44,7 @@ def test_generate_json_is_exactly_one_object(tiny: str) -> None:
     assert set(answer) == {"text", "token_ids", "prompt_tokens", "finish_reason", "metrics"} | asked_for
     assert set(answer["metrics"]) == {
         "mean_accepted_tokens", "rounds", "tokens_per_second", "time_to_first_token_s", "verifier_busy",
-        "draft_hit_rate", "exact", "inexact", "speculative_decoding",
+        "draft_hit_rate", "cached_tokens", "exact", "inexact", "speculative_decoding",
     }  # fmt: skip
     assert answer["metrics"]["exact"] and not answer["metrics"]["inexact"]
 
