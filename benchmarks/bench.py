@@ -35,8 +35,9 @@ from .ties import Referee
 
 @dataclass(frozen=True)
 class Single:
-    """What is asked, one request at a time. samplings: one after the other, `repeats` times, each time afresh: a drafter
-    that remembers answers must not meet a question twice. minutes: for all of it, None: until everything is asked.
+    """What is asked, one request at a time. samplings: one after the other, `repeats` times, each time afresh: a
+    drafter that remembers answers must not meet a question twice. minutes: for all of it, None: until everything is
+    asked.
     """
 
     files: Sequence[Path]
@@ -126,9 +127,9 @@ class Asking:
                 row = row_of(suite, question, name, self.sampling, self.repeat, run)
                 row = compared(row, run.token_ids, plain, prompt, self.sampling, self.referee)
                 memory = self.contestants[name].peak_memory_mb()
-                told = {"turn": turn, "prompt_tokens": len(prompt), "peak_memory_mb": memory}
-                told |= {"suite": suite if turn == 1 else f"{suite}, turn {turn}"}
-                rows.append(msgspec.structs.replace(row, **told))
+                where = suite if turn == 1 else f"{suite}, turn {turn}"
+                row = msgspec.structs.replace(row, suite=where, turn=turn, prompt_tokens=len(prompt))
+                rows.append(msgspec.structs.replace(row, peak_memory_mb=memory))
         return rows
 
 
@@ -262,7 +263,9 @@ async def run_overhead(config: Config, methods: list[str], sampling: SamplingPar
             gaps.sort()
             p50, p95 = (gaps[int(len(gaps) * share)] / 1000 for share in (0.5, 0.95))
             rows.append([transport, method, str(len(gaps)), f"{p50:.2f} ms", f"{p95:.2f} ms"])
-    return Table("Time per round outside model forwards", ("transport", "method", "rounds", "p50", "p95"), rows, words=2)
+    return Table(
+        "Time per round outside model forwards", ("transport", "method", "rounds", "p50", "p95"), rows, words=2
+    )
 
 
 def progress_bar(console: Console) -> Progress:

@@ -69,4 +69,6 @@ def spend(
         if budget.bounded and asked[suite] >= LEAST:
             so_far = ratios(suite)
             resting[suite] = {name for name, some in so_far.items() if is_narrow(some)}
-            gains[suite] = max((width(some) / len(some) for n, some in so_far.items() if n not in resting[suite]), default=0)
+            gains[suite] = max(
+                (width(some) / len(some) for n, some in so_far.items() if n not in resting[suite]), default=0
+            )

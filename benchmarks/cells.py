@@ -82,7 +82,7 @@ def compared(one: Cells, other: Cells, folder: Path) -> Iterable[str]:
     if not pairs:
         raise ConfigError(f"against={folder}: has no contestant and setting in common with this run")
     apart = [pair for pair in pairs if pair.difference > AGREE]
-    yield f"{1 - len(apart) / len(pairs):.0%} of {len(pairs)} cells agree within {AGREE:.0%}, on the pairs both runs have"
+    yield f"{1 - len(apart) / len(pairs):.0%} of {len(pairs)} cells agree within {AGREE:.0%}, over the pairs both have"
     yield from (f"{pair.difference:5.0%}  {pair}" for pair in apart)
     changed = [pair for pair in pairs if pair.changed]
     yield f"{len(changed)} cells changed by more than their interval" + (":" if changed else "")

@@ -17,6 +17,8 @@ from engine.errors import ConfigError
 from .cells import Cells, Where, resampled
 
 BASELINE = "none"
+PEERS = ("hf", "hf-pld", "hf-assisted")
+"""`transformers` itself: plain generate, prompt lookup, and assisted generation with the SPS model."""
 ROWS = "results.jsonl"
 _LOOP_LENGTH, _LOOP_COUNT = 8, 4
 
@@ -42,12 +44,12 @@ class Row(msgspec.Struct, frozen=True):
     """One answer, a line of results.jsonl. None: not known of this contestant.
 
     turn: of its conversation; later turns are a suite of their own. cached_tokens: of the prompt, which was in the
-    cache already. seconds: from the call to the last token. round_ms: between verdicts. verify_ms, draft_ms: of models' forwards, mean
-    per round; other_ms: of a round outside them. nodes, depth: of the tree verified, mean per round. accepted: how many
-    rounds emitted so many tokens. tie: the text differs from plain decoding's, but only by rounding. token_ms: between
-    tokens, those that came together share their wait. forward_ms: of the target, by number of nodes, median.
-    peak_memory_mb: of the contestant's processes so far. exact: any difference from plain decoding is an error;
-    inexact: why not, if that is known. difference: the first.
+    cache already. seconds: from the call to the last token. round_ms: between verdicts. verify_ms, draft_ms: of
+    models' forwards, mean per round; other_ms: of a round outside them. nodes, depth: of the tree verified, mean per
+    round. accepted: how many rounds emitted so many tokens. tie: the text differs from plain decoding's, but only by
+    rounding. token_ms: between tokens, those that came together share their wait. forward_ms: of the target, by
+    number of nodes, median. peak_memory_mb: of the contestant's processes so far. exact: any difference from plain
+    decoding is an error; inexact: why not, if that is known. difference: the first.
     """
 
     suite: str
@@ -131,17 +133,16 @@ Line = TypeVar("Line", bound=msgspec.Struct)
 
 
 def read_lines(path: Path, kind: type[Line]) -> list[Line]:
-    """The rows of a file that a benchmark wrote."""
+    """The rows of a file that a benchmark wrote; none where there is no file."""
     try:
         with path.open(encoding="utf8") as lines:
-            rows = [msgspec.json.decode(line, type=kind) for line in lines]
+            return [msgspec.json.decode(line, type=kind) for line in lines]
+    except FileNotFoundError:
+        return []
     except OSError as error:
-        raise ConfigError(f"results={path}: cannot be read ({error.strerror}): run talon bench first") from None
+        raise ConfigError(f"results={path}: cannot be read: {error.strerror}") from None
     except msgspec.DecodeError as error:
         raise ConfigError(f"results={path}: is not of this version's talon bench ({error}): run it again") from None
-    if not rows:
-        raise ConfigError(f"results={path}: holds no rows: run talon bench first")
-    return rows
 
 
 def loops(tokens: Sequence[int]) -> bool:

@@ -32,8 +32,8 @@ from engine.text import encode_text, load_tokenizer
 from .about import write_about
 from .bench import progress_bar
 from .budget import Budget, is_narrow
-from .contestants import CONTESTANTS, PEERS, check_name
-from .figures import BASELINE
+from .contestants import CONTESTANTS, check_name
+from .figures import BASELINE, PEERS
 from .load_figures import LoadRow, at_once, cells, requests_per_second
 from .questions import Question, mixed_questions
 from .starting import start_each
@@ -126,7 +126,9 @@ async def run_load(
             bench.texts = {prompt: await bench.text(alone[BASELINE], one) for prompt, one in different.items()}
         order = random.Random(what.sampling.seed)
         for repeat in range(_MOST if budget.bounded else what.repeats):
-            if repeat and (budget.spent or not (questions := {p: q for p, q in questions.items() if not _known(p, rows)})):
+            if repeat and (
+                budget.spent or not (questions := {p: q for p, q in questions.items() if not _known(p, rows)})
+            ):
                 break
             async with engines(names, config, heads, console) as started:
                 for part, asked in questions.items():

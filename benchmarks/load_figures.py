@@ -110,7 +110,8 @@ def _speeds(rows: Iterable[LoadRow]) -> dict[tuple[int, str, int], float]:
 
 class Level(msgspec.Struct, frozen=True):
     """A method with so many requests at once. over_plain: median over repeats of tokens/s over plain decoding's at the
-    same level, low and high: its 95% interval; over_one: over plain decoding of one request at a time, None where that was not measured.
+    same level, low and high: its 95% interval; over_one: over plain decoding of one request at a time, None where
+    that was not measured.
     """
 
     concurrency: int

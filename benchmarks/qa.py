@@ -102,9 +102,9 @@ async def run_qa(
     with tempfile.TemporaryDirectory(prefix="talon-qa-") as folder:
         library = Library(config, passages, Path(folder)) if passages else None
         found = {item: library.find(item.question, what.count) if library else [] for item in items}
-        settings: dict[str, dict[Item, list[str]]] = {CLOSED: {item: [] for item in items}}
+        settings: dict[str, dict[Item, Sequence[str]]] = {CLOSED: dict.fromkeys(items, ())}
         if library is not None:
-            settings |= {OWN: {item: item.passages for item in items if item.passages}, FOUND: found}
+            settings |= {OWN: {item: item.passages for item in items if item.passages}, FOUND: {**found}}
         asking = _Asking(config, methods, library, found, what.sampling, heads, console)
         budget, rows = Budget(what.minutes), list[QaRow]()
         with (out / ROWS).open("w", encoding="utf8") as results:
@@ -113,7 +113,7 @@ async def run_qa(
                     rows.append(row)
                     results.write(msgspec.json.encode(row).decode() + "\n")
                     results.flush()
-        return library and library.recall(items, found), rows
+        return None if library is None else library.recall(items, found), rows
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,7 @@ class _Asking:
     heads: Path | None
     console: Console
 
-    async def answers(
-        self, setting: str, given: Mapping[Item, Sequence[str]], budget: Budget
-    ) -> AsyncIterator[QaRow]:
+    async def answers(self, setting: str, given: Mapping[Item, Sequence[str]], budget: Budget) -> AsyncIterator[QaRow]:
         """One setting: contestants start afresh, since some remember answers, and take turns question by question."""
         tokenizer, order = load_tokenizer(self.config.model), random.Random(self.sampling.seed)
         contestants, referee = await self._start(tokenizer), Referee(self.config)
@@ -176,7 +174,9 @@ def row_of(setting: str, item: Item, name: str, run: Run, tokenizer: Any, found:
     """What a method's answer was worth, not yet compared with plain decoding's."""
     text = tokenizer.decode(run.token_ids, skip_special_tokens=True).strip()
     accepted = item.references
-    scores = Scores(exact_match(text, accepted), f1(text, accepted), subspan_match(text, accepted)) if accepted else None
+    scores = (
+        Scores(exact_match(text, accepted), f1(text, accepted), subspan_match(text, accepted)) if accepted else None
+    )
     return QaRow(
         setting=setting,
         kind=item.kind,
@@ -192,9 +192,7 @@ def row_of(setting: str, item: Item, name: str, run: Run, tokenizer: Any, found:
     )
 
 
-def compared(
-    row: QaRow, run: Run, plain: Run, prompt: list[int], sampling: SamplingParams, referee: Referee
-) -> QaRow:
+def compared(row: QaRow, run: Run, plain: Run, prompt: list[int], sampling: SamplingParams, referee: Referee) -> QaRow:
     difference = Difference.between(run.token_ids, plain.token_ids)
     if difference is None:
         return row

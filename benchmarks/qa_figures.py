@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from statistics import mean, median
+from typing import Any
 
 import msgspec
 
-from .cells import Cells, interval
+from .cells import Cells, Where, interval
 from .figures import BASELINE
 from .tables import Table, known
 
@@ -15,8 +16,8 @@ ROWS = "qa.jsonl"
 
 
 class Scores(msgspec.Struct, frozen=True):
-    """exact: it is an accepted answer. f1: over words. subspan: it holds an accepted answer, as *Lost in the Middle* scores
-    answers in sentences.
+    """exact: it is an accepted answer. f1: over words. subspan: it holds an accepted answer, as *Lost in the Middle*
+    scores answers in sentences.
     """
 
     exact: float
@@ -58,7 +59,7 @@ class Retrieval(msgspec.Struct):
 
     def __str__(self) -> str:
         return (
-            f"{self.passages} passages; of {self.questions} questions with passages of their own {self.recall_at_1:.0%} "
+            f"{self.passages} passages; of {self.questions} questions with some of their own {self.recall_at_1:.0%} "
             f"found one first, {self.recall_at_count:.0%} among {self.count}"
         )
 
@@ -66,13 +67,13 @@ class Retrieval(msgspec.Struct):
 def cells(rows: Sequence[QaRow]) -> Cells:
     """Speed-ups by setting, kind and method."""
     plain = {(row.setting, row.kind, row.question_id): row for row in rows if row.method == BASELINE}
-    found: dict[tuple[str, str, str], dict[object, float]] = {}
+    found: dict[Where, dict[Any, float]] = {}
     for row in rows:
         if row.method != BASELINE:
             beside = plain[row.setting, row.kind, row.question_id].tokens_per_second
             cell = found.setdefault((row.setting, row.kind, row.method), {})
             cell[row.question_id] = row.tokens_per_second / beside
-    return found  # type: ignore[return-value]
+    return found
 
 
 def speed_table(rows: Sequence[QaRow]) -> Table:
@@ -115,7 +116,9 @@ def score_table(rows: Sequence[QaRow]) -> Table:
                 kind,
                 str(len(plain)),
                 *(_share(scored, take) for take in (lambda s: s.exact, lambda s: s.f1, lambda s: s.subspan)),
-                known(mean(told) if (told := [r.quoted for r in plain.values() if r.quoted is not None]) else None, ".2f"),
+                known(
+                    mean(told) if (told := [r.quoted for r in plain.values() if r.quoted is not None]) else None, ".2f"
+                ),
                 f"{len(equal)} of {len(others)}",
             ]
         )

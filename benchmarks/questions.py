@@ -35,7 +35,9 @@ class Question(msgspec.Struct, frozen=True):
         if not tokenizer.chat_template:
             return encode_text(tokenizer, "\n\n".join([*(text for pair in said for text in pair), last]))
         messages = [
-            {"role": role, "content": text} for pair in said for role, text in zip(("user", "assistant"), pair, strict=True)
+            {"role": role, "content": text}
+            for pair in said
+            for role, text in zip(("user", "assistant"), pair, strict=True)
         ]
         return encode_text(tokenizer, [*messages, {"role": "user", "content": last}])
 

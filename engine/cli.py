@@ -44,7 +44,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MODELS_OWN = "the model's own"
 _MEASUREMENTS = (
     *(("commands", name) for name in ("bench", "check", "report", "qa")),
-    *((name, name) for name in ("replay", "shapes", "profile", "timeline")),
+    *((name, name) for name in ("evidence", "replay", "shapes", "profile", "timeline")),
 )
 """Commands of the package of benchmarks, by the module they are in."""
 

@@ -25,8 +25,9 @@ class Request:
 
     answer: tokens that an earlier verifier, or this one before the request was preempted, has emitted: they are read
     like the prompt, and decoding goes on behind them. read_to: the position up to which the text has to be read before
-    it is decoded; cached: positions of it that others had read before. matcher: of its grammar. drafted: whether it wants drafts. drafts: by outcome; those of outcomes that
-    did not come true are dropped every round. features: of positions read, until a verdict takes them along.
+    it is decoded; cached: positions of it that others had read before. matcher: of its grammar. drafted: whether it
+    wants drafts. drafts: by outcome; those of outcomes that did not come true are dropped every round. features: of
+    positions read, until a verdict takes them along.
     """
 
     def __init__(

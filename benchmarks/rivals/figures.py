@@ -65,6 +65,11 @@ def speeds(turns: Sequence[Turn]) -> dict[str, dict[int, float]]:
     return dict(sorted(found.items(), key=lambda one: -one[1].get(levels[-1], 0.0)))
 
 
+def is_small(weights: str) -> bool:
+    """Whether a weight has fewer than 16 bits."""
+    return weights not in ("bfloat16", "float16", "float32")
+
+
 def label(turn: Turn) -> str:
     return f"Talon {turn.contestant}" if turn.talon else turn.contestant
 

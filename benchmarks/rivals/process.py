@@ -73,7 +73,11 @@ def _llama_cpp(
     ngram = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "8")
     common = (*_script(Path(sys.executable), "llama_cpp"), str(servers[0]))
     return [
-        Rival(_named("llama.cpp", kind, drafts), WEIGHTS.get(kind, kind), (*common, str(file), str(threads), str(most), *options))
+        Rival(
+            _named("llama.cpp", kind, drafts),
+            WEIGHTS.get(kind, kind),
+            (*common, str(file), str(threads), str(most), *options),
+        )
         for kind, file in gguf.items()
         if kind != "F16"
         for drafts, options in (("", ()), (" n-gram", ngram))
