@@ -51,7 +51,9 @@ STEP = 32
 """Inputs of one tile: the number of inputs is rounded up to a multiple of it."""
 _TILE_4, _TILE_8 = tile_bytes(4), tile_bytes(8)
 _PANELS = 2  # that are multiplied at once
-_BUFFER = 2 * _PANELS * TILE_BYTES  # in front of it in a thread's room: sums
+_TILES = 4  # of rows, that are multiplied at once
+_ROW_BYTES = 64 * _PANELS  # of a row of sums
+_BUFFER = _TILES * TILE_ROWS * _ROW_BYTES  # in front of it in a thread's room: sums
 _UNROLLED = 4  # pairs of one turn of the loop over a step's 16
 _BYTE, _INT, _WORD = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _SUMS, _PAIRS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(_INT, LANES)
@@ -79,7 +81,7 @@ MATMUL = np.dtype(
 
 @intrinsic(prefer_literal=True)
 def _room(context: Any) -> Any:
-    """The address of room for the sums of two tiles of rows with two panels, and then for two tiles of each panel; it
+    """The address of room for the sums of four tiles of rows with two panels, and then for two tiles of each panel; it
     lasts until the caller returns.
     """
 
@@ -98,16 +100,16 @@ def _sum_tiles(
     panels: Any,
     bits: Any,
     x: Any,
-    apart: Any,
+    last: Any,
     stride: Any,
     weights: Any,
     steps: Any,
     room: Any,
 ) -> Any:
-    """Sums of `tiles` tiles of rows, at most two, with `panels` panels: to `room`, [tiles * 16, panels * 16] float32.
+    """Sums of `tiles` tiles of rows with `panels` panels, at most four pairs: to `room`, [tiles * 16, 2 * 16] float32.
 
-    tiles, panels, bits: compile-time constants. x: address of the first tile's rows, one every `stride` bytes, the
-    second tile's `apart` bytes further; weights: address of the first panel, of codes of so many bits or, for 0, of
+    tiles, panels, bits: compile-time constants. x: address of the first row, one every `stride` bytes; the last tile's
+    rows begin `last` bytes further. weights: address of the first panel, of codes of so many bits or, for 0, of
     bfloat16. A step's codes are unpacked while the step before is multiplied.
     """
     count, width, coded = tiles.literal_value, panels.literal_value, bits.literal_value
@@ -115,7 +117,7 @@ def _sum_tiles(
     rows, matrix = [_BYTE(4), _BYTE(5)], [_BYTE(6), _BYTE(7)]
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, apart, stride, weights, steps, room = args[3:]
+        x, last, stride, weights, steps, room = args[3:]
         panel_bytes = builder.mul(steps, _WORD(tile_bytes(coded) if coded else TILE_BYTES))
 
         def tiles_of(step: ir.Value) -> list[ir.Value]:
@@ -133,27 +135,28 @@ def _sum_tiles(
                 unpack(builder, coded, builder.add(at, builder.mul(step, _WORD(tile_bytes(coded)))), place)
 
         def multiply_step(step: ir.Value) -> None:
-            here = builder.add(x, builder.mul(step, _WORD(2 * STEP)))
-            for tile in range(count):
-                call(builder, "llvm.x86.tileloadd64", rows[tile], pointer(builder, here), stride)
-                here = builder.add(here, apart)
             for panel, at in enumerate(tiles_of(step)):
                 call(builder, "llvm.x86.tileloadd64", matrix[panel], pointer(builder, at), _WORD(64))
-                for tile in range(count):
-                    call(builder, "llvm.x86.tdpbf16ps", sums[tile][panel], rows[tile], matrix[panel])
+            here = builder.add(x, builder.mul(step, _WORD(2 * STEP)))
+            for tile in range(count):
+                behind = last if tile == count - 1 else builder.mul(stride, _WORD(tile * TILE_ROWS))
+                of_rows = rows[tile % 2]
+                call(builder, "llvm.x86.tileloadd64", of_rows, pointer(builder, builder.add(here, behind)), stride)
+                for panel in range(width):
+                    call(builder, "llvm.x86.tdpbf16ps", sums[tile][panel], of_rows, matrix[panel])
 
         for number in itertools.chain(*sums):
             call(builder, "llvm.x86.tilezero", number)
-        last = builder.sub(steps, _WORD(1))
+        end = builder.sub(steps, _WORD(1))
         prepare(_WORD(0))
-        with cgutils.for_range(builder, last) as loop:
+        with cgutils.for_range(builder, end) as loop:
             prepare(builder.add(loop.index, _WORD(1)))
             multiply_step(loop.index)
-        multiply_step(last)
+        multiply_step(end)
         for tile in range(count):
             for panel in range(width):
-                place = pointer(builder, builder.add(room, _WORD((tile * width * TILE_ROWS + panel) * 64)))
-                call(builder, "llvm.x86.tilestored64", sums[tile][panel], place, _WORD(width * 64))
+                place = pointer(builder, builder.add(room, _WORD(tile * TILE_ROWS * _ROW_BYTES + panel * 64)))
+                call(builder, "llvm.x86.tilestored64", sums[tile][panel], place, _WORD(_ROW_BYTES))
         return context.get_dummy_value()
 
     return types.void(tiles, panels, bits, *[types.int64] * 6), generate
@@ -161,7 +164,7 @@ def _sum_tiles(
 
 @intrinsic(prefer_literal=True)
 def _sum_vectors(context: Any, rows: Any, panels: Any, x: Any, stride: Any, weights: Any, steps: Any, room: Any) -> Any:
-    """Sums of `rows` rows with `panels` panels: to `room`, [rows, panels * 16] float32.
+    """Sums of `rows` rows with `panels` panels: to `room`, [rows, 2 * 16] float32.
 
     rows, panels: compile-time constants. x: address of the first row, one every `stride` bytes; weights: address of the
     first panel.
@@ -194,7 +197,7 @@ def _sum_vectors(context: Any, rows: Any, panels: Any, x: Any, stride: Any, weig
                         builder.store(builder.call(dot, [builder.load(cell), matrix[panel], two]), cell)
         for row in range(count):
             for panel, cell in enumerate(sums[row]):
-                place = pointer(builder, builder.add(room, _WORD((row * width + panel) * 64)), _SUMS)
+                place = pointer(builder, builder.add(room, _WORD(row * _ROW_BYTES + panel * 64)), _SUMS)
                 builder.store(builder.load(cell), place, align=4)
         return context.get_dummy_value()
 
@@ -222,16 +225,26 @@ def _panels_at(work: Any, panel: int, width: int, steps: int) -> Any:
 
 
 def _tile_sums(bits: int) -> Any:
+    size = tile_bytes(bits) if bits else TILE_BYTES
+
     @njit
-    def sums(apart: int, width: int, x: int, stride: int, weights: int, steps: int, room: int) -> None:
-        if apart == 0 and width == 2:
-            _sum_tiles(1, 2, bits, x, 0, stride, weights, steps, room)
-        elif apart == 0:
-            _sum_tiles(1, 1, bits, x, 0, stride, weights, steps, room)
-        elif width == 2:
-            _sum_tiles(2, 2, bits, x, apart * stride, stride, weights, steps, room)
+    def sums(tiles: int, width: int, x: int, last: int, stride: int, weights: int, steps: int, room: int) -> None:
+        """Sums of up to four tiles of rows with one or two panels."""
+        if tiles == 1 and width == 2:
+            _sum_tiles(1, 2, bits, x, last, stride, weights, steps, room)
+        elif tiles == 1:
+            _sum_tiles(1, 1, bits, x, last, stride, weights, steps, room)
+        elif tiles == 2 and width == 2:
+            _sum_tiles(2, 2, bits, x, last, stride, weights, steps, room)
+        elif tiles == 2:
+            _sum_tiles(2, 1, bits, x, last, stride, weights, steps, room)
         else:
-            _sum_tiles(2, 1, bits, x, apart * stride, stride, weights, steps, room)
+            for panel in range(width):
+                at, place = weights + panel * steps * size, room + 64 * panel
+                if tiles == 3:
+                    _sum_tiles(3, 1, bits, x, last, stride, at, steps, place)
+                else:
+                    _sum_tiles(4, 1, bits, x, last, stride, at, steps, place)
 
     return sums
 
@@ -247,27 +260,28 @@ def amx_kernel(address: Any) -> None:
     if panel == end:
         return
     steps, stride, room = work.inputs // STEP, work.inputs * 2, _room()
-    tile = min(work.rows, TILE_ROWS)
-    apart = min(work.rows, 2 * TILE_ROWS) - tile
-    once = work.rows <= 2 * TILE_ROWS  # then codes are unpacked on the way
+    size = min(work.rows, TILE_ROWS)
+    once = work.rows <= _TILES * TILE_ROWS  # then codes are unpacked on the way
+    tiles = (work.rows + TILE_ROWS - 1) // TILE_ROWS if once else 2
+    last = min(work.rows, tiles * TILE_ROWS) - size  # where the last tile of some begins
     configure_tiles(work.tiles)
     while panel < end:
-        width = min(end - panel, _PANELS)
+        width, first = min(end - panel, _PANELS), panel * steps
         weights = 0 if once else _panels_at(work, panel, width, steps)
-        for row in range(0, work.rows, 2 * TILE_ROWS):
-            first = min(row, work.rows - apart - tile)
-            x = work.x + first * stride
+        for row in range(0, work.rows, tiles * TILE_ROWS):
+            row = min(row, work.rows - last - size)
+            x = work.x + row * stride
             if once and work.bits == 4:
-                _sums_of_4(apart, width, x, stride, work.weights + panel * steps * _TILE_4, steps, room)
+                _sums_of_4(tiles, width, x, last * stride, stride, work.weights + first * _TILE_4, steps, room)
             elif once and work.bits == 8:
-                _sums_of_8(apart, width, x, stride, work.weights + panel * steps * _TILE_8, steps, room)
+                _sums_of_8(tiles, width, x, last * stride, stride, work.weights + first * _TILE_8, steps, room)
             elif once:
-                _sums(apart, width, x, stride, work.weights + panel * steps * TILE_BYTES, steps, room)
+                _sums(tiles, width, x, last * stride, stride, work.weights + first * TILE_BYTES, steps, room)
             else:
-                _sums(apart, width, x, stride, weights, steps, room)
-            _put(work, first, tile, panel, width, room)
-            if apart != 0:
-                _put(work, first + apart, tile, panel, width, room + width * TILE_BYTES)
+                _sums(tiles, width, x, last * stride, stride, weights, steps, room)
+            for tile in range(tiles):
+                at = last if tile == tiles - 1 else tile * TILE_ROWS
+                _put(work, row + at, size, panel, width, room + tile * TILE_ROWS * _ROW_BYTES)
         panel += width
     release_tiles()
 
@@ -313,7 +327,7 @@ def _sum_some(rows: int, width: int, x: int, stride: int, weights: int, steps: i
 
 @njit
 def _put(work: Any, first: int, rows: int, panel: int, width: int, room: int) -> None:
-    """The sums in `room`, [rows, width * 16], plus the bias, to the output."""
+    """The sums in `room`, [rows, 2 * 16], plus the bias, to the output."""
     for row in range(first, first + rows):
         for i in range(width):
             column = (panel + i) * LANES
@@ -329,7 +343,7 @@ def _put(work: Any, first: int, rows: int, panel: int, width: int, room: int) ->
                 store(x, room + i * 64, FLOAT32)
                 for lane in range(work.outputs - column):
                     put_half(work.out + (row * work.outputs + column + lane) * 2, float_at(room + i * 64 + 4 * lane))
-        room += width * 64
+        room += _ROW_BYTES
 
 
 @njit
