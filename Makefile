@@ -1,6 +1,7 @@
 # make demo: get a real model (93 MB, once) and answer a question with it. make test: everything CI checks.
-# make soak MINUTES=30: mixed load with cancelled requests and killed workers; memory must stay flat.
-# make mutants: plants thousands of faults in the modules that decide what is exact; the tests must see them (half an hour).
+# make soak MINUTES=30: mixed load with cancelled requests and killed workers, and against a server; memory must stay flat.
+# make mutants: plants faults in the modules that decide what is exact; the tests must see them. It tries MOST=60 of each
+# module, drawn with SEED=1; MOST=1000 tries all.
 # make demo-heads DATA=prompts.jsonl: train the drafters of models/demo/heads again; hours on two cores.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -41,12 +42,10 @@ test: lint types
 	$(BIN)/python -m pytest
 
 soak: .venv/installed
-	TALON_SOAK_MINUTES=$(or $(MINUTES),30) $(BIN)/python -m pytest -m slow -s tests/faults/test_soak.py
+	TALON_SOAK_MINUTES=$(or $(MINUTES),30) $(BIN)/python -m pytest -m slow -s tests/faults/test_soak.py tests/engine/server/test_soak.py
 
 mutants: .venv/installed
-	rm -rf mutants
-	OMP_NUM_THREADS=1 $(BIN)/mutmut run --max-children $(or $(CHILDREN),2)
-	$(BIN)/python -m tests.mutants
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants --most $(or $(MOST),60) --seed $(or $(SEED),1) --children $(or $(CHILDREN),2)
 
 clean:
 	rm -rf mutants .venv build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -292,6 +292,16 @@ def waited(seconds: float) -> CostModel:
     return costs
 
 
+def test_what_waiting_is_worth_is_asked_for_those_who_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests, _ = lonely()
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(CostModel, "worth_waiting", lambda self, running, missing: asked.append((running, missing)))
+    requests.waits(COSTS, 1, ahead=True)
+    requests.running.append(request(Stage(), 2, [2] * 4))
+    requests.waits(COSTS, 2, ahead=False)
+    assert asked == [(1, 1), (2, 2)]
+
+
 def test_while_all_wait_for_drafts_a_prompt_is_read() -> None:
     requests, one = lonely()
     new = request(Stage(), 2, [2] * 90)
