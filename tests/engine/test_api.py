@@ -239,8 +239,8 @@ async def test_a_full_queue_refuses_if_so_configured(tiny: str, tiny_draft: str)
     slow = {"verifier.simulated_latency_ms": 20}  # or the first has ended before the second asks
     async with tiny_engine(tiny, tiny_draft, **{"queue.size": 1, "queue.full": "refuse"} | slow) as engine:
         first = asyncio.create_task(engine.generate(PROMPTS[2], SamplingParams(max_tokens=400, ignore_eos=True)))
-        while not engine.requests:
-            await asyncio.sleep(0.01)  # noqa: ASYNC110
+        while not engine.requests:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         with pytest.raises(QueueFull, match=r"queue\.size=1"):
             await engine.generate(PROMPTS[0])
         first.cancel()
