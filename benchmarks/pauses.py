@@ -20,7 +20,7 @@ from engine import config as configuration
 from engine.api import Engine
 from engine.command import ConfigOption, SetOption, overrides, run
 from engine.config import Config
-from engine.errors import ConfigError
+from engine.errors import ConfigError, RequestError
 from engine.sampling import SamplingParams
 from engine.tasks import cancel
 
@@ -64,14 +64,21 @@ class Decoding:
 
     async def _decode(self, prompt: list[int], times: list[float]) -> None:
         sampling = SamplingParams(max_tokens=self.engine.target.context - len(prompt), ignore_eos=True)
-        async with self.engine.stream(prompt, sampling) as stream:
-            async for _ in stream:
-                times.append(time.perf_counter())
-                self.news.set()
+        try:
+            async with self.engine.stream(prompt, sampling) as stream:
+                async for _ in stream:
+                    times.append(time.perf_counter())
+                    self.news.set()
+        finally:
+            self.news.set()
 
     async def emitted(self, count: int) -> None:
-        """Wait until every request has emitted so often, or one has ended."""
-        while min(map(len, self.times)) < count and not any(task.done() for task in self.tasks):
+        """Wait until every request has emitted so often."""
+        while min(map(len, self.times)) < count:
+            for task in self.tasks:
+                if task.done():
+                    task.result()
+                    raise RequestError(f"--prompt: an answer ended after {count} tokens; shorten the prompt")
             self.news.clear()
             await self.news.wait()
 

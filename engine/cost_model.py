@@ -8,7 +8,7 @@ stay with their sources: the model is only told how many tokens are expected.
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_right
 from collections.abc import Callable
 
 import numpy as np
@@ -133,14 +133,26 @@ class CostModel:
 
     # Prompts.
 
-    def chunk_rows(self, requests: int, most: int) -> int:
-        """Rows of prompts that may ride along with a round of so many requests, so that it is not held up for long."""
+    def chunk_rows(self, requests: int, most: int, keys: float = 0.0, past: int = 0) -> int:
+        """Rows of prompts that may ride along with a round of so many requests, so that it is not held up for long.
+
+        keys: positions that those who decode have behind them, all together; past: that the prompt has.
+        """
         if requests == 0:
             return most
-        rows = max(requests, round(requests * self._rows))
-        allowed = _PAUSE * self.seconds(rows)
-        fitting = [size - rows for size in self._seconds if size > rows and self.seconds(size) <= allowed]
-        largest = next(reversed(self._seconds))
-        if fitting and fitting[-1] == largest - rows:  # even the largest measured is cheap: in proportion
-            fitting.append(math.floor(largest * allowed / self.seconds(largest)) - rows)
-        return max(1, min(most, fitting[-1])) if fitting else 1
+        rows, seen = max(requests, round(requests * self._rows)), keys * self._rows
+        return max(1, self._fitting(_PAUSE * self.seconds(rows, seen), rows, seen, most, past))
+
+    def rows_while_waiting(self, waited_s: float, most: int, past: int = 0) -> int:
+        """Rows of prompts that can be read while all wait for drafts, and have waited so long already: none where the
+        drafts will be there before.
+        """
+        return self._fitting(self._wait_s - waited_s, 0, 0.0, most, past)
+
+    def _fitting(self, seconds: float, rows: int, keys: float, most: int, past: int) -> int:
+        """The largest chunk, up to `most` rows behind `past` positions, that a forward over other rows takes along."""
+
+        def taken_s(chunk: int) -> float:
+            return self.seconds(rows + chunk, keys + chunk * (past + chunk / 2))
+
+        return bisect_right(range(1, most + 1), seconds, key=taken_s)

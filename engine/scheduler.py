@@ -74,15 +74,18 @@ class Scheduler:
         self._admit()
         decoding = [request for request in self.running if not request.reading]
         missing = [r for r in decoding if drafted and r.drafted and not r.alone and not r.has_draft]
-        reading = self._chunks(costs.chunk_rows(len(decoding), self.chunk))
+        keys = sum(request.cache.length for request in decoding)
+        past = max((request.cache.length for request in self.running if request.reading), default=0)
         if missing:
             lonely = len(decoding) == 1 and not ahead
             patience_s = self.draft_timeout_s if lonely else min(self.draft_timeout_s, costs.patience_s())
             left_s = max(patience_s - (now_ns - request.asked_ns) / 1e9 for request in missing)
             if left_s > 0:
-                if reading and len(missing) == len(decoding):
+                meanwhile = costs.rows_while_waiting(patience_s - left_s, self.chunk, past)
+                if len(missing) == len(decoding) and (reading := self._chunks(meanwhile)):
                     return Plan(reading=reading)
                 return Plan(wait_s=left_s)
+        reading = self._chunks(costs.chunk_rows(len(decoding), self.chunk, keys, past))
         return Plan(decoding, reading) if decoding or reading else Plan(wait_s=self.draft_timeout_s)
 
     def waits(self, costs: CostModel, missing: int, ahead: bool) -> bool:

@@ -236,9 +236,11 @@ async def test_leaving_the_block_of_a_stream_ends_its_request_in_the_verifier(
 
 
 async def test_a_full_queue_refuses_if_so_configured(tiny: str, tiny_draft: str) -> None:
-    async with tiny_engine(tiny, tiny_draft, **{"queue.size": 1, "queue.full": "refuse"}) as engine:
+    slow = {"verifier.simulated_latency_ms": 20}  # or the first has ended before the second asks
+    async with tiny_engine(tiny, tiny_draft, **{"queue.size": 1, "queue.full": "refuse"} | slow) as engine:
         first = asyncio.create_task(engine.generate(PROMPTS[2], SamplingParams(max_tokens=400, ignore_eos=True)))
-        await asyncio.sleep(0.1)
+        while not engine.requests:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         with pytest.raises(QueueFull, match=r"queue\.size=1"):
             await engine.generate(PROMPTS[0])
         first.cancel()

@@ -264,7 +264,27 @@ def test_a_prompts_chunk_fills_up_what_twice_the_time_allows() -> None:
     assert CostModel({1: 0.010, 8: 0.020, 16: 0.040}).chunk_rows(1, 512) == 8 - 1, "just twice"
     assert CostModel({1: 0.010, 2: 0.015, 8: 0.050}).chunk_rows(1, 512) == 1
     assert CostModel({1: 0.010, 8: 0.050}).chunk_rows(1, 512) == 1, "a prompt is never left unread"
-    assert CostModel(STEEP).chunk_rows(64, 512) == 1
+    assert CostModel(STEEP).chunk_rows(64, 512) == 64, "beyond the largest size in proportion"
+
+
+def test_a_chunk_has_to_look_at_what_stands_before_it() -> None:
+    model = CostModel({1: 0.010, 64: 0.012}, key_s=1e-6)
+    for past in (0, 100, 1000, 5000):
+        rows = model.chunk_rows(1, 512, past=past)
+        taken_s = [model.seconds(1 + n, n * (past + n / 2)) for n in (rows, rows + 1)]
+        assert taken_s[0] <= 2 * model.seconds(1) < taken_s[1]
+    assert model.chunk_rows(1, 512, keys=5000.0, past=1000) > model.chunk_rows(1, 512, past=1000), "they take time too"
+
+
+def test_while_drafts_are_awaited_as_much_is_read_as_the_wait_has_time_for() -> None:
+    model = CostModel({1: 0.010, 8: 0.012, 16: 0.030})
+    assert model.rows_while_waiting(0.0, 512) == 0
+    for _ in range(200):
+        model.observe_wait(0.015)
+    assert model.rows_while_waiting(0.0, 512) == 8
+    assert model.rows_while_waiting(0.0, 5) == 5
+    assert model.rows_while_waiting(0.004, 512) == 1
+    assert model.rows_while_waiting(0.010, 512) == 0
 
 
 def test_where_the_largest_forward_is_cheap_a_chunk_goes_on_in_proportion() -> None:

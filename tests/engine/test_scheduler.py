@@ -284,6 +284,14 @@ def test_a_lonely_request_in_turns_always_waits_and_others_while_it_pays() -> No
     assert not requests.waits(costs, 1, ahead=True)
 
 
+def waited(seconds: float) -> CostModel:
+    """Costs of rounds that usually wait so long for their drafts."""
+    costs = CostModel({1: 0.010, 8: 0.012, 16: 0.014, 32: 0.018, 64: 0.030})
+    for _ in range(200):
+        costs.observe_wait(seconds)
+    return costs
+
+
 def test_what_waiting_is_worth_is_asked_for_those_who_run(monkeypatch: pytest.MonkeyPatch) -> None:
     requests, _ = lonely()
     asked: list[tuple[int, int]] = []
@@ -296,10 +304,34 @@ def test_what_waiting_is_worth_is_asked_for_those_who_run(monkeypatch: pytest.Mo
 
 def test_while_all_wait_for_drafts_a_prompt_is_read() -> None:
     requests, one = lonely()
-    new = request(Stage(), 2, [2] * 9)
+    new = request(Stage(), 2, [2] * 90)
     requests.waiting.append(new)
-    found = plan(requests, one.asked_ns, drafted=True)
-    assert found.decoding == [] and found.reading == [(new, 9)]
+    found = requests.plan(one.asked_ns, waited(0.0145), True, False)
+    assert found.decoding == [] and found.reading == [(new, 16)]
+    found = requests.plan(one.asked_ns + 2_000_000, waited(0.0145), True, False)
+    assert found.reading == [(new, 8)], "the rest of the usual wait"
+
+
+def test_drafts_that_are_there_in_a_moment_are_waited_for_before_a_prompt_is_read() -> None:
+    """Or those who decode would be held up by two chunks in a row."""
+    requests, one = lonely()
+    requests.waiting.append(request(Stage(), 2, [2] * 9))
+    assert not requests.plan(one.asked_ns, waited(0.0002), True, False)
+
+
+def test_a_chunk_far_into_a_prompt_is_shorter() -> None:
+    stage, requests = Stage(blocks=128), scheduler(chunk=64)
+    one, long = request(stage, 1, [1] * 4), request(stage, 2, [2] * 1900)
+    requests.running += [one, long]
+    decode(one)
+    costs = CostModel({1: 0.010, 8: 0.012, 16: 0.014, 32: 0.018, 64: 0.030}, key_s=1e-6)
+    counts = []
+    for length in (0, 400, 1600):
+        long.cache.reserve(length)
+        long.cache.length = length
+        [(_, count)] = requests.plan(0, costs, False, False).reading
+        counts.append(count)
+    assert counts == sorted(counts, reverse=True) and counts[-1] < counts[0] / 4
 
 
 def test_while_some_wait_for_drafts_no_chunk_goes_without_the_others() -> None:

@@ -28,7 +28,7 @@ __all__ = ["_own_temporary_folder"]
 
 REQUESTS, LENGTH = 300, 24
 BLOCK_BYTES = 12288  # of the tiny model
-SMALL_POOL = 30 * BLOCK_BYTES
+POOL_BLOCKS = 30  # too few for sixteen requests
 POISON = 259
 THREADS: dict[str, Any] = {"verifier.threads": 1}  # nothing here is large enough for two
 
@@ -90,16 +90,33 @@ def read_rows(forwards: list[list[Segment]]) -> int:
 async def test_three_hundred_requests_each_get_the_text_that_they_get_alone(
     tiny: str, method: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    await ask_three_hundred(tiny, method, 0.5, monkeypatch, capfd)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["none", "suffix"])
+async def test_three_hundred_requests_of_the_real_model_each_get_the_text_that_they_get_alone(
+    smollm2: str, method: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    await ask_three_hundred(smollm2, method, 20.0, monkeypatch, capfd)
+
+
+async def ask_three_hundred(
+    model: str, method: str, span_s: float, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They arrive within `span_s` and share a pool that is too small for them; a fifth of them are cancelled."""
     rng = random.Random(300)
     requests = random_requests(rng, REQUESTS)
-    target = Target.load(tiny)
+    target = Target.load(model)
+    assert target.pool is not None
+    small = POOL_BLOCKS * target.pool.shape.block_bytes
     expected = [alone(target, *request) for request in requests]
     preempted: list[int] = []
     preempt = Request.preempt
     monkeypatch.setattr(Request, "preempt", lambda request: (preempted.append(request.number), preempt(request))[1])
-    options = THREADS | {"verifier.kv_memory": SMALL_POOL, "verifier.max_running": 16, "verifier.prefill_chunk": 64}
+    options = THREADS | {"verifier.kv_memory": small, "verifier.max_running": 16, "verifier.prefill_chunk": 64}
     answered = cancelled = 0
-    async with await Engine.start({"model": tiny}, method=method, transport="inproc", **options) as engine:
+    async with await Engine.start({"model": model}, method=method, transport="inproc", **options) as engine:
 
         async def ask(number: int, arrival_s: float, patience_s: float | None) -> None:
             nonlocal answered, cancelled
@@ -112,8 +129,8 @@ async def test_three_hundred_requests_each_get_the_text_that_they_get_alone(
                 answered += 1
                 assert result.token_ids == expected[number], number
 
-        arrivals = [rng.uniform(0, 0.5) for _ in requests]
-        patience = [rng.uniform(0, 0.3) if rng.random() < 0.2 else None for _ in requests]
+        arrivals = [rng.uniform(0, span_s) for _ in requests]
+        patience = [rng.uniform(0, 0.6 * span_s) if rng.random() < 0.2 else None for _ in requests]
         await asyncio.gather(*map(ask, range(REQUESTS), arrivals, patience))
         assert not engine._flights
     assert answered + cancelled == REQUESTS and cancelled

@@ -12,11 +12,12 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine import Engine
-from tests.faults.test_endurance import is_running, leftovers, resident_mb
+from tests.faults.test_endurance import is_running, leftovers, open_files, resident_mb
 from tests.faults.test_faults import pid_of
 from tests.faults.test_fifty_kills import Request, plain_texts, random_requests
 
@@ -81,24 +82,41 @@ class Soak:
             print(f"{time.monotonic() - started_s:.0f} s: {dict(self.counts)}; {now}", flush=True)
 
 
+MINUTES = float(os.environ.get("TALON_SOAK_MINUTES", "1"))
+
+
 @pytest.mark.slow
 async def test_mixed_load_leaves_memory_flat_and_nothing_behind(
     tiny: str, tiny_draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    await mix(tiny, tmp_path, {"method": "sps", "mode": "async", "drafter.path": tiny_draft})
+
+
+@pytest.mark.slow
+async def test_mixed_load_of_the_real_model_leaves_memory_flat_and_nothing_behind(
+    smollm2: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    await mix(smollm2, tmp_path, {"method": "suffix", "verifier.kv_memory": 64 << 20, "verifier.threads": 1})
+
+
+async def mix(model: str, folder: Path, options: dict[str, Any]) -> None:
+    """Serve the mixed load; afterwards there is no process, no socket, no file, and memory has not grown."""
     requests = random_requests(random.Random(8), 40, 60)
-    expected, _ = await plain_texts(tiny, requests)
-    options = {"method": "sps", "mode": "async", "drafter.path": tiny_draft}
-    async with await Engine.start({"model": tiny}, **options) as engine:
-        soak = Soak(engine, requests, expected, float(os.environ.get("TALON_SOAK_MINUTES", "1")))
+    expected, _ = await plain_texts(model, requests)
+    files = open_files(os.getpid())
+    async with await Engine.start({"model": model}, **options) as engine:
+        soak = Soak(engine, requests, expected, MINUTES)
         await soak.run()
-        nursery = engine._workers._nursery
-        assert nursery is not None
-        soak.pids |= {nursery._process.pid, *(pid_of(engine, role) for role in engine._workers.running)}
+        soak.pids |= {pid_of(engine, role) for role in engine._workers.running}
+        if (nursery := engine._workers._nursery) is not None:
+            soak.pids.add(nursery._process.pid)
         assert not engine._flights
     assert soak.counts["answered"] and soak.counts["cancelled"] and soak.counts["drafter killed"]
     assert not any(is_running(pid) for pid in soak.pids)
-    assert not leftovers(tmp_path)
+    assert not leftovers(folder)
+    assert open_files(os.getpid()) <= files
     for role, sizes in soak.memory.items():
         third = max(1, len(sizes) // 3)
         early, late = statistics.median(sizes[:third]), statistics.median(sizes[-third:])

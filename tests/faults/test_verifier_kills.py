@@ -77,6 +77,7 @@ class Killing:
         killed_s = time.monotonic()
         await replaced(self.engine, "verifier", first)
         self.back_s.append(time.monotonic() - killed_s)
+        print(f"kill {len(self.back_s)}: back after {self.back_s[-1]:.2f} s, {dict(self.counts)}", flush=True)
 
 
 async def kill_under_load(model: str, kills: int, latest_s: float) -> tuple[list[float], list[float]]:
