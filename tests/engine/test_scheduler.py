@@ -284,6 +284,16 @@ def test_a_lonely_request_in_turns_always_waits_and_others_while_it_pays() -> No
     assert not requests.waits(costs, 1, ahead=True)
 
 
+def test_what_waiting_is_worth_is_asked_for_those_who_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests, _ = lonely()
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(CostModel, "worth_waiting", lambda self, running, missing: asked.append((running, missing)))
+    requests.waits(COSTS, 1, ahead=True)
+    requests.running.append(request(Stage(), 2, [2] * 4))
+    requests.waits(COSTS, 2, ahead=False)
+    assert asked == [(1, 1), (2, 2)]
+
+
 def test_while_all_wait_for_drafts_a_prompt_is_read() -> None:
     requests, one = lonely()
     new = request(Stage(), 2, [2] * 9)
