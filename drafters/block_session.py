@@ -246,17 +246,12 @@ class BlockSession(Session):
         head, (features, positions) = self.head, unread
         for at in range(0, len(positions), _SYNC_CHUNK):
             context = head.fuse(features[at : at + _SYNC_CHUNK])
-            places = torch.tensor(positions[at : at + _SYNC_CHUNK], device=head.device)
-            if self.cache is not None:
-                assert head.stack is not None
-                slots = torch.from_numpy(self.cache.places(self.slots, len(context)))
+            places = positions[at : at + _SYNC_CHUNK]
             for index, layer in enumerate(head.layers):
-                keys, values = layer.decoder.keys_values(layer.kv(context), places)
-                if self.cache is None:
-                    self.caches[index].write(keys, values, self.slots)
+                if self.cache is None or head.stack is None:
+                    layer.read(context, torch.tensor(places, device=head.device), self.caches[index], self.slots)
                 else:
-                    assert head.stack is not None
-                    head.stack.enter(index, keys.transpose(0, 1), values.transpose(0, 1), slots)
+                    head.stack.read(index, layer.kv(context), places, self.cache, self.slots)
             self.slots += len(context)
             self.last = context[-1]
 

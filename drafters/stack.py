@@ -18,8 +18,8 @@ from numba import carray
 from torch import Tensor
 
 from drafters.layers import DecoderLayer, Linear, RMSNorm
-from engine.batch import BLOCK, Batch, Int, Segment
-from engine.model.attention import Attention, Rule, attention_kernel
+from engine.batch import Batch, Int, Segment
+from engine.model.attention import Attention, Rule
 from engine.model.fused import ENTER, NORM, enter_kernel, norm_kernel
 from engine.model.kv_pool import KVCache, KVPool, KVShape
 from engine.model.matmul import MATMUL, set_rows
@@ -156,19 +156,27 @@ class Stack:
         self._program.run(rows, 0, len(self._program))
         return self.x[:count]
 
-    def enter(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Put keys and values [n, kv_heads, head_dim] into the pool's `slots` [n] of one layer."""
-        block, lane = slots // BLOCK, slots % BLOCK
-        width = keys.shape[-1]
-        self.pool.keys[layer][block, :, :width, lane] = keys.to(self.dtype)
-        self.pool.values[layer][block, :, lane, :width] = values.to(self.dtype)
+    def read(self, layer: int, kv: Tensor, positions: Sequence[int], cache: PooledCache, first: int) -> None:
+        """Put keys and values, [n, 2 * kv_heads * head_dim] as the layer's product gave them, into the slots from
+        `first` on. positions: [n].
+        """
+        slots, at = cache.places(first, len(kv)), np.asarray(positions, np.int32)
+        self.reserve(1, max(positions) + 1)
+        record, kv = self._enters[layer : layer + 1].copy(), kv.contiguous()
+        record["groups"], record["qkv"], record["rows"] = 0, kv.data_ptr(), len(kv)
+        record["positions"], record["slots"] = at.ctypes.data, slots.ctypes.data
+        record["turns"], record["scratch"] = self._turns.data_ptr(), self._room().data_ptr()
+        enter_kernel()(address_of(record), len(kv) // _ALONE)
+
+    def _room(self) -> Tensor:
+        """A key for each thread."""
+        if self._scratch.numel() < (needed := torch.get_num_threads() * self.pool.shape.dims):
+            self._scratch = torch.zeros(needed)
+        return self._scratch
 
     def _set(self, batch: Batch, picked: Any, count: int) -> None:
         """What depends on the batch."""
         rows = len(batch)
-        needed = torch.get_num_threads() * self.pool.shape.dims
-        if self._scratch.numel() < needed:
-            self._scratch = torch.zeros(needed)
         self._norms["count"] = self._enters["rows"] = self._adds["rows"] = rows
         if self.norm is not None:
             self._norms["count"][-1] = count
@@ -176,7 +184,7 @@ class Stack:
         set_rows(self._products, rows)
         self._enters["positions"], self._enters["slots"] = batch.positions.ctypes.data, batch.slots.ctypes.data
         self._enters["turns"], self._enters["queries"] = self._turns.data_ptr(), self.attention.queries.data_ptr()
-        self._enters["scratch"], self._adds["tokens"] = self._scratch.data_ptr(), batch.tokens.ctypes.data
+        self._enters["scratch"], self._adds["tokens"] = self._room().data_ptr(), batch.tokens.ctypes.data
 
     def _build(self, capacity: int) -> None:
         """The program for up to `capacity` rows: its buffers and its records."""
@@ -195,6 +203,7 @@ class Stack:
         self._enters["qkv"], self._enters["kv_heads"] = self._buffers["qkv"].data_ptr(), shape.kv_heads
         self._enters["groups"], self._enters["head_dim"] = self.attention.groups, shape.head_dim
         self._enters["dims"], self._enters["rotated"] = shape.dims, shape.head_dim
+        self._enters["paired"] = shape.paired
         self._adds["out"], self._adds["columns"] = self._buffers["qkv"].data_ptr(), self.qkv
         for records in (self._norms, self._enters, self._adds):
             records["width"] = width
@@ -222,7 +231,7 @@ class Stack:
                 record["epsilon"] = float(norm.eps)
         self._program.add(enter_kernel(), address_of(self._enters, index), _ALONE)
         rule = Rule(decoder.head_dim**-0.5)
-        self._program.add(attention_kernel(), self.attention.record(index, rule, self._buffers["attended"]))
+        self._program.add(self.attention.kernel, self.attention.record(index, rule, self._buffers["attended"]))
         self._add_product(4 * index + 1, decoder.out, "attended", "delta")
         self._add_norm(2 * index + 1, decoder.norm)
         self._add_product(4 * index + 2, decoder.gate_up, "x", "inner")
