@@ -127,7 +127,8 @@ class Stack:
         shape = KVShape(len(layers), first.kv_heads, first.head_dim, dtype, has_tiles(dtype))
         self.pool = GrowingPool(shape, _BLOCKS)
         self._turns = first.rotary.halves(256)
-        self._capacity = 0
+        self._capacity, self._program = 0, Program()
+        self._scratch: Tensor = torch.zeros(0)
         self._keys = 0  # where the pool's keys are
 
     def reserve(self, rows: int, positions: int) -> None:
@@ -195,7 +196,7 @@ class Stack:
         sizes = {"x": self.hidden, "qkv": self.qkv, "attended": first.heads * first.head_dim}
         sizes |= {"inner": self.inner, "delta": self.hidden}
         self._buffers = {name: torch.zeros(capacity, size, dtype=self.dtype) for name, size in sizes.items()}
-        self.x, self.residual, self._scratch = self._buffers["x"], torch.zeros(capacity, self.hidden), torch.zeros(0)
+        self.x, self.residual = self._buffers["x"], torch.zeros(capacity, self.hidden)
         self._norms, self._enters = np.zeros(2 * len(self.layers) + 1, NORM), np.zeros(len(self.layers), ENTER)
         self._adds, self._products = np.zeros(1, ADD_TOKENS), np.zeros(4 * len(self.layers), MATMUL)
         self._scales: list[Tensor] = []  # which the records point into
@@ -244,7 +245,8 @@ class Stack:
 
     def _scale(self, norm: RMSNorm) -> int:
         self._scales.append(norm.weight.float().contiguous())
-        return self._scales[-1].data_ptr()
+        address: int = self._scales[-1].data_ptr()
+        return address
 
     def _add_product(self, index: int, linear: Linear, source: str, goal: str) -> None:
         """A kernel if the product is one that takes rows as they lie in the buffer."""
