@@ -20,6 +20,7 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from .figures import BASELINE, Row, summaries
+from .growth import Grown
 from .load_figures import Level, at_once
 from .profile import Profile
 from .rivals.figures import Turn, is_small, label, rates, speeds
@@ -159,6 +160,52 @@ def tree_shapes(
         axis.set_xticks(range(0, most + 1, 2))
     left.legend(fontsize=9)
     _save(figure, path)
+
+
+def growth_figure(
+    grown: Sequence[Grown], speeds: Mapping[tuple[str, str], float], of_position: int, path: Path
+) -> None:
+    """TALON's experiments: gate, budget, ungated layers, KV memory, a head that is too sure, and suite by suite."""
+    figure, axes = plt.subplots(2, 3, figsize=(14, 7.6))
+    flat = list(axes.flat)
+    for axis, (group, title) in zip(
+        flat, (("mu", "Gate mu"), ("N", "Budget N"), ("k", "Ungated layers k")), strict=False
+    ):
+        mine = [g for g in grown if g.group == group]
+        _two_scales(axis, [g.value for g in mine], mine, [speeds[g.group, g.value] for g in mine])
+        axis.set(title=title, xlabel=group)
+    memory, sure, suites = flat[3:]
+    fixed = [g for g in grown if g.group == "policy"]
+    for place, g in enumerate(fixed):
+        marker = MARKERS[place % len(MARKERS)]
+        colour = COLOURS[place % len(COLOURS)]
+        kib = g.mean("nodes") * of_position / 1024
+        memory.plot(kib, g.mean("emitted"), marker, color=colour, label=g.value, markersize=8)
+    memory.set(title="KV memory of a round's tree", xlabel="KiB (mean)", ylabel="MAT")
+    memory.legend(fontsize=8)
+    heads = [g for g in grown if g.group == "head"]
+    at = np.arange(len(heads))
+    sure.barh(at + 0.2, [g.mean("emitted") for g in heads], 0.4, color=OURS, label="MAT")
+    sure.barh(at - 0.2, [g.mean("promised") for g in heads], 0.4, color=PEERS, hatch="//", label="promised")
+    sure.set_yticks(at, [g.value for g in heads], fontsize=8)
+    sure.invert_yaxis()
+    sure.set(title="A head too sure at depth", xlabel="tokens a round")
+    sure.legend(fontsize=8)
+    names = list(dict.fromkeys(r.suite for g in fixed for r in g.rounds))
+    for place, g in enumerate(fixed):
+        suites.plot(names, [g.mean("emitted", name) for name in names], **_line(place), label=g.value)
+    suites.set(title="MAT by suite", ylim=(0, None))
+    suites.tick_params(axis="x", labelrotation=30, labelsize=8)
+    _save(figure, path)
+
+
+def _two_scales(axis: Any, values: Sequence[str], mine: Sequence[Grown], speeds: Sequence[float]) -> None:
+    """MAT on the left, tokens per second on the right, over what is varied."""
+    axis.plot(values, [g.mean("emitted") for g in mine], "o-", color=OURS)
+    axis.set_ylabel("MAT", color=OURS)
+    right = axis.twinx()
+    right.plot(values, speeds, "s--", color=PEERS)
+    right.set_ylabel("tokens/s", color=PEERS)
 
 
 def tree_sizes(rows: Sequence[Row], path: Path) -> None:

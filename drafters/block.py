@@ -18,16 +18,18 @@ gate = sigmoid(gate_proj [row; W1[token before]]): the branches of a tree then d
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from drafters.block_session import BlockSession
+from drafters.block_session import BlockSession, begin
 from drafters.checkpoint import WEIGHT_FILES, Checkpoint, TargetWeights
 from drafters.growth import Dynamic, Policy, Static
 from drafters.head import Head
 from drafters.layers import DecoderLayer, KVCache, Linear, RMSNorm, draft_dtype, llama_config, qkv_weights
+from drafters.stack import Layer, Stack, fits
 from engine.errors import DrafterMismatch
 
 
@@ -174,6 +176,27 @@ class BlockHead(Head):
         if self.link is not None and len(weight) > hidden:
             said = said + self.link.first[tokens] @ weight[hidden:]
         return torch.sigmoid(said.float())
+
+    def predicting(self, path: Sequence[int]) -> range:
+        """The rows of a block that predict something, if it begins with this path behind the root."""
+        return range(self.first + len(path), self.size)
+
+    @cached_property
+    def stack(self) -> Stack | None:
+        """The layers as a program, None where there can be none."""
+        if not fits(self.hidden_size, self.layers[0].decoder):
+            return None
+        return Stack(
+            [Layer(layer.qkv, layer.decoder, layer.input_norm) for layer in self.layers], self.dtype, self.norm
+        )
+
+    def roots(self, sessions: Sequence[Any]) -> list[Tensor | None]:
+        begin([(session, [()]) for session in sessions])
+        return [None] * len(sessions)
+
+    def begin(self, asked: Sequence[tuple[Any, list[list[int]]]]) -> list[list[int]]:
+        begin([(session, session.short(paths)) for session, paths in asked])
+        return [session.ends(paths) for session, paths in asked]
 
     def new_caches(self, capacity: int) -> list[KVCache]:
         return [KVCache(layer.decoder, capacity) for layer in self.layers]

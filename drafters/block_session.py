@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,8 @@ from drafters.growth import Candidates
 from drafters.head import Session
 from drafters.outcomes import Following
 from drafters.ranking import Ranking
+from drafters.stack import PooledCache, Rows
+from drafters.top import top
 
 if TYPE_CHECKING:
     from drafters.block import BlockHead
@@ -30,15 +33,57 @@ _CANDIDATES = 48  # of each row, from which and to which links are computed
 _BLOCKS = 64  # behind one synced text, at most
 
 
-@dataclass
+@dataclass(eq=False)
+class _Forward:
+    """What one forward gave for one session: of all blocks' rows behind what they know, one after the other.
+
+    states: [rows, hidden]; logits: [rows, draft_vocab], with the link of the first row of each block; first: [blocks]
+    those rows; roots: the token before each. table: what follows what, once somebody asked.
+    """
+
+    states: Tensor
+    logits: Tensor
+    first: list[int]
+    roots: list[int]
+    table: _Table | None = None
+
+
+@dataclass(eq=False)
 class _Block:
-    """known: the tokens behind the root that it begins with. states: [size, hidden]."""
+    """known: the tokens behind the root that it begins with. states: [size, hidden]. forward: where its rows lie, from
+    `row` on, `rows` of them.
+    """
 
     root: int
     known: tuple[int, ...]
     states: Tensor
-    table: list[dict[int, Following]] | None = None
-    """By depth from len(known) on: token before -> what follows it. The first holds one entry."""
+    forward: _Forward
+    row: int
+    rows: int
+
+
+class _Table:
+    """What may follow each of the tokens that a forward's rows thought of.
+
+    ids: [rows, candidates], what each row thought of. alone: what it says without a link, [rows, k] tokens and chances.
+    linked: what the row behind it says behind each of its candidates, [rows, candidates, k]; None without a link.
+    """
+
+    def __init__(self, ids: Tensor, alone: tuple[Tensor, Tensor], linked: tuple[Tensor, Tensor] | None):
+        self.ids, self.alone, self.linked = ids, alone, linked
+        self._place: dict[int, dict[int, int]] = {}
+
+    def following(self, row: int, token: int | None) -> Following:
+        """What the row says behind `token`, one of those that the row before thought of, or else by itself."""
+        place = self._places(row - 1).get(token) if token is not None and self.linked is not None else None
+        if place is None or self.linked is None:
+            return self.alone[0][row].tolist(), self.alone[1][row].tolist()
+        return self.linked[0][row, place].tolist(), self.linked[1][row, place].tolist()
+
+    def _places(self, row: int) -> dict[int, int]:
+        if row not in self._place:
+            self._place[row] = {token: place for place, token in enumerate(self.ids[row].tolist())}
+        return self._place[row]
 
 
 @dataclass
@@ -54,7 +99,8 @@ class BlockSession(Session):
     def __init__(self, head: BlockHead, capacity: int):
         self.head, self.depth_limit = head, head.depth
         self.text = capacity
-        self.caches = head.new_caches(capacity + _BLOCKS * head.size)
+        self.cache = PooledCache(head.stack.pool) if head.stack is not None else None
+        self.caches = [] if head.stack is not None else head.new_caches(capacity + _BLOCKS * head.size)
         self.slots = 0
         self.last = torch.empty(0)  # the last position's context vector
         self.blocks: list[_Block] = []
@@ -80,8 +126,16 @@ class BlockSession(Session):
 
     def begin(self, paths: Sequence[Sequence[int]]) -> list[int]:
         """A node at the end of each path behind the root, with a block that begins with the path."""
+        self._begin(self.short(paths))
+        return self.ends(paths)
+
+    def short(self, paths: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+        """The paths that a block has room behind."""
+        return [tuple(path) for path in paths if len(path) < self.head.depth]
+
+    def ends(self, paths: Sequence[Sequence[int]]) -> list[int]:
+        """New nodes at the end of the paths, -1 where there is no block."""
         wanted = [tuple(path) for path in paths]
-        self._begin([path for path in dict.fromkeys(wanted) if len(path) < self.head.depth])
         number = {block.known: index for index, block in enumerate(self.blocks)}
         return [
             (self._add(number[path], len(path), path[-1]) if path else 0) if path in number else -1 for path in wanted
@@ -105,6 +159,10 @@ class BlockSession(Session):
     def clear(self) -> None:
         self.blocks, self.nodes = [], _Nodes()
 
+    def close(self) -> None:
+        if self.cache is not None:
+            self.cache.release()
+
     def _add(self, block: int, depth: int, token: int) -> int:
         self.nodes.block.append(block)
         self.nodes.depth.append(depth)
@@ -114,112 +172,150 @@ class BlockSession(Session):
     # The forward.
 
     def _begin(self, paths: list[tuple[int, ...]]) -> None:
-        """Blocks behind the root, each beginning with one of `paths`; what is there already is not computed again."""
-        self._sync()
-        if not self.blocks and () not in paths:
-            paths = [(), *paths]
+        begin([(self, paths)])
+
+    def lacking(self, paths: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Those of `paths`, and the root if there is none, that no block begins with yet; as many as there is room."""
+        if not self.blocks:
+            paths = [(), *paths]  # the first block is the root's
         there = {block.known for block in self.blocks}
-        new = [path for path in paths if path not in there][: _BLOCKS - len(self.blocks)]
-        if not new:
-            return
-        head, size, count = self.head, self.head.size, len(new)
-        offsets = torch.arange(size, device=head.device)
-        tokens = torch.full((count, size), -1, dtype=torch.long)
-        for row, path in enumerate(new):
-            tokens[row, : len(path) + 1] = torch.tensor([self._root_token, *path[: size - 1]])
-        tokens = tokens.to(head.device)
-        x = torch.where((tokens < 0)[..., None], head.mask, head.embedding[tokens.clamp(min=0)]).flatten(0, 1)
-        if head.entry is not None:
-            x = head.entry(torch.cat([x, self.last.expand_as(x)], dim=1))
-        own = torch.ones(size, size, dtype=torch.bool, device=head.device)
+        return [path for path in dict.fromkeys(paths) if path not in there][: _BLOCKS - len(self.blocks)]
+
+    def embedded(self, paths: list[tuple[int, ...]]) -> Tensor:
+        """[blocks * size, hidden]: the rows of blocks that begin with the root and these tokens."""
+        head, size = self.head, self.head.size
+        tokens = torch.tensor(
+            [([self._root_token, *path] + [-1] * size)[:size] for path in paths], device=head.device
+        ).flatten()
+        x = head.embedding.index_select(0, tokens.clamp(min=0))
+        x[tokens < 0] = head.mask
+        return x if head.entry is None else head.entry(torch.cat([x, self.last.expand_as(x)], dim=1))
+
+    def computed(self, x: Tensor, paths: list[tuple[int, ...]]) -> Tensor:
+        """[blocks * size, hidden]: the rows' states, computed for this session alone."""
+        head, count = self.head, len(paths)
+        own = torch.ones(head.size, head.size, dtype=torch.bool, device=head.device)
         own = torch.block_diag(*[own.tril() if head.causal else own] * count).bool()
-        mask = torch.cat([own.new_ones(count * size, self.slots), own], dim=1)
-        states = head.forward(x, (self.synced + offsets).repeat(count), self.caches, self.slots, mask)
+        mask = torch.cat([own.new_ones(len(x), self.slots), own], dim=1)
+        positions = torch.tensor(self.positions(count), device=head.device)
+        return head.forward(x, positions, self.caches, self.slots, mask)
+
+    def positions(self, count: int) -> list[int]:
+        """Of the rows of so many blocks."""
+        return list(range(self.synced, self.synced + self.head.size)) * count
+
+    def rows(self, paths: list[tuple[int, ...]]) -> Rows:
+        """Their rows, for the stack. A row sees the context and its block, or what the block has up to it."""
+        assert self.cache is not None
+        size, count = self.head.size, len(paths)
+        blocks = [list(range(at, at + size)) for at in range(self.slots, self.slots + size * count, size)]
+        sees = [block[: row + 1] if self.head.causal else block for block in blocks for row in range(size)]
+        n = size * count
+        return Rows(self.cache, self.slots, [0] * n, self.positions(count), [self.slots] * n, sees)
+
+    def add(self, paths: list[tuple[int, ...]], states: Tensor, logits: Tensor) -> None:
+        """New blocks. states: [blocks * size, hidden]; logits: [rows, draft_vocab] of the rows behind what is known."""
+        head = self.head
+        ends = list(accumulate(len(head.predicting(path)) for path in paths))
+        firsts = [0, *ends[:-1]]
+        roots = [path[-1] if path else self._root_token for path in paths]
+        blocks = states.unflatten(0, (len(paths), head.size))
+        rows = torch.cat([states_of[head.first + len(path) :] for states_of, path in zip(blocks, paths, strict=True)])
+        if head.link is not None:  # the token before a block's first row is known: the whole vocabulary is linked
+            tokens = torch.tensor(roots, device=head.device)[:, None]
+            logits[firsts] += head.link.product(head.link(rows[firsts], tokens)[:, 0])
+        forward = _Forward(rows, logits, firsts, roots)
         self.blocks += [
-            _Block(path[-1] if path else self._root_token, path, rows)
-            for path, rows in zip(new, states.unflatten(0, (count, size)), strict=True)
+            _Block(root, path, of_block, forward, first, end - first)
+            for root, path, of_block, first, end in zip(roots, paths, blocks, firsts, ends, strict=True)
         ]
 
-    def _sync(self) -> None:
-        """Read the features that have come."""
-        for start, features, tokens in self._pending:
-            for at in range(0, len(tokens), _SYNC_CHUNK):
-                chunk = features[at : at + _SYNC_CHUNK]
-                context = self.head.fuse(chunk)
-                positions = torch.arange(start + at, start + at + len(chunk), device=self.head.device)
-                for layer, cache in zip(self.head.layers, self.caches, strict=True):
-                    layer.read(context, positions, cache, self.slots)
-                self.slots += len(chunk)
-                self.last = context[-1]
+    def unread(self) -> tuple[Tensor, list[int]] | None:
+        """The features that have come, [n, layers, hidden], and their positions; None if there are none."""
+        if not self._pending:
+            return None
+        positions = [position for start, _, tokens in self._pending for position in range(start, start + len(tokens))]
+        features = torch.cat([features for _, features, _ in self._pending])
         self._pending.clear()
+        return features, positions
+
+    def sync(self) -> None:
+        """Read the features that have come."""
+        if (unread := self.unread()) is None:
+            return
+        head, (features, positions) = self.head, unread
+        for at in range(0, len(positions), _SYNC_CHUNK):
+            context = head.fuse(features[at : at + _SYNC_CHUNK])
+            places = positions[at : at + _SYNC_CHUNK]
+            for index, layer in enumerate(head.layers):
+                if self.cache is None or head.stack is None:
+                    layer.read(context, torch.tensor(places, device=head.device), self.caches[index], self.slots)
+                else:
+                    head.stack.read(index, layer.kv(context), places, self.cache, self.slots)
+            self.slots += len(context)
+            self.last = context[-1]
 
     # What it says.
 
     def _linked(self, block: _Block) -> Tensor:
         """[1, draft_vocab]: logits of the token behind what is known."""
-        head, row = self.head, self.head.first + len(block.known)
-        state = block.states[row : row + 1]
-        logits = head.lm_head(state)
-        if head.link is not None:
-            token = torch.tensor([[block.root]], device=head.device)
-            logits = logits + head.link.product(head.link(state, token)[0])
-        return logits
+        return block.forward.logits[block.row : block.row + 1]
 
     def _following(self, ranking: Ranking, node: int) -> Following:
         block, depth, token = self.blocks[self.nodes.block[node]], self.nodes.depth[node], self.nodes.token[node]
-        if block.table is None:
-            block.table = self._table(ranking, block)
+        if block.forward.table is None:
+            block.forward.table = self._table(ranking, block.forward)
         place = depth - len(block.known)
-        if place == 0:
-            return block.table[0][block.root]
-        if place >= len(block.table):
+        if place >= block.rows:
             return [], []
-        rows = block.table[place]
-        # behind a token that the rows did not think of: what they say without a link
-        return rows[token] if token in rows else rows[-1]
+        return block.forward.table.following(block.row + place, token if place else None)
 
-    def _table(self, ranking: Ranking, block: _Block) -> list[dict[int, Following]]:
-        head, known = self.head, len(block.known)
-        states = block.states[head.first + known :]
-        logits = head.lm_head(states)
-        if (
-            head.link is not None
-        ):  # the token before the first row is known: its link is taken over the whole vocabulary
-            token = torch.tensor([[block.root]], device=head.device)
-            logits[:1] += head.link.product(head.link(states[:1], token)[0])
-        scores = ranking.scores(logits, [self.synced + 1 + known + row for row in range(len(states))])
-        top = scores.topk(min(_CANDIDATES, scores.shape[1]))
-        ids = head.target_ids[top.indices]
-        peak = top.values[:, :1]
-        total, likely = (scores - peak).exp().sum(-1), (top.values - peak).exp()
-        rest = (total - likely.sum(-1)).clamp(min=0)
-        sure = self._sure(states, block.root, ids)
-        alone = (likely / total[:, None] * sure.mean(1, keepdim=True))[:, : ranking.top_k]
-        single = Candidates(ids[:, : ranking.top_k].tolist(), alone.tolist())
-        table: list[dict[int, Following]] = [
-            {block.root if row == 0 else -1: (tokens, chances)}
-            for row, (tokens, chances) in enumerate(zip(single.tokens, single.chance, strict=True))
-        ]
-        if head.link is None or len(states) == 1:
-            return table
-        before = ids[:-1]  # [rows - 1, candidates], the tokens that the later rows may follow
-        second = head.link.second[top.indices[1:]]
-        link = (head.link(states[1:], before) @ second.transpose(1, 2)).float() * ranking.gain
-        linked = top.values[1:, None] + link - peak[1:, None]
-        best = linked.topk(ranking.top_k)
-        chance = best.values.exp() / (linked.exp().sum(-1) + rest[1:, None])[..., None]
-        chance *= sure[1:, :, None]
-        tokens = ids[1:, None].expand(-1, link.shape[1], -1).gather(2, best.indices)
-        for row, (names, followers, chances) in enumerate(
-            zip(before.tolist(), tokens.tolist(), chance.tolist(), strict=True)
-        ):
-            table[row + 1] |= dict(zip(names, zip(followers, chances, strict=True), strict=True))
-        return table
+    def _table(self, ranking: Ranking, forward: _Forward) -> _Table:
+        head, states = self.head, forward.states
+        blocks = [block for block in self.blocks if block.forward is forward]
+        positions = [self.synced + 1 + len(b.known) + row for b in blocks for row in range(b.rows)]
+        best = ranking.top(forward.logits, positions, min(_CANDIDATES, forward.logits.shape[1]))
+        ids, peak = head.target_ids[best.indices], best.values[:, :1]
+        likely = (best.values - peak).exp()
+        rest = (best.totals - likely.sum(-1)).clamp(min=0)
+        before = ids.roll(1, 0)  # of each row's candidates, what the row before thought of
+        before[forward.first] = torch.tensor(forward.roots, device=ids.device)[:, None]
+        said = head.chance_of_overlap(states, before)
+        sure = torch.ones(ids.shape, device=ids.device) if said is None else said
+        k = ranking.top_k
+        alone = ids[:, :k], (likely / best.totals[:, None] * sure.mean(1, keepdim=True))[:, :k]
+        if head.link is None:
+            return _Table(ids, alone, None)
+        link = (head.link(states, before) @ head.link.second[best.indices].transpose(1, 2)).float() * ranking.gain
+        linked = top((best.values[:, None] + link - peak[:, None]).flatten(0, 1), min(k, ids.shape[1]))
+        values, places = (x.unflatten(0, ids.shape) for x in (linked.values, linked.indices))
+        first, totals = values[..., :1], linked.totals.view(ids.shape)[..., None]
+        chance = (values - first).exp() / (totals + rest[:, None, None] * (-first).exp()) * sure[..., None]
+        return _Table(ids, alone, (ids[:, None].expand(-1, ids.shape[1], -1).gather(2, places), chance))
 
-    def _sure(self, states: Tensor, root: int, ids: Tensor) -> Tensor:
-        """[rows, candidates]: the confidence in each row behind each candidate of the row before, 1 where none is said.
-        ids: [rows, candidates], the target's. Behind the root there is but one, repeated.
-        """
-        before = torch.cat([torch.full_like(ids[:1], root), ids[:-1]])
-        said = self.head.chance_of_overlap(states, before)
-        return torch.ones(ids.shape, device=ids.device) if said is None else said
+
+def begin(asked: Sequence[tuple[BlockSession, list[tuple[int, ...]]]]) -> None:
+    """Blocks behind the roots of several sessions, beginning with these paths, in one forward; what is there already
+    is not computed again.
+    """
+    for session, _ in asked:
+        session.sync()
+    new = [(session, lacking) for session, paths in asked if (lacking := session.lacking(paths))]
+    if not new:
+        return
+    head = new[0][0].head
+    x = [session.embedded(paths) for session, paths in new]
+    if head.stack is None:
+        parts = [session.computed(rows, paths) for (session, paths), rows in zip(new, x, strict=True)]
+        states = torch.cat(parts)
+    else:
+        rows = [session.rows(paths) for session, paths in new]
+        states = head.stack.run(rows, torch.cat(x), None, None).clone()
+    kept, starts = [], list(accumulate((len(paths) * head.size for _, paths in new), initial=0))
+    for (_, paths), start in zip(new, starts, strict=False):
+        kept.append([start + i * head.size + row for i, path in enumerate(paths) for row in head.predicting(path)])
+    logits = head.lm_head(states[[row for rows_of in kept for row in rows_of]])
+    for (session, paths), of_session, of_rows in zip(
+        new, states.split([len(paths) * head.size for _, paths in new]), logits.split(list(map(len, kept))), strict=True
+    ):
+        session.add(paths, of_session, of_rows)

@@ -14,6 +14,7 @@ from drafters.checkpoint import Checkpoint, TargetWeights
 from drafters.feature_session import FeatureHead
 from drafters.growth import EAGLE_25, Static
 from drafters.layers import DecoderLayer, KVCache, Linear, PairLinear, draft_dtype, llama_config, qkv_weights
+from drafters.stack import Layer, Stack, fits
 
 
 class EagleHead(FeatureHead):
@@ -66,3 +67,10 @@ class EagleHead(FeatureHead):
 
     def new_cache(self, capacity: int) -> KVCache:
         return KVCache(self.layer, capacity)
+
+    def new_stack(self) -> Stack | None:
+        return Stack([Layer(self.qkv, self.layer, None)], self.dtype) if fits(self.hidden_size, self.layer) else None
+
+    def entered(self, features: Tensor, tokens: list[int]) -> tuple[Tensor, Tensor | None]:
+        x = self.fc(torch.tensor(tokens), features.to(self.dtype))
+        return x, x

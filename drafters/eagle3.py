@@ -17,6 +17,7 @@ from drafters.checkpoint import Checkpoint, TargetWeights
 from drafters.feature_session import FeatureHead
 from drafters.growth import Dynamic
 from drafters.layers import DecoderLayer, KVCache, Linear, PairLinear, RMSNorm, draft_dtype, llama_config, qkv_weights
+from drafters.stack import Layer, Stack, fits
 from engine.errors import DrafterMismatch
 
 
@@ -96,3 +97,15 @@ class Eagle3Head(FeatureHead):
 
     def new_cache(self, capacity: int) -> KVCache:
         return KVCache(self.layer, capacity)
+
+    def new_stack(self) -> Stack | None:
+        if not fits(self.hidden_size, self.layer):
+            return None
+        layer = Layer(self.qkv.linear, self.layer, None if self.norm_before_residual else self.feature_norm)
+        return Stack([layer], self.dtype, self.norm, self.qkv.of_token)
+
+    def entered(self, features: Tensor, tokens: list[int]) -> tuple[Tensor, Tensor | None]:
+        if not self.norm_before_residual:
+            return features, None
+        normed = self.feature_norm(features.to(self.dtype))
+        return normed, normed

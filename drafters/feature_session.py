@@ -11,12 +11,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from drafters import pooled_session
 from drafters.head import Head, Session
-from drafters.layers import KVCache, causal_mask
+from drafters.layers import KVCache, Linear, causal_mask
+from drafters.stack import Rows, Stack
 from engine.recorded import Recorded, Spare, bucket, rounded
 
 _SYNC_CHUNK = 512  # rows of one forward over a long prompt, which bounds the mask's size
@@ -27,6 +30,7 @@ class FeatureHead(Head):
 
     hidden_size: int
     dtype: torch.dtype
+    lm_head: Linear
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
@@ -46,6 +50,32 @@ class FeatureHead(Head):
     def new_cache(self, capacity: int) -> KVCache:
         """A cache of the head's layer."""
 
+    @abstractmethod
+    def new_stack(self) -> Stack | None:
+        """The head's layer as a program, None where there can be none."""
+
+    @abstractmethod
+    def entered(self, features: Tensor, tokens: list[int]) -> tuple[Tensor, Tensor | None]:
+        """What the stack takes for these pairs: the residual and, if its layer has no input norm, the input."""
+
+    @cached_property
+    def stack(self) -> Stack | None:
+        return self.new_stack()
+
+    def guess(self, features: Tensor, parts: Sequence[Rows], chosen: Sequence[int] | None) -> Tensor:
+        """What `lm_head` takes, [chosen, hidden_size], behind the pairs of these features [rows, hidden_size] and the
+        parts' tokens. The guessed features are in `stack.residual`.
+        """
+        assert self.stack is not None
+        residual, x = self.entered(features, [token for part in parts for token in part.tokens])
+        return self.stack.run(parts, residual, x, chosen)
+
+    def roots(self, sessions: Sequence[Any]) -> list[Tensor | None]:
+        return super().roots(sessions) if self.stack is None else pooled_session.roots(self, sessions)
+
+    def extend(self, asked: Sequence[tuple[Any, list[int], list[int]]]) -> list[tuple[list[int], Tensor | None]]:
+        return super().extend(asked) if self.stack is None else pooled_session.extend(self, asked)
+
     @cached_property
     def records(self) -> bool:
         """Whether draft steps are recorded (`engine.recorded`)."""
@@ -56,7 +86,9 @@ class FeatureHead(Head):
         """Sessions that have ended."""
         return Spare()
 
-    def open(self, prompt: Sequence[int], capacity: int, scratch: int) -> FeatureSession:
+    def open(self, prompt: Sequence[int], capacity: int, scratch: int) -> Session:
+        if self.stack is not None:
+            return pooled_session.PooledSession(self, scratch)
         text = rounded(capacity) if self.records else capacity
         spare = self.spare.take((text, scratch))
         return FeatureSession(self, text, scratch) if spare is None else spare

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from drafters.base import BetweenSteps, Drafter, Learned, Verdict, Wanted
 from drafters.checkpoint import TargetWeights
-from drafters.growth import STATIC_TREES, Adaptive, Candidates, Dynamic, Frontier, Policy, Static, Talon
+from drafters.growth import STATIC_TREES, Adaptive, Candidates, Dynamic, Frontier, Policy, Static, Steps, Talon
 from drafters.outcomes import Following
 from drafters.ranking import ErrorScale, Ranking
 from drafters.requirements import weights_path
@@ -73,10 +73,10 @@ class Session(ABC):
         """
 
     def begin(self, paths: Sequence[Sequence[int]]) -> list[int]:
-        """Nodes at the end of some paths behind node 0, drafted together; -1 for a path that is too long. Heads that
-        draft step by step have no better way than to `extend` one token at a time, and return nothing.
+        """Nodes at the end of some paths behind node 0, drafted together; -1 for a path that is too long. Only of
+        one-pass heads: others `extend` one token at a time.
         """
-        return []
+        raise NotImplementedError
 
     def rank(self, ranking: Ranking, nodes: list[int], logits: Tensor | None, positions: list[int]) -> Candidates:
         """What may follow these nodes. positions: of the tokens that they predict."""
@@ -129,6 +129,20 @@ class Head(ABC):
     def open(self, prompt: Sequence[int], capacity: int, scratch: int) -> Session:
         """A session for a text of at most `capacity` tokens, `prompt` first, with room for `scratch` drafted nodes."""
 
+    # What several sessions are asked at once, which a head may compute in one forward.
+
+    def roots(self, sessions: Sequence[Any]) -> list[Tensor | None]:
+        """`Session.root` of each."""
+        return [session.root() for session in sessions]
+
+    def extend(self, asked: Sequence[tuple[Any, list[int], list[int]]]) -> list[tuple[list[int], Tensor | None]]:
+        """`Session.extend` of each: (session, parents, tokens). Logits last until the next call."""
+        return [session.extend(parents, tokens) for session, parents, tokens in asked]
+
+    def begin(self, asked: Sequence[tuple[Any, list[list[int]]]]) -> list[list[int]]:
+        """`Session.begin` of each: (session, paths); of one-pass heads only."""
+        return [session.begin(paths) for session, paths in asked]
+
 
 def policy_of(options: DrafterConfig, published: Policy, default: str = "adaptive") -> Policy:
     """The growth policy that a configuration describes. published: the one of the method's paper; default: where the
@@ -157,7 +171,7 @@ class Advice(Protocol):
         """What may follow a node of the growing tree, given what the head sees there (None: it did not look)."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Request:
     text: list[int]
     session: Session
@@ -168,6 +182,22 @@ class _Request:
 
     def forget_nodes(self) -> None:
         self.child, self.depth, self.seen = {}, {0: 0}, {}
+
+
+class _Place(NamedTuple):
+    """A place in a request's trie: a path from node 0."""
+
+    state: _Request
+    path: list[int]
+
+
+class _Growth:
+    """A tree that grows from the node `root`. known: its index in the tree -> node of the session."""
+
+    def __init__(self, state: _Request, root: int, steps: Steps, adviser: Advice | None):
+        self.state, self.steps, self.adviser = state, steps, adviser
+        self.known = {0: root}
+        self.frontier = next(steps)
 
 
 class HeadDrafter(Drafter):
@@ -201,42 +231,23 @@ class HeadDrafter(Drafter):
 
         advice: for each of them, if another source takes part.
         """
+        places = [_Place(self._requests[request], self._path(request, path)) for request, path in wanted]
         trees: dict[int, TokenTree] = {}
-        for request, rows in by_request(wanted).items():
-
-            def so_far(
-                grown: Callable[[], dict[int, TokenTree]], rows: list[int] = rows, done: dict[int, TokenTree] = trees
-            ) -> None:
-                assert between_steps is not None
-                between_steps(lambda: done | {rows[place]: tree for place, tree in grown().items()})
-
-            continuations = [wanted[row][1] for row in rows]
-            advisers = [advice[row] for row in rows] if advice else []
-            found = self._propose(request, continuations, between_steps and so_far, advisers)
-            trees |= dict(zip(rows, found, strict=True))
+        while waiting := [row for row in range(len(wanted)) if row not in trees]:
+            group = self._fitting([(row, places[row]) for row in waiting])
+            served = {places[row].state for row in group}
+            for state, row in {places[row].state: row for row in reversed(waiting)}.items():
+                if state not in served:  # nothing to draft from, or no room for even one
+                    trees[row] = TokenTree.root_only([*state.text, *places[row].path][-1])
+            growths = {
+                row: _Growth(state, root, self.policy.steps((path or state.text)[-1], self.source), adviser)
+                for row, (state, path), root in zip(
+                    group, (places[row] for row in group), self._begin([places[row] for row in group]), strict=True
+                )
+                for adviser in [advice[row] if advice else None]
+            }
+            self._grow(growths, trees, between_steps)
         return [trees[row] for row in range(len(wanted))]
-
-    def _propose(
-        self,
-        request: int,
-        continuations: Sequence[Sequence[int]],
-        between_steps: BetweenSteps | None,
-        advice: Sequence[Advice],
-    ) -> list[TokenTree]:
-        state = self._requests[request]
-        unsynced = self._unsynced(state)
-        paths = [[*unsynced, *continuation] for continuation in continuations]
-        trees: list[TokenTree] = []
-        while len(trees) < len(paths):
-            group = self._fitting(state, paths[len(trees) :])
-            if not state.session.synced or not group:  # nothing to draft from, or no room for even one
-                trees.append(TokenTree.root_only([*state.text, *continuations[len(trees)]][-1]))
-                continue
-            roots = self._begin(state, group)
-            tokens = [(path or state.text)[-1] for path in group]
-            advisers = advice[len(trees) : len(trees) + len(group)] if advice else [None] * len(group)
-            trees += self._grow(state, roots, tokens, advisers, between_steps, len(trees))
-        return trees
 
     @torch.inference_mode()
     def warm_up(self, hidden_size: int) -> None:
@@ -256,18 +267,13 @@ class HeadDrafter(Drafter):
 
     @torch.inference_mode()
     def following(self, wanted: Sequence[Wanted]) -> list[Following]:
-        found: dict[int, Following] = {}
-        for request, rows in by_request(wanted).items():
-            found |= dict(zip(rows, self._following(request, [wanted[row][1] for row in rows]), strict=True))
-        return [found[row] for row in range(len(wanted))]
-
-    def _following(self, request: int, continuations: Sequence[Sequence[int]]) -> list[Following]:
-        state = self._requests[request]
-        unsynced = self._unsynced(state)
-        paths = [[*unsynced, *continuation] for continuation in continuations]
-        if not state.session.synced or state.session.room() < sum(map(len, paths)):
-            return [([], [])] * len(paths)
-        return [state.seen[node] for node in self._descend(state, paths)]
+        places = [_Place(self._requests[request], self._path(request, path)) for request, path in wanted]
+        room = {state: state.session.room() if state.session.synced else -1 for state, _ in places}
+        for state, path in places:
+            room[state] -= len(path)
+        known = [place for place in places if room[place.state] >= 0]
+        seen = iter([state.seen[node] for (state, _), node in zip(known, self._descend(known), strict=True)])
+        return [next(seen) if room[state] >= 0 else ([], []) for state, _ in places]
 
     @torch.inference_mode()
     def observe(self, request: int, verdict: Verdict) -> None:
@@ -323,135 +329,134 @@ class HeadDrafter(Drafter):
         """Tokens behind node 0 whose features have not come (yet): drafted like a continuation, with stand-ins."""
         return state.text[state.session.synced + 1 :] if state.session.synced else []
 
-    def _fitting(self, state: _Request, paths: list[list[int]]) -> list[list[int]]:
-        """The first of `paths` whose trees are sure to fit into the session's room, which is cleared if it is short."""
-        needs = [len(path) + self.policy.max_expansions for path in paths]
-        if state.session.room() < needs[0]:
-            state.session.clear()
-            state.forget_nodes()
-        room, fitting = state.session.room(), 0
-        while fitting < len(paths) and needs[fitting] <= room:
-            room -= needs[fitting]
-            fitting += 1
-        return paths[:fitting]
+    def _path(self, request: int, continuation: Sequence[int]) -> list[int]:
+        """From node 0 to the end of the continuation."""
+        return [*self._unsynced(self._requests[request]), *continuation]
 
-    def _begin(self, state: _Request, paths: list[list[int]]) -> list[int]:
+    def _fitting(self, waiting: list[tuple[int, _Place]]) -> list[int]:
+        """Of each request the first whose trees are sure to fit into its session's room, which is cleared if it is
+        short. None of a request that has nothing to draft from, or no room for even one.
+        """
+        room: dict[_Request, int] = {}
+        fitting = []
+        for row, (state, path) in waiting:
+            need, session = len(path) + self.policy.max_expansions, state.session
+            if state not in room:
+                if session.synced and session.room() < need:
+                    session.clear()
+                    state.forget_nodes()
+                room[state] = session.room() if session.synced else -1
+            room[state] = room[state] - need if room[state] >= need else -1  # nor what comes behind it
+            if room[state] >= 0:
+                fitting.append(row)
+        return fitting
+
+    def _begin(self, places: list[_Place]) -> list[int]:
         """The node at the end of each path, from which a tree is to grow."""
+        if not self.head.one_pass or not any(path for _, path in places):
+            return self._descend(places)
         started = time.perf_counter()
-        nodes = state.session.begin(paths) if any(paths) else []
-        if not nodes:
-            return self._descend(state, paths)
+        states = list(dict.fromkeys(state for state, _ in places))
+        asked = [(state.session, [path for other, path in places if other is state]) for state in states]
+        begun = {state: iter(nodes) for state, nodes in zip(states, self.head.begin(asked), strict=True)}
+        nodes = [next(begun[state]) for state, _ in places]
         self.steps += 1
-        begun = [row for row, node in enumerate(nodes) if node >= 0]
-        for row in begun:
-            state.depth[nodes[row]] = len(paths[row])
-        self._note(state, [nodes[row] for row in begun], None)
+        found = [(state, node, len(path)) for (state, path), node in zip(places, nodes, strict=True) if node >= 0]
+        for state, node, depth in found:
+            state.depth[node] = depth
+        for state in dict.fromkeys(state for state, _, _ in found):
+            self._note(state, [node for other, node, _ in found if other is state], None)
         self.forward_s += time.perf_counter() - started
         others = [row for row, node in enumerate(nodes) if node < 0]
-        for row, node in zip(others, self._descend(state, [paths[row] for row in others]), strict=True):
+        for row, node in zip(others, self._descend([places[row] for row in others]), strict=True):
             nodes[row] = node
         return nodes
 
-    def _descend(self, state: _Request, paths: list[list[int]]) -> list[int]:
-        """The node at the end of each path, drafted where the request has not been there before."""
-        if 0 not in state.seen:
+    def _descend(self, places: list[_Place]) -> list[int]:
+        """The node at the end of each path, drafted where its request has not been there before."""
+        if new := list(dict.fromkeys(state for state, _ in places if 0 not in state.seen)):
             started = time.perf_counter()
-            logits = state.session.root()
+            roots = self.head.roots([state.session for state in new])
             self.forward_s += time.perf_counter() - started
             self.steps += 1
-            self._note(state, [0], logits)
-        nodes = [0] * len(paths)
-        for level in range(max(map(len, paths), default=0)):
-            going = [row for row, path in enumerate(paths) if len(path) > level]
-            reached = self._nodes(state, [(nodes[row], paths[row][level]) for row in going])
+            for state, logits in zip(new, roots, strict=True):
+                self._note(state, [0], logits)
+        nodes = [0] * len(places)
+        for level in range(max((len(path) for _, path in places), default=0)):
+            going = [row for row, (_, path) in enumerate(places) if len(path) > level]
+            reached = self._nodes([(places[row].state, nodes[row], places[row].path[level]) for row in going])
             for row, node in zip(going, reached, strict=True):
                 nodes[row] = node
         return nodes
 
     def _grow(
-        self,
-        state: _Request,
-        roots: list[int],
-        tokens: list[int],
-        advice: Sequence[Advice | None],
-        between_steps: BetweenSteps | None,
-        first: int,
-    ) -> list[TokenTree]:
-        """Run one growth per root in lockstep: each turn expands all their frontiers in one forward.
-
-        first: the number of the first of them among those proposed.
-        """
-        growths = [self.policy.steps(token, self.source) for token in tokens]
-        known = [{0: root} for root in roots]  # per growth: index in its tree -> node of the session
-        frontiers: dict[int, Frontier] = {row: next(growth) for row, growth in enumerate(growths)}
-        trees: dict[int, TokenTree] = {}
-        while frontiers:
+        self, growths: dict[int, _Growth], trees: dict[int, TokenTree], between_steps: BetweenSteps | None
+    ) -> None:
+        """Run growths in lockstep: each turn expands all their frontiers in one forward. trees: filled, by row."""
+        while growths:
             if between_steps is not None:
-                between_steps(lambda: {first + row: tree for row, tree in self._so_far(trees, frontiers).items()})
-            self._expand(state, frontiers, known, advice)
-            for row, frontier in list(frontiers.items()):
+                between_steps(lambda: trees | {row: self._so_far(growth) for row, growth in growths.items()})
+            self._expand(list(growths.values()))
+            for row, growth in list(growths.items()):
                 try:
-                    frontiers[row] = growths[row].send(self._candidates(state, frontier, known[row], advice[row]))
+                    growth.frontier = growth.steps.send(self._candidates(growth))
                 except StopIteration as end:
                     trees[row] = end.value
-                    del frontiers[row]
-        return [trees[row] for row in range(len(roots))]
+                    del growths[row]
 
-    def _so_far(self, trees: dict[int, TokenTree], frontiers: dict[int, Frontier]) -> dict[int, TokenTree]:
-        """The trees that are finished, and what there is of the others."""
-        return trees | {row: f.sketch.tree().prune(self.policy.budget) for row, f in frontiers.items()}
+    def _so_far(self, growth: _Growth) -> TokenTree:
+        return growth.frontier.sketch.tree().prune(self.policy.budget)
 
-    def _expand(
-        self,
-        state: _Request,
-        frontiers: dict[int, Frontier],
-        known: list[dict[int, int]],
-        advice: Sequence[Advice | None],
-    ) -> None:
+    def _expand(self, growths: list[_Growth]) -> None:
         """Draft the frontiers' nodes that are not drafted yet and worth it, and enter them in `known`."""
-        pairs, owners = [], []
-        for row, frontier in frontiers.items():
-            adviser = advice[row]
-            if adviser is not None and frontier.parents[0] >= 0 and not adviser.worth_drafting(frontier):
+        triples, owners = [], []
+        for growth in growths:
+            frontier, known = growth.frontier, growth.known
+            if growth.adviser is not None and frontier.parents[0] >= 0 and not growth.adviser.worth_drafting(frontier):
                 continue
             for node, parent, token in zip(frontier.nodes, frontier.parents, frontier.tokens, strict=True):
-                if node not in known[row] and parent in known[row]:
-                    pairs.append((known[row][parent], token))
-                    owners.append((row, node))
-        for (row, node), handle in zip(owners, self._nodes(state, pairs), strict=True):
-            known[row][node] = handle
+                if node not in known and parent in known:
+                    triples.append((growth.state, known[parent], token))
+                    owners.append((known, node))
+        for (known, node), handle in zip(owners, self._nodes(triples), strict=True):
+            known[node] = handle
 
-    def _candidates(
-        self, state: _Request, frontier: Frontier, known: dict[int, int], adviser: Advice | None
-    ) -> Candidates:
+    def _candidates(self, growth: _Growth) -> Candidates:
         """What may follow the frontier's nodes."""
         rows: list[Following] = []
+        frontier, known, seen_at = growth.frontier, growth.known, growth.state.seen
         for node, parent, token in zip(frontier.nodes, frontier.parents, frontier.tokens, strict=True):
-            seen = state.seen[known[node]] if node in known else None
-            if adviser is not None:
-                seen = adviser.candidates(node, parent, token, seen)
+            seen = seen_at[known[node]] if node in known else None
+            if growth.adviser is not None:
+                seen = growth.adviser.candidates(node, parent, token, seen)
             rows.append(seen or ([], []))
         width = self.policy.top_k
         return Candidates([tokens[:width] for tokens, _ in rows], [chance[:width] for _, chance in rows])
 
-    def _nodes(self, state: _Request, pairs: list[tuple[int, int]]) -> list[int]:
-        """The nodes of (parent, token) pairs; those not yet drafted are, in one forward."""
-        limit = state.session.depth_limit
-        new = [pair for pair in dict.fromkeys(pairs) if pair not in state.child]
-        blind = [pair for pair in new if limit is not None and state.depth[pair[0]] + 1 >= limit]
-        for pair in blind:
-            node = state.child[pair] = -1 - len(state.child)
-            state.depth[node], state.seen[node] = state.depth[pair[0]] + 1, ([], [])
-        if new := [pair for pair in new if pair not in state.child]:
+    def _nodes(self, triples: list[tuple[_Request, int, int]]) -> list[int]:
+        """The nodes of (request, parent, token); those not yet drafted are, in one forward."""
+        new: dict[_Request, dict[tuple[int, int], None]] = {}
+        for state, parent, token in triples:
+            if (parent, token) in state.child:
+                continue
+            limit = state.session.depth_limit
+            if limit is not None and state.depth[parent] + 1 >= limit:  # the head sees no further
+                node = state.child[parent, token] = -1 - len(state.child)
+                state.depth[node], state.seen[node] = state.depth[parent] + 1, ([], [])
+            else:
+                new.setdefault(state, {})[parent, token] = None
+        if new:
             started = time.perf_counter()
-            nodes, logits = state.session.extend([parent for parent, _ in new], [token for _, token in new])
+            asked = [(state.session, [p for p, _ in pairs], [t for _, t in pairs]) for state, pairs in new.items()]
+            extended = self.head.extend(asked)
             wait(self.head.device)
             self.forward_s += time.perf_counter() - started
             self.steps += 1
-            for pair, node in zip(new, nodes, strict=True):
-                state.child[pair], state.depth[node] = node, state.depth[pair[0]] + 1
-            self._note(state, nodes, logits)
-        return [state.child[pair] for pair in pairs]
+            for (state, pairs), (nodes, logits) in zip(new.items(), extended, strict=True):
+                for pair, node in zip(pairs, nodes, strict=True):
+                    state.child[pair], state.depth[node] = node, state.depth[pair[0]] + 1
+                self._note(state, nodes, logits)
+        return [state.child[parent, token] for state, parent, token in triples]
 
     def _note(self, state: _Request, nodes: list[int], logits: Tensor | None) -> None:
         """Remember what the head sees behind each node."""
@@ -461,11 +466,3 @@ class HeadDrafter(Drafter):
         for row, node in enumerate(nodes):
             row = row if len(seen.tokens) > 1 else 0
             state.seen[node] = (seen.tokens[row], seen.chance[row])
-
-
-def by_request(wanted: Sequence[Wanted]) -> dict[int, list[int]]:
-    """The places in `wanted` of each request."""
-    rows: dict[int, list[int]] = {}
-    for row, (request, _) in enumerate(wanted):
-        rows.setdefault(request, []).append(row)
-    return rows

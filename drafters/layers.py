@@ -35,6 +35,7 @@ class Linear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, gated: bool = False):
         self.bias, self.gated = bias, gated
+        self.outputs: int = len(weight) // (2 if gated else 1)
         whole = not gated or len(weight) % (2 * LANES) == 0
         self.matmul = Matmul(weight, bias, gated) if whole and can_multiply(weight) else None
         self.packed = None if self.matmul else pack(weight)
@@ -100,6 +101,12 @@ class Rotary:
         half = cos.shape[-1] // 2
         sin = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)  # the sign of rotate_half, so that `roll` will do
         self.table = torch.stack([cos[0], sin[0]], dim=1)[:, :, None].to(self.dtype)
+
+    def halves(self, positions: int) -> Tensor:
+        """[positions, head_dim] float32: cosines of the first half of the dimensions, then sines."""
+        cos, sin = self.module(torch.empty(0, device=self.device), torch.arange(positions, device=self.device)[None])
+        half = cos.shape[-1] // 2
+        return torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=1).float().contiguous()
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """x: [n, heads, head_dim]; positions: [n]."""

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from drafters.growth import Candidates
+from drafters.top import Top, top
 from engine.noise import gumbel
 from engine.sampling import SamplingParams
 
@@ -68,13 +69,14 @@ class Ranking:
 
     def __call__(self, logits: Tensor, positions: list[int]) -> Candidates:
         """logits: [n, draft_vocab]; positions: [n], the absolute position of the token each row predicts."""
-        scores = self.scores(logits, positions)
-        best = scores.topk(self.top_k)
-        # one pass over the vocabulary: the maximum is known from the top, so logsumexp need not look for it
-        peak = best.values[:, :1]
-        chance = (best.values - peak).exp() / (scores - peak).exp().sum(-1, keepdim=True)
+        best = self.top(logits, positions, self.top_k)
+        chance = (best.values - best.values[:, :1]).exp_() / best.totals[:, None]
         tokens = best.indices if self.same_ids else self.target_ids[best.indices]
-        return Candidates(tokens.tolist(), chance.clamp(max=1.0).tolist())
+        return Candidates(tokens.tolist(), chance.clamp_(max=1.0).tolist())
+
+    def top(self, logits: Tensor, positions: list[int], k: int) -> Top:
+        """The k best of `scores`."""
+        return top(logits if self.sampling.temperature == 0 else self.scores(logits, positions), k)
 
     @property
     def learns(self) -> bool:

@@ -13,7 +13,7 @@ from drafters.base import Verdict
 from drafters.checkpoint import TargetWeights
 from drafters.eagle import EagleHead
 from drafters.eagle3 import Eagle3Head
-from drafters.feature_session import FeatureHead, FeatureSession
+from drafters.feature_session import FeatureHead
 from drafters.growth import Adaptive, Dynamic
 from drafters.head import HeadDrafter
 from engine.errors import DrafterMismatch, ModelError
@@ -90,7 +90,6 @@ def test_a_public_checkpoint_gives_the_reference_logits_over_a_tree_and_after_a_
     name: str, tmp_path: Path, target: TargetWeights
 ) -> None:
     session = BUILD[name](tmp_path, target).open([], 64, 32)
-    assert isinstance(session, FeatureSession)
     features, tokens = true_features(9, name), [4, 9, 2, 33, 7, 61, 5]
     session.commit(0, features[:6], tokens[:6])
     torch.testing.assert_close(
@@ -114,6 +113,7 @@ def test_a_long_prompt_is_synced_in_chunks_with_the_same_result(
 ) -> None:
     head, features, tokens = BUILD[name](tmp_path, target), true_features(20, name), list(range(20))
     monkeypatch.setattr("drafters.feature_session._SYNC_CHUNK", 7)
+    monkeypatch.setattr("drafters.pooled_session._READ", 7)
     session = head.open([], 32, 8)
     session.commit(0, features, tokens)
     torch.testing.assert_close(session.root()[0], expected(name, target, features, tokens), atol=1e-4, rtol=1e-4)
@@ -261,7 +261,7 @@ def test_a_missing_directory_is_refused_with_its_path(tmp_path: Path, target: Ta
 def test_recorded_steps_give_the_trees_of_plain_ones(name: str, tmp_path: Path, target: TargetWeights) -> None:
     plain, recorded = (HeadDrafter(BUILD[name](tmp_path, target), Adaptive(budget=20)) for _ in range(2))
     assert isinstance(recorded.head, FeatureHead)
-    recorded.head.records = True
+    recorded.head.stack, recorded.head.records = None, True
     for request in (1, 2):  # the second in the buffers of the first
         trees = []
         for drafter in (plain, recorded):

@@ -1,0 +1,317 @@
+"""`talon growth`: TALON's questions about its growth rule, asked of a real head and target.
+
+A few answers are decoded once, with the target's hidden states. Every policy then drafts for the same recorded answers:
+a round accepts the path that the answer follows, as the target would (greedy). So a policy costs its drafting alone.
+
+Asked are: the gate mu, the budget N, the number of ungated layers k; what a tree takes of the KV memory, against fixed
+trees; and whether calibration by verdicts saves a head that is too sure of itself at depth.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+import numpy as np
+import typer
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from drafters.base import Verdict
+from drafters.calibration import Calibrator
+from drafters.growth import EAGLE_25, MEDUSA_63, Adaptive, Dynamic, Frontier, Policy, Static, Talon
+from drafters.head import Head, HeadDrafter
+from drafters.outcomes import Following
+from drafters.registry import build
+from engine import config as configuration
+from engine.command import ConfigOption, SetOption, overrides, run
+from engine.errors import ConfigError
+from engine.model.resolve import resolved
+from engine.sampling import SamplingParams
+from engine.target import Target
+from engine.text import encode_text, load_tokenizer
+from engine.tree import TokenTree
+
+from .questions import read_questions
+from .shapes import answer
+
+MUS = (0.003, 0.01, 0.03, 0.1, 0.3)
+BUDGETS = (16, 32, 60, 96, 128)
+UNGATED = (0, 1, 2, 3)
+OVERCONFIDENCE = 0.5  # at depth d a chance p becomes p ** (1 / (1 + 0.5 d))
+_BUCKETS = 16  # of chances, for the calibrator
+_SOURCE = 1
+_ROWS = (1, 8, 16, 32, 64, 128)  # whose verification is timed
+
+
+class Recorded(NamedTuple):
+    """features: [prompt + answer - 1, layers, hidden] uint16, as a `Verdict` carries them."""
+
+    suite: str
+    prompt: list[int]
+    tokens: list[int]
+    features: NDArray[np.uint16]
+
+
+class Setting(NamedTuple):
+    """group: the experiment; value: what is varied in it. overconfident, calibrated: of the head."""
+
+    group: str
+    value: str
+    policy: Policy
+    overconfident: float = 0.0
+    calibrated: bool = False
+
+
+class Round(msgspec.Struct, frozen=True):
+    """nodes: of the tree, the root included; promised: the tokens its confidences add up to."""
+
+    suite: str
+    nodes: int
+    depth: int
+    emitted: int
+    promised: float
+    draft_s: float
+    steps: int
+
+
+class Grown(msgspec.Struct, frozen=True):
+    group: str
+    value: str
+    rounds: list[Round]
+
+    @property
+    def draft_s(self) -> float:
+        """Seconds in which a round's tree is drafted, the median."""
+        return median(r.draft_s for r in self.rounds)
+
+    def mean(self, name: str, suite: str | None = None) -> float:
+        return float(np.mean([getattr(r, name) for r in self.rounds if suite in (None, r.suite)] or [0.0]))
+
+
+def settings() -> Iterator[Setting]:
+    for mu in MUS:
+        yield Setting("mu", f"{mu:g}", Talon(mu=mu))
+    for budget in BUDGETS:
+        yield Setting("N", str(budget), Talon(budget=budget))
+    for ungated in UNGATED:
+        yield Setting("k", str(ungated), Talon(ungated=ungated))
+    yield Setting("policy", "talon", Talon())
+    yield Setting("policy", "adaptive path", Adaptive())
+    yield Setting("policy", "adaptive layer", Adaptive(gate="layer"))
+    yield Setting("policy", "dynamic 60", Dynamic())
+    yield Setting("policy", "static 25", Static(EAGLE_25))
+    yield Setting("policy", "static 63", Static(MEDUSA_63))
+    for policy, name in ((Talon(), "talon"), (Adaptive(), "adaptive")):
+        yield Setting("head", f"{name}, as it is", policy)
+        yield Setting("head", f"{name}, too sure", policy, OVERCONFIDENCE)
+        yield Setting("head", f"{name}, too sure, calibrated", policy, OVERCONFIDENCE, True)
+
+
+class Doubt:
+    """What becomes of the head's chances in one tree (`drafters.head.Advice`): they are raised with the depth, and then
+    calibrated. said: (node, token) -> the depth and the bucket of a chance before it was calibrated.
+    """
+
+    def __init__(self, overconfident: float, calibrator: Calibrator | None):
+        self.overconfident, self.calibrator = overconfident, calibrator
+        self.said: dict[tuple[int, int], tuple[int, int]] = {}
+        self._depth = {-1: -1}
+
+    def worth_drafting(self, frontier: Frontier) -> bool:
+        return True
+
+    def candidates(self, node: int, parent: int, token: int, seen: Following | None) -> Following:
+        depth = self._depth[node] = self._depth[parent] + 1
+        if seen is None:
+            return [], []
+        chances = [chance ** (1 / (1 + self.overconfident * depth)) for chance in seen[1]]
+        if self.calibrator is not None:
+            for place, (candidate, chance) in enumerate(zip(seen[0], chances, strict=True)):
+                kind = self.said[node, candidate] = depth, int(chance**0.5 * (_BUCKETS - 1e-9))
+                chances[place] = self.calibrator.chance(_SOURCE, *kind, chance)
+        order = sorted(range(len(chances)), key=lambda place: -chances[place])
+        return [seen[0][place] for place in order], [chances[place] for place in order]
+
+    def learn(self, tree: TokenTree, path: Sequence[int], tokens: Sequence[int]) -> None:
+        """The nodes of `path` were accepted, and behind each the target said one of `tokens`."""
+        if self.calibrator is not None:
+            for node, said in zip(path, tokens, strict=True):
+                for child in tree.children(node):
+                    token = int(tree.tokens[child])
+                    if (kind := self.said.get((node, token))) is not None:
+                        self.calibrator.observe(_SOURCE, *kind, token == said)
+
+
+def record(
+    target: Target, head: Head, suites: dict[str, list[list[int]]], max_tokens: int, console: Console
+) -> list[Recorded]:
+    """Greedy answers with the hidden states that the head reads."""
+    drafter, found = HeadDrafter(head, Adaptive()), []
+    with console.status("answers"):
+        for suite, prompts in suites.items():
+            for prompt in prompts:
+                if len(prompt) + max_tokens + 60 > target.context:
+                    continue
+                verdicts = list(answer(target, drafter, prompt, SamplingParams(max_tokens=max_tokens), 60))
+                tokens = [token for verdict in verdicts for token in verdict.tokens]
+                features = np.concatenate([v.features for v in verdicts if v.features is not None])
+                found.append(Recorded(suite, prompt, tokens, features))
+    return found
+
+
+def replay(head: Head, setting: Setting, answers: Sequence[Recorded]) -> Grown:
+    """One policy over all answers."""
+    drafter = HeadDrafter(head, setting.policy)
+    calibrator = Calibrator() if setting.calibrated else None
+    rounds: list[Round] = []
+    for number, known in enumerate(answers):
+        drafter.start(number, known.prompt, SamplingParams(max_tokens=len(known.tokens) + 1))
+        read, position = len(known.prompt), 1
+        first = Verdict(TokenTree.root_only(known.prompt[-1]), [0], known.tokens[:1], known.features[:read])
+        drafter.observe(number, first)
+        while position < len(known.tokens):
+            doubt = Doubt(setting.overconfident, calibrator)
+            plain = not setting.overconfident and calibrator is None
+            started, steps = time.perf_counter(), drafter.steps
+            (tree,) = drafter.propose_many([(number, ())], advice=[] if plain else [doubt])
+            draft_s = time.perf_counter() - started
+            path = accepted(tree, known.tokens[position:])
+            tokens = known.tokens[position : position + len(path)]
+            doubt.learn(tree, path, tokens)
+            promised = float(tree.confidence.sum())
+            depth = int(tree.depths.max())
+            rounds.append(Round(known.suite, len(tree), depth, len(tokens), promised, draft_s, drafter.steps - steps))
+            drafter.observe(number, Verdict(tree, path, tokens, known.features[read : read + len(path)]))
+            read, position = read + len(path), position + len(tokens)
+        drafter.finish(number)
+    return Grown(setting.group, setting.value, rounds)
+
+
+def accepted(tree: TokenTree, answer: Sequence[int]) -> list[int]:
+    """The nodes, root first, that the answer follows; one fewer below the root than there are tokens at its end."""
+    path = [0]
+    for token in answer[:-1]:
+        if (child := tree.child(path[-1], token)) is None:
+            break
+        path.append(child)
+    return path
+
+
+def time_rounds(target: Target) -> list[float]:
+    """Seconds in which the target verifies `_ROWS` nodes behind 256 tokens."""
+    cache = target.new_cache(256 + _ROWS[-1])
+    target.prefill(cache, [1] * 256)
+    found = []
+    for rows in _ROWS:
+        tree, took = TokenTree.chain(1, [1] * (rows - 1), [1.0] * (rows - 1)), []
+        for _ in range(5):
+            started = time.perf_counter()
+            target.verify(cache, tree)
+            took.append(time.perf_counter() - started)
+        found.append(median(took))
+    return found
+
+
+def speed(grown: Grown, round_s: Sequence[float]) -> float:
+    """Tokens per second, drafting and verifying in turns, every tree verified whole. Of the drafting times the median
+    counts, which a busy machine changes least.
+    """
+    verify_s = np.interp([r.nodes for r in grown.rounds], _ROWS, round_s)
+    return grown.mean("emitted") / (grown.draft_s + float(verify_s.mean()))
+
+
+def position_bytes(target: Target) -> int:
+    """Keys and values of one position."""
+    config = target.model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width: int = 2 * config.num_hidden_layers * heads * size * target.model.dtype.itemsize
+    return width
+
+
+def table(grown: Sequence[Grown], round_s: Sequence[float], of_position: int) -> Table:
+    """A line for each setting. KV: of a round's tree, mean and largest; unused: nodes that were not accepted."""
+    lines = Table(title="TALON's rule: every policy on the same recorded answers")
+    columns = ("", "", "MAT", "promised", "nodes", "depth", "KV KiB", "largest", "unused", "steps", "draft ms", "tok/s")
+    for place, column in enumerate(columns):
+        lines.add_column(column, justify="left" if place < 2 else "right")
+    for before, one in pairwise([None, *grown]):
+        assert one is not None
+        nodes = one.mean("nodes")
+        lines.add_row(
+            "" if before is not None and before.group == one.group else one.group,
+            one.value,
+            f"{one.mean('emitted'):.2f}",
+            f"{one.mean('promised'):.2f}",
+            f"{nodes:.1f}",
+            f"{one.mean('depth'):.1f}",
+            f"{nodes * of_position / 1024:.0f}",
+            f"{max(r.nodes for r in one.rounds) * of_position / 1024:.0f}",
+            f"{1 - one.mean('emitted') / nodes:.0%}",
+            f"{one.mean('steps'):.1f}",
+            f"{1e3 * one.draft_s:.2f}",
+            f"{speed(one, round_s):.1f}",
+        )
+    return lines
+
+
+def growth(
+    questions: Annotated[
+        list[Path] | None, typer.Option(help="JSONL file of the Spec-Bench form; may be given again.")
+    ] = None,
+    method: Annotated[str, typer.Option(help="The head: block, eagle3, eagle, medusa, hydra.")] = "block",
+    path: Annotated[Path | None, typer.Option(help="Its weights.", show_default="drafter.path")] = None,
+    limit: Annotated[int, typer.Option(help="Questions per file.", min=1)] = 2,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 96,
+    out: Annotated[Path, typer.Option(help="Folder of growth.json and growth.png.")] = Path("growth"),
+    config: ConfigOption = configuration.DEMO,
+    set_: SetOption = None,
+) -> None:
+    """Ask TALON's questions of a head: gate, budget, ungated layers, KV memory, over-confidence."""
+
+    async def main() -> None:
+        if not questions:
+            raise ConfigError("--questions: name at least one JSONL file of the Spec-Bench form")
+        named = {"method": method} | ({} if path is None else {"drafter.path": str(path)})
+        config_ = resolved(configuration.load(config, named | overrides(set_)))
+        console, tokenizer = Console(stderr=True), load_tokenizer(config_.model)
+        suites = {f.stem: [encode_text(tokenizer, q.prompt) for q in read_questions(f, limit)] for f in questions}
+        drafter = build(config_)
+        if not isinstance(drafter, HeadDrafter):
+            raise ConfigError(f"--method={method}: is no draft head; known: block, eagle3, eagle, medusa, hydra, sps")
+        if not drafter.feature_layers:
+            raise ConfigError(f"--method={method}: reads no hidden states: name a head that does")
+        target = Target.load(config_.model, config_.dtype, config_.device)
+        round_s = time_rounds(target)
+        answers = record(target, drafter.head, suites, max_tokens, console)
+        grown = []
+        with console.status("") as status:
+            for setting in settings():
+                status.update(f"{setting.group} {setting.value}")
+                grown.append(replay(drafter.head, setting, answers))
+        _write(out, grown, round_s, position_bytes(target))
+
+    run(main())
+
+
+def _write(out: Path, grown: Sequence[Grown], round_s: Sequence[float], of_position: int) -> None:
+    """The table to the screen and the figure and the rounds to the folder."""
+    try:
+        from .plots import growth_figure
+    except ImportError as error:
+        raise ConfigError(f"no picture: {error}; pip install 'talon-decoding[bench]'") from None
+    Console(width=120).print(table(grown, round_s, of_position))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        kept: dict[str, Any] = {"rows": _ROWS, "round_s": list(round_s), "position_bytes": of_position, "grown": grown}
+        (out / "growth.json").write_bytes(msgspec.json.encode(kept))
+        growth_figure(grown, {(g.group, g.value): speed(g, round_s) for g in grown}, of_position, out / "growth.png")
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be written ({error.strerror}): name another folder") from None

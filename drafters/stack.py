@@ -1,0 +1,289 @@
+"""A head's decoder layers as one program on a CPU: all products, norms and attention of a forward in one call.
+
+Rows are flat and belong to any requests; keys and values of all requests lie in one pool of blocks. A row sees the
+first `prefix` slots of its request and a list of others, so a tree needs no mask (`engine.model.attention`), and no
+row's result depends on the rows beside it. The residual stream and the features are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray
+from torch import Tensor
+
+from drafters.layers import DecoderLayer, Linear, RMSNorm
+from engine.batch import Batch, Int, Segment
+from engine.model.attention import Attention, Rule, has_tiles
+from engine.model.fused import ENTER, NORM, enter_kernel, norm_kernel
+from engine.model.kv_pool import KVCache, KVPool, KVShape
+from engine.model.matmul import MATMUL, set_rows
+from engine.model.simd import BFLOAT16, FLOAT32, LANES, add, int_at, load, store
+from engine.model.team import Program, address_of, kernel, member, members
+
+_BLOCKS = 256  # of the pool at first; it grows
+_ALONE = 8  # rows of a small kernel that are not worth waking the other threads
+
+ADD_TOKENS = np.dtype([(name, "i8") for name in ("table", "tokens", "out", "rows", "columns", "width")])
+
+
+@kernel(ADD_TOKENS)
+def add_tokens_kernel(address: Any) -> None:
+    """out [rows, columns] += table[tokens]. tokens: [rows] int32."""
+    work = carray(address, 1)[0]
+    for row in range(member(), work.rows, members()):
+        source = work.table + int_at(work.tokens + 4 * row) * work.columns * work.width
+        out = work.out + row * work.columns * work.width
+        for at in range(0, work.columns * work.width, LANES * work.width):
+            if work.width == BFLOAT16:
+                store(add(load(out + at, BFLOAT16), load(source + at, BFLOAT16)), out + at, BFLOAT16)
+            else:
+                store(add(load(out + at, FLOAT32), load(source + at, FLOAT32)), out + at, FLOAT32)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """input_norm: None where the stack is given the input of its first product."""
+
+    qkv: Linear
+    decoder: DecoderLayer
+    input_norm: RMSNorm | None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One request's rows of a forward, at the slots from `first` on.
+
+    tokens, positions: [rows]. prefixes: the slots from 0 on that each row sees; others: further ones, ascending, the
+    row's own among them unless its prefix has it.
+    """
+
+    cache: PooledCache
+    first: int
+    tokens: list[int]
+    positions: list[int]
+    prefixes: list[int]
+    others: list[list[int]]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+class PooledCache(KVCache):
+    """One request's keys and values in the pool of a stack."""
+
+    def places(self, first: int, count: int) -> Int:
+        """[count] where the slots from `first` on lie in the pool."""
+        self.reserve(first + count)
+        return self._slots(np.arange(first, first + count, dtype=np.int32))
+
+
+class GrowingPool(KVPool):
+    """A pool that nobody has to wait for."""
+
+    def take(self, wanted: int) -> list[int]:
+        if wanted > self.free:
+            self._grow(max(2 * self.blocks, self.blocks + wanted))
+        return super().take(wanted)
+
+    def _grow(self, blocks: int) -> None:
+        larger = KVPool(self.shape, blocks)
+        larger.keys[:, : self.blocks], larger.values[:, : self.blocks] = self.keys, self.values
+        self.keys, self.values = larger.keys, larger.values
+        self._free = [*range(blocks - 1, self.blocks - 1, -1), *self._free]
+        self._references += [0] * (blocks - self.blocks)
+        self.blocks = blocks
+
+
+def fits(hidden: int, decoder: DecoderLayer) -> bool:
+    """Whether a stack can be made of such layers here."""
+    sizes = (hidden, decoder.gate_up.outputs, decoder.head_dim * (decoder.heads + 2 * decoder.kv_heads))
+    return decoder.device.type == "cpu" and all(size % LANES == 0 for size in sizes)
+
+
+class Stack:
+    """norm: over the last layer's output. of_token: [vocab, qkv], added to the first layer's queries, keys and values.
+
+    `residual` [capacity, hidden] holds the rows' residuals in and out, `x` [capacity, hidden] what the first product
+    takes (where the first layer has no input norm), and in the end the chosen rows' normalised outputs.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        dtype: torch.dtype,
+        norm: RMSNorm | None = None,
+        of_token: Tensor | None = None,
+    ):
+        self.layers, self.dtype, self.norm, self.of_token = list(layers), dtype, norm, of_token
+        first = self.first = layers[0].decoder
+        self.hidden, self.inner = first.out.outputs, first.gate_up.outputs
+        self.qkv = (first.heads + 2 * first.kv_heads) * first.head_dim
+        shape = KVShape(len(layers), first.kv_heads, first.head_dim, dtype, has_tiles(dtype))
+        self.pool = GrowingPool(shape, _BLOCKS)
+        self._turns = first.rotary.halves(256)
+        self._capacity, self._program = 0, Program()
+        self._scratch: Tensor = torch.zeros(0)
+        self._keys = 0  # where the pool's keys are
+
+    def reserve(self, rows: int, positions: int) -> None:
+        """Have room for so many rows, and turns for so many positions."""
+        if positions > len(self._turns):
+            self._turns = self.first.rotary.halves(2 * positions)
+        if rows > self._capacity or self._keys != self.pool.keys.data_ptr():
+            self._build(max(self._capacity, 1 << (rows - 1).bit_length()))
+
+    def run(self, parts: Sequence[Rows], residual: Tensor, x: Tensor | None, chosen: Sequence[int] | None) -> Tensor:
+        """The normalised outputs of the chosen rows (None: all), [chosen, hidden], until the next call.
+
+        residual: [rows, hidden]; x: what the first product takes, for layers without an input norm. A chosen row's
+        output before the norm is in `residual` afterwards.
+        """
+        batch = _batch(parts)
+        rows = len(batch)
+        self.reserve(rows, int(batch.positions.max()) + 1)
+        self.attention.begin(batch)
+        self.residual[:rows] = residual
+        if x is not None:
+            self.x[:rows] = x
+        picked = None if chosen is None else np.asarray(chosen, np.int32)
+        count = rows if picked is None else len(picked)
+        self._rows, self._picked = rows, picked
+        self._set(batch, picked, count)
+        self._program.run(rows, 0, len(self._program))
+        return self.x[:count]
+
+    def read(self, layer: int, kv: Tensor, positions: Sequence[int], cache: PooledCache, first: int) -> None:
+        """Put keys and values, [n, 2 * kv_heads * head_dim] as the layer's product gave them, into the slots from
+        `first` on. positions: [n].
+        """
+        slots, at = cache.places(first, len(kv)), np.asarray(positions, np.int32)
+        self.reserve(1, max(positions) + 1)
+        record, kv = self._enters[layer : layer + 1].copy(), kv.contiguous()
+        record["groups"], record["qkv"], record["rows"] = 0, kv.data_ptr(), len(kv)
+        record["positions"], record["slots"] = at.ctypes.data, slots.ctypes.data
+        record["turns"], record["scratch"] = self._turns.data_ptr(), self._room().data_ptr()
+        enter_kernel()(address_of(record), len(kv) // _ALONE)
+
+    def _room(self) -> Tensor:
+        """A key for each thread."""
+        if self._scratch.numel() < (needed := torch.get_num_threads() * self.pool.shape.dims):
+            self._scratch = torch.zeros(needed)
+        return self._scratch
+
+    def _set(self, batch: Batch, picked: Any, count: int) -> None:
+        """What depends on the batch."""
+        rows = len(batch)
+        self._norms["count"] = self._enters["rows"] = self._adds["rows"] = rows
+        if self.norm is not None:
+            self._norms["count"][-1] = count
+            self._norms["chosen"][-1] = 0 if picked is None else picked.ctypes.data
+        set_rows(self._products, rows)
+        self._enters["positions"], self._enters["slots"] = batch.positions.ctypes.data, batch.slots.ctypes.data
+        self._enters["turns"], self._enters["queries"] = self._turns.data_ptr(), self.attention.queries.data_ptr()
+        self._enters["scratch"], self._adds["tokens"] = self._room().data_ptr(), batch.tokens.ctypes.data
+
+    def _build(self, capacity: int) -> None:
+        """The program for up to `capacity` rows: its buffers and its records."""
+        first, shape, width = self.first, self.pool.shape, self.dtype.itemsize
+        self.attention = Attention(self.pool, first.heads // first.kv_heads)
+        self._capacity, self._keys = capacity, self.pool.keys.data_ptr()
+        sizes = {"x": self.hidden, "qkv": self.qkv, "attended": first.heads * first.head_dim}
+        sizes |= {"inner": self.inner, "delta": self.hidden}
+        self._buffers = {name: torch.zeros(capacity, size, dtype=self.dtype) for name, size in sizes.items()}
+        self.x, self.residual = self._buffers["x"], torch.zeros(capacity, self.hidden)
+        self._norms, self._enters = np.zeros(2 * len(self.layers) + 1, NORM), np.zeros(len(self.layers), ENTER)
+        self._adds, self._products = np.zeros(1, ADD_TOKENS), np.zeros(4 * len(self.layers), MATMUL)
+        self._scales: list[Tensor] = []  # which the records point into
+        self._norms["residual"], self._norms["out"] = self.residual.data_ptr(), self.x.data_ptr()
+        self._norms["hidden"], self._norms["delta"][1:] = self.hidden, self._buffers["delta"].data_ptr()
+        self._enters["qkv"], self._enters["kv_heads"] = self._buffers["qkv"].data_ptr(), shape.kv_heads
+        self._enters["groups"], self._enters["head_dim"] = self.attention.groups, shape.head_dim
+        self._enters["dims"], self._enters["rotated"] = shape.dims, shape.head_dim
+        self._enters["paired"] = shape.paired
+        self._adds["out"], self._adds["columns"] = self._buffers["qkv"].data_ptr(), self.qkv
+        for records in (self._norms, self._enters, self._adds):
+            records["width"] = width
+        self._program = Program()
+        for index, layer in enumerate(self.layers):
+            self._add_layer(index, layer)
+        if self.norm is not None:
+            self._add_norm(2 * len(self.layers), self.norm)
+        else:
+            self._program.call(self._sum)
+
+    def _add_layer(self, index: int, layer: Layer) -> None:
+        decoder = layer.decoder
+        if layer.input_norm is not None:
+            self._add_norm(2 * index, layer.input_norm)
+        self._add_product(4 * index, layer.qkv, "x", "qkv")
+        if index == 0 and self.of_token is not None:
+            self._adds["table"] = self.of_token.data_ptr()
+            self._program.add(add_tokens_kernel(), address_of(self._adds), _ALONE)
+        record = self._enters[index]
+        record["keys"], record["values"] = self.attention.layer_addresses(index)
+        for name, norm in (("query_norm", decoder.query_norm), ("key_norm", decoder.key_norm)):
+            record[name] = 0 if norm is None else self._scale(norm)
+            if norm is not None:
+                record["epsilon"] = float(norm.eps)
+        self._program.add(enter_kernel(), address_of(self._enters, index), _ALONE)
+        rule = Rule(decoder.head_dim**-0.5)
+        self._program.add(self.attention.kernel, self.attention.record(index, rule, self._buffers["attended"]))
+        self._add_product(4 * index + 1, decoder.out, "attended", "delta")
+        self._add_norm(2 * index + 1, decoder.norm)
+        self._add_product(4 * index + 2, decoder.gate_up, "x", "inner")
+        self._add_product(4 * index + 3, decoder.down, "inner", "delta")
+
+    def _add_norm(self, index: int, norm: RMSNorm) -> None:
+        self._norms["weight"][index], self._norms["epsilon"][index] = self._scale(norm), float(norm.eps)
+        self._program.add(norm_kernel(), address_of(self._norms, index), _ALONE)
+
+    def _scale(self, norm: RMSNorm) -> int:
+        self._scales.append(norm.weight.float().contiguous())
+        address: int = self._scales[-1].data_ptr()
+        return address
+
+    def _add_product(self, index: int, linear: Linear, source: str, goal: str) -> None:
+        """A kernel if the product is one that takes rows as they lie in the buffer."""
+        x, out, matmul = self._buffers[source], self._buffers[goal], linear.matmul
+        if matmul is not None and matmul.padded == matmul.inputs:
+            self._products[index : index + 1] = matmul.record(self._capacity, x.data_ptr(), out.data_ptr())
+            self._program.add(matmul.kernel, address_of(self._products, index))
+        else:
+            self._program.call(lambda: out[: self._rows].copy_(linear(x[: self._rows])))
+
+    def _sum(self) -> None:
+        """The last step where no norm adds the last product."""
+        rows = slice(self._rows) if self._picked is None else torch.from_numpy(self._picked)
+        self.residual[: self._rows].add_(self._buffers["delta"][: self._rows])
+        ends = self.residual[rows]
+        self.x[: len(ends)] = ends
+
+
+def _batch(parts: Sequence[Rows]) -> Batch:
+    """The rows of all parts as flat arrays."""
+    others = [rest for part in parts for rest in part.others]
+    counts = [len(rest) for rest in others]
+    ends = list(accumulate(map(len, parts)))
+    slots = [part.cache.places(part.first, len(part)) for part in parts]
+    tables = [part.cache.table for part in parts]
+    starts = list(accumulate(map(len, tables), initial=0))
+    return Batch(
+        segments=tuple(Segment(np.zeros(len(part), np.int32), None, part.cache, part.first) for part in parts),
+        tokens=np.asarray([token for part in parts for token in part.tokens], np.int32),
+        positions=np.asarray([position for part in parts for position in part.positions], np.int32),
+        slots=np.concatenate(slots),
+        spans=[(end - len(part), end) for part, end in zip(parts, ends, strict=True)],
+        prefixes=np.asarray([prefix for part in parts for prefix in part.prefixes], np.int32),
+        others=np.asarray([0, *accumulate(counts)], np.int32),
+        listed=np.asarray([slot for rest in others for slot in rest] or [0], np.int32),
+        tables=np.concatenate(tables),
+        table_of=np.repeat(np.asarray(starts[:-1], np.int32), [len(part) for part in parts]),
+        chosen=np.zeros(0, np.int32),
+        chosen_spans=[],
+    )

@@ -1,0 +1,94 @@
+"""The best of each row of scores, and what their softmax is over: one pass for each where torch takes five."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from engine.model.simd import (
+    BFLOAT16,
+    FLOAT32,
+    LANES,
+    add,
+    exp,
+    float_at,
+    half_at,
+    largest,
+    load,
+    splat,
+    total,
+)
+
+
+class Top(NamedTuple):
+    """values, indices: [rows, k], best first, of equals the first; totals: [rows], sum of exp(score - best score)."""
+
+    values: Tensor
+    indices: Tensor
+    totals: Tensor
+
+
+def top(scores: Tensor, k: int) -> Top:
+    """scores: [rows, columns] of bfloat16 or float32, at least k columns."""
+    if scores.device.type != "cpu" or scores.dtype not in (torch.bfloat16, torch.float32):
+        best = scores.float().topk(k)
+        return Top(best.values, best.indices, (scores.float() - best.values[:, :1]).exp().sum(-1))
+    scores = scores.contiguous()
+    values = np.full((len(scores), k), -np.inf, np.float32)
+    indices = np.zeros((len(scores), k), np.int64)
+    totals = np.zeros(len(scores), np.float32)
+    _top(scores.data_ptr(), scores.itemsize, scores.shape[1], values, indices, totals)
+    return Top(torch.from_numpy(values), torch.from_numpy(indices), torch.from_numpy(totals))
+
+
+@njit(cache=True, nogil=True)
+def _top(scores: int, width: int, columns: int, values: Any, indices: Any, totals: Any) -> None:
+    k, whole = values.shape[1], columns // LANES * LANES
+    for row in range(len(values)):
+        at, best, place = scores + row * columns * width, values[row], indices[row]
+        count = 0
+        for first in range(0, whole, LANES):
+            if count == k and not largest(_numbers(at + first * width, width)) > best[k - 1]:
+                continue
+            for column in range(first, first + LANES):
+                count = _enter(_number(at + column * width, width), column, best, place, count)
+        for column in range(whole, columns):
+            count = _enter(_number(at + column * width, width), column, best, place, count)
+        peak = best[0]
+        sums, down = splat(np.float32(0)), splat(-peak)
+        for first in range(0, whole, LANES):
+            sums = add(sums, exp(add(_numbers(at + first * width, width), down)))
+        rest = total(sums)
+        for column in range(whole, columns):
+            rest += np.exp(_number(at + column * width, width) - peak)
+        totals[row] = rest
+
+
+@njit
+def _enter(value: Any, column: int, best: Any, place: Any, count: int) -> int:
+    """Put the value in its place among the best, if it belongs there; how many there are."""
+    k = len(best)
+    if count == k and not value > best[k - 1]:
+        return count
+    i = min(count, k - 1)
+    while i > 0 and best[i - 1] < value:
+        best[i], place[i] = best[i - 1], place[i - 1]
+        i -= 1
+    best[i], place[i] = value, column
+    return min(count + 1, k)
+
+
+@njit
+def _number(address: int, width: int) -> Any:
+    return half_at(address) if width == BFLOAT16 else float_at(address)
+
+
+@njit
+def _numbers(address: int, width: int) -> Any:
+    if width == BFLOAT16:
+        return load(address, BFLOAT16)
+    return load(address, FLOAT32)

@@ -1,0 +1,131 @@
+"""Drafting for several requests, and for outcomes of several, in the same forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from drafters.base import Verdict
+from drafters.checkpoint import TargetWeights
+from drafters.growth import Adaptive, Dynamic, Policy
+from drafters.head import Head, HeadDrafter
+from engine.sampling import SamplingParams
+from engine.target import bfloat16_bits
+from engine.tree import TokenTree
+from tests.drafters.conftest import HIDDEN
+from tests.drafters.test_block import block
+from tests.drafters.test_eagle import eagle, eagle3, same
+from tests.drafters.test_medusa import hydra, medusa
+
+TEXTS = {1: [5, 6, 7, 8], 2: [9, 3], 3: [11, 12, 13, 14, 15, 16, 17]}
+WANTED = [(1, []), (2, [4]), (3, [21, 22]), (1, [30, 31, 32]), (2, []), (3, [])]
+
+Build = Callable[[Path, TargetWeights], Head]
+
+
+def drafter_of(head: Head, requests: Sequence[int], policy: Policy | None = None) -> HeadDrafter:
+    """A drafter that has the verdict of each request's prefill."""
+    drafter = HeadDrafter(head, policy or Adaptive(budget=20))
+    for request in requests:
+        text = TEXTS[request]
+        drafter.start(request, text, SamplingParams(max_tokens=40))
+        features = torch.randn(len(text), len(head.feature_layers), HIDDEN, generator=torch.manual_seed(request))
+        drafter.observe(request, Verdict(TokenTree.root_only(text[-1]), [0], [20 + request], bfloat16_bits(features)))
+    return drafter
+
+
+heads = pytest.mark.parametrize("build", [eagle, eagle3, block, medusa, hydra], ids=lambda build: build.__name__)
+
+
+@heads
+def test_trees_drafted_for_several_requests_are_those_each_gets_alone(
+    build: Build, tmp_path: Path, target: TargetWeights
+) -> None:
+    head = build(tmp_path, target)
+    together = drafter_of(head, [1, 2, 3]).propose_many(WANTED)
+    for (request, continuation), tree in zip(WANTED, together, strict=True):
+        assert same(drafter_of(head, [request]).propose(request, continuation), tree)
+
+
+@heads
+def test_what_may_follow_is_said_of_several_requests_as_of_one(
+    build: Build, tmp_path: Path, target: TargetWeights
+) -> None:
+    head = build(tmp_path, target)
+    for (request, path), (tokens, chances) in zip(WANTED, drafter_of(head, [1, 2, 3]).following(WANTED), strict=True):
+        ((alone, chances_alone),) = drafter_of(head, [request]).following([(request, path)])
+        assert tokens == alone and chances == pytest.approx(chances_alone, abs=1e-4)
+
+
+@heads
+def test_several_requests_take_the_forwards_of_the_one_that_takes_most(
+    build: Build, tmp_path: Path, target: TargetWeights
+) -> None:
+    head, steps = build(tmp_path, target), []
+    for request in TEXTS:
+        drafter = drafter_of(head, [request])
+        drafter.propose(request)
+        steps.append(drafter.steps)
+    drafter = drafter_of(head, list(TEXTS))
+    drafter.propose_many([(request, ()) for request in TEXTS])
+    assert drafter.steps == max(steps)
+
+
+@pytest.mark.parametrize("build", [eagle, eagle3, block], ids=lambda build: build.__name__)
+def test_the_program_of_all_layers_gives_the_trees_of_plain_operations(
+    build: Build, tmp_path: Path, target: TargetWeights
+) -> None:
+    one, other = build(tmp_path / "a", target), build(tmp_path / "b", target)
+    assert one.stack is not None  # type: ignore[attr-defined]
+    other.stack = None  # type: ignore[attr-defined]
+    few_steps = Dynamic(depth=2, top_k=4, budget=16)  # steps that feed on each other amplify rounding
+    trees = [drafter_of(head, [1, 2, 3], few_steps).propose_many(WANTED) for head in (one, other)]
+    assert all(same(tree, plain) for tree, plain in zip(*trees, strict=True))
+
+
+@pytest.mark.parametrize("build", [eagle3, block], ids=lambda build: build.__name__)
+def test_the_pool_grows_with_the_requests_and_gets_back_what_they_held(
+    build: Build, tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drafters.stack._BLOCKS", 1)
+    head = build(tmp_path, target)
+    drafter = drafter_of(head, [1, 2, 3])
+    trees = drafter.propose_many(WANTED)
+    assert all(
+        same(drafter_of(head, [r]).propose(r, path), tree) for (r, path), tree in zip(WANTED, trees, strict=True)
+    )
+    for request in TEXTS:
+        drafter.finish(request)
+    pool = head.stack.pool  # type: ignore[attr-defined]
+    assert pool.blocks > 1
+    held = drafter_of(head, [1])
+    held.propose(1)
+    free = pool.free
+    held.finish(1)
+    assert pool.free > free
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("build", [eagle, eagle3], ids=lambda build: build.__name__)
+def test_in_bfloat16_the_program_is_as_near_to_the_truth_as_plain_operations(
+    build: Build, tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    truth = build(tmp_path / "a", target)
+    monkeypatch.setattr("drafters.layers.has_native_bfloat16", lambda: True)
+    program, plain = build(tmp_path / "b", target), build(tmp_path / "c", target)
+    plain.stack = None  # type: ignore[attr-defined]
+    features = torch.randn(40, len(truth.feature_layers), HIDDEN, generator=torch.manual_seed(3)).bfloat16()
+    found = []
+    for head in (truth, program, plain):
+        session = head.open([], 64, 32)
+        session.commit(0, features, list(range(40)))
+        (root,) = head.roots([session])
+        ((nodes, first),) = head.extend([(session, [0, 0, 0], [7, 8, 9])])
+        assert root is not None and first is not None
+        first = first.clone()
+        ((_, second),) = head.extend([(session, [nodes[2], nodes[0]], [11, 12])])
+        found.append(torch.cat([root, first, second]).float())
+    assert (found[1] - found[0]).norm() < 1.5 * (found[2] - found[0]).norm() < 0.2 * found[0].norm()
