@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from retrieval_index.dense import DenseIndex
 
 SOURCE = 2
+WARM_UP = 512
+"""Tokens of an answer for which the room of a new request is too small."""
 
 
 class SuffixDrafter(Drafter):
@@ -45,7 +47,7 @@ class SuffixDrafter(Drafter):
     def from_config(cls, config: Config) -> SuffixDrafter:
         warm_up = cls(budget=4)  # kernels are compiled when first called: before the worker is ready, not in a request
         warm_up.start(0, [1, 2, 1], SamplingParams())
-        warm_up.observe(0, Verdict(warm_up.propose(0, [2]), [0], [2]))
+        warm_up.observe(0, Verdict(warm_up.propose(0, [2]), [0], [*range(WARM_UP)]))  # so many that its store grows
         warm_up.finish(0)
         release_compiler()
         dense: DenseIndex | None = None
