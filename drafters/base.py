@@ -59,6 +59,9 @@ class Drafter(ABC):
     together: int = 4
     """How many outcomes to draft for in the same forwards: the more, the longer until the first is there."""
 
+    source: int = 0
+    """The bit that marks its nodes, which the registry gives."""
+
     forward_s: float = 0.0
     """Seconds spent so far in a draft model's forwards; stays 0 for drafters without one."""
 

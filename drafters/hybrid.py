@@ -29,7 +29,6 @@ from engine.pace import Choice
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
 
-SOURCE = 64
 _EDGES = (1e-6, 0.01, 0.03, 0.07, 0.15, 0.25, 0.4, 0.55, 0.7, 0.82, 0.91, 0.97)
 _BLOCK = 4  # rounds with the head or without, until that is thought over
 _NEW, _SLOWLY = 0.1, 0.01  # weight of the latest measurement, of time a token and of chances
@@ -46,10 +45,10 @@ class Merge:
 
     def chance(self, model: float | None, memory: float | None) -> float:
         prior = 1 - (1 - (model or 0.0)) * (1 - (memory or 0.0))
-        return self.calibrator.chance(SOURCE, 0, _pair(model, memory), prior)
+        return self.calibrator.chance(0, _pair(model, memory), prior)
 
     def learn(self, model: float | None, memory: float | None, accepted: bool) -> None:
-        self.calibrator.observe(SOURCE, 0, _pair(model, memory), accepted)
+        self.calibrator.observe(0, _pair(model, memory), accepted)
 
     def candidates(self, model: Following | None, memory: Following) -> list[tuple[int, float | None, float | None]]:
         """Every token that one of them proposes, with the chance that each gives it."""

@@ -17,7 +17,6 @@ from retrieval_index.suffix import SessionIndex
 if TYPE_CHECKING:
     from retrieval_index.dense import DenseIndex
 
-SOURCE = 2
 WARM_UP = 512
 """Tokens of an answer for which the room of a new request is too small."""
 
@@ -64,7 +63,7 @@ class SuffixDrafter(Drafter):
         self.index.start(request, prompt, [passage.tokens for passage in reversed(found)])  # the best one last
 
     def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:
-        return self.index.draft(request, continuation, self.budget, self.length, SOURCE)
+        return self.index.draft(request, continuation, self.budget, self.length)
 
     def observe(self, request: int, verdict: Verdict) -> None:
         self.index.append(request, verdict.tokens)

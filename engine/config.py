@@ -57,8 +57,8 @@ class DrafterConfig(_Section):
     """
 
     budget: int = Field(60, ge=2, le=1024)
-    head: Literal["block", "eagle", "eagle3", "medusa", "hydra", "sps"] = "eagle3"
-    memories: tuple[Literal["pld", "suffix", "recycling", "datastore"], ...] = ("suffix",)
+    head: str = "eagle3"
+    memories: tuple[str, ...] = ("suffix",)
     datastore: str | None = None
     dense: str | None = None
     calibration: str | None = None

@@ -202,7 +202,7 @@ ARRAYS: dict[type, tuple[tuple[str, int], ...]] = {  # dtype and dimensions
     Submit: (("int32", 1), ("int32", 1)),
     Start: (("int32", 1),),
     Verdict: (("int32", 1), ("int32", 1), ("uint16", 3), ("int32", 2), ("int32", 1)),
-    Draft: (("int32", 1), ("int32", 1), ("float32", 1), ("uint8", 1)),
+    Draft: (("int32", 1), ("int32", 1), ("float32", 1), ("uint32", 1)),
 }
 
 _encoder = msgspec.msgpack.Encoder()

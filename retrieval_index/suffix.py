@@ -55,7 +55,7 @@ class SessionIndex:
         self._append(self._requests[request], np.asarray(tokens, np.int32), learn=True)
 
     def draft(
-        self, request: int, continuation: Sequence[int] = (), budget: int = 17, depth: int = 24, source: int = 0
+        self, request: int, continuation: Sequence[int] = (), budget: int = 17, depth: int = 24
     ) -> TokenTree:
         """The likeliest continuations of text and `continuation`, at most `budget` nodes, root included."""
         own, shared = self._requests[request].own, self.shared
@@ -64,9 +64,7 @@ class SessionIndex:
         n = self._kernels.draft(
             own.arena, own.state, shared.arena, shared.state, self.weights, asked, depth, 1e-4, tree, confidence
         )
-        sources = np.full(n, source, np.uint8)
-        sources[0] = 0
-        return TokenTree(tree[0, :n], tree[1, :n], confidence[:n], sources)
+        return TokenTree(tree[0, :n], tree[1, :n], confidence[:n], np.zeros(n, np.uint32))
 
     def finish(self, request: int) -> None:
         """Forget the request; its answer goes to the shared cache."""
