@@ -18,7 +18,6 @@ from engine.tree import TokenTree
 from retrieval_index.datastore import Datastore
 
 
-
 class DatastoreDrafter(Drafter):
     """As published: matches of `longest` down to `shortest` tokens, the trie's most frequent `budget` nodes.
 

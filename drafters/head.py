@@ -28,7 +28,6 @@ from engine.sampling import SamplingParams
 from engine.target import find_device
 from engine.tree import TokenTree
 
-SOURCE = 8
 _FORESEEN = 10  # candidates behind each node, for ranking outcomes where the policy wants fewer
 _USUAL_ROWS = 24  # a layer of a tree seldom has more nodes
 _TREES = 12  # as large as the policy's largest, that a request has room for: those of the likeliest outcomes
@@ -121,7 +120,7 @@ class Head(ABC):
         path, options = weights_path(config), config.drafter
         target = TargetWeights.read(config.model)
         head = cls.load(path, target, find_device(config.device).type)
-        drafter = HeadDrafter(head, policy_of(options, head.published_growth), SOURCE, options.shared_noise)
+        drafter = HeadDrafter(head, policy_of(options, head.published_growth), options.shared_noise)
         drafter.warm_up(target.hidden_size)
         return drafter
 
@@ -171,10 +170,10 @@ class _Request:
 
 
 class HeadDrafter(Drafter):
-    """Drafts with a head and a growth policy. source: the bit that marks its nodes; shared_noise: see `Ranking`."""
+    """Drafts with a head and a growth policy. shared_noise: see `Ranking`."""
 
-    def __init__(self, head: Head, policy: Policy, source: int = SOURCE, shared_noise: bool = True):
-        self.head, self.policy, self.source, self.shared_noise = head, policy, source, shared_noise
+    def __init__(self, head: Head, policy: Policy, shared_noise: bool = True):
+        self.head, self.policy, self.shared_noise = head, policy, shared_noise
         self.feature_layers = head.feature_layers
         self.together = 24 if head.one_pass else 4
         self.error = ErrorScale()
@@ -381,7 +380,7 @@ class HeadDrafter(Drafter):
 
         first: the number of the first of them among those proposed.
         """
-        growths = [self.policy.steps(token, self.source) for token in tokens]
+        growths = [self.policy.steps(token) for token in tokens]
         known = [{0: root} for root in roots]  # per growth: index in its tree -> node of the session
         frontiers: dict[int, Frontier] = {row: next(growth) for row, growth in enumerate(growths)}
         trees: dict[int, TokenTree] = {}

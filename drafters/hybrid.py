@@ -273,7 +273,8 @@ class HybridDrafter(Drafter):
     def _retrieve(self, request: int, continuation: Sequence[int]) -> TokenTree:
         if not self.memories:
             return TokenTree.root_only(continuation[-1] if continuation else self.head.last_token(request))
-        return reduce(TokenTree.union, (memory.propose(request, continuation) for memory in self.memories))
+        trees = (memory.propose(request, continuation).marked(memory.source) for memory in self.memories)
+        return reduce(TokenTree.union, trees)
 
     def _learn(self, retrieved: TokenTree, seen: list[Following], tokens: list[int]) -> None:
         """What a verdict says of every candidate along the accepted path, the head's (`seen`) and retrieval's."""
@@ -315,7 +316,7 @@ def _bucket(chance: float | None) -> int:
 
 def _with_sources(tree: TokenTree, retrieved: TokenTree, head: int) -> TokenTree:
     """The tree, its nodes marked with who proposed them: retrieval where it has them, the head for all others."""
-    source = np.full(len(tree), head, np.uint8)
+    source = np.full(len(tree), head, np.uint32)
     place: list[int | None] = [0] * len(tree)
     source[0] = 0
     for node, (parent, token) in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)):

@@ -11,7 +11,6 @@ from engine.sampling import SamplingParams
 from engine.tree import TokenTree
 
 
-
 class PromptLookup(Drafter):
     """As published: n-grams of `max_ngram` down to `min_ngram` tokens, the first match in the context, a chain of
     `length` tokens. first[n] maps each n-gram to the position behind its first occurrence.

@@ -17,7 +17,6 @@ from engine.sampling import SamplingParams
 from engine.tree import TokenTree
 
 
-
 class TokenRecycling(Drafter):
     """The table is shared by all requests. Trees grow best-first by the learned chance of a successor's rank, where
     the paper has a fixed shape of as many nodes: the best one for the ranks' chances.

@@ -25,7 +25,6 @@ from engine.errors import DrafterMismatch, ModelError
 from engine.target import Target, load_config
 from engine.tree import TokenTree
 
-SOURCE = 4
 _CHUNK = 512  # prompt tokens of one forward
 
 
@@ -52,7 +51,7 @@ class SmallModel(Head):
             head = cls(Target.load(path, config.dtype, config.device))
         widths = options.branches or (1,) * (options.length or 5)
         policy = policy_of(options, level_by_level(widths, options.budget), default="published")
-        return HeadDrafter(head, policy, SOURCE, options.shared_noise)
+        return HeadDrafter(head, policy, options.shared_noise)
 
     def open(self, prompt: Sequence[int], capacity: int, scratch: int) -> SmallSession:
         return SmallSession(self.model, prompt, capacity, scratch)

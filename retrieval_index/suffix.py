@@ -54,9 +54,7 @@ class SessionIndex:
         """The request's answer goes on with `tokens`."""
         self._append(self._requests[request], np.asarray(tokens, np.int32), learn=True)
 
-    def draft(
-        self, request: int, continuation: Sequence[int] = (), budget: int = 17, depth: int = 24
-    ) -> TokenTree:
+    def draft(self, request: int, continuation: Sequence[int] = (), budget: int = 17, depth: int = 24) -> TokenTree:
         """The likeliest continuations of text and `continuation`, at most `budget` nodes, root included."""
         own, shared = self._requests[request].own, self.shared
         tree, confidence = np.empty((2, budget), np.int32), np.empty(budget, np.float32)

@@ -13,7 +13,7 @@ from drafters.growth import Adaptive
 from drafters.head import HeadDrafter
 from drafters.hybrid import HybridDrafter, Merge
 from drafters.prompt_lookup import PromptLookup
-from drafters.suffix import SOURCE as SUFFIX
+from drafters.registry import source_of
 from drafters.suffix import SuffixDrafter
 from engine.sampling import SamplingParams
 from engine.target import bfloat16_bits
@@ -29,6 +29,7 @@ def hybrid(path: Path, target: TargetWeights, text: list[int] = TEXT) -> HybridD
     """A hybrid that has read `text`, of which the last token is the target's; tokens are dear, so any step pays."""
     drafter = HybridDrafter(HeadDrafter(eagle3(path, target), Adaptive(budget=24)), [SuffixDrafter(budget=24)])
     drafter._token_s = 1e6
+    drafter.head.source, drafter.memories[0].source = source_of("eagle3"), source_of("suffix")
     drafter.start(1, text[:-1], SamplingParams(max_tokens=160))
     features = bfloat16_bits(true_features(len(text) - 1, "eagle3"))
     drafter.observe(1, Verdict(TokenTree.root_only(text[-2]), [0], text[-1:], features))
@@ -49,13 +50,13 @@ def test_the_head_drafts_on_below_a_retrieved_node(tmp_path: Path, target: Targe
     tree = drafter.propose(1)
     retrieved = tree.child(0, 8)
     assert retrieved is not None
-    continued = [child for child in tree.children(retrieved) if not tree.source[child] & SUFFIX]
+    continued = [child for child in tree.children(retrieved) if not tree.source[child] & source_of("suffix")]
     assert continued
 
 
 def test_a_node_of_the_index_is_marked_as_such(tmp_path: Path, target: TargetWeights) -> None:
     tree = hybrid(tmp_path, target).propose(1)
-    assert tree.source[0] == 0 and tree.source[tree.child(0, 8)] & SUFFIX
+    assert tree.source[0] == 0 and tree.source[tree.child(0, 8)] & source_of("suffix")
     assert (tree.source[1:] > 0).all()
 
 
