@@ -16,23 +16,17 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, record_function
 
-from engine.model import attention, stock
-from engine.model.attention import attention_kernel
 from engine.model.decoder import LeanDecoder
+from engine.model.lane_attention import lane_kernel
 from engine.model.matmul import units
 from engine.model.packed_linear import PackedLinear, Product
-from engine.model.team import Program
+from engine.model.team import Kernel, Program
+from engine.model.tile_attention import tile_kernel
 from engine.recorded import wait
 from engine.target import Target
 
 PARTS = ("products", "attention", "other", "gaps")
 Seconds = dict[str, float]
-
-_KERNELS = (
-    (attention, "attention_kernel", "attention"),
-    (stock, "store_kernel", "other"),
-)
-"""Our kernels in a stock forward: the module that calls it, what it calls there, and the part that it is of."""
 
 _PRODUCTS = {"linear", "_linear_pointwise", "matmul", "mm", "bmm", "addmm", "baddbmm"}
 _GPU_PRODUCTS = ("gemm", "gemv", "cutlass", "xmma", "nvjet")
@@ -110,7 +104,7 @@ class Clock:
             yield
 
     def _around_steps(self, run: Callable[..., None]) -> Callable[..., None]:
-        parts = {unit.kernel().address: "products" for unit in units()} | {attention_kernel().address: "attention"}
+        parts = {unit.kernel().address: "products" for unit in units()} | _attention_kernels()
 
         def watched(program: Program, rows: int, start: int, stop: int) -> None:
             steps: dict[int, float] = {}
@@ -127,9 +121,8 @@ def _profiled(work: Callable[[], Any], device: torch.device) -> tuple[Seconds, f
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with ExitStack() as patches:
-        for module, name, part in _KERNELS if not cuda else ():
-            kernel = _recorded(part, getattr(module, name)())
-            patches.enter_context(patch.object(module, name, lambda kernel=kernel: kernel))
+        if not cuda:
+            patches.enter_context(patch.object(Kernel, "__call__", _recorded(Kernel.__call__)))
         profiler = patches.enter_context(torch.profiler.profile(activities=activities))
         took = timed(work, device)
     for event in profiler.events():
@@ -140,10 +133,17 @@ def _profiled(work: Callable[[], Any], device: torch.device) -> tuple[Seconds, f
     return seconds, took
 
 
-def _recorded(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(*args: Any) -> Any:
-        with record_function(f"talon::{part}"):
-            return call(*args)
+def _attention_kernels() -> dict[int, str]:
+    return {kernel().address: "attention" for kernel in (lane_kernel, tile_kernel)}
+
+
+def _recorded(call: Callable[..., None]) -> Callable[..., None]:
+    """Calls of kernels of ours in a stock forward, seen by torch's profiler."""
+    parts = _attention_kernels()
+
+    def watched(kernel: Kernel, *args: Any) -> None:
+        with record_function(f"talon::{parts.get(kernel.address, 'other')}"):
+            call(kernel, *args)
 
     return watched
 

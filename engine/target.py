@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from engine.batch import Batch, Segment
 from engine.errors import ConfigError, ModelError
+from engine.model.attention import has_tiles
 from engine.model.decoder import LeanDecoder, OtherStructure
 from engine.model.kv_pool import KVCache, KVPool, KVShape
 from engine.model.masked import MaskedForward, refusal
@@ -251,7 +252,7 @@ class Target:
         heads: int = config.num_attention_heads
         kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
         head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
-        shape = KVShape(self.layers, kv_heads, head_dim, self.dtype)
+        shape = KVShape(self.layers, kv_heads, head_dim, self.dtype, has_tiles(self.dtype))
         memory = int(_POOL_SHARE * _free_memory()) if kv_memory is None else kv_memory
         return KVPool(shape, max(1, memory // shape.block_bytes)), heads // kv_heads
 

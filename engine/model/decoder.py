@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.batch import Batch
-from engine.model.attention import Attention, Rule, attention_kernel
+from engine.model.attention import Attention, Rule
 from engine.model.fused import ENTER, GATE, NORM, enter_kernel, gate_kernel, norm_kernel
 from engine.model.kv_pool import KVPool
 from engine.model.matmul import MATMUL, set_rows
@@ -133,7 +133,7 @@ class _Steps:
         self._enters["qkv"], self._enters["epsilon"] = self._buffers["qkv"].data_ptr(), layers[0].epsilon
         self._enters["kv_heads"], self._enters["groups"] = shape.kv_heads, self.attention.groups
         self._enters["head_dim"], self._enters["dims"] = shape.head_dim, shape.dims
-        self._enters["rotated"] = decoder.turned
+        self._enters["rotated"], self._enters["paired"] = decoder.turned, shape.paired
         self._gates["gate_up"], self._gates["out"] = (self._buffers[name].data_ptr() for name in ("gate_up", "inner"))
         self._gates["inner"] = layers[0].inner
         for records in (self._norms, self._enters, self._gates):
@@ -173,7 +173,7 @@ class _Steps:
         record["key_norm"] = 0 if layer.key_norm is None else layer.key_norm.data_ptr()
         self._program.add(enter_kernel(), address_of(self._enters, index), _ROWS_WORTH_SHARING)
         attended = self._buffers["attended"]
-        self._program.add(attention_kernel(), self.attention.record(index, rule, attended))
+        self._program.add(self.attention.kernel, self.attention.record(index, rule, attended))
         self._add_product(4 * index + 1, layer.out, "attended", "delta")
         self._add_norm(2 * index + 1, layer.inner_norm)
         if layer.gate_up.gated:

@@ -16,6 +16,7 @@ from engine.model.simd import (
     FLOAT32,
     LANES,
     add,
+    copy_half,
     divide,
     exp,
     float_at,
@@ -102,9 +103,9 @@ ENTER = _record(
     "turns",  # [positions, rotated] float32: cosines of the first half of the rotated dimensions, then sines
     "query_norm",  # [head_dim] float32, or 0
     "key_norm",  # [head_dim] float32, or 0
-    "queries",  # out: [kv_heads, rows, groups, dims] float32
-    "keys",  # out: [blocks, kv_heads, dims, 16]
-    "values",  # out: [blocks, kv_heads, 16, dims]
+    "queries",  # out: [kv_heads, rows, groups, dims] float32, paired bfloat16
+    "keys",  # out: one layer's part of the pool
+    "values",
     "scratch",  # [threads, dims] float32
     "rows",
     "kv_heads",
@@ -113,6 +114,7 @@ ENTER = _record(
     "dims",
     "rotated",
     "width",
+    "paired",  # 1: the pool's layout is (`engine.model.kv_pool`)
     floats=("epsilon",),
 )
 
@@ -126,38 +128,61 @@ def enter_kernel(address: Any) -> None:
         x = work.qkv + row * (heads + 2 * work.kv_heads) * size
         for head in range(heads):
             group = head % work.groups
-            place = ((head // work.groups * work.rows + row) * work.groups + group) * work.dims * 4
-            _turned(work, row, x + head * size, work.query_norm, work.queries + place)
+            place = ((head // work.groups * work.rows + row) * work.groups + group) * work.dims
+            if work.paired == 0:
+                _turned(work, row, x + head * size, work.query_norm, work.queries + 4 * place)
+            else:
+                query = work.scratch + member() * work.dims * 4
+                _turned(work, row, x + head * size, work.query_norm, query)
+                _put_halves(query, work.dims, work.queries + 2 * place)
         block, lane = int_at(work.slots + 4 * row) // LANES, int_at(work.slots + 4 * row) % LANES
         key = work.scratch + member() * work.dims * 4
         for head in range(work.kv_heads):
             _turned(work, row, x + (heads + head) * size, work.key_norm, key)
             at = (block * work.kv_heads + head) * work.dims * LANES * work.width
-            _put_key(work, key, work.keys + at + lane * work.width)
-            value = x + (heads + work.kv_heads + head) * size
-            _put_value(work, value, work.values + at + lane * work.dims * work.width)
+            _put_key(work, key, work.keys + at, lane)
+            _put_value(work, x + (heads + work.kv_heads + head) * size, work.values + at, lane)
 
 
 @njit
 def _turned(work: Any, row: int, x: int, weight: int, out: int) -> None:
     """One head's query or key, normalised if there is a weight, turned by its position: [dims] float32."""
-    squares = np.float32(0)
-    for i in range(work.head_dim):
+    whole, lanes = work.head_dim // LANES * LANES, splat(np.float32(0))
+    for i in range(0, whole, LANES):
+        numbers = _numbers(x + i * work.width, work.width)
+        lanes = fma(numbers, numbers, lanes)
+        store(numbers, out + 4 * i, FLOAT32)
+    squares = total(lanes)
+    for i in range(whole, work.head_dim):
         value = _number(x + i * work.width, work.width)
         squares += value * value
         put_float(out + 4 * i, value)
     if weight != 0:
         scale = np.float32(1) / np.sqrt(squares / np.float32(work.head_dim) + work.epsilon)
-        for i in range(work.head_dim):
+        for i in range(0, whole, LANES):
+            scaled = multiply(load(out + 4 * i, FLOAT32), splat(scale))
+            store(multiply(scaled, load(weight + 4 * i, FLOAT32)), out + 4 * i, FLOAT32)
+        for i in range(whole, work.head_dim):
             put_float(out + 4 * i, float_at(out + 4 * i) * scale * float_at(weight + 4 * i))
+    _turn(work, row, out)
+
+
+@njit
+def _turn(work: Any, row: int, out: int) -> None:
     half = work.rotated // 2
+    whole, second = half // LANES * LANES, out + 4 * half
     cosines = work.turns + int_at(work.positions + 4 * row) * work.rotated * 4
     sines = cosines + 4 * half
-    for i in range(half):
-        a, b = float_at(out + 4 * i), float_at(out + 4 * (i + half))
-        cosine, sine = float_at(cosines + 4 * i), float_at(sines + 4 * i)
-        put_float(out + 4 * i, a * cosine - b * sine)
-        put_float(out + 4 * (i + half), b * cosine + a * sine)
+    for i in range(0, 4 * whole, 4 * LANES):
+        a, b = load(out + i, FLOAT32), load(second + i, FLOAT32)
+        cosine, sine = load(cosines + i, FLOAT32), load(sines + i, FLOAT32)
+        store(fma(a, cosine, multiply(multiply(b, sine), splat(np.float32(-1)))), out + i, FLOAT32)
+        store(fma(b, cosine, multiply(a, sine)), second + i, FLOAT32)
+    for i in range(4 * whole, 4 * half, 4):
+        a, b = float_at(out + i), float_at(second + i)
+        cosine, sine = float_at(cosines + i), float_at(sines + i)
+        put_float(out + i, a * cosine - b * sine)
+        put_float(second + i, b * cosine + a * sine)
 
 
 STORE = _record(
@@ -175,6 +200,7 @@ STORE = _record(
     "head_dim",
     "dims",
     "width",
+    "paired",
 )
 
 
@@ -187,44 +213,78 @@ def store_kernel(address: Any) -> None:
     for row in range(member(), work.rows, members()):
         for head in range(heads):
             group = head % work.groups
-            place = ((head // work.groups * work.rows + row) * work.groups + group) * work.dims * 4
+            place = ((head // work.groups * work.rows + row) * work.groups + group) * work.dims
             for i in range(work.head_dim):
                 x = _number(work.query + (row * heads + head) * size + i * work.width, work.width)
-                put_float(work.queries + place + 4 * i, x)
+                if work.paired == 0:
+                    put_float(work.queries + 4 * (place + i), x)
+                else:
+                    put_half(work.queries + 2 * (place + i), x)
         block, lane = int_at(work.slots + 4 * row) // LANES, int_at(work.slots + 4 * row) % LANES
         for head in range(work.kv_heads):
             at = (block * work.kv_heads + head) * work.dims * LANES * work.width
             from_ = (row * work.kv_heads + head) * size
             for i in range(work.head_dim):
                 put_float(key + 4 * i, _number(work.key + from_ + i * work.width, work.width))
-            _put_key(work, key, work.keys + at + lane * work.width)
-            _put_value(work, work.value + from_, work.values + at + lane * work.dims * work.width)
+            _put_key(work, key, work.keys + at, lane)
+            _put_value(work, work.value + from_, work.values + at, lane)
 
 
 @njit
-def _put_key(work: Any, key: int, place: int) -> None:
-    """One head's key, [dims] float32, to its lane of a block: a number every 16."""
-    if work.width == BFLOAT16:
-        for i in range(work.head_dim):
-            put_half(place + i * LANES * 2, float_at(key + 4 * i))
-    else:
-        for i in range(work.head_dim):
-            put_float(place + i * LANES * 4, float_at(key + 4 * i))
+def _key_place(i: int, lane: int, paired: int) -> Any:
+    """Where in a block's keys dimension i of a key lies."""
+    return i // 2 * 2 * LANES + lane * 2 + i % 2 if paired != 0 else i * LANES + lane
 
 
 @njit
-def _put_value(work: Any, value: int, place: int) -> None:
-    if work.width == BFLOAT16:
+def _value_place(i: int, lane: int, paired: int, dims: int) -> Any:
+    """Where in a block's values dimension i of a value lies."""
+    if paired != 0:
+        return i // LANES * LANES * LANES + lane // 2 * 2 * LANES + i % LANES * 2 + lane % 2
+    return lane * dims + i
+
+
+@njit
+def _put_key(work: Any, key: int, block: int, lane: int) -> None:
+    """One head's key, [dims] float32, which is overwritten, to its lane of a block."""
+    if work.paired != 0:
+        _put_halves(key, work.dims, key)
+        for i in range(0, work.dims, 2):  # a pair is four bytes
+            put_float(block + _key_place(i, lane, 1) * 2, float_at(key + 2 * i))
+    elif work.width == BFLOAT16:
         for i in range(work.head_dim):
-            put_half(place + i * 2, half_at(value + i * 2))
+            put_half(block + _key_place(i, lane, 0) * 2, float_at(key + 4 * i))
     else:
         for i in range(work.head_dim):
-            put_float(place + i * 4, float_at(value + i * 4))
+            put_float(block + _key_place(i, lane, 0) * 4, float_at(key + 4 * i))
+
+
+@njit
+def _put_value(work: Any, value: int, block: int, lane: int) -> None:
+    for i in range(work.head_dim):
+        place = _value_place(i, lane, work.paired, work.dims)
+        _copy(value + i * work.width, block + place * work.width, work.width)
+
+
+@njit
+def _copy(source: int, place: int, width: int) -> None:
+    """One number."""
+    if width == BFLOAT16:
+        copy_half(source, place)
+    else:
+        put_float(place, float_at(source))
+
+
+@njit
+def _put_halves(x: int, count: int, place: int) -> None:
+    """`count` float32 numbers, a multiple of 16, to bfloat16, perhaps in their own place."""
+    for i in range(0, count, LANES):
+        store(load(x + 4 * i, FLOAT32), place + 2 * i, BFLOAT16)
 
 
 MOVE = _record(
-    "keys",  # [layers, blocks, kv_heads, dims, 16]
-    "values",  # [layers, blocks, kv_heads, 16, dims]
+    "keys",  # of the whole pool
+    "values",
     "sources",  # [count] int32 slots
     "places",  # [count] int32 slots
     "count",
@@ -233,6 +293,7 @@ MOVE = _record(
     "kv_heads",
     "dims",
     "width",
+    "paired",
 )
 
 
@@ -247,20 +308,13 @@ def move_kernel(address: Any) -> None:
                 block = layer * work.blocks
                 old = ((block + source // LANES) * work.kv_heads + head) * work.dims * LANES
                 new = ((block + place // LANES) * work.kv_heads + head) * work.dims * LANES
-                _copy(work.keys, old + source % LANES, new + place % LANES, LANES, work.dims, work.width)
-                old, new = old + source % LANES * work.dims, new + place % LANES * work.dims
-                _copy(work.values, old, new, 1, work.dims, work.width)
-
-
-@njit
-def _copy(base: int, old: int, new: int, stride: int, count: int, width: int) -> None:
-    """`count` numbers, each `stride` numbers after the one before."""
-    if width == BFLOAT16:
-        for i in range(count):
-            put_half(base + (new + i * stride) * 2, half_at(base + (old + i * stride) * 2))
-    else:
-        for i in range(count):
-            put_float(base + (new + i * stride) * 4, float_at(base + (old + i * stride) * 4))
+                for i in range(work.dims):
+                    before = old + _key_place(i, source % LANES, work.paired)
+                    after = new + _key_place(i, place % LANES, work.paired)
+                    _copy(work.keys + before * work.width, work.keys + after * work.width, work.width)
+                    before = old + _value_place(i, source % LANES, work.paired, work.dims)
+                    after = new + _value_place(i, place % LANES, work.paired, work.dims)
+                    _copy(work.values + before * work.width, work.values + after * work.width, work.width)
 
 
 @njit

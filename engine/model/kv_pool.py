@@ -5,7 +5,9 @@ whose texts begin alike share their blocks, at the same time or one after the ot
 until the room is needed; the one unused for longest goes first.
 
 Layout: keys [layers, blocks, kv_heads, dims, 16], so that 16 keys are read at once, and values [layers, blocks,
-kv_heads, 16, dims]; dims is the head size rounded up to a multiple of 16, filled with zeros.
+kv_heads, 16, dims]; dims is the head size rounded up to a multiple of 16, filled with zeros. Paired, as instructions
+that multiply pairs of bfloat16 want them: a block's keys are [dims / 2, 16, 2], its values [dims / 16, 8, 16, 2] with
+the pairs of neighbouring positions, and dims is a multiple of 32.
 """
 
 from __future__ import annotations
@@ -36,11 +38,13 @@ class KVShape:
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    paired: bool = False
 
     @property
     def dims(self) -> int:
-        """head_dim, rounded up to a multiple of 16."""
-        return -(-self.head_dim // 16) * 16
+        """head_dim, rounded up to a multiple of 16, paired of 32."""
+        whole = 32 if self.paired else 16
+        return -(-self.head_dim // whole) * whole
 
     @property
     def block_bytes(self) -> int:
@@ -116,7 +120,7 @@ class KVPool:
         record["keys"], record["values"] = self.keys.data_ptr(), self.values.data_ptr()
         record["sources"], record["places"], record["count"] = sources.ctypes.data, places.ctypes.data, len(sources)
         record["layers"], record["blocks"], record["kv_heads"] = shape.layers, self.blocks, shape.kv_heads
-        record["dims"], record["width"] = shape.dims, shape.dtype.itemsize
+        record["dims"], record["width"], record["paired"] = shape.dims, shape.dtype.itemsize, shape.paired
         move_kernel()(work.ctypes.data, shape.layers)
 
 

@@ -29,6 +29,7 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 from torch import Tensor
 
+from engine.model.amx import TILE_BYTES, TILE_ROWS, call, configure_tiles, pointer, release_tiles
 from engine.model.simd import (
     BFLOAT16,
     FLOAT32,
@@ -47,8 +48,6 @@ from engine.model.team import Kernel, address_of, kernel, member, members
 
 STEP = 32
 """Inputs of one tile: the number of inputs is rounded up to a multiple of it."""
-_TILE = 1024  # bytes of a tile: 16 rows of 64
-_ROWS = 16  # of a tile
 _PANELS = 2  # that are multiplied at once
 _UNROLLED = 4  # pairs of one turn of the loop over a step's 16
 _BYTE, _INT, _WORD = ir.IntType(8), ir.IntType(32), ir.IntType(64)
@@ -72,43 +71,16 @@ MATMUL = np.dtype(
 )
 
 
-def _call(builder: ir.IRBuilder, name: str, *args: ir.Value) -> None:
-    kind = ir.FunctionType(ir.VoidType(), [arg.type for arg in args])
-    builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
-
-
-def _pointer(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type = _BYTE) -> ir.Value:
-    return builder.inttoptr(address, kind.as_pointer())
-
-
 @intrinsic(prefer_literal=True)
 def _room(context: Any) -> Any:
     """The address of room for the sums of two tiles of rows with two panels; it lasts until the caller returns."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        room = cgutils.alloca_once(builder, ir.ArrayType(_BYTE, 2 * _PANELS * _TILE))
+        room = cgutils.alloca_once(builder, ir.ArrayType(_BYTE, 2 * _PANELS * TILE_BYTES))
         room.align = 64
         return builder.ptrtoint(room, _WORD)
 
     return types.int64(), generate
-
-
-@intrinsic(prefer_literal=True)
-def _configure_tiles(context: Any, tiles: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _call(builder, "llvm.x86.ldtilecfg", _pointer(builder, args[0]))
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
-
-
-@intrinsic(prefer_literal=True)
-def _release_tiles(context: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _call(builder, "llvm.x86.tilerelease")
-        return context.get_dummy_value()
-
-    return types.void(), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -127,23 +99,23 @@ def _sum_tiles(
         sums = [[_BYTE(tile * width + panel) for panel in range(width)] for tile in range(count)]
         rows, matrix = [_BYTE(4), _BYTE(5)], [_BYTE(6), _BYTE(7)]
         for number in itertools.chain(*sums):
-            _call(builder, "llvm.x86.tilezero", number)
-        panel_bytes = builder.mul(steps, _WORD(_TILE))
+            call(builder, "llvm.x86.tilezero", number)
+        panel_bytes = builder.mul(steps, _WORD(TILE_BYTES))
         with cgutils.for_range(builder, steps) as loop:
             here = builder.add(x, builder.mul(loop.index, _WORD(2 * STEP)))
             for tile in range(count):
-                _call(builder, "llvm.x86.tileloadd64", rows[tile], _pointer(builder, here), stride)
+                call(builder, "llvm.x86.tileloadd64", rows[tile], pointer(builder, here), stride)
                 here = builder.add(here, apart)
-            at = builder.add(weights, builder.mul(loop.index, _WORD(_TILE)))
+            at = builder.add(weights, builder.mul(loop.index, _WORD(TILE_BYTES)))
             for panel in range(width):
-                _call(builder, "llvm.x86.tileloadd64", matrix[panel], _pointer(builder, at), _WORD(64))
+                call(builder, "llvm.x86.tileloadd64", matrix[panel], pointer(builder, at), _WORD(64))
                 at = builder.add(at, panel_bytes)
                 for tile in range(count):
-                    _call(builder, "llvm.x86.tdpbf16ps", sums[tile][panel], rows[tile], matrix[panel])
+                    call(builder, "llvm.x86.tdpbf16ps", sums[tile][panel], rows[tile], matrix[panel])
         for tile in range(count):
             for panel in range(width):
-                place = _pointer(builder, builder.add(room, _WORD((tile * width * _ROWS + panel) * 64)))
-                _call(builder, "llvm.x86.tilestored64", sums[tile][panel], place, _WORD(width * 64))
+                place = pointer(builder, builder.add(room, _WORD((tile * width * TILE_ROWS + panel) * 64)))
+                call(builder, "llvm.x86.tilestored64", sums[tile][panel], place, _WORD(width * 64))
         return context.get_dummy_value()
 
     return types.void(tiles, panels, *[types.int64] * 6), generate
@@ -166,27 +138,25 @@ def _sum_vectors(context: Any, rows: Any, panels: Any, x: Any, stride: Any, weig
         for cell in itertools.chain(*sums):
             builder.store(ir.Constant(_SUMS, [0.0] * LANES), cell)
         starts = [builder.add(x, builder.mul(stride, _WORD(row))) for row in range(count)]
-        panel_bytes = builder.mul(steps, _WORD(_TILE))
+        panel_bytes = builder.mul(steps, _WORD(TILE_BYTES))
         anything = ir.Constant(_PAIRS, ir.Undefined)
-        with cgutils.for_range(builder, builder.mul(steps, _WORD(_TILE // 64 // _UNROLLED))) as loop:
+        with cgutils.for_range(builder, builder.mul(steps, _WORD(TILE_BYTES // 64 // _UNROLLED))) as loop:
             for turn in range(_UNROLLED):
                 pair = builder.add(builder.mul(loop.index, _WORD(_UNROLLED)), _WORD(turn))
                 at = builder.add(weights, builder.mul(pair, _WORD(64)))
                 matrix = []
                 for _ in range(width):
-                    matrix.append(builder.load(_pointer(builder, at, _PAIRS), align=4))
+                    matrix.append(builder.load(pointer(builder, at, _PAIRS), align=4))
                     at = builder.add(at, panel_bytes)
                 for row in range(count):
                     here = builder.add(starts[row], builder.mul(pair, _WORD(4)))
-                    two = builder.insert_element(
-                        anything, builder.load(_pointer(builder, here, _INT), align=2), _INT(0)
-                    )
+                    two = builder.insert_element(anything, builder.load(pointer(builder, here, _INT), align=2), _INT(0))
                     two = builder.shuffle_vector(two, anything, ir.Constant(_PAIRS, [0] * LANES))
                     for panel, cell in enumerate(sums[row]):
                         builder.store(builder.call(dot, [builder.load(cell), matrix[panel], two]), cell)
         for row in range(count):
             for panel, cell in enumerate(sums[row]):
-                place = _pointer(builder, builder.add(room, _WORD((row * width + panel) * 64)), _SUMS)
+                place = pointer(builder, builder.add(room, _WORD((row * width + panel) * 64)), _SUMS)
                 builder.store(builder.load(cell), place, align=4)
         return context.get_dummy_value()
 
@@ -208,13 +178,13 @@ def amx_kernel(address: Any) -> None:
     if panel == end:
         return
     steps, stride, room = work.inputs // STEP, work.inputs * 2, _room()
-    tile = min(work.rows, _ROWS)
-    apart = min(work.rows, 2 * _ROWS) - tile
-    _configure_tiles(work.tiles)
+    tile = min(work.rows, TILE_ROWS)
+    apart = min(work.rows, 2 * TILE_ROWS) - tile
+    configure_tiles(work.tiles)
     while panel < end:
         width = min(end - panel, _PANELS)
-        weights = work.weights + panel * steps * _TILE
-        for row in range(0, work.rows, 2 * _ROWS):
+        weights = work.weights + panel * steps * TILE_BYTES
+        for row in range(0, work.rows, 2 * TILE_ROWS):
             first = min(row, work.rows - apart - tile)
             x = work.x + first * stride
             if apart == 0 and width == 2:
@@ -227,9 +197,9 @@ def amx_kernel(address: Any) -> None:
                 _sum_tiles(2, 1, x, apart * stride, stride, weights, steps, room)
             _put(work, first, tile, panel, width, room)
             if apart != 0:
-                _put(work, first + apart, tile, panel, width, room + width * _TILE)
+                _put(work, first + apart, tile, panel, width, room + width * TILE_BYTES)
         panel += width
-    _release_tiles()
+    release_tiles()
 
 
 @kernel(MATMUL)
@@ -239,7 +209,7 @@ def vector_kernel(address: Any) -> None:
     steps, stride, room = work.inputs // STEP, work.inputs * 2, _room()
     while panel < end:
         width = min(end - panel, _PANELS)
-        weights = work.weights + panel * steps * _TILE
+        weights = work.weights + panel * steps * TILE_BYTES
         row = 0
         while row < work.rows:
             x = work.x + row * stride
@@ -331,11 +301,11 @@ def units() -> tuple[Unit, ...]:
 
 def _configurations() -> np.ndarray[Any, np.dtype[np.uint8]]:
     """For each number of a tile's rows, from 0: tiles 0 to 5 have so many, 6 and 7 hold the matrix."""
-    table = np.zeros((_ROWS + 1, 64), np.uint8)
+    table = np.zeros((TILE_ROWS + 1, 64), np.uint8)
     table[:, 0] = 1
     table[:, 16:32].view(np.uint16)[:] = 64
-    table[:, 48:54] = np.arange(_ROWS + 1)[:, None]
-    table[:, 54:56] = _ROWS
+    table[:, 48:54] = np.arange(TILE_ROWS + 1)[:, None]
+    table[:, 54:56] = TILE_ROWS
     return table
 
 
@@ -391,7 +361,7 @@ class Matmul:
 
 def set_rows(records: np.ndarray[Any, Any], rows: int) -> None:
     """What depends on the number of rows."""
-    records["rows"], records["tiles"] = rows, _CONFIGURATIONS[min(rows, _ROWS)].ctypes.data
+    records["rows"], records["tiles"] = rows, _CONFIGURATIONS[min(rows, TILE_ROWS)].ctypes.data
 
 
 def _alternate(both: Tensor) -> Tensor:

@@ -11,12 +11,16 @@ as a number, and a forward makes a hundred of these calls.
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, register_model
+
+binding.initialize_native_asmparser()  # one conversion has no name in LLVM's Python binding
 
 LANES = 16
 _FLOAT, _INT = ir.FloatType(), ir.IntType(32)
@@ -80,11 +84,36 @@ def write(builder: ir.IRBuilder, x: ir.Value, address: ir.Value, width: int) -> 
     if width == FLOAT32:
         builder.store(x, _pointer(builder, address, _VECTOR), align=4)
         return
+    if "+avx512bf16" in _features():
+        kind = ir.FunctionType(_HALVES, [_VECTOR])
+        halves = builder.asm(kind, "vcvtneps2bf16 $1, $0", "=v,v", [x], side_effect=False)
+        builder.store(halves, _pointer(builder, address, _HALVES), align=2)
+        return
     bits = builder.bitcast(x, _INTS)
     odd = builder.and_(builder.lshr(bits, _integers(16)), _integers(1))
     rounded = builder.lshr(builder.add(bits, builder.add(odd, _integers(0x7FFF))), _integers(16))
     rounded = builder.select(builder.fcmp_unordered("uno", x, x), _integers(0x7FC0), rounded)
     builder.store(builder.trunc(rounded, _HALVES), _pointer(builder, address, _HALVES), align=2)
+
+
+@cache
+def _features() -> frozenset[str]:
+    """What this processor can do, as LLVM names it."""
+    return frozenset(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
+
+
+def power_of_two(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """2 ** x for x <= 0, within two units in the last place; 0 from -127 on, for minus infinity too."""
+    low, magic = constant(-127.0), constant(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer
+    x = builder.select(builder.fcmp_ordered("<", x, low), low, x)
+    rounded = builder.fadd(x, magic)
+    r = builder.fsub(x, builder.fsub(rounded, magic))
+    p = constant(1.535336188319500e-4)
+    for coefficient in (1.339887440266574e-3, 9.618437357674640e-3, 5.550332471162809e-2, 2.402264791363012e-1):
+        p = fused(builder, p, r, constant(coefficient))
+    p = fused(builder, fused(builder, p, r, constant(6.931472028550421e-1)), r, constant(1.0))
+    power = builder.shl(builder.bitcast(rounded, _INTS), _integers(23))  # the integer to the exponent's place
+    return builder.bitcast(builder.add(builder.bitcast(p, _INTS), power), _VECTOR)
 
 
 def exponential(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
@@ -176,6 +205,12 @@ def exp(context: Any, x: Any) -> Any:
     return vector(vector), lambda context, builder, signature, args: exponential(builder, args[0])
 
 
+@intrinsic(prefer_literal=True)
+def exp2(context: Any, x: Any) -> Any:
+    """2 ** x, for x <= 0."""
+    return vector(vector), lambda context, builder, signature, args: power_of_two(builder, args[0])
+
+
 def _across(builder: ir.IRBuilder, x: ir.Value, join: Any) -> ir.Value:
     """All lanes joined, in halves: lane i with lane i + 8, then with i + 4, ..."""
     step = LANES // 2
@@ -254,6 +289,18 @@ def put_half(context: Any, address: Any, x: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.float32), generate
+
+
+@intrinsic(prefer_literal=True)
+def copy_half(context: Any, source: Any, place: Any) -> Any:
+    """The two bytes at `source`, as they are, to `place`."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits = builder.load(_pointer(builder, args[0], ir.IntType(16)))
+        builder.store(bits, _pointer(builder, args[1], ir.IntType(16)))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
 
 
 @intrinsic(prefer_literal=True)

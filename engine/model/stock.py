@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from engine.batch import BLOCK, Batch, Segment
-from engine.model.attention import Attention, Rule
+from engine.model.attention import Attention, Rule, has_tiles
 from engine.model.fused import STORE, store_kernel
 from engine.model.kv_pool import KVCache, KVPool, KVShape
 
@@ -73,7 +73,7 @@ class _Entry:
         self._slots = np.zeros(0, np.int32)
         shape, record = attention.pool.shape, self._work[0]
         record["kv_heads"], record["groups"], record["head_dim"] = shape.kv_heads, attention.groups, shape.head_dim
-        record["dims"], record["width"] = shape.dims, shape.dtype.itemsize
+        record["dims"], record["width"], record["paired"] = shape.dims, shape.dtype.itemsize, shape.paired
 
     def begin(self, batch: Batch) -> None:
         self.attention.begin(batch)
@@ -130,7 +130,7 @@ def _whole_text(rule: Rule, query: Tensor, key: Tensor, value: Tensor) -> Tensor
     """Attention of a text's last rows over all of it, none of it in a pool. query: [heads, rows, head_dim]."""
     heads, rows, head_dim = query.shape
     kv_heads, length, _ = key.shape
-    pool = KVPool(KVShape(1, kv_heads, head_dim, query.dtype), -(-length // BLOCK))
+    pool = KVPool(KVShape(1, kv_heads, head_dim, query.dtype, has_tiles(query.dtype)), -(-length // BLOCK))
     attention = Attention(pool, heads // kv_heads)
     cache, entry = KVCache(pool), _Entry(attention)
     cache.reserve(length)

@@ -66,6 +66,9 @@ _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32
 _together = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(_PARALLEL)
 
 
+_SOURCES = ("simd.py", "amx.py", "attention_work.py")  # of what kernels in other files are made
+
+
 class Kernel:
     """A compiled kernel over records of one type."""
 
@@ -101,7 +104,8 @@ def kernel(record: np.dtype[Any]) -> Callable[[Callable[[Any], None]], Callable[
 
 @cache
 def _sources() -> int:
-    return crc32((Path(__file__).parent / "simd.py").read_bytes())
+    folder = Path(__file__).parent
+    return crc32(b"".join((folder / name).read_bytes() for name in _SOURCES))
 
 
 def address_of(records: np.ndarray[Any, Any], index: int = 0) -> int:

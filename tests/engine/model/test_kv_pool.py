@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.batch import BLOCK
 from engine.errors import OutOfBlocks
 from engine.model.kv_pool import KVCache, KVPool, KVShape
+from tests.engine.model.pool_layout import contents, fill
 
 BLOCKS = 12
 
@@ -81,31 +82,34 @@ test_blocks_are_neither_lost_nor_given_twice = Blocks.TestCase
     st.permutations(range(BLOCKS)),
     st.integers(0, 60),
     st.sets(st.integers(0, 39), min_size=1),
-    st.sampled_from([torch.float32, torch.bfloat16]),
-    st.sampled_from([8, 16, 24]),
+    st.sampled_from([(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]),
+    st.sampled_from([8, 16, 24, 64]),
 )
 def test_commit_keeps_the_paths_keys_and_values_in_order_whatever_the_table(
-    table: list[int], past: int, nodes: set[int], dtype: torch.dtype, head_dim: int
+    table: list[int], past: int, nodes: set[int], kind: tuple[torch.dtype, bool], head_dim: int
 ) -> None:
-    pool = KVPool(KVShape(2, 3, head_dim, dtype), BLOCKS)
+    (dtype, paired), (layers, heads) = kind, (2, 3)
+    pool = KVPool(KVShape(layers, heads, head_dim, dtype, paired), BLOCKS)
     pool._free = list(table)
     cache, path = KVCache(pool), sorted(nodes)
     cache.reserve(past + 40)
     cache.length = past
     # keys hold their slot's place in the text, values its negative, plus the dimension's and the layer's share
     parts = torch.arange(head_dim) / 32 + torch.tensor([0.0, 0.5])[:, None]
+    entries = torch.zeros(layers, BLOCKS, heads, BLOCK, pool.shape.dims, dtype=dtype)
     for place in range(past + 40):
         block, lane = int(cache.table[place // BLOCK]), place % BLOCK
-        pool.keys[:, block, :, :head_dim, lane] = (place % 7 + parts)[:, None].to(dtype)
-        pool.values[:, block, :, lane, :head_dim] = (-(place % 7) - parts)[:, None].to(dtype)
+        entries[:, block, :, lane, :head_dim] = (place % 7 + parts)[:, None].to(dtype)
+    fill(pool, entries, -entries)
     cache.pending = 40
     cache.commit(path)
     assert (cache.length, cache.pending) == (past + len(path), 0)
+    keys, values = contents(pool)
     for place, source in enumerate([*range(past), *(past + node for node in path)]):
         block, lane = int(cache.table[place // BLOCK]), place % BLOCK
-        expected = (source % 7 + parts)[:, None].to(dtype).expand(2, 3, head_dim)
-        assert torch.equal(pool.keys[:, block, :, :head_dim, lane], expected)
-        assert torch.equal(pool.values[:, block, :, lane, :head_dim], -expected)
+        expected = (source % 7 + parts)[:, None].to(dtype).expand(layers, heads, head_dim)
+        assert torch.equal(keys[:, block, :, lane, :head_dim], expected)
+        assert torch.equal(values[:, block, :, lane, :head_dim], -expected)
 
 
 def test_taking_more_than_there_is_names_the_key_and_takes_nothing() -> None:

@@ -1,0 +1,98 @@
+"""Tiles of AMX for numba kernels: matrices of 16 rows of 64 bytes that one instruction multiplies.
+
+A tile's number is part of the instruction, so it is a compile-time constant here. Every result is summed over its own
+inputs in one fixed order: a row of a tile has the same bits whatever the other rows hold, and however many there are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+TILE_ROWS = 16
+TILE_BYTES = 1024
+_BYTE = ir.IntType(8)
+
+
+def call(builder: ir.IRBuilder, name: str, *args: ir.Value) -> None:
+    """Call an intrinsic of LLVM that returns nothing."""
+    kind = ir.FunctionType(ir.VoidType(), [arg.type for arg in args])
+    builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+
+def pointer(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type = _BYTE) -> ir.Value:
+    """The pointer to that address."""
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+@intrinsic(prefer_literal=True)
+def configure_tiles(context: Any, sizes: Any) -> Any:
+    """Set the tiles' sizes. sizes: address of the 64 bytes that the processor wants."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        call(builder, "llvm.x86.ldtilecfg", pointer(builder, args[0]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic(prefer_literal=True)
+def release_tiles(context: Any) -> Any:
+    """The thread's tiles are not needed any more."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        call(builder, "llvm.x86.tilerelease")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic(prefer_literal=True)
+def tile_zero(context: Any, tile: Any) -> Any:
+    number = _BYTE(tile.literal_value)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        call(builder, "llvm.x86.tilezero", number)
+        return context.get_dummy_value()
+
+    return types.void(tile), generate
+
+
+@intrinsic(prefer_literal=True)
+def tile_load(context: Any, tile: Any, address: Any, stride: Any) -> Any:
+    """Rows from memory, one every `stride` bytes."""
+    number = _BYTE(tile.literal_value)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        call(builder, "llvm.x86.tileloadd64", number, pointer(builder, args[1]), args[2])
+        return context.get_dummy_value()
+
+    return types.void(tile, types.int64, types.int64), generate
+
+
+@intrinsic(prefer_literal=True)
+def tile_store(context: Any, tile: Any, address: Any, stride: Any) -> Any:
+    """Rows to memory, one every `stride` bytes."""
+    number = _BYTE(tile.literal_value)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        call(builder, "llvm.x86.tilestored64", number, pointer(builder, args[1]), args[2])
+        return context.get_dummy_value()
+
+    return types.void(tile, types.int64, types.int64), generate
+
+
+@intrinsic(prefer_literal=True)
+def tile_dot(context: Any, sums: Any, rows: Any, pairs: Any) -> Any:
+    """sums += rows @ pairs. rows: [m, k] bfloat16; pairs: [k / 2, n, 2] bfloat16; sums: [m, n] float32."""
+    numbers = [_BYTE(tile.literal_value) for tile in (sums, rows, pairs)]
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        call(builder, "llvm.x86.tdpbf16ps", *numbers)
+        return context.get_dummy_value()
+
+    return types.void(sums, rows, pairs), generate
