@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import os
@@ -18,6 +17,7 @@ from rich.table import Table
 
 from engine.errors import ConfigError
 from engine.sampling import SamplingParams
+from engine.tasks import keep_under_way
 
 from .load_figures import LoadRow, p50_p95, tokens_per_second
 from .questions import Question, mixed_questions
@@ -116,12 +116,7 @@ class _Clients:
 
 async def _at_once(clients: _Clients, asked: Iterator[Asked], count: int) -> LevelOfClients:
     level, started_s = LevelOfClients(count), time.perf_counter()
-
-    async def client() -> None:
-        for one in asked:
-            await clients.ask(one, level, started_s)
-
-    await asyncio.gather(*(client() for _ in range(count)))
+    await keep_under_way(count, asked, lambda one: clients.ask(one, level, started_s))
     return level
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from engine import config as configuration
-from engine.cli import DISK_FULL, ConfigOption, SetOption, overrides, run
+from engine.command import DISK_FULL, ConfigOption, SetOption, overrides, run
 from engine.config import Config
 from engine.errors import ConfigError
 from engine.sampling import SamplingParams

@@ -27,6 +27,7 @@ from engine.config import Config, load
 from engine.errors import ConfigError
 from engine.model.resolve import resolved
 from engine.sampling import SamplingParams
+from engine.tasks import gather, keep_under_way
 from engine.text import encode_text, load_tokenizer
 
 from .about import write_about
@@ -154,13 +155,7 @@ class _Bench:
 
     async def at_once(self, engine: Engine, asked: Sequence[Asked], places: int) -> None:
         """So many requests under way until there are no more to begin."""
-        waiting = iter(asked)
-
-        async def place() -> None:
-            for one in waiting:
-                await self._ask(engine, one)
-
-        await _all([place() for _ in range(places)])
+        await keep_under_way(places, asked, lambda one: self._ask(engine, one))
 
     async def arriving(self, engine: Engine, asked: Sequence[Asked], at_s: Sequence[float]) -> None:
         """Each request at its time, whatever is under way."""
@@ -169,7 +164,7 @@ class _Bench:
             await asyncio.sleep(self.started_s + at - time.perf_counter())
             await self._ask(engine, one)
 
-        await _all([later(one, at) for one, at in zip(asked, at_s, strict=True)])
+        await gather(later(one, at) for one, at in zip(asked, at_s, strict=True))
 
     async def _ask(self, engine: Engine, one: Asked) -> None:
         asked_s = self._now_s()
@@ -241,14 +236,3 @@ def _slices(mixed: Sequence[Asked], counts: Sequence[int]) -> Iterator[list[Aske
     endless = itertools.cycle(mixed)
     for count in counts:
         yield list(itertools.islice(endless, count))
-
-
-async def _all(work: Sequence[object]) -> None:
-    """Do all of it at once; should one fail, the others end too."""
-    tasks = [asyncio.ensure_future(one) for one in work]  # type: ignore[call-overload]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

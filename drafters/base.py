@@ -113,5 +113,8 @@ class Drafter(ABC):
         """What it knows of how far its drafts can be trusted, for a later engine's drafter to `recall`."""
         return {}
 
+    def save(self) -> None:  # noqa: B027
+        """Keep what is worth it for a later engine. Called when the worker has ended."""
+
     def recall(self, learned: Learned) -> None:  # noqa: B027
         """Take over what an earlier drafter had learned, as far as it is there; ValueError if it makes no sense."""

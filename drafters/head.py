@@ -23,9 +23,9 @@ from drafters.outcomes import Following
 from drafters.ranking import ErrorScale, Ranking
 from drafters.requirements import weights_path
 from engine.config import Config, DrafterConfig
+from engine.loading import find_device
 from engine.recorded import wait
 from engine.sampling import SamplingParams
-from engine.target import find_device
 from engine.tree import TokenTree
 
 _FORESEEN = 10  # candidates behind each node, for ranking outcomes where the policy wants fewer

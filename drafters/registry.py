@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import ConfigError
@@ -72,6 +73,21 @@ def build(config: Config) -> Drafter:
     drafter: Drafter = getattr(import_module(module), name).from_config(config)
     drafter.source = source_of(config.method)
     return drafter
+
+
+def build_for_worker(config: Config) -> Drafter:
+    """As `build`, with what an earlier engine's drafter has learned, where the configuration names a file for it."""
+    from drafters.experience import Experienced
+
+    drafter, file = build(config), config.drafter.calibration
+    return drafter if file is None else Experienced(drafter, Path(file))
+
+
+def check(config: Config) -> None:
+    """Raise, before anything loads, what the drafter of `config` would refuse at first sight."""
+    from drafters import requirements
+
+    requirements.check(config)
 
 
 def source_of(method: str) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.batch import Segment, Wanted
 from engine.matcher import Matcher
 from engine.messages import Array, Draft, TokenLogprob
 from engine.sampling import SamplingParams
@@ -69,6 +70,13 @@ class Request:
     def reads_all(self) -> bool:
         """Whether the logits behind every token of its prompt are asked for."""
         return self.sampling.prompt_logprobs is not None and not self.has_answer
+
+    def chunk(self, count: int) -> Segment:
+        """The next tokens of its text to read; behind the last of a prompt, logits are wanted to draw from."""
+        start: int = self.cache.length
+        last = start + count == self.read_to and not self.has_answer
+        wanted: Wanted = "all" if self.reads_all else "last" if last else "none"
+        return Segment.of_text(self.text[start : start + count], self.cache, wanted)
 
     def grafts(self, tree: TokenTree) -> list[int]:
         """Tokens to graft onto a draft: what the grammar makes follow, as far as the drafter's budget goes."""

@@ -16,7 +16,6 @@ from pathlib import Path
 from statistics import median
 from typing import TextIO
 
-import anyio
 import msgspec
 from rich.console import Console
 from rich.table import Table
@@ -24,9 +23,10 @@ from rich.table import Table
 from engine.api import Engine
 from engine.config import Config, cores
 from engine.errors import ConfigError, TalonError
+from engine.loading import find_device, find_dtype, load_config, name_of
 from engine.model.resolve import resolved
 from engine.sampling import SamplingParams
-from engine.target import find_device, find_dtype, load_config, name_of
+from engine.tasks import keep_under_way
 from engine.text import encode_text, load_tokenizer
 
 from ..about import write_about
@@ -69,17 +69,14 @@ class Plan:
 
 async def answer(engine: Engine, prompts: Prompts, max_tokens: int, at_once: int) -> tuple[float, list[int]]:
     """As `Process.answer`, of one of Talon's engines."""
-    places, tokens = anyio.CapacityLimiter(at_once), [0] * len(prompts)
+    tokens = [0] * len(prompts)
 
     async def one(place: int) -> None:
-        async with places:
-            result = await engine.generate([*prompts[place]], SamplingParams(max_tokens=max_tokens))
-            tokens[place] = len(result.token_ids)
+        result = await engine.generate([*prompts[place]], SamplingParams(max_tokens=max_tokens))
+        tokens[place] = len(result.token_ids)
 
     started = time.perf_counter()
-    async with anyio.create_task_group() as group:
-        for place in range(len(prompts)):
-            group.start_soon(one, place)
+    await keep_under_way(at_once, range(len(prompts)), one)
     return time.perf_counter() - started, tokens
 
 

@@ -50,7 +50,7 @@ EXAMPLES: list[tuple[Message, list[Any]]] = [
     (Finish(request=1), []),
     (
         Draft(request=1, round=2, draft=3, parent=0, node=1, token=5, draft_us=0),
-        [INTS, INTS, np.ones(3, np.float32), np.ones(3, np.uint8)],
+        [INTS, INTS, np.ones(3, np.float32), np.ones(3, np.uint32)],
     ),
 ]  # fmt: skip
 EVERY = tuple(type(message) for message, _ in EXAMPLES)

@@ -157,7 +157,7 @@ class Liar:
             draft_us=0,
         )
         arrays = [np.asarray(tokens, np.int32), np.asarray(parents, np.int32), confidence.astype(np.float32)]
-        return message, [*arrays, np.zeros(n, np.uint8)]
+        return message, [*arrays, np.zeros(n, np.uint32)]
 
 
 @pytest.mark.parametrize("count", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
