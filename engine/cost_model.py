@@ -133,6 +133,14 @@ class CostModel:
 
     # Prompts.
 
+    def worth_reading_apart(self, requests: int, rows: int) -> bool:
+        """Whether to read so many rows of prompts in a forward of their own while so many requests wait for drafts.
+
+        Two forwards take longer than one over the rows of both, which is to be no more than the wait that they fill.
+        """
+        decoding = max(requests, round(requests * self._rows))
+        return self.seconds(rows) + self.seconds(decoding) - self.seconds(rows + decoding) < self._wait_s
+
     def chunk_rows(self, requests: int, most: int) -> int:
         """Rows of prompts that may ride along with a round of so many requests, so that it is not held up for long."""
         if requests == 0:

@@ -80,7 +80,8 @@ class Scheduler:
             patience_s = self.draft_timeout_s if lonely else min(self.draft_timeout_s, costs.patience_s())
             left_s = max(patience_s - (now_ns - request.asked_ns) / 1e9 for request in missing)
             if left_s > 0:
-                if reading and len(missing) == len(decoding):
+                rows = sum(count for _, count in reading)
+                if rows and len(missing) == len(decoding) and costs.worth_reading_apart(len(decoding), rows):
                     return Plan(reading=reading)
                 return Plan(wait_s=left_s)
         return Plan(decoding, reading) if decoding or reading else Plan(wait_s=self.draft_timeout_s)

@@ -275,3 +275,15 @@ def test_a_chunk_leaves_room_for_the_trees_that_are_verified_beside_it() -> None
     for _ in range(200):
         model.observe_round(2, 8, 2, 0.0)
     assert model.chunk_rows(2, 512) == 16 - 8
+
+
+def test_a_prompt_is_read_apart_only_in_a_wait_that_is_longer_than_what_a_second_forward_costs() -> None:
+    """Nine rows apart and one: 14 + 10 ms; ten rows together: 14 ms."""
+    model = CostModel({1: 0.010, 16: 0.014})
+    for _ in range(400):
+        model.observe_wait(0.009)
+    assert not model.worth_reading_apart(1, 9)
+    for _ in range(400):
+        model.observe_wait(0.011)
+    assert model.worth_reading_apart(1, 9)
+    assert CostModel({1: 1.0}).worth_reading_apart(1, 9) is False

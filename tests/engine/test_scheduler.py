@@ -284,11 +284,15 @@ def test_a_lonely_request_in_turns_always_waits_and_others_while_it_pays() -> No
     assert not requests.waits(costs, 1, ahead=True)
 
 
-def test_while_all_wait_for_drafts_a_prompt_is_read() -> None:
+def test_while_all_wait_long_for_drafts_a_prompt_is_read() -> None:
     requests, one = lonely()
     new = request(Stage(), 2, [2] * 9)
     requests.waiting.append(new)
-    found = plan(requests, one.asked_ns, drafted=True)
+    costs = CostModel({1: 0.010, 8: 0.012, 16: 0.014})
+    assert requests.plan(one.asked_ns, costs, True, False) == Plan(wait_s=1.0), "a chunk of its own takes 10 ms more"
+    for _ in range(200):
+        costs.observe_wait(0.030)
+    found = requests.plan(one.asked_ns, costs, True, False)
     assert found.decoding == [] and found.reading == [(new, 9)]
 
 
