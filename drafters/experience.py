@@ -81,6 +81,7 @@ class Experienced(Drafter):
         self.drafter, self.path = drafter, path
         self.feature_layers, self.successors = drafter.feature_layers, drafter.successors
         self.calibrated, self.together, self.source = drafter.calibrated, drafter.together, drafter.source
+        self.rests = drafter.rests
         self.reliability, self._read = Reliability(), Reliability()  # all of it, and what the file held
         if (learned := check_file(path)) is not None:
             try:

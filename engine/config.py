@@ -12,7 +12,6 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from engine.errors import ConfigError
-from engine.pace import Mode
 from engine.places import ROOT
 
 DEMO = ROOT / "configs" / "demo.yaml"
@@ -143,7 +142,7 @@ class Config(_Section):
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     method: str = "suffix"
-    mode: Mode = "sequential"
+    mode: Literal["sequential", "async", "auto"] = "sequential"
     transport: Literal["inproc", "ipc", "tcp"] = "ipc"
     drafter: DrafterConfig = DrafterConfig()
     verifier: VerifierConfig = VerifierConfig()

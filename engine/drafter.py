@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import math
 import sys
 import time
 from collections import deque
@@ -24,7 +23,7 @@ from drafters.outcomes import Outcome as Guess
 from drafters.outcomes import likeliest
 from engine.drafting import Outcome, Request, Running, Sent, Wanted
 from engine.errors import ProtocolError
-from engine.messages import Array, Draft, Finish, Heartbeat, Hello, Ready, Start, Stop, Verdict
+from engine.messages import Array, Draft, Finish, Heartbeat, Hello, Rates, Ready, Start, Stop, Verdict
 from engine.trace import Trace
 from engine.transport import Line
 from engine.tree import GRAFT_CHANCE, TokenTree
@@ -33,7 +32,7 @@ FROM_VERIFIER = (Start, Verdict, Finish)
 FROM_FRONT_END = (Stop,)
 HEARTBEAT_S = 0.5
 OUTCOMES = 24  # drafted for in one round at most
-_ENOUGH = 0.75  # of the usual expected tokens: with so many a tree goes out unfinished if it is waited for
+_ENOUGH = 0.75  # of the tokens that rounds usually bring: with so many a tree goes out unfinished if it is waited for
 
 
 class Overtaken(Exception):
@@ -48,8 +47,7 @@ class DrafterWorker:
         self.trace = Trace(control, traced)
         self.poller = zmq.Poller()
         self.requests: dict[int, Request] = {}
-        self.expected = 2.0  # tokens that a tree usually brings, by its own account
-        self.round_ns: dict[bool, float] = {}  # how long the rounds of a root alone (True) and of a tree take
+        self.rates = Rates()
         self.heard_ns = 0
         self.stopping = False
 
@@ -79,7 +77,12 @@ class DrafterWorker:
             self._hear(Finish(request=number), [])
         wants = self.drafter
         self.verdicts.send(
-            Hello(feature_layers=wants.feature_layers, successors=wants.successors, calibrated=wants.calibrated)
+            Hello(
+                feature_layers=wants.feature_layers,
+                successors=wants.successors,
+                calibrated=wants.calibrated,
+                rests=wants.rests,
+            )
         )
 
     def _work(self) -> None:
@@ -136,28 +139,18 @@ class DrafterWorker:
         tree = request.verified(message.draft).grafted(arrays[4].tolist(), GRAFT_CHANCE)
         if message.round != request.round or not _follows(tree, path, tokens):
             raise ProtocolError("verdict is of another round or does not follow its tree")
-        self._time(request, started)
-        request.ahead = message.ahead
-        request.conclude(message.draft, path, tokens, message.alone, started)
+        self.rates, request.ahead = message.rates, message.ahead
+        request.conclude(message.draft, path, tokens, message.alone, started + round(message.rates.round_s * 1e9))
         waited_for = isinstance(request.state, Wanted)
         if not request.given_up:
             features = arrays[2] if arrays[2].size else None
             successors = arrays[3] if len(arrays[3]) == len(tree) else None
-            self.drafter.observe(message.request, Observed(tree, path, tokens, features, successors))
+            self.drafter.observe(
+                message.request, Observed(tree, path, tokens, features, successors, message.rest, message.rates.token_s)
+            )
             if not waited_for:
                 self.drafter.settle()
         self.trace.span("sync (miss)" if waited_for else "sync", started, message.request)
-
-    def _time(self, request: Request, now_ns: int) -> None:
-        """A verdict has come: learn how long a round takes from one verdict to the next."""
-        if isinstance(running := request.state, Running) and running.since_ns is not None:
-            kind, taken_ns = running.under.draft == 0, now_ns - running.since_ns
-            self.round_ns[kind] = 0.8 * self.round_ns.get(kind, taken_ns) + 0.2 * taken_ns
-
-    def _due_ns(self, running: Running) -> float:
-        """When the verdict of the round under way is to be expected."""
-        since_ns = -math.inf if running.since_ns is None else running.since_ns
-        return since_ns + self.round_ns.get(running.under.draft == 0, math.inf)
 
     def _give_up(self, number: int, error: Exception) -> None:
         """The drafter cannot go on with this request: it gets root-only trees, which is plain decoding."""
@@ -179,7 +172,6 @@ class DrafterWorker:
         def propose(of: list[int]) -> None:
             for number, tree in zip(of, self.drafter.propose_many([(number, ()) for number in of]), strict=True):
                 trees[number] = tree
-                self.expected += 0.1 * (float(tree.confidence.sum()) - self.expected)
 
         if lacking := [n for n in numbers if not self._enough(trees[n]) and not self.requests[n].given_up]:
             self._attempt(propose, lacking)
@@ -193,7 +185,7 @@ class DrafterWorker:
 
     def _enough(self, tree: TokenTree) -> bool:
         """Whether the tree may go out as it is."""
-        return len(tree) > 1 and float(tree.confidence.sum()) > _ENOUGH * self.expected
+        return len(tree) > 1 and float(tree.confidence.sum()) > _ENOUGH * self.rates.tokens
 
     def _draft_ahead(self, numbers: list[int]) -> None:
         """Trees for the next few of the likeliest outcomes of the rounds under way."""
@@ -219,7 +211,7 @@ class DrafterWorker:
                 for guess in reversed(batch):  # for those of other requests than the message's there is time yet
                     running[guess.request].put_back(guess)
                 raise Overtaken
-            if any(now_ns <= self._due_ns(running[guess.request]) < now_ns + step_ns for guess in batch):
+            if any(now_ns <= running[guess.request].due_ns < now_ns + step_ns for guess in batch):
                 trees = so_far()
                 raise Overtaken
 

@@ -10,6 +10,7 @@ Running --verdict, its tree was sent--> Running       Running --verdict, it was 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -49,13 +50,13 @@ class Wanted:
 
 @dataclass
 class Running:
-    """under: the tree that is verified, number 0 for the root alone. since_ns: when the round began, None if that is
-    not known. guesses: its outcomes that are to be drafted for, None before they are ranked. ahead: the trees sent for
-    its outcomes. begun: those whose drafting was broken off.
+    """under: the tree that is verified, number 0 for the root alone. due_ns: when its verdict is to be expected, inf if
+    that is not known. guesses: outcomes that are to be drafted for, None before they are ranked. ahead: the trees sent
+    for outcomes. begun: those whose drafting was broken off.
     """
 
     under: Sent
-    since_ns: int | None
+    due_ns: float
     guesses: deque[Guess] | None = None
     ahead: dict[Outcome, Sent] = field(default_factory=dict)
     begun: dict[Outcome, TokenTree] = field(default_factory=dict)
@@ -74,14 +75,16 @@ class Running:
 State = Reading | Wanted | Running
 
 
-def after_verdict(state: State, outcome: Outcome, alone: bool, now_ns: int) -> State:
-    """The outcome came true. alone: the next round is under way and verifies its token alone."""
+def after_verdict(state: State, outcome: Outcome, alone: bool, due_ns: float) -> State:
+    """The outcome came true. alone: the next round is under way and verifies its token alone. due_ns: when
+    that round ends, if it is under way.
+    """
     if alone:
-        return Running(Sent(0, TokenTree.root_only(outcome.token)), now_ns)
+        return Running(Sent(0, TokenTree.root_only(outcome.token)), due_ns)
     if not isinstance(state, Running):
         return Wanted(outcome)
     if (sent := state.ahead.get(outcome)) is not None:
-        return Running(sent, now_ns)
+        return Running(sent, due_ns)
     return Wanted(outcome, state.begun.get(outcome))
 
 
@@ -120,16 +123,16 @@ class Request:
             return self.state.under.tree
         raise ProtocolError("verdict is about a draft that the round under way does not verify")
 
-    def conclude(self, draft: int, path: list[int], tokens: list[int], alone: bool, now_ns: int) -> None:
+    def conclude(self, draft: int, path: list[int], tokens: list[int], alone: bool, due_ns: float) -> None:
         """A verdict: the round ended at path's last node, and the next one begins."""
         self.round, self.last_token = self.round + 1, tokens[-1]
-        self.state = after_verdict(self.state, Outcome(draft, path[-1], tokens[-1]), alone, now_ns)
+        self.state = after_verdict(self.state, Outcome(draft, path[-1], tokens[-1]), alone, due_ns)
 
     def answer(self, tree: TokenTree) -> tuple[Outcome, Sent]:
         """The tree that was waited for: with it the round runs."""
         assert isinstance(self.state, Wanted)
         outcome, sent = self.state.outcome, self._number(tree)
-        self.state = Running(sent, None)
+        self.state = Running(sent, math.inf)
         return outcome, sent
 
     def add(self, outcome: Outcome, tree: TokenTree) -> Sent:

@@ -15,7 +15,8 @@ from engine.request import Request
 from engine.sampling import SamplingParams
 from engine.scheduler import Plan, Scheduler
 
-COSTS = CostModel({1: 0.010, 8: 0.012, 16: 0.014, 32: 0.018, 64: 0.030})
+FORWARDS = {1: 0.010, 8: 0.012, 16: 0.014, 32: 0.018, 64: 0.030}
+COSTS, AHEAD = CostModel(FORWARDS), CostModel(FORWARDS, mode="async")
 
 
 class Stage:
@@ -65,7 +66,7 @@ def decode(*requests: Request) -> None:
 
 
 def plan(of: Scheduler, now_ns: int = 0, drafted: bool = False, ahead: bool = False) -> Plan:
-    return of.plan(now_ns, COSTS, drafted, ahead)
+    return of.plan(now_ns, AHEAD if ahead else COSTS, drafted)
 
 
 def test_prompts_are_read_in_chunks_in_the_order_in_which_they_came() -> None:
@@ -277,11 +278,11 @@ def test_of_several_none_waits_longer_than_usual() -> None:
 
 def test_a_lonely_request_in_turns_always_waits_and_others_while_it_pays() -> None:
     requests, _ = lonely()
-    costs = CostModel({1: 0.010, 8: 0.012})
-    while costs.worth_waiting(1, 1):
-        costs.observe_wait(costs.patience_s())
-    assert requests.waits(costs, 1, ahead=False)
-    assert not requests.waits(costs, 1, ahead=True)
+    for mode, waits in (("sequential", True), ("async", False)):
+        costs = CostModel({1: 0.010, 8: 0.012}, mode=mode)
+        while costs.worth_waiting(1, 1):
+            costs.observe_wait(costs.patience_s())
+        assert requests.waits(costs, 1) == waits
 
 
 def test_while_all_wait_long_for_drafts_a_prompt_is_read() -> None:
@@ -289,10 +290,10 @@ def test_while_all_wait_long_for_drafts_a_prompt_is_read() -> None:
     new = request(Stage(), 2, [2] * 9)
     requests.waiting.append(new)
     costs = CostModel({1: 0.010, 8: 0.012, 16: 0.014})
-    assert requests.plan(one.asked_ns, costs, True, False) == Plan(wait_s=1.0), "a chunk of its own takes 10 ms more"
+    assert requests.plan(one.asked_ns, costs, True) == Plan(wait_s=1.0), "a chunk of its own takes 10 ms more"
     for _ in range(200):
         costs.observe_wait(0.030)
-    found = requests.plan(one.asked_ns, costs, True, False)
+    found = requests.plan(one.asked_ns, costs, True)
     assert found.decoding == [] and found.reading == [(new, 9)]
 
 
