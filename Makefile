@@ -1,6 +1,7 @@
 # make demo: get a real model (93 MB, once) and answer a question with it. make test: everything CI checks.
-# make soak MINUTES=30: mixed load with cancelled requests and killed workers; memory must stay flat.
-# make mutants: plants thousands of faults in the modules that decide what is exact; the tests must see them (half an hour).
+# make soak MINUTES=30: mixed load with cancelled requests and killed workers, and against a server; memory must stay flat.
+# make mutants: plants faults in the modules that decide what is exact; the tests must see them. It tries MOST=60 of each
+# module, drawn with SEED=1; MOST=1000 tries all.
 # make demo-heads DATA=prompts.jsonl: train the drafters of models/demo/heads again; hours on two cores.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -26,9 +27,9 @@ demo-heads: .venv/installed
 	  mkdir -p models/demo/heads/$$head && cp out/heads/$$head/*.json out/heads/$$head/*.safetensors models/demo/heads/$$head/; \
 	done
 
-bench: .venv/installed
-	test -n "$(EVAL)" || { echo 'make bench: name the folder of question files: EVAL=DIR'; exit 2; }
-	$(BIN)/talon bench --config configs/demo-17m.yaml --methods all --out benchmarks/results $(foreach suite,gsm8k humaneval alpaca mt_bench sum qa,--questions $(EVAL)/$(suite).jsonl) --limit $(or $(LIMIT),20)
+evidence: .venv/installed
+	test -n "$(EVAL)" || { echo 'make evidence: name the folder of question files: EVAL=DIR'; exit 2; }
+	$(BIN)/talon evidence --questions $(EVAL) --out $(or $(OUT),benchmarks/results/smollm2-135m) --minutes $(or $(MINUTES),60) $(if $(RIVALS),--rivals $(RIVALS) --gguf $(GGUF))
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -41,14 +42,12 @@ test: lint types
 	$(BIN)/python -m pytest
 
 soak: .venv/installed
-	TALON_SOAK_MINUTES=$(or $(MINUTES),30) $(BIN)/python -m pytest -m slow -s tests/faults/test_soak.py
+	TALON_SOAK_MINUTES=$(or $(MINUTES),30) $(BIN)/python -m pytest -m slow -s tests/faults/test_soak.py tests/engine/server/test_soak.py
 
 mutants: .venv/installed
-	rm -rf mutants
-	OMP_NUM_THREADS=1 $(BIN)/mutmut run --max-children $(or $(CHILDREN),2)
-	$(BIN)/python -m tests.mutants
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants --most $(or $(MOST),60) --seed $(or $(SEED),1) --children $(or $(CHILDREN),2)
 
 clean:
 	rm -rf mutants .venv build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-.PHONY: install model demo demo-heads bench lint types test soak mutants clean
+.PHONY: install model demo demo-heads evidence lint types test soak mutants clean

@@ -32,14 +32,16 @@ from engine.text import encode_text, load_tokenizer
 
 from .about import write_about
 from .bench import progress_bar
-from .contestants import CONTESTANTS, PEERS, check_name
-from .figures import BASELINE
-from .load_figures import LoadRow, requests_per_second
+from .budget import Budget, is_narrow
+from .contestants import CONTESTANTS, check_name
+from .figures import BASELINE, PEERS
+from .load_figures import LoadRow, at_once, cells, requests_per_second
 from .questions import Question, mixed_questions
 from .starting import start_each
 
 CAPACITY_AT = 16
 """What arrivals are a share of: the requests a second that plain decoding answers with so many at once."""
+_MOST = 20  # repeats
 _ROUNDS = 2  # requests at a level, for each place
 
 Texts = Mapping[tuple[int, ...], list[int]]
@@ -67,12 +69,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Load:
-    """What is measured. levels: requests at once; shares: arrivals as shares of plain decoding's capacity."""
+    """What is measured. levels: requests at once; shares: arrivals as shares of plain decoding's capacity. repeats: of
+    all of it; with minutes, as many as these allow, of the levels whose intervals are not narrow yet.
+    """
 
     levels: Sequence[int]
     shares: Sequence[float]
     sampling: SamplingParams
     repeats: int
+    minutes: float | None = None
 
 
 def settings_of(name: str, config: Config, heads: Path | None = None) -> Config:
@@ -115,12 +120,17 @@ async def run_load(
     rows: list[LoadRow] = []
     with progress_bar(console) as progress, (out / "load.jsonl").open("w", encoding="utf8") as results:
         different = {tuple(one.prompt): one for part in questions.values() for one in part}
+        budget = Budget(what.minutes)
         total = len(different) + len(names) * what.repeats * wanted
         bench = _Bench(what.sampling, results, rows, progress, total)
         async with engines([BASELINE], config, None, console) as alone:
             bench.texts = {prompt: await bench.text(alone[BASELINE], one) for prompt, one in different.items()}
         order = random.Random(what.sampling.seed)
-        for repeat in range(what.repeats):
+        for repeat in range(_MOST if budget.bounded else what.repeats):
+            if repeat and (
+                budget.spent or not (questions := {p: q for p, q in questions.items() if not _known(p, rows)})
+            ):
+                break
             async with engines(names, config, heads, console) as started:
                 for part, asked in questions.items():
                     for name in order.sample(list(started), len(started)):
@@ -229,6 +239,14 @@ def _parts(what: Load, suites: int) -> dict[Part, int]:
     levels = [*what.levels, *([CAPACITY_AT] if what.shares and CAPACITY_AT not in what.levels else [])]
     counts = {Part(level=level): max(_ROUNDS * level, suites) for level in levels}
     return counts | {Part(share=share): _ROUNDS * CAPACITY_AT for share in what.shares}
+
+
+def _known(part: Part, rows: Sequence[LoadRow]) -> bool:
+    """Whether it need not be measured again; arrivals always need plain decoding's capacity of the same repeat."""
+    if part.level is None or any(row.arrivals is not None for row in rows):
+        return False
+    ratios = [some for (_, setting, _), some in cells(rows).items() if setting == at_once(part.level)]
+    return all(is_narrow([*some.values()]) for some in ratios)
 
 
 def _slices(mixed: Sequence[Asked], counts: Sequence[int]) -> Iterator[list[Asked]]:

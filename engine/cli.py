@@ -33,7 +33,7 @@ app = typer.Typer(
 
 _MEASUREMENTS = (
     *(("commands", name) for name in ("bench", "check", "report", "qa")),
-    *((name, name) for name in ("replay", "shapes", "profile", "pauses", "timeline")),
+    *((name, name) for name in ("evidence", "replay", "shapes", "profile", "pauses", "timeline")),
 )
 """Commands of the package of benchmarks, by the module they are in."""
 

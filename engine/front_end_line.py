@@ -112,6 +112,7 @@ class FrontEndLine:
             sources=conclusion.sources,
             logprobs=conclusion.logprobs,
             prompt_logprobs=tuple(request.prompt_logprobs),
+            cached=request.cached,
         )
         request.prompt_logprobs = []
         self.line.send(tokens)

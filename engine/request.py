@@ -26,8 +26,9 @@ class Request:
 
     answer: tokens that an earlier verifier, or this one before the request was preempted, has emitted: they are read
     like the prompt, and decoding goes on behind them. read_to: the position up to which the text has to be read before
-    it is decoded. matcher: of its grammar. drafted: whether it wants drafts. drafts: by outcome; those of outcomes that
-    did not come true are dropped every round. features: of positions read, until a verdict takes them along.
+    it is decoded; cached: positions of it that others had read before. matcher: of its grammar. drafted: whether it
+    wants drafts. drafts: by outcome; those of outcomes that did not come true are dropped every round. features: of
+    positions read, until a verdict takes them along.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Request:
         self.cache: Any = target.open_cache(len(prompt) + sampling.max_tokens + draft_room)
         self.read_to = len(self.text) - bool(answer)
         self.has_answer = bool(answer)
+        self.cached = 0
         self.trust = Trust()
         self.round = 0
         self.outcome: Outcome = (1, 0, 0, self.text[-1]) if answer else (0, 0, 0, 0)

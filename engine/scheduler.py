@@ -142,7 +142,9 @@ class Scheduler:
                 continue
             text = request.text[: request.read_to - (not request.has_answer)]
             if self.shares_prefixes and not request.reads_all and request.target.pool is not None:
+                known = request.cache.length
                 request.cache.adopt(text)
+                request.cached += request.cache.length - known
                 ending = request.cache.next_ending(text)
                 if ending is not None and ending in under_way:
                     continue

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,10 @@ from engine.model.attention import has_tiles
 from engine.model.decoder import LeanDecoder, OtherStructure
 from engine.model.kv_pool import KVCache, KVPool, KVShape
 from engine.model.masked import MaskedForward, refusal
-from engine.model.packed_linear import pack_linears
+from engine.model.packed_linear import can_multiply, pack_linears
 from engine.model.pointwise import PointwiseOperations
+from engine.model.quantised import Quantised
+from engine.model.quantised_file import read_quantised
 from engine.model.stock import NAME, StockForward, Unsupported
 from engine.model.windows import short_windows
 from engine.tree import TokenTree
@@ -41,7 +44,9 @@ class Target:
     the same bits whatever stands beside it in the forward; inexact: why not, "" if it is exact.
     """
 
-    def __init__(self, model: Any, name: str, kv_memory: int | None = None):
+    def __init__(
+        self, model: Any, name: str, kv_memory: int | None = None, quantised: dict[int, Quantised] | None = None
+    ):
         self.model = model.eval()
         self.name = name
         config = model.config.get_text_config()
@@ -57,13 +62,16 @@ class Target:
         self.inexact = ""
         self._forward: LeanDecoder | StockForward | None = None
         self._masked: MaskedForward | None = None
+        self._quantised = quantised or {}
         self._choose_forward(kv_memory)
+        self._quantised = {}  # what the forward took of it, it has laid out its own way
 
     @classmethod
     def load(cls, path: str, dtype: str = "auto", device: str = "auto", kv_memory: int | None = None) -> Target:
         """Load a checkpoint directory or hub id. kv_memory: bytes for keys and values, None for a share of the free."""
         model = load_model(path, dtype, find_device(device))
-        target = cls(model, path, kv_memory)
+        multiplies = can_multiply(model.get_input_embeddings().weight)
+        target = cls(model, path, kv_memory, read_quantised(Path(path), model) if multiplies else None)
         if isinstance(target._forward, LeanDecoder):
             model.model.layers = torch.nn.ModuleList()  # the decoder has copies, laid out its own way
         return target
@@ -213,7 +221,7 @@ class Target:
         """
         assert self.pool is not None
         try:
-            lean = LeanDecoder(self.model, self.pool, groups, stock.rules)
+            lean = LeanDecoder(self.model, self.pool, groups, stock.rules, self._quantised)
         except (OtherStructure, AttributeError):  # a part that the structure has is not there
             return False
         self._forward = lean

@@ -82,12 +82,15 @@ class SpeculativeDecoding(BaseModel):
 
 
 class AnswerMetrics(BaseModel):
-    """How an answer, or several choices together, came about. exact: the text is that of plain decoding."""
+    """How an answer, or several choices together, came about. decoding_s: from the first token to the last, by the
+    verifier's clock; of several choices the longest. exact: the text is that of plain decoding.
+    """
 
     rounds: int
     mean_accepted_tokens: float
     tokens_per_second: float
     time_to_first_token_s: float
+    decoding_s: float
     exact: bool
     speculative_decoding: SpeculativeDecoding
 

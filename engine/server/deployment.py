@@ -75,7 +75,9 @@ class Replica:
             traces=arguments.traces,
         )
         self.engine = await Engine.start(config)
-        self.app = create_app(Serving(self.engine, settings))
+        serving = Serving(self.engine, settings)
+        await serving.warm_up()
+        self.app = create_app(serving)
 
     async def handle(self, request: bytes) -> AsyncGenerator[bytes]:
         """An HttpRequest; yields what `in_process.answer` does."""

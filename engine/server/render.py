@@ -228,6 +228,7 @@ def _metrics(results: Sequence[Result]) -> AnswerMetrics:
         mean_accepted_tokens=(tokens - len(results)) / len(rounds) if rounds else 0.0,
         tokens_per_second=tokens / longest_s,
         time_to_first_token_s=min(result.metrics.time_to_first_token_s for result in results),
+        decoding_s=max(sum(round_.round_us for round_ in result.rounds[1:]) for result in results) / 1e6,
         exact=all(result.metrics.exact for result in results),
         speculative_decoding=SpeculativeDecoding(
             drafts=drafted.drafts,

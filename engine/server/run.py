@@ -42,6 +42,7 @@ async def run_server(config: Config, settings: Settings, where: Listening) -> No
     with listen(where) as listener, _ended_by_sigterm():
         async with await Engine.start(config) as engine:
             serving = Serving(engine, settings)
+            await serving.warm_up()
             server = _Server(_uvicorn(serving, where), serving)
             await server.serve(sockets=[listener])
             serving.traces.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 import msgspec
@@ -14,6 +14,9 @@ from prometheus_client import CollectorRegistry
 
 from engine.answer import Piece, Result
 from engine.api import Engine
+from engine.errors import RequestError, RequestFailed
+from engine.grammar import Grammar
+from engine.sampling import SamplingParams
 from engine.server import choices
 from engine.server.connection import EventStream, while_there
 from engine.server.errors import ApiError, api_error, returning
@@ -26,6 +29,11 @@ from engine.server.translate import Wanted
 from engine.server.vocabulary import Vocabulary
 
 _DONE = b"data: [DONE]\n\n"
+_FIRST = (
+    SamplingParams(max_tokens=8, temperature=1.0, logprobs=1, ignore_eos=True),
+    SamplingParams(max_tokens=8, grammar=Grammar(json_object=True)),
+)
+"""Between them they need what is made when it is first needed: the chat template, noise, a grammar's tokenizer."""
 
 
 class Serving:
@@ -40,6 +48,12 @@ class Serving:
         self.vocabulary = Vocabulary(engine.tokenizer)
         self.started_s = int(time.time())
         self.draining = False
+
+    async def warm_up(self) -> None:
+        """Do what a first request would wait for. What this model cannot do is refused when it is asked for."""
+        for sampling in _FIRST:
+            with suppress(RequestError, RequestFailed):
+                await self.engine.generate("Say yes.", sampling)
 
     def check(self) -> None:
         """Raise ApiError unless a request would be begun now."""

@@ -225,9 +225,21 @@ def test_a_tree_that_no_source_is_named_for_is_marked_with_none(policy: Policy) 
 
 
 def test_published_parameters_are_the_defaults() -> None:
-    dynamic, adaptive = Dynamic(), Adaptive()
+    dynamic, adaptive, talon = Dynamic(), Adaptive(), Talon()
     assert (dynamic.depth, dynamic.top_k, dynamic.budget) == (7, 10, 60)
     assert (adaptive.budget, adaptive.top_k, adaptive.mu, adaptive.max_depth) == (60, 10, 0.03, 60)
+    assert (talon.budget, talon.width, talon.mu, talon.ungated) == (60, 10, 0.03, 1)
+
+
+@given(heads)
+def test_talons_rule_needs_no_more_candidates_than_it_asks_for(head: tuple[int, int, float]) -> None:
+    policy, answers = Talon(budget=5), RandomHead(*head)
+
+    def asked_for(frontier: Frontier) -> Candidates:
+        seen, k = answers(frontier), policy.top_k
+        return Candidates([row[:k] for row in seen.tokens], [row[:k] for row in seen.chance])
+
+    assert grow(policy, 7, asked_for).tokens.tolist() == grow(policy, 7, RandomHead(*head)).tokens.tolist()
 
 
 def test_a_static_tree_says_how_many_candidates_and_expansions_it_needs() -> None:
@@ -250,7 +262,7 @@ def test_a_dynamic_tree_is_as_deep_as_it_says_and_as_wide_as_its_promise() -> No
     assert sum(map(len, asked(policy, sure(0.4, 0.3, 0.2, 0.1)))) == policy.max_expansions == 1 + 2 * 3
 
 
-@pytest.mark.parametrize("policy", [Static(EAGLE_25), Dynamic(), Adaptive()])
+@pytest.mark.parametrize("policy", [Static(EAGLE_25), Dynamic(), Adaptive(), Talon()])
 def test_a_head_that_sees_no_further_ends_the_tree(policy: Policy) -> None:
     assert len(grow(policy, 7, sure())) == 1
 
@@ -279,4 +291,5 @@ def test_an_adaptive_tree_may_be_limited_in_depth() -> None:
 
 
 def test_a_spent_budget_asks_the_head_for_nothing_more() -> None:
-    assert asked(Adaptive(budget=3), sure(0.5, 0.4, 0.1)) == [[0]]
+    for policy in (Adaptive(budget=3), Talon(budget=3)):
+        assert asked(policy, sure(0.5, 0.4, 0.1)) == [[0]]

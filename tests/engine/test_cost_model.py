@@ -146,6 +146,7 @@ def test_drafts_whose_rows_cost_more_than_they_bring_are_not_waited_for() -> Non
         model.observe_wait(0.0005)
         model.observe_drafts(4, 4, 64, 5)
     assert not model.worth_waiting(4, 4)
+    assert any(model.worth_waiting(4, 4) for _ in range(2000))  # but they are tried again
 
 
 @pytest.mark.parametrize("gained", [0, 2])

@@ -66,6 +66,17 @@ def test_ruling_tokens_out_never_changes_the_winner(seed: int, position: int, sc
     assert left[everything[left].argmax()] == everything.argmax()
 
 
+def test_the_greatest_and_the_smallest_noise_there_can_be_are_compared_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    most = (1 << 52) - 1
+    for bits in ([5, most, most - 1], [most - 2, most - 1, most], [0, 1, 2], [most, 0, most]):
+        given = np.array(bits, np.int64)
+        monkeypatch.setattr("engine.noise._bits_in_numpy", lambda key, tokens, given=given: given[tokens].copy())
+        everything = torch.zeros(3).double() + gumbel(1, 2, torch.arange(3))
+        assert gumbel_argmax(torch.zeros(3), 1, 2) == int(everything.argmax())
+
+
 def test_an_excluded_token_is_never_drawn() -> None:
     scores = torch.zeros(200)
     scores[:150] = -torch.inf

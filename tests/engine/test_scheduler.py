@@ -285,6 +285,16 @@ def test_a_lonely_request_in_turns_always_waits_and_others_while_it_pays() -> No
         assert requests.waits(costs, 1) == waits
 
 
+def test_what_waiting_is_worth_is_asked_for_those_who_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests, _ = lonely()
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(CostModel, "worth_waiting", lambda self, running, missing: asked.append((running, missing)))
+    requests.waits(AHEAD, 1)
+    requests.running.append(request(Stage(), 2, [2] * 4))
+    requests.waits(COSTS, 2)
+    assert asked == [(1, 1), (2, 2)]
+
+
 def test_while_all_wait_long_for_drafts_a_prompt_is_read() -> None:
     requests, one = lonely()
     new = request(Stage(), 2, [2] * 9)

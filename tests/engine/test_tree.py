@@ -163,7 +163,7 @@ def test_a_tree_that_no_source_is_named_for_is_marked_with_none() -> None:
 
 def test_what_is_cut_or_merged_has_the_types_that_messages_carry() -> None:
     tree = TokenTree.from_lists([0, 1, 2, 3], [-1, 0, 0, 1], [1.0, 0.5, 0.4, 0.3], source=1)
-    for made in (tree, tree.prune(3), tree.keep([0, 1]), tree.union(tree)):
+    for made in (tree, tree.prune(3), tree.keep([0, 1]), tree.union(tree), tree.grafted([3, 4], 0.5)):
         arrays = (made.tokens, made.parents, made.confidence, made.source)
         assert [array.dtype for array in arrays] == [np.int32, np.int32, np.float32, np.uint32]
 

@@ -15,13 +15,16 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from engine.errors import NotANumber
+from engine.errors import NotANumber, RequestFailed
+from engine.grammar import Grammar
+from engine.matcher import Matchers
 from engine.noise import gumbel_argmax
 from engine.penalties import penalised
 from engine.sampling import SamplingParams
 from engine.target import Target
 from engine.tree import TokenTree
 from engine.verification import Sampler, truncate, verify
+from tests.conftest import VOCABULARY, tiny_tokenizer
 
 
 def logits_of(tree: TokenTree, draws: dict[int, int], vocabulary: int = 10) -> torch.Tensor:
@@ -206,3 +209,90 @@ def test_an_end_of_sequence_token_that_the_model_does_not_have_is_never_drawn() 
     logits = torch.zeros(1, 10)
     logits[0, 5], logits[0, 4] = 5.0, 4.0
     assert verify(TokenTree.root_only(0), logits, sampler)[1] == [4]
+
+
+END = 0
+SAYS: list[dict[str, Any]] = [
+    {},
+    {"min_tokens": 6},
+    {"ignore_eos": True, "max_tokens": 9},
+    {"repetition_penalty": 1.5},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "min_tokens": 6},
+    {"temperature": 1.0, "ignore_eos": True, "max_tokens": 9},
+    {"temperature": 3.0, "top_k": 3},
+    {"temperature": 1.5, "top_p": 0.7},
+    {"temperature": 2.0, "min_p": 0.2, "min_tokens": 6},
+]
+
+
+def reference_draw(
+    logits: torch.Tensor, allowed: torch.Tensor, params: SamplingParams, seen: list[int], position: int
+) -> int:
+    """By the definition: what is not allowed has no chance, and truncation sees the rest alone."""
+    if params.repetition_penalty:
+        mask = torch.zeros(len(logits), dtype=torch.bool)
+        mask[seen] = True
+        logits = penalised(logits, mask, params.repetition_penalty)
+    scores = logits.masked_fill(~allowed, -torch.inf)
+    if params.temperature == 0:
+        return int(scores.argmax())
+    scores = scores / params.temperature
+    scores[allowed] = truncate(scores[allowed], params.top_k or 0, params.top_p or 1.0, params.min_p or 0.0)
+    return gumbel_argmax(scores, params.seed, position)
+
+
+@pytest.mark.parametrize("say", SAYS, ids=str)
+@pytest.mark.parametrize("grammar", [None, Grammar(regex="(ab|c)*d{0,9}"), Grammar(regex="a{2,}")], ids=str)
+def test_draws_are_those_of_the_definition_under_a_grammar_and_without(
+    grammar: Grammar | None, say: dict[str, Any]
+) -> None:
+    pytest.importorskip("llguidance")
+    matchers = Matchers(tiny_tokenizer, VOCABULARY, [END])
+    generator, endings, off = torch.Generator().manual_seed(4), set(), 0
+    for seed in range(6):
+        params = SamplingParams(**{"seed": seed, "max_tokens": 30} | say)
+        guide, own = (None if grammar is None else matchers.begin(grammar, []).result(30) for _ in range(2))
+        sampler, text = Sampler(params, [7, 8], [END], VOCABULARY, (), guide), [7, 8]
+        while sampler.finish_reason is None:
+            drawn = len(text) - 2
+            logits = torch.randn(1, VOCABULARY, generator=generator) * 2
+            logits[0, END] += 5
+            may_end = drawn >= params.min_tokens and not params.ignore_eos
+            if own is None:
+                allowed = torch.ones(VOCABULARY, dtype=torch.bool)
+                allowed[END] = may_end or (params.ignore_eos and drawn >= params.min_tokens)
+            else:
+                allowed = torch.from_numpy(own.allowed().copy())
+                allowed[END] = own.complete and may_end
+                if not allowed.any():  # nothing can follow: the answer ends early
+                    allowed[END] = True
+            expected = reference_draw(logits[0], allowed, params, text, len(text))
+            off += expected != int(logits.argmax())
+            assert verify(TokenTree.root_only(text[-1]), logits, sampler)[1] == [expected]
+            text.append(expected)
+            if own is not None and expected != END:
+                own.accept(expected)
+        complete = text[-1] == END or (own is not None and own.ended)
+        assert len(text) - 2 == params.max_tokens if sampler.finish_reason == "length" else complete
+        endings.add(sampler.finish_reason)
+    matchers.close()
+    assert off or grammar is None
+    assert say.get("ignore_eos") or "eos" in endings
+
+
+def test_a_grammar_that_nothing_fits_any_more_fails_the_request_with_the_reason() -> None:
+    """Its only way on is a text that the tokenizer cannot spell: the end stands for nothing here."""
+
+    class Stuck:
+        complete, ended, trouble = False, False, ""
+
+        def allowed(self) -> Any:
+            return np.zeros(10, np.bool_)
+
+        def allows(self, token: int) -> bool:
+            return False
+
+    sampler = Sampler(SamplingParams(), [7, 8], [5], 10, (), Stuck())  # type: ignore[arg-type]
+    with pytest.raises(RequestFailed, match="none of the model's tokens come at position 2: write it for text"):
+        verify(TokenTree.root_only(8), torch.zeros(1, 10), sampler)
