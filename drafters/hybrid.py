@@ -272,7 +272,7 @@ class HybridDrafter(Drafter):
 
 
 def _root_of(tree: TokenTree) -> Frontier:
-    return Sketch([int(tree.tokens[0])], 0).frontier([0])
+    return Sketch([int(tree.tokens[0])]).frontier([0])
 
 
 def followings(tree: TokenTree) -> list[Following]:
