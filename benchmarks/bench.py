@@ -155,14 +155,10 @@ async def start_all(
 
 def gathered(calibration: Path) -> dict[str, NDArray[np.float64]]:
     """What each contestant's trees promised, by source, and what came of it: [bins, 3] as `Reliability` has it."""
-    counts: dict[str, NDArray[np.float64]] = {}
+    counts: dict[str, Reliability] = {}
     for file in sorted(calibration.glob("*/*.npz")):
-        counts[file.stem] = counts.get(file.stem, 0.0) + read(file)["reliability"]
-    return {
-        f"{name}: {source}": bins
-        for name, count in counts.items()
-        for source, bins in Reliability(count).by_source().items()
-    }
+        counts[file.stem] = counts.get(file.stem, Reliability()).plus(Reliability.among(read(file)))
+    return {f"{name}: {source}": bins for name, count in counts.items() for source, bins in count.by_source().items()}
 
 
 def row_of(suite: str, question: Question, name: str, sampling: SamplingParams, repeat: int, run: Run) -> Row:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from drafters.registry import METHODS
 from engine.api import Engine
 from engine.config import Config, load
 from engine.errors import ConfigError
@@ -196,14 +197,11 @@ class _Clock:
 
 AS_PUBLISHED: dict[str, Any] = {"drafter.shared_noise": False, "verifier.cut": False, "mode": "sequential"}
 
-CONTESTANTS: dict[str, dict[str, Any]] = {
-    "none": {"method": "none", "mode": "sequential"},
-    "pld": AS_PUBLISHED | {"method": "pld"},
+CONTESTANTS: dict[str, dict[str, Any]] = {name: AS_PUBLISHED | {"method": name} for name in METHODS} | {
     "lookahead": AS_PUBLISHED | {"method": "lookahead", "drafter.budget": 121},
     "suffix": AS_PUBLISHED | {"method": "suffix", "drafter.budget": 32},
     "datastore": AS_PUBLISHED | {"method": "datastore", "drafter.budget": 64},
     "recycling": AS_PUBLISHED | {"method": "recycling", "drafter.budget": 81},
-    "sps": AS_PUBLISHED | {"method": "sps"},
     "medusa": AS_PUBLISHED | {"method": "medusa", "drafter.growth.policy": "published", "drafter.budget": 64},
     "hydra": AS_PUBLISHED | {"method": "hydra", "drafter.growth.policy": "published", "drafter.budget": 64},
     "eagle": AS_PUBLISHED | {"method": "eagle", "drafter.growth.policy": "published"},

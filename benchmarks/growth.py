@@ -46,7 +46,6 @@ BUDGETS = (16, 32, 60, 96, 128)
 UNGATED = (0, 1, 2, 3)
 OVERCONFIDENCE = 0.5  # at depth d a chance p becomes p ** (1 / (1 + 0.5 d))
 _BUCKETS = 16  # of chances, for the calibrator
-_SOURCE = 1
 _ROWS = (1, 8, 16, 32, 64, 128)  # whose verification is timed
 
 
@@ -135,7 +134,7 @@ class Doubt:
         if self.calibrator is not None:
             for place, (candidate, chance) in enumerate(zip(seen[0], chances, strict=True)):
                 kind = self.said[node, candidate] = depth, int(chance**0.5 * (_BUCKETS - 1e-9))
-                chances[place] = self.calibrator.chance(_SOURCE, *kind, chance)
+                chances[place] = self.calibrator.chance(*kind, chance)
         order = sorted(range(len(chances)), key=lambda place: -chances[place])
         return [seen[0][place] for place in order], [chances[place] for place in order]
 
@@ -146,7 +145,7 @@ class Doubt:
                 for child in tree.children(node):
                     token = int(tree.tokens[child])
                     if (kind := self.said.get((node, token))) is not None:
-                        self.calibrator.observe(_SOURCE, *kind, token == said)
+                        self.calibrator.observe(*kind, token == said)
 
 
 def record(

@@ -26,7 +26,8 @@ class Verdict:
     target's hidden states of `Drafter.feature_layers` at the path's nodes (the whole prompt, for the verdict of the
     prefill), or None.
     successors: [nodes, Drafter.successors] int32, the target's likeliest tokens behind each node of the tree, best
-    first, or None.
+    first, or None. rest: whether a model that can be left out is to rest. token_s: the time that a token more is worth
+    at present.
     """
 
     tree: TokenTree
@@ -34,6 +35,8 @@ class Verdict:
     tokens: list[int]
     features: NDArray[np.uint16] | None = None
     successors: NDArray[np.int32] | None = None
+    rest: bool = False
+    token_s: float = 0.01
 
 
 Wanted = tuple[int, Sequence[int]]
@@ -59,8 +62,14 @@ class Drafter(ABC):
     calibrated: bool = False
     """Whether c(v) is what acceptance was observed to be, so that the verifier may cut trees by what they cost."""
 
+    rests: bool = False
+    """Whether it has a draft model and can do without."""
+
     together: int = 4
     """How many outcomes, of all requests, to draft for in the same forwards: the more, the longer until they come."""
+
+    source: int = 0
+    """The bit that marks its nodes, which the registry gives."""
 
     forward_s: float = 0.0
     """Seconds spent so far in a draft model's forwards; stays 0 for drafters without one."""

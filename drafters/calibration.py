@@ -1,7 +1,7 @@
 """From scores to acceptance probabilities: what each kind of draft was worth when the target looked at it.
 
-A kind is (source, depth, bucket), the bucket being a score's or a match's length. Its chance is the observed acceptance
-pulled towards a prior; old observations fade, so that a source that stops being right fades too.
+A kind is (depth, bucket), the bucket being a score's or a match's length. Its chance is the observed acceptance pulled
+towards a prior; old observations fade, so that a drafter that stops being right fades too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ DEEPEST = 8  # depths from here on are one kind
 class _Cell:
     """Faded counts of one kind."""
 
-    source: int
     depth: int
     bucket: int
     accepted: float = 0.0
@@ -30,18 +29,18 @@ class Calibrator:
 
     def __init__(self, prior_weight: float = 8.0, memory: float = 2000.0):
         self.prior_weight, self.memory = prior_weight, memory
-        self._cells: dict[tuple[int, int, int], _Cell] = {}
+        self._cells: dict[tuple[int, int], _Cell] = {}
 
-    def chance(self, source: int, depth: int, bucket: int, prior: float) -> float:
+    def chance(self, depth: int, bucket: int, prior: float) -> float:
         """The chance that a node of this kind is accepted if its parent is. prior: the guess where nothing was seen."""
-        cell = self._cells.get((source, min(depth, DEEPEST), bucket))
+        cell = self._cells.get((min(depth, DEEPEST), bucket))
         if cell is None:
             return prior
         return (cell.accepted + self.prior_weight * prior) / (cell.seen + self.prior_weight)
 
-    def observe(self, source: int, depth: int, bucket: int, accepted: bool) -> None:
+    def observe(self, depth: int, bucket: int, accepted: bool) -> None:
         """A node of this kind, below an accepted parent, was accepted or not."""
-        key = (source, min(depth, DEEPEST), bucket)
+        key = (min(depth, DEEPEST), bucket)
         cell = self._cells.setdefault(key, _Cell(*key))
         if cell.seen >= self.memory:
             cell.accepted *= 1 - 1 / self.memory
@@ -50,14 +49,14 @@ class Calibrator:
         cell.seen += 1
 
     def cells(self) -> NDArray[np.float64]:
-        """[kinds, 5]: source, depth, bucket and the faded counts of accepted and seen, to be kept."""
-        rows = [[c.source, c.depth, c.bucket, c.accepted, c.seen] for c in self._cells.values()]
-        return np.asarray(rows, np.float64).reshape(-1, 5)
+        """[kinds, 4]: depth, bucket and the faded counts of accepted and seen, to be kept."""
+        rows = [[c.depth, c.bucket, c.accepted, c.seen] for c in self._cells.values()]
+        return np.asarray(rows, np.float64).reshape(-1, 4)
 
     def recall(self, cells: NDArray[np.float64]) -> None:
         """Take over what `cells` gave; ValueError if it cannot have."""
-        if cells.ndim != 2 or cells.shape[1] != 5 or not (cells[:, 3] >= 0).all() or (cells[:, 3] > cells[:, 4]).any():
+        if cells.ndim != 2 or cells.shape[1] != 4 or not (cells[:, 2] >= 0).all() or (cells[:, 2] > cells[:, 3]).any():
             raise ValueError("counts that no calibrator has")
-        for source, depth, bucket, accepted, seen in cells.tolist():
-            key = (int(source), int(depth), int(bucket))
+        for depth, bucket, accepted, seen in cells.tolist():
+            key = (int(depth), int(bucket))
             self._cells[key] = _Cell(*key, accepted, seen)

@@ -17,8 +17,6 @@ from engine.text import load_tokenizer
 from engine.tree import TokenTree
 from retrieval_index.datastore import Datastore
 
-SOURCE = 32
-
 
 class DatastoreDrafter(Drafter):
     """As published: matches of `longest` down to `shortest` tokens, the trie's most frequent `budget` nodes.
@@ -64,7 +62,7 @@ class DatastoreDrafter(Drafter):
             known = [child for child in raw.children(0) if int(raw.tokens[child]) == verdict.tokens[0]]
             promised = float(raw.confidence[raw.children(0)].sum())
             # one observation, of whether the match told the truth at all
-            self.calibrator.observe(SOURCE, 1, length, bool(known) and promised > 0)
+            self.calibrator.observe(1, length, bool(known) and promised > 0)
         self.context[request] = (self.context[request] + list(verdict.tokens))[-self.longest :]
 
     def finish(self, request: int) -> None:
@@ -86,12 +84,10 @@ class DatastoreDrafter(Drafter):
             return 0, TokenTree.root_only(context[-1])
         tokens, parents, shares = likeliest(rows, context[-1], self.budget)
         shares[0] = 1.0
-        sources = np.full(len(tokens), SOURCE, np.uint8)
-        sources[0] = 0
-        return length, TokenTree(tokens, parents, shares.astype(np.float32), sources)
+        return length, TokenTree(tokens, parents, shares.astype(np.float32), np.zeros(len(tokens), np.uint32))
 
     def _calibrated(self, length: int, raw: TokenTree) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Each step of a path has to be true again: the trust in the match enters once for each."""
-        trust = self.calibrator.chance(SOURCE, 1, length, length / (length + 3))
+        trust = self.calibrator.chance(1, length, length / (length + 3))
         confidence: np.ndarray[Any, np.dtype[np.float32]] = (raw.confidence * trust**raw.depths).astype(np.float32)
         return confidence

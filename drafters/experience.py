@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,53 +18,60 @@ from numpy.typing import NDArray
 
 from drafters.base import BetweenSteps, Drafter, Learned, Verdict, Wanted
 from drafters.outcomes import Following
+from drafters.registry import source_names
 from engine.errors import ConfigError
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
 from engine.whole_file import whole_file
 
-VERSION = 1
+VERSION = 2
 BINS = 10
 PROMISED, ACCEPTED, SEEN = 0, 1, 2
-NAMES = {1: "pld", 2: "suffix", 4: "sps", 8: "head", 16: "recycling", 32: "datastore", 64: "hybrid", 128: "lookahead"}
+_COUNTS = "reliability: "  # of a source, whose name follows
 
 Floats = NDArray[np.float64]
 
 
-def source_name(source: int) -> str:
-    """Who proposed a node; several agreed where several bits are set."""
-    return " + ".join(name for bit, name in NAMES.items() if source & bit) or "nobody"
-
-
 class Reliability:
-    """counts: [256 sources, BINS, 3] float64, of the nodes below accepted ones, by promised chance: the sum of the
+    """counts: by source, [BINS, 3] float64, of the nodes below accepted ones, by promised chance: the sum of the
     chances promised, how many were accepted, and how many there were. A chance is c(v) / c(parent)."""
 
-    def __init__(self, counts: Floats | None = None):
-        self.counts = np.zeros((256, BINS, 3)) if counts is None else counts
+    def __init__(self, counts: Mapping[str, Floats] | None = None):
+        self.counts: dict[str, Floats] = dict(counts or {})
 
     def add(self, verdict: Verdict) -> None:
         """What a verdict says of its tree. The target's token behind every accepted node is known, so every child of
         one was right or wrong, verified or not."""
         tree = verdict.tree
-        if len(tree) < 2:
-            return
         drawn = np.full(len(tree), -1)
         drawn[verdict.path] = verdict.tokens
-        above = tree.parents[1:]
-        judged = np.flatnonzero(drawn[above] >= 0) + 1
+        judged = np.flatnonzero(drawn[tree.parents[1:]] >= 0) + 1
         above = tree.parents[judged]
         chance = np.clip(tree.confidence[judged] / np.maximum(tree.confidence[above], 1e-9), 0, 1)
-        place = tree.source[judged], np.minimum((chance * BINS).astype(np.int64), BINS - 1)
-        accepted = tree.tokens[judged] == drawn[above]
-        np.add.at(self.counts, place, np.stack([chance, accepted, np.ones(len(judged))], 1))
+        place = np.minimum((chance * BINS).astype(np.int64), BINS - 1)
+        seen = np.stack([chance, tree.tokens[judged] == drawn[above], np.ones(len(judged))], 1)
+        for source in set(tree.source[judged].tolist()):
+            mine, name = tree.source[judged] == source, " + ".join(source_names(source)) or "nobody"
+            np.add.at(self.counts.setdefault(name, np.zeros((BINS, 3))), place[mine], seen[mine])
 
     def by_source(self) -> dict[str, Floats]:
         """[bins seen, 3] of each source seen."""
-        return {
-            source_name(source): self.counts[source][self.counts[source, :, SEEN] > 0]
-            for source in np.flatnonzero(self.counts[:, :, SEEN].any(1)).tolist()
-        }
+        return {name: counts[counts[:, SEEN] > 0] for name, counts in self.counts.items()}
+
+    def plus(self, other: Reliability, sign: float = 1.0) -> Reliability:
+        """The sum of both, or the difference."""
+        none = np.zeros((BINS, 3))
+        names = sorted(self.counts.keys() | other.counts.keys())
+        return Reliability({n: self.counts.get(n, none) + sign * other.counts.get(n, none) for n in names})
+
+    def arrays(self) -> Learned:
+        """As they stand in the file."""
+        return {_COUNTS + name: counts for name, counts in self.counts.items()}
+
+    @classmethod
+    def among(cls, arrays: Learned) -> Reliability:
+        """The counts that a file holds."""
+        return cls({name.removeprefix(_COUNTS): array for name, array in arrays.items() if name.startswith(_COUNTS)})
 
 
 class Experienced(Drafter):
@@ -73,13 +80,13 @@ class Experienced(Drafter):
     def __init__(self, drafter: Drafter, path: Path):
         self.drafter, self.path = drafter, path
         self.feature_layers, self.successors = drafter.feature_layers, drafter.successors
-        self.calibrated = drafter.calibrated
-        self.reliability = Reliability()
-        self._read = self.reliability.counts.copy()
+        self.calibrated, self.together, self.source = drafter.calibrated, drafter.together, drafter.source
+        self.rests = drafter.rests
+        self.reliability, self._read = Reliability(), Reliability()  # all of it, and what the file held
         if (learned := check_file(path)) is not None:
             try:
-                self.reliability = Reliability(learned.pop("reliability"))
-                self._read = self.reliability.counts.copy()
+                self._read = Reliability.among(learned)
+                self.reliability = self._read.plus(self.reliability)
                 drafter.recall(learned)
             except (ValueError, KeyError) as error:
                 raise _refusal(path, str(error)) from None
@@ -114,12 +121,12 @@ class Experienced(Drafter):
         """Write the file, all or nothing, with what other engines have put there since it was read: what they know of
         sources that this one lacks, and their counts. Of what both have learned the last one's stays.
         """
-        theirs: Learned = {"reliability": self._read}
+        theirs = self._read.arrays()
         with suppress(ConfigError):
             theirs = read(self.path)
-        self.reliability.counts += theirs["reliability"] - self._read
-        self._read = self.reliability.counts.copy()
-        write(self.path, {**theirs, **self.drafter.learned(), "reliability": self._read})
+        self.reliability = self.reliability.plus(Reliability.among(theirs)).plus(self._read, -1)
+        self._read = self.reliability.plus(Reliability())
+        write(self.path, {**theirs, **self.drafter.learned(), **self.reliability.arrays()})
 
 
 def check_file(path: Path) -> Learned | None:
@@ -153,8 +160,8 @@ def read(path: Path) -> Learned:
         raise _refusal(path, "made by another version of the format")
     if wrong := [name for name, array in arrays.items() if array.dtype != np.float64 or not np.isfinite(array).all()]:
         raise _refusal(path, f"{wrong[0]} holds something that is no number")
-    if arrays.get("reliability", np.empty(0)).shape != (256, BINS, 3):
-        raise _refusal(path, "holds no reliability")
+    if any(counts.shape != (BINS, 3) for counts in Reliability.among(arrays).counts.values()):
+        raise _refusal(path, "holds counts that are none")
     return arrays
 
 

@@ -69,7 +69,6 @@ class Sketch:
     """A tree under construction: parallel lists in topological order."""
 
     tokens: list[int]
-    source: int
     parents: list[int] = field(default_factory=lambda: [-1])
     confidence: list[float] = field(default_factory=lambda: [1.0])
 
@@ -86,7 +85,7 @@ class Sketch:
         )
 
     def tree(self) -> TokenTree:
-        return TokenTree.from_lists(self.tokens, self.parents, self.confidence, self.source)
+        return TokenTree.from_lists(self.tokens, self.parents, self.confidence)
 
     def children(self, frontier: Sequence[int], seen: Candidates) -> list[tuple[float, int, int]]:
         """(path confidence, parent, token) of every candidate, best first; of equals the one found first."""
@@ -109,8 +108,8 @@ class Policy(ABC):
     max_expansions: int
 
     @abstractmethod
-    def steps(self, root: int, source: int = 0) -> Steps:
-        """Grow a tree below the token `root`; drafted nodes carry the bit set `source`."""
+    def steps(self, root: int) -> Steps:
+        """Grow a tree below the token `root`."""
 
 
 class Static(Policy):
@@ -125,8 +124,8 @@ class Static(Policy):
         self.top_k = 1 + max(rank for path in self.paths for rank in path)
         self.max_expansions = len({path[:-1] for path in self.paths})
 
-    def steps(self, root: int, source: int = 0) -> Steps:
-        sketch = Sketch([root], source)
+    def steps(self, root: int) -> Steps:
+        sketch = Sketch([root])
         node_of: dict[Path, int] = {(): 0}
         for depth in range(1, len(self.paths[-1]) + 1):
             layer = [path for path in self.paths if len(path) == depth and path[:-1] in node_of]
@@ -157,8 +156,8 @@ class Dynamic(Policy):
         self.depth, self.top_k, self.budget = depth, top_k, budget
         self.max_expansions = 1 + depth * top_k
 
-    def steps(self, root: int, source: int = 0) -> Steps:
-        sketch, frontier = Sketch([root], source), [0]
+    def steps(self, root: int) -> Steps:
+        sketch, frontier = Sketch([root]), [0]
         best = [0.0] * (self.budget - 1)  # a heap of the greatest confidences
         for _ in range(self.depth + 1):
             seen = yield sketch.frontier(frontier)
@@ -187,8 +186,8 @@ class Talon(Policy):
         self.top_k = budget - 1  # no more children of one node than that can be kept: it is as if all were there
         self.max_expansions = budget
 
-    def steps(self, root: int, source: int = 0) -> Steps:
-        sketch, frontier, depth = Sketch([root], source), [0], 0
+    def steps(self, root: int) -> Steps:
+        sketch, frontier, depth = Sketch([root]), [0], 0
         while len(sketch.tokens) < self.budget:
             seen = yield sketch.frontier(frontier)
             pool = sketch.children(frontier, seen)
@@ -226,8 +225,8 @@ class Adaptive(Policy):
         self.max_depth = budget if max_depth is None else max_depth
         self.max_expansions = budget
 
-    def steps(self, root: int, source: int = 0) -> Steps:
-        sketch, frontier = Sketch([root], source), [0]
+    def steps(self, root: int) -> Steps:
+        sketch, frontier = Sketch([root]), [0]
         for depth in range(self.max_depth):
             seen = yield sketch.frontier(frontier)
             children = sketch.children(frontier, seen)[: self.budget - len(sketch.tokens)]

@@ -28,7 +28,6 @@ from engine.recorded import wait
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
 
-SOURCE = 8
 _FORESEEN = 10  # candidates behind each node, for ranking outcomes where the policy wants fewer
 _USUAL_ROWS = 24  # a layer of a tree seldom has more nodes
 _TREES = 12  # as large as the policy's largest, that a request has room for: those of the likeliest outcomes
@@ -121,7 +120,7 @@ class Head(ABC):
         path, options = weights_path(config), config.drafter
         target = TargetWeights.read(config.model)
         head = cls.load(path, target, find_device(config.device).type)
-        drafter = HeadDrafter(head, policy_of(options, head.published_growth), SOURCE, options.shared_noise)
+        drafter = HeadDrafter(head, policy_of(options, head.published_growth), options.shared_noise)
         drafter.warm_up(target.hidden_size)
         return drafter
 
@@ -201,10 +200,10 @@ class _Growth:
 
 
 class HeadDrafter(Drafter):
-    """Drafts with a head and a growth policy. source: the bit that marks its nodes; shared_noise: see `Ranking`."""
+    """Drafts with a head and a growth policy. shared_noise: see `Ranking`."""
 
-    def __init__(self, head: Head, policy: Policy, source: int = SOURCE, shared_noise: bool = True):
-        self.head, self.policy, self.source, self.shared_noise = head, policy, source, shared_noise
+    def __init__(self, head: Head, policy: Policy, shared_noise: bool = True):
+        self.head, self.policy, self.shared_noise = head, policy, shared_noise
         self.feature_layers = head.feature_layers
         self.together = 24 if head.one_pass else 4
         self.error = ErrorScale()
@@ -240,7 +239,7 @@ class HeadDrafter(Drafter):
                 if state not in served:  # nothing to draft from, or no room for even one
                     trees[row] = TokenTree.root_only([*state.text, *places[row].path][-1])
             growths = {
-                row: _Growth(state, root, self.policy.steps((path or state.text)[-1], self.source), adviser)
+                row: _Growth(state, root, self.policy.steps((path or state.text)[-1]), adviser)
                 for row, (state, path), root in zip(
                     group, (places[row] for row in group), self._begin([places[row] for row in group]), strict=True
                 )

@@ -25,14 +25,11 @@ from drafters.growth import Frontier, Sketch
 from drafters.head import HeadDrafter
 from drafters.outcomes import Following
 from engine.config import Config
-from engine.pace import Choice
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
 
-SOURCE = 64
 _EDGES = (1e-6, 0.01, 0.03, 0.07, 0.15, 0.25, 0.4, 0.55, 0.7, 0.82, 0.91, 0.97)
-_BLOCK = 4  # rounds with the head or without, until that is thought over
-_NEW, _SLOWLY = 0.1, 0.01  # weight of the latest measurement, of time a token and of chances
+_SLOWLY = 0.01  # weight of the latest observation of a chance
 _READ = 0.3  # the same, of the time to read a position of the text
 _LONG = 64  # positions that take so long to read that it can be measured
 _NUDGE = 1.05  # a draft step's time follows the median: one measurement moves it by this factor, however far off it is
@@ -46,10 +43,10 @@ class Merge:
 
     def chance(self, model: float | None, memory: float | None) -> float:
         prior = 1 - (1 - (model or 0.0)) * (1 - (memory or 0.0))
-        return self.calibrator.chance(SOURCE, 0, _pair(model, memory), prior)
+        return self.calibrator.chance(0, _pair(model, memory), prior)
 
     def learn(self, model: float | None, memory: float | None, accepted: bool) -> None:
-        self.calibrator.observe(SOURCE, 0, _pair(model, memory), accepted)
+        self.calibrator.observe(0, _pair(model, memory), accepted)
 
     def candidates(self, model: Following | None, memory: Following) -> list[tuple[int, float | None, float | None]]:
         """Every token that one of them proposes, with the chance that each gives it."""
@@ -115,13 +112,12 @@ class HybridDrafter(Drafter):
         self.successors = max((memory.successors for memory in memories), default=0)
         self.merge = Merge()
         self._rescue = 0.6
-        self._choice = Choice(tried=3, retried=16, kept=0.95)  # with the head, or without
-        self._rounds = 0
+        self.rests = bool(self.memories)
+        self._resting = False  # retrieval drafts alone for now
         self._step_s = 0.001  # the time of a draft step, with all that goes with it
         self._read_s = 4e-5  # the head's time to read a position of the text
-        self._token_s = 0.01  # the engine's time for a token
+        self._token_s = 0.01  # what a token is worth, by the verifier's cost model
         self._foregone_s: dict[int, float] = {}  # per request, what the head would have brought since it drafted last
-        self._observed_s: dict[int, float] = {}
         self._retrieved: dict[int, dict[tuple[int, ...], TokenTree]] = {}  # per request, by continuation
         self._unlearned: list[tuple[TokenTree, list[Following], list[int]]] = []
         self._unread: list[tuple[int, Verdict]] = []  # by the head
@@ -154,7 +150,8 @@ class HybridDrafter(Drafter):
             self._retrieved[request][tuple(continuation)] = tree
         if self._resting:
             return trees
-        advice = [Advice(self.merge, tree, self._step_s / self._token_s, self._rescue) for tree in trees]
+        needed = self._step_s / self._token_s / max(1, len({request for request, _ in wanted}))
+        advice = [Advice(self.merge, tree, needed, self._rescue) for tree in trees]
         surplus = [one.surplus(_root_of(tree)) for one, tree in zip(advice, trees, strict=True)]
         best: dict[int, float] = {}
         for (request, _), gain in zip(wanted, surplus, strict=True):
@@ -217,7 +214,7 @@ class HybridDrafter(Drafter):
             retrieved = known[()] if () in known else self._retrieve(request, ())
             self._unlearned.append((retrieved, self.head.seen(request, tokens[:-1]), tokens))
         self._retrieved[request] = {(): known[ahead]} if (ahead := tuple(tokens)) in known else {}
-        self._time(request, len(tokens))
+        self._resting, self._token_s = verdict.rest and self.rests, verdict.token_s
         for memory in self.memories:
             memory.observe(request, verdict)
         self._unread.append((request, verdict))
@@ -228,31 +225,13 @@ class HybridDrafter(Drafter):
             self._learn(retrieved, seen, tokens)
         self._unlearned.clear()
 
-    @property
-    def _resting(self) -> bool:
-        """Whether retrieval drafts alone for now."""
-        return self._choice.second and bool(self.memories)
-
     def _catch_up(self) -> None:
         """Let the head know of the verdicts it has not heard: a tree without it need not wait for that."""
         while self._unread:
             self.head.observe(*self._unread.pop(0))
 
-    def _time(self, request: int, tokens: int) -> None:
-        """A round brought so many tokens; one request alone shows what it took, and whether the head is worth it."""
-        now = time.perf_counter()
-        if request in self._observed_s and len(self._observed_s) == 1:
-            round_s = now - self._observed_s[request]
-            self._token_s += _NEW * (round_s / tokens - self._token_s)
-            self._choice.observe(tokens, round_s)
-            self._rounds += 1
-            if self._rounds % _BLOCK == 0:
-                self._choice.decide()
-        self._observed_s[request] = now
-
     def finish(self, request: int) -> None:
         self._catch_up()
-        self._observed_s.pop(request, None)
         self._retrieved.pop(request, None)
         self._foregone_s.pop(request, None)
         for drafter in (*self.memories, self.head):
@@ -274,7 +253,8 @@ class HybridDrafter(Drafter):
     def _retrieve(self, request: int, continuation: Sequence[int]) -> TokenTree:
         if not self.memories:
             return TokenTree.root_only(continuation[-1] if continuation else self.head.last_token(request))
-        return reduce(TokenTree.union, (memory.propose(request, continuation) for memory in self.memories))
+        trees = (memory.propose(request, continuation).marked(memory.source) for memory in self.memories)
+        return reduce(TokenTree.union, trees)
 
     def _learn(self, retrieved: TokenTree, seen: list[Following], tokens: list[int]) -> None:
         """What a verdict says of every candidate along the accepted path, the head's (`seen`) and retrieval's."""
@@ -292,7 +272,7 @@ class HybridDrafter(Drafter):
 
 
 def _root_of(tree: TokenTree) -> Frontier:
-    return Sketch([int(tree.tokens[0])], 0).frontier([0])
+    return Sketch([int(tree.tokens[0])]).frontier([0])
 
 
 def followings(tree: TokenTree) -> list[Following]:
@@ -316,7 +296,7 @@ def _bucket(chance: float | None) -> int:
 
 def _with_sources(tree: TokenTree, retrieved: TokenTree, head: int) -> TokenTree:
     """The tree, its nodes marked with who proposed them: retrieval where it has them, the head for all others."""
-    source = np.full(len(tree), head, np.uint8)
+    source = np.full(len(tree), head, np.uint32)
     place: list[int | None] = [0] * len(tree)
     source[0] = 0
     for node, (parent, token) in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)):

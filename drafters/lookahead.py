@@ -18,7 +18,6 @@ from engine.config import Config
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
 
-SOURCE = 128
 _CHANCE = 0.5  # of a drafted n-gram's next token, for c(v) only: the published method has none
 
 
@@ -66,7 +65,7 @@ class Lookahead(Drafter):
             node = below = sketch.add(node, state.levels[0][column], 0.0)
             for level in state.levels[1:]:
                 below = sketch.add(below, level[column], 0.0)
-        tree = TokenTree.from_lists(sketch.tokens, sketch.parents, sketch.confidence, SOURCE)
+        tree = TokenTree.from_lists(sketch.tokens, sketch.parents, sketch.confidence)
         return tree if len(tree) <= self.budget else tree.keep(range(self.budget))
 
     def observe(self, request: int, verdict: Verdict) -> None:

@@ -10,8 +10,6 @@ from engine.config import Config
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
 
-SOURCE = 1
-
 
 class PromptLookup(Drafter):
     """As published: n-grams of `max_ngram` down to `min_ngram` tokens, the first match in the context, a chain of
@@ -42,7 +40,7 @@ class PromptLookup(Drafter):
     def observe(self, request: int, verdict: Verdict) -> None:
         n, chain = self._lookup(request, self.texts[request][-self.ngrams.start :])
         for depth, (guess, token) in enumerate(zip(chain, verdict.tokens, strict=False), start=1):
-            self.calibrator.observe(SOURCE, depth, n, guess == token)
+            self.calibrator.observe(depth, n, guess == token)
             if guess != token:
                 break
         self._append(request, verdict.tokens)
@@ -63,9 +61,9 @@ class PromptLookup(Drafter):
         n, chain = self._lookup(request, end)
         confidence, path = [], 1.0
         for depth in range(1, len(chain) + 1):
-            path *= self.calibrator.chance(SOURCE, depth, n, self.acceptance)
+            path *= self.calibrator.chance(depth, n, self.acceptance)
             confidence.append(path)
-        return TokenTree.chain(end[-1], chain, confidence, SOURCE)
+        return TokenTree.chain(end[-1], chain, confidence)
 
     def _lookup(self, request: int, end: list[int]) -> tuple[int, list[int]]:
         """The length of the n-gram at `end` that occurred before, and what followed it; (0, []) if none did."""

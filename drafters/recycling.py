@@ -16,8 +16,6 @@ from engine.config import Config
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
 
-SOURCE = 16
-
 
 class TokenRecycling(Drafter):
     """The table is shared by all requests. Trees grow best-first by the learned chance of a successor's rank, where
@@ -64,14 +62,14 @@ class TokenRecycling(Drafter):
             parents.append(parent)
             confidence.append(-score)
             depths.append(depths[parent] + 1)
-        return TokenTree.from_lists(tokens, parents, confidence, SOURCE)
+        return TokenTree.from_lists(tokens, parents, confidence)
 
     def observe(self, request: int, verdict: Verdict) -> None:
         ranked = [] if verdict.successors is None else verdict.successors.tolist()
         for depth, token in enumerate(verdict.tokens, start=1):
             last = self.last[request]
             for rank, guess in enumerate(self.table.get(last, ())):
-                self.calibrator.observe(SOURCE, depth, rank, guess == token)
+                self.calibrator.observe(depth, rank, guess == token)
             self._note(last, token)
             self.last[request] = token
         for token, successors in zip(verdict.tree.tokens.tolist(), ranked, strict=False):
@@ -89,7 +87,7 @@ class TokenRecycling(Drafter):
             self.calibrator.recall(learned["recycling"])
 
     def _chance(self, depth: int, rank: int) -> float:
-        return self.calibrator.chance(SOURCE, depth, rank, 0.25 / (rank + 1))
+        return self.calibrator.chance(depth, rank, 0.25 / (rank + 1))
 
     def _note(self, token: int, following: int) -> None:
         row = self.table.setdefault(token, [])

@@ -6,18 +6,24 @@ import difflib
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from drafters.base import Drafter
-from engine.config import Config
 from engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from drafters.base import Drafter
+    from engine.config import Config
 
 
 @dataclass(frozen=True)
 class Method:
-    """drafter: "module:class" with a `from_config`, None for plain decoding. has_model: it runs a torch model."""
+    """drafter: "module:class" with a `from_config`, None for plain decoding. has_model: it runs a torch model.
+    merges: it drafts with what `parts` names, one method that has a model and some that have none.
+    """
 
     drafter: str | None
     has_model: bool = False
+    merges: bool = False
 
 
 METHODS = {
@@ -33,16 +39,29 @@ METHODS = {
     "medusa": Method("drafters.medusa:MedusaHead", has_model=True),
     "hydra": Method("drafters.hydra:HydraHead", has_model=True),
     "block": Method("drafters.block:BlockHead", has_model=True),
-    "hybrid": Method("drafters.hybrid:HybridDrafter", has_model=True),
+    "hybrid": Method("drafters.hybrid:HybridDrafter", has_model=True, merges=True),
 }
 
 
-def find(method: str) -> Method:
-    """The method of that name; ConfigError with the nearest name otherwise."""
+def find(method: str, key: str = "method") -> Method:
+    """The method of that name; ConfigError with the nearest name otherwise. key: where it is named."""
     if method not in METHODS:
         near = difflib.get_close_matches(method, METHODS, n=1, cutoff=0)[0]
-        raise ConfigError(f"method={method!r}: unknown method; did you mean {near}? known: {', '.join(METHODS)}")
+        raise ConfigError(f"{key}={method!r}: unknown method; did you mean {near}? known: {', '.join(METHODS)}")
     return METHODS[method]
+
+
+def parts(config: Config) -> tuple[str, ...]:
+    """The methods that the configuration's drafter is made of; ConfigError if they do not go together."""
+    if not find(config.method).merges:
+        return (config.method,)
+    head, memories = config.drafter.head, config.drafter.memories
+    for key, name, model in [("head", head, True), *(("memories", name, False) for name in memories)]:
+        found = find(name, f"drafter.{key}")
+        if found.drafter is None or found.merges or found.has_model != model:
+            fitting = [n for n, m in METHODS.items() if m.drafter and not m.merges and m.has_model == model]
+            raise ConfigError(f"drafter.{key}={name!r}: cannot stand there; these can: {', '.join(fitting)}")
+    return (head, *memories)
 
 
 def build(config: Config) -> Drafter:
@@ -52,6 +71,7 @@ def build(config: Config) -> Drafter:
         raise ConfigError(f"method={config.method}: has no drafter")
     module, name = where.split(":")
     drafter: Drafter = getattr(import_module(module), name).from_config(config)
+    drafter.source = source_of(config.method)
     return drafter
 
 
@@ -68,3 +88,13 @@ def check(config: Config) -> None:
     from drafters import requirements
 
     requirements.check(config)
+
+
+def source_of(method: str) -> int:
+    """The bit that marks the nodes which the method proposes."""
+    return 1 << list(METHODS).index(method)
+
+
+def source_names(bits: int) -> list[str]:
+    """The methods that proposed a node."""
+    return [name for name in METHODS if bits & source_of(name)]

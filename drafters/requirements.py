@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from drafters.registry import find
+from drafters.registry import find, parts
 from engine.config import Config
 from engine.errors import ConfigError, ModelError
 
@@ -31,13 +31,6 @@ def check(config: Config) -> None:
         from drafters.experience import check_file
 
         check_file(Path(config.drafter.calibration))
-
-
-def parts(config: Config) -> tuple[str, ...]:
-    """The methods that the configuration's drafter is made of."""
-    if config.method == "hybrid":
-        return (config.drafter.head, *config.drafter.memories)
-    return (config.method,)
 
 
 def weights_path(config: Config) -> str:

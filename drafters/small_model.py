@@ -26,7 +26,6 @@ from engine.loading import load_config
 from engine.target import Target
 from engine.tree import TokenTree
 
-SOURCE = 4
 _CHUNK = 512  # prompt tokens of one forward
 
 
@@ -53,7 +52,7 @@ class SmallModel(Head):
             head = cls(Target.load(path, config.dtype, config.device))
         widths = options.branches or (1,) * (options.length or 5)
         policy = policy_of(options, level_by_level(widths, options.budget), default="published")
-        return HeadDrafter(head, policy, SOURCE, options.shared_noise)
+        return HeadDrafter(head, policy, options.shared_noise)
 
     def open(self, prompt: Sequence[int], capacity: int, scratch: int) -> SmallSession:
         return SmallSession(self.model, prompt, capacity, scratch)

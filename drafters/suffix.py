@@ -17,7 +17,8 @@ from retrieval_index.suffix import SessionIndex
 if TYPE_CHECKING:
     from retrieval_index.dense import DenseIndex
 
-SOURCE = 2
+WARM_UP = 512
+"""Tokens of an answer for which the room of a new request is too small."""
 
 
 class SuffixDrafter(Drafter):
@@ -45,7 +46,7 @@ class SuffixDrafter(Drafter):
     def from_config(cls, config: Config) -> SuffixDrafter:
         warm_up = cls(budget=4)  # kernels are compiled when first called: before the worker is ready, not in a request
         warm_up.start(0, [1, 2, 1], SamplingParams())
-        warm_up.observe(0, Verdict(warm_up.propose(0, [2]), [0], [2]))
+        warm_up.observe(0, Verdict(warm_up.propose(0, [2]), [0], [*range(WARM_UP)]))  # so many that its store grows
         warm_up.finish(0)
         release_compiler()
         dense: DenseIndex | None = None
@@ -62,7 +63,7 @@ class SuffixDrafter(Drafter):
         self.index.start(request, prompt, [passage.tokens for passage in reversed(found)])  # the best one last
 
     def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:
-        return self.index.draft(request, continuation, self.budget, self.length, SOURCE)
+        return self.index.draft(request, continuation, self.budget, self.length)
 
     def observe(self, request: int, verdict: Verdict) -> None:
         self.index.append(request, verdict.tokens)

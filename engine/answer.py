@@ -7,14 +7,13 @@ from collections.abc import Sequence
 
 import msgspec
 
+from drafters.registry import METHODS, source_names
 from engine.messages import TokenLogprob, Tokens
 from engine.sampling import SamplingParams
 from engine.text import TextStream
 
-GRAMMAR = 1 << 8
+GRAMMAR = 1 << 32
 """Of `Tokens.sources`: forced by the request's grammar. The bits below are the drafters' own, as in a `TokenTree`."""
-_HEADS = 4 | 8 | 64
-_NAMES = ((GRAMMAR, "grammar"), (_HEADS, "head"), (0xFF & ~_HEADS, "retrieval"))
 
 
 class SpeculativeDecoding(msgspec.Struct, frozen=True):
@@ -160,4 +159,7 @@ def speculative_decoding(rounds: Sequence[Tokens]) -> SpeculativeDecoding:
 
 def source_name(bits: int) -> str:
     """Who is to be named for a token: a grammar before a head before retrieval."""
-    return next((name for mask, name in _NAMES if bits & mask), "target")
+    if bits & GRAMMAR:
+        return "grammar"
+    models = [METHODS[name].has_model for name in source_names(bits)]
+    return "target" if not models else "head" if any(models) else "retrieval"

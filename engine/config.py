@@ -12,7 +12,6 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from engine.errors import ConfigError
-from engine.pace import Mode
 from engine.places import ROOT
 
 DEMO = ROOT / "configs" / "demo.yaml"
@@ -57,8 +56,8 @@ class DrafterConfig(_Section):
     """
 
     budget: int = Field(60, ge=2, le=1024)
-    head: Literal["block", "eagle", "eagle3", "medusa", "hydra", "sps"] = "eagle3"
-    memories: tuple[Literal["pld", "suffix", "recycling", "datastore"], ...] = ("suffix",)
+    head: str = "eagle3"
+    memories: tuple[str, ...] = ("suffix",)
     datastore: str | None = None
     dense: str | None = None
     calibration: str | None = None
@@ -143,7 +142,7 @@ class Config(_Section):
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     method: str = "suffix"
-    mode: Mode = "sequential"
+    mode: Literal["sequential", "async", "auto"] = "sequential"
     transport: Literal["inproc", "ipc", "tcp"] = "ipc"
     drafter: DrafterConfig = DrafterConfig()
     verifier: VerifierConfig = VerifierConfig()

@@ -14,6 +14,9 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.choice import Choice
+from engine.messages import Rates
+
 SIZES = (1, 4, 8, 16, 32, 48, 64, 128, 256)
 """Rows at which a forward's time is known; others take as long as the next larger size."""
 _NEW = 0.1  # weight of the latest measurement
@@ -25,17 +28,24 @@ _LONG = 512  # keys behind which the time that keys take is measured
 _RETRIED = 0.99  # of what is held against drafts, with each round that does not wait for them
 _HOPED = 0.5  # tokens that drafting for a request is thought to gain before it was seen
 _LEAST_WAIT_S = 0.002
+_CLEARLY = 0.97  # drafting ahead must take less than this share of the time in turns for a token
+_WORTH = 0.2  # of a round outside of the forward: where it is less, drafting ahead is not worth a trial
 _PAUSE = 2.0  # a round with a chunk of a prompt in it may take so many times as long as without
 
 
 class CostModel:
     """t(rows, keys) and the rates that follow from it.
 
-    seconds: of a forward over so many rows, keys left out. key_s: of one row looking at one key.
+    seconds: of a forward over so many rows, keys left out. key_s: of one row looking at one key. ahead: whether drafts
+    are made while rounds run, which takes cores from them, or in turns. rest: whether a draft model that retrieval can
+    do without rests.
     """
 
-    def __init__(self, seconds: dict[int, float], key_s: float = 0.0):
+    def __init__(self, seconds: dict[int, float], key_s: float = 0.0, mode: str = "sequential"):
         self._seconds, self._key_s = dict(sorted(seconds.items())), key_s
+        self._plain_s = dict(self._seconds)  # as measured first: what is compared by it does not move it
+        self.ahead = Choice(16, 24, _CLEARLY, second=mode == "async", settled=mode != "auto")
+        self.rest = Choice(4)
         self._tokens = 1.0  # that a request emits in a round
         self._rows = 1.0  # that a request has in a round
         self._around_s = 0.0  # of a round, outside the forward
@@ -43,7 +53,7 @@ class CostModel:
         self._wait_s = 0.0  # of a round for its drafts
 
     @classmethod
-    def measure(cls, forward_s: Callable[[int, int], float], largest: int) -> CostModel:
+    def measure(cls, forward_s: Callable[[int, int], float], largest: int, mode: str = "sequential") -> CostModel:
         """forward_s: runs a forward over so many rows behind so many positions and returns its time."""
         seconds: dict[int, float] = {}
         for size in [size for size in SIZES if size < largest] + [largest]:
@@ -56,7 +66,7 @@ class CostModel:
                 seconds[size] = min(seconds[size], forward_s(size, 0))
         rows = max(size for size in seconds if size <= 32)
         long_s = min(forward_s(rows, _LONG) for _ in range(_PASSES))
-        return cls(seconds, max(0.0, long_s - seconds[rows]) / (rows * _LONG))
+        return cls(seconds, max(0.0, long_s - seconds[rows]) / (rows * _LONG), mode)
 
     # The forward.
 
@@ -92,6 +102,12 @@ class CostModel:
         rows = max(requests, round(requests * self._rows))
         return requests * self._tokens / (self.seconds(rows) + max(0.0, self._around_s))
 
+    def rates(self, requests: int, alone: bool) -> Rates:
+        """What the drafter is told. alone: the round to come verifies the root alone."""
+        rows = requests if alone else max(requests, round(requests * self._rows))
+        around_s = 0.0 if alone else max(0.0, self._around_s)
+        return Rates(self.seconds(rows) + around_s, self._tokens, 1 / self.rate(requests))
+
     def nodes_worth(self, worth: NDArray[np.float32], requests: int, keys_each: float = 0.0) -> int:
         """How many of the nodes to verify. worth: [nodes] expected tokens of each, the most first; the first `requests`
         are the trees' roots, which are verified whatever they cost. keys_each: that one row sees on average.
@@ -100,6 +116,17 @@ class CostModel:
         rate = self.rate(requests)
         sizes = {max(requests, min(size, len(worth))) for size in self._seconds} | {len(worth)}
         return max(sorted(sizes), key=lambda n: float(expected[n - 1]) - rate * self.seconds(n, n * keys_each))
+
+    def observe_ways(self, requests: int, tokens: int, round_s: float, rests: bool) -> None:
+        """A round took so long, the wait for its drafts included. rests: its drafter has a model that can rest.
+
+        Rounds of different sizes are compared by what plain decoding would have taken.
+        """
+        brought, taken = tokens / requests, round_s / self._plain_s[self._size(requests)]
+        if rests:
+            self.rest.observe(brought, taken)
+        if self.ahead.second or self._around_s > _WORTH * round_s:
+            self.ahead.observe(brought, taken)
 
     # Drafts.
 

@@ -13,7 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import zmq
 
@@ -21,8 +21,9 @@ from drafters.base import Drafter
 from drafters.base import Verdict as Observed
 from drafters.outcomes import Outcome as Guess
 from drafters.outcomes import likeliest
+from engine.drafting import Outcome, Request, Running, Sent, Wanted
 from engine.errors import ProtocolError
-from engine.messages import Array, Draft, Finish, Heartbeat, Hello, Ready, Start, Stop, Verdict
+from engine.messages import Array, Draft, Finish, Heartbeat, Hello, Rates, Ready, Start, Stop, Verdict
 from engine.trace import Trace
 from engine.transport import Line
 from engine.tree import GRAFT_CHANCE, TokenTree
@@ -31,49 +32,11 @@ FROM_VERIFIER = (Start, Verdict, Finish)
 FROM_FRONT_END = (Stop,)
 HEARTBEAT_S = 0.5
 OUTCOMES = 24  # drafted for in one round at most
-_ENOUGH = 0.75  # of the usual expected tokens: with so many a tree goes out unfinished if it is waited for
-
-Outcome = tuple[int, int, int]
-"""(draft, node, token), as a `Draft` names it."""
+_ENOUGH = 0.75  # of the tokens that rounds usually bring: with so many a tree goes out unfinished if it is waited for
 
 
 class Overtaken(Exception):
     """A verdict has come, or is due: what is being drafted ahead goes out as it is or is not wanted any more."""
-
-
-class _Request:
-    """round: the one under way. under: the draft it verifies, 0 if that is not ours (yet).
-
-    sent: what may be verified, or what is; 0 is the root alone. wanted: the outcome to draft for now. guesses: those to
-    draft ahead. begun: the trees that were being drafted when the verdict came, by outcome.
-    """
-
-    def __init__(self, round_: int, last_token: int):
-        self.round, self.last_token = round_, last_token
-        self.sent: dict[int, tuple[Outcome, TokenTree]] = {}
-        self.drafts = 0
-        self.under = 0
-        self.ahead = False
-        self.wanted: Outcome | None = None
-        self.guesses: deque[Guess] | None = None
-        self.begun: dict[Outcome, TokenTree] = {}
-        self.since_ns = 0  # when the verifier began the round under way, as far as known here; 0 if it waits for a tree
-        self.given_up = False
-
-    def number_of(self, outcome: Outcome) -> int:
-        """The draft that was sent for `outcome`, 0 if none was."""
-        return next((number for number, (known, _) in self.sent.items() if number and known == outcome), 0)
-
-    def proceed(self, outcome: Outcome, alone: bool) -> None:
-        """The outcome came true. alone: the next round is under way and verifies its token alone."""
-        self.under = 0 if alone else self.number_of(outcome)
-        if alone:
-            self.sent = {0: (outcome, TokenTree.root_only(self.last_token))}
-        else:
-            self.sent = {self.under: self.sent[self.under]} if self.under else {}
-        self.wanted = None if alone or self.under else outcome
-        self.begun = {outcome: self.begun[outcome]} if outcome in self.begun and self.wanted else {}
-        self.guesses = None
 
 
 class DrafterWorker:
@@ -83,9 +46,8 @@ class DrafterWorker:
         self.drafter, self.control, self.verdicts = drafter, control, verdicts
         self.trace = Trace(control, traced)
         self.poller = zmq.Poller()
-        self.requests: dict[int, _Request] = {}
-        self.expected = 2.0  # tokens that a tree usually brings, by its own account
-        self.round_ns: dict[bool, float] = {}  # how long the rounds of a root alone (True) and of a tree take
+        self.requests: dict[int, Request] = {}
+        self.rates = Rates()
         self.heard_ns = 0
         self.stopping = False
 
@@ -98,8 +60,7 @@ class DrafterWorker:
         while not self.stopping:
             if self.verdicts.joined():
                 self._join()
-            busy = any(self._has_work(request) for request in self.requests.values())
-            self.poller.poll(0 if busy else int(HEARTBEAT_S * 1000))
+            self.poller.poll(0 if self._wanted() or self._idle() else int(HEARTBEAT_S * 1000))
             for _ in self.control.received():
                 self.stopping = True
             for message, arrays in self.verdicts.received():
@@ -116,20 +77,26 @@ class DrafterWorker:
             self._hear(Finish(request=number), [])
         wants = self.drafter
         self.verdicts.send(
-            Hello(feature_layers=wants.feature_layers, successors=wants.successors, calibrated=wants.calibrated)
+            Hello(
+                feature_layers=wants.feature_layers,
+                successors=wants.successors,
+                calibrated=wants.calibrated,
+                rests=wants.rests,
+            )
         )
-
-    def _has_work(self, request: _Request) -> bool:
-        unranked = request.guesses is None and request.under in request.sent and not request.given_up
-        return request.wanted is not None or (request.ahead and (unranked or bool(request.guesses)))
 
     def _work(self) -> None:
         """The trees that are waited for; if there are none, one batch of those that may be."""
-        waited_for = [number for number, request in self.requests.items() if request.wanted is not None]
-        if waited_for:
+        if waited_for := self._wanted():
             self._draft(waited_for)
-        elif idle := [number for number, request in self.requests.items() if self._has_work(request)]:
+        elif idle := self._idle():
             self._attempt(self._draft_ahead, idle)
+
+    def _wanted(self) -> list[int]:
+        return [number for number, request in self.requests.items() if isinstance(request.state, Wanted)]
+
+    def _idle(self) -> list[int]:
+        return [number for number, request in self.requests.items() if request.idle is not None]
 
     def _attempt(self, work: Callable[[list[int]], None], numbers: list[int]) -> None:
         """Work for these requests together; if the drafter cannot, for each alone, which shows the one at fault."""
@@ -163,46 +130,33 @@ class DrafterWorker:
     def _start(self, message: Start, text: list[int]) -> None:
         if message.request in self.requests or not text:
             raise ProtocolError("request is known, or has no text")
-        request = self.requests[message.request] = _Request(message.round, text[-1])
-        if message.round:
-            request.wanted = (0, 0, text[-1])
+        self.requests[message.request] = Request(message.round, text[-1])
         self.drafter.start(message.request, text, message.sampling)
 
-    def _observe(self, message: Verdict, arrays: list[Array], request: _Request) -> None:
+    def _observe(self, message: Verdict, arrays: list[Array], request: Request) -> None:
         started = time.perf_counter_ns()
         path, tokens = arrays[0].tolist(), arrays[1].tolist()
-        tree = request.sent[message.draft][1] if message.draft in request.sent else None
-        tree = (tree or TokenTree.root_only(request.last_token)).grafted(arrays[4].tolist(), GRAFT_CHANCE)
+        tree = request.verified(message.draft).grafted(arrays[4].tolist(), GRAFT_CHANCE)
         if message.round != request.round or not _follows(tree, path, tokens):
             raise ProtocolError("verdict is of another round or does not follow its tree")
-        outcome = (message.draft, path[-1], tokens[-1])
-        self._time(request, started)
-        request.round, request.last_token, request.ahead = message.round + 1, tokens[-1], message.ahead
-        request.proceed(outcome, message.alone)
-        request.since_ns = 0 if request.wanted else started
+        self.rates, request.ahead = message.rates, message.ahead
+        request.conclude(message.draft, path, tokens, message.alone, started + round(message.rates.round_s * 1e9))
+        waited_for = isinstance(request.state, Wanted)
         if not request.given_up:
             features = arrays[2] if arrays[2].size else None
             successors = arrays[3] if len(arrays[3]) == len(tree) else None
-            self.drafter.observe(message.request, Observed(tree, path, tokens, features, successors))
-            if request.wanted is None:
+            self.drafter.observe(
+                message.request, Observed(tree, path, tokens, features, successors, message.rest, message.rates.token_s)
+            )
+            if not waited_for:
                 self.drafter.settle()
-        self.trace.span("sync (miss)" if request.wanted else "sync", started, message.request)
-
-    def _time(self, request: _Request, now_ns: int) -> None:
-        """A verdict has come: learn how long a round takes from one verdict to the next."""
-        if request.since_ns:
-            kind, taken_ns = request.under == 0, now_ns - request.since_ns
-            self.round_ns[kind] = 0.8 * self.round_ns.get(kind, taken_ns) + 0.2 * taken_ns
-
-    def _due_ns(self, request: _Request) -> float:
-        """When the verdict of the round under way is to be expected."""
-        return request.since_ns + self.round_ns.get(request.under == 0, float("inf"))
+        self.trace.span("sync (miss)" if waited_for else "sync", started, message.request)
 
     def _give_up(self, number: int, error: Exception) -> None:
         """The drafter cannot go on with this request: it gets root-only trees, which is plain decoding."""
         print(f"talon: drafter: request {number}: {type(error).__name__}: {error}; not drafted for", file=sys.stderr)
         if (request := self.requests.get(number)) is not None:
-            request.given_up, request.guesses = True, deque()
+            request.given_up = True
             with contextlib.suppress(Exception):
                 self.drafter.finish(number)
 
@@ -212,56 +166,38 @@ class DrafterWorker:
         """The trees that the verifier waits for."""
         started = time.perf_counter_ns()
         before_s = self.drafter.forward_s
-        trees = {number: self._begun(self.requests[number]) for number in numbers}
+        begun = {number: self.requests[number].begun for number in numbers}
+        trees = {number: tree or self.requests[number].root for number, tree in begun.items()}
 
         def propose(of: list[int]) -> None:
             for number, tree in zip(of, self.drafter.propose_many([(number, ()) for number in of]), strict=True):
                 trees[number] = tree
-                self.expected += 0.1 * (float(tree.confidence.sum()) - self.expected)
 
         if lacking := [n for n in numbers if not self._enough(trees[n]) and not self.requests[n].given_up]:
             self._attempt(propose, lacking)
         for number, tree in trees.items():
             request = self.requests[number]
-            assert request.wanted is not None
-            request.under = self._send(number, request, request.round, request.wanted, tree, before_s)
-            request.wanted = None
+            outcome, sent = request.answer(tree.marked(self.drafter.source))
+            self._send(number, request.round, outcome, sent, before_s)
             before_s = self.drafter.forward_s  # their time is counted once
             self.trace.span("draft", started, number, f"{len(tree)} nodes")
         self._attempt(lambda of: self.drafter.settle(), numbers)
 
-    def _begun(self, request: _Request) -> TokenTree:
-        """What there is of the tree that is waited for."""
-        assert request.wanted is not None
-        return request.begun.get(request.wanted, TokenTree.root_only(request.last_token))
-
     def _enough(self, tree: TokenTree) -> bool:
         """Whether the tree may go out as it is."""
-        return len(tree) > 1 and float(tree.confidence.sum()) > _ENOUGH * self.expected
-
-    def _rank(self, numbers: list[int]) -> None:
-        """What is to be drafted ahead for these requests, likeliest first."""
-        trees = {n: r.sent[r.under][1] for n in numbers for r in [self.requests[n]] if r.guesses is None}
-        outcomes = likeliest(trees, self.drafter.following, OUTCOMES) if trees else []
-        for number in trees:
-            self.requests[number].guesses = deque(outcome for outcome in outcomes if outcome.request == number)
+        return len(tree) > 1 and float(tree.confidence.sum()) > _ENOUGH * self.rates.tokens
 
     def _draft_ahead(self, numbers: list[int]) -> None:
         """Trees for the next few of the likeliest outcomes of the rounds under way."""
         started = time.perf_counter_ns()
-        self._rank(numbers)
-        guesses = [guess for number in numbers for guess in self.requests[number].guesses or ()]
-        batch = heapq.nlargest(self.drafter.together, guesses, key=lambda guess: guess.chance)
-        for guess in batch:
-            cast(deque[Guess], self.requests[guess.request].guesses).remove(guess)
-        before_s = self.drafter.forward_s
-        asked = {guess.request: self.requests[guess.request] for guess in batch}
-        named = [(asked[guess.request].under, guess.node, guess.token) for guess in batch]
+        running = {number: idle for number in numbers if (idle := self.requests[number].idle) is not None}
+        batch = self._next(running)
+        outcomes = [Outcome(running[guess.request].under.draft, guess.node, guess.token) for guess in batch]
         wanted = [
-            (guess.request, [*asked[guess.request].sent[under][1].path_tokens(node)[1:], token])
-            for guess, (under, node, token) in zip(batch, named, strict=True)
+            (guess.request, [*running[guess.request].under.tree.path_tokens(guess.node)[1:], guess.token])
+            for guess in batch
         ]
-
+        before_s = self.drafter.forward_s
         trees: dict[int, TokenTree] = {}
         last_ns = started
 
@@ -271,43 +207,49 @@ class DrafterWorker:
             step_ns, last_ns = now_ns - last_ns, now_ns
             if self.poller.poll(0):
                 for row, tree in so_far().items():
-                    asked[batch[row].request].begun[named[row]] = tree
+                    running[batch[row].request].begun[outcomes[row]] = tree
                 for guess in reversed(batch):  # for those of other requests than the message's there is time yet
-                    cast(deque[Guess], asked[guess.request].guesses).appendleft(guess)
+                    running[guess.request].put_back(guess)
                 raise Overtaken
-            if any(now_ns <= self._due_ns(request) < now_ns + step_ns for request in asked.values()):
+            if any(now_ns <= running[guess.request].due_ns < now_ns + step_ns for guess in batch):
                 trees = so_far()
                 raise Overtaken
 
         with contextlib.suppress(Overtaken):
             trees = dict(enumerate(self.drafter.propose_many(wanted, stop_in_time)))
-        for row, ahead in trees.items():
-            if len(ahead) == 1:
-                continue
-            number = batch[row].request
-            self._send(number, asked[number], asked[number].round + 1, named[row], ahead, before_s)
-            before_s = self.drafter.forward_s  # the batch's time is counted once
-        self.trace.span(
-            "draft ahead", started, min(asked, default=0), f"{len(trees)} outcomes" if trees else "overtaken"
-        )
+        for row, tree in trees.items():
+            if len(tree) > 1:
+                number, request = batch[row].request, self.requests[batch[row].request]
+                sent = request.add(outcomes[row], tree.marked(self.drafter.source))
+                self._send(number, request.round + 1, outcomes[row], sent, before_s)
+                before_s = self.drafter.forward_s  # the batch's time is counted once
+        what = f"{len(trees)} outcomes" if trees else "overtaken"
+        self.trace.span("draft ahead", started, min((guess.request for guess in batch), default=0), what)
 
-    def _send(
-        self, number: int, request: _Request, round_: int, outcome: Outcome, tree: TokenTree, since_s: float
-    ) -> int:
-        request.drafts += 1
-        request.sent[request.drafts] = (outcome, tree)
-        parent, node, token = outcome
+    def _next(self, running: dict[int, Running]) -> list[Guess]:
+        """The outcomes to draft for now, taken off those of their requests, which are ranked before if need be."""
+        unranked = {number: state.under.tree for number, state in running.items() if state.guesses is None}
+        outcomes = likeliest(unranked, self.drafter.following, OUTCOMES) if unranked else []
+        for number in unranked:
+            running[number].guesses = deque(outcome for outcome in outcomes if outcome.request == number)
+        guesses = [guess for state in running.values() for guess in state.guesses or ()]
+        batch = heapq.nlargest(self.drafter.together, guesses, key=lambda guess: guess.chance)
+        for guess in batch:
+            running[guess.request].take(guess)
+        return batch
+
+    def _send(self, number: int, round_: int, outcome: Outcome, sent: Sent, since_s: float) -> None:
         draft = Draft(
             request=number,
             round=round_,
-            draft=request.drafts,
-            parent=parent,
-            node=node,
-            token=token,
+            draft=sent.draft,
+            parent=outcome.draft,
+            node=outcome.node,
+            token=outcome.token,
             draft_us=int((self.drafter.forward_s - since_s) * 1e6),
         )
+        tree = sent.tree
         self.verdicts.send(draft, [tree.tokens, tree.parents, tree.confidence, tree.source])
-        return request.drafts
 
     def _beat(self) -> None:
         now = time.perf_counter_ns()

@@ -7,6 +7,7 @@ import time
 import numpy as np
 
 from engine.conclusion import Conclusion
+from engine.cost_model import CostModel
 from engine.errors import ProtocolError
 from engine.messages import Array, Draft, Finish, Hello, Start, Verdict
 from engine.request import Request
@@ -115,10 +116,8 @@ class DrafterLine:
         start = Start(request=request.number, round=round_, sampling=request.sampling)
         self.hub.send(self.drafter, start, [np.asarray(request.text)])
 
-    def tell(self, conclusion: Conclusion, ahead: bool) -> None:
-        """The verdict, with the features of all positions since the last one. ahead: draft for the outcomes of the
-        round to come meanwhile.
-        """
+    def tell(self, conclusion: Conclusion, costs: CostModel, requests: int) -> None:
+        """The verdict on a round of so many requests, with the features of all positions since the last one."""
         if self.drafter is None:
             return
         request = conclusion.request
@@ -131,8 +130,10 @@ class DrafterLine:
             round=request.round,
             draft=conclusion.draft,
             following=request.drafts[request.outcome][0].draft if request.hit else 0,
-            ahead=ahead,
+            ahead=costs.ahead.second,
             alone=request.alone,
+            rest=costs.rest.second,
+            rates=costs.rates(requests, request.alone),
         )
         successors = np.zeros((0, 0), np.int32) if conclusion.successors is None else conclusion.successors
         grafts = np.asarray(conclusion.grafts, np.int32)

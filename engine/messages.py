@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Union
+from typing import Annotated, Any, Union
 
 import msgspec
 import numpy as np
@@ -140,11 +140,13 @@ class Spans(Message, frozen=True, kw_only=True):
 
 class Hello(Message, frozen=True, kw_only=True):
     """A drafter has joined. feature_layers: hidden states of the target it wants; successors: how many of the target's
-    likeliest next tokens behind every verified node. calibrated: its trees may be cut by their confidence."""
+    likeliest next tokens behind every verified node. calibrated: its trees may be cut by their confidence. rests: it
+    can leave its model out."""
 
     feature_layers: tuple[int, ...] = ()
     successors: int = 0
     calibrated: bool = False
+    rests: bool = False
 
 
 class Start(Message, frozen=True, kw_only=True):
@@ -158,11 +160,25 @@ class Start(Message, frozen=True, kw_only=True):
     sampling: SamplingParams
 
 
+Figure = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+
+
+class Rates(msgspec.Struct, frozen=True, array_like=True):
+    """What the verifier's cost model says at present. round_s: how long the round to come takes, until its verdict.
+    tokens: that a request gets from a round. token_s: the time that a token more is worth.
+    """
+
+    round_s: Figure = 0.1
+    tokens: Figure = 1.0
+    token_s: Figure = 0.1
+
+
 class Verdict(Message, frozen=True, kw_only=True):
     """What became of `draft` (0: a tree the verifier made itself) in `round`.
 
     following: the draft the next round uses, 0 while it is not known. ahead: whether to draft for the outcomes of that
-    round while it runs. alone: the next round verifies the root alone rather than wait for a draft. Arrays: path,
+    round while it runs. alone: the next round verifies the root alone rather than wait for a draft. rest: a draft model
+    that retrieval can do without is to rest. rates: for the drafter to judge what is worth its time. Arrays: path,
     tokens, features (the bits of bfloat16 numbers: heads need no more, and the prompt's take megabytes), successors,
     and the tokens that the verifier had grafted onto the draft (`TokenTree.grafted`).
     """
@@ -173,6 +189,8 @@ class Verdict(Message, frozen=True, kw_only=True):
     following: int
     ahead: bool = False
     alone: bool = False
+    rest: bool = False
+    rates: Rates = Rates()
 
 
 class Finish(Message, frozen=True, kw_only=True):
@@ -204,7 +222,7 @@ ARRAYS: dict[type, tuple[tuple[str, int], ...]] = {  # dtype and dimensions
     Submit: (("int32", 1), ("int32", 1)),
     Start: (("int32", 1),),
     Verdict: (("int32", 1), ("int32", 1), ("uint16", 3), ("int32", 2), ("int32", 1)),
-    Draft: (("int32", 1), ("int32", 1), ("float32", 1), ("uint8", 1)),
+    Draft: (("int32", 1), ("int32", 1), ("float32", 1), ("uint32", 1)),
 }
 
 _encoder = msgspec.msgpack.Encoder()

@@ -1,4 +1,4 @@
-"""What rounds take: the verifier's clock, from which its cost model and its pace learn."""
+"""What rounds take: the verifier's clock, from which its cost model learns."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from engine.batch import BLOCK, Segment
 from engine.conclusion import Conclusion
 from engine.config import Config
 from engine.cost_model import CostModel
-from engine.pace import Pace
+from engine.drafter_line import DrafterLine
 from engine.recorded import wait
 from engine.request import Request
 from engine.round import Round
 from engine.target import Target
 from engine.trace import Trace
 from engine.tree import TokenTree
+from engine.worker import Threads
 
 _BESIDE = 8  # positions before the rows of a forward that is measured
 _MEASURED_ROWS = 256  # of a forward, at most, whose time is measured at start-up
@@ -26,9 +27,9 @@ _MEASURED_ROWS = 256  # of a forward, at most, whose time is measured at start-u
 class Meter:
     """busy_ns: of all forwards so far. forward_ns: of the latest."""
 
-    def __init__(self, config: Config, target: Target, pace: Pace, trace: Trace):
-        self.config, self.target, self.pace, self.trace = config, target, pace, trace
-        self.costs = CostModel({1: 1.0})
+    def __init__(self, config: Config, target: Target, threads: Threads, trace: Trace):
+        self.config, self.target, self.threads, self.trace = config, target, threads, trace
+        self.costs = CostModel({1: 1.0}, mode=config.mode)
         self.busy_ns = self.forward_ns = 0
         self._ended_ns = 0  # when the latest round ended
 
@@ -36,7 +37,7 @@ class Meter:
 
     def measure(self) -> None:
         """Find out what forwards take."""
-        self.costs = CostModel.measure(self._forward_s, self._most_rows())
+        self.costs = CostModel.measure(self._forward_s, self._most_rows(), self.config.mode)
 
     def _most_rows(self) -> int:
         """Of the forwards to measure."""
@@ -76,9 +77,9 @@ class Meter:
         self.busy_ns += self.forward_ns
 
     def observe_round(
-        self, concluded: Sequence[Conclusion], rounds: Sequence[Round], segments: Sequence[Segment], drafter: bool
+        self, concluded: Sequence[Conclusion], rounds: Sequence[Round], segments: Sequence[Segment], drafts: DrafterLine
     ) -> None:
-        """The round ends; if it read a prompt, or lost a request, it says nothing of rates. drafter: there is one."""
+        """The round ends; if it read a prompt, or lost a request, it says nothing of rates."""
         now, forward_s = time.perf_counter_ns(), self.forward_ns / 1e9
         rows = sum(map(len, segments))
         self.costs.observe_forward(rows, sum(len(s) * s.past for s in segments), forward_s)
@@ -87,11 +88,19 @@ class Meter:
         if len(segments) > len(rounds) or not decoded or len(decoded) < len(rounds):
             return
         tokens, round_s = sum(len(c.tokens) for c in decoded), (now - since) / 1e9
+        drafter = drafts.drafter is not None
         if drafter and (asked := sum(r.request.drafted and not r.request.alone for r in rounds)):
             self.costs.observe_drafts(asked, len(rounds), rows, tokens)
         if all(conclusion.request.round > 1 for conclusion in decoded):
             self.costs.observe_round(len(rounds), rows, tokens, round_s - forward_s)
-        request = decoded[0].request
-        alone = len(rounds) == 1 and drafter and request.drafted and request.round > 1
-        if alone and self.pace.observe(tokens, round_s, forward_s):
-            torch.set_num_threads(self.pace.threads)
+            if drafter and all(conclusion.request.drafted for conclusion in decoded):
+                self._observe_ways(len(rounds), tokens, round_s, drafts.wants.rests)
+
+    def _observe_ways(self, requests: int, tokens: int, round_s: float, rests: bool) -> None:
+        """A round, all of whose requests are drafted for, went the ways that are being gone. rests: the drafter has a
+        model that it can leave out.
+        """
+        ahead = self.costs.ahead.second
+        self.costs.observe_ways(requests, tokens, round_s, rests)
+        if self.costs.ahead.second != ahead:
+            torch.set_num_threads(self.threads.verifier(not ahead))

@@ -19,7 +19,7 @@ import time
 
 import msgspec
 
-from drafters.registry import METHODS
+from drafters.registry import METHODS, parts
 from engine import worker
 from engine.config import Config
 from engine.worker import WorkerSpec
@@ -142,9 +142,9 @@ def _warm_up(config: Config) -> None:
     """Import what the drafter is made of: its own modules, and those of its model's family if it has one."""
     os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)  # on Linux, of this thread
     importlib.import_module("engine.drafter")
-    if config.method == "hybrid":
+    if "suffix" in parts(config):
         importlib.import_module("retrieval_index.ngrams")
-    for method in (config.method, config.drafter.head):
+    for method in (config.method, *parts(config)):
         where = METHODS[method].drafter
         assert where is not None
         importlib.import_module(where.partition(":")[0])

@@ -69,15 +69,15 @@ class Scheduler:
         elif request in self.waiting:
             self.waiting.remove(request)
 
-    def plan(self, now_ns: int, costs: CostModel, drafted: bool, ahead: bool) -> Plan:
-        """What to do now. drafted: a drafter is there and speaks; ahead: it drafts while a round is verified."""
+    def plan(self, now_ns: int, costs: CostModel, drafted: bool) -> Plan:
+        """What to do now. drafted: a drafter is there and speaks."""
         self._admit()
         decoding = [request for request in self.running if not request.reading]
         missing = [r for r in decoding if drafted and r.drafted and not r.alone and not r.has_draft]
         keys = sum(request.cache.length for request in decoding)
         past = max((request.cache.length for request in self.running if request.reading), default=0)
         if missing:
-            lonely = len(decoding) == 1 and not ahead
+            lonely = len(decoding) == 1 and not costs.ahead.second
             patience_s = self.draft_timeout_s if lonely else min(self.draft_timeout_s, costs.patience_s())
             left_s = max(patience_s - (now_ns - request.asked_ns) / 1e9 for request in missing)
             if left_s > 0:
@@ -88,12 +88,12 @@ class Scheduler:
         reading = self._chunks(costs.chunk_rows(len(decoding), self.chunk, keys, past))
         return Plan(decoding, reading) if decoding or reading else Plan(wait_s=self.draft_timeout_s)
 
-    def waits(self, costs: CostModel, missing: int, ahead: bool) -> bool:
+    def waits(self, costs: CostModel, missing: int) -> bool:
         """Whether the next round waits for the drafts of so many requests. A lonely request that is drafted for in
         turns has nothing else to do.
         """
         running = len(self.running)
-        return (running == 1 and not ahead) or costs.worth_waiting(max(1, running), missing)
+        return (running == 1 and not costs.ahead.second) or costs.worth_waiting(max(1, running), missing)
 
     def reserve(self, plan: Plan, rows: Callable[[Request], int]) -> Plan:
         """The plan, with blocks for all of it: where there are too few, the youngest gives its own back and waits.

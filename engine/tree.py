@@ -26,13 +26,13 @@ class TokenTree:
     tokens: [nodes] int32, token ids. parents: [nodes] int32, -1 for the root.
     confidence: [nodes] float32, path confidence c(v): the estimated probability that every token from the root to
     the node is accepted; 1 at the root and never larger than the parent's.
-    source: [nodes] uint8, the drafters that proposed the node, one bit each.
+    source: [nodes] uint32, the drafters that proposed the node, one bit each (`marked`); 0 for the root.
     """
 
     tokens: Int
     parents: Int
     confidence: NDArray[np.float32]
-    source: NDArray[np.uint8]
+    source: NDArray[np.uint32]
 
     @classmethod
     def root_only(cls, token: int) -> TokenTree:
@@ -44,7 +44,7 @@ class TokenTree:
         cls, tokens: Sequence[int], parents: Sequence[int], confidence: Sequence[float], source: int = 0
     ) -> TokenTree:
         """A tree from parallel lists, every node below the root marked with the bit set `source`."""
-        bits = np.full(len(tokens), source, dtype=np.uint8)
+        bits = np.full(len(tokens), source, dtype=np.uint32)
         bits[0] = 0
         return cls(
             np.asarray(tokens, dtype=np.int32),
@@ -153,7 +153,13 @@ class TokenTree:
         for node in range(1, len(tokens)):
             confidence[node] = confidence[parents[node]] * step[node]
         tree = TokenTree.from_lists(tokens, parents, confidence)
-        return TokenTree(tree.tokens, tree.parents, tree.confidence, np.asarray(source, dtype=np.uint8))
+        return TokenTree(tree.tokens, tree.parents, tree.confidence, np.asarray(source, dtype=np.uint32))
+
+    def marked(self, source: int) -> TokenTree:
+        """The tree, the bit `source` on every node below the root that no drafter is named for yet."""
+        bits = np.where(self.source == 0, np.uint32(source), self.source)
+        bits[0] = 0
+        return TokenTree(self.tokens, self.parents, self.confidence, bits)
 
     def grafted(self, tokens: Sequence[int], chance: float) -> TokenTree:
         """The tree with the chain of `tokens` below its root: those of its nodes that it has already stay as they are,
@@ -175,7 +181,7 @@ class TokenTree:
             np.append(self.tokens, np.asarray(new, np.int32)),
             np.asarray(parents, np.int32),
             np.asarray(confidence, np.float32),
-            np.append(self.source, np.zeros(len(new), np.uint8)),
+            np.append(self.source, np.zeros(len(new), np.uint32)),
         )
 
     def validate(self, vocab_size: int) -> TokenTree:

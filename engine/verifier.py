@@ -20,13 +20,13 @@ from engine.errors import OutOfBlocks
 from engine.front_end_line import FROM_FRONT_END, FrontEndLine
 from engine.messages import Cancel
 from engine.meter import Meter
-from engine.pace import Pace
 from engine.request import Request
 from engine.round import Round, cut
 from engine.scheduler import Plan, Scheduler
 from engine.target import Target
 from engine.trace import Trace
 from engine.transport import Hub, Line
+from engine.worker import Threads
 
 __all__ = ["FROM_DRAFTER", "FROM_FRONT_END", "Verifier"]
 
@@ -34,14 +34,14 @@ __all__ = ["FROM_DRAFTER", "FROM_FRONT_END", "Verifier"]
 class Verifier:
     """The worker's loop. control: the line to the front end; drafts: the hub drafters connect to."""
 
-    def __init__(self, config: Config, target: Target, control: Line, drafts: Hub, pace: Pace):
-        self.config, self.target, self.pace = config, target, pace
+    def __init__(self, config: Config, target: Target, control: Line, drafts: Hub, threads: Threads):
+        self.config, self.target = config, target
         options = config.verifier
         self.requests = Scheduler(options.max_running, options.prefill_chunk, options.draft_timeout_s)
         self.front_end = FrontEndLine(control, target, config)
         self.drafter = DrafterLine(drafts, target, self.requests, config.drafter.budget, options.draft_timeout_s)
         self.trace = Trace(control, config.trace is not None)
-        self.meter = Meter(config, target, pace, self.trace)
+        self.meter = Meter(config, target, threads, self.trace)
         self.stopping = False
 
     def run(self) -> None:
@@ -76,7 +76,7 @@ class Verifier:
         self.drafter.receive()
 
     def _plan(self) -> Plan:
-        return self.requests.plan(time.perf_counter_ns(), self.meter.costs, self.drafter.present, self.pace.ahead)
+        return self.requests.plan(time.perf_counter_ns(), self.meter.costs, self.drafter.present)
 
     def _step(self, plan: Plan) -> None:
         """Run one forward over the trees and chunks of the plan, and tell everybody what came of it."""
@@ -97,11 +97,11 @@ class Verifier:
         except Exception as error:  # exhausted memory, say
             return self._blame(plan, error)
         self.meter.end_forward(started_ns, segments)
-        if self.pace.ahead:
+        if self.meter.costs.ahead.second:
             self.drafter.hear()  # what was pushed meanwhile
         concluded = conclude_trees(rounds, logits, features, self.drafter.wants.successors, self._fail)
         concluded += self._read(plan, segments[len(rounds) :], logits, features)
-        self.meter.observe_round(concluded, rounds, segments, self.drafter.drafter is not None)
+        self.meter.observe_round(concluded, rounds, segments, self.drafter)
         self._tell(concluded)
         for conclusion in concluded:
             self._commit(conclusion)
@@ -146,12 +146,12 @@ class Verifier:
             hits[request], request.hit, request.alone = request.hit, request.has_draft, False
         missing = [c.request for c in concluded if c.request.drafted and not c.request.hit]
         if missing and self.drafter.present:
-            alone = not self.requests.waits(self.meter.costs, len(missing), self.pace.ahead)
+            alone = not self.requests.waits(self.meter.costs, len(missing))
             for request in missing:
                 request.alone = alone
         for conclusion in concluded:
             if conclusion.request.drafted and conclusion.request.sampler.finish_reason is None:
-                self.drafter.tell(conclusion, self.pace.ahead)
+                self.drafter.tell(conclusion, self.meter.costs, len(concluded))
         for conclusion in concluded:
             request = conclusion.request
             request.drafts = {request.outcome: request.drafts[request.outcome]} if request.hit else {}

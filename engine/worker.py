@@ -51,16 +51,14 @@ def _run_verifier(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -
     ):
         import torch
 
-        from engine.pace import Pace
         from engine.recorded import own_stream
         from engine.target import Target
 
         threads = share_cores(config)
-        pace = Pace(config.mode, threads.verifier_alone, threads.verifier_beside)
-        torch.set_num_threads(pace.threads)
+        torch.set_num_threads(threads.verifier(config.mode == "async"))
         target = Target.load(config.model, config.dtype, config.device, config.verifier.kv_memory)
         with own_stream(target.device, urgent=False):
-            Verifier(config, target, control, drafts, pace).run()
+            Verifier(config, target, control, drafts, threads).run()
 
 
 def _run_drafter(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -> None:
@@ -111,6 +109,10 @@ class Threads(NamedTuple):
     verifier_alone: int
     verifier_beside: int
     drafter: int
+
+    def verifier(self, ahead: bool) -> int:
+        """The target's. ahead: drafts are made while it runs."""
+        return self.verifier_beside if ahead else self.verifier_alone
 
 
 def share_cores(config: Config) -> Threads:

@@ -54,9 +54,7 @@ class SessionIndex:
         """The request's answer goes on with `tokens`."""
         self._append(self._requests[request], np.asarray(tokens, np.int32), learn=True)
 
-    def draft(
-        self, request: int, continuation: Sequence[int] = (), budget: int = 17, depth: int = 24, source: int = 0
-    ) -> TokenTree:
+    def draft(self, request: int, continuation: Sequence[int] = (), budget: int = 17, depth: int = 24) -> TokenTree:
         """The likeliest continuations of text and `continuation`, at most `budget` nodes, root included."""
         own, shared = self._requests[request].own, self.shared
         tree, confidence = np.empty((2, budget), np.int32), np.empty(budget, np.float32)
@@ -64,9 +62,7 @@ class SessionIndex:
         n = self._kernels.draft(
             own.arena, own.state, shared.arena, shared.state, self.weights, asked, depth, 1e-4, tree, confidence
         )
-        sources = np.full(n, source, np.uint8)
-        sources[0] = 0
-        return TokenTree(tree[0, :n], tree[1, :n], confidence[:n], sources)
+        return TokenTree(tree[0, :n], tree[1, :n], confidence[:n], np.zeros(n, np.uint32))
 
     def finish(self, request: int) -> None:
         """Forget the request; its answer goes to the shared cache."""

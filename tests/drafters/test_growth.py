@@ -26,9 +26,9 @@ from engine.tree import TokenTree
 VOCAB = 50
 
 
-def grow(policy: Policy, root: int, expand: Callable[[Frontier], Candidates], source: int = 0) -> TokenTree:
+def grow(policy: Policy, root: int, expand: Callable[[Frontier], Candidates]) -> TokenTree:
     """Run one policy to its end."""
-    steps = policy.steps(root, source)
+    steps = policy.steps(root)
     try:
         frontier = next(steps)
         while True:
@@ -85,10 +85,9 @@ heads = st.tuples(st.integers(0, 10**6), st.integers(1, 10), st.sampled_from([0.
 
 @given(policies, heads)
 def test_a_tree_is_well_formed_and_never_over_budget(policy: Policy, head: tuple[int, int, float]) -> None:
-    tree = grow(policy, 7, RandomHead(*head), source=4)
+    tree = grow(policy, 7, RandomHead(*head))
     assert len(tree) <= policy.budget
     assert tree.tokens[0] == 7
-    assert (tree.source[1:] == 4).all()
     tree.validate(VOCAB)  # topological order, distinct siblings, falling confidence
 
 
@@ -219,9 +218,6 @@ def test_a_head_is_told_of_every_node_all_that_it_needs() -> None:
 @pytest.mark.parametrize("policy", [Static(EAGLE_25), Dynamic(), Adaptive()])
 def test_a_tree_that_no_source_is_named_for_is_marked_with_none(policy: Policy) -> None:
     assert not grow(policy, 7, RandomHead(1, 10, 1.0)).source.any()
-    steps = policy.steps(7)
-    frontier = next(steps)
-    assert frontier.sketch.source == 0
 
 
 def test_published_parameters_are_the_defaults() -> None:

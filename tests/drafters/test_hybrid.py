@@ -11,9 +11,9 @@ from drafters.base import Verdict
 from drafters.checkpoint import TargetWeights
 from drafters.growth import Adaptive
 from drafters.head import HeadDrafter
-from drafters.hybrid import HybridDrafter, Merge
+from drafters.hybrid import Advice, HybridDrafter, Merge, _root_of
 from drafters.prompt_lookup import PromptLookup
-from drafters.suffix import SOURCE as SUFFIX
+from drafters.registry import source_of
 from drafters.suffix import SuffixDrafter
 from engine.sampling import SamplingParams
 from engine.target import bfloat16_bits
@@ -28,10 +28,10 @@ CHANCES = st.none() | st.floats(0, 1)
 def hybrid(path: Path, target: TargetWeights, text: list[int] = TEXT) -> HybridDrafter:
     """A hybrid that has read `text`, of which the last token is the target's; tokens are dear, so any step pays."""
     drafter = HybridDrafter(HeadDrafter(eagle3(path, target), Adaptive(budget=24)), [SuffixDrafter(budget=24)])
-    drafter._token_s = 1e6
+    drafter.head.source, drafter.memories[0].source = source_of("eagle3"), source_of("suffix")
     drafter.start(1, text[:-1], SamplingParams(max_tokens=160))
     features = bfloat16_bits(true_features(len(text) - 1, "eagle3"))
-    drafter.observe(1, Verdict(TokenTree.root_only(text[-2]), [0], text[-1:], features))
+    drafter.observe(1, Verdict(TokenTree.root_only(text[-2]), [0], text[-1:], features, token_s=1e6))
     return drafter
 
 
@@ -49,13 +49,13 @@ def test_the_head_drafts_on_below_a_retrieved_node(tmp_path: Path, target: Targe
     tree = drafter.propose(1)
     retrieved = tree.child(0, 8)
     assert retrieved is not None
-    continued = [child for child in tree.children(retrieved) if not tree.source[child] & SUFFIX]
+    continued = [child for child in tree.children(retrieved) if not tree.source[child] & source_of("suffix")]
     assert continued
 
 
 def test_a_node_of_the_index_is_marked_as_such(tmp_path: Path, target: TargetWeights) -> None:
     tree = hybrid(tmp_path, target).propose(1)
-    assert tree.source[0] == 0 and tree.source[tree.child(0, 8)] & SUFFIX
+    assert tree.source[0] == 0 and tree.source[tree.child(0, 8)] & source_of("suffix")
     assert (tree.source[1:] > 0).all()
 
 
@@ -81,21 +81,34 @@ def test_a_step_that_costs_more_than_it_can_bring_is_left_to_retrieval(tmp_path:
     assert tree.child(tree.child(0, 8) or 0, 9) is not None  # the text goes on: 8 9
 
 
-def test_a_head_that_takes_more_time_than_it_brings_is_left_out(
-    tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = [0.0]
-    monkeypatch.setattr("drafters.hybrid.time.perf_counter", lambda: clock[0])
+def test_a_head_that_is_to_rest_drafts_no_more_until_it_may_again(tmp_path: Path, target: TargetWeights) -> None:
     drafter = hybrid(tmp_path, target)
-    used = []
-    for _ in range(100):
-        steps = drafter.head.steps
-        drafter._token_s, drafter._step_s = 1e6, 1e-3
-        tree = drafter.propose(1)
-        used.append(drafter.head.steps > steps)
-        clock[0] += 0.03 if used[-1] else 0.01  # for one token either way
-        drafter.observe(1, Verdict(tree, [0], [int(tree.tokens[0])], bfloat16_bits(true_features(1, "eagle3"))))
-    assert sum(used[:24]) > 8 and sum(used[60:]) < 8
+
+    def steps_after(rest: bool) -> int:
+        tree, steps = drafter.propose(1), drafter.head.steps
+        features = bfloat16_bits(true_features(1, "eagle3"))
+        drafter.observe(1, Verdict(tree, [0], [int(tree.tokens[0])], features, rest=rest, token_s=1e6))
+        drafter.propose(1)
+        return drafter.head.steps - steps
+
+    assert [steps_after(rest) > 0 for rest in (False, True, True, False)] == [True, False, False, True]
+    assert drafter.rests and not HybridDrafter(drafter.head, []).rests
+
+
+def test_the_more_requests_share_a_step_the_less_it_has_to_bring(tmp_path: Path, target: TargetWeights) -> None:
+    drafter = hybrid(tmp_path, target)
+    features = bfloat16_bits(true_features(len(TEXT) - 1, "eagle3"))
+    drafter.start(2, TEXT[:-1], SamplingParams(max_tokens=160))
+    drafter.observe(2, Verdict(TokenTree.root_only(TEXT[-2]), [0], TEXT[-1:], features, token_s=1.0))
+    steps = drafter.head.steps
+    surplus = Advice(drafter.merge, drafter._retrieve(1, ()), 0.0, drafter._rescue).surplus(
+        _root_of(drafter._retrieve(1, ()))
+    )
+    drafter._step_s = 1.5 * surplus  # of a token's time
+    drafter.propose(1)
+    assert drafter.head.steps == steps
+    drafter.propose_many([(1, ()), (2, ())])
+    assert drafter.head.steps > steps
 
 
 def test_how_often_the_head_knows_what_retrieval_misses_is_learned(tmp_path: Path, target: TargetWeights) -> None:

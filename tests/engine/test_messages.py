@@ -17,6 +17,7 @@ from engine.messages import (
     Heartbeat,
     Hello,
     Message,
+    Rates,
     Ready,
     Start,
     Stop,
@@ -50,7 +51,7 @@ EXAMPLES: list[tuple[Message, list[Any]]] = [
     (Finish(request=1), []),
     (
         Draft(request=1, round=2, draft=3, parent=0, node=1, token=5, draft_us=0),
-        [INTS, INTS, np.ones(3, np.float32), np.ones(3, np.uint8)],
+        [INTS, INTS, np.ones(3, np.float32), np.ones(3, np.uint32)],
     ),
 ]  # fmt: skip
 EVERY = tuple(type(message) for message, _ in EXAMPLES)
@@ -171,3 +172,11 @@ def test_an_array_of_another_form_is_refused(shape: tuple[int, ...]) -> None:
     message, _ = msgspec.msgpack.decode(start[0])
     with pytest.raises(ProtocolError, match="Start with an array of shape"):
         decode([msgspec.msgpack.encode((message, [shape])), start[1]], EVERY)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -1.0, 0.0])
+@pytest.mark.parametrize("field", ["round_s", "tokens", "token_s"])
+def test_a_rate_that_is_none_is_refused(field: str, wrong: float) -> None:
+    message = Verdict(request=1, round=2, draft=3, following=0, rates=Rates(**{field: wrong}))
+    with pytest.raises(ProtocolError):
+        decode(frames_of(message, [INTS, INTS, FEATURES, SUCCESSORS, INTS]), EVERY)

@@ -15,7 +15,8 @@ from engine.request import Request
 from engine.sampling import SamplingParams
 from engine.scheduler import Plan, Scheduler
 
-COSTS = CostModel({1: 0.010, 8: 0.012, 16: 0.014, 32: 0.018, 64: 0.030})
+FORWARDS = {1: 0.010, 8: 0.012, 16: 0.014, 32: 0.018, 64: 0.030}
+COSTS, AHEAD = CostModel(FORWARDS), CostModel(FORWARDS, mode="async")
 
 
 class Stage:
@@ -65,7 +66,7 @@ def decode(*requests: Request) -> None:
 
 
 def plan(of: Scheduler, now_ns: int = 0, drafted: bool = False, ahead: bool = False) -> Plan:
-    return of.plan(now_ns, COSTS, drafted, ahead)
+    return of.plan(now_ns, AHEAD if ahead else COSTS, drafted)
 
 
 def test_prompts_are_read_in_chunks_in_the_order_in_which_they_came() -> None:
@@ -277,11 +278,11 @@ def test_of_several_none_waits_longer_than_usual() -> None:
 
 def test_a_lonely_request_in_turns_always_waits_and_others_while_it_pays() -> None:
     requests, _ = lonely()
-    costs = CostModel({1: 0.010, 8: 0.012})
-    while costs.worth_waiting(1, 1):
-        costs.observe_wait(costs.patience_s())
-    assert requests.waits(costs, 1, ahead=False)
-    assert not requests.waits(costs, 1, ahead=True)
+    for mode, waits in (("sequential", True), ("async", False)):
+        costs = CostModel({1: 0.010, 8: 0.012}, mode=mode)
+        while costs.worth_waiting(1, 1):
+            costs.observe_wait(costs.patience_s())
+        assert requests.waits(costs, 1) == waits
 
 
 def waited(seconds: float) -> CostModel:
@@ -296,9 +297,9 @@ def test_what_waiting_is_worth_is_asked_for_those_who_run(monkeypatch: pytest.Mo
     requests, _ = lonely()
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(CostModel, "worth_waiting", lambda self, running, missing: asked.append((running, missing)))
-    requests.waits(COSTS, 1, ahead=True)
+    requests.waits(AHEAD, 1)
     requests.running.append(request(Stage(), 2, [2] * 4))
-    requests.waits(COSTS, 2, ahead=False)
+    requests.waits(COSTS, 2)
     assert asked == [(1, 1), (2, 2)]
 
 
@@ -306,9 +307,9 @@ def test_while_all_wait_for_drafts_a_prompt_is_read() -> None:
     requests, one = lonely()
     new = request(Stage(), 2, [2] * 90)
     requests.waiting.append(new)
-    found = requests.plan(one.asked_ns, waited(0.0145), True, False)
+    found = requests.plan(one.asked_ns, waited(0.0145), True)
     assert found.decoding == [] and found.reading == [(new, 16)]
-    found = requests.plan(one.asked_ns + 2_000_000, waited(0.0145), True, False)
+    found = requests.plan(one.asked_ns + 2_000_000, waited(0.0145), True)
     assert found.reading == [(new, 8)], "the rest of the usual wait"
 
 
@@ -316,7 +317,7 @@ def test_drafts_that_are_there_in_a_moment_are_waited_for_before_a_prompt_is_rea
     """Or those who decode would be held up by two chunks in a row."""
     requests, one = lonely()
     requests.waiting.append(request(Stage(), 2, [2] * 9))
-    assert not requests.plan(one.asked_ns, waited(0.0002), True, False)
+    assert not requests.plan(one.asked_ns, waited(0.0002), True)
 
 
 def test_a_chunk_far_into_a_prompt_is_shorter() -> None:
@@ -329,7 +330,7 @@ def test_a_chunk_far_into_a_prompt_is_shorter() -> None:
     for length in (0, 400, 1600):
         long.cache.reserve(length)
         long.cache.length = length
-        [(_, count)] = requests.plan(0, costs, False, False).reading
+        [(_, count)] = requests.plan(0, costs, False).reading
         counts.append(count)
     assert counts == sorted(counts, reverse=True) and counts[-1] < counts[0] / 4
 

@@ -139,7 +139,7 @@ def test_malformed_trees_are_refused(tokens: list[int], parents: list[int], conf
         np.array(tokens, np.int32),
         np.array(parents, np.int32),
         np.array(confidence, np.float32),
-        np.zeros(len(tokens), np.uint8),
+        np.zeros(len(tokens), np.uint32),
     )
     with pytest.raises(ProtocolError):
         tree.validate(VOCABULARY)
@@ -165,7 +165,7 @@ def test_what_is_cut_or_merged_has_the_types_that_messages_carry() -> None:
     tree = TokenTree.from_lists([0, 1, 2, 3], [-1, 0, 0, 1], [1.0, 0.5, 0.4, 0.3], source=1)
     for made in (tree, tree.prune(3), tree.keep([0, 1]), tree.union(tree), tree.grafted([3, 4], 0.5)):
         arrays = (made.tokens, made.parents, made.confidence, made.source)
-        assert [array.dtype for array in arrays] == [np.int32, np.int32, np.float32, np.uint8]
+        assert [array.dtype for array in arrays] == [np.int32, np.int32, np.float32, np.uint32]
 
 
 def test_a_tree_that_fits_stays_the_same_object() -> None:
@@ -196,7 +196,7 @@ def test_a_refusal_says_what_was_wrong(arrays: tuple[list[int], list[int], list[
     tokens, parents, confidence = arrays
     tree = TokenTree(
         np.array(tokens, np.int32), np.array(parents, np.int32), np.array(confidence, np.float32),
-        np.zeros(len(tokens), np.uint8),
+        np.zeros(len(tokens), np.uint32),
     )  # fmt: skip
     with pytest.raises(ProtocolError, match=f"^{told}$"):
         tree.validate(VOCABULARY)

@@ -15,11 +15,11 @@ from engine.config import load
 from engine.cost_model import CostModel
 from engine.messages import Cancel, Draft, Failed, Finish, Hello, Stop, Submit, Tokens, Verdict
 from engine.model.kv_pool import KVCache, KVPool, KVShape
-from engine.pace import Pace
 from engine.request import Request
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
 from engine.verifier import Verifier
+from engine.worker import Threads
 
 VOCABULARY, CONTEXT, BLOCKS = 100, 32, 16
 DRAFTER = "drafter-1"
@@ -78,7 +78,7 @@ class Stage:
         self.control, self.drafts, self.target = Wire(), Wire(), Counting()
         config = load({"model": "counting", "method": "pld"}, options)
         parts: Any = (self.target, self.control, self.drafts)
-        self.verifier = Verifier(config, *parts, Pace("sequential", 1, 1))
+        self.verifier = Verifier(config, *parts, Threads(1, 1, 1))
         if hello is not None:
             self.drafts.inbox.append((DRAFTER, hello, []))
             self.verifier._receive()
@@ -104,7 +104,7 @@ class Stage:
     def step(self) -> list[Segment]:
         """One step of all that are there; returns its segments."""
         verifier = self.verifier
-        verifier._step(verifier.requests.plan(10**18, verifier.meter.costs, verifier.drafter.present, False))
+        verifier._step(verifier.requests.plan(10**18, verifier.meter.costs, verifier.drafter.present))
         return self.target.forwards[-1]
 
     def verdicts(self) -> list[tuple[Verdict, list[Any]]]:

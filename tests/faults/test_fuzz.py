@@ -33,7 +33,6 @@ from engine.messages import (
     Verdict,
     encode,
 )
-from engine.pace import Pace
 from engine.sampling import SamplingParams
 from engine.target import Target
 from engine.transport import Hub, Line
@@ -41,6 +40,7 @@ from engine.tree import TokenTree
 from engine.verifier import FROM_DRAFTER as TO_VERIFIER
 from engine.verifier import FROM_FRONT_END as ORDERS
 from engine.verifier import Verifier
+from engine.worker import Threads
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ class Liar:
             draft_us=0,
         )
         arrays = [np.asarray(tokens, np.int32), np.asarray(parents, np.int32), confidence.astype(np.float32)]
-        return message, [*arrays, np.zeros(n, np.uint8)]
+        return message, [*arrays, np.zeros(n, np.uint32)]
 
 
 @pytest.mark.parametrize("count", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
@@ -167,8 +167,8 @@ def test_the_verifiers_text_is_that_of_plain_decoding_whatever_a_drafter_says(
     front_end = Hub(context, "inproc://control", (Ready, Heartbeat, Failed, Tokens))
     drafts = Hub(context, "inproc://drafts", TO_VERIFIER)
     control = Line(context, "inproc://control", "verifier-1", ORDERS)
-    config = load({"model": tiny, "method": "pld"}, {"verifier.draft_timeout_s": 0.002})
-    worker = Verifier(config, Target.load(tiny), control, drafts, Pace("async", 1, 1))
+    config = load({"model": tiny, "method": "pld"}, {"verifier.draft_timeout_s": 0.002, "mode": "async"})
+    worker = Verifier(config, Target.load(tiny), control, drafts, Threads(1, 1, 1))
     thread = threading.Thread(target=worker.run, daemon=True)
     thread.start()
     sampling = SamplingParams(max_tokens=120, ignore_eos=True)
