@@ -46,7 +46,7 @@ def test_a_stream_opens_with_the_role_and_ends_with_the_reason_and_usage(client:
     assert reasons[-1] == "length" and not any(reasons[:-1])
     assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
     rounds = whole.metrics["rounds"]
-    assert 0 < whole.metrics["decoding_s"] and whole.metrics["exact"]
+    assert whole.metrics["decoding_s"] > 0 and whole.metrics["exact"]
     assert len(chunks) == 1 + (rounds + 1) + 1 + 1  # role, a chunk a round and one for the prefill, reason, usage
 
 
