@@ -27,9 +27,9 @@ demo-heads: .venv/installed
 	  mkdir -p models/demo/heads/$$head && cp out/heads/$$head/*.json out/heads/$$head/*.safetensors models/demo/heads/$$head/; \
 	done
 
-bench: .venv/installed
-	test -n "$(EVAL)" || { echo 'make bench: name the folder of question files: EVAL=DIR'; exit 2; }
-	$(BIN)/talon bench --config configs/demo-17m.yaml --methods all --out benchmarks/results $(foreach suite,gsm8k humaneval alpaca mt_bench sum qa,--questions $(EVAL)/$(suite).jsonl) --limit $(or $(LIMIT),20)
+evidence: .venv/installed
+	test -n "$(EVAL)" || { echo 'make evidence: name the folder of question files: EVAL=DIR'; exit 2; }
+	$(BIN)/talon evidence --questions $(EVAL) --out $(or $(OUT),benchmarks/results/smollm2-135m) --minutes $(or $(MINUTES),60) $(if $(RIVALS),--rivals $(RIVALS) --gguf $(GGUF))
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -50,4 +50,4 @@ mutants: .venv/installed
 clean:
 	rm -rf mutants .venv build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-.PHONY: install model demo demo-heads bench lint types test soak mutants clean
+.PHONY: install model demo demo-heads evidence lint types test soak mutants clean

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from drafters.experience import Reliability, read
 from engine.config import Config, load
@@ -22,68 +24,113 @@ from engine.sampling import SamplingParams
 from engine.text import encode_text, load_tokenizer
 
 from .about import write_about
+from .budget import Budget, spend
 from .contestants import Contestant, Run, check_name, overhead_us, start_contestant
-from .figures import BASELINE, Difference, Row, loops, summaries
+from .figures import BASELINE, ROWS, Difference, Row, loops, speed_ups, summaries
 from .questions import Question, read_questions
 from .starting import start_each
+from .tables import Table, known
 from .ties import Referee
+
+
+@dataclass(frozen=True)
+class Single:
+    """What is asked, one request at a time. samplings: one after the other, `repeats` times, each time afresh: a
+    drafter that remembers answers must not meet a question twice. minutes: for all of it, None: until everything is
+    asked.
+    """
+
+    files: Sequence[Path]
+    limit: int | None
+    samplings: Sequence[SamplingParams]
+    repeats: int = 1
+    minutes: float | None = None
 
 
 async def run_bench(
     config: Config,
-    names: list[str],
-    files: list[Path],
+    names: Sequence[str],
+    what: Single,
     out: Path,
-    limit: int | None,
-    samplings: list[SamplingParams],
-    repeats: int,
     heads: Path | None,
     console: Console,
     calibration: Path | None = None,
 ) -> list[Row]:
-    """Answer every question with every contestant and write `out`/results.jsonl as the rows come in.
+    """Ask every contestant and write `out`/results.jsonl as the rows come in.
 
-    Plain decoding is always among them: it is the speed and the text the others are compared with. Every repeat starts
-    afresh: a drafter that remembers answers must not meet a question twice. calibration: an empty folder for what the
-    contestants learn of their trees, to be `gathered`.
+    Plain decoding is always among them: it is the speed and the text the others are compared with. calibration: an
+    empty folder for what the contestants learn of their trees, to be `gathered`.
     """
-    questions = [(file.stem, question) for file in files for question in read_questions(file, limit)]
+    suites = {file.stem: read_questions(file, what.limit) for file in what.files}
     for name in names:  # before the rows of an earlier run are overwritten
         check_name(name)
+    names = list(dict.fromkeys([BASELINE, *names]))
     config = resolved(config)
     tokenizer, referee = load_tokenizer(config.model), Referee(config)
     rows: list[Row] = []
-    write_about(out, config, samplings, repeats)
-    order = random.Random(samplings[0].seed)
-    with progress_bar(console) as progress, (out / "results.jsonl").open("w", encoding="utf8") as results:
-        task = progress.add_task("starting", total=None)
-        for repeat in range(repeats):
-            for sampling in samplings:
-                warm_up = encode_text(tokenizer, "Say hello.")
-                kept = calibration and calibration / f"{repeat}-{sampling.temperature:g}"
-                contestants = await start_all(
-                    list(dict.fromkeys([BASELINE, *names])), config, heads, warm_up, console, kept
-                )
-                progress.update(task, total=len(questions) * len(contestants) * repeats * len(samplings))
-                try:
-                    for suite, question in questions:
-                        prompt = encode_text(tokenizer, question.prompt)
-                        runs: dict[str, Run] = {}
-                        for name in order.sample(list(contestants), len(contestants)):
-                            progress.update(task, description=f"{suite} {name}")
-                            runs[name] = await contestants[name].answer(prompt, sampling)
-                            progress.advance(task)
-                        for name, run in runs.items():
-                            row = row_of(suite, question, name, sampling, repeat, run)
-                            row = compared(row, run.token_ids, runs[BASELINE].token_ids, prompt, sampling, referee)
-                            row = msgspec.structs.replace(row, peak_memory_mb=contestants[name].peak_memory_mb())
-                            rows.append(row)
-                            results.write(msgspec.json.encode(row).decode() + "\n")
-                        results.flush()
-                finally:
-                    for contestant in contestants.values():
-                        await contestant.close()
+    write_about(out, config, what.samplings, what.repeats)
+    budget = Budget(what.minutes)
+    passes = [(repeat, sampling) for repeat in range(what.repeats) for sampling in what.samplings]
+    with progress_bar(console) as progress, (out / ROWS).open("w", encoding="utf8") as results:
+        task = progress.add_task("starting", total=len(passes) * sum(map(len, suites.values())))
+        for number, (repeat, sampling) in enumerate(passes):
+            kept = calibration and calibration / f"{repeat}-{sampling.temperature:g}"
+            share = budget.share(len(passes) - number)
+            contestants = await start_all(names, config, heads, encode_text(tokenizer, "Say hello."), console, kept)
+            asking = Asking(contestants, tokenizer, sampling, repeat, referee)
+
+            def ratios(suite: str, temperature: float = sampling.temperature) -> dict[str, list[float]]:
+                some = [row for row in rows if (row.suite, row.temperature) == (suite, temperature)]
+                return {name: speed_ups(some, name) for name in dict.fromkeys(row.method for row in some)}
+
+            try:
+                for suite, question, resting in spend(suites, ratios, share):
+                    progress.update(task, description=f"T = {sampling.temperature:g}, {suite}", advance=1)
+                    for row in await asking.ask(suite, question, resting):
+                        rows.append(row)
+                        results.write(msgspec.json.encode(row).decode() + "\n")
+                    results.flush()
+            finally:
+                for contestant in contestants.values():
+                    await contestant.close()
     return rows
+
+
+class Asking:
+    """Puts one question after the other to all contestants, in an order drawn anew for each turn."""
+
+    def __init__(
+        self,
+        contestants: Mapping[str, Contestant],
+        tokenizer: Any,
+        sampling: SamplingParams,
+        repeat: int,
+        referee: Referee,
+    ):
+        self.contestants, self.tokenizer, self.sampling = contestants, tokenizer, sampling
+        self.repeat, self.referee = repeat, referee
+        self.order = random.Random(sampling.seed)
+
+    async def ask(self, suite: str, question: Question, resting: Collection[str]) -> list[Row]:
+        """All turns of a question, as rows; later turns stand behind plain decoding's answers, for everybody."""
+        names = [name for name in self.contestants if name == BASELINE or name not in resting]
+        rows: list[Row] = []
+        answers: list[str] = []
+        for turn in range(1, len(question.turns) + 1):
+            prompt = question.encoded(self.tokenizer, answers)
+            runs: dict[str, Run] = {}
+            for name in self.order.sample(names, len(names)):
+                runs[name] = await self.contestants[name].answer(prompt, self.sampling)
+            plain = runs[BASELINE].token_ids
+            answers.append(self.tokenizer.decode(plain, skip_special_tokens=True))
+            for name, run in runs.items():
+                row = row_of(suite, question, name, self.sampling, self.repeat, run)
+                row = compared(row, run.token_ids, plain, prompt, self.sampling, self.referee)
+                memory = self.contestants[name].peak_memory_mb()
+                where = suite if turn == 1 else f"{suite}, turn {turn}"
+                row = msgspec.structs.replace(row, suite=where, turn=turn, prompt_tokens=len(prompt))
+                rows.append(msgspec.structs.replace(row, peak_memory_mb=memory))
+        return rows
 
 
 async def start_all(
@@ -151,6 +198,7 @@ def row_of(suite: str, question: Question, name: str, sampling: SamplingParams, 
         forward_ms=_forward_ms(log),
         exact=run.exact,
         inexact=run.inexact,
+        cached_tokens=run.cached_tokens,
     )
 
 
@@ -179,30 +227,29 @@ def _p95(values: list[float]) -> float:
 
 def summary(rows: list[Row]) -> Table:
     """Per contestant, over all suites and temperatures given, the fastest first."""
-    title = "All answers" if not any(row.loops for row in rows) else "All answers, loops included"
-    table = Table(title=title, box=None, padding=(0, 1, 0, 0))  # so that a terminal of 80 columns shows it all
-    for column in ("method", "tokens/s", "speed-up", "95%", "MAT", "TTFT", "busy", "same text"):
-        table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
-    for line in sorted(summaries(rows), key=lambda line: -line.speed_up):
-        table.add_row(
-            line.method,
-            f"{line.tokens_per_second:.1f}",
-            f"{line.speed_up:.2f}x",
-            f"{line.low:.2f}-{line.high:.2f}",
-            "-" if line.mean_accepted_tokens is None else f"{line.mean_accepted_tokens:.2f}",
-            "-" if line.time_to_first_token_s is None else f"{1000 * line.time_to_first_token_s:.0f} ms",
-            "-" if line.verifier_busy is None else f"{line.verifier_busy:.0%}",
-            line.same_text,
-        )
-    return table
+    return Table(
+        "All answers" if not any(row.loops for row in rows) else "All answers, loops included",
+        ("method", "tokens/s", "speed-up", "95%", "MAT", "TTFT ms", "busy", "same text"),
+        [
+            [
+                line.method,
+                f"{line.tokens_per_second:.1f}",
+                f"{line.speed_up:.2f}x",
+                f"{line.low:.2f}-{line.high:.2f}",
+                known(line.mean_accepted_tokens, ".2f"),
+                known(line.time_to_first_token_s, ".0f", 1000),
+                known(line.verifier_busy, ".0%"),
+                line.same_text,
+            ]
+            for line in sorted(summaries(rows), key=lambda line: -line.speed_up)
+        ],
+    )
 
 
 async def run_overhead(config: Config, methods: list[str], sampling: SamplingParams, console: Console) -> Table:
     """Time per round outside model forwards (both workers and their messages), for both transports."""
     prompt = "Weng earns $12 an hour for babysitting. Yesterday, she just did 50 minutes. How much did she earn?"
-    table = Table(title="Time per round outside model forwards")
-    for column in ("transport", "method", "rounds", "p50", "p95"):
-        table.add_column(column, justify="left" if column in ("transport", "method") else "right")
+    rows = []
     config = resolved(config)
     tokens = encode_text(load_tokenizer(config.model), prompt)
     for transport in ("inproc", "ipc"):
@@ -215,8 +262,10 @@ async def run_overhead(config: Config, methods: list[str], sampling: SamplingPar
                     await contestant.close()
             gaps.sort()
             p50, p95 = (gaps[int(len(gaps) * share)] / 1000 for share in (0.5, 0.95))
-            table.add_row(transport, method, str(len(gaps)), f"{p50:.2f} ms", f"{p95:.2f} ms")
-    return table
+            rows.append([transport, method, str(len(gaps)), f"{p50:.2f} ms", f"{p95:.2f} ms"])
+    return Table(
+        "Time per round outside model forwards", ("transport", "method", "rounds", "p50", "p95"), rows, words=2
+    )
 
 
 def progress_bar(console: Console) -> Progress:

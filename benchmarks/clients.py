@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import os
@@ -14,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.table import Table
 
 from engine.errors import ConfigError
 from engine.sampling import SamplingParams
+from engine.tasks import keep_under_way
 
-from .load_figures import LoadRow, p50_p95, tokens_per_second
+from .load_figures import LoadRow, tokens_per_second
 from .questions import Question, mixed_questions
+from .tables import Table, p50_p95
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 _ROUNDS = 2  # requests at a level, for each client
@@ -64,18 +64,16 @@ async def run_clients(
 
 def table(url: str, levels: Sequence[LevelOfClients]) -> Table:
     """A line for each level; p50/p95 of the time to the first token and of the pauses between chunks."""
-    made = Table(title=f"Clients at once, {url}")
-    for column in ("clients", "answers", "refused", "tokens/s", "first ms", "pause ms"):
-        made.add_column(column, justify="right")
+    lines = []
     for level in levels:
         refused = ", ".join(f"{count} x {status}" for status, count in sorted(level.refused.items()))
         figures = ["-", "-", "-"]
         if level.rows:
             first_s, pauses_s = [r.first_token_s for r in level.rows], [p for r in level.rows for p in r.pauses_s]
-            speed = f"{tokens_per_second(level.rows):.0f}"
-            figures = [speed, p50_p95(first_s, 1000), p50_p95(pauses_s, 1000) if pauses_s else "-"]
-        made.add_row(str(level.clients), str(len(level.rows)), refused or "0", *figures)
-    return made
+            figures = [f"{tokens_per_second(level.rows):.0f}", p50_p95(first_s, 1000), p50_p95(pauses_s, 1000)]
+        lines.append([str(level.clients), str(len(level.rows)), refused or "0", *figures])
+    columns = ("clients", "answers", "refused", "tokens/s", "first ms", "pause ms")
+    return Table(f"Clients at once, {url}", columns, lines, words=0)
 
 
 @dataclass(frozen=True)
@@ -116,12 +114,7 @@ class _Clients:
 
 async def _at_once(clients: _Clients, asked: Iterator[Asked], count: int) -> LevelOfClients:
     level, started_s = LevelOfClients(count), time.perf_counter()
-
-    async def client() -> None:
-        for one in asked:
-            await clients.ask(one, level, started_s)
-
-    await asyncio.gather(*(client() for _ in range(count)))
+    await keep_under_way(count, asked, lambda one: clients.ask(one, level, started_s))
     return level
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,13 +16,16 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from engine import config as configuration
-from engine.cli import DISK_FULL, ConfigOption, SetOption, overrides, run
+from engine.command import DISK_FULL, ConfigOption, SetOption, overrides, run
 from engine.config import Config
 from engine.errors import ConfigError
 from engine.sampling import SamplingParams
 
+from .figures import PEERS, Row
+
 if TYPE_CHECKING:
-    from .load_figures import Level
+    from .load_figures import LoadRow
+    from .qa_figures import QaRow
 
 QuestionsOption = Annotated[
     list[Path] | None, typer.Option("--questions", help="JSONL file of the Spec-Bench form; may be given again.")
@@ -32,8 +36,17 @@ HeadsOption = Annotated[
         help="Folder with the drafters' weights: eagle, eagle3, medusa, hydra, sps.", show_default="drafter.path"
     ),
 ]
-AGREE = 0.05
-"""How far the speed-ups of two runs may be apart and still be called the same."""
+MinutesOption = Annotated[
+    float | None,
+    typer.Option(
+        help="As long as this, where another answer narrows an interval most.",
+        show_default="until all is asked",
+        min=0.0,
+    ),
+]
+AgainstOption = Annotated[
+    Path | None, typer.Option(help="Folder of an earlier run: which cells agree, and which changed?")
+]
 
 
 def bench(
@@ -46,6 +59,8 @@ def bench(
     temperature: Annotated[list[float] | None, typer.Option(help="May be given again.", show_default="0")] = None,
     seed: Annotated[int, typer.Option(help="Of the sampling and of the order of contestants.")] = 0,
     repeats: Annotated[int, typer.Option(help="How often everything is run, each time afresh.", min=1)] = 1,
+    minutes: MinutesOption = None,
+    against: AgainstOption = None,
     heads: HeadsOption = None,
     out: Annotated[Path, typer.Option(help="Folder for results.jsonl and the report.")] = Path("out"),
     overhead: Annotated[
@@ -105,10 +120,9 @@ def bench(
 
     async def main() -> int:
         from .bench import run_overhead
-        from .contestants import ABLATION, CONTESTANTS, PEERS
+        from .contestants import ABLATION, every
 
-        every = [name for name in CONTESTANTS if not name.startswith("+")] + list(PEERS)
-        groups = {"all": every, "ablation": list(ABLATION)}
+        groups = {"all": every(), "ablation": list(ABLATION)}
         names = groups.get(methods) or names_in(methods)
         settings = configuration.load(config, overrides(set_))
         samplings = [
@@ -120,44 +134,34 @@ def bench(
         if (levels or shares) and len(samplings) > 1:
             raise ConfigError("--temperature: give one with --concurrency and --arrivals")
         if overhead:
-            Console().print(await run_overhead(settings, [n for n in names if n != "hf"], samplings[0], console))
+            table = await run_overhead(settings, [n for n in names if n not in PEERS], samplings[0], console)
+            Console().print(table.rich())
             return 0
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--out {out}: is no folder and cannot be made one ({error.strerror})") from None
-        try:
+        with results_in(out):
             if server is not None:
                 return await measure_server(server, levels or [1, 4, 8, 16, 64], samplings[0])
             if rivals is not None:
-                return await measure_rivals(rivals, names, settings, levels or [1, 8], samplings[0])
-            if levels or shares:
-                return await measure_load(names, settings, levels, shares, samplings[0])
-            return await measure(names, settings, samplings)
-        except OSError as error:
-            if error.errno not in DISK_FULL:
-                raise
-            raise ConfigError(f"--out {out}: the disk is full: make room, or name another folder") from None
+                failed = await measure_rivals(rivals, names, settings, levels or [1, 8], samplings[0])
+            elif levels or shares:
+                failed = await measure_load(names, settings, levels, shares, samplings[0])
+            else:
+                failed = await measure(names, settings, samplings)
+            if against is not None:
+                compare_runs(out, against, Console())
+            return failed
 
     async def measure(names: list[str], settings: Config, samplings: list[SamplingParams]) -> int:
-        from .bench import gathered, run_bench, summary
-        from .contestants import PEERS
+        from .bench import Single, gathered, run_bench, summary
 
         with tempfile.TemporaryDirectory(prefix="talon-calibration-") as folder:
             kept = Path(folder) if calibration else None
-            rows = await run_bench(
-                settings, names, _files(questions), out, limit, samplings, repeats, heads, console, kept
-            )  # fmt: skip
+            what = Single(_files(questions), limit, samplings, repeats, minutes)
+            rows = await run_bench(settings, names, what, out, heads, console, kept)
             if kept is not None:
                 draw_calibration(gathered(kept), out / "calibration.png", console)
-        Console().print(summary(rows))
-        for row in rows:
-            if row.output_equal is False and row.method not in PEERS:  # those round in their own way
-                kind = "a tie that rounding decides" if row.tie else "different text"
-                where = f"{row.method}, {row.suite} {row.question_id}, T = {row.temperature:g}"
-                console.print(f"{kind}: {where}: {row.difference}")
+        Console().print(summary(rows).rich())
         write_report(out, console)
-        return sum(row.output_equal is False and not row.tie and row.method not in PEERS for row in rows)
+        return tell_differences(rows, console)
 
     async def measure_load(
         names: list[str], settings: Config, levels: list[int], shares: list[float], sampling: SamplingParams
@@ -166,40 +170,30 @@ def bench(
         from .load_figures import arrival_table, level_table
         from .load_figures import levels as lines_of
 
-        what = Load(levels, shares, sampling, repeats)
+        what = Load(levels, shares, sampling, repeats, minutes)
         rows = await run_load(settings, names, _files(questions), out, limit, what, heads, console)
-        lines = lines_of(rows)
-        Console().print(level_table(lines))
+        Console().print(level_table(lines_of(rows)).rich())
         if shares:
-            Console().print(arrival_table(rows))
-        different = [row for row in rows if not row.output_equal]
-        for row in different:
-            kind = "different text" if row.exact else "different text (the target is not exact)"
-            beside = f"{row.concurrency} at once" if row.concurrency else f"arrivals at {row.arrivals:g}"
-            console.print(f"{kind}: {row.method}, {row.suite} {row.question_id}, {beside}")
-        draw_concurrency(lines, out / "concurrency.png", console)
-        console.print(f"rows: {out / 'load.jsonl'}")
-        return sum(row.exact for row in different)
+            Console().print(arrival_table(rows).rich())
+        write_report(out, console)
+        return tell_load_differences(rows, console)
 
     async def measure_server(url: str, levels: list[int], sampling: SamplingParams) -> int:
         from .clients import run_clients, table
 
-        Console().print(table(url, await run_clients(url, _files(questions), limit, levels, sampling, out)))
+        Console().print(table(url, await run_clients(url, _files(questions), limit, levels, sampling, out)).rich())
         console.print(f"rows: {out / 'clients.jsonl'}")
         return 0
 
     async def measure_rivals(
         folder: Path, names: list[str], settings: Config, levels: list[int], sampling: SamplingParams
     ) -> int:
-        from .rivals.compare import run_rivals, table
+        from .rivals.compare import Rivalry, run_rivals
+        from .rivals.figures import table
 
-        if gguf is None or not gguf.is_file():
-            raise ConfigError(f"--gguf {gguf or ''}: name the model's GGUF file, whose weights some rivals read")
-        turns = await run_rivals(
-            settings, names, _files(questions), limit, levels, repeats, sampling, folder, gguf, out, console
-        )
-        Console().print(table(turns))
-        console.print(f"rows: {out / 'rivals.jsonl'}")
+        what = Rivalry(folder, gguf_file(gguf), _files(questions), limit, levels, repeats, sampling, minutes)
+        Console().print(table(await run_rivals(settings, names, what, out, heads, console)).rich())
+        write_report(out, console)
         return 0
 
     if run(main()):
@@ -218,20 +212,52 @@ def _numbers(option: str, listed: str | None, whole: bool = False) -> list[float
     return numbers
 
 
-def draw_concurrency(lines: Sequence[Level], path: Path, console: Console) -> None:
-    """The picture; without matplotlib, a line that says how to get one."""
+@contextmanager
+def results_in(out: Path) -> Iterator[None]:
+    """Make the folder; a disk that fills is one line."""
     try:
-        from .plots import concurrency
-    except ImportError as error:
-        console.print(f"no picture: {error}; pip install 'talon-decoding[bench]'")
-        return
-    concurrency(lines, path)
-    console.print(f"tokens/s over requests at once: {path}")
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: is no folder and cannot be made one ({error.strerror})") from None
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        raise ConfigError(f"--out {out}: the disk is full: make room, or name another folder") from None
+
+
+def gguf_file(gguf: Path | None) -> Path:
+    if gguf is None or not gguf.is_file():
+        raise ConfigError(f"--gguf {gguf or ''}: name the model's GGUF file, whose weights some rivals read")
+    return gguf
+
+
+def tell_differences(rows: Sequence[Row], console: Console) -> int:
+    """A line for every text that differs from plain decoding's; how many are errors."""
+    different = [
+        row for row in rows if row.output_equal is False and row.method not in PEERS
+    ]  # those round in their own way
+    for row in different:
+        kind = "a tie that rounding decides" if row.tie else "different text"
+        where = f"{row.method}, {row.suite} {row.question_id}, T = {row.temperature:g}"
+        console.print(f"{kind}: {where}: {row.difference}")
+    return sum(not row.tie for row in different)
+
+
+def tell_load_differences(rows: Sequence[LoadRow], console: Console) -> int:
+    """A line for every text that differs from that of its request alone; how many are errors."""
+    different = [row for row in rows if not row.output_equal]
+    for row in different:
+        kind = "different text" if row.exact else "different text (the target is not exact)"
+        beside = f"{row.concurrency} at once" if row.concurrency else f"arrivals at {row.arrivals:g}"
+        console.print(f"{kind}: {row.method}, {row.suite} {row.question_id}, {beside}")
+    return sum(row.exact for row in different)
 
 
 def report(
     folder: Annotated[Path, typer.Argument(help="What talon bench --out named.")],
-    against: Annotated[Path | None, typer.Option(help="Folder of another run: which speed-ups agree?")] = None,
+    against: AgainstOption = None,
 ) -> None:
     """Make report.md and report.html again from the rows of a benchmark, or compare two runs of it."""
 
@@ -259,20 +285,12 @@ def draw_calibration(sources: dict[str, NDArray[np.float64]], path: Path, consol
 
 
 def compare_runs(folder: Path, other: Path, console: Console) -> None:
-    """Say which share of the speed-ups of two runs agree, and name the others."""
-    from .figures import agreements, read_rows
+    """Say which share of two runs' cells agrees, and name those that changed."""
+    from .cells import compared
+    from .runs import Run
 
-    pairs = agreements(read_rows(folder / "results.jsonl"), read_rows(other / "results.jsonl"))
-    if not pairs:
-        raise ConfigError(f"against={other}: has no contestant and suite in common with {folder}")
-    apart = [pair for pair in pairs if pair.difference > AGREE]
-    share = 1 - len(apart) / len(pairs)
-    console.print(f"{share:.0%} of {len(pairs)} speed-ups (contestant x suite) agree within {AGREE:.0%}")
-    for pair in apart:
-        console.print(
-            f"{pair.difference:5.0%}  {pair.one:.2f}x {pair.other:.2f}x  {pair.method}, {pair.suite}, "
-            f"T = {pair.temperature:g}"
-        )
+    for line in compared(Run.read(folder).cells(), Run.read(other).cells(), other):
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def write_report(folder: Path, console: Console) -> None:
@@ -311,7 +329,7 @@ def check(
             settings, names_in(methods), names_in(transports), _files(questions), limit, sampling, console
         )
         table, errors = report(comparisons)
-        Console().print(table)
+        Console().print(table.rich())
         for error in errors:
             console.print(f"different text: {error}", markup=False, soft_wrap=True)
         return len(errors)
@@ -325,41 +343,54 @@ def qa(
         list[Path] | None, typer.Option("--questions", help="JSONL with rows of category nq, rag or qa; repeatable.")
     ] = None,
     methods: Annotated[
-        str, typer.Option(help="Comma-separated contestants; METHOD+dense also drafts from the passages found.")
-    ] = "none,suffix,suffix+dense,hybrid,hybrid+dense",
+        str,
+        typer.Option(
+            help="Comma-separated contestants; METHOD+dense also drafts from the passages found, datastore from all."
+        ),
+    ] = "none,pld,suffix,suffix+dense,datastore",
     limit: Annotated[int | None, typer.Option(help="Questions of each category.", show_default="all", min=1)] = None,
     passages: Annotated[int, typer.Option(help="Passages retrieved into the prompt.", min=1)] = 2,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the sampling and of the order of contestants.")] = 0,
+    minutes: MinutesOption = None,
     heads: HeadsOption = None,
+    out: Annotated[Path, typer.Option(help="Folder for qa.jsonl and the report.")] = Path("out"),
     config: ConfigOption = configuration.DEMO,
     set_: SetOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> None:
-    """Knowledge-heavy questions: exact match, F1, MAT and tokens/s, closed-book and with retrieved passages."""
+    """Knowledge-heavy questions, closed book, with their own passage and with retrieved ones: scores, MAT, tokens/s."""
     console = Console(stderr=True)
 
     async def main() -> int:
-        from .qa import run_qa, show
+        from .qa import Knowledge, run_qa
+        from .qa_figures import score_table, speed_table
 
         if not questions:
             raise ConfigError("--questions: name at least one JSONL file with rows of category nq, rag or qa")
         names = names_in(methods)
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed).validate()
         settings = configuration.load(config, overrides(set_))
-        retrieval, lines = await run_qa(settings, names, questions, limit, passages, sampling, heads, console)
+        what = Knowledge(questions, limit, passages, sampling, minutes)
+        with results_in(out):
+            retrieval, rows = await run_qa(settings, names, what, out, heads, console)
         if as_json:
-            print(json.dumps(msgspec.to_builtins({"retrieval": retrieval, "lines": lines}), indent=2))
+            print(json.dumps(msgspec.to_builtins({"retrieval": retrieval, "rows": rows}), indent=2))
         else:
-            show(retrieval, lines)
-        for line in lines:
-            for answer in line.different:
-                console.print(f"different text: {line.setting}, {line.method}, {answer}")
-        return sum(len(line.different) for line in lines)
+            Console().print(speed_table(rows).rich(), score_table(rows).rich(), retrieval or "")
+        return tell_qa_differences(rows, console)
 
     if run(main()):
         raise typer.Exit(1)
+
+
+def tell_qa_differences(rows: Sequence[QaRow], console: Console) -> int:
+    """A line for every text that differs from plain decoding's by more than rounding; how many there are."""
+    different = [row for row in rows if not row.output_equal and not row.tie]
+    for row in different:
+        console.print(f"different text: {row.setting}, {row.method}, {row.kind} {row.question_id}: {row.difference}")
+    return len(different)
 
 
 def _files(questions: list[Path] | None) -> list[Path]:

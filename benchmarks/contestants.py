@@ -24,6 +24,8 @@ from engine.sampling import SamplingParams, own_defaults
 from engine.target import Target
 from engine.worker import share_cores
 
+from .figures import PEERS
+
 
 class Run(msgspec.Struct, frozen=True):
     """One answer and what it took. seconds: from the call to the last token. token_ms: of every token but the first,
@@ -41,6 +43,7 @@ class Run(msgspec.Struct, frozen=True):
     token_ms: list[float] = []
     exact: bool = False
     inexact: str = ""
+    cached_tokens: int | None = None
 
 
 class Contestant(Protocol):
@@ -80,6 +83,7 @@ class TalonContestant:
             [r.round_us / 1000 / len(r.tokens) for r in result.rounds[1:] for _ in r.tokens],
             metrics.exact,
             metrics.inexact,
+            metrics.cached_tokens,
         )
 
     def peak_memory_mb(self) -> float | None:
@@ -221,8 +225,11 @@ CONTESTANTS: dict[str, dict[str, Any]] = {
 noise, every node verified."""
 
 ABLATION = ("eagle3", "+adaptive", "+noise", "+calibration", "+merge", "+budget", "+async")
-PEERS = ("hf", "hf-pld", "hf-assisted")
-"""`transformers` itself: plain generate, prompt lookup, and assisted generation with the SPS model."""
+
+
+def every() -> list[str]:
+    """All contestants but the steps of the ablation."""
+    return [name for name in CONTESTANTS if not name.startswith("+")] + list(PEERS)
 
 
 def check_name(name: str) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from engine.config import Config, load
 from engine.model.resolve import resolved
@@ -24,6 +23,7 @@ from .bench import progress_bar
 from .contestants import Contestant, Run, TransformersContestant, check_name, start_contestant
 from .figures import BASELINE, Difference
 from .questions import Question, read_questions
+from .tables import Table
 from .ties import TIE, Referee, score_gap
 
 
@@ -140,23 +140,25 @@ async def run_check(
 
 def report(comparisons: list[Comparison]) -> tuple[Table, list[str]]:
     """A table of the comparisons, and a line for every text that differs by more than a tie."""
-    table = Table(title="Texts compared with those of plain decoding (none), and those with transformers in float32")
-    for column in ("transport", "method", "compared with", "suite", "equal", "ties", "different", "largest gap"):
-        table.add_column(column, justify="right" if column in ("equal", "ties", "different", "largest gap") else "left")
+    rows: list[list[str]] = []
     lines = []
     for c in comparisons:
         gaps = [one.gap for one in c.different if one.gap is not None]
-        table.add_row(
-            c.transport,
-            c.method,
-            c.reference,
-            c.suite,
-            str(c.equal),
-            str(len(c.different) - len(c.errors)) if c.tie else "none allowed",
-            str(len(c.errors)),
-            f"{max(gaps):.1e}" if gaps else "-",
+        rows.append(
+            [
+                c.transport,
+                c.method,
+                c.reference,
+                c.suite,
+                str(c.equal),
+                str(len(c.different) - len(c.errors)) if c.tie else "none allowed",
+                str(len(c.errors)),
+                f"{max(gaps):.1e}" if gaps else "-",
+            ]
         )
         for error in c.errors:
             where = f"{c.transport} {c.method}, {c.suite} {error.question_id}"
             lines.append(f"{where}: {error.difference} ({error.words}), compared with {c.reference}")
-    return table, lines
+    columns = ("transport", "method", "against", "suite", "equal", "ties", "different", "gap")
+    title = "Texts compared with those of plain decoding (none), and those with transformers in float32"
+    return Table(title, columns, rows, words=4), lines

@@ -6,16 +6,21 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from statistics import mean, median
+from statistics import geometric_mean, mean, median
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
 from engine.errors import ConfigError
 
+from .cells import Cells, Where, resampled
+
 BASELINE = "none"
+PEERS = ("hf", "hf-pld", "hf-assisted")
+"""`transformers` itself: plain generate, prompt lookup, and assisted generation with the SPS model."""
+ROWS = "results.jsonl"
 _LOOP_LENGTH, _LOOP_COUNT = 8, 4
-_RESAMPLES = 2000
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -38,12 +43,13 @@ class Difference(msgspec.Struct, frozen=True):
 class Row(msgspec.Struct, frozen=True):
     """One answer, a line of results.jsonl. None: not known of this contestant.
 
-    seconds: from the call to the last token. round_ms: between verdicts. verify_ms, draft_ms: of models' forwards, mean
-    per round; other_ms: of a round outside them. nodes, depth: of the tree verified, mean per round. accepted: how many
-    rounds emitted so many tokens. tie: the text differs from plain decoding's, but only by rounding. token_ms: between
-    tokens, those that came together share their wait. forward_ms: of the target, by number of nodes, median.
-    peak_memory_mb: of the contestant's processes so far. exact: any difference from plain decoding is an error;
-    inexact: why not, if that is known. difference: the first.
+    turn: of its conversation; later turns are a suite of their own. cached_tokens: of the prompt, which was in the
+    cache already. seconds: from the call to the last token. round_ms: between verdicts. verify_ms, draft_ms: of
+    models' forwards, mean per round; other_ms: of a round outside them. nodes, depth: of the tree verified, mean per
+    round. accepted: how many rounds emitted so many tokens. tie: the text differs from plain decoding's, but only by
+    rounding. token_ms: between tokens, those that came together share their wait. forward_ms: of the target, by
+    number of nodes, median. peak_memory_mb: of the contestant's processes so far. exact: any difference from plain
+    decoding is an error; inexact: why not, if that is known. difference: the first.
     """
 
     suite: str
@@ -76,6 +82,9 @@ class Row(msgspec.Struct, frozen=True):
     exact: bool = False
     inexact: str = ""
     difference: Difference | None = None
+    turn: int = 1
+    prompt_tokens: int = 0
+    cached_tokens: int | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -83,8 +92,9 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """A contestant over some answers. speed_up: median of per-prompt ratios of tokens/s to plain decoding's, low and
-    high its 95% interval by bootstrap over prompts. The others: means, first token: median, memory: the most.
+    """A contestant over some answers. speed_up: the median of per-prompt ratios of tokens/s to plain decoding's; over
+    several suites the geometric mean of their medians, so that each counts the same however often it was asked. low,
+    high: its 95% interval by bootstrap over prompts. The others: means of the suites' means, memory: the most.
     """
 
     method: str
@@ -119,18 +129,20 @@ class Summary(msgspec.Struct, frozen=True):
         return f"{self.equal}/{self.compared}" + (f", {self.ties} tied" if self.ties else "")
 
 
-def read_rows(path: Path) -> list[Row]:
-    """The rows that `talon bench` wrote."""
+Line = TypeVar("Line", bound=msgspec.Struct)
+
+
+def read_lines(path: Path, kind: type[Line]) -> list[Line]:
+    """The rows of a file that a benchmark wrote; none where there is no file."""
     try:
         with path.open(encoding="utf8") as lines:
-            rows = [msgspec.json.decode(line, type=Row) for line in lines]
+            return [msgspec.json.decode(line, type=kind) for line in lines]
+    except FileNotFoundError:
+        return []
     except OSError as error:
-        raise ConfigError(f"results={path}: cannot be read ({error.strerror}): run talon bench first") from None
+        raise ConfigError(f"results={path}: cannot be read: {error.strerror}") from None
     except msgspec.DecodeError as error:
         raise ConfigError(f"results={path}: is not of this version's talon bench ({error}): run it again") from None
-    if not rows:
-        raise ConfigError(f"results={path}: holds no rows: run talon bench first")
-    return rows
 
 
 def loops(tokens: Sequence[int]) -> bool:
@@ -146,43 +158,21 @@ def speed_ups(rows: Iterable[Row], method: str) -> list[float]:
     return [row.tokens_per_second / plain[_prompt(row)] for row in rows if row.method == method]
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """95% interval of the median, by bootstrap."""
-    sample = np.random.default_rng(0).choice(np.asarray(values), (_RESAMPLES, len(values)))
-    low, high = np.quantile(np.median(sample, axis=1), [0.025, 0.975])
-    return float(low), float(high)
+def cells(rows: Sequence[Row]) -> Cells:
+    """The speed-ups by temperature, suite and contestant."""
+    found: dict[Where, dict[Any, float]] = {}
+    plain = {_prompt(row): row.tokens_per_second for row in rows if row.method == BASELINE}
+    for row in rows:
+        if row.method != BASELINE:
+            cell = found.setdefault((f"T = {row.temperature:g}", row.suite, row.method), {})
+            cell[row.question_id, row.repeat] = row.tokens_per_second / plain[_prompt(row)]
+    return found
 
 
 def summaries(rows: Sequence[Row]) -> list[Summary]:
     """One line per contestant, in the order of the rows' first mention, plain decoding first."""
     names = sorted({row.method for row in rows}, key=lambda name: (name != BASELINE, _first(rows, name)))
     return [_summary(rows, name) for name in names]
-
-
-class Agreement(msgspec.Struct, frozen=True):
-    """A contestant's speed-up on one suite in two runs."""
-
-    temperature: float
-    suite: str
-    method: str
-    one: float
-    other: float
-
-    @property
-    def difference(self) -> float:
-        return abs(self.one - self.other) / max(self.one, self.other)
-
-
-def agreements(one: Sequence[Row], other: Sequence[Row]) -> list[Agreement]:
-    """Every speed-up that both runs have, the most different first."""
-    pairs = [
-        Agreement(temperature, suite, method, median(speed_ups(mine, method)), median(speed_ups(theirs, method)))
-        for temperature, suite in sorted({(row.temperature, row.suite) for row in one})
-        for mine, theirs in [[_of(rows, temperature, suite) for rows in (one, other)]]
-        for method in dict.fromkeys(row.method for row in mine)
-        if method != BASELINE and any(row.method == method for row in theirs)
-    ]
-    return sorted(pairs, key=lambda pair: -pair.difference)
 
 
 def without_loops(rows: Sequence[Row]) -> list[Row]:
@@ -192,26 +182,30 @@ def without_loops(rows: Sequence[Row]) -> list[Row]:
 
 
 def _summary(rows: Sequence[Row], method: str) -> Summary:
-    mine = [row for row in rows if row.method == method]
-    ratios = speed_ups(rows, method)
-    low, high = interval(ratios)
+    suites: dict[str, list[Row]] = {}
+    for row in rows:
+        suites.setdefault(row.suite, []).append(row)
+    asked = {suite: mine for suite, some in suites.items() if (mine := [row for row in some if row.method == method])}
+    mine = [row for some in asked.values() for row in some]
+    ratios = [speed_ups(suites[suite], method) for suite in asked]
+    samples = np.exp(np.mean([np.log(resampled(some, seed)) for seed, some in enumerate(ratios)], axis=0))
+    low, high = np.quantile(samples, [0.025, 0.975])
     compared = [row.output_equal for row in mine if row.output_equal is not None]
     memory = [row.peak_memory_mb for row in mine if row.peak_memory_mb is not None]
 
     def average(name: str) -> float | None:
-        known = [getattr(row, name) for row in mine if getattr(row, name) is not None]
-        return mean(known) if known else None
+        values = [[v for row in some if (v := getattr(row, name)) is not None] for some in asked.values()]
+        return mean(map(mean, told)) if (told := [some for some in values if some]) else None
 
-    first = [row.time_to_first_token_s for row in mine if row.time_to_first_token_s is not None]
     return Summary(
         method=method,
         answers=len(mine),
-        tokens_per_second=mean(row.tokens_per_second for row in mine),
-        speed_up=median(ratios),
-        low=low,
-        high=high,
+        tokens_per_second=average("tokens_per_second") or 0.0,
+        speed_up=geometric_mean(map(median, ratios)),
+        low=float(low),
+        high=float(high),
         mean_accepted_tokens=average("mean_accepted_tokens"),
-        time_to_first_token_s=median(first) if first else None,
+        time_to_first_token_s=average("time_to_first_token_s"),
         verifier_busy=average("verifier_busy"),
         draft_hit_rate=average("draft_hit_rate"),
         round_ms_p50=average("round_ms_p50"),
@@ -228,10 +222,6 @@ def _summary(rows: Sequence[Row], method: str) -> Summary:
         ties=sum(row.tie for row in mine),
         compared=len(compared),
     )
-
-
-def _of(rows: Sequence[Row], temperature: float, suite: str) -> list[Row]:
-    return [row for row in rows if (row.temperature, row.suite) == (temperature, suite)]
 
 
 def _prompt(row: Row) -> tuple[str, str, float, int]:

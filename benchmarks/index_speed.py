@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from engine.cli import one_line_errors
+from engine.command import one_line_errors
 from engine.errors import ConfigError
 from engine.places import BENCHMARKS
 from retrieval_index.build import write_shard

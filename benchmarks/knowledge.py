@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import msgspec
 
 from engine.errors import RequestError
 from engine.json_lines import BadLine, json_lines
+
+from .squad import normalised
 
 KINDS = ("nq", "rag", "qa")
 
@@ -20,8 +23,8 @@ class Item(msgspec.Struct, frozen=True):
     question_id: str
     kind: str
     question: str
-    passages: list[str]
-    references: list[str]
+    passages: tuple[str, ...]
+    references: tuple[str, ...]
 
 
 class _Row(msgspec.Struct):
@@ -77,7 +80,19 @@ def _item(row: _Row) -> Item:
         passages = [told.split("Passage: ", 1)[1]]
     elif kind == "rag":
         *passages, prompt = filter(None, (line.strip() for line in prompt.split("\n")))
-    return Item(str(row.question_id), kind, prompt, passages, _flat(row.reference or []))
+    return Item(str(row.question_id), kind, prompt, tuple(passages), tuple(_flat(row.reference or [])))
+
+
+def quoted(answer: str, passages: Sequence[str], words: int = 4) -> float | None:
+    """Share of the answer's runs of so many words that stand in the passages; None if it is shorter."""
+    runs = _runs(answer, words)
+    known = set().union(*(_runs(passage, words) for passage in passages))
+    return sum(run in known for run in runs) / len(runs) if runs else None
+
+
+def _runs(text: str, words: int) -> list[tuple[str, ...]]:
+    split = normalised(text).split()
+    return [tuple(split[at : at + words]) for at in range(len(split) - words + 1)]
 
 
 def _flat(references: Any) -> list[str]:

@@ -27,18 +27,21 @@ from engine.config import Config, load
 from engine.errors import ConfigError
 from engine.model.resolve import resolved
 from engine.sampling import SamplingParams
+from engine.tasks import gather, keep_under_way
 from engine.text import encode_text, load_tokenizer
 
 from .about import write_about
 from .bench import progress_bar
-from .contestants import CONTESTANTS, PEERS, check_name
-from .figures import BASELINE
-from .load_figures import LoadRow, requests_per_second
+from .budget import Budget, is_narrow
+from .contestants import CONTESTANTS, check_name
+from .figures import BASELINE, PEERS
+from .load_figures import LoadRow, at_once, cells, requests_per_second
 from .questions import Question, mixed_questions
 from .starting import start_each
 
 CAPACITY_AT = 16
 """What arrivals are a share of: the requests a second that plain decoding answers with so many at once."""
+_MOST = 20  # repeats
 _ROUNDS = 2  # requests at a level, for each place
 
 Texts = Mapping[tuple[int, ...], list[int]]
@@ -66,12 +69,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Load:
-    """What is measured. levels: requests at once; shares: arrivals as shares of plain decoding's capacity."""
+    """What is measured. levels: requests at once; shares: arrivals as shares of plain decoding's capacity. repeats: of
+    all of it; with minutes, as many as these allow, of the levels whose intervals are not narrow yet.
+    """
 
     levels: Sequence[int]
     shares: Sequence[float]
     sampling: SamplingParams
     repeats: int
+    minutes: float | None = None
 
 
 def settings_of(name: str, config: Config, heads: Path | None = None) -> Config:
@@ -114,12 +120,17 @@ async def run_load(
     rows: list[LoadRow] = []
     with progress_bar(console) as progress, (out / "load.jsonl").open("w", encoding="utf8") as results:
         different = {tuple(one.prompt): one for part in questions.values() for one in part}
+        budget = Budget(what.minutes)
         total = len(different) + len(names) * what.repeats * wanted
         bench = _Bench(what.sampling, results, rows, progress, total)
         async with engines([BASELINE], config, None, console) as alone:
             bench.texts = {prompt: await bench.text(alone[BASELINE], one) for prompt, one in different.items()}
         order = random.Random(what.sampling.seed)
-        for repeat in range(what.repeats):
+        for repeat in range(_MOST if budget.bounded else what.repeats):
+            if repeat and (
+                budget.spent or not (questions := {p: q for p, q in questions.items() if not _known(p, rows)})
+            ):
+                break
             async with engines(names, config, heads, console) as started:
                 for part, asked in questions.items():
                     for name in order.sample(list(started), len(started)):
@@ -154,13 +165,7 @@ class _Bench:
 
     async def at_once(self, engine: Engine, asked: Sequence[Asked], places: int) -> None:
         """So many requests under way until there are no more to begin."""
-        waiting = iter(asked)
-
-        async def place() -> None:
-            for one in waiting:
-                await self._ask(engine, one)
-
-        await _all([place() for _ in range(places)])
+        await keep_under_way(places, asked, lambda one: self._ask(engine, one))
 
     async def arriving(self, engine: Engine, asked: Sequence[Asked], at_s: Sequence[float]) -> None:
         """Each request at its time, whatever is under way."""
@@ -169,7 +174,7 @@ class _Bench:
             await asyncio.sleep(self.started_s + at - time.perf_counter())
             await self._ask(engine, one)
 
-        await _all([later(one, at) for one, at in zip(asked, at_s, strict=True)])
+        await gather(later(one, at) for one, at in zip(asked, at_s, strict=True))
 
     async def _ask(self, engine: Engine, one: Asked) -> None:
         asked_s = self._now_s()
@@ -236,19 +241,16 @@ def _parts(what: Load, suites: int) -> dict[Part, int]:
     return counts | {Part(share=share): _ROUNDS * CAPACITY_AT for share in what.shares}
 
 
+def _known(part: Part, rows: Sequence[LoadRow]) -> bool:
+    """Whether it need not be measured again; arrivals always need plain decoding's capacity of the same repeat."""
+    if part.level is None or any(row.arrivals is not None for row in rows):
+        return False
+    ratios = [some for (_, setting, _), some in cells(rows).items() if setting == at_once(part.level)]
+    return all(is_narrow([*some.values()]) for some in ratios)
+
+
 def _slices(mixed: Sequence[Asked], counts: Sequence[int]) -> Iterator[list[Asked]]:
     """So many questions for each, no question twice before all were taken."""
     endless = itertools.cycle(mixed)
     for count in counts:
         yield list(itertools.islice(endless, count))
-
-
-async def _all(work: Sequence[object]) -> None:
-    """Do all of it at once; should one fail, the others end too."""
-    tasks = [asyncio.ensure_future(one) for one in work]  # type: ignore[call-overload]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

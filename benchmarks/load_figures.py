@@ -5,11 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from statistics import median
+from typing import Any
 
 import msgspec
-from rich.table import Table
 
+from .cells import Cells, Where, interval
 from .figures import BASELINE
+from .tables import Table, p50_p95
+
+ROWS = "load.jsonl"
 
 FIRST_S, TOKEN_S = 1.0, 0.1
 """An answer counts for goodput if its first token came in this time, and the others came in this time each."""
@@ -76,15 +80,46 @@ def throughput(rows: Sequence[LoadRow], good: bool = False) -> float:
     return sum(row.tokens for row in rows if row.is_good or not good) / span_s
 
 
+def at_once(level: int) -> str:
+    return f"{level} at once"
+
+
+def cells(rows: Iterable[LoadRow]) -> Cells:
+    """Tokens a second over plain decoding's at the same level, by repeat."""
+    speeds = _speeds(rows)
+    found: dict[Where, dict[Any, float]] = {}
+    for (level, method, repeat), speed in speeds.items():
+        if method != BASELINE:
+            cell = found.setdefault(("concurrency", at_once(level), method), {})
+            cell[repeat] = speed / speeds[level, BASELINE, repeat]
+    return found
+
+
+def _runs(rows: Iterable[LoadRow]) -> dict[tuple[int, str, int], list[LoadRow]]:
+    """By level, method and repeat."""
+    runs: dict[tuple[int, str, int], list[LoadRow]] = {}
+    for row in rows:
+        if row.concurrency is not None:
+            runs.setdefault((row.concurrency, row.method, row.repeat), []).append(row)
+    return runs
+
+
+def _speeds(rows: Iterable[LoadRow]) -> dict[tuple[int, str, int], float]:
+    return {run: tokens_per_second(some) for run, some in _runs(rows).items()}
+
+
 class Level(msgspec.Struct, frozen=True):
     """A method with so many requests at once. over_plain: median over repeats of tokens/s over plain decoding's at the
-    same level; over_one: over plain decoding of one request at a time, None where that was not measured.
+    same level, low and high: its 95% interval; over_one: over plain decoding of one request at a time, None where
+    that was not measured.
     """
 
     concurrency: int
     method: str
     tokens_per_second: float
     over_plain: float
+    low: float
+    high: float
     over_one: float | None
     first_s: list[float]
     pauses_s: list[float]
@@ -94,10 +129,7 @@ class Level(msgspec.Struct, frozen=True):
 
 def levels(rows: Iterable[LoadRow]) -> list[Level]:
     """A line for each level and method, levels ascending, in the methods' order of first mention, plain first."""
-    runs: dict[tuple[int, str, int], list[LoadRow]] = {}
-    for row in rows:
-        if row.concurrency is not None:
-            runs.setdefault((row.concurrency, row.method, row.repeat), []).append(row)
+    runs = _runs(rows)
     speeds = {run: tokens_per_second(some) for run, some in runs.items()}
     methods = sorted({method for _, method, _ in runs}, key=lambda method: (method != BASELINE, method))
     lines = []
@@ -106,13 +138,15 @@ def levels(rows: Iterable[LoadRow]) -> list[Level]:
             if not (repeats := [repeat for one, name, repeat in runs if (one, name) == (level, method)]):
                 continue
             answers = [row for repeat in repeats for row in runs[level, method, repeat]]
+            over = [speeds[level, method, r] / speeds[level, BASELINE, r] for r in repeats]
             ones = [speeds[level, method, r] / speeds[1, BASELINE, r] for r in repeats if (1, BASELINE, r) in speeds]
             lines.append(
                 Level(
                     level,
                     method,
                     median(speeds[level, method, repeat] for repeat in repeats),
-                    median(speeds[level, method, r] / speeds[level, BASELINE, r] for r in repeats),
+                    median(over),
+                    *interval(over),
                     median(ones) if ones else None,
                     [row.first_token_s for row in answers],
                     [pause for row in answers for pause in row.pauses_s],
@@ -124,58 +158,49 @@ def levels(rows: Iterable[LoadRow]) -> list[Level]:
 
 
 def level_table(lines: Sequence[Level]) -> Table:
-    """p50/p95 of the time to the first token and of the pauses between emissions; fits 80 columns."""
-    table = _table(
-        "Requests at once", "at once", "method", "tokens/s", "over none", "over 1", "first ms", "pause ms", "same text"
+    """p50/p95 of the time to the first token and of the pauses between emissions."""
+    return Table(
+        "n requests at once",
+        ("n", "method", "tokens/s", "speed-up", "95%", "over 1", "first ms", "pause ms", "same text"),
+        [
+            [
+                str(line.concurrency),
+                line.method,
+                f"{line.tokens_per_second:.0f}",
+                f"{line.over_plain:.2f}x",
+                f"{line.low:.2f}-{line.high:.2f}",
+                "-" if line.over_one is None else f"{line.over_one:.2f}x",
+                p50_p95(line.first_s, 1000),
+                p50_p95(line.pauses_s, 1000),
+                f"{line.equal}/{line.answers}",
+            ]
+            for line in lines
+        ],
+        words=2,
     )
-    for line in lines:
-        table.add_row(
-            str(line.concurrency),
-            line.method,
-            f"{line.tokens_per_second:.0f}",
-            f"{line.over_plain:.2f}x",
-            "-" if line.over_one is None else f"{line.over_one:.2f}x",
-            p50_p95(line.first_s, 1000),
-            p50_p95(line.pauses_s, 1000),
-            f"{line.equal}/{line.answers}",
-        )
-    return table
 
 
 def arrival_table(rows: Sequence[LoadRow]) -> Table:
-    """Requests that arrive at random; fits 80 columns."""
-    table = _table(
-        "Arrivals at random", "load", "method", "tokens/s", "goodput", "first ms", "pause ms", "answer s", "same text"
-    )
+    """Requests that arrive at random."""
     runs: dict[tuple[float, bool, str], dict[int, list[LoadRow]]] = {}
     for row in rows:
         if row.arrivals is not None:
             run = runs.setdefault((row.arrivals, row.method != BASELINE, row.method), {})
             run.setdefault(row.repeat, []).append(row)
+    lines = []
     for (share, _, method), repeats in sorted(runs.items()):
         answers = [row for some in repeats.values() for row in some]
-        table.add_row(
-            f"{share:g}",
-            method,
-            f"{median(throughput(some) for some in repeats.values()):.0f}",
-            f"{median(throughput(some, good=True) for some in repeats.values()):.0f}",
-            p50_p95([row.first_token_s for row in answers], 1000),
-            p50_p95([pause for row in answers for pause in row.pauses_s], 1000),
-            p50_p95([row.ended_s - row.asked_s for row in answers], 1, ".1f"),
-            f"{sum(row.output_equal for row in answers)}/{len(answers)}",
+        lines.append(
+            [
+                f"{share:g}",
+                method,
+                f"{median(throughput(some) for some in repeats.values()):.0f}",
+                f"{median(throughput(some, good=True) for some in repeats.values()):.0f}",
+                p50_p95([row.first_token_s for row in answers], 1000),
+                p50_p95([pause for row in answers for pause in row.pauses_s], 1000),
+                p50_p95([row.ended_s - row.asked_s for row in answers], 1, ".1f"),
+                f"{sum(row.output_equal for row in answers)}/{len(answers)}",
+            ]
         )
-    return table
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, box=None, padding=(0, 1, 0, 0))
-    for column in columns:
-        table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
-    return table
-
-
-def p50_p95(values: Sequence[float], scale: float, form: str = ".0f") -> str:
-    if not values:
-        return "-"
-    ranked = sorted(values)
-    return "/".join(format(ranked[int(share * len(ranked))] * scale, form) for share in (0.5, 0.95))
+    columns = ("load", "method", "tokens/s", "goodput", "first ms", "pause ms", "answer s", "same text")
+    return Table("Arrivals at random", columns, lines, words=2)

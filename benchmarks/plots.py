@@ -14,13 +14,15 @@ import numpy as np
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from .figures import BASELINE, Row, summaries
-from .load_figures import Level
+from .load_figures import Level, at_once
 from .profile import Profile
+from .rivals.figures import Turn, is_small, label, rates, speeds
 from .shapes import Shape
 
 OURS, BASELINES, PEERS = "#0072B2", "#999999", "#E69F00"
@@ -256,6 +258,34 @@ def concurrency(lines: Sequence[Level], path: Path) -> None:
     axis.set_xticks(at_once, [str(level) for level in at_once])
     axis.set(xlabel="requests at once", ylabel="tokens/s, all together", ylim=(0, None))
     axis.legend(fontsize=9)
+    _save(figure, path)
+
+
+def engines(turns: Sequence[Turn], path: Path) -> None:
+    """Tokens a second in all of Talon's methods and other engines, a panel for each number of requests at once."""
+    found, one = speeds(turns), {turn.contestant: turn for turn in turns}
+    levels = sorted({turn.at_once for turn in turns})
+    figure, axes = plt.subplots(
+        1, len(levels), figsize=(5 * len(levels), 0.3 * len(found) + 1.2), squeeze=False, sharey=True
+    )
+    names = [*reversed(found)]
+    labels = [f"{label(one[name])}, {one[name].weights}" for name in names]
+    for axis, level in zip(axes[0], levels, strict=True):
+        values = [found[name].get(level, 0.0) for name in names]
+        spread = [rates(turns, name, level).values() or [0.0] for name in names]
+        errors = [
+            [v - min(s) for v, s in zip(values, spread, strict=True)],
+            [max(s) - v for v, s in zip(values, spread, strict=True)],
+        ]
+        colours = [OURS if one[name].talon else PEERS if is_small(one[name].weights) else BASELINES for name in names]
+        bars = axis.barh(labels, values, xerr=errors, color=colours, ecolor="#333333")
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+        axis.bar_label(bars, [f"{value:.0f}" if value else "-" for value in values], padding=8, fontsize=9, bbox=box)
+        axis.set(title=at_once(level), xlabel="tokens/s in all", xlim=(0, 1.18 * max(max(s) for s in spread)))
+    kinds = ((OURS, "Talon"), (BASELINES, "16 bits a weight"), (PEERS, "fewer bits a weight"))
+    used = {bar for axis in axes[0] for bar in (patch.get_facecolor() for patch in axis.patches)}
+    handles = [Patch(color=colour, label=kind) for colour, kind in kinds if to_rgba(colour) in used]
+    axes[0][-1].legend(handles=handles, loc="lower right", fontsize=8)
     _save(figure, path)
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from engine import config as configuration
 from engine.batch import BLOCK, Segment
-from engine.cli import ConfigOption, SetOption, one_line_errors, overrides
+from engine.command import ConfigOption, SetOption, one_line_errors, overrides
 from engine.config import Config
 from engine.errors import ConfigError
 from engine.model.resolve import resolve

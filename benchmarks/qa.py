@@ -1,9 +1,9 @@
-"""`talon qa`: questions that need knowledge, closed-book and with retrieved passages.
+"""`talon qa`: questions that need knowledge, closed book, with their own passage and with retrieved ones.
 
-A dense index over all passages of the files finds those that go into the prompt. Exact match and F1 belong to the
-target: speculation must not change them, so every answer is compared with plain decoding's and any difference is an
-error, unless two tokens were as likely as each other (`benchmarks.equality`). A contestant named METHOD+dense drafts
-from the passages found, which the target of a closed book never sees.
+A dense index over all passages of the files finds those that go into the prompt. Scores belong to the target:
+speculation must not change them, so every answer is compared with plain decoding's and any difference is an error,
+unless two tokens were as likely as each other (`benchmarks.ties`). A contestant named METHOD+dense drafts from the
+passages found, which the target of a closed book never sees; datastore drafts from all passages.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from drafters.checkpoint import TargetWeights
 from engine import config as configuration
@@ -26,207 +26,175 @@ from engine.errors import ConfigError
 from engine.model.resolve import resolved
 from engine.sampling import SamplingParams
 from engine.text import encode_text, load_tokenizer
+from retrieval_index.build import build
 from retrieval_index.dense import DenseIndex
 from retrieval_index.dense_build import build_dense
 
+from .about import write_about
 from .bench import progress_bar, start_all
+from .budget import Budget, spend
 from .contestants import Contestant, Run
 from .figures import BASELINE, Difference
-from .knowledge import Item, prompt_of, read_items
-from .squad import exact_match, f1
+from .knowledge import Item, prompt_of, quoted, read_items
+from .qa_figures import ROWS, QaRow, Retrieval, Scores
+from .squad import exact_match, f1, subspan_match
 from .ties import Referee
 
 DENSE = "+dense"
-CLOSED, OPEN = "closed-book", "with passages"
+CLOSED, OWN, FOUND = "closed book", "own passage", "retrieved"
 
 
-class Line(msgspec.Struct):
-    """One method in one setting. exact_match, f1: of the answers with references, None if there are none. ties: answers
-    that differ from plain decoding's by rounding. different: those that differ otherwise."""
+@dataclass(frozen=True)
+class Knowledge:
+    """What is asked. limit: questions of each kind; count: passages retrieved into a prompt; minutes: for all of it."""
 
-    setting: str
-    method: str
-    answers: int
-    tokens_per_second: float
-    mean_accepted_tokens: float | None
-    exact_match: float | None
-    f1: float | None
-    ties: int
-    different: list[str]
-
-
-class Retrieval(msgspec.Struct):
-    """recall_at_1, recall_at_count: share of the questions with passages of their own that found one of these."""
-
-    passages: int
-    questions: int
+    files: Sequence[Path]
+    limit: int | None
     count: int
-    recall_at_1: float
-    recall_at_count: float
+    sampling: SamplingParams
+    minutes: float | None = None
 
 
 class Library:
-    """The passages of all files behind a dense index, which lives as long as its folder."""
+    """The passages of all files behind a dense index and a datastore, which live as long as their folder."""
 
     def __init__(self, config: Config, passages: Sequence[str], folder: Path):
         self.passages, self.tokenizer = passages, load_tokenizer(config.model)
-        (folder / "passages.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in passages))
+        text = folder / "passages.jsonl"
+        text.write_text("".join(json.dumps({"text": passage}) + "\n" for passage in passages))
         embedding = TargetWeights.read(config.model).embedding.float().numpy()
-        self.folder = folder / "index"
+        self.dense, self.datastore = folder / "dense", folder / "datastore"
         # each passage whole: the index then numbers them as we do
-        build_dense(self.tokenizer, embedding, [folder / "passages.jsonl"], self.folder, passage_tokens=10**9)
-        self.index = DenseIndex(self.folder, self.tokenizer)
+        build_dense(self.tokenizer, embedding, [text], self.dense, passage_tokens=10**9)
+        build(self.tokenizer, [text], self.datastore)
+        self.index = DenseIndex(self.dense, self.tokenizer)
 
     def find(self, question: str, count: int) -> list[str]:
         """The `count` passages most similar to the question, the best first."""
         tokens = self.tokenizer.encode(question, add_special_tokens=False)
         return [self.passages[passage.number] for passage in self.index.query(tokens, count)]
 
-    def recall(self, items: Sequence[Item], found: Sequence[list[str]]) -> Retrieval:
+    def recall(self, items: Sequence[Item], found: Mapping[Item, list[str]]) -> Retrieval:
         """How often a question's own passage was found."""
-        own = [
-            [text in item.passages for text in texts]
-            for item, texts in zip(items, found, strict=True)
-            if item.passages
-        ]  # fmt: skip
+        own = [[text in item.passages for text in found[item]] for item in items if item.passages]
         size = max(1, len(own))
         return Retrieval(
             self.index.header.passages,
             len(own),
-            max(map(len, found)),
+            max(map(len, found.values())),
             sum(row[0] for row in own) / size,
             sum(map(any, own)) / size,
         )
 
 
 async def run_qa(
-    config: Config,
-    names: list[str],
-    files: list[Path],
-    limit: int | None,
-    count: int,
-    sampling: SamplingParams,
-    heads: Path | None,
-    console: Console,
-) -> tuple[Retrieval | None, list[Line]]:
-    """Every question in both settings, or closed-book alone if no file holds passages."""
-    read = [read_items(file, limit) for file in files]
+    config: Config, names: Sequence[str], what: Knowledge, out: Path, heads: Path | None, console: Console
+) -> tuple[Retrieval | None, list[QaRow]]:
+    """Ask in each setting that the files allow, and write `out`/qa.jsonl as the rows come in."""
+    read = [read_items(file, what.limit) for file in what.files]
     config = resolved(config)
     items = [item for some, _ in read for item in some]
     passages = list(dict.fromkeys(text for _, some in read for text in some))
     methods = list(dict.fromkeys([BASELINE, *names]))
-    if not passages:
-        if any(name.endswith(DENSE) for name in methods):
-            raise ConfigError(f"methods={','.join(names)}: {DENSE} needs passages, and the files hold none")
-        return None, await _answer_all(
-            CLOSED, config, methods, None, items, [[]] * len(items), sampling, heads, console
-        )
+    if not passages and any(name.endswith(DENSE) for name in methods):
+        raise ConfigError(f"methods={','.join(names)}: {DENSE} needs passages, and the files hold none")
+    write_about(out, config, [what.sampling], 1)
     with tempfile.TemporaryDirectory(prefix="talon-qa-") as folder:
-        library = Library(config, passages, Path(folder))
-        found = [library.find(item.question, count) for item in items]
-        lines = []
-        for setting, given in ((CLOSED, [[] for _ in items]), (OPEN, found)):
-            index = library.folder
-            lines += await _answer_all(setting, config, methods, index, items, given, sampling, heads, console)
-        return library.recall(items, found), lines
+        library = Library(config, passages, Path(folder)) if passages else None
+        found = {item: library.find(item.question, what.count) if library else [] for item in items}
+        settings: dict[str, dict[Item, Sequence[str]]] = {CLOSED: dict.fromkeys(items, ())}
+        if library is not None:
+            settings |= {OWN: {item: item.passages for item in items if item.passages}, FOUND: {**found}}
+        asking = _Asking(config, methods, library, found, what.sampling, heads, console)
+        budget, rows = Budget(what.minutes), list[QaRow]()
+        with (out / ROWS).open("w", encoding="utf8") as results:
+            for number, (setting, given) in enumerate(settings.items()):
+                async for row in asking.answers(setting, given, budget.share(len(settings) - number)):
+                    rows.append(row)
+                    results.write(msgspec.json.encode(row).decode() + "\n")
+                    results.flush()
+        return None if library is None else library.recall(items, found), rows
 
 
-async def _answer_all(
-    setting: str,
-    config: Config,
-    methods: list[str],
-    index: Path | None,
-    items: list[Item],
-    given: Sequence[list[str]],
-    sampling: SamplingParams,
-    heads: Path | None,
-    console: Console,
-) -> list[Line]:
-    """One setting: contestants start afresh, since some remember answers, and take turns question by question."""
-    tokenizer, order = load_tokenizer(config.model), random.Random(sampling.seed)
-    contestants = await _start(methods, config, index, heads, console)
-    prompts = [
-        encode_text(tokenizer, prompt_of(item.question, passages)) for item, passages in zip(items, given, strict=True)
-    ]
-    answered: dict[str, list[Run]] = {name: [] for name in contestants}
-    try:
-        with progress_bar(console) as progress:
-            task = progress.add_task(setting, total=len(items) * len(contestants))
-            for prompt in prompts:
-                for name in order.sample(list(contestants), len(contestants)):
-                    answered[name].append(await contestants[name].answer(prompt, sampling))
+@dataclass(frozen=True)
+class _Asking:
+    """found: of every question, the passages most like it."""
+
+    config: Config
+    methods: Sequence[str]
+    library: Library | None
+    found: Mapping[Item, list[str]]
+    sampling: SamplingParams
+    heads: Path | None
+    console: Console
+
+    async def answers(self, setting: str, given: Mapping[Item, Sequence[str]], budget: Budget) -> AsyncIterator[QaRow]:
+        """One setting: contestants start afresh, since some remember answers, and take turns question by question."""
+        tokenizer, order = load_tokenizer(self.config.model), random.Random(self.sampling.seed)
+        contestants, referee = await self._start(tokenizer), Referee(self.config)
+        kinds: dict[str, list[Item]] = {}
+        for item in given:
+            kinds.setdefault(item.kind, []).append(item)
+        ratios: dict[str, dict[str, list[float]]] = {kind: {} for kind in kinds}
+        try:
+            with progress_bar(self.console) as progress:
+                task = progress.add_task(setting, total=len(given))
+                for kind, item, resting in spend(kinds, ratios.__getitem__, budget):
+                    prompt = encode_text(tokenizer, prompt_of(item.question, [*given[item]]))
+                    asked = [name for name in contestants if name == BASELINE or name not in resting]
+                    runs: dict[str, Run] = {}
+                    for name in order.sample(asked, len(asked)):
+                        runs[name] = await contestants[name].answer(prompt, self.sampling)
+                    for name, run in runs.items():
+                        row = row_of(setting, item, name, run, tokenizer, self.found[item])
+                        row = compared(row, run, runs[BASELINE], prompt, self.sampling, referee)
+                        speed_up = row.tokens_per_second * runs[BASELINE].seconds / len(runs[BASELINE].token_ids)
+                        ratios[kind].setdefault(name, []).append(speed_up)
+                        yield row
                     progress.advance(task)
-    finally:
-        for contestant in contestants.values():
-            await contestant.close()
-    referee, lines = Referee(config), []
-    for name, runs in answered.items():
-        line = line_of(setting, name, items, runs, tokenizer)
-        for item, prompt, mine, plain in zip(items, prompts, runs, answered[BASELINE], strict=True):
-            if mine.token_ids != plain.token_ids:
-                tie = not mine.exact and referee.is_tie(prompt, mine.token_ids, plain.token_ids, sampling)
-                line.ties += tie
-                difference = Difference.between(mine.token_ids, plain.token_ids)
-                line.different += [] if tie else [f"{item.kind} {item.question_id}: {difference}"]
-        lines.append(line)
-    return lines
+        finally:
+            for contestant in contestants.values():
+                await contestant.close()
+
+    async def _start(self, tokenizer: Any) -> dict[str, Contestant]:
+        """The contestants; those that draft from the passages are given them."""
+        warm_up = encode_text(tokenizer, "Say hello.")
+        plain = [name for name in self.methods if not name.endswith(DENSE)]
+        drafting = [name.removesuffix(DENSE) for name in self.methods if name.endswith(DENSE)]
+        with_datastore = with_dense = self.config
+        if self.library is not None:
+            with_datastore = configuration.load(self.config, {"drafter.datastore": str(self.library.datastore)})
+            with_dense = configuration.load(self.config, {"drafter.dense": str(self.library.dense)})
+        contestants = await start_all(plain, with_datastore, self.heads, warm_up, self.console)
+        started = await start_all(drafting, with_dense, self.heads, warm_up, self.console)
+        return contestants | {name + DENSE: contestant for name, contestant in started.items()}
 
 
-async def _start(
-    methods: list[str], config: Config, index: Path | None, heads: Path | None, console: Console
-) -> dict[str, Contestant]:
-    warm_up = encode_text(load_tokenizer(config.model), "Say hello.")
-    contestants = await start_all([m for m in methods if not m.endswith(DENSE)], config, heads, warm_up, console)
-    with_index = configuration.load(config, {"drafter.dense": None if index is None else str(index)})
-    names = [m.removesuffix(DENSE) for m in methods if m.endswith(DENSE)]
-    drafting = await start_all(names, with_index, heads, warm_up, console)
-    return contestants | {name + DENSE: contestant for name, contestant in drafting.items()}
-
-
-def line_of(setting: str, name: str, items: Sequence[Item], runs: Sequence[Run], tokenizer: Any) -> Line:
-    """What a method's answers were worth, not yet compared with plain decoding's."""
-    texts = [tokenizer.decode(run.token_ids, skip_special_tokens=True).strip() for run in runs]
-    scored = [(text, item.references) for text, item in zip(texts, items, strict=True) if item.references]
-    rounds = sum(run.rounds or 0 for run in runs)
-    return Line(
+def row_of(setting: str, item: Item, name: str, run: Run, tokenizer: Any, found: Sequence[str]) -> QaRow:
+    """What a method's answer was worth, not yet compared with plain decoding's."""
+    text = tokenizer.decode(run.token_ids, skip_special_tokens=True).strip()
+    accepted = item.references
+    scores = (
+        Scores(exact_match(text, accepted), f1(text, accepted), subspan_match(text, accepted)) if accepted else None
+    )
+    return QaRow(
         setting=setting,
+        kind=item.kind,
+        question_id=item.question_id,
         method=name,
-        answers=len(runs),
-        tokens_per_second=sum(len(run.token_ids) for run in runs) / sum(run.seconds for run in runs),
-        mean_accepted_tokens=sum(len(run.token_ids) - 1 for run in runs) / rounds if rounds else None,
-        exact_match=sum(exact_match(*one) for one in scored) / len(scored) if scored else None,
-        f1=sum(f1(*one) for one in scored) / len(scored) if scored else None,
-        ties=0,
-        different=[],
+        tokens=len(run.token_ids),
+        seconds=run.seconds,
+        rounds=run.rounds,
+        scores=scores,
+        quoted=quoted(text, found),
+        output_equal=True,
+        tie=False,
     )
 
 
-def table_of(lines: Sequence[Line]) -> Table:
-    """Per setting and method."""
-    table = Table(title="Knowledge-heavy questions")
-    for column in ("setting", "method", "tokens/s", "speed-up", "MAT", "exact match", "F1", "same text", "ties"):
-        table.add_column(column, justify="left" if column in ("setting", "method") else "right")
-    plain = {line.setting: line.tokens_per_second for line in lines if line.method == BASELINE}
-    for line in lines:
-        table.add_row(
-            line.setting,
-            line.method,
-            f"{line.tokens_per_second:.1f}",
-            f"{line.tokens_per_second / plain[line.setting]:.2f}x",
-            "-" if line.mean_accepted_tokens is None else f"{line.mean_accepted_tokens:.2f}",
-            "-" if line.exact_match is None else f"{line.exact_match:.3f}",
-            "-" if line.f1 is None else f"{line.f1:.3f}",
-            f"{line.answers - line.ties - len(line.different)}/{line.answers}",
-            str(line.ties),
-        )
-    return table
-
-
-def show(retrieval: Retrieval | None, lines: list[Line]) -> None:
-    """The table, and how well passages were found."""
-    Console().print(table_of(lines))
-    if retrieval is not None:
-        print(
-            f"{retrieval.passages} passages; of {retrieval.questions} questions with passages of their own "
-            f"{retrieval.recall_at_1:.0%} found one first, {retrieval.recall_at_count:.0%} among {retrieval.count}"
-        )
+def compared(row: QaRow, run: Run, plain: Run, prompt: list[int], sampling: SamplingParams, referee: Referee) -> QaRow:
+    difference = Difference.between(run.token_ids, plain.token_ids)
+    if difference is None:
+        return row
+    tie = not run.exact and referee.is_tie(prompt, run.token_ids, plain.token_ids, sampling)
+    return msgspec.structs.replace(row, output_equal=False, tie=tie, difference=str(difference))

@@ -5,20 +5,41 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
 from engine.errors import RequestError
 from engine.json_lines import BadLine, json_lines
+from engine.text import encode_text
 
 
 class Question(msgspec.Struct, frozen=True):
-    """The first turn of a question; follow-up turns would depend on an answer."""
+    """turns: what the user says, one after the other, each behind the answer to the one before."""
 
     question_id: str
     category: str
-    prompt: str
+    turns: list[str]
+
+    @property
+    def prompt(self) -> str:
+        """The first turn, which depends on no answer."""
+        return self.turns[0]
+
+    def encoded(self, tokenizer: Any, answers: Sequence[str]) -> list[int]:
+        """Token ids of the conversation behind so many answers; of a model without a chat template the bare text."""
+        if not answers:
+            return encode_text(tokenizer, self.prompt)
+        said = [*zip(self.turns, answers, strict=False)]
+        last = self.turns[len(answers)]
+        if not tokenizer.chat_template:
+            return encode_text(tokenizer, "\n\n".join([*(text for pair in said for text in pair), last]))
+        messages = [
+            {"role": role, "content": text}
+            for pair in said
+            for role, text in zip(("user", "assistant"), pair, strict=True)
+        ]
+        return encode_text(tokenizer, [*messages, {"role": "user", "content": last}])
 
 
 class _Row(msgspec.Struct):
@@ -33,7 +54,7 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
     try:
         with path.open("rb") as file:
             for _, row in islice(json_lines(file, _Row), limit):
-                questions.append(Question(str(row.question_id), row.category, row.turns[0]))
+                questions.append(Question(str(row.question_id), row.category, row.turns))
     except OSError as error:
         raise RequestError(f"questions={path}: cannot be read: {error.strerror}") from None
     except BadLine as error:

@@ -1,23 +1,24 @@
-"""report.md and report.html: what was run, on what, and what came of it. The page holds its pictures."""
+"""report.md and report.html: what Talon does for whom, what was run, on what, and what came of it. The page holds its
+pictures.
+"""
 
 from __future__ import annotations
 
 import base64
 import html
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import mean, median
 
-from . import plots
+from . import headlines, load_figures, plots, qa_figures
 from .about import ABOUT
-from .figures import Row, Summary, read_rows, summaries, without_loops
+from .figures import Row, Summary, speed_ups, summaries, without_loops
+from .rivals import figures as rival_figures
+from .runs import Run
+from .tables import Table, known
 
-PICTURES = (
-    ("speed-up.png", "Speed-up over all suites", plots.summary_bars),
-    ("suites.png", "Speed-up per suite", plots.speed_up_bars),
-    ("accepted.png", "Tokens emitted in a round", plots.accepted_lengths),
-    ("cost.png", "Cost curve of the target", plots.cost_curve),
-    ("trees.png", "Size and depth of the trees", plots.tree_sizes),
-)
+HEADLINE = "headline.png"
 IF_DRAWN = (
     ("tree-shapes.png", "Shape of the trees (talon shapes)"),
     ("timeline.png", "Both workers at once (talon timeline)"),
@@ -25,26 +26,20 @@ IF_DRAWN = (
 )
 """Pictures that other commands leave in the folder, or may not."""
 READING = (
-    "Speed-up: median over prompts of tokens/s over plain decoding's on the same prompt in the same run, with the 95% "
-    "interval by bootstrap. MAT: tokens a round, bonus included. An answer loops if 8 tokens in a row occur in it more "
-    "than 4 times; loops flatter whoever copies from the text. Contestants take turns prompt by prompt.",
+    "Speed-up: median over prompts of tokens/s over plain decoding's on the same prompt in the same run; over several "
+    "suites the geometric mean of their medians. Its 95% interval is a bootstrap over prompts. MAT: tokens a round, "
+    "bonus included. An answer loops if 8 tokens in a row occur in it more than 4 times; loops flatter whoever copies "
+    "from the text. Contestants take turns prompt by prompt.",
     "Token ms: between tokens, those that come together sharing their wait. Round ms: between verdicts, the wait a "
     "reader of the stream sees. Verify and draft: models' forwards; other: the rest of a round, messages included. "
     "Peak MB: resident memory of verifier and drafter, libraries included. Same text: as plain decoding's; a tie is a "
     "difference that rounding decides, found by a float32 forward.",
 )
-Cells = list[list[str]]
-Section = tuple[str, list[Cells]]
-"""A title and its tables."""
 Column = Callable[[Summary], str]
 
 
 def _shown(name: str, form: str, scale: float = 1.0) -> Column:
-    def cell(summary: Summary) -> str:
-        value = getattr(summary, name)
-        return "-" if value is None else format(value * scale, form)
-
-    return cell
+    return lambda summary: known(getattr(summary, name), form, scale)
 
 
 SPEED: dict[str, Column] = {
@@ -76,47 +71,113 @@ table{border-collapse:collapse;font-size:13px}td,th{padding:.25em .6em;text-alig
 td:first-child,th:first-child{text-align:left}table{margin-bottom:1.2em}img{max-width:100%}h2{margin-top:2em}"""
 
 
-def write(folder: Path) -> None:
-    """Write the report of `folder`/results.jsonl beside it."""
-    rows = read_rows(folder / "results.jsonl")
-    greedy = [row for row in rows if row.temperature == 0] or rows
-    for name, _, draw in PICTURES:
-        draw(greedy, folder / name)
-    sections = _sections(rows)
-    pictures = [(name, title) for name, title, _ in PICTURES]
-    pictures += [(name, title) for name, title in IF_DRAWN if (folder / name).exists()]
-    (folder / "report.md").write_text(_markdown(_about(folder), sections, pictures), encoding="utf8")
-    (folder / "report.html").write_text(_page(folder, sections, pictures), encoding="utf8")
+def _lines(run: Run) -> list[str]:
+    """What it comes to."""
+    return [
+        *headlines.one_request(run.single),
+        *headlines.many_requests(run.load),
+        *headlines.against_rivals(run.rivals),
+        *headlines.losing_methods(run.greedy),
+        *headlines.same_texts(run.single, run.load, run.qa),
+    ]
 
 
-def _sections(rows: Sequence[Row]) -> list[Section]:
-    """For every temperature: all prompts, those without loops, and suite by suite."""
-    sections = []
-    for temperature in sorted({row.temperature for row in rows}):
-        some = [row for row in rows if row.temperature == temperature]
-        sections.append(_section(f"T = {temperature:g}, all prompts", some))
-        straight = without_loops(some)
-        share = (
-            f"{len({(r.suite, r.question_id) for r in straight})} of {len({(r.suite, r.question_id) for r in some})}"
-        )
-        if straight:
-            sections.append(
-                _section(f"T = {temperature:g}, prompts whose plain answer does not loop ({share})", straight)
-            )
+def _sections(run: Run) -> Iterator[tuple[str, list[Table]]]:
+    """The short ones first, the suites one by one last."""
+    temperatures = {
+        t: [row for row in run.single if row.temperature == t] for t in sorted({r.temperature for r in run.single})
+    }
+    if run.rivals:
+        yield "Other engines", [rival_figures.table(run.rivals)]
+    for t, some in temperatures.items():
+        yield f"One request, T = {t:g}, all prompts", _summarised(some)
+    if turns := turn_table(run.greedy):
+        yield "Both turns of a conversation", [turns]
+    if run.load:
+        arrivals = [load_figures.arrival_table(run.load)] if any(r.arrivals for r in run.load) else []
+        yield "Many requests", [load_figures.level_table(load_figures.levels(run.load)), *arrivals]
+    if run.qa:
+        yield "Questions that need knowledge", [qa_figures.speed_table(run.qa), qa_figures.score_table(run.qa)]
+    for t, some in temperatures.items():
+        if straight := without_loops(some):
+            share = f"{len(set(map(_prompt, straight)))} of {len(set(map(_prompt, some)))}"
+            yield f"T = {t:g}, prompts whose plain answer does not loop ({share})", _summarised(straight)
         for suite in dict.fromkeys(row.suite for row in some):
-            sections.append(_section(f"T = {temperature:g}, {suite}", [row for row in some if row.suite == suite]))
-    return sections
+            yield f"T = {t:g}, {suite}", _summarised([row for row in some if row.suite == suite])
 
 
-def _section(title: str, rows: Sequence[Row]) -> Section:
+def _draw(run: Run, folder: Path) -> list[tuple[str, str]]:
+    """Make the pictures; their names and titles, the most telling first."""
+    made = []
+    if run.rivals:
+        plots.engines(run.rivals, folder / HEADLINE)
+        made.append((HEADLINE, "Talon and other engines: tokens/s in all"))
+    elif run.single:
+        plots.summary_bars(run.greedy, folder / HEADLINE)
+        made.append((HEADLINE, "Speed-up over all suites"))
+    if run.single:
+        for name, title, draw in (
+            ("speed-up.png", "Speed-up over all suites", plots.summary_bars),
+            ("suites.png", "Speed-up per suite", plots.speed_up_bars),
+            ("accepted.png", "Tokens emitted in a round", plots.accepted_lengths),
+            ("cost.png", "Cost curve of the target", plots.cost_curve),
+            ("trees.png", "Size and depth of the trees", plots.tree_sizes),
+        ):
+            draw(run.greedy, folder / name)
+            made.append((name, title))
+    if run.load:
+        plots.concurrency(load_figures.levels(run.load), folder / "concurrency.png")
+        made.append(("concurrency.png", "Tokens/s over requests at once"))
+    return made + [(name, title) for name, title in IF_DRAWN if (folder / name).exists()]
+
+
+def write(folder: Path) -> None:
+    """Write the report of a folder's rows beside them."""
+    run = Run.read(folder)
+    lines, pictures, sections = _lines(run), _draw(run, folder), [*_sections(run)]
+    (folder / "report.md").write_text(_markdown(lines, _about(folder), sections, pictures), encoding="utf8")
+    (folder / "report.html").write_text(_page(folder, lines, sections, pictures), encoding="utf8")
+
+
+def turn_table(rows: Sequence[Row]) -> Table | None:
+    """Each turn of conversations that have several: what was in the cache already, and what was accepted."""
+    later = {row.suite.partition(",")[0] for row in rows if row.turn > 1}
+    lines = []
+    for suite, method in dict.fromkeys((row.suite, row.method) for row in rows if row.suite.partition(",")[0] in later):
+        mine = [row for row in rows if (row.suite, row.method) == (suite, method)]
+        cached = [row.cached_tokens for row in mine if row.cached_tokens is not None]
+        accepted = [row.mean_accepted_tokens for row in mine if row.mean_accepted_tokens is not None]
+        first = [row.time_to_first_token_s for row in mine if row.time_to_first_token_s is not None]
+        lines.append(
+            [
+                str(mine[0].turn),
+                method,
+                f"{mean(row.prompt_tokens for row in mine):.0f}",
+                f"{mean(cached):.0f}" if cached else "-",
+                f"{1000 * median(first):.0f}" if first else "-",
+                f"{mean(row.tokens_per_second for row in mine):.0f}",
+                f"{median(speed_ups([row for row in rows if row.suite == suite], method)):.2f}x",
+                f"{mean(accepted):.2f}" if accepted else "-",
+            ]
+        )
+    columns = ("turn", "method", "prompt", "cached", "first ms", "tokens/s", "speed-up", "MAT")
+    title = "Turns of a conversation: tokens of the prompt, those found in the cache"
+    return Table(title, columns, lines, words=2) if lines else None
+
+
+def _summarised(rows: Sequence[Row]) -> list[Table]:
     """The contestants, fastest first: what a user sees of them, then what their rounds are made of."""
     lines = sorted(summaries(rows), key=lambda s: -s.speed_up)
     made_of_rounds = [s for s in lines if s.round_ms_p50 is not None]
-    return title, [_table(lines, SPEED), _table(made_of_rounds, ROUNDS)]
+    return [_table("Answers", lines, SPEED), _table("Rounds", made_of_rounds, ROUNDS)]
 
 
-def _table(lines: Sequence[Summary], columns: dict[str, Column]) -> Cells:
-    return [list(columns), *([cell(line) for cell in columns.values()] for line in lines)]
+def _table(title: str, lines: Sequence[Summary], columns: dict[str, Column]) -> Table:
+    return Table(title, [*columns], [[cell(line) for cell in columns.values()] for line in lines])
+
+
+def _prompt(row: Row) -> tuple[str, str]:
+    return row.suite, row.question_id
 
 
 def _about(folder: Path) -> list[str]:
@@ -128,33 +189,34 @@ def _about(folder: Path) -> list[str]:
     return [*run, *READING]
 
 
-def _markdown(about: Sequence[str], sections: Sequence[Section], pictures: Sequence[tuple[str, str]]) -> str:
-    parts = ["# Benchmark", *about]
-    parts += [f"![{title}]({name})" for name, title in pictures]
+Sections = Sequence[tuple[str, Sequence[Table]]]
+Pictures = Sequence[tuple[str, str]]
+
+
+def _markdown(lines: Sequence[str], about: Sequence[str], sections: Sections, pictures: Pictures) -> str:
+    parts = ["# Benchmark", "\n".join(f"- {line}" for line in lines)]
+    parts += [f"![{title}]({name})" for name, title in pictures[:1]]
+    parts += about
     for title, tables in sections:
-        parts.append(f"## {title}")
-        for head, *lines in tables:
-            cells = [head, ["---"] + ["---:"] * (len(head) - 1), *lines]
-            parts.append("\n".join(f"| {' | '.join(line)} |" for line in cells))
+        parts += [f"## {title}", *(table.markdown() for table in tables)]
+    parts += ["## Pictures", *(f"![{title}]({name})" for name, title in pictures[1:])]
     return "\n\n".join(parts) + "\n"
 
 
-def _page(folder: Path, sections: Sequence[Section], pictures: Sequence[tuple[str, str]]) -> str:
-    parts = [f"<p>{html.escape(line)}</p>" for line in _about(folder)]
-    for name, title in pictures:
-        data = base64.b64encode((folder / name).read_bytes()).decode()
-        parts.append(
-            f'<h2>{html.escape(title)}</h2><img alt="{html.escape(title)}" src="data:image/png;base64,{data}">'
-        )
+def _page(folder: Path, lines: Sequence[str], sections: Sections, pictures: Pictures) -> str:
+    bold = (re.sub(r"\*\*(.*?)\*\*", r"<b>\1</b>", html.escape(line)).replace("`", "") for line in lines)
+    parts = [f"<ul>{''.join(f'<li>{line}</li>' for line in bold)}</ul>"]
+    parts += [_picture(folder, *picture) for picture in pictures[:1]]
+    parts += [f"<p>{html.escape(line)}</p>" for line in _about(folder)]
     for title, tables in sections:
-        parts.append(f"<h2>{html.escape(title)}</h2>")
-        for head, *lines in tables:
-            row = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
-            body = "".join(
-                "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line) + "</tr>" for line in lines
-            )
-            parts.append(f"<table><tr>{row}</tr>{body}</table>")
+        parts += [f"<h2>{html.escape(title)}</h2>", *(table.html() for table in tables)]
+    parts += [_picture(folder, *picture) for picture in pictures[1:]]
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Talon benchmark</title><style>{_STYLE}</style>'
         f"<h1>Talon benchmark</h1>{''.join(parts)}</html>\n"
     )
+
+
+def _picture(folder: Path, name: str, title: str) -> str:
+    data = base64.b64encode((folder / name).read_bytes()).decode()
+    return f'<h2>{html.escape(title)}</h2><img alt="{html.escape(title)}" src="data:image/png;base64,{data}">'

@@ -20,7 +20,7 @@ from rich.table import Table
 from drafters.base import Drafter, Verdict
 from drafters.registry import build
 from engine import config as configuration
-from engine.cli import ConfigOption, SetOption, overrides, run
+from engine.command import ConfigOption, SetOption, overrides, run
 from engine.config import Config
 from engine.errors import ConfigError
 from engine.model.resolve import resolved

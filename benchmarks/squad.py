@@ -1,4 +1,4 @@
-"""How right a short answer is: exact match and F1 over words, as SQuAD's evaluation script has them."""
+"""How right an answer is: exact match and F1 over words as SQuAD has them, and whether it holds an accepted answer."""
 
 from __future__ import annotations
 
@@ -19,6 +19,14 @@ def normalised(text: str) -> str:
 def exact_match(answer: str, references: Sequence[str]) -> float:
     """1 if the answer is one of the references, else 0."""
     return float(normalised(answer) in {normalised(reference) for reference in references})
+
+
+def subspan_match(answer: str, references: Sequence[str]) -> float:
+    """1 if the answer's first line holds one of the references, else 0: best-subspan exact match of *Lost in the
+    Middle*, where an answer that copies the whole passage is not to count.
+    """
+    told = normalised(answer.strip().partition("\n")[0])
+    return float(any(normalised(reference) in told for reference in references))
 
 
 def f1(answer: str, references: Sequence[str]) -> float:

@@ -12,7 +12,7 @@ import typer
 
 from engine import Engine, Grammar, SamplingParams, Speculation
 from engine.answer import Result
-from engine.cli import SetOption, overrides, run
+from engine.command import SetOption, overrides, run
 
 from .schemas import SCHEMAS
 

@@ -36,8 +36,11 @@ class Verdict:
     successors: NDArray[np.int32] | None = None
 
 
+Wanted = tuple[int, Sequence[int]]
+"""A request and a continuation of its text, a possible outcome of the round under way."""
+
 BetweenSteps = Callable[[Callable[[], dict[int, TokenTree]]], None]
-"""Called with what gives the trees so far, by their number; it may raise to abandon the work."""
+"""Called with what gives the trees so far, by their place in what was wanted; it may raise to abandon the work."""
 
 
 class Drafter(ABC):
@@ -57,7 +60,7 @@ class Drafter(ABC):
     """Whether c(v) is what acceptance was observed to be, so that the verifier may cut trees by what they cost."""
 
     together: int = 4
-    """How many outcomes to draft for in the same forwards: the more, the longer until the first is there."""
+    """How many outcomes, of all requests, to draft for in the same forwards: the more, the longer until they come."""
 
     forward_s: float = 0.0
     """Seconds spent so far in a draft model's forwards; stays 0 for drafters without one."""
@@ -73,21 +76,19 @@ class Drafter(ABC):
         The root is the last token of that text. A root-only tree says: nothing to propose.
         """
 
-    def propose_many(
-        self, request: int, continuations: Sequence[Sequence[int]], between_steps: BetweenSteps | None = None
-    ) -> list[TokenTree]:
-        """`propose` for several outcomes; drafters with a model draft them in the same forwards.
+    def propose_many(self, wanted: Sequence[Wanted], between_steps: BetweenSteps | None = None) -> list[TokenTree]:
+        """`propose` for several requests and outcomes; drafters with a model draft them in the same forwards.
 
         between_steps: called between a model's draft steps.
         """
-        return [self.propose(request, continuation) for continuation in continuations]
+        return [self.propose(request, continuation) for request, continuation in wanted]
 
-    def following(self, request: int, continuations: Sequence[Sequence[int]]) -> list[Following]:
+    def following(self, wanted: Sequence[Wanted]) -> list[Following]:
         """The tokens that may follow each continuation, likeliest first, and their chances.
 
         From this the outcomes of a round are ranked. A drafter that foresees nothing is not asked to draft ahead.
         """
-        trees = [self.propose(request, continuation) for continuation in continuations]
+        trees = [self.propose(request, continuation) for request, continuation in wanted]
         return [
             (tree.tokens[children].tolist(), tree.confidence[children].tolist())
             for tree in trees
@@ -108,6 +109,9 @@ class Drafter(ABC):
     def learned(self) -> Learned:
         """What it knows of how far its drafts can be trusted, for a later engine's drafter to `recall`."""
         return {}
+
+    def save(self) -> None:  # noqa: B027
+        """Keep what is worth it for a later engine. Called when the worker has ended."""
 
     def recall(self, learned: Learned) -> None:  # noqa: B027
         """Take over what an earlier drafter had learned, as far as it is there; ValueError if it makes no sense."""

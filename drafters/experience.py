@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from drafters.base import BetweenSteps, Drafter, Learned, Verdict
+from drafters.base import BetweenSteps, Drafter, Learned, Verdict, Wanted
 from drafters.outcomes import Following
 from engine.errors import ConfigError
 from engine.sampling import SamplingParams
@@ -94,13 +94,11 @@ class Experienced(Drafter):
     def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:
         return self.drafter.propose(request, continuation)
 
-    def propose_many(
-        self, request: int, continuations: Sequence[Sequence[int]], between_steps: BetweenSteps | None = None
-    ) -> list[TokenTree]:
-        return self.drafter.propose_many(request, continuations, between_steps)
+    def propose_many(self, wanted: Sequence[Wanted], between_steps: BetweenSteps | None = None) -> list[TokenTree]:
+        return self.drafter.propose_many(wanted, between_steps)
 
-    def following(self, request: int, continuations: Sequence[Sequence[int]]) -> list[Following]:
-        return self.drafter.following(request, continuations)
+    def following(self, wanted: Sequence[Wanted]) -> list[Following]:
+        return self.drafter.following(wanted)
 
     def observe(self, request: int, verdict: Verdict) -> None:
         self.reliability.add(verdict)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
@@ -16,16 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafters.base import BetweenSteps, Drafter, Learned, Verdict
+from drafters.base import BetweenSteps, Drafter, Learned, Verdict, Wanted
 from drafters.checkpoint import TargetWeights
 from drafters.growth import STATIC_TREES, Adaptive, Candidates, Dynamic, Frontier, Policy, Static, Talon
 from drafters.outcomes import Following
 from drafters.ranking import ErrorScale, Ranking
 from drafters.requirements import weights_path
 from engine.config import Config, DrafterConfig
+from engine.loading import find_device
 from engine.recorded import wait
 from engine.sampling import SamplingParams
-from engine.target import find_device
 from engine.tree import TokenTree
 
 SOURCE = 8
@@ -190,21 +190,39 @@ class HeadDrafter(Drafter):
         )
 
     def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:
-        trees: list[TokenTree] = self.propose_many(request, [continuation])
+        trees: list[TokenTree] = self.propose_many([(request, continuation)])
         return trees[0]
 
     @torch.inference_mode()
     def propose_many(
-        self,
-        request: int,
-        continuations: Sequence[Sequence[int]],
-        between_steps: BetweenSteps | None = None,
-        advice: Sequence[Advice] = (),
+        self, wanted: Sequence[Wanted], between_steps: BetweenSteps | None = None, advice: Sequence[Advice] = ()
     ) -> list[TokenTree]:
-        """One tree per possible continuation, grown in the same forward passes as far as there is room for all.
+        """One tree for each, grown in the same forward passes as far as there is room for all.
 
         advice: for each of them, if another source takes part.
         """
+        trees: dict[int, TokenTree] = {}
+        for request, rows in by_request(wanted).items():
+
+            def so_far(
+                grown: Callable[[], dict[int, TokenTree]], rows: list[int] = rows, done: dict[int, TokenTree] = trees
+            ) -> None:
+                assert between_steps is not None
+                between_steps(lambda: done | {rows[place]: tree for place, tree in grown().items()})
+
+            continuations = [wanted[row][1] for row in rows]
+            advisers = [advice[row] for row in rows] if advice else []
+            found = self._propose(request, continuations, between_steps and so_far, advisers)
+            trees |= dict(zip(rows, found, strict=True))
+        return [trees[row] for row in range(len(wanted))]
+
+    def _propose(
+        self,
+        request: int,
+        continuations: Sequence[Sequence[int]],
+        between_steps: BetweenSteps | None,
+        advice: Sequence[Advice],
+    ) -> list[TokenTree]:
         state = self._requests[request]
         unsynced = self._unsynced(state)
         paths = [[*unsynced, *continuation] for continuation in continuations]
@@ -237,7 +255,13 @@ class HeadDrafter(Drafter):
         self.finish(0)
 
     @torch.inference_mode()
-    def following(self, request: int, continuations: Sequence[Sequence[int]]) -> list[Following]:
+    def following(self, wanted: Sequence[Wanted]) -> list[Following]:
+        found: dict[int, Following] = {}
+        for request, rows in by_request(wanted).items():
+            found |= dict(zip(rows, self._following(request, [wanted[row][1] for row in rows]), strict=True))
+        return [found[row] for row in range(len(wanted))]
+
+    def _following(self, request: int, continuations: Sequence[Sequence[int]]) -> list[Following]:
         state = self._requests[request]
         unsynced = self._unsynced(state)
         paths = [[*unsynced, *continuation] for continuation in continuations]
@@ -437,3 +461,11 @@ class HeadDrafter(Drafter):
         for row, node in enumerate(nodes):
             row = row if len(seen.tokens) > 1 else 0
             state.seen[node] = (seen.tokens[row], seen.chance[row])
+
+
+def by_request(wanted: Sequence[Wanted]) -> dict[int, list[int]]:
+    """The places in `wanted` of each request."""
+    rows: dict[int, list[int]] = {}
+    for row, (request, _) in enumerate(wanted):
+        rows.setdefault(request, []).append(row)
+    return rows

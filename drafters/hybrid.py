@@ -19,7 +19,7 @@ from itertools import islice
 
 import numpy as np
 
-from drafters.base import BetweenSteps, Drafter, Learned, Verdict
+from drafters.base import BetweenSteps, Drafter, Learned, Verdict, Wanted
 from drafters.calibration import Calibrator
 from drafters.growth import Frontier, Sketch
 from drafters.head import HeadDrafter
@@ -144,29 +144,32 @@ class HybridDrafter(Drafter):
             drafter.start(request, prompt, sampling)
 
     def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:
-        return self.propose_many(request, [continuation])[0]
+        return self.propose_many([(request, continuation)])[0]
 
-    def propose_many(
-        self, request: int, continuations: Sequence[Sequence[int]], between_steps: BetweenSteps | None = None
-    ) -> list[TokenTree]:
+    def propose_many(self, wanted: Sequence[Wanted], between_steps: BetweenSteps | None = None) -> list[TokenTree]:
         if not self._resting:
             self._catch_up()
-        trees = [self._retrieve(request, continuation) for continuation in continuations]
-        self._retrieved[request].update(zip(map(tuple, continuations), trees, strict=True))
+        trees = [self._retrieve(request, continuation) for request, continuation in wanted]
+        for (request, continuation), tree in zip(wanted, trees, strict=True):
+            self._retrieved[request][tuple(continuation)] = tree
         if self._resting:
             return trees
         advice = [Advice(self.merge, tree, self._step_s / self._token_s, self._rescue) for tree in trees]
         surplus = [one.surplus(_root_of(tree)) for one, tree in zip(advice, trees, strict=True)]
-        drafting = [row for row in range(len(trees)) if surplus[row] > 0]
+        best: dict[int, float] = {}
+        for (request, _), gain in zip(wanted, surplus, strict=True):
+            best[request] = max(gain, best.get(request, 0.0))
+        read = {request for request, gain in best.items() if gain > 0 and self._may_read(request, gain)}
+        drafting = [row for row, (request, _) in enumerate(wanted) if surplus[row] > 0 and request in read]
 
         def so_far(grown: Callable[[], dict[int, TokenTree]]) -> None:
             assert between_steps is not None
             between_steps(lambda: dict(enumerate(trees)) | {drafting[i]: tree for i, tree in grown().items()})
 
-        if drafting and self._may_read(request, max(surplus)):
-            started, steps, behind = time.perf_counter(), self.head.steps, self.head.behind(request)
+        if drafting:
+            started, steps, behind = time.perf_counter(), self.head.steps, sum(map(self.head.behind, read))
             grown = self.head.propose_many(
-                request, [continuations[i] for i in drafting], between_steps and so_far, [advice[i] for i in drafting]
+                [wanted[row] for row in drafting], between_steps and so_far, [advice[row] for row in drafting]
             )
             self._time_head(time.perf_counter() - started, self.head.steps - steps, behind)
             for row, tree in zip(drafting, grown, strict=True):
@@ -193,15 +196,19 @@ class HybridDrafter(Drafter):
         elif steps:
             self._step_s *= _NUDGE if taken_s / steps > self._step_s else 1 / _NUDGE
 
-    def following(self, request: int, continuations: Sequence[Sequence[int]]) -> list[Following]:
+    def following(self, wanted: Sequence[Wanted]) -> list[Following]:
         self._catch_up()
-        blind = self._resting or (self.memories and self.head.behind(request) > _LONG)
-        seen = [([], [])] * len(continuations) if blind else self.head.following(request, continuations)
-        retrieved = [self._retrieve(request, continuation) for continuation in continuations]
+        read = [row for row, (request, _) in enumerate(wanted) if self._has_read(request)]
+        seen = dict(zip(read, self.head.following([wanted[row] for row in read]), strict=True))
         return [
-            self.merge.following(model if model[0] else None, followings(tree)[0])
-            for model, tree in zip(seen, retrieved, strict=True)
+            self.merge.following(model if model[0] else None, followings(self._retrieve(request, continuation))[0])
+            for row, (request, continuation) in enumerate(wanted)
+            for model in [seen.get(row, ([], []))]
         ]
+
+    def _has_read(self, request: int) -> bool:
+        """Whether the head can say what may follow the text, without reading much of it first."""
+        return not self._resting and (not self.memories or self.head.behind(request) <= _LONG)
 
     def observe(self, request: int, verdict: Verdict) -> None:
         self.settle()

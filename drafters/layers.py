@@ -14,10 +14,10 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.errors import ModelError
+from engine.loading import has_native_bfloat16
 from engine.model.matmul import Matmul
 from engine.model.packed_linear import can_multiply, pack, product
 from engine.model.simd import LANES
-from engine.target import has_native_bfloat16
 
 TakeTensor = Callable[..., Tensor]
 

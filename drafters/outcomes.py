@@ -8,10 +8,12 @@ where p comes from the drafter's own candidates behind v.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.tree import TokenTree
 
@@ -20,26 +22,50 @@ Following = tuple[list[int], list[float]]
 
 
 class Outcome(NamedTuple):
-    """The round may end at `node` with the bonus token `token`."""
+    """The round of `request` may end at `node` with the bonus token `token`."""
 
+    request: int
     node: int
     token: int
     chance: float
 
 
 def likeliest(
-    tree: TokenTree, following: Callable[[Sequence[Sequence[int]]], list[Following]], limit: int, least: float = 0.005
+    trees: Mapping[int, TokenTree],
+    following: Callable[[Sequence[tuple[int, Sequence[int]]]], list[Following]],
+    limit: int,
+    least: float = 0.005,
 ) -> list[Outcome]:
-    """The `limit` likeliest outcomes of a round over `tree`, best first, those of a chance below `least` left out.
+    """The likeliest outcomes of the rounds over `trees`, by request, best first: `limit` of each request at most, those
+    of a chance below `least` left out.
 
-    following: what a drafter foresees behind each of some continuations of the text.
+    following: as `Drafter.following`.
     """
-    ends = tree.confidence.astype(np.float64)
-    np.subtract.at(ends, tree.parents[1:], tree.confidence[1:])
-    nodes = [int(node) for node in np.argsort(-ends, kind="stable")[:limit] if ends[node] >= least]
-    outcomes = []
-    for node, (tokens, chances) in zip(nodes, following([tree.path_tokens(v)[1:] for v in nodes]), strict=True):
+    ends = {request: _ends(tree) for request, tree in trees.items()}
+    places = [
+        (request, int(node))
+        for request, chance in ends.items()
+        for node in np.argsort(-chance, kind="stable")[:limit]
+        if chance[node] >= least
+    ]
+    outcomes: dict[int, list[Outcome]] = {request: [] for request in trees}
+    behind = following([(request, trees[request].path_tokens(node)[1:]) for request, node in places])
+    for (request, node), (tokens, chances) in zip(places, behind, strict=True):
+        tree = trees[request]
         new = [(token, p) for token, p in zip(tokens, chances, strict=True) if tree.child(node, token) is None]
         drafted = sum(chances) - sum(p for _, p in new)
-        outcomes += [Outcome(node, token, ends[node] * min(1.0, p / max(1 - drafted, 1e-6))) for token, p in new]
-    return heapq.nlargest(limit, (o for o in outcomes if o.chance >= least), key=lambda outcome: outcome.chance)
+        rest, end = max(1 - drafted, 1e-6), float(ends[request][node])
+        outcomes[request] += [Outcome(request, node, token, end * min(1.0, p / rest)) for token, p in new]
+    kept = [heapq.nlargest(limit, (o for o in found if o.chance >= least), key=_chance) for found in outcomes.values()]
+    return sorted(chain.from_iterable(kept), key=_chance, reverse=True)
+
+
+def _chance(outcome: Outcome) -> float:
+    return outcome.chance
+
+
+def _ends(tree: TokenTree) -> NDArray[np.float64]:
+    """[nodes]: the chance that the round ends at each node."""
+    ends = tree.confidence.astype(np.float64)
+    np.subtract.at(ends, tree.parents[1:], tree.confidence[1:])
+    return ends

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 
 from drafters.base import Drafter
 from engine.config import Config
@@ -52,3 +53,18 @@ def build(config: Config) -> Drafter:
     module, name = where.split(":")
     drafter: Drafter = getattr(import_module(module), name).from_config(config)
     return drafter
+
+
+def build_for_worker(config: Config) -> Drafter:
+    """As `build`, with what an earlier engine's drafter has learned, where the configuration names a file for it."""
+    from drafters.experience import Experienced
+
+    drafter, file = build(config), config.drafter.calibration
+    return drafter if file is None else Experienced(drafter, Path(file))
+
+
+def check(config: Config) -> None:
+    """Raise, before anything loads, what the drafter of `config` would refuse at first sight."""
+    from drafters import requirements
+
+    requirements.check(config)

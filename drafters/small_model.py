@@ -22,7 +22,8 @@ from drafters.head import Head, HeadDrafter, Session, policy_of
 from drafters.requirements import weights_path
 from engine.config import Config
 from engine.errors import DrafterMismatch, ModelError
-from engine.target import Target, load_config
+from engine.loading import load_config
+from engine.target import Target
 from engine.tree import TokenTree
 
 SOURCE = 4

@@ -32,9 +32,10 @@ class Metrics(msgspec.Struct, frozen=True):
     """How an answer came about.
 
     mean_accepted_tokens: tokens per round, bonus included; the first token is the prefill's and not counted.
-    tokens_per_second: of the answer, from the call to the last token. verifier_busy: share of the decoding time that
-    the verifier spent in target forwards, for whichever request. draft_hit_rate: rounds whose tree was there when the
-    verdict before fell. exact: the text is that of plain decoding, bit for bit; inexact: why that is not certain.
+    tokens_per_second: of the answer, from the call to the last token. verifier_busy: share of the decoding time
+    that the verifier spent in target forwards, for whichever request. draft_hit_rate: rounds whose tree was there
+    when the verdict before fell. cached_tokens: of the prompt, which other requests had read before. exact: the
+    text is that of plain decoding, bit for bit; inexact: why that is not certain.
     """
 
     mean_accepted_tokens: float
@@ -43,6 +44,7 @@ class Metrics(msgspec.Struct, frozen=True):
     time_to_first_token_s: float
     verifier_busy: float
     draft_hit_rate: float
+    cached_tokens: int
     exact: bool
     inexact: str
     speculative_decoding: SpeculativeDecoding
@@ -124,6 +126,7 @@ class Answer:
             time_to_first_token_s=self.first_s - self.started_s,
             verifier_busy=(last.busy_us - first.busy_us) / max(1, last.at_us - first.at_us),
             draft_hit_rate=sum(r.hit for r in self.rounds[1:]) / rounds if rounds else 0.0,
+            cached_tokens=first.cached,
             exact=not self.inexact,
             inexact=self.inexact,
             speculative_decoding=speculative_decoding(self.rounds[1:]),

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import errno
 import os
 import sys
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from engine import config as configuration
 from engine import options
-from engine.errors import RequestError, TalonError
+from engine.command import MODELS_OWN, ConfigOption, SetOption, overrides, run
+from engine.errors import RequestError
 from engine.launch import POOL_WAITS
 from engine.places import BENCHMARKS
 from engine.sampling import SamplingParams
@@ -27,7 +24,6 @@ if TYPE_CHECKING:
     from engine.answer import Result
     from engine.api import Stream
 
-T = TypeVar("T")
 app = typer.Typer(
     help="Talon: faster answers from large language models, not one token changed.",
     no_args_is_help=True,
@@ -35,60 +31,17 @@ app = typer.Typer(
     add_completion=False,
 )
 
-ConfigOption = Annotated[Path, typer.Option("--config", help="YAML file, see configs/.", show_default="the demo model")]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override any configuration key: drafter.budget=40"),
-]
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-MODELS_OWN = "the model's own"
 _MEASUREMENTS = (
     *(("commands", name) for name in ("bench", "check", "report", "qa")),
-    *((name, name) for name in ("replay", "shapes", "profile", "timeline")),
+    *((name, name) for name in ("evidence", "replay", "shapes", "profile", "pauses", "timeline")),
 )
 """Commands of the package of benchmarks, by the module they are in."""
-
-
-def overrides(assignments: list[str] | None, **named: Any) -> dict[str, Any]:
-    """Configuration overrides from --set and from options that name a key; what was not given is left out."""
-    values = dict(configuration.parse_assignment(text) for text in assignments or [])
-    return values | {key: value for key, value in named.items() if value is not None}
-
-
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Errors of ours are one line and exit code 2, Ctrl-C is exit code 130."""
-    try:
-        yield
-    except TalonError as error:
-        print(f"talon: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
-    except OSError as error:
-        if error.errno not in DISK_FULL:
-            raise
-        print(f"talon: {error.filename or 'output'}: the disk is full: make room and run again", file=sys.stderr)
-        _forget_output()
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-
-
-def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run a command to its end; Ctrl-C cleans up."""
-    with one_line_errors():
-        return asyncio.run(main)
 
 
 def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"talon {version('talon-decoding')}")
         raise typer.Exit
-
-
-def _forget_output() -> None:
-    """What is still to be written to standard output would fail once more when the process ends."""
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 @app.callback()

@@ -8,16 +8,18 @@ before anything is drafted, so that no draft is made for an outcome already over
 from __future__ import annotations
 
 import contextlib
+import heapq
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import zmq
 
 from drafters.base import Drafter
 from drafters.base import Verdict as Observed
+from drafters.outcomes import Outcome as Guess
 from drafters.outcomes import likeliest
 from engine.errors import ProtocolError
 from engine.messages import Array, Draft, Finish, Heartbeat, Hello, Ready, Start, Stop, Verdict
@@ -53,7 +55,7 @@ class _Request:
         self.under = 0
         self.ahead = False
         self.wanted: Outcome | None = None
-        self.guesses: deque[tuple[int, int]] | None = None
+        self.guesses: deque[Guess] | None = None
         self.begun: dict[Outcome, TokenTree] = {}
         self.since_ns = 0  # when the verifier began the round under way, as far as known here; 0 if it waits for a tree
         self.given_up = False
@@ -123,18 +125,22 @@ class DrafterWorker:
 
     def _work(self) -> None:
         """The trees that are waited for; if there are none, one batch of those that may be."""
-        waited_for = [(number, request) for number, request in self.requests.items() if request.wanted is not None]
-        for number, request in waited_for:
-            self._draft(number, request)
-        if not waited_for:
-            for number, request in self.requests.items():
-                if self._has_work(request):
-                    self.requests[number] = self.requests.pop(number)  # the others' turn next
-                    try:
-                        self._draft_ahead(number, request)
-                    except Exception as error:
-                        self._give_up(number, error)
-                    break
+        waited_for = [number for number, request in self.requests.items() if request.wanted is not None]
+        if waited_for:
+            self._draft(waited_for)
+        elif idle := [number for number, request in self.requests.items() if self._has_work(request)]:
+            self._attempt(self._draft_ahead, idle)
+
+    def _attempt(self, work: Callable[[list[int]], None], numbers: list[int]) -> None:
+        """Work for these requests together; if the drafter cannot, for each alone, which shows the one at fault."""
+        try:
+            work(numbers)
+        except Exception as error:
+            if len(numbers) == 1:
+                self._give_up(numbers[0], error)
+            else:
+                for number in numbers:
+                    self._attempt(work, [number])
 
     # What arrives.
 
@@ -202,40 +208,59 @@ class DrafterWorker:
 
     # What is drafted.
 
-    def _draft(self, number: int, request: _Request) -> None:
-        """The tree that the verifier waits for."""
-        assert request.wanted is not None
+    def _draft(self, numbers: list[int]) -> None:
+        """The trees that the verifier waits for."""
         started = time.perf_counter_ns()
         before_s = self.drafter.forward_s
-        tree = request.begun.get(request.wanted, TokenTree.root_only(request.last_token))
-        enough = len(tree) > 1 and tree.confidence.sum() > _ENOUGH * self.expected
-        if not enough and not request.given_up:
-            try:
-                tree = self.drafter.propose(number)
+        trees = {number: self._begun(self.requests[number]) for number in numbers}
+
+        def propose(of: list[int]) -> None:
+            for number, tree in zip(of, self.drafter.propose_many([(number, ()) for number in of]), strict=True):
+                trees[number] = tree
                 self.expected += 0.1 * (float(tree.confidence.sum()) - self.expected)
-            except Exception as error:
-                self._give_up(number, error)
-        request.under = self._send(number, request, request.round, request.wanted, tree, before_s)
-        request.wanted = None
-        try:
-            self.drafter.settle()
-        except Exception as error:
-            self._give_up(number, error)
-        self.trace.span("draft", started, number, f"{len(tree)} nodes")
 
-    def _draft_ahead(self, number: int, request: _Request) -> None:
-        """Trees for the next few of the likeliest outcomes of the round under way."""
+        if lacking := [n for n in numbers if not self._enough(trees[n]) and not self.requests[n].given_up]:
+            self._attempt(propose, lacking)
+        for number, tree in trees.items():
+            request = self.requests[number]
+            assert request.wanted is not None
+            request.under = self._send(number, request, request.round, request.wanted, tree, before_s)
+            request.wanted = None
+            before_s = self.drafter.forward_s  # their time is counted once
+            self.trace.span("draft", started, number, f"{len(tree)} nodes")
+        self._attempt(lambda of: self.drafter.settle(), numbers)
+
+    def _begun(self, request: _Request) -> TokenTree:
+        """What there is of the tree that is waited for."""
+        assert request.wanted is not None
+        return request.begun.get(request.wanted, TokenTree.root_only(request.last_token))
+
+    def _enough(self, tree: TokenTree) -> bool:
+        """Whether the tree may go out as it is."""
+        return len(tree) > 1 and float(tree.confidence.sum()) > _ENOUGH * self.expected
+
+    def _rank(self, numbers: list[int]) -> None:
+        """What is to be drafted ahead for these requests, likeliest first."""
+        trees = {n: r.sent[r.under][1] for n in numbers for r in [self.requests[n]] if r.guesses is None}
+        outcomes = likeliest(trees, self.drafter.following, OUTCOMES) if trees else []
+        for number in trees:
+            self.requests[number].guesses = deque(outcome for outcome in outcomes if outcome.request == number)
+
+    def _draft_ahead(self, numbers: list[int]) -> None:
+        """Trees for the next few of the likeliest outcomes of the rounds under way."""
         started = time.perf_counter_ns()
-        tree = request.sent[request.under][1]
-        if request.guesses is None:
-
-            def following(paths: Sequence[Sequence[int]]) -> Any:
-                return self.drafter.following(number, paths)
-
-            request.guesses = deque((o.node, o.token) for o in likeliest(tree, following, OUTCOMES))
+        self._rank(numbers)
+        guesses = [guess for number in numbers for guess in self.requests[number].guesses or ()]
+        batch = heapq.nlargest(self.drafter.together, guesses, key=lambda guess: guess.chance)
+        for guess in batch:
+            cast(deque[Guess], self.requests[guess.request].guesses).remove(guess)
         before_s = self.drafter.forward_s
-        batch = [request.guesses.popleft() for _ in range(min(self.drafter.together, len(request.guesses)))]
-        continuations = [[*tree.path_tokens(node)[1:], token] for node, token in batch]
+        asked = {guess.request: self.requests[guess.request] for guess in batch}
+        named = [(asked[guess.request].under, guess.node, guess.token) for guess in batch]
+        wanted = [
+            (guess.request, [*asked[guess.request].sent[under][1].path_tokens(node)[1:], token])
+            for guess, (under, node, token) in zip(batch, named, strict=True)
+        ]
 
         trees: dict[int, TokenTree] = {}
         last_ns = started
@@ -245,20 +270,26 @@ class DrafterWorker:
             now_ns = time.perf_counter_ns()
             step_ns, last_ns = now_ns - last_ns, now_ns
             if self.poller.poll(0):
-                request.begun = {(request.under, *batch[row]): tree for row, tree in so_far().items()}
+                for row, tree in so_far().items():
+                    asked[batch[row].request].begun[named[row]] = tree
+                for guess in reversed(batch):  # for those of other requests than the message's there is time yet
+                    cast(deque[Guess], asked[guess.request].guesses).appendleft(guess)
                 raise Overtaken
-            if now_ns <= self._due_ns(request) < now_ns + step_ns:
+            if any(now_ns <= self._due_ns(request) < now_ns + step_ns for request in asked.values()):
                 trees = so_far()
                 raise Overtaken
 
         with contextlib.suppress(Overtaken):
-            trees = dict(enumerate(self.drafter.propose_many(number, continuations, stop_in_time)))
+            trees = dict(enumerate(self.drafter.propose_many(wanted, stop_in_time)))
         for row, ahead in trees.items():
             if len(ahead) == 1:
                 continue
-            self._send(number, request, request.round + 1, (request.under, *batch[row]), ahead, before_s)
+            number = batch[row].request
+            self._send(number, asked[number], asked[number].round + 1, named[row], ahead, before_s)
             before_s = self.drafter.forward_s  # the batch's time is counted once
-        self.trace.span("draft ahead", started, number, f"{len(trees)} outcomes" if trees else "overtaken")
+        self.trace.span(
+            "draft ahead", started, min(asked, default=0), f"{len(trees)} outcomes" if trees else "overtaken"
+        )
 
     def _send(
         self, number: int, request: _Request, round_: int, outcome: Outcome, tree: TokenTree, since_s: float

@@ -37,3 +37,21 @@ class Flight:
         """The message that has a verifier begin, or go on. defaults: the model's own."""
         submit = Submit(request=self.number, sampling=self.sampling.over(defaults))
         return submit, [np.asarray(self.prompt, np.int32), np.asarray(self.answer, np.int32)]
+
+
+class Flights(dict[int, Flight]):
+    """The requests under way, by their number."""
+
+    def hear(self, number: int, arrival: Tokens | TalonError) -> None:
+        """What is for a request that has ended, or that nobody knows, is dropped."""
+        if (flight := self.get(number)) is not None and not flight.ended:
+            flight.hear(arrival)
+
+    def fail(self, error: TalonError) -> None:
+        """All of them end with that error."""
+        for flight in self.values():
+            flight.hear(error)
+
+    def without(self, verifier: str) -> list[Flight]:
+        """Those that go on and that the verifier of that name does not have."""
+        return [flight for flight in self.values() if flight.verifier != verifier and not flight.ended]

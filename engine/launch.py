@@ -18,8 +18,7 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
-from drafters.registry import find
-from drafters.requirements import check
+from drafters.registry import check, find
 from engine.config import Config
 from engine.nursery import Nursery
 from engine.transport import Hub
@@ -126,7 +125,7 @@ class Workers:
 
     def check(self) -> None:
         """Raise, before anything loads, what the workers would refuse in the configuration. Reads no weights."""
-        from engine.target import find_device, load_config
+        from engine.loading import find_device, load_config
 
         load_config(self.config.model)
         find_device(self.config.device)

@@ -82,6 +82,7 @@ class Tokens(Message, frozen=True, kw_only=True):
     this round, draft_us: of a draft model. busy_us: of all target forwards since the verifier started. at_us: the
     verifier's clock. sources: of each token, the bits of the drafters that had proposed it, 0 if none had. logprobs:
     of each token, where asked for. prompt_logprobs: with the first tokens, of all tokens of the prompt but the first.
+    cached: positions of the text that were in the cache already when the request came.
     """
 
     request: int
@@ -99,6 +100,7 @@ class Tokens(Message, frozen=True, kw_only=True):
     sources: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    cached: int = 0
 
 
 class Failed(Message, frozen=True, kw_only=True):

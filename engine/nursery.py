@@ -149,7 +149,7 @@ def _warm_up(config: Config) -> None:
         assert where is not None
         importlib.import_module(where.partition(":")[0])
     with contextlib.suppress(Exception):  # no draft model, or one whose code has no place of its own
-        from engine.target import load_config
+        from engine.loading import load_config
 
         family = load_config(config.drafter.weights("sps") or "").model_type
         importlib.import_module(f"transformers.models.{family}.modeling_{family}")

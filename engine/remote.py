@@ -16,10 +16,10 @@ from typing import Annotated
 import typer
 import zmq
 
-from drafters.requirements import check
+from drafters.registry import check
 from engine import config as configuration
 from engine import errors
-from engine.cli import ConfigOption, SetOption, overrides, run
+from engine.command import ConfigOption, SetOption, overrides, run
 from engine.config import Config
 from engine.keys import create
 from engine.launch import STOP_S, ThreadWorker

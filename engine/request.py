@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.batch import Segment, Wanted
 from engine.matcher import Matcher
 from engine.messages import Array, Draft, TokenLogprob
 from engine.sampling import SamplingParams
@@ -25,8 +26,9 @@ class Request:
 
     answer: tokens that an earlier verifier, or this one before the request was preempted, has emitted: they are read
     like the prompt, and decoding goes on behind them. read_to: the position up to which the text has to be read before
-    it is decoded. matcher: of its grammar. drafted: whether it wants drafts. drafts: by outcome; those of outcomes that
-    did not come true are dropped every round. features: of positions read, until a verdict takes them along.
+    it is decoded; cached: positions of it that others had read before. matcher: of its grammar. drafted: whether it
+    wants drafts. drafts: by outcome; those of outcomes that did not come true are dropped every round. features: of
+    positions read, until a verdict takes them along.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Request:
         self.cache: Any = target.open_cache(len(prompt) + sampling.max_tokens + draft_room)
         self.read_to = len(self.text) - bool(answer)
         self.has_answer = bool(answer)
+        self.cached = 0
         self.trust = Trust()
         self.round = 0
         self.outcome: Outcome = (1, 0, 0, self.text[-1]) if answer else (0, 0, 0, 0)
@@ -69,6 +72,13 @@ class Request:
     def reads_all(self) -> bool:
         """Whether the logits behind every token of its prompt are asked for."""
         return self.sampling.prompt_logprobs is not None and not self.has_answer
+
+    def chunk(self, count: int) -> Segment:
+        """The next tokens of its text to read; behind the last of a prompt, logits are wanted to draw from."""
+        start: int = self.cache.length
+        last = start + count == self.read_to and not self.has_answer
+        wanted: Wanted = "all" if self.reads_all else "last" if last else "none"
+        return Segment.of_text(self.text[start : start + count], self.cache, wanted)
 
     def grafts(self, tree: TokenTree) -> list[int]:
         """Tokens to graft onto a draft: what the grammar makes follow, as far as the drafter's budget goes."""

@@ -31,6 +31,15 @@ class Plan:
     def __bool__(self) -> bool:
         return bool(self.decoding or self.reading)
 
+    @property
+    def members(self) -> list[Request]:
+        """Those who take part."""
+        return [*self.decoding, *(request for request, _ in self.reading)]
+
+    def of(self, request: Request) -> Plan:
+        """That request's part of it."""
+        return Plan([r for r in self.decoding if r is request], [part for part in self.reading if part[0] is request])
+
 
 class Scheduler:
     """waiting: requests not admitted yet; running: the others, the oldest first.
@@ -88,7 +97,7 @@ class Scheduler:
 
         rows: that the request has in this forward. Raises OutOfBlocks if one request alone does not fit.
         """
-        members = [*plan.decoding, *(request for request, _ in plan.reading)]
+        members = plan.members
         if members[0].target.pool is None:  # a cache of its own for each request
             return plan
         for request in sorted(members, key=self.running.index):
@@ -132,7 +141,9 @@ class Scheduler:
                 continue
             text = request.text[: request.read_to - (not request.has_answer)]
             if self.shares_prefixes and not request.reads_all and request.target.pool is not None:
+                known = request.cache.length
                 request.cache.adopt(text)
+                request.cached += request.cache.length - known
                 ending = request.cache.next_ending(text)
                 if ending is not None and ending in under_way:
                     continue

@@ -8,7 +8,6 @@ found by trying: logits are compared with the untouched model's, and bits of one
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,25 +16,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-from transformers.utils import logging as transformers_logging
 
 from engine.batch import Batch, Segment
-from engine.errors import ConfigError, ModelError
+from engine.errors import ModelError
+from engine.loading import eos_tokens, find_device, first_line, load_model, name_of, steady_context
 from engine.model.attention import has_tiles
 from engine.model.decoder import LeanDecoder, OtherStructure
 from engine.model.kv_pool import KVCache, KVPool, KVShape
 from engine.model.masked import MaskedForward, refusal
-from engine.model.packed_linear import pack_linears
+from engine.model.packed_linear import can_multiply, pack_linears
 from engine.model.pointwise import PointwiseOperations
+from engine.model.quantised import Quantised
+from engine.model.quantised_file import read_quantised
 from engine.model.stock import NAME, StockForward, Unsupported
 from engine.model.windows import short_windows
-from engine.model_hub import hub_answers, is_hub_id, is_local
 from engine.tree import TokenTree
 
-# Workers that are threads load target and draft model at once; `transformers` was seen to leave tied weights out then.
-_LOADING = threading.Lock()
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 _POOL_SHARE = 0.25  # of the memory that is free, for keys and values
 _TRIAL_TOKENS = 24  # of the text that a model is tried with
 _DRAFT_ROOM = 64  # rows of drafts that fit into the pool beside the longest text
@@ -48,14 +44,16 @@ class Target:
     the same bits whatever stands beside it in the forward; inexact: why not, "" if it is exact.
     """
 
-    def __init__(self, model: Any, name: str, kv_memory: int | None = None):
+    def __init__(
+        self, model: Any, name: str, kv_memory: int | None = None, quantised: dict[int, Quantised] | None = None
+    ):
         self.model = model.eval()
         self.name = name
         config = model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
         if (context := getattr(config, "max_position_embeddings", None)) is None:
             raise refusal(model, name)
-        self.context = _steady_context(config, context)
+        self.context = steady_context(config, context)
         self.layers: int = config.num_hidden_layers
         self.eos_tokens = eos_tokens(model.generation_config)
         self.device: torch.device = model.device
@@ -64,31 +62,16 @@ class Target:
         self.inexact = ""
         self._forward: LeanDecoder | StockForward | None = None
         self._masked: MaskedForward | None = None
+        self._quantised = quantised or {}
         self._choose_forward(kv_memory)
+        self._quantised = {}  # what the forward took of it, it has laid out its own way
 
     @classmethod
     def load(cls, path: str, dtype: str = "auto", device: str = "auto", kv_memory: int | None = None) -> Target:
         """Load a checkpoint directory or hub id. kv_memory: bytes for keys and values, None for a share of the free."""
-        where = find_device(device)
-        transformers_logging.disable_progress_bar()
-        config = load_config(path)
-        try:
-            with _LOADING:
-                model, report = AutoModelForCausalLM.from_pretrained(
-                    path,
-                    config=config,
-                    dtype=find_dtype(dtype, config, where),
-                    local_files_only=is_local(path),
-                    output_loading_info=True,
-                )
-        except Exception as error:  # every file format has errors of its own
-            raise ModelError(f"model={path}: cannot be loaded: {_first_line(error)}") from error
-        if missing := sorted(report["missing_keys"]):
-            raise ModelError(
-                f"model={path}: {len(missing)} weights are missing, {missing[0]} first; get the whole checkpoint"
-            )
-        _check_numbers(model, path)
-        target = cls(model.to(where), path, kv_memory)
+        model = load_model(path, dtype, find_device(device))
+        multiplies = can_multiply(model.get_input_embeddings().weight)
+        target = cls(model, path, kv_memory, read_quantised(Path(path), model) if multiplies else None)
         if isinstance(target._forward, LeanDecoder):
             model.model.layers = torch.nn.ModuleList()  # the decoder has copies, laid out its own way
         return target
@@ -212,7 +195,7 @@ class Target:
             with PointwiseOperations() as pointwise:  # with the real windows, which the lean decoder takes over
                 agrees = self._agrees(tokens, expected) and agrees
         except (Unsupported, ValueError, TypeError, AttributeError, RuntimeError, KeyError) as error:
-            agrees, reason = False, f"its attention cannot be replaced ({_first_line(error)})"
+            agrees, reason = False, f"its attention cannot be replaced ({first_line(error)})"
         else:
             reason = "its logits differ with exact attention"
         if not agrees:
@@ -238,7 +221,7 @@ class Target:
         """
         assert self.pool is not None
         try:
-            lean = LeanDecoder(self.model, self.pool, groups, stock.rules)
+            lean = LeanDecoder(self.model, self.pool, groups, stock.rules, self._quantised)
         except (OtherStructure, AttributeError):  # a part that the structure has is not there
             return False
         self._forward = lean
@@ -308,12 +291,6 @@ def _other_matrix(model: Any) -> str | None:
     return next(others, None)
 
 
-def _check_numbers(model: Any, path: str) -> None:
-    for name, weight in model.named_parameters():
-        if not torch.isfinite(weight.sum(dtype=torch.float32)) and not torch.isfinite(weight).all():
-            raise ModelError(f"model={path}: weight {name} holds NaN or infinity; get the checkpoint again")
-
-
 def _free_memory() -> int:
     """Bytes that can be taken without swapping."""
     try:
@@ -322,78 +299,7 @@ def _free_memory() -> int:
         return 4 << 30
 
 
-def load_config(path: str) -> Any:
-    """The model's `transformers` configuration; ModelError if there is none or it is no decoder-only model."""
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=is_local(path))
-    except (OSError, ValueError, KeyError) as error:
-        if Path(path).is_dir():
-            raise ModelError(f"model={path}: no usable config.json in this directory: {_first_line(error)}") from error
-        if is_hub_id(path) and not hub_answers():
-            raise ModelError(
-                f"model={path}: no such directory, not in the hub cache, and the hub cannot be reached: check the "
-                "network, or name a directory"
-            ) from error
-        raise ModelError(
-            f"model={path}: no such directory, and no model of that name can be reached on the hub"
-        ) from error
-    if config.is_encoder_decoder:
-        raise ModelError(f"model={path}: {config.model_type} is an encoder-decoder; use a decoder-only model")
-    return config
-
-
-def _steady_context(config: Any, context: int) -> int:
-    """The positions over which a token's key stays what it is. LongRoPE turns all of them otherwise as soon as a text
-    outgrows the original length, which makes keys that are in the cache wrong.
-    """
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
-    short: list[int] = [
-        kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"
-    ]
-    return min([context, *short])
-
-
-def eos_tokens(generation_config: GenerationConfig) -> frozenset[int]:
-    """The token ids that end an answer."""
-    eos = generation_config.eos_token_id
-    return frozenset([eos] if isinstance(eos, int) else eos or [])
-
-
 def bfloat16_bits(features: Tensor) -> NDArray[np.uint16]:
     """The features, rounded to bfloat16, as messages carry them: numpy has no such type."""
     bits: NDArray[np.uint16] = features.to("cpu", torch.bfloat16).view(torch.uint16).numpy()
     return bits
-
-
-def has_native_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 itself; where it does not, float32 was measured to be faster."""
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-
-
-def find_device(device: str) -> torch.device:
-    """The device that a configuration's `device` names."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device='cuda': torch finds no CUDA device here; use device: cpu or auto")
-    return torch.device(device)
-
-
-def find_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
-    """The type a model with that `transformers` configuration is loaded in."""
-    if dtype != "auto":
-        return DTYPES[dtype]
-    stored = config.get_text_config().dtype or torch.float32
-    if device.type == "cpu" and (stored == torch.float16 or not has_native_bfloat16()):
-        return torch.float32
-    return stored
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """Such as "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

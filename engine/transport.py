@@ -30,6 +30,7 @@ _HANDSHAKES = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 _REFUSALS = 5  # in a row
+_LAST_WORDS_MS = 1000  # at most, in which a line that closes hands over what was sent: a busy machine takes its time
 _LARGEST = 1 << 20  # bytes of a message that a hub takes over tcp: a tree of 1024 nodes has 14 kB
 
 
@@ -45,7 +46,7 @@ class Line:
         keys: Keys | None = None,
     ):
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 200)
+        self.socket.setsockopt(zmq.LINGER, _LAST_WORDS_MS)
         self.socket.setsockopt(zmq.IDENTITY, name.encode())
         self.socket.set_hwm(0)
         self.endpoint, self.expected = endpoint, expected

@@ -64,8 +64,7 @@ def _run_verifier(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -
 
 
 def _run_drafter(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -> None:
-    from drafters.experience import Experienced
-    from drafters.registry import METHODS, build
+    from drafters.registry import METHODS, build_for_worker
     from engine.drafter import FROM_FRONT_END, FROM_VERIFIER, DrafterWorker
 
     with (
@@ -76,17 +75,15 @@ def _run_drafter(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) ->
         if METHODS[config.method].has_model:
             import torch
 
+            from engine.loading import find_device
             from engine.recorded import own_stream
-            from engine.target import find_device
 
             torch.set_num_threads(share_cores(config).drafter)
             stream = own_stream(find_device(config.device), urgent=True)
         with stream:
-            drafter, file = build(config), config.drafter.calibration
-            experienced = Experienced(drafter, Path(file)) if file is not None else None
-            DrafterWorker(experienced or drafter, control, verdicts, config.trace is not None).run()
-        if experienced is not None:
-            experienced.save()
+            drafter = build_for_worker(config)
+            DrafterWorker(drafter, control, verdicts, config.trace is not None).run()
+        drafter.save()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine.cli import one_line_errors
+from engine.command import one_line_errors
 from engine.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:

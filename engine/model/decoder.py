@@ -9,7 +9,7 @@ The residual stream is kept in float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,11 @@ from engine.model.fused import ENTER, GATE, NORM, enter_kernel, gate_kernel, nor
 from engine.model.kv_pool import KVPool
 from engine.model.matmul import MATMUL, set_rows
 from engine.model.packed_linear import Product
+from engine.model.quantised import Quantised
 from engine.model.simd import LANES
 from engine.model.team import Program, address_of
+
+Matrices = Mapping[int, Quantised]
 
 
 class OtherStructure(Exception):
@@ -33,16 +36,16 @@ class OtherStructure(Exception):
 class _Layer:
     """One layer's weights: four products, and the scales of its norms as float32."""
 
-    def __init__(self, layer: Any):
+    def __init__(self, layer: Any, quantised: Matrices):
         parts = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
         _only(layer, parts | {"resid_attn_dropout", "resid_mlp_dropout"})
         attention, mlp = layer.self_attn, layer.mlp
         _only(attention, {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"})
         _only(mlp, {"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn", "activation_fn"})
-        self.qkv = _joined(attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
-        self.out = _joined(attention, ("o_proj",))
-        self.gate_up = _joined(mlp, ("gate_proj", "up_proj"), "gate_up_proj", gated=True)
-        self.down = _joined(mlp, ("down_proj",))
+        self.qkv = _joined(quantised, attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
+        self.out = _joined(quantised, attention, ("o_proj",))
+        self.gate_up = _joined(quantised, mlp, ("gate_proj", "up_proj"), "gate_up_proj", gated=True)
+        self.down = _joined(quantised, mlp, ("down_proj",))
         self.input_norm, self.epsilon = _scale(layer.input_layernorm)
         self.inner_norm, _ = _scale(layer.post_attention_layernorm)
         self.query_norm = self.key_norm = None
@@ -52,19 +55,22 @@ class _Layer:
 
 
 class LeanDecoder:
-    """Runs batches. rules: what each layer asks of attention, as the stock forward handed it over."""
+    """Runs batches. rules: what each layer asks of attention, as the stock forward handed it over.
 
-    def __init__(self, model: Any, pool: KVPool, groups: int, rules: dict[int, Rule]):
+    quantised: matrices that are known in fewer bits, by where the weight lies that they stand for.
+    """
+
+    def __init__(self, model: Any, pool: KVPool, groups: int, rules: dict[int, Rule], quantised: Matrices):
         base = getattr(model, "model", None)
         if base is None or not isinstance(getattr(model, "lm_head", None), nn.Linear):
             raise OtherStructure
         _only(model, {"model", "lm_head"})
         _only(base, {"embed_tokens", "layers", "norm", "rotary_emb"})
-        self.layers = [_Layer(layer) for layer in base.layers]
+        self.layers = [_Layer(layer, quantised) for layer in base.layers]
         self.rules = [rules[i] for i in range(len(self.layers))]
         self.embedding: Tensor = base.embed_tokens.weight
         self.norm, self.epsilon = _scale(base.norm)
-        self.head = Product(model.lm_head.weight, model.lm_head.bias)
+        self.head = _joined(quantised, model, ("lm_head",))
         self.hidden, self.dtype = self.embedding.shape[1], self.embedding.dtype
         self.attention = Attention(pool, groups)
         self.width = groups * pool.shape.kv_heads * pool.shape.head_dim
@@ -124,7 +130,7 @@ class _Steps:
         sizes |= {"qkv": layers[0].qkv.outputs, "gate_up": 2 * layers[0].inner}
         self._buffers = {name: torch.zeros(capacity, size, dtype=decoder.dtype) for name, size in sizes.items()}
         self.x, self.residual = self._buffers["x"], torch.zeros(capacity, decoder.hidden)
-        self._scratch = torch.zeros(0)
+        self._scratch, self._unpacked = torch.zeros(0), torch.zeros(0, dtype=torch.uint8)
         self._norms, self._enters = np.zeros(2 * len(layers) + 1, NORM), np.zeros(len(layers), ENTER)
         self._gates, self._products = np.zeros(1, GATE), np.zeros(4 * len(layers), MATMUL)
         self._norms["residual"], self._norms["out"] = self.residual.data_ptr(), self.x.data_ptr()
@@ -149,6 +155,9 @@ class _Steps:
         rows, shape = len(batch), self.attention.pool.shape
         if self._scratch.numel() < (needed := torch.get_num_threads() * shape.dims):
             self._scratch = torch.zeros(needed)
+        if len(self._unpacked) < (needed := torch.get_num_threads() * int(self._products["scratch_bytes"].max())):
+            self._unpacked = self._unpacked.new_empty(needed)
+            self._products["scratch"] = self._unpacked.data_ptr()
         self._rows, self._done = rows, 0
         self._norms["count"] = self._enters["rows"] = self._gates["rows"] = rows
         if chosen is not None:
@@ -222,7 +231,7 @@ def _only(module: Any, names: set[str]) -> None:
         raise OtherStructure
 
 
-def _joined(module: Any, parts: tuple[str, ...], whole: str = "", gated: bool = False) -> Product:
+def _joined(quantised: Matrices, module: Any, parts: tuple[str, ...], whole: str = "", gated: bool = False) -> Product:
     """One product in the place of several over the same input."""
     linears: list[Any] = [getattr(module, name, None) for name in ((whole,) if hasattr(module, whole) else parts)]
     if not all(type(linear) is nn.Linear for linear in linears):
@@ -233,7 +242,9 @@ def _joined(module: Any, parts: tuple[str, ...], whole: str = "", gated: bool = 
         bias = torch.cat(
             [b if b is not None else m.weight.new_zeros(m.out_features) for b, m in zip(biases, linears, strict=True)]
         )
-    return Product(torch.cat([linear.weight for linear in linears]), bias, gated)
+    weight = linears[0].weight if len(linears) == 1 else torch.cat([linear.weight for linear in linears])
+    stored = Quantised.joined([quantised.get(linear.weight.data_ptr()) for linear in linears])
+    return Product(weight, bias, gated, stored)
 
 
 def _scale(norm: Any) -> tuple[Tensor, float]:

@@ -22,7 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from transformers.utils import logging as transformers_logging
 
 from engine.errors import ModelError
+from engine.model.gguf_blocks import quantised_weights
 from engine.model.gguf_file import GgufFile, read_gguf
+from engine.model.quantised_file import write_quantised
 
 _DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 """Vocabularies (`tokenizer.ggml.pre`) in whose text llama.cpp splits off each digit first; transformers does not."""
@@ -48,6 +50,7 @@ def dequantise(gguf: GgufFile, folder: Path, title: str, origin: str) -> None:
     _split_text(gguf, tokenizer)
     model.generation_config.eos_token_id = _end_tokens(gguf)
     model.save_pretrained(folder)
+    write_quantised(folder, quantised_weights(gguf.path, model))
     tokenizer.save_pretrained(folder)
     _drop_foreign_tokens(gguf, folder / "tokenizer.json")
     (folder / "README.md").write_text(_card(gguf, title, origin), encoding="utf8")

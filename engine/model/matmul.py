@@ -30,6 +30,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from engine.model.amx import TILE_BYTES, TILE_ROWS, call, configure_tiles, pointer, release_tiles
+from engine.model.quantised import Quantised, tile_bytes, unpack, unpack_tiles
 from engine.model.simd import (
     BFLOAT16,
     FLOAT32,
@@ -48,7 +49,9 @@ from engine.model.team import Kernel, address_of, kernel, member, members
 
 STEP = 32
 """Inputs of one tile: the number of inputs is rounded up to a multiple of it."""
+_TILE_4, _TILE_8 = tile_bytes(4), tile_bytes(8)
 _PANELS = 2  # that are multiplied at once
+_BUFFER = 2 * _PANELS * TILE_BYTES  # in front of it in a thread's room: sums
 _UNROLLED = 4  # pairs of one turn of the loop over a step's 16
 _BYTE, _INT, _WORD = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _SUMS, _PAIRS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(_INT, LANES)
@@ -58,7 +61,10 @@ MATMUL = np.dtype(
         (name, "i8")
         for name in (
             "x",  # [rows, inputs] bfloat16
-            "weights",  # [panels, steps, 16, 16, 2] bfloat16
+            "weights",  # [panels, steps, 16, 16, 2] bfloat16, or the tiles of a quantised matrix
+            "bits",  # 4 or 8: of the codes of a quantised matrix; 0: bfloat16
+            "scratch",  # [threads, scratch_bytes], where panels of a quantised matrix are unpacked
+            "scratch_bytes",
             "bias",  # [panels * 16] float32, or 0
             "out",  # [rows, outputs] bfloat16; gated: [rows, outputs / 2]
             "tiles",  # AMX: configuration for min(rows, 16) rows
@@ -73,10 +79,12 @@ MATMUL = np.dtype(
 
 @intrinsic(prefer_literal=True)
 def _room(context: Any) -> Any:
-    """The address of room for the sums of two tiles of rows with two panels; it lasts until the caller returns."""
+    """The address of room for the sums of two tiles of rows with two panels, and then for two tiles of each panel; it
+    lasts until the caller returns.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        room = cgutils.alloca_once(builder, ir.ArrayType(_BYTE, 2 * _PANELS * TILE_BYTES))
+        room = cgutils.alloca_once(builder, ir.ArrayType(_BYTE, _BUFFER + 2 * _PANELS * TILE_BYTES))
         room.align = 64
         return builder.ptrtoint(room, _WORD)
 
@@ -85,40 +93,70 @@ def _room(context: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def _sum_tiles(
-    context: Any, tiles: Any, panels: Any, x: Any, apart: Any, stride: Any, weights: Any, steps: Any, room: Any
+    context: Any,
+    tiles: Any,
+    panels: Any,
+    bits: Any,
+    x: Any,
+    apart: Any,
+    stride: Any,
+    weights: Any,
+    steps: Any,
+    room: Any,
 ) -> Any:
     """Sums of `tiles` tiles of rows, at most two, with `panels` panels: to `room`, [tiles * 16, panels * 16] float32.
 
-    tiles, panels: compile-time constants. x: address of the first tile's rows, one every `stride` bytes, the second
-    tile's `apart` bytes further; weights: address of the first panel.
+    tiles, panels, bits: compile-time constants. x: address of the first tile's rows, one every `stride` bytes, the
+    second tile's `apart` bytes further; weights: address of the first panel, of codes of so many bits or, for 0, of
+    bfloat16. A step's codes are unpacked while the step before is multiplied.
     """
-    count, width = tiles.literal_value, panels.literal_value
+    count, width, coded = tiles.literal_value, panels.literal_value, bits.literal_value
+    sums = [[_BYTE(tile * width + panel) for panel in range(width)] for tile in range(count)]
+    rows, matrix = [_BYTE(4), _BYTE(5)], [_BYTE(6), _BYTE(7)]
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, apart, stride, weights, steps, room = args[2:]
-        sums = [[_BYTE(tile * width + panel) for panel in range(width)] for tile in range(count)]
-        rows, matrix = [_BYTE(4), _BYTE(5)], [_BYTE(6), _BYTE(7)]
-        for number in itertools.chain(*sums):
-            call(builder, "llvm.x86.tilezero", number)
-        panel_bytes = builder.mul(steps, _WORD(TILE_BYTES))
-        with cgutils.for_range(builder, steps) as loop:
-            here = builder.add(x, builder.mul(loop.index, _WORD(2 * STEP)))
+        x, apart, stride, weights, steps, room = args[3:]
+        panel_bytes = builder.mul(steps, _WORD(tile_bytes(coded) if coded else TILE_BYTES))
+
+        def tiles_of(step: ir.Value) -> list[ir.Value]:
+            """Where the bfloat16 of a step's panels is, or comes to be."""
+            if coded:
+                parity = builder.mul(builder.and_(step, _WORD(1)), _WORD(_PANELS * TILE_BYTES))
+                buffer = builder.add(builder.add(room, _WORD(_BUFFER)), parity)
+                return [builder.add(buffer, _WORD(panel * TILE_BYTES)) for panel in range(width)]
+            first = builder.add(weights, builder.mul(step, _WORD(TILE_BYTES)))
+            return [builder.add(first, builder.mul(panel_bytes, _WORD(panel))) for panel in range(width)]
+
+        def prepare(step: ir.Value) -> None:
+            for panel, place in enumerate(tiles_of(step) if coded else ()):
+                at = builder.add(weights, builder.mul(panel_bytes, _WORD(panel)))
+                unpack(builder, coded, builder.add(at, builder.mul(step, _WORD(tile_bytes(coded)))), place)
+
+        def multiply_step(step: ir.Value) -> None:
+            here = builder.add(x, builder.mul(step, _WORD(2 * STEP)))
             for tile in range(count):
                 call(builder, "llvm.x86.tileloadd64", rows[tile], pointer(builder, here), stride)
                 here = builder.add(here, apart)
-            at = builder.add(weights, builder.mul(loop.index, _WORD(TILE_BYTES)))
-            for panel in range(width):
+            for panel, at in enumerate(tiles_of(step)):
                 call(builder, "llvm.x86.tileloadd64", matrix[panel], pointer(builder, at), _WORD(64))
-                at = builder.add(at, panel_bytes)
                 for tile in range(count):
                     call(builder, "llvm.x86.tdpbf16ps", sums[tile][panel], rows[tile], matrix[panel])
+
+        for number in itertools.chain(*sums):
+            call(builder, "llvm.x86.tilezero", number)
+        last = builder.sub(steps, _WORD(1))
+        prepare(_WORD(0))
+        with cgutils.for_range(builder, last) as loop:
+            prepare(builder.add(loop.index, _WORD(1)))
+            multiply_step(loop.index)
+        multiply_step(last)
         for tile in range(count):
             for panel in range(width):
                 place = pointer(builder, builder.add(room, _WORD((tile * width * TILE_ROWS + panel) * 64)))
                 call(builder, "llvm.x86.tilestored64", sums[tile][panel], place, _WORD(width * 64))
         return context.get_dummy_value()
 
-    return types.void(tiles, panels, *[types.int64] * 6), generate
+    return types.void(tiles, panels, bits, *[types.int64] * 6), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -170,6 +208,37 @@ def _first_panel(work: Any, part: int, parts: int) -> Any:
     return panels // 2 * part // parts * 2 if work.gated != 0 else panels * part // parts
 
 
+@njit
+def _panels_at(work: Any, panel: int, width: int, steps: int) -> Any:
+    """The address of `width` panels of bfloat16."""
+    place, first = work.scratch + member() * work.scratch_bytes, panel * steps
+    if work.bits == 4:
+        unpack_tiles(4, work.weights + first * _TILE_4, width * steps, place)
+    elif work.bits == 8:
+        unpack_tiles(8, work.weights + first * _TILE_8, width * steps, place)
+    else:
+        place = work.weights + first * TILE_BYTES
+    return place
+
+
+def _tile_sums(bits: int) -> Any:
+    @njit
+    def sums(apart: int, width: int, x: int, stride: int, weights: int, steps: int, room: int) -> None:
+        if apart == 0 and width == 2:
+            _sum_tiles(1, 2, bits, x, 0, stride, weights, steps, room)
+        elif apart == 0:
+            _sum_tiles(1, 1, bits, x, 0, stride, weights, steps, room)
+        elif width == 2:
+            _sum_tiles(2, 2, bits, x, apart * stride, stride, weights, steps, room)
+        else:
+            _sum_tiles(2, 1, bits, x, apart * stride, stride, weights, steps, room)
+
+    return sums
+
+
+_sums, _sums_of_4, _sums_of_8 = _tile_sums(0), _tile_sums(4), _tile_sums(8)
+
+
 @kernel(MATMUL)
 def amx_kernel(address: Any) -> None:
     """Tiles are of min(rows, 16) rows each. The last ones may do rows again that others have done."""
@@ -180,21 +249,22 @@ def amx_kernel(address: Any) -> None:
     steps, stride, room = work.inputs // STEP, work.inputs * 2, _room()
     tile = min(work.rows, TILE_ROWS)
     apart = min(work.rows, 2 * TILE_ROWS) - tile
+    once = work.rows <= 2 * TILE_ROWS  # then codes are unpacked on the way
     configure_tiles(work.tiles)
     while panel < end:
         width = min(end - panel, _PANELS)
-        weights = work.weights + panel * steps * TILE_BYTES
+        weights = 0 if once else _panels_at(work, panel, width, steps)
         for row in range(0, work.rows, 2 * TILE_ROWS):
             first = min(row, work.rows - apart - tile)
             x = work.x + first * stride
-            if apart == 0 and width == 2:
-                _sum_tiles(1, 2, x, 0, stride, weights, steps, room)
-            elif apart == 0:
-                _sum_tiles(1, 1, x, 0, stride, weights, steps, room)
-            elif width == 2:
-                _sum_tiles(2, 2, x, apart * stride, stride, weights, steps, room)
+            if once and work.bits == 4:
+                _sums_of_4(apart, width, x, stride, work.weights + panel * steps * _TILE_4, steps, room)
+            elif once and work.bits == 8:
+                _sums_of_8(apart, width, x, stride, work.weights + panel * steps * _TILE_8, steps, room)
+            elif once:
+                _sums(apart, width, x, stride, work.weights + panel * steps * TILE_BYTES, steps, room)
             else:
-                _sum_tiles(2, 1, x, apart * stride, stride, weights, steps, room)
+                _sums(apart, width, x, stride, weights, steps, room)
             _put(work, first, tile, panel, width, room)
             if apart != 0:
                 _put(work, first + apart, tile, panel, width, room + width * TILE_BYTES)
@@ -209,7 +279,7 @@ def vector_kernel(address: Any) -> None:
     steps, stride, room = work.inputs // STEP, work.inputs * 2, _room()
     while panel < end:
         width = min(end - panel, _PANELS)
-        weights = work.weights + panel * steps * TILE_BYTES
+        weights = _panels_at(work, panel, width, steps)
         row = 0
         while row < work.rows:
             x = work.x + row * stride
@@ -316,36 +386,57 @@ class Matmul:
     """x [rows, inputs] times a matrix [outputs, inputs] of bfloat16, plus the bias.
 
     gated: the matrix is a gate's and then an up's, of a multiple of 16 outputs each, and silu(gate) * up comes out.
+    quantised: the same matrix, kept in place of `weight` if that is what it stands for, bit for bit.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, gated: bool = False, unit: Unit | None = None):
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        gated: bool = False,
+        unit: Unit | None = None,
+        quantised: Quantised | None = None,
+    ):
         self.kernel = (unit or units()[0]).kernel()
         self.gated = gated
         self.inputs: int = weight.shape[1]
         self.outputs: int = weight.shape[0] // (2 if gated else 1)
         panels, steps = -(-weight.shape[0] // LANES), -(-self.inputs // STEP)
-        full = weight.detach().new_zeros(panels * LANES, steps * STEP)
-        full[: len(weight), : self.inputs] = weight.detach()
-        biases = full.new_zeros(panels * LANES, dtype=torch.float32)
+        biases = torch.zeros(panels * LANES)
         if bias is not None:
             biases[: len(bias)] = bias.detach()
+        order = torch.arange(panels * LANES)
         if gated:
-            full, biases = _alternate(full), _alternate(biases)
-        self._weights = full.view(panels, LANES, steps, STEP // 2, 2).permute(0, 2, 3, 1, 4).contiguous()
-        self._bias = biases if bias is not None else None
+            order = _alternate(order)
+        self._bias = biases[order] if bias is not None else None
+        self.bits = 0
+        if quantised is not None and weight.shape[0] % LANES == 0 and torch.equal(quantised.values(), weight):
+            self.bits, self._weights = quantised.bits, quantised.rows(order).tiles()
+        else:
+            full = weight.detach().new_zeros(panels * LANES, steps * STEP)
+            full[: len(weight), : self.inputs] = weight.detach()
+            self._weights = full[order].view(panels, LANES, steps, STEP // 2, 2).permute(0, 2, 3, 1, 4).contiguous()
 
     @property
     def padded(self) -> int:
         """Inputs of a row of x as the kernel reads it."""
         return -(-self.inputs // STEP) * STEP
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Room that each thread needs."""
+        return _PANELS * self.padded * LANES * 2 if self.bits else 0
+
     def record(self, rows: int, x: int, out: int) -> np.ndarray[Any, Any]:
-        """A record for the kernel. x: address of [rows, padded]; out: of [rows, outputs]. At least one row."""
+        """A record for the kernel, but for its scratch. x: address of [rows, padded]; out: of [rows, outputs]. At least
+        one row.
+        """
         made = np.zeros(1, MATMUL)
         record = made[0]
         record["weights"], record["bias"] = self._weights.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()
         record["inputs"], record["outputs"] = self.padded, self.outputs * (2 if self.gated else 1)
         record["gated"], record["x"], record["out"] = self.gated, x, out
+        record["bits"], record["scratch_bytes"] = self.bits, self.scratch_bytes
         set_rows(made, rows)
         return made
 
@@ -355,6 +446,8 @@ class Matmul:
         if len(x):
             x = F.pad(x, (0, self.padded - self.inputs)) if self.padded != self.inputs else x.contiguous()
             record = self.record(len(x), x.data_ptr(), out.data_ptr())
+            scratch = torch.empty(torch.get_num_threads() * self.scratch_bytes, dtype=torch.uint8)
+            record["scratch"] = scratch.data_ptr()
             self.kernel(address_of(record), self.outputs // LANES)
         return out
 

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.model.matmul import Matmul, units
+from engine.model.quantised import Quantised
 from engine.model.simd import LANES
 
 _ANCHOR = 16  # rows of the product that the others are compared with
@@ -62,15 +63,18 @@ def product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 class Product:
     """x [rows, in] times a matrix [out, in], plus the bias; each row's bits are its own if `rows` is known.
 
-    gated: the matrix is a gate's and then an up's. Where `gated` stays true, silu(gate) * up comes out.
+    gated: the matrix is a gate's and then an up's. Where `gated` stays true, silu(gate) * up comes out. quantised: the
+    same matrix in fewer bits.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, gated: bool = False):
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, gated: bool = False, quantised: Quantised | None = None
+    ):
         self.bias = bias
         self.outputs, self.inputs = weight.shape
         multiplies = can_multiply(weight)
         self.gated = gated and multiplies and self.outputs % (2 * LANES) == 0
-        self.matmul = Matmul(weight, bias, self.gated) if multiplies else None
+        self.matmul = Matmul(weight, bias, self.gated, quantised=quantised) if multiplies else None
         self.packed: Tensor | None = None if self.matmul else pack(weight)
         self._weight = weight if self.stock else None
         self.rows = ANY_ROWS if self.matmul else None if self.stock else exact_rows(weight, bias is not None)

@@ -10,6 +10,7 @@ from engine.answer import Piece, Result
 from engine.api import Engine
 from engine.server.metrics import Latencies
 from engine.server.translate import Wanted
+from engine.tasks import cancel
 
 Event = tuple[int, Piece | Result]
 """What came, and the number of the choice that it belongs to."""
@@ -45,6 +46,4 @@ async def run(engine: Engine, wanted: Sequence[Wanted], latencies: Latencies) ->
             left -= isinstance(arrival, Result)
             yield choice, arrival
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(tasks)

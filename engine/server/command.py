@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from engine import config as configuration
-from engine.cli import MODELS_OWN, ConfigOption, SetOption, overrides, run
+from engine.command import MODELS_OWN, ConfigOption, SetOption, overrides, run
 from engine.errors import ConfigError
 
 KEYS_VARIABLE = "TALON_API_KEYS"

@@ -11,6 +11,8 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from engine.tasks import cancel
+
 T = TypeVar("T")
 
 
@@ -54,9 +56,7 @@ async def _first(work: Coroutine[Any, Any, T], receive: Receive) -> T:
             raise ClientGone
         return await working
     finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        await cancel([working, leaving])
 
 
 async def _gone(receive: Receive) -> None:

@@ -34,7 +34,7 @@ def test_every_client_asks_twice_and_the_refused_are_counted(tiny: str, question
     assert len(many.rows) + many.refused[429] == 16 and many.refused[429] > 0
     assert all(0 < row.tokens <= 30 and row.emitted[0][1] == 1 for row in few.rows if len(row.emitted) > 1)
     console = Console(record=True, width=100)
-    console.print(table(server.url, levels))
+    console.print(table(server.url, levels).rich())
     assert f"{many.refused[429]} x 429" in console.export_text()
     assert len((tmp_path / "clients.jsonl").read_text().splitlines()) == len(few.rows) + len(many.rows)
 

@@ -44,7 +44,7 @@ def test_generate_json_is_exactly_one_object(tiny: str) -> None:
     assert set(answer) == {"text", "token_ids", "prompt_tokens", "finish_reason", "metrics"} | asked_for
     assert set(answer["metrics"]) == {
         "mean_accepted_tokens", "rounds", "tokens_per_second", "time_to_first_token_s", "verifier_busy",
-        "draft_hit_rate", "exact", "inexact", "speculative_decoding",
+        "draft_hit_rate", "cached_tokens", "exact", "inexact", "speculative_decoding",
     }  # fmt: skip
     assert answer["metrics"]["exact"] and not answer["metrics"]["inexact"]
 
@@ -168,13 +168,13 @@ def test_bench_writes_a_row_per_question_and_method(tiny: str, questions: str, t
         "mean_accepted_tokens", "time_to_first_token_s", "verifier_busy", "draft_hit_rate", "output_equal", "loops",
         "round_ms_p50", "round_ms_p95", "verify_ms", "draft_ms", "nodes", "accepted", "tie",
         "token_ms_p50", "token_ms_p95", "other_ms", "depth", "peak_memory_mb", "forward_ms",
-        "exact", "inexact", "difference",
+        "exact", "inexact", "difference", "turn", "prompt_tokens", "cached_tokens",
     }  # fmt: skip
     assert {row["method"] for row in rows if row["exact"]} == {"none", "pld", "suffix"}
     assert "speed-up" in done.stdout
     assert "speed-up over all suites" in (tmp_path / "report.md").read_text().lower()
     page = (tmp_path / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 5 and 'src="http' not in page
+    assert page.count("data:image/png;base64,") == 6 and 'src="http' not in page
     assert "Machine: " in page and "answers of at most 12 tokens" in page
 
 
@@ -196,7 +196,47 @@ def test_a_report_is_made_again_from_the_rows(tiny: str, questions: str, tmp_pat
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "report.md").read_text() == before
     done = talon("report", str(tmp_path), "--against", str(tmp_path))
-    assert done.stdout.startswith("100% of 1 speed-ups")
+    assert done.stdout.startswith("100% of 1 cells")
+
+
+def test_a_later_turn_stands_behind_the_answer_and_is_found_in_the_cache(tiny: str, tmp_path: Path) -> None:
+    file = tmp_path / "chat.jsonl"
+    file.write_text(json.dumps({"question_id": 1, "category": "", "turns": ["count to nine " * 9, "and back"]}) + "\n")
+    options = ["--questions", str(file), "--methods", "suffix", "--max-tokens", "24", "--out", str(tmp_path)]
+    done = talon("bench", *options, "--set", f"model={tiny}", "--set", "transport=inproc")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [(row["suite"], row["turn"]) for row in rows] == [("chat", 1)] * 2 + [("chat, turn 2", 2)] * 2
+    for first, second in zip(rows[:2], rows[2:], strict=True):
+        assert second["prompt_tokens"] > first["prompt_tokens"] + first["tokens"] - 2 and second["output_equal"]
+        assert first["cached_tokens"] < second["cached_tokens"] <= second["prompt_tokens"]
+    assert "Both turns of a conversation" in (tmp_path / "report.md").read_text()
+
+
+def test_all_the_evidence_is_one_command_and_one_report(tiny: str, tmp_path: Path) -> None:
+    prompts = [f"Q. Passage: Cats {i} purr.\n\nQuestion: what {i}" for i in range(3)]
+    rows = [{"question_id": i, "category": "nq", "turns": [prompt]} for i, prompt in enumerate(prompts)]
+    for name in ("gsm8k", "nq_open"):
+        text = "".join(json.dumps(row | {"reference": ["cats"]}) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    done = talon(
+        "evidence", "--questions", str(tmp_path), "--out", str(tmp_path / "out"), "--minutes", "0.01",
+        "--max-tokens", "6", "--methods", "none,pld,eagle3", "--served", "pld", "--limit", "2",
+        "--set", f"model={tiny}", "--set", "transport=inproc",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "left out: eagle3" in done.stderr and "left out: rivals" in done.stderr
+    report = (tmp_path / "out" / "report.md").read_text()
+    for told in (
+        "- **One request, T = 0**",
+        "- **One request, T = 1**",
+        "- **Many requests**",
+        "- **Texts**",
+        "## Questions",
+    ):
+        assert told in report
+    assert (tmp_path / "out" / "headline.png").read_bytes().startswith(b"\x89PNG")
+    assert talon("evidence", "--questions", str(tmp_path), "--parts", "singel").returncode == 2
 
 
 def test_a_contestant_that_cannot_start_is_left_out_with_a_line(tiny: str, questions: str, tmp_path: Path) -> None:

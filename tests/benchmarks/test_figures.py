@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.figures import Row, agreements, interval, loops, speed_ups, summaries, without_loops
+from benchmarks.cells import agreements, compared, interval
+from benchmarks.figures import Row, cells, loops, speed_ups, summaries, without_loops
+from engine.errors import ConfigError
 
 
 def row(method: str, question: str, seconds: float, **fields: Any) -> Row:
@@ -69,13 +72,38 @@ def test_a_tie_is_counted_apart_from_equal_texts() -> None:
     assert summaries(rows)[1].same_text == "1/2, 1 tied"
 
 
-def test_two_runs_are_compared_suite_by_suite_the_furthest_apart_first() -> None:
-    one = [
-        row("none", "a", 2.0),
-        row("pld", "a", 1.0),
-        row("none", "a", 2.0, suite="t"),
-        row("pld", "a", 1.0, suite="t"),
+def test_suites_count_the_same_however_often_they_are_asked() -> None:
+    rows = [row("none", str(i), 4.0) for i in range(9)] + [row("pld", str(i), 1.0) for i in range(9)]
+    rows += [row("none", "a", 4.0, suite="t"), row("pld", "a", 4.0, suite="t", mean_accepted_tokens=4.0)]
+    pld = summaries(rows)[1]
+    assert pld.speed_up == pytest.approx(2.0) and pld.low == pytest.approx(pld.high)
+    assert pld.mean_accepted_tokens == 3.0
+
+
+def run_of(speed_ups: dict[str, float], suite: str = "s") -> list[Row]:
+    return [
+        r
+        for question, ratio in speed_ups.items()
+        for r in (row("none", question, 1.0, suite=suite), row("pld", question, 1 / ratio, suite=suite))
     ]
-    other = [*one[:3], row("pld", "a", 0.5, suite="t"), row("hf", "a", 1.0)]
-    pairs = agreements(one, other)
-    assert [(pair.suite, pair.method, pair.difference) for pair in pairs] == [("t", "pld", 0.5), ("s", "pld", 0.0)]
+
+
+def test_two_runs_are_compared_over_the_prompts_that_both_have_the_furthest_apart_first() -> None:
+    one = run_of({"a": 1.0, "b": 9.0}) + run_of({"a": 2.0}, "t")
+    other = run_of({"a": 1.0, "c": 5.0}) + run_of({"a": 4.0}, "t") + run_of({"a": 7.0}, "only there")
+    pairs = agreements(cells(one), cells(other))
+    assert [(pair.where, pair.difference) for pair in pairs] == [
+        (("T = 0", "t", "pld"), 0.5), (("T = 0", "s", "pld"), 0.0)
+    ]  # fmt: skip
+
+
+def test_a_cell_changed_if_its_quotients_lie_beyond_noise() -> None:
+    before = {str(i): 1.0 + i / 10 for i in range(5)}
+    noisy = {question: ratio * (1.04 if int(question) % 2 else 0.96) for question, ratio in before.items()}
+    faster = {question: 1.1 * ratio for question, ratio in before.items()}
+    for now, changed in ((noisy, False), (faster, True)):
+        assert [pair.changed for pair in agreements(cells(run_of(now)), cells(run_of(before)))] == [changed]
+    told = list(compared(cells(run_of(faster)), cells(run_of(before)), Path("before")))
+    assert told[0].startswith("0% of 1 cells agree within 5%") and "1 cells changed" in told[2] and "+10%" in told[3]
+    with pytest.raises(ConfigError, match="against=before"):
+        list(compared(cells(run_of(before)), {}, Path("before")))

@@ -97,15 +97,15 @@ def test_speed_ups_are_medians_over_repeats_at_the_same_level() -> None:
 def test_tables_fit_eighty_columns(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [row(0, [(12.345, 1), (14, 3999)], "talon-tree", level=64), row(0, [(12, 1), (14, 3999)], level=64)]
     rows += [msgspec.structs.replace(one, concurrency=None, arrivals=0.85) for one in rows]
-    Console(width=80).print(level_table(levels(rows)))
-    Console(width=80).print(arrival_table(rows))
+    Console(width=80).print(level_table(levels(rows)).rich())
+    Console(width=80).print(arrival_table(rows).rich())
     printed = capsys.readouterr().out
     assert printed.count("talon-tree") == 2 and "…" not in printed
     assert "12345/12345" in printed and "same text" in printed
 
 
 def test_no_question_is_asked_twice_before_all_were() -> None:
-    mixed = [Asked("count", Question(str(i), "count", ""), [i]) for i in range(10)]
+    mixed = [Asked("count", Question(str(i), "count", [""]), [i]) for i in range(10)]
     first, second, third = _slices(mixed, [4, 4, 4])
     assert len({one.prompt[0] for one in first + second}) == 8
     assert [one.prompt[0] for one in third] == [8, 9, 0, 1]

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from rich.console import Console
 
 from benchmarks.contestants import Run
-from benchmarks.knowledge import Item, prompt_of, read_items
-from benchmarks.qa import line_of, table_of
+from benchmarks.knowledge import Item, prompt_of, quoted, read_items
+from benchmarks.qa import row_of
+from benchmarks.qa_figures import Scores, score_table, speed_table
 from engine.errors import RequestError
 from tests.benchmarks.test_commands import talon
 from tests.conftest import tiny_tokenizer
@@ -40,13 +44,13 @@ def test_questions_are_taken_out_of_prompts_with_passages(questions: Path) -> No
     assert [(item.kind, item.question) for item in items] == [
         ("nq", "what purrs"), ("rag", "What hoots?"), ("qa", "Who sings?"),
     ]  # fmt: skip
-    assert [item.references for item in items] == [["Cats", "cats"], ["Owls"], []]
+    assert [item.references for item in items] == [("Cats", "cats"), ("Owls",), ()]
     assert passages == ["Cats. Cats purr.", "Dogs bark.", "Owls hoot.", "Cats. Cats nap."], "beyond the limit too"
 
 
 def test_a_prompt_with_its_own_passage_is_the_files_prompt(questions: Path) -> None:
     item = read_items(questions)[0][0]
-    assert prompt_of(item.question, item.passages) == NQ
+    assert prompt_of(item.question, [*item.passages]) == NQ
     assert prompt_of(item.question, []) == "what purrs"
 
 
@@ -57,30 +61,46 @@ def test_a_row_of_another_form_is_named(tmp_path: Path, line: str) -> None:
         read_items(tmp_path / "q.jsonl")
 
 
-def test_only_answers_with_references_are_scored() -> None:
-    items = [Item("1", "nq", "q", [], ["cat"]), Item("2", "qa", "q", [], [])]
-    runs = [run_of(tiny_tokenizer().encode(text)) for text in ("The cat.", "dog")]
-    line = line_of("closed-book", "none", items, runs, tiny_tokenizer())
-    assert (line.exact_match, line.f1) == (1, 1)
-    assert line.mean_accepted_tokens == pytest.approx((8 - 1 + 3 - 1) / 4)
-    assert line.tokens_per_second == 11
-    line.ties, line.different = 0, ["qa 2"]
-    assert [list(column.cells) for column in table_of([line]).columns[-2:]] == [["1/2"], ["0"]]
+def test_only_answers_with_references_are_scored_and_tables_fit_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    items = [Item("1", "nq", "q", (), ("cat",)), Item("2", "nq", "q", (), ())]
+    rows = [
+        msgspec.structs.replace(
+            row_of("retrieved", item, name, run_of(tiny_tokenizer().encode(text)), tiny_tokenizer(), []),
+            seconds=seconds,
+        )
+        for item, text in zip(items, ("The cat.", "dog"), strict=True)
+        for name, seconds in (("none", 1.0), ("hybrid+dense", 0.5))
+    ]
+    assert [row.scores for row in rows] == [Scores(1, 1, 1)] * 2 + [None] * 2
+    speed, scores = speed_table(rows), score_table(rows)
+    assert speed.rows[1][4:] == ["2.00x", "2.00-2.00", f"{(8 - 1 + 3 - 1) / 4:.2f}", "2/2"]
+    assert scores.rows[0][2:6] == ["2", "1.00", "1.00", "1.00"] and scores.rows[0][-1] == "1 of 1"
+    Console(width=80).print(speed.rich(), scores.rich())
+    assert "…" not in capsys.readouterr().out
 
 
-def test_the_command_answers_in_both_settings(tiny: str, questions: Path) -> None:
+def test_an_answer_quotes_the_passages_that_hold_its_runs_of_four_words() -> None:
+    assert quoted("The cat sat on a mat today.", ["a cat sat on the mat"]) == pytest.approx(1 / 2)
+    assert quoted("Too short", ["Too short"]) is None
+
+
+def test_the_command_answers_in_every_setting(tiny: str, questions: Path, tmp_path: Path) -> None:
     options = ["--set", f"model={tiny}", "--set", "transport=inproc", "--max-tokens", "8", "--passages", "2"]
-    done = talon("qa", "--questions", str(questions), "--methods", "suffix,suffix+dense", "--json", *options)
+    methods = ["suffix", "suffix+dense", "datastore"]
+    done = talon(
+        "qa", "--questions", str(questions), "--methods", ",".join(methods), "--json", "--out", str(tmp_path), *options
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    assert [(line["setting"], line["method"]) for line in told["lines"]] == [
-        (setting, method)
-        for setting in ("closed-book", "with passages")
-        for method in ("none", "suffix", "suffix+dense")
-    ]
-    for line in told["lines"]:
-        assert line["different"] == [] and line["ties"] == 0 and line["answers"] == 4 and line["tokens_per_second"] > 0
-        assert line["exact_match"] == told["lines"][0 if line["setting"] == "closed-book" else 3]["exact_match"]
+    assert Counter((row["setting"], row["method"]) for row in told["rows"]) == {
+        (setting, method): count
+        for setting, count in (("closed book", 4), ("own passage", 3), ("retrieved", 4))
+        for method in ("none", *methods)
+    }
+    assert (tmp_path / "qa.jsonl").read_text().count("\n") == len(told["rows"])
+    plain = {(r["setting"], r["question_id"]): r["scores"] for r in told["rows"] if r["method"] == "none"}
+    for row in told["rows"]:
+        assert row["output_equal"] and row["scores"] == plain[row["setting"], row["question_id"]]
     assert told["retrieval"]["passages"] == 4 and told["retrieval"]["questions"] == 3
     assert told["retrieval"]["recall_at_count"] >= told["retrieval"]["recall_at_1"]
 
@@ -88,9 +108,11 @@ def test_the_command_answers_in_both_settings(tiny: str, questions: Path) -> Non
 def test_files_without_passages_are_asked_closed_book_only(tiny: str, tmp_path: Path) -> None:
     (tmp_path / "qa.jsonl").write_text(json.dumps(ROWS[2]) + "\n")
     options = ["--set", f"model={tiny}", "--set", "transport=inproc", "--max-tokens", "8"]
-    done = talon("qa", "--questions", str(tmp_path / "qa.jsonl"), "--methods", "pld", *options)
+    done = talon("qa", "--questions", str(tmp_path / "qa.jsonl"), "--out", str(tmp_path), "--methods", "pld", *options)
     assert done.returncode == 0, done.stderr
-    assert "closed-book" in done.stdout and "with passages" not in done.stdout
-    done = talon("qa", "--questions", str(tmp_path / "qa.jsonl"), "--methods", "suffix+dense", *options)
+    assert "closed book" in done.stdout and "retrieved" not in done.stdout
+    done = talon(
+        "qa", "--questions", str(tmp_path / "qa.jsonl"), "--out", str(tmp_path), "--methods", "suffix+dense", *options
+    )
     assert done.returncode == 2 and "needs passages" in done.stderr
     assert talon("qa").returncode == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+import time
 from pathlib import Path
 
 import gguf
@@ -12,8 +13,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks.rivals.compare import Plan, Turn, compare, table
-from benchmarks.rivals.gguf import retype
+from benchmarks.rivals.compare import Plan, compare
+from benchmarks.rivals.figures import Turn, table
+from benchmarks.rivals.gguf import file_type, retype
 from benchmarks.rivals.process import INSTALL, Missing, Process, Rival, rivals
 from engine.errors import ConfigError
 
@@ -26,8 +28,14 @@ for line in sys.stdin:
 """
 
 
-def rival(name: str, program: str = ECHO, most: int = 4) -> Rival:
-    return Rival(name, "float16", (sys.executable, "-c", program), most)
+def rival(name: str, program: str = ECHO) -> Rival:
+    return Rival(name, "float16", (sys.executable, "-c", program))
+
+
+def state(process: int) -> str | None:
+    """One letter, as Linux tells it; None if there is no such process."""
+    status = Path(f"/proc/{process}/status")
+    return status.read_text().partition("State:\t")[2][0] if status.exists() else None
 
 
 async def test_a_rival_answers_all_prompts_and_what_else_it_prints_is_passed_over() -> None:
@@ -41,16 +49,24 @@ async def test_a_rival_that_cannot_start_is_named() -> None:
         await Process.start(rival("broken", "raise SystemExit('no model')"))
 
 
-async def test_rivals_take_turns_where_they_can_take_so_many_requests() -> None:
-    plan = Plan([1, 8], 3, [[[1]], [[1], [2]], [[3]], [[4], [5]]])
+async def test_rivals_take_turns_at_every_level() -> None:
+    plan = Plan([1, 8], 3, [[1], [2], [3]], repeats=2)
     results, said = io.StringIO(), Console(file=io.StringIO(), width=200)
     broken, gone = rival("broken", "raise SystemExit"), Missing("gone", "pip install gone")
-    turns = await compare({}, [rival("one"), rival("many", most=8), broken, gone], plan, results, said)
-    taken = sorted((turn.repeat, turn.at_once, turn.contestant) for turn in turns)
-    assert taken == [(r, n, name) for r in (0, 1) for n, name in ((1, "many"), (1, "one"), (8, "many"))]
+    turns = await compare({}, [rival("one"), rival("two"), broken, gone], plan, results, said)
+    taken = sorted((turn.repeat, turn.at_once, turn.contestant, len(turn.tokens)) for turn in turns)
+    assert taken == [(r, n, name, count) for r in (0, 1) for n, count in ((1, 6), (8, 24)) for name in ("one", "two")]
     assert [json.loads(line)["tokens"] for line in results.getvalue().splitlines()] == [turn.tokens for turn in turns]
     printed = said.file.getvalue()  # type: ignore[attr-defined]
     assert "broken" in printed and "pip install gone" in printed
+
+
+async def test_a_rival_rests_between_its_turns_and_leaves_nothing_behind() -> None:
+    process = await Process.start(rival("echo"))
+    number = process._process.pid
+    assert any(state(number) == "T" or time.sleep(0.01) for _ in range(500))  # noqa: ASYNC251
+    await process.stop()
+    assert state(number) is None
 
 
 def test_the_table_gives_the_median_of_ratios_to_plain_decoding_in_the_same_repeat() -> None:
@@ -61,14 +77,14 @@ def test_the_table_gives_the_median_of_ratios_to_plain_decoding_in_the_same_repe
         for repeat, rate in enumerate(by_repeat)
     ]
     console = Console(width=80, file=io.StringIO())
-    console.print(table(turns))
+    console.print(table(turns).rich())
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     assert "40 (2.00x)" in printed and "20 (1.00x)" in printed
     assert printed.index("fast") < printed.index("none")
 
 
 def test_rivals_that_are_not_installed_come_with_the_line_that_installs_them(tmp_path: Path) -> None:
-    found = rivals(tmp_path, "model", {}, 2)
+    found = rivals(tmp_path, "model", {}, 2, 8)
     assert [one.name for one in found] == list(INSTALL)
     assert all(isinstance(one, Missing) and "pip install" in one.reason for one in found)
 
@@ -89,6 +105,7 @@ def test_weights_keep_their_numbers_in_another_type(tmp_path: Path, kind: str) -
     assert reader.fields["llama.context_length"].contents() == 128
     assert reader.fields["tokenizer.ggml.tokens"].contents() == ["a", "b"]
     found = {tensor.name: tensor for tensor in reader.tensors}
+    assert file_type(tmp_path / "small.gguf") == "F32"
     assert found["matrix"].tensor_type.name == kind and found["vector"].tensor_type.name == "F32"
     for name, numbers in (("matrix", matrix), ("vector", vector)):
         tensor = found[name]

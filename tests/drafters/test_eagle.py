@@ -163,7 +163,7 @@ def test_outcomes_drafted_together_get_the_trees_they_get_alone(
     name: str, tmp_path: Path, target: TargetWeights
 ) -> None:
     continuations = [[], [3], [3, 4], [17, 2, 5]]
-    together = drafter_with_text(name, tmp_path, target).propose_many(1, continuations)
+    together = drafter_with_text(name, tmp_path, target).propose_many([(1, path) for path in continuations])
     for continuation, tree in zip(continuations, together, strict=True):
         assert same(drafter_with_text(name, tmp_path, target).propose(1, continuation), tree)
 
@@ -270,7 +270,7 @@ def test_recorded_steps_give_the_trees_of_plain_ones(name: str, tmp_path: Path, 
             tree = drafter.propose(request)
             more = bfloat16_bits(true_features(2, name, seed=8))
             drafter.observe(request, Verdict(tree, [0, 1], [int(tree.tokens[1]), 33], more))
-            trees.append([tree, *drafter.propose_many(request, [[], [3], [17, 2]])])
+            trees.append([tree, *drafter.propose_many([(request, path) for path in ([], [3], [17, 2])])])
             drafter.finish(request)
         assert all(same(one, other) for one, other in zip(*trees, strict=True))
     assert len(recorded.head.spare) == 1

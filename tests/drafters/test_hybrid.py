@@ -68,7 +68,7 @@ def test_before_the_first_features_retrieval_drafts_alone(tmp_path: Path, target
 def test_an_outcome_asked_about_leaves_no_trace(tmp_path: Path, target: TargetWeights) -> None:
     drafter = hybrid(tmp_path, target)
     before = drafter.propose(1)
-    assert [tree.tokens[0] for tree in drafter.propose_many(1, [[3], [4, 5]])] == [3, 5]
+    assert [tree.tokens[0] for tree in drafter.propose_many([(1, [3]), (1, [4, 5])])] == [3, 5]
     assert drafter.propose(1).tokens.tolist() == before.tokens.tolist()
 
 

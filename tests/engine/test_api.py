@@ -400,7 +400,7 @@ async def test_a_failed_start_is_silent_about_the_thread_that_still_loads(
         return load(*arguments)
 
     monkeypatch.setattr(Target, "load", load_slowly)
-    monkeypatch.setattr("engine.api.STOP_S", 0.1)
+    monkeypatch.setattr("engine.supervisor.STOP_S", 0.1)
     with pytest.raises(ConfigError, match=r"drafter\.datastore"):
         await Engine.start({"model": tiny, "method": "datastore", "transport": "inproc"})
     for thread in [t for t in threading.enumerate() if t.name.startswith("verifier")]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import zmq
 
-from drafters.base import BetweenSteps, Drafter
+from drafters.base import BetweenSteps, Drafter, Wanted
 from drafters.base import Verdict as Observed
 from engine.drafter import FROM_FRONT_END, FROM_VERIFIER, DrafterWorker
 from engine.messages import Draft, Finish, Heartbeat, Hello, Ready, Start, Stop, Verdict
@@ -47,13 +47,12 @@ class Slow(Counting):
         super().__init__()
         self.drafting, self.go_on = threading.Event(), threading.Event()
 
-    def propose_many(
-        self, request: int, continuations: Sequence[Sequence[int]], between_steps: BetweenSteps | None = None
-    ) -> list[TokenTree]:
-        assert between_steps is not None
+    def propose_many(self, wanted: Sequence[Wanted], between_steps: BetweenSteps | None = None) -> list[TokenTree]:
+        if between_steps is None:
+            return super().propose_many(wanted)
         self.drafting.set()
         assert self.go_on.wait(20)
-        begun = {row: TokenTree.chain(last[-1], [77], [0.95]) for row, last in enumerate(continuations)}
+        begun = {row: TokenTree.chain(last[-1], [77], [0.95]) for row, (_, last) in enumerate(wanted)}
         while True:
             between_steps(lambda: begun)
 

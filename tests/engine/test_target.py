@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BloomConfig, GPTNeoConfig, LlamaConfig, MambaConfig, Phi3Config, T5Config
 
 from engine.errors import ConfigError, ModelError
+from engine.loading import has_native_bfloat16
 from engine.sampling import SamplingParams
-from engine.target import Target, bfloat16_bits, has_native_bfloat16
+from engine.target import Target, bfloat16_bits
 from engine.tree import TokenTree
 from engine.verification import Sampler, verify
 from tests.conftest import save_tiny_llama

@@ -104,7 +104,7 @@ class Stage:
     def step(self) -> list[Segment]:
         """One step of all that are there; returns its segments."""
         verifier = self.verifier
-        verifier._step(verifier.requests.plan(10**18, verifier.costs, verifier._drafted(), False))
+        verifier._step(verifier.requests.plan(10**18, verifier.meter.costs, verifier.drafter.present, False))
         return self.target.forwards[-1]
 
     def verdicts(self) -> list[tuple[Verdict, list[Any]]]:
@@ -135,7 +135,7 @@ def test_of_all_requests_trees_the_most_confident_nodes_are_verified() -> None:
     stage.step()
     stage.draft(one, bushy(11, 0.2, 0.1, 0.9))
     stage.draft(other, bushy(51, 0.3, 0.05, 0.8))
-    stage.verifier.costs = FOUR_ROWS
+    stage.verifier.meter.costs = FOUR_ROWS
     assert [segment.tokens.tolist() for segment in stage.step()] == [[11, 12], [51, 52]]
     assert stage.tokens(1) == [11, 12, 13] and stage.tokens(2) == [51, 52, 53]
 
@@ -145,7 +145,7 @@ def test_trees_of_a_drafter_that_promises_nothing_are_verified_whole() -> None:
     request = stage.submit(1, [10])
     stage.step()
     stage.draft(request, bushy(11, 0.2, 0.1, 0.9, 0.8, 0.7))
-    stage.verifier.costs = FOUR_ROWS
+    stage.verifier.meter.costs = FOUR_ROWS
     assert len(stage.step()[0]) == 6
 
 
@@ -166,7 +166,7 @@ def test_a_verdict_speaks_of_the_tree_as_it_was_drafted_though_only_a_part_was_v
     stage.verdicts()
     tree = TokenTree.from_lists([11, 40, 12, 41, 13], [-1, 0, 0, 1, 2], [1.0, 0.2, 0.9, 0.1, 0.8])
     stage.draft(request, tree, number=7)
-    stage.verifier.costs = CostModel({1: 0.01, 3: 0.01, 8: 10.0})
+    stage.verifier.meter.costs = CostModel({1: 0.01, 3: 0.01, 8: 10.0})
     assert stage.step()[0].tokens.tolist() == [11, 12, 13]
     [(verdict, (path, tokens, features, successors, *_))] = stage.verdicts()
     assert verdict.draft == 7

@@ -135,54 +135,6 @@ async def test_a_request_that_fits_with_plain_decoding_fits_with_drafts(tiny: st
         assert (await engine.generate(prompt, sampling)).token_ids == expected
 
 
-async def kill_verifiers_under_load(model: str, kills: int) -> None:
-    """Eight clients stream while verifiers are killed; what a stream has given stays, and it goes on behind that."""
-    rng = random.Random(kills)
-    requests = random_requests(rng, 40, 60)
-    target = Target.load(model)
-    expected = [alone(target, *request) for request in requests]
-    done = False
-    answered = 0
-    async with await Engine.start({"model": model}, method="suffix", **THREADS) as engine:
-
-        async def client(rng: random.Random) -> None:
-            nonlocal answered
-            while not done:
-                number = rng.randrange(len(requests))
-                tokens: list[int] = []
-                async with engine.stream(*requests[number]) as stream:
-                    async for piece in stream:
-                        tokens += piece.token_ids
-                        assert tokens == expected[number][: len(tokens)]
-                assert tokens == expected[number]
-                answered += 1
-
-        clients = [asyncio.create_task(client(random.Random(number))) for number in range(8)]
-        try:
-            for _ in range(kills):
-                await until(engine._ready["verifier"].is_set, 120)
-                before = answered
-                await asyncio.sleep(rng.uniform(0, 1))
-                os.kill(first := pid_of(engine, "verifier"), signal.SIGKILL)
-                await until(
-                    lambda first=first: engine._ready["verifier"].is_set() and pid_of(engine, "verifier") != first
-                )
-                await until(lambda before=before: answered > before + 8)
-        finally:
-            done = True
-        await asyncio.wait_for(asyncio.gather(*clients), 120)
-    print(f"{kills} kills, {answered} answers, every text unchanged")
-
-
-async def test_verifiers_killed_under_load_lose_no_request_and_change_no_text(tiny: str) -> None:
-    await kill_verifiers_under_load(tiny, 3)
-
-
-@pytest.mark.slow
-async def test_fifty_verifiers_killed_under_load_lose_no_request_and_change_no_text(tiny: str) -> None:
-    await kill_verifiers_under_load(tiny, 50)
-
-
 def delete(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
@@ -197,13 +149,14 @@ async def test_without_usable_weights_a_dead_verifier_fails_every_request_with_t
 ) -> None:
     model = Path(shutil.copytree(tiny, tmp_path / "model"))
     sampling = SamplingParams(max_tokens=450, ignore_eos=True)
-    async with await Engine.start({"model": str(model)}, method="none", **THREADS) as engine:
+    slow = {"verifier.simulated_latency_ms": 20}  # or they are answered before the verifier is dead
+    async with await Engine.start({"model": str(model)}, method="none", **THREADS, **slow) as engine:
         tasks = [asyncio.create_task(engine.generate([10 + i], sampling)) for i in range(4)]
         await until(lambda: len(engine._flights) == 4)
         ruin(model)
         os.kill(pid_of(engine, "verifier"), signal.SIGKILL)
         later = asyncio.create_task(engine.generate([3], sampling))
-        for outcome in await asyncio.wait_for(asyncio.gather(*tasks, later, return_exceptions=True), 120):
+        for outcome in await asyncio.wait_for(asyncio.gather(*tasks, later, return_exceptions=True), 400):
             assert isinstance(outcome, WorkerDied) and f"model={model}" in str(outcome), outcome
         with pytest.raises(WorkerDied, match="cannot be started again: model="):
             await asyncio.wait_for(engine.generate([4], sampling), 5)

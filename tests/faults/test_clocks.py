@@ -36,7 +36,7 @@ async def test_hours_that_pass_between_two_looks_at_the_clock_change_no_text_and
         monkeypatch.setattr(time, "perf_counter", lambda: perf_counter() + jump())  # the workers' too: they are threads
         monkeypatch.setattr(time, "perf_counter_ns", lambda: perf_counter_ns() + jump() * 10**9)
         watch = SimpleNamespace(perf_counter=time.perf_counter, monotonic=lambda: monotonic() + jump())
-        monkeypatch.setattr("engine.api.time", watch)  # the event loop's own timers are not ours to try
+        monkeypatch.setattr("engine.supervisor.time", watch)  # the event loop's own timers are not ours to try
         monkeypatch.setattr("engine.launch.time", watch)
         results = await asyncio.gather(*(engine.generate(PROMPT, LONG) for _ in range(3)))
         restless = False

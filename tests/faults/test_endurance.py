@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import tempfile
@@ -12,6 +11,7 @@ import pytest
 
 from engine import Engine, SamplingParams
 from engine.launch import ProcessWorker
+from engine.tasks import keep_under_way
 
 REQUESTS, AT_ONCE, SETTLED = 1000, 32, 100
 POOL = 2 << 20  # what finished requests have read stays known until the pool is full: that grows, and no further
@@ -47,22 +47,21 @@ async def test_a_thousand_requests_are_answered_and_memory_stays_flat(
     ]
     answered = 0
     settled: list[tuple[float, int]] = []
-    gate = asyncio.Semaphore(AT_ONCE)
     options = {"drafter.path": tiny_draft, "verifier.kv_memory": POOL, "verifier.threads": 1}
     async with await Engine.start({"model": tiny}, method=method, **options) as engine:
         workers = [w.pid for w in engine._workers.running.values() if isinstance(w, ProcessWorker)]
         pids = [os.getpid(), *workers]
 
-        async def ask(prompt: list[int], length: int) -> None:
+        async def ask(request: tuple[list[int], int]) -> None:
+            prompt, length = request
             nonlocal answered
-            async with gate:
-                result = await engine.generate(prompt, SamplingParams(max_tokens=length, ignore_eos=True))
+            result = await engine.generate(prompt, SamplingParams(max_tokens=length, ignore_eos=True))
             assert len(result.token_ids) == length
             answered += 1
             if answered == SETTLED:
                 settled.extend((resident_mb(pid), open_files(pid)) for pid in pids)
 
-        await asyncio.gather(*(ask(*request) for request in requests))
+        await keep_under_way(AT_ONCE, requests, ask)
         ended = [(resident_mb(pid), open_files(pid)) for pid in pids]
     assert answered == REQUESTS
     for (memory, files), (memory_then, files_then) in zip(ended, settled, strict=True):

@@ -100,7 +100,7 @@ async def test_a_killed_verifier_loses_no_request_and_later_ones_work(tiny: str)
 async def test_garbage_from_the_drafters_side_changes_no_text(tiny: str) -> None:
     expected = await expected_text(tiny)
     async with await Engine.start({"model": tiny}, method="pld", **{"verifier.draft_timeout_s": 0.01}) as engine:
-        liar = zmq.Context.shadow(engine._context).socket(zmq.DEALER)
+        liar = zmq.Context.shadow(engine._supervisor.context).socket(zmq.DEALER)
         liar.setsockopt(zmq.LINGER, 0)
         liar.setsockopt(zmq.IDENTITY, b"liar")
         liar.connect(engine._workers._meeting)
@@ -164,7 +164,7 @@ async def test_a_worker_that_hangs_while_loading_is_killed_when_the_start_has_fa
 
     begin = Workers._begin
     monkeypatch.setattr(Workers, "_begin", begin_and_stop)
-    monkeypatch.setattr("engine.api.STOP_S", 1000.0)
+    monkeypatch.setattr("engine.supervisor.STOP_S", 1000.0)
     with pytest.raises(WorkerDied, match=r"start_timeout_s=1: the workers were not ready in time"):
         await asyncio.wait_for(Engine.start({"model": tiny}, method="pld", start_timeout_s=1), 120)
     assert len(pids) == 2

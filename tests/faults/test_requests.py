@@ -43,10 +43,10 @@ async def test_prompts_that_the_verifier_cannot_take_end_their_own_requests_and_
     async with await Engine.start({"model": tiny}, method="pld") as engine:
         verifier = engine._workers.running["verifier"].name
         beside = asyncio.create_task(engine.generate(PROMPT, LONG))
-        flight = engine._flights[99] = Flight(99, [], SamplingParams())
         for prompt in ([VOCABULARY], [-1], []):
+            flight = engine._flights[99] = Flight(99, [], SamplingParams())
             submit = Submit(request=99, sampling=SamplingParams(max_tokens=4, repetition_penalty=1.3))
-            engine._hub.send(verifier, submit, [np.array(prompt), np.array([])])
+            engine._supervisor.hub.send(verifier, submit, [np.array(prompt), np.array([])])
             error = await asyncio.wait_for(flight.arrivals.get(), 60)
             assert isinstance(error, RequestFailed) and "token ids from 0 to" in str(error)
         del engine._flights[99]

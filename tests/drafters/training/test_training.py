@@ -34,10 +34,11 @@ from drafters.medusa import MedusaHead
 from drafters.small_model import SmallModel
 from drafters.training import answers as answers_module
 from drafters.training.answers import Example, answer
+from drafters.training.build import build
 from drafters.training.cli import app
 from drafters.training.features import Features, StoredFeatures
 from drafters.training.loss import Teacher, vocabulary_loss
-from drafters.training.modules import Texts, build
+from drafters.training.modules import Texts
 from drafters.training.recipe import Recipe
 from drafters.training.run import export, train
 from drafters.training.trainer import Trainer, draft_vocabulary

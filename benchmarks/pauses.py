@@ -1,0 +1,170 @@
+"""`talon pauses`: how much longer a long prompt, arriving while others decode, makes them wait for their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from engine import config as configuration
+from engine.api import Engine
+from engine.command import ConfigOption, SetOption, overrides, run
+from engine.config import Config
+from engine.errors import ConfigError
+from engine.sampling import SamplingParams
+from engine.tasks import cancel
+
+_SETTLED = 12  # emissions of each request before anything counts
+_USUAL = 24  # emissions of each request whose pauses are the usual ones
+_PROMPT = 24  # tokens that those who decode were asked with
+
+
+class Arrival(msgspec.Struct):
+    """One long prompt that arrived. usual_s, beside_s: pauses between emissions of all who decode, before it came and
+    while it was read; read_s: until its first token.
+    """
+
+    usual_s: list[float]
+    beside_s: list[float]
+    read_s: float
+
+    @property
+    def longest(self) -> float:
+        """The longest pause beside it, in usual ones."""
+        return max(self.beside_s) / median(self.usual_s)
+
+    @property
+    def longest_usual(self) -> float:
+        """As `longest`, of the pauses before it came: what this machine does by itself."""
+        return max(self.usual_s) / median(self.usual_s)
+
+
+class Decoding:
+    """Requests that decode until told to stop. times: when each emitted something."""
+
+    def __init__(self, engine: Engine, count: int, seed: int):
+        self.engine, self.news = engine, asyncio.Event()
+        self.times: list[list[float]] = [[] for _ in range(count)]
+        draw = np.random.default_rng(seed)
+        vocabulary = engine.target.vocab_size
+        self.tasks = [
+            asyncio.create_task(self._decode(draw.integers(vocabulary // 2, vocabulary, _PROMPT).tolist(), times))
+            for times in self.times
+        ]
+
+    async def _decode(self, prompt: list[int], times: list[float]) -> None:
+        sampling = SamplingParams(max_tokens=self.engine.target.context - len(prompt), ignore_eos=True)
+        async with self.engine.stream(prompt, sampling) as stream:
+            async for _ in stream:
+                times.append(time.perf_counter())
+                self.news.set()
+
+    async def emitted(self, count: int) -> None:
+        """Wait until every request has emitted so often, or one has ended."""
+        while min(map(len, self.times)) < count and not any(task.done() for task in self.tasks):
+            self.news.clear()
+            await self.news.wait()
+
+    def pauses_s(self, first_s: float, last_s: float) -> list[float]:
+        """Those that began in that time."""
+        return [
+            after - before
+            for times in self.times
+            for before, after in itertools.pairwise(times)
+            if first_s <= before <= last_s
+        ]
+
+    async def end(self) -> None:
+        await cancel(self.tasks)
+
+
+async def arrive(engine: Engine, count: int, length: int, seed: int) -> Arrival:
+    """A prompt of so many tokens arrives while so many requests decode."""
+    prompt = np.random.default_rng(-seed - 1 & 0xFFFF).integers(0, engine.target.vocab_size, length).tolist()
+    decoding = Decoding(engine, count, seed)
+    try:
+        await decoding.emitted(_SETTLED)
+        begun_s = time.perf_counter()
+        await decoding.emitted(_SETTLED + _USUAL)
+        arrived_s = time.perf_counter()
+        await engine.generate(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
+        read_s = time.perf_counter()
+        await decoding.emitted(min(map(len, decoding.times)) + 2)
+    finally:
+        await decoding.end()
+    usual_s = decoding.pauses_s(begun_s, arrived_s)
+    round_s = median(usual_s)
+    return Arrival(usual_s[:-count], decoding.pauses_s(arrived_s - round_s, read_s), read_s - arrived_s)
+
+
+async def measure(config: Config, count: int, length: int, repeats: int, console: Console) -> list[Arrival]:
+    """Repeated, of one engine that is warm."""
+    async with await Engine.start(config, **{"drafter.standby": False}) as engine:
+        if length + 2 > engine.target.context:
+            raise ConfigError(f"--prompt {length}: is over the model's context of {engine.target.context}")
+        await engine.generate("Say hello.", SamplingParams(max_tokens=24, ignore_eos=True))
+        arrivals = []
+        for repeat in range(repeats):
+            with console.status(f"prompt {repeat + 1} of {repeats}"):
+                arrivals.append(await arrive(engine, count, length, repeat))
+        return arrivals
+
+
+def table(arrivals: Sequence[Arrival]) -> Table:
+    """A line for each prompt, and their medians."""
+    made = Table(title="Pauses between emissions, beside a long prompt")
+    for column in ("", "usual ms", "longest", "beside it ms", "p95", "longest", "read in s"):
+        made.add_column(column, justify="right")
+    for number, arrival in enumerate(arrivals, 1):
+        usual_s = median(arrival.usual_s)
+        made.add_row(
+            str(number),
+            f"{1000 * usual_s:.0f}",
+            f"{arrival.longest_usual:.2f}x",
+            f"{1000 * median(arrival.beside_s):.0f}",
+            f"{float(np.quantile(arrival.beside_s, 0.95)) / usual_s:.2f}x",
+            f"{arrival.longest:.2f}x",
+            f"{arrival.read_s:.1f}",
+        )
+    return made
+
+
+def pauses(
+    method: Annotated[str | None, typer.Option(help="Who drafts.")] = None,
+    at_once: Annotated[int, typer.Option(help="Requests that decode.", min=1)] = 8,
+    prompt: Annotated[int, typer.Option(help="Tokens of the prompt that arrives.", min=1)] = 2000,
+    repeats: Annotated[int, typer.Option(help="How many arrive, one after the other.", min=1)] = 3,
+    config: ConfigOption = configuration.DEMO,
+    set_: SetOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """How much longer a long prompt makes others wait for their tokens.
+
+    So many requests decode; then a prompt of random tokens arrives. Pauses between emissions are compared with those
+    just before: the median, the 95th percentile, the longest of anybody.
+
+    talon pauses --set model=smollm2-135m --method none --prompt 2000
+    """
+
+    async def main() -> None:
+        settings = configuration.load(config, overrides(set_, method=method))
+        arrivals = await measure(settings, at_once, prompt, repeats, Console(stderr=True))
+        longest = median(arrival.longest for arrival in arrivals)
+        if as_json:
+            print(json.dumps([msgspec.to_builtins(arrival) for arrival in arrivals]))
+            return
+        console = Console()
+        console.print(table(arrivals))
+        console.print(f"The longest pause beside a prompt of {prompt} tokens is {longest:.2f} usual ones (median).")
+
+    run(main())

@@ -1,0 +1,130 @@
+"""From the rows of `talon qa` to its tables: what speculation brings, and how right the answers are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import mean, median
+from typing import Any
+
+import msgspec
+
+from .cells import Cells, Where, interval
+from .figures import BASELINE
+from .tables import Table, known
+
+ROWS = "qa.jsonl"
+
+
+class Scores(msgspec.Struct, frozen=True):
+    """exact: it is an accepted answer. f1: over words. subspan: it holds an accepted answer, as *Lost in the Middle*
+    scores answers in sentences.
+    """
+
+    exact: float
+    f1: float
+    subspan: float
+
+
+class QaRow(msgspec.Struct, frozen=True):
+    """One answer, a line of qa.jsonl. scores: None where no accepted answer is known. quoted: share of its runs of four
+    words that stand in the passages most like the question. tie: the text differs, but only by rounding.
+    """
+
+    setting: str
+    kind: str
+    question_id: str
+    method: str
+    tokens: int
+    seconds: float
+    rounds: int | None
+    scores: Scores | None
+    quoted: float | None
+    output_equal: bool
+    tie: bool
+    difference: str = ""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+class Retrieval(msgspec.Struct):
+    """recall_at_1, recall_at_count: share of the questions with passages of their own that found one of these."""
+
+    passages: int
+    questions: int
+    count: int
+    recall_at_1: float
+    recall_at_count: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.passages} passages; of {self.questions} questions with some of their own {self.recall_at_1:.0%} "
+            f"found one first, {self.recall_at_count:.0%} among {self.count}"
+        )
+
+
+def cells(rows: Sequence[QaRow]) -> Cells:
+    """Speed-ups by setting, kind and method."""
+    plain = {(row.setting, row.kind, row.question_id): row for row in rows if row.method == BASELINE}
+    found: dict[Where, dict[Any, float]] = {}
+    for row in rows:
+        if row.method != BASELINE:
+            beside = plain[row.setting, row.kind, row.question_id].tokens_per_second
+            cell = found.setdefault((row.setting, row.kind, row.method), {})
+            cell[row.question_id] = row.tokens_per_second / beside
+    return found
+
+
+def speed_table(rows: Sequence[QaRow]) -> Table:
+    """A line for each setting, kind of question and method."""
+    ratios, lines = cells(rows), []
+    for setting, kind, method in dict.fromkeys((row.setting, row.kind, row.method) for row in rows):
+        mine = [row for row in rows if (row.setting, row.kind, row.method) == (setting, kind, method)]
+        speed_ups = [*ratios.get((setting, kind, method), {0: 1.0}).values()]
+        rounds = sum(row.rounds or 0 for row in mine)
+        low, high = interval(speed_ups)
+        ties = sum(row.tie for row in mine)
+        lines.append(
+            [
+                setting,
+                kind,
+                method,
+                f"{sum(row.tokens for row in mine) / sum(row.seconds for row in mine):.0f}",
+                f"{median(speed_ups):.2f}x",
+                f"{low:.2f}-{high:.2f}",
+                f"{sum(row.tokens - 1 for row in mine) / rounds:.2f}" if rounds else "-",
+                f"{sum(row.output_equal for row in mine)}/{len(mine)}" + (f", {ties} tied" if ties else ""),
+            ]
+        )
+    columns = ("setting", "set", "method", "tokens/s", "speed-up", "95%", "MAT", "same text")
+    return Table("Knowledge-heavy questions: speed", columns, lines, words=3)
+
+
+def score_table(rows: Sequence[QaRow]) -> Table:
+    """Plain decoding's scores, and how many methods have the same."""
+    lines = []
+    for setting, kind in dict.fromkeys((row.setting, row.kind) for row in rows):
+        some = [row for row in rows if (row.setting, row.kind) == (setting, kind)]
+        plain = {row.question_id: row for row in some if row.method == BASELINE}
+        others = {row.method for row in some} - {BASELINE}
+        equal = others - {row.method for row in some if row.scores != plain[row.question_id].scores}
+        scored = [row.scores for row in plain.values() if row.scores is not None]
+        lines.append(
+            [
+                setting,
+                kind,
+                str(len(plain)),
+                *(_share(scored, take) for take in (lambda s: s.exact, lambda s: s.f1, lambda s: s.subspan)),
+                known(
+                    mean(told) if (told := [r.quoted for r in plain.values() if r.quoted is not None]) else None, ".2f"
+                ),
+                f"{len(equal)} of {len(others)}",
+            ]
+        )
+    columns = ("setting", "set", "answers", "exact", "F1", "subspan", "quoted", "same scores")
+    return Table("Knowledge-heavy questions: scores of plain decoding", columns, lines, words=2)
+
+
+def _share(scores: Sequence[Scores], take: Callable[[Scores], float]) -> str:
+    return f"{mean(map(take, scores)):.2f}" if scores else "-"

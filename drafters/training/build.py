@@ -1,0 +1,43 @@
+"""From a recipe to the module that is trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from drafters.training.block import BlockModule
+from drafters.training.features import kept_states
+from drafters.training.modules import Eagle3Module, EagleModule, HeadModule, HydraModule, MedusaModule, SmallModule
+from drafters.training.recipe import Recipe
+
+
+def build(recipe: Recipe, target: Any, draft_ids: Tensor) -> HeadModule:
+    """A fresh head for a loaded target, initialised from the recipe's seed."""
+    torch.manual_seed(recipe.seed)
+    config = target.config.get_text_config()
+    head = target.get_output_embeddings().weight.detach().float().cpu()
+    if recipe.method == "medusa":
+        return MedusaModule(config.hidden_size, head, recipe)
+    if recipe.method == "hydra":
+        return HydraModule(config.hidden_size, head, recipe)
+    if recipe.method == "sps":
+        return SmallModule(recipe, config, target.get_input_embeddings().weight.detach().float().cpu())
+    heads = config.num_attention_heads
+    draft = LlamaConfig(
+        hidden_size=config.hidden_size,
+        intermediate_size=recipe.intermediate_size or config.intermediate_size,
+        num_hidden_layers=recipe.layers if recipe.method == "block" else 1,
+        num_attention_heads=heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.hidden_size // heads,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_position_embeddings,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_parameters=config.rope_parameters,
+    )
+    if recipe.method == "block":
+        return BlockModule(draft, recipe, target, draft_ids, kept_states(config.num_hidden_layers)[:-1])
+    return EagleModule(draft, head) if recipe.method == "eagle" else Eagle3Module(draft, head, draft_ids)

@@ -1,0 +1,135 @@
+"""What came of a round for each request: its trees are walked down, what was read of prompts is committed.
+
+A request whose draw fails, because its logits are not numbers, is handed to `fail`; the others go on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from engine.answer import GRAMMAR
+from engine.batch import Segment
+from engine.logprobs import token_logprobs
+from engine.messages import Array, TokenLogprob
+from engine.request import Request
+from engine.round import Round
+from engine.target import bfloat16_bits
+from engine.verification import verify
+
+Fail = Callable[[Request, Exception], None]
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """draft: the tree's number. path: accepted nodes of the tree drafted; tokens: emitted. nodes: verified, or read.
+
+    features: [path, layers, hidden]; successors: [nodes drafted, k] int32. sources, logprobs: of the tokens. grafts: as
+    of the round.
+    """
+
+    request: Request
+    draft: int
+    path: list[int]
+    tokens: list[int]
+    nodes: int
+    depth: int = 0
+    draft_us: int = 0
+    features: Tensor | None = None
+    successors: Array | None = None
+    sources: tuple[int, ...] = (0,)
+    logprobs: tuple[TokenLogprob, ...] = ()
+    grafts: tuple[int, ...] = ()
+
+
+def conclude_trees(
+    rounds: Sequence[Round], logits: Tensor, features: Tensor | None, successors: int, fail: Fail
+) -> list[Conclusion]:
+    """Walk down every tree. successors: of each node, asked for by the drafter.
+
+    logits: [rows, vocab], features: [rows, layers, hidden], the trees' rows first.
+    """
+    concluded = []
+    first = 0
+    for round_ in rounds:
+        rows, first = slice(first, first + len(round_.kept)), first + len(round_.kept)
+        try:
+            path, tokens = verify(round_.tree, logits[rows], round_.request.sampler)
+        except Exception as error:  # logits that are not numbers
+            fail(round_.request, error)
+            continue
+        ranked = _successors(round_, logits[rows], successors) if successors else None
+        walked = None if features is None else features[rows][path]
+        concluded.append(_conclude(round_, path, tokens, walked, ranked))
+    return concluded
+
+
+def _conclude(
+    round_: Round, path: list[int], tokens: list[int], features: Tensor | None, successors: Array | None
+) -> Conclusion:
+    """Note in the request how the round ended. path: accepted nodes of the tree verified."""
+    request, own = round_.request, len(round_.proposal.tree)
+    if not round_.grafts:
+        request.trust.learn(float(round_.worth[round_.kept].sum()), len(tokens))
+    request.round += 1
+    request.kept_path = path
+    accepted = round_.kept[path].tolist()
+    sources = (GRAMMAR if node >= own else int(round_.drafted.source[node]) for node in accepted[1:])
+    return Conclusion(
+        request,
+        round_.proposal.number,
+        accepted,
+        tokens,
+        len(round_.kept),
+        int(round_.tree.depths.max()),
+        round_.proposal.draft_us,
+        features,
+        successors,
+        (*sources, 0),
+        request.sampler.take_logprobs(),
+        tuple(round_.grafts),
+    )
+
+
+def _successors(round_: Round, logits: Tensor, count: int) -> Array:
+    """[nodes, count] int32: the target's likeliest tokens behind every drafted node, -1 for those cut off."""
+    ranked = np.full((len(round_.drafted), count), -1, np.int32)
+    ranked[round_.kept] = logits.topk(count).indices.cpu().numpy()
+    return ranked
+
+
+def conclude_chunks(
+    readers: Sequence[Request], chunks: Sequence[Segment], logits: Tensor, features: Tensor | None, fail: Fail
+) -> list[Conclusion]:
+    """Commit what was read; behind the last of a prompt, draw the first token.
+
+    logits: [rows wanted, vocab], features: [rows, layers, hidden], the chunks' rows last.
+    """
+    concluded = []
+    row = (0 if features is None else len(features)) - sum(map(len, chunks))
+    first = len(logits) - sum(chunk.wanted_rows for chunk in chunks)
+    for request, chunk in zip(readers, chunks, strict=True):
+        rows, first = logits[first : first + chunk.wanted_rows], first + chunk.wanted_rows
+        if request.reads_all:
+            behind = request.text[chunk.past + 1 : chunk.past + 1 + len(chunk)]
+            request.prompt_logprobs += token_logprobs(rows, behind, request.sampling.prompt_logprobs or 0)
+        request.cache.commit(range(len(chunk)))
+        if features is not None and not request.has_answer:
+            request.features.append(bfloat16_bits(features[row : row + len(chunk)]))
+        row += len(chunk)
+        if request.reading or request.has_answer:
+            request.asked_ns = time.perf_counter_ns()
+            continue
+        try:
+            token = request.sampler.draw(request.sampler.choices(rows[-1:])[0])
+        except Exception as error:
+            fail(request, error)
+        else:
+            request.has_answer = True
+            logprobs = request.sampler.take_logprobs()
+            concluded.append(Conclusion(request, 0, [0], [token], len(chunk), logprobs=logprobs))
+    return concluded

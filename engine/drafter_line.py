@@ -1,0 +1,145 @@
+"""The verifier's line to its drafter: who drafts, what it asks for, what it has sent and what it is told."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from engine.conclusion import Conclusion
+from engine.errors import ProtocolError
+from engine.messages import Array, Draft, Finish, Hello, Start, Verdict
+from engine.request import Request
+from engine.round import Proposal
+from engine.scheduler import Scheduler
+from engine.target import Target, bfloat16_bits
+from engine.transport import Hub
+from engine.tree import TokenTree
+
+FROM_DRAFTER = (Hello, Draft)
+_KEPT_DRAFTS = 64  # per request
+
+
+class DrafterLine:
+    """hub: drafters connect to it; the one that said hello last drafts. budget: nodes that a tree may have. timeout_s:
+    after which a drafter that owes a draft is late, until it speaks again.
+    """
+
+    def __init__(self, hub: Hub, target: Target, requests: Scheduler, budget: int, timeout_s: float):
+        self.hub, self.target, self.requests = hub, target, requests
+        self.budget, self.timeout_s = budget, timeout_s
+        self.drafter: str | None = None
+        self.wants = Hello()
+        self._late = False
+        self._newcomers: list[tuple[str, Hello]] = []  # drafters to welcome between rounds
+
+    @property
+    def present(self) -> bool:
+        """Whether there is a drafter to wait for."""
+        if self.drafter is not None and not self._late:
+            running = (r for r in self.requests.running if r.drafted and r.has_answer)
+            waiting = (r for r in running if not (r.reading or r.has_draft))
+            oldest = min((request.asked_ns for request in waiting), default=None)
+            self._late = oldest is not None and time.perf_counter_ns() - oldest > self.timeout_s * 1e9
+        return self.drafter is not None and not self._late
+
+    # What arrives.
+
+    def receive(self) -> None:
+        """Between rounds: file drafts, welcome drafters."""
+        self.hear()
+        for peer, hello in self._newcomers:
+            self._welcome(peer, hello)
+        self._newcomers.clear()
+
+    def hear(self) -> None:
+        """File the drafts that have arrived; may be called while a round is under way."""
+        for peer, message, arrays in self.hub.received():
+            if isinstance(message, Hello):
+                self._newcomers.append((peer, message))
+            elif peer == self.drafter:
+                self._late = False
+                self._keep(message, arrays)
+
+    def _welcome(self, peer: str, hello: Hello) -> None:
+        """A drafter joins: it learns of every request, and drafts from the text so far."""
+        layers_exist = all(0 <= layer <= self.target.layers for layer in hello.feature_layers)
+        if not (layers_exist and 0 <= hello.successors <= self.target.vocab_size):
+            self.hub.malformed += 1
+            return
+        self.drafter, self._late, self.wants = peer, False, hello
+        self.requests.shares_prefixes = not hello.feature_layers  # what is shared is not read, so it has no features
+        for request in self.requests:
+            request.drafts, request.alone, request.asked_ns = {}, False, time.perf_counter_ns()
+            request.outcome = (request.round + 1 if request.has_answer else 0, 0, 0, request.text[-1])
+            self.introduce(request)
+
+    def _keep(self, message: Draft, arrays: list[Array]) -> None:
+        """File a draft under the outcome it is for; what is for an earlier round, or unknown, is dropped.
+
+        Most drafts made ahead are never used, so a tree is looked at when its outcome has come true.
+        """
+        request = self.requests.find(message.request)
+        if request is None or message.round <= request.round or len(request.drafts) >= _KEPT_DRAFTS:
+            return
+        if message.draft < 1:
+            self.hub.malformed += 1
+            return
+        outcome = (message.round, message.parent, message.node, message.token)
+        if not (request.alone and outcome == request.outcome):  # too late: the drafter was told of the root alone
+            request.drafts[outcome] = (message, arrays)
+
+    def proposal(self, request: Request) -> Proposal:
+        """The draft to verify; the root alone if there is none, or none that can be verified."""
+        root = Proposal(0, TokenTree.root_only(request.text[-1]))
+        if (filed := request.drafts.get(request.outcome)) is None:
+            return root
+        draft, arrays = filed
+        try:
+            tree = TokenTree(*arrays).validate(self.target.vocab_size)
+            if len(tree) > self.budget or tree.tokens[0] != draft.token:
+                raise ProtocolError("draft is over the budget or does not continue its outcome")
+        except ProtocolError:
+            self.hub.malformed += 1
+            return root
+        fits = len(request.text) + int(tree.depths.max()) <= self.target.context
+        return Proposal(draft.draft, tree, draft.draft_us) if fits else root
+
+    # What is told.
+
+    def introduce(self, request: Request) -> None:
+        """Tell the drafter of a request and its text so far."""
+        if self.drafter is None or not request.drafted:
+            return
+        round_ = request.round + 1 if request.has_answer else 0
+        start = Start(request=request.number, round=round_, sampling=request.sampling)
+        self.hub.send(self.drafter, start, [np.asarray(request.text)])
+
+    def tell(self, conclusion: Conclusion, ahead: bool) -> None:
+        """The verdict, with the features of all positions since the last one. ahead: draft for the outcomes of the
+        round to come meanwhile.
+        """
+        if self.drafter is None:
+            return
+        request = conclusion.request
+        if conclusion.features is not None:
+            request.features.append(bfloat16_bits(conclusion.features))
+        waiting, request.features = request.features or [np.zeros((0, 0, 0), np.uint16)], []
+        features = waiting[0] if len(waiting) == 1 else np.concatenate(waiting)
+        verdict = Verdict(
+            request=request.number,
+            round=request.round,
+            draft=conclusion.draft,
+            following=request.drafts[request.outcome][0].draft if request.hit else 0,
+            ahead=ahead,
+            alone=request.alone,
+        )
+        successors = np.zeros((0, 0), np.int32) if conclusion.successors is None else conclusion.successors
+        grafts = np.asarray(conclusion.grafts, np.int32)
+        arrays = [np.asarray(conclusion.path), np.asarray(conclusion.tokens), features, successors, grafts]
+        self.hub.send(self.drafter, verdict, arrays)
+
+    def finish(self, request: Request) -> None:
+        """The request is over."""
+        if self.drafter is not None:
+            self.hub.send(self.drafter, Finish(request=request.number))

@@ -1,0 +1,138 @@
+"""The verifier's line to the front end: requests come in, once their grammar is read; tokens and failures go out."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+from engine.conclusion import Conclusion
+from engine.config import Config
+from engine.errors import NotANumber, ProtocolError, RequestError
+from engine.matcher import Matcher, Matchers
+from engine.messages import Array, Cancel, Failed, Heartbeat, Ready, Stop, Submit, Tokens
+from engine.request import Request
+from engine.sampling import not_applied, own_defaults
+from engine.scheduler import Scheduler
+from engine.target import Target
+from engine.text import load_tokenizer
+from engine.transport import Line
+
+FROM_FRONT_END = (Submit, Cancel, Stop)
+HEARTBEAT_S = 0.5
+_GRAMMAR_S = 0.005  # between looks at whether a grammar has been read
+
+
+class FrontEndLine:
+    """budget: nodes that a tree may have, for which a request keeps room."""
+
+    def __init__(self, line: Line, target: Target, config: Config):
+        self.line, self.target, self.budget = line, target, config.drafter.budget
+        self._matchers = Matchers(lambda: load_tokenizer(config.model), target.vocab_size, target.eos_tokens)
+        self._unmatched: list[tuple[Submit, list[Array], Future[Matcher]]] = []  # whose grammar is being read
+        self._beaten_ns = 0
+
+    @property
+    def patience_s(self) -> float:
+        """How long to wait for messages at most."""
+        return _GRAMMAR_S if self._unmatched else HEARTBEAT_S
+
+    def close(self) -> None:
+        self._matchers.close()
+
+    # What arrives.
+
+    def received(self) -> Iterator[Request | Cancel | Stop]:
+        """New requests, and orders. A request that cannot be is refused at once."""
+        for message, arrays in self.line.received():
+            if not isinstance(message, Submit):
+                if isinstance(message, Cancel):
+                    self._unmatched = [entry for entry in self._unmatched if entry[0].request != message.request]
+                yield message
+            elif (grammar := message.sampling.grammar) is not None:
+                self._unmatched.append((message, arrays, self._matchers.begin(grammar, arrays[1].tolist())))
+            else:
+                yield from self._request(message, arrays, None)
+        yield from self._matched()
+
+    def _matched(self) -> Iterator[Request]:
+        """Those whose grammar has been read."""
+        waiting, self._unmatched = self._unmatched, []
+        for message, arrays, future in waiting:
+            if not future.done():
+                self._unmatched.append((message, arrays, future))
+            elif (error := future.exception()) is not None:
+                self.refuse(message.request, error)
+            else:
+                yield from self._request(message, arrays, future.result())
+
+    def _request(self, message: Submit, arrays: list[Array], matcher: Matcher | None) -> Iterator[Request]:
+        prompt, answer = (array.tolist() for array in arrays)
+        try:
+            if not prompt or min(prompt) < 0 or max(prompt) >= self.target.vocab_size:
+                raise ProtocolError(f"a prompt of token ids from 0 to {self.target.vocab_size - 1} was expected")
+            request = Request(message.request, prompt, answer, message.sampling, self.target, self.budget, matcher)
+        except Exception as error:  # whatever one request brings, the others go on
+            return self.refuse(message.request, error)
+        yield request
+
+    # What is told.
+
+    def tell_ready(self) -> None:
+        """What the front end is to know of the target."""
+        target = self.target
+        own = target.model.generation_config
+        if ignored := not_applied(own):
+            names = ", ".join(ignored)
+            print(f"talon: model={target.name}: of generation_config.json not applied: {names}", file=sys.stderr)
+        defaults = own_defaults(own, target.name)
+        self.line.send(
+            Ready(vocab_size=target.vocab_size, context=target.context, inexact=target.inexact, defaults=defaults)
+        )
+
+    def tell(self, conclusion: Conclusion, hit: bool, forward_ns: int, busy_ns: int, now_ns: int) -> None:
+        """hit: the tree that was verified was there when the round before ended. forward_ns: of this round's forward;
+        busy_ns: of all so far.
+        """
+        request = conclusion.request
+        tokens = Tokens(
+            request=request.number,
+            round=request.round,
+            tokens=tuple(conclusion.tokens),
+            finish_reason=request.sampler.finish_reason,
+            nodes=conclusion.nodes,
+            depth=conclusion.depth,
+            hit=hit,
+            round_us=(now_ns - request.since_ns) // 1000,
+            forward_us=forward_ns // 1000,
+            draft_us=conclusion.draft_us,
+            busy_us=busy_ns // 1000,
+            at_us=now_ns // 1000,
+            sources=conclusion.sources,
+            logprobs=conclusion.logprobs,
+            prompt_logprobs=tuple(request.prompt_logprobs),
+            cached=request.cached,
+        )
+        request.prompt_logprobs = []
+        self.line.send(tokens)
+
+    def refuse(self, number: int, error: BaseException) -> None:
+        """The request of that number ends with an error."""
+        reason = (str(error) or "no reason given").splitlines()[0]
+        refused = isinstance(error, RequestError)
+        text = reason if refused else f"request {number}: {type(error).__name__} in the target: {reason}"
+        kind = type(error).__name__ if refused or isinstance(error, NotANumber) else "RequestFailed"
+        self.line.send(Failed(request=number, kind=kind, text=text))
+
+    def beat(self, requests: Scheduler) -> bool:
+        """Say that the verifier is alive, if it is time to. Returns whether it was."""
+        now = time.perf_counter_ns()
+        if now - self._beaten_ns <= HEARTBEAT_S * 1e9:
+            return False
+        self._beaten_ns = now
+        pool = self.target.pool
+        blocks, free = (0, 0) if pool is None else (pool.blocks, pool.free)
+        running, waiting = len(requests.running), len(requests.waiting)
+        self.line.send(Heartbeat(running=running, waiting=waiting, held_blocks=blocks - free, blocks=blocks))
+        return True

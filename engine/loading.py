@@ -1,0 +1,119 @@
+"""From a path to a model of `transformers` on its device, and what its files say."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils import logging as transformers_logging
+
+from engine.errors import ConfigError, ModelError
+from engine.model_hub import hub_answers, is_hub_id, is_local
+
+# Workers that are threads load target and draft model at once; `transformers` was seen to leave tied weights out then.
+_LOADING = threading.Lock()
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+
+
+def load_model(path: str, dtype: str, device: torch.device) -> Any:
+    """The model in a directory or of a hub id, all of whose weights are there and are numbers."""
+    transformers_logging.disable_progress_bar()
+    config = load_config(path)
+    try:
+        with _LOADING:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=find_dtype(dtype, config, device),
+                local_files_only=is_local(path),
+                output_loading_info=True,
+            )
+    except Exception as error:  # every file format has errors of its own
+        raise ModelError(f"model={path}: cannot be loaded: {first_line(error)}") from error
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(
+            f"model={path}: {len(missing)} weights are missing, {missing[0]} first; get the whole checkpoint"
+        )
+    _check_numbers(model, path)
+    return model.to(device)
+
+
+def load_config(path: str) -> Any:
+    """The model's `transformers` configuration; ModelError if there is none or it is no decoder-only model."""
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=is_local(path))
+    except (OSError, ValueError, KeyError) as error:
+        if Path(path).is_dir():
+            raise ModelError(f"model={path}: no usable config.json in this directory: {first_line(error)}") from error
+        if is_hub_id(path) and not hub_answers():
+            raise ModelError(
+                f"model={path}: no such directory, not in the hub cache, and the hub cannot be reached: check the "
+                "network, or name a directory"
+            ) from error
+        raise ModelError(
+            f"model={path}: no such directory, and no model of that name can be reached on the hub"
+        ) from error
+    if config.is_encoder_decoder:
+        raise ModelError(f"model={path}: {config.model_type} is an encoder-decoder; use a decoder-only model")
+    return config
+
+
+def find_device(device: str) -> torch.device:
+    """The device that a configuration's `device` names."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device='cuda': torch finds no CUDA device here; use device: cpu or auto")
+    return torch.device(device)
+
+
+def find_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
+    """The type a model with that `transformers` configuration is loaded in."""
+    if dtype != "auto":
+        return DTYPES[dtype]
+    stored = config.get_text_config().dtype or torch.float32
+    if device.type == "cpu" and (stored == torch.float16 or not has_native_bfloat16()):
+        return torch.float32
+    return stored
+
+
+def has_native_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 itself; where it does not, float32 was measured to be faster."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def eos_tokens(generation_config: GenerationConfig) -> frozenset[int]:
+    """The token ids that end an answer."""
+    eos = generation_config.eos_token_id
+    return frozenset([eos] if isinstance(eos, int) else eos or [])
+
+
+def steady_context(config: Any, context: int) -> int:
+    """The positions over which a token's key stays what it is. LongRoPE turns all of them otherwise as soon as a text
+    outgrows the original length, which makes keys that are in the cache wrong.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+    short: list[int] = [
+        kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"
+    ]
+    return min([context, *short])
+
+
+def _check_numbers(model: Any, path: str) -> None:
+    for name, weight in model.named_parameters():
+        if not torch.isfinite(weight.sum(dtype=torch.float32)) and not torch.isfinite(weight).all():
+            raise ModelError(f"model={path}: weight {name} holds NaN or infinity; get the checkpoint again")
+
+
+def first_line(error: Exception) -> str:
+    """Of its message; its type where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,110 @@
+"""The matrices of a GGUF file in the blocks that it has them in, for `engine.model.quantised`.
+
+Which tensor of the file a weight was made of, and in which order of rows, is found by comparing rows, not by names:
+transformers renames tensors and turns the rows of some. What is not the weight, bit for bit, is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGUFReader
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.model.quantised import BLOCK_INPUTS, Quantised
+from engine.model.simd import LANES
+
+Bytes = NDArray[np.uint8]
+
+
+def quantised_weights(gguf: Path, model: Any) -> dict[str, Quantised]:
+    """The model's weights that the file has in blocks of one of the formats below, by name."""
+    rows: dict[int, tuple[int, int]] = {}  # by a row's hash: the tensor it is of, and its place there
+    found: list[Quantised] = []
+    for tensor in GGUFReader(gguf).tensors:
+        read = _FORMATS.get(tensor.tensor_type.name)
+        if read is None or len(tensor.shape) != 2 or tensor.shape[0] % BLOCK_INPUTS:
+            continue
+        size = int(tensor.shape[1]), int(tensor.shape[0]) // BLOCK_INPUTS, -1
+        matrix = read(np.asarray(tensor.data).reshape(-1).view(np.uint8).reshape(size))
+        rows |= {row: (len(found), place) for place, row in enumerate(_hashes(matrix.values()))}
+        found.append(matrix)
+    named = {}
+    for name, weight in model.named_parameters():
+        if weight.dim() == 2 and len(weight) % LANES == 0 and (made := _of_rows(weight.detach(), rows, found)):
+            named[name] = made
+    return named
+
+
+def _of_rows(weight: Tensor, rows: dict[int, tuple[int, int]], found: list[Quantised]) -> Quantised | None:
+    """The weight as rows of one of the matrices."""
+    places = [rows.get(row) for row in _hashes(weight)]
+    there = [place for place in places if place is not None]
+    if len(there) < len(places) or len({tensor for tensor, _ in there}) != 1:
+        return None
+    matrix = found[there[0][0]].rows(torch.tensor([place for _, place in there]))
+    return matrix if torch.equal(matrix.values(), weight) else None
+
+
+def _hashes(matrix: Tensor) -> list[int]:
+    """Of each row; zeros of both signs count as the same."""
+    matrix = matrix + 0.0
+    return [hash(row.tobytes()) for row in matrix.contiguous().view(torch.uint16).numpy()]
+
+
+def _half(raw: Bytes, at: int) -> Tensor:
+    """[outputs, blocks] float16 at byte `at` of each block. raw: [outputs, blocks, bytes]."""
+    return torch.from_numpy(raw[:, :, at : at + 2].copy().view(np.float16)[:, :, 0])
+
+
+def _nibbles(raw: Bytes) -> Bytes:
+    """[outputs, blocks, 16 bytes] -> [outputs, blocks, 32]: the lower halves, then the upper ones."""
+    return np.concatenate([raw & 15, raw >> 4], axis=2)
+
+
+def _fifth_bits(raw: Bytes) -> Bytes:
+    """[outputs, blocks, 4 bytes] -> [outputs, blocks, 32]: 16 where a bit is set."""
+    bits: Bytes = np.unpackbits(raw, axis=2, bitorder="little") * np.uint8(16)
+    return bits
+
+
+def _codes(codes: Bytes) -> Tensor:
+    return torch.from_numpy(codes.reshape(len(codes), -1).copy())
+
+
+def _q4_0(raw: Bytes) -> Quantised:
+    scales = _half(raw, 0)
+    return Quantised(_codes(_nibbles(raw[:, :, 2:])), scales, scales * -8)
+
+
+def _q4_1(raw: Bytes) -> Quantised:
+    return Quantised(_codes(_nibbles(raw[:, :, 4:])), _half(raw, 0), _half(raw, 2))
+
+
+def _q5_0(raw: Bytes) -> Quantised:
+    scales, codes = _half(raw, 0), _nibbles(raw[:, :, 6:]) + _fifth_bits(raw[:, :, 2:6])
+    return Quantised(_codes(codes).to(torch.int8), scales, scales * -16)
+
+
+def _q5_1(raw: Bytes) -> Quantised:
+    codes = _nibbles(raw[:, :, 8:]) + _fifth_bits(raw[:, :, 4:8])
+    return Quantised(_codes(codes).to(torch.int8), _half(raw, 0), _half(raw, 2))
+
+
+def _q8_0(raw: Bytes) -> Quantised:
+    scales = _half(raw, 0)
+    return Quantised(_codes(raw[:, :, 2:]).view(torch.int8), scales, torch.zeros_like(scales))
+
+
+_FORMATS: dict[str, Callable[[Bytes], Quantised]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+}

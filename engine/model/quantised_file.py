@@ -1,0 +1,51 @@
+"""`quantised.safetensors`, beside a model's bfloat16 weights: its matrices in the blocks that they were made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.model.quantised import Quantised
+
+NAME = "quantised.safetensors"
+
+
+def write_quantised(folder: Path, matrices: Mapping[str, Quantised]) -> None:
+    """matrices: by the name of the weight that each stands for. Nothing is written if there are none."""
+    stored: dict[str, Tensor] = {}
+    for name, matrix in matrices.items():
+        stored[f"{name}.codes"] = _pack(matrix.codes) if matrix.bits == 4 else matrix.codes
+        stored |= {f"{name}.scales": matrix.scales, f"{name}.offsets": matrix.offsets}
+    if stored:
+        save_file(stored, folder / NAME)
+
+
+def read_quantised(folder: Path, model: Any) -> dict[int, Quantised]:
+    """The matrices of the file beside the model's weights, by where the weight lies; none if there is no such file."""
+    try:
+        stored = load_file(folder / NAME)
+    except (OSError, SafetensorError):  # it only saves time: without it the weights are there all the same
+        return {}
+    found = {}
+    for name, weight in model.named_parameters():
+        parts = [stored.get(f"{name}.{part}") for part in ("codes", "scales", "offsets")]
+        if all(part is not None for part in parts):
+            codes, scales, offsets = (part for part in parts if part is not None)
+            matrix = Quantised(_unpack(codes) if codes.dtype == torch.uint8 else codes, scales, offsets)
+            if matrix.codes.shape == weight.shape and scales.shape == offsets.shape:
+                found[weight.data_ptr()] = matrix
+    return found
+
+
+def _pack(codes: Tensor) -> Tensor:
+    return codes[:, 0::2] | codes[:, 1::2] << 4
+
+
+def _unpack(codes: Tensor) -> Tensor:
+    return torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)

@@ -1,0 +1,79 @@
+"""What a request may ask for: prompts become token ids, and what this engine cannot do is refused, each in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
+
+import numpy as np
+
+from engine.config import Config
+from engine.errors import RequestError
+from engine.messages import Ready
+from engine.sampling import SamplingParams
+from engine.text import encode_text
+
+Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
+"""Text (one user message), chat messages, or token ids as they are."""
+
+
+def encode_prompt(tokenizer: Any, prompt: Prompt, raw: bool, vocabulary: int) -> list[int]:
+    """The prompt's token ids, all of them known to the model. raw: without the chat template."""
+    if (tolist := getattr(prompt, "tolist", None)) is not None:  # an array or a tensor
+        prompt = tolist()
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise RequestError(f"prompt: is a {type(prompt).__name__}; give text, chat messages or token ids")
+    if not prompt:
+        raise RequestError("prompt: is empty; give text, chat messages or token ids")
+    if isinstance(prompt, str) or isinstance(prompt[0], Mapping):
+        tokens = encode_text(tokenizer, prompt, raw)
+        if (highest := max(tokens, default=0)) >= vocabulary:
+            raise RequestError(
+                f"prompt: the tokenizer makes token {highest} of it, the model knows {vocabulary} tokens: resize "
+                "the model's embeddings to the tokenizer, or use the model's own tokenizer"
+            )
+        return tokens
+    tokens = [int(t) for t in prompt if is_integer(t) and 0 <= t < vocabulary]
+    if len(tokens) < len(prompt):
+        raise RequestError(f"prompt: holds something that is no token id; they go from 0 to {vocabulary - 1}")
+    return tokens
+
+
+def check_room(tokens: list[int], max_tokens: int, context: int) -> None:
+    """Refuse a prompt that leaves no room for its answer."""
+    if not tokens:
+        raise RequestError("prompt: holds no tokens; give more text")
+    if (left := context - len(tokens)) < 1:
+        raise RequestError(
+            f"prompt: its {len(tokens)} tokens leave no room for an answer in the context of {context}; shorten it"
+        )
+    if max_tokens > left:
+        raise RequestError(
+            f"max_tokens={max_tokens}: with a prompt of {len(tokens)} tokens that is over the context of {context}; "
+            f"shorten the prompt or ask for at most {left}"
+        )
+
+
+def check_sampling(sampling: SamplingParams, config: Config, target: Ready) -> None:
+    """Refuse what this engine's model or method cannot do."""
+    vocabulary = target.vocab_size
+    if not all(0 <= token < vocabulary for token in sampling.logit_bias):
+        raise RequestError(f"logit_bias={sampling.logit_bias}: token ids go from 0 to {vocabulary - 1}")
+    for field in ("logprobs", "prompt_logprobs"):
+        if (getattr(sampling, field) or 0) > vocabulary:
+            raise RequestError(f"{field}={getattr(sampling, field)}: the model knows {vocabulary} tokens")
+    if (say := sampling.speculation) is None:
+        return
+    if say.method not in (None, config.method):
+        raise RequestError(
+            f'speculation.method={say.method!r}: this engine drafts with {config.method!r}; use that or "off"'
+        )
+    if say.budget is not None and say.budget > config.drafter.budget:
+        raise RequestError(
+            f"speculation.budget={say.budget}: is over the engine's drafter.budget={config.drafter.budget}"
+        )
+
+
+def is_integer(value: Any) -> TypeGuard[int]:
+    """Of Python or of numpy."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)

@@ -1,0 +1,285 @@
+"""The front end's side of the workers: starts them, hears them, and replaces those that died or fell silent.
+
+Requests wait meanwhile, and go on with the new verifier where the old one stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import zmq
+import zmq.asyncio
+
+from engine import errors
+from engine.config import Config
+from engine.errors import EngineClosed, TalonError, WorkerDied
+from engine.flight import Flight, Flights
+from engine.launch import STOP_S, Workers
+from engine.messages import Cancel, Failed, Heartbeat, Ready, Spans, Stop, Tokens
+from engine.tasks import cancel
+from engine.totals import Totals
+from engine.trace import Timeline
+from engine.transport import Hub
+from engine.worker import oversubscription
+
+FROM_WORKERS = (Ready, Tokens, Failed, Heartbeat, Spans)
+_WATCH_S = 0.05
+_TRIES = 3  # of starting a worker again in a row
+_BARREN = 5  # verifiers in a row that emit nothing
+_LOOK_S = 0.01
+_LAST_WORDS_LOOKS = 200  # at most, for what a worker said before it ended
+_LAST_SPANS_S = 0.05
+_ABSENT_S = 0.5  # the loop stood still, and the workers maybe with it (a frozen container): silence says nothing
+
+
+class Supervisor:
+    """ready: by role, whether a worker serves. target: what the verifier says of it. failed: why there will be no
+    verifier any more, if so.
+    """
+
+    def __init__(self, config: Config, flights: Flights):
+        self.config, self.flights = config, flights
+        self.context = zmq.asyncio.Context()
+        self.workers = Workers(config, zmq.Context.shadow(self.context))
+        self.hub = Hub(self.context, self.workers.control, FROM_WORKERS)
+        self.timeline = Timeline(f"{config.method}, {config.mode}{config.simulation}")
+        self.totals = Totals()
+        self.target = Ready()
+        self.ready: dict[str, asyncio.Event] = {role: asyncio.Event() for role in self.workers.roles}
+        self.failed: TalonError | None = None
+        self.closed = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._said: dict[str, TalonError] = {}  # why a worker could not start, by role
+        self._failed_starts: Counter[str] = Counter()  # in a row, by role
+        self._barren = 0  # verifiers in a row that died with requests and emitted no token
+
+    async def launch(self, meanwhile: Callable[[], Awaitable[None]]) -> None:
+        """Start the workers, and wait until they serve and `meanwhile` is done. Raises why one of them cannot."""
+        if (warning := oversubscription(self.config)) is not None:
+            print(f"talon: {warning}", file=sys.stderr)
+        await anyio.to_thread.run_sync(self.workers.check)
+        for role in self.workers.roles:
+            self.workers.start(role)
+        self._keep_running(self._listen())
+        with anyio.move_on_after(self.config.start_timeout_s):
+            await meanwhile()
+            while not self._all_ready():
+                await self._check_starts()
+                await asyncio.sleep(_LOOK_S)
+        if not self._all_ready():
+            raise WorkerDied(f"start_timeout_s={self.config.start_timeout_s:g}: the workers were not ready in time")
+        if not self.target.exact:
+            _say_once(f"talon: the target is not exact, so drafts may turn a near tie: {self.target.inexact}")
+        self.workers.stand_by()
+        self._keep_running(self._watch())
+
+    def _all_ready(self) -> bool:
+        return all(event.is_set() for event in self.ready.values())
+
+    async def _check_starts(self) -> None:
+        for error in self._said.values():
+            raise error
+        for role in self.workers.roles:
+            if not self.ready[role].is_set() and not self.workers.running[role].alive():
+                said = await self._last_words(role)
+                raise said or WorkerDied(f"the {role} died while loading {self.config.model}")
+
+    def _keep_running(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` until the engine closes; should it fail, so does every request, rather than wait forever."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if task.cancelled():
+                if not self.closed:
+                    self._abandon()
+            elif (error := task.exception()) is not None:
+                print(f"talon: {type(error).__name__}: {error}; the engine cannot go on", file=sys.stderr)
+                self._give_up(EngineClosed(f"the engine failed: {error}; start a new one"))
+
+        task = asyncio.create_task(work)
+        task.add_done_callback(ended)
+        self._tasks.append(task)
+
+    # Requests.
+
+    def submit(self, flight: Flight) -> None:
+        """Hand the request to the verifier; while there is none, it waits for the next."""
+        if self.ready["verifier"].is_set():
+            flight.verifier = self.workers.running["verifier"].name
+            self.hub.send(flight.verifier, *flight.submission(self.target.defaults))
+
+    def cancel(self, flight: Flight) -> None:
+        """The front end has done with the request."""
+        if not self.closed and flight.verifier:
+            self.hub.send(flight.verifier, Cancel(request=flight.number))
+
+    # What the workers say.
+
+    async def _listen(self) -> None:
+        """Hand what the workers say to the requests it is for."""
+        while True:
+            arrival = self.hub.open(await self.hub.socket.recv_multipart())  # type: ignore[misc]
+            if arrival is None:
+                continue
+            name, message, _ = arrival
+            role = name.partition("-")[0]
+            if isinstance(message, Spans):  # its last ones come when it has ended
+                self.timeline.add(role, message)
+            if (worker := self.workers.running.get(role)) is not None and worker.name == name:
+                self.workers.heard_s[role] = time.monotonic()
+                self._hear(role, message)  # not the last words of a worker already replaced
+
+    def _hear(self, role: str, message: object) -> None:
+        if isinstance(message, Tokens):
+            self._barren = 0
+            self.totals.add(message)
+            self.flights.hear(message.request, message)
+        elif isinstance(message, Failed):
+            self._hear_failure(role, message)
+        elif isinstance(message, Heartbeat) and role == "verifier":
+            self.totals.state = message
+        elif isinstance(message, Ready):
+            self.ready[role].set()
+            self._failed_starts[role] = 0
+            if role == "verifier":
+                self.target = message
+                self.totals.new_verifier()
+                for flight in self.flights.without(self.workers.running[role].name):
+                    self.submit(flight)
+
+    def _hear_failure(self, role: str, message: Failed) -> None:
+        kind = getattr(errors, message.kind, TalonError)
+        error = kind(message.text) if issubclass(kind, TalonError) else TalonError(message.text)
+        if message.request is None:
+            self._said[role] = error
+        else:
+            self.flights.hear(message.request, error)
+
+    async def _last_words(self, role: str) -> TalonError | None:
+        """Why a worker that has ended could not start, if it said so: on a busy machine that arrives after its end."""
+        for _ in range(_LAST_WORDS_LOOKS):
+            if role in self._said:
+                break
+            await asyncio.sleep(_LOOK_S)
+        return self._said.pop(role, None)
+
+    # Workers that have to be replaced.
+
+    async def _watch(self) -> None:
+        """Replace workers that died or fell silent."""
+        looked_s = time.monotonic()
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            now_s = time.monotonic()  # the only look at the clock: it may jump between two
+            if now_s - looked_s > _ABSENT_S:
+                self.workers.forgive_silence(now_s)
+            looked_s = now_s
+            self.hub.restore()
+            for role in self.workers.roles:
+                loading = not self.ready[role].is_set()
+                patience_s = self.config.start_timeout_s if loading else self.config.heartbeat_timeout_s
+                if (reason := self.workers.dead(role, patience_s, now_s)) is not None:
+                    await self._replace(role, reason)
+
+    async def _replace(self, role: str, reason: str) -> None:
+        """Start the worker again, if that makes sense. With a new verifier goes a new drafter."""
+        loading = not self.ready[role].is_set()
+        said = await self._last_words(role) if loading else self._said.pop(role, None)
+        self.ready[role].clear()
+        delay_s = self.workers.back_off_s(role)
+        if role == "verifier":
+            self._stop_workers()
+        await anyio.to_thread.run_sync(self.workers.end, role, 0.0)
+        self.ready[role].clear()  # should it have said so before it died: from here on nobody hears it
+        self._failed_starts[role] += loading
+        if self._failed_starts[role] >= _TRIES:
+            return self._go_without(role, f"the {role} cannot be started again: {said or reason}")
+        print(f"talon: the {role} {f'failed: {said}' if said else reason}; starting another", file=sys.stderr)
+        if role == "verifier" and not loading:
+            self._count_barren()
+        await asyncio.sleep(delay_s)
+        self.workers.start(role)
+        if role == "verifier" and "drafter" in self.workers.roles:
+            patience_s = STOP_S if self._hears("drafter") else 0.0
+            await anyio.to_thread.run_sync(self.workers.end, "drafter", patience_s)
+            self.ready["drafter"].clear()
+            self.workers.start("drafter")
+
+    def _go_without(self, role: str, why: str) -> None:
+        if role == "verifier":
+            self._give_up(WorkerDied(why))
+        else:
+            print(f"talon: {why}; answers go on without drafts", file=sys.stderr)
+
+    def _count_barren(self) -> None:
+        """A request that ends every verifier that gets it must not be handed to one after the other for ever."""
+        self._barren += bool(self.flights)
+        if self._barren >= _BARREN:
+            self._barren = 0
+            why = (
+                f"the verifier died {_BARREN} times in a row before it had emitted a token: one of the requests in "
+                "flight may be the cause; send them one by one"
+            )
+            self.flights.fail(WorkerDied(why))
+
+    def _give_up(self, error: TalonError) -> None:
+        """The engine cannot go on: requests in flight and later ones fail with the reason."""
+        self.failed = error
+        self.flights.fail(error)
+
+    # The end.
+
+    async def close(self) -> None:
+        """Stop the workers, remove what they left."""
+        self.closed = True
+        listener, others = self._tasks[:1], self._tasks[1:]  # the workers' last words are still heard
+        await cancel(others)
+        self._stop_workers()
+        for role in list(self.workers.running):
+            patience_s = STOP_S if self._hears(role) else 0.0
+            await anyio.to_thread.run_sync(self.workers.end, role, patience_s)
+        if self.config.trace is not None:
+            await asyncio.sleep(_LAST_SPANS_S)
+        await cancel(listener)
+        self._leave()
+        if self.config.trace is not None:
+            self.timeline.write(Path(self.config.trace))
+
+    def _abandon(self) -> None:
+        """The event loop ends, and nobody has closed the engine. What it holds would stop the garbage collector later:
+        a ZeroMQ context waits for its sockets.
+        """
+        print("talon: the engine was not closed; use `async with await Engine.start(...)`", file=sys.stderr)
+        self.closed = True
+        self.flights.fail(EngineClosed("its event loop has ended"))
+        self._stop_workers()
+        for role in list(self.workers.running):
+            self.workers.end(role, STOP_S)
+        self._leave()
+
+    def _leave(self) -> None:
+        self.hub.close()
+        self.context.term()
+        self.workers.close()
+
+    def _stop_workers(self) -> None:
+        for worker in self.workers.running.values():
+            self.hub.send(worker.name, Stop())
+
+    def _hears(self, role: str) -> bool:
+        """Whether the worker will end when told to. A process that still loads does not, and has nothing to save."""
+        return self.ready[role].is_set() or self.config.transport == "inproc"
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    """On standard error; a benchmark starts many engines of one target."""
+    print(line, file=sys.stderr)
