@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import msgspec
@@ -151,7 +152,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 def _converted(params: msgspec.Struct, prefix: str = "") -> dict[str, Any]:
     """The fields of `params`, each of its declared type; RequestError naming the first that cannot be."""
     values = {}
-    for field in msgspec.structs.fields(params):
+    for field in _fields(type(params)):
         value = getattr(params, field.name)
         try:
             values[field.name] = msgspec.convert(value.item() if hasattr(value, "item") else value, field.type)
@@ -159,6 +160,12 @@ def _converted(params: msgspec.Struct, prefix: str = "") -> dict[str, Any]:
             reason = str(error).split(" - at")[0].lower().replace("`array`", "a list").replace("| null", "or None")
             raise RequestError(f"{prefix}{field.name}={value!r}: {reason}") from None
     return values
+
+
+@functools.cache
+def _fields(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    """Of a struct; finding out their types takes longer than checking them."""
+    return msgspec.structs.fields(kind)
 
 
 def _is_count(logprobs: int | None) -> bool:

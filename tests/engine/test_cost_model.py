@@ -152,8 +152,13 @@ def test_drafts_whose_rows_cost_more_than_they_bring_are_not_waited_for() -> Non
 @pytest.mark.parametrize("gained", [0, 2])
 def test_drafts_not_waited_for_are_tried_again_some_time(gained: int) -> None:
     model = drafted(at_rate(STEEP, 1, 0.001), 0.02, gained)
-    assert not model.worth_waiting(8, 1)
     assert any(model.worth_waiting(8, 1) for _ in range(500))
+
+
+def test_what_is_held_against_drafts_fades_slowly() -> None:
+    model = drafted(at_rate(STEEP, 1, 0.001), 0.0004, 0)
+    refused = next(count for count in range(500) if model.worth_waiting(8, 1))
+    assert 20 < refused < 40
 
 
 def test_a_draft_that_never_comes_is_waited_for_longer_and_longer_up_to_a_point() -> None:
