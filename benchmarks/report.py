@@ -27,9 +27,9 @@ IF_DRAWN = (
 """Pictures that other commands leave in the folder, or may not."""
 READING = (
     "Speed-up: median over prompts of tokens/s over plain decoding's on the same prompt in the same run; over several "
-    "suites the geometric mean of their medians, first turns only. Its 95% interval is a bootstrap over prompts. MAT: tokens a round, "
-    "bonus included. An answer loops if 8 tokens in a row occur in it more than 4 times; loops flatter whoever copies "
-    "from the text. Contestants take turns prompt by prompt.",
+    "suites the geometric mean of their medians, first turns only. Its 95% interval is a bootstrap over prompts. MAT: "
+    "tokens a round, bonus included. An answer loops if 8 tokens in a row occur in it more than 4 times; loops flatter "
+    "whoever copies from the text. Contestants take turns prompt by prompt.",
     "Token ms: between tokens, those that come together sharing their wait. Round ms: between verdicts, the wait a "
     "reader of the stream sees. Verify and draft: models' forwards; other: the rest of a round, messages included. "
     "Peak MB: resident memory of verifier and drafter, libraries included. Same text: as plain decoding's; a tie is a "

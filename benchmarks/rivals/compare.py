@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
@@ -52,7 +52,7 @@ class Plan:
     max_tokens: int
     prompts: Prompts
     repeats: int = 1
-    budget: Budget = Budget(None)
+    budget: Budget = field(default_factory=lambda: Budget(None))
     weights: str = ""
 
     def turns(self, ratios: Callable[[int], Iterable[Sequence[float]]]) -> Iterator[tuple[int, int, Prompts]]:
