@@ -161,7 +161,7 @@ def level_table(lines: Sequence[Level]) -> Table:
     """p50/p95 of the time to the first token and of the pauses between emissions."""
     return Table(
         "n requests at once",
-        ("n", "method", "tokens/s", "speed-up", "95%", "over 1", "first ms", "pause ms", "same text"),
+        ("n", "method", "tokens/s", "speed-up", "95%", "over 1", "first ms", "pause ms", "same"),
         [
             [
                 str(line.concurrency),
