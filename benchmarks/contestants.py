@@ -209,6 +209,8 @@ CONTESTANTS: dict[str, dict[str, Any]] = {name: AS_PUBLISHED | {"method": name} 
     "eagle3": AS_PUBLISHED | {"method": "eagle3", "drafter.growth.policy": "dynamic"},
     "talon-tree": AS_PUBLISHED | {"method": "eagle3", "drafter.growth.policy": "talon"},
     "block": AS_PUBLISHED | {"method": "block", "drafter.growth.policy": "dynamic"},
+    "talon-pld": {"method": "pld", "mode": "sequential"},
+    "talon-suffix": {"method": "suffix", "mode": "sequential"},
     "hybrid": {"method": "hybrid", "mode": "sequential"},
     "talon": {"method": "hybrid", "mode": "auto"},
     # what each of our parts adds to eagle3
@@ -220,7 +222,7 @@ CONTESTANTS: dict[str, dict[str, Any]] = {name: AS_PUBLISHED | {"method": name} 
     "+async": {"method": "hybrid", "mode": "async"},
 }
 """What each name stands for: configuration keys. Baselines run as published: their trees, no calibration, no shared
-noise, every node verified."""
+noise, every node verified; talon-pld and talon-suffix draft the same and verify what pays, as they are served."""
 
 ABLATION = ("eagle3", "+adaptive", "+noise", "+calibration", "+merge", "+budget", "+async")
 

@@ -32,6 +32,10 @@ SHARES = {"single": 0.45, "concurrency": 0.18, "qa": 0.12, "rivals": 0.25}
 SUITES = ("gsm8k", "humaneval", "alpaca", "mt_bench", "sum", "qa")
 KNOWLEDGE = ("nq_open", "spec_bench_dev")
 LEVELS = (1, 2, 4, 8, 16)
+METHODS = (
+    "none,pld,lookahead,suffix,recycling,sps,medusa,hydra,eagle2,eagle3,block,"
+    "talon-pld,talon-suffix,talon-tree,hybrid,talon,hf,hf-pld"
+)
 
 
 def evidence(
@@ -39,11 +43,11 @@ def evidence(
         Path, typer.Option(help=f"Folder of JSONL files: {', '.join(SUITES)}; for qa {', '.join(KNOWLEDGE)}.")
     ],
     out: Annotated[Path, typer.Option(help="Folder for rows, pictures and the report.")] = Path("out"),
-    minutes: Annotated[float, typer.Option(help="For all parts, without starting what is measured.", min=0.0)] = 60.0,
+    minutes: Annotated[float, typer.Option(help="For all parts, starting what is measured included.", min=0.0)] = 60.0,
     parts: Annotated[str, typer.Option(help="Comma-separated; the rows of others stay in the report.")] = ",".join(
         SHARES
     ),
-    methods: Annotated[str, typer.Option(help="Of the part single: all, or comma-separated contestants.")] = "all",
+    methods: Annotated[str, typer.Option(help="Of the part single: all, or comma-separated contestants.")] = METHODS,
     served: Annotated[str, typer.Option(help="Comma-separated methods of the parts concurrency and rivals.")] = (
         "suffix,pld,talon"
     ),

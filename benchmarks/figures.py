@@ -175,6 +175,11 @@ def summaries(rows: Sequence[Row]) -> list[Summary]:
     return [_summary(rows, name) for name in names]
 
 
+def first_turns(rows: Sequence[Row]) -> list[Row]:
+    """Without the later turns of conversations, which repeat what was said."""
+    return [row for row in rows if row.turn == 1]
+
+
 def without_loops(rows: Sequence[Row]) -> list[Row]:
     """The prompts on which plain decoding does not loop: a loop flatters whoever copies from the text."""
     looping = {_prompt(row) for row in rows if row.method == BASELINE and row.loops}

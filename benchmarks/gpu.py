@@ -31,7 +31,7 @@ from .figures import BASELINE
 from .load import Load, run_load
 from .load_figures import level_table, levels
 
-SINGLE = "none,pld,lookahead,suffix,recycling,eagle3,talon-tree,block,hybrid,talon,hf,hf-pld"
+SINGLE = "none,pld,suffix,recycling,eagle3,block,talon-suffix,talon-tree,hybrid,talon,hf,hf-pld"
 SERVED = "suffix,eagle3,block,talon"
 LEVELS = (1, 2, 4, 8, 16, 32, 64)
 _CHECKED = 2  # questions a file whose texts are checked with every served method

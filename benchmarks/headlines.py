@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from .figures import BASELINE, PEERS, Row, Summary, cells, summaries
+from .figures import BASELINE, PEERS, Row, Summary, cells, first_turns, summaries
 from .load_figures import LoadRow, levels
 from .qa_figures import QaRow
 from .rivals.figures import Turn, label, ratios, speeds
@@ -28,10 +28,11 @@ def one_request(rows: Sequence[Row]) -> Iterator[str]:
     """The best method at each temperature, and on which suites it gains most and least."""
     for temperature in sorted({row.temperature for row in rows}):
         some = [row for row in rows if row.temperature == temperature]
-        if not (ours := [line for line in summaries(some) if line.method not in (*PEERS, BASELINE)]):
+        asked = first_turns(some)
+        if not (ours := [line for line in summaries(asked) if line.method not in (*PEERS, BASELINE)]):
             continue
         best = max(ours, key=lambda line: line.speed_up)
-        by_suite = {suite: median(r.values()) for (_, suite, name), r in cells(some).items() if name == best.method}
+        by_suite = {suite: median(r.values()) for (_, suite, name), r in cells(asked).items() if name == best.method}
         most, least = max(by_suite, key=by_suite.__getitem__), min(by_suite, key=by_suite.__getitem__)
         yield (
             f"**One request, T = {temperature:g}**: `{best.method}` writes {best.tokens_per_second:.0f} tokens/s, "

@@ -160,8 +160,8 @@ def levels(rows: Iterable[LoadRow]) -> list[Level]:
 def level_table(lines: Sequence[Level]) -> Table:
     """p50/p95 of the time to the first token and of the pauses between emissions."""
     return Table(
-        "n requests at once",
-        ("n", "method", "tokens/s", "speed-up", "95%", "over 1", "first ms", "pause ms", "same text"),
+        "Requests at once (n)",
+        ("n", "method", "tokens/s", "speed-up", "95%", "over 1", "first ms", "pause ms", "same"),
         [
             [
                 str(line.concurrency),

@@ -31,7 +31,7 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#0
 LINES, MARKERS = ("-", "--", "-.", ":"), "os^Dv"
 HATCHES = ("", "//", "..", "xx", "\\\\")
 """Besides colours, so that a line is known in black and white too."""
-OUR_METHODS = {"talon", "hybrid", "talon-tree"}
+OUR_METHODS = {"talon", "hybrid", "talon-tree", "talon-suffix", "talon-pld"}
 
 
 def speed_up_bars(rows: Sequence[Row], path: Path) -> None:
@@ -316,7 +316,7 @@ def engines(turns: Sequence[Turn], path: Path) -> None:
         1, len(levels), figsize=(5 * len(levels), 0.3 * len(found) + 1.2), squeeze=False, sharey=True
     )
     names = [*reversed(found)]
-    labels = [f"{label(one[name])}, {one[name].weights}" for name in names]
+    labels = [label(one[name]) + ("" if one[name].weights in name else f", {one[name].weights}") for name in names]
     for axis, level in zip(axes[0], levels, strict=True):
         values = [found[name].get(level, 0.0) for name in names]
         spread = [rates(turns, name, level).values() or [0.0] for name in names]

@@ -13,7 +13,7 @@ from statistics import mean, median
 
 from . import headlines, load_figures, plots, qa_figures
 from .about import ABOUT
-from .figures import Row, Summary, speed_ups, summaries, without_loops
+from .figures import Row, Summary, first_turns, speed_ups, summaries, without_loops
 from .rivals import figures as rival_figures
 from .runs import Run
 from .tables import Table, known
@@ -27,9 +27,9 @@ IF_DRAWN = (
 """Pictures that other commands leave in the folder, or may not."""
 READING = (
     "Speed-up: median over prompts of tokens/s over plain decoding's on the same prompt in the same run; over several "
-    "suites the geometric mean of their medians. Its 95% interval is a bootstrap over prompts. MAT: tokens a round, "
-    "bonus included. An answer loops if 8 tokens in a row occur in it more than 4 times; loops flatter whoever copies "
-    "from the text. Contestants take turns prompt by prompt.",
+    "suites the geometric mean of their medians, first turns only. Its 95% interval is a bootstrap over prompts. MAT: "
+    "tokens a round, bonus included. An answer loops if 8 tokens in a row occur in it more than 4 times; loops flatter "
+    "whoever copies from the text. Contestants take turns prompt by prompt.",
     "Token ms: between tokens, those that come together sharing their wait. Round ms: between verdicts, the wait a "
     "reader of the stream sees. Verify and draft: models' forwards; other: the rest of a round, messages included. "
     "Peak MB: resident memory of verifier and drafter, libraries included. Same text: as plain decoding's; a tie is a "
@@ -77,7 +77,7 @@ def _lines(run: Run) -> list[str]:
         *headlines.one_request(run.single),
         *headlines.many_requests(run.load),
         *headlines.against_rivals(run.rivals),
-        *headlines.losing_methods(run.greedy),
+        *headlines.losing_methods(first_turns(run.greedy)),
         *headlines.same_texts(run.single, run.load, run.qa),
     ]
 
@@ -90,7 +90,7 @@ def _sections(run: Run) -> Iterator[tuple[str, list[Table]]]:
     if run.rivals:
         yield "Other engines", [rival_figures.table(run.rivals)]
     for t, some in temperatures.items():
-        yield f"One request, T = {t:g}, all prompts", _summarised(some)
+        yield f"One request, T = {t:g}, all suites", _summarised(first_turns(some))
     if turns := turn_table(run.greedy):
         yield "Both turns of a conversation", [turns]
     if run.load:
@@ -99,8 +99,9 @@ def _sections(run: Run) -> Iterator[tuple[str, list[Table]]]:
     if run.qa:
         yield "Questions that need knowledge", [qa_figures.speed_table(run.qa), qa_figures.score_table(run.qa)]
     for t, some in temperatures.items():
-        if straight := without_loops(some):
-            share = f"{len(set(map(_prompt, straight)))} of {len(set(map(_prompt, some)))}"
+        straight, asked = without_loops(first_turns(some)), first_turns(some)
+        if 0 < len(straight) < len(asked):
+            share = f"{len(set(map(_prompt, straight)))} of {len(set(map(_prompt, asked)))}"
             yield f"T = {t:g}, prompts whose plain answer does not loop ({share})", _summarised(straight)
         for suite in dict.fromkeys(row.suite for row in some):
             yield f"T = {t:g}, {suite}", _summarised([row for row in some if row.suite == suite])
@@ -113,7 +114,7 @@ def _draw(run: Run, folder: Path) -> list[tuple[str, str]]:
         plots.engines(run.rivals, folder / HEADLINE)
         made.append((HEADLINE, "Talon and other engines: tokens/s in all"))
     elif run.single:
-        plots.summary_bars(run.greedy, folder / HEADLINE)
+        plots.summary_bars(first_turns(run.greedy), folder / HEADLINE)
         made.append((HEADLINE, "Speed-up over all suites"))
     if run.single:
         for name, title, draw in (
@@ -123,7 +124,7 @@ def _draw(run: Run, folder: Path) -> list[tuple[str, str]]:
             ("cost.png", "Cost curve of the target", plots.cost_curve),
             ("trees.png", "Size and depth of the trees", plots.tree_sizes),
         ):
-            draw(run.greedy, folder / name)
+            draw(run.greedy if name == "suites.png" else first_turns(run.greedy), folder / name)
             made.append((name, title))
     if run.load:
         plots.concurrency(load_figures.levels(run.load), folder / "concurrency.png")
@@ -199,7 +200,8 @@ def _markdown(lines: Sequence[str], about: Sequence[str], sections: Sections, pi
     parts += about
     for title, tables in sections:
         parts += [f"## {title}", *(table.markdown() for table in tables)]
-    parts += ["## Pictures", *(f"![{title}]({name})" for name, title in pictures[1:])]
+    if pictures[1:]:
+        parts += ["## Pictures", *(f"![{title}]({name})" for name, title in pictures[1:])]
     return "\n\n".join(parts) + "\n"
 
 

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
@@ -44,15 +44,15 @@ _MOST = 20  # repeats
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked. levels: requests at once. repeats: of all levels; with minutes, as many as these allow. weights:
-    what Talon's engines compute with.
+    """What is asked. levels: requests at once. repeats: of all levels; with a bounded budget, as many as it allows.
+    weights: what Talon's engines compute with.
     """
 
     levels: Sequence[int]
     max_tokens: int
     prompts: Prompts
     repeats: int = 1
-    minutes: float | None = None
+    budget: Budget = field(default_factory=lambda: Budget(None))
     weights: str = ""
 
     def turns(self, ratios: Callable[[int], Iterable[Sequence[float]]]) -> Iterator[tuple[int, int, Prompts]]:
@@ -60,7 +60,7 @@ class Plan:
 
         ratios: at a level, of each contestant so far; levels that need no more are left out.
         """
-        endless, budget = itertools.cycle(self.prompts), Budget(self.minutes)
+        endless, budget = itertools.cycle(self.prompts), self.budget
         for repeat in range(_MOST if budget.bounded else self.repeats):
             open_ = [level for level in self.levels if not repeat or not all(map(is_narrow, ratios(level)))]
             for level in self.levels if not budget.bounded else open_:
@@ -106,7 +106,7 @@ async def run_rivals(
     tokenizer = load_tokenizer(config.model)
     prompts = [encode_text(tokenizer, question.prompt) for _, question in mixed_questions(what.files, what.limit)]
     dtype = name_of(find_dtype(config.dtype, load_config(config.model), find_device(config.device)))
-    plan = Plan(what.levels, what.sampling.max_tokens, prompts, what.repeats, what.minutes, dtype)
+    plan = Plan(what.levels, what.sampling.max_tokens, prompts, what.repeats, Budget(what.minutes), dtype)
     threads = config.verifier.threads or cores()
     write_about(out, config, [what.sampling], what.repeats)
     names = list(dict.fromkeys([BASELINE, *names]))

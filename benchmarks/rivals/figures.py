@@ -71,7 +71,7 @@ def is_small(weights: str) -> bool:
 
 
 def label(turn: Turn) -> str:
-    return f"Talon {turn.contestant}" if turn.talon else turn.contestant
+    return f"Talon {turn.contestant}".replace("Talon talon", "Talon") if turn.talon else turn.contestant
 
 
 def table(turns: Sequence[Turn]) -> Table:

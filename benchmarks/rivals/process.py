@@ -76,12 +76,17 @@ def _llama_cpp(
         Rival(
             _named("llama.cpp", kind, drafts),
             WEIGHTS.get(kind, kind),
-            (*common, str(file), str(threads), str(most), *options),
+            (*common, str(file), str(threads), str(most), *options, *_options(kind)),
         )
         for kind, file in gguf.items()
         if kind != "F16"
         for drafts, options in (("", ()), (" n-gram", ngram))
     ]
+
+
+def _options(kind: str) -> tuple[str, ...]:
+    """With weights in blocks it ends with a fault on processors with AMX, unless it leaves them as they lie."""
+    return () if kind in WEIGHTS else ("--no-repack",)
 
 
 def _openvino(python: Path, model: str, gguf: Mapping[str, Path], threads: int, most: int) -> Sequence[Rival]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import sys
-import time
 from pathlib import Path
 
 import gguf
@@ -64,7 +64,11 @@ async def test_rivals_take_turns_at_every_level() -> None:
 async def test_a_rival_rests_between_its_turns_and_leaves_nothing_behind() -> None:
     process = await Process.start(rival("echo"))
     number = process._process.pid
-    assert any(state(number) == "T" or time.sleep(0.01) for _ in range(500))  # noqa: ASYNC251
+    for _ in range(500):
+        if state(number) == "T":
+            break
+        await asyncio.sleep(0.01)
+    assert state(number) == "T"
     await process.stop()
     assert state(number) is None
 
