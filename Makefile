@@ -2,7 +2,7 @@
 # make soak MINUTES=30: mixed load with cancelled requests and killed workers, and against a server; memory must stay flat.
 # make mutants: plants faults in the modules that decide what is exact; the tests must see them. It tries MOST=60 of each
 # module, drawn with SEED=1; MOST=1000 tries all.
-# make demo-heads DATA=prompts.jsonl: train the drafters of models/demo/heads again; hours on two cores.
+# make heads DATA=prompts.jsonl: train the heads of models/smollm2-135m again, or go on training; hours on two cores.
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -19,12 +19,13 @@ model: .venv/installed
 demo: model
 	$(BIN)/talon generate "Give three tips for staying healthy." --max-tokens 128
 
-HEADS := eagle3 eagle medusa hydra sps
-demo-heads: .venv/installed
-	test -n "$(DATA)" || { echo 'make demo-heads: name the prompts: DATA=prompts.jsonl, a "prompt" per line'; exit 2; }
+HEADS := block eagle3 medusa hydra eagle sps
+heads: model
+	test -n "$(DATA)" || { echo 'make heads: name the prompts: DATA=prompts.jsonl, a "prompt" per line'; exit 2; }
 	for head in $(HEADS); do \
-	  $(BIN)/talon train $$head --target models/demo --data "$(DATA)" --out out/heads/$$head || exit 1; \
-	  mkdir -p models/demo/heads/$$head && cp out/heads/$$head/*.json out/heads/$$head/*.safetensors models/demo/heads/$$head/; \
+	  $(BIN)/talon train $$head --target smollm2-135m --data "$(DATA)" --out out/heads/$$head \
+	    $$(test -e out/heads/$$head/training/state.pt && echo --resume) || exit 1; \
+	  mkdir -p models/smollm2-135m/$$head && cp out/heads/$$head/*.json out/heads/$$head/*.safetensors models/smollm2-135m/$$head/; \
 	done
 
 evidence: .venv/installed
@@ -50,4 +51,4 @@ mutants: .venv/installed
 clean:
 	rm -rf mutants .venv build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-.PHONY: install model demo demo-heads evidence lint types test soak mutants clean
+.PHONY: install model demo heads evidence lint types test soak mutants clean

@@ -13,13 +13,12 @@ import pytest
 
 from tests.engine.server.process import ROOT, ServerProcess, serving
 
-DEMO = "configs/demo-17m.yaml"
-LIGHT = ("--method", "suffix")
+DEMO = "configs/demo.yaml"
 
 
 @pytest.fixture(scope="module")
-def demo() -> Iterator[ServerProcess]:
-    with serving("--config", DEMO, *LIGHT) as running:
+def demo(smollm2: str) -> Iterator[ServerProcess]:
+    with serving("--config", DEMO) as running:
         yield running
 
 
@@ -42,10 +41,10 @@ def test_a_stream_with_httpx(demo: ServerProcess) -> None:
 
 
 @pytest.fixture
-def light(tmp_path: Path) -> str:
-    """The demo model without a head: of these examples' concern is not how fast it drafts."""
+def light(tmp_path: Path, smollm2: str) -> str:
+    """With one thread: of these examples' concern is not how fast they are."""
     file = tmp_path / "config.yaml"
-    file.write_text(f"model: {ROOT / 'models/demo'}\nmethod: suffix\nverifier: {{threads: 1}}\n")
+    file.write_text(f"model: {smollm2}\nmethod: suffix\nverifier: {{threads: 1}}\n")
     return str(file)
 
 

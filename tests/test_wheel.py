@@ -49,7 +49,7 @@ def test_the_command_finds_its_configurations_models_and_benchmarks_in_the_wheel
         installed,
         "-c",
         "from engine.config import DEMO, load; import engine; print(engine.__file__); print(DEMO.is_file());"
-        "print(load(DEMO.with_name('demo-17m.yaml')).model)",
+        "print(load(DEMO.with_name('smollm2.yaml')).drafter.path.format(method='block'))",
     ).split()
     assert found[0].startswith(str(installed)) and found[1] == "True"
     assert (Path(found[2]) / "model.safetensors").is_file() and found[2].startswith(str(installed))

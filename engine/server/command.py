@@ -51,7 +51,7 @@ def serve(
 
     talon serve
 
-    talon serve --method hybrid --config configs/demo-17m.yaml --port 8001 --api-keys keys.txt
+    talon serve --method hybrid --config configs/smollm2.yaml --port 8001 --api-keys keys.txt
     """
 
     async def main() -> None:
