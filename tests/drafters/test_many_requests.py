@@ -110,7 +110,7 @@ def test_the_pool_grows_with_the_requests_and_gets_back_what_they_held(
 
 @torch.inference_mode()
 @pytest.mark.parametrize("build", [eagle, eagle3], ids=lambda build: build.__name__)
-def test_in_bfloat16_the_program_is_as_near_to_the_truth_as_plain_operations(
+def test_in_bfloat16_the_program_and_plain_operations_are_both_near_to_float32(
     build: Build, tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     truth = build(tmp_path / "a", target)
@@ -128,4 +128,5 @@ def test_in_bfloat16_the_program_is_as_near_to_the_truth_as_plain_operations(
         first = first.clone()
         ((_, second),) = head.extend([(session, [nodes[2], nodes[0]], [11, 12])])
         found.append(torch.cat([root, first, second]).float())
-    assert (found[1] - found[0]).norm() < 1.5 * (found[2] - found[0]).norm() < 0.2 * found[0].norm()
+    for logits in found[1:]:  # each of these three steps multiplies the rounding of the one before
+        assert (logits - found[0]).norm() < 0.1 * found[0].norm()
