@@ -18,7 +18,7 @@ from engine.choice import Choice
 from engine.messages import Rates
 
 SIZES = (1, 4, 8, 16, 32, 48, 64, 128, 256)
-"""Rows at which a forward's time is known; others take as long as the next larger size."""
+"""Rows at which a forward's time is known."""
 _NEW = 0.1  # weight of the latest measurement
 _CLIP = 0.25  # of one measurement's relative error: an interrupted forward must not make a size expensive for good
 _ELSEWHERE = 0.03  # weight for the other sizes: what slows one forward slows them all
@@ -72,16 +72,23 @@ class CostModel:
 
     def seconds(self, rows: int, keys: float = 0.0) -> float:
         """t(rows, keys). keys: seen by all rows together. Beyond the largest size, in proportion to it."""
-        size = self._size(rows)
-        least = min(taken for known, taken in self._seconds.items() if known >= size)
-        return least * max(1.0, rows / size) + self._key_s * keys
+        return float(self._times(np.array([rows]))[0]) + self._key_s * keys
+
+    def _times(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Of forwards over so many rows each. Between two sizes on a line; a size that larger ones undercut is as they
+        are.
+        """
+        sizes, times = np.array(list(self._seconds)), np.array(list(self._seconds.values()))
+        least = np.minimum.accumulate(times[::-1])[::-1]
+        return np.asarray(np.interp(rows, sizes, least) * np.maximum(1.0, rows / sizes[-1]))
 
     def observe_forward(self, rows: int, keys: float, seconds: float) -> None:
         """A forward took so long."""
-        size = self._size(rows)
         error = max(-_CLIP, min(_CLIP, seconds / self.seconds(rows, keys) - 1))
-        for known in self._seconds:
-            self._seconds[known] *= 1 + (_NEW if known == size else _ELSEWHERE) * error
+        sizes = list(self._seconds)
+        for place, size in enumerate(sizes):
+            shares = np.interp(rows, sizes, [float(place == other) for other in range(len(sizes))])
+            self._seconds[size] *= 1 + (_ELSEWHERE + (_NEW - _ELSEWHERE) * float(shares)) * error
 
     def _size(self, rows: int) -> int:
         return next((size for size in self._seconds if size >= rows), next(reversed(self._seconds)))
@@ -112,10 +119,10 @@ class CostModel:
         """How many of the nodes to verify. worth: [nodes] expected tokens of each, the most first; the first `requests`
         are the trees' roots, which are verified whatever they cost. keys_each: that one row sees on average.
         """
-        expected = np.cumsum(worth, dtype=np.float64)
-        rate = self.rate(requests)
-        sizes = {max(requests, min(size, len(worth))) for size in self._seconds} | {len(worth)}
-        return max(sorted(sizes), key=lambda n: float(expected[n - 1]) - rate * self.seconds(n, n * keys_each))
+        rows = np.arange(requests, len(worth) + 1)
+        expected = np.cumsum(worth, dtype=np.float64)[requests - 1 :]
+        taken_s = self._times(rows) + self._key_s * keys_each * rows
+        return int(rows[np.argmax(expected - self.rate(requests) * taken_s)])
 
     def observe_ways(self, requests: int, tokens: int, round_s: float, rests: bool) -> None:
         """A round took so long, the wait for its drafts included. rests: its drafter has a model that can rest.

@@ -62,9 +62,10 @@ def test_no_more_nodes_are_verified_than_there_are(chances: list[float], request
     assert requests <= CostModel(STEEP).nodes_worth(worth, requests) <= len(worth)
 
 
-def test_a_forward_costs_what_the_next_larger_size_costs() -> None:
+def test_a_forward_between_two_sizes_costs_what_lies_between_theirs() -> None:
     model = CostModel(STEEP)
-    assert [model.seconds(n) for n in (1, 2, 8, 9, 32)] == [0.010, 0.020, 0.020, 0.040, 0.080]
+    expected = [0.010, 0.010 + 0.010 / 7, 0.020, 0.0225, 0.080]
+    assert [model.seconds(n) for n in (1, 2, 8, 9, 32)] == pytest.approx(expected)
     assert model.seconds(128) == pytest.approx(0.320)
 
 
@@ -77,7 +78,7 @@ def test_the_times_follow_what_forwards_take() -> None:
     model = CostModel(STEEP)
     for _ in range(100):
         model.observe_forward(7, 0, 0.03)
-    assert model.seconds(8) == pytest.approx(0.03, rel=1e-3)
+    assert model.seconds(7) == pytest.approx(0.03, rel=1e-3)
 
 
 def test_what_slows_one_forward_is_expected_to_slow_the_others() -> None:
@@ -264,7 +265,7 @@ def test_behind_a_long_text_fewer_nodes_pay() -> None:
 
 def test_a_prompts_chunk_fills_up_what_twice_the_time_allows() -> None:
     model = CostModel({1: 0.010, 8: 0.012, 16: 0.030, 32: 0.040})
-    assert model.chunk_rows(1, 512) == 8 - 1
+    assert model.chunk_rows(1, 512) == 11 - 1
     assert model.chunk_rows(1, 3) == 3
     assert CostModel({1: 0.010, 8: 0.020, 16: 0.040}).chunk_rows(1, 512) == 8 - 1, "just twice"
     assert CostModel({1: 0.010, 2: 0.015, 8: 0.050}).chunk_rows(1, 512) == 1
@@ -286,9 +287,9 @@ def test_while_drafts_are_awaited_as_much_is_read_as_the_wait_has_time_for() -> 
     assert model.rows_while_waiting(0.0, 512) == 0
     for _ in range(200):
         model.observe_wait(0.015)
-    assert model.rows_while_waiting(0.0, 512) == 8
+    assert model.rows_while_waiting(0.0, 512) == 9
     assert model.rows_while_waiting(0.0, 5) == 5
-    assert model.rows_while_waiting(0.004, 512) == 1
+    assert model.rows_while_waiting(0.004, 512) == 4
     assert model.rows_while_waiting(0.010, 512) == 0
 
 

@@ -308,9 +308,9 @@ def test_while_all_wait_for_drafts_a_prompt_is_read() -> None:
     new = request(Stage(), 2, [2] * 90)
     requests.waiting.append(new)
     found = requests.plan(one.asked_ns, waited(0.0145), True)
-    assert found.decoding == [] and found.reading == [(new, 16)]
+    assert found.decoding == [] and found.reading == [(new, 17)]
     found = requests.plan(one.asked_ns + 2_000_000, waited(0.0145), True)
-    assert found.reading == [(new, 8)], "the rest of the usual wait"
+    assert found.reading == [(new, 9)], "the rest of the usual wait"
 
 
 def test_drafts_that_are_there_in_a_moment_are_waited_for_before_a_prompt_is_read() -> None:
