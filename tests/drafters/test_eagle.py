@@ -260,8 +260,9 @@ def test_a_missing_directory_is_refused_with_its_path(tmp_path: Path, target: Ta
 @both
 def test_recorded_steps_give_the_trees_of_plain_ones(name: str, tmp_path: Path, target: TargetWeights) -> None:
     plain, recorded = (HeadDrafter(BUILD[name](tmp_path, target), Adaptive(budget=20)) for _ in range(2))
-    assert isinstance(recorded.head, FeatureHead)
-    recorded.head.stack, recorded.head.records = None, True
+    assert isinstance(plain.head, FeatureHead) and isinstance(recorded.head, FeatureHead)
+    plain.head.stack = recorded.head.stack = None
+    recorded.head.records = True
     for request in (1, 2):  # the second in the buffers of the first
         trees = []
         for drafter in (plain, recorded):
