@@ -11,18 +11,19 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.engine.server.process import ServerProcess
 
 
-def metric(server: ServerProcess, name: str) -> float:
-    """The sum of the samples of that name."""
-    text = httpx.get(f"{server.url}/metrics").raise_for_status().text
+def metric(server: ServerProcess, name: str, key: str = "") -> float:
+    """The sum of the samples of that name. key: for a server that wants one."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    text = httpx.get(f"{server.url}/metrics", headers=headers).raise_for_status().text
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples if s.name == name]
     assert samples, f"no {name} in /metrics"
     return sum(sample.value for sample in samples)
 
 
-def settled(server: ServerProcess) -> float:
+def settled(server: ServerProcess, key: str = "") -> float:
     """Seconds until nothing runs, nothing waits, and no blocks are held."""
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "talon:kv_blocks_held")
-    return until(lambda: not any(metric(server, name) for name in names))
+    return until(lambda: not any(metric(server, name, key) for name in names))
 
 
 def until(holds: Callable[[], bool], within_s: float = 20) -> float:
