@@ -92,6 +92,8 @@ async def run_qa(
 ) -> tuple[Retrieval | None, list[QaRow]]:
     """Ask in each setting that the files allow, and write `out`/qa.jsonl as the rows come in."""
     read = [read_items(file, what.limit) for file in what.files]
+    if any(file.resolve() == (out / ROWS).resolve() for file in what.files):
+        raise ConfigError(f"--out {out}: its {ROWS} is one of the files of questions; name another folder")
     config = resolved(config)
     items = [item for some, _ in read for item in some]
     passages = list(dict.fromkeys(text for _, some in read for text in some))

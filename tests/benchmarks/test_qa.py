@@ -108,11 +108,20 @@ def test_the_command_answers_in_every_setting(tiny: str, questions: Path, tmp_pa
 def test_files_without_passages_are_asked_closed_book_only(tiny: str, tmp_path: Path) -> None:
     (tmp_path / "qa.jsonl").write_text(json.dumps(ROWS[2]) + "\n")
     options = ["--set", f"model={tiny}", "--set", "transport=inproc", "--max-tokens", "8"]
-    done = talon("qa", "--questions", str(tmp_path / "qa.jsonl"), "--out", str(tmp_path), "--methods", "pld", *options)
+    done = talon(
+        "qa", "--questions", str(tmp_path / "qa.jsonl"), "--out", str(tmp_path / "out"), "--methods", "pld", *options
+    )
     assert done.returncode == 0, done.stderr
     assert "closed book" in done.stdout and "retrieved" not in done.stdout
     done = talon(
-        "qa", "--questions", str(tmp_path / "qa.jsonl"), "--out", str(tmp_path), "--methods", "suffix+dense", *options
+        "qa",
+        "--questions",
+        str(tmp_path / "qa.jsonl"),
+        "--out",
+        str(tmp_path / "out"),
+        "--methods",
+        "suffix+dense",
+        *options,
     )
     assert done.returncode == 2 and "needs passages" in done.stderr
     assert talon("qa").returncode == 2

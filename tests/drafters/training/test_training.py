@@ -31,6 +31,7 @@ from drafters.growth import Adaptive
 from drafters.head import HeadDrafter
 from drafters.hydra import HydraHead
 from drafters.medusa import MedusaHead
+from drafters.pooled_session import PooledSession
 from drafters.small_model import SmallModel
 from drafters.training import answers as answers_module
 from drafters.training.answers import Example, answer
@@ -239,7 +240,7 @@ def test_training_and_drafting_compute_the_same_logits(
         features[:, :-1], torch.tensor([tokens]), weight[tokens][None], torch.tensor([[row]]), torch.zeros(1, 1)
     )
     session = head.open([], 20, 10)
-    assert isinstance(session, FeatureSession)
+    assert isinstance(session, FeatureSession | PooledSession)
     session.commit(0, features[0, : row + 1], tokens[1 : row + 2])
     node, logits = 0, session.root()
     with torch.no_grad():
