@@ -73,6 +73,11 @@ class Request:
         """Whether the logits behind every token of its prompt are asked for."""
         return self.sampling.prompt_logprobs is not None and not self.has_answer
 
+    @property
+    def to_share(self) -> list[int]:
+        """What it has to read that others may have read: of a prompt not the last token, whose logits it draws from."""
+        return self.text[: self.read_to - (not self.has_answer)]
+
     def chunk(self, count: int) -> Segment:
         """The next tokens of its text to read; behind the last of a prompt, logits are wanted to draw from."""
         start: int = self.cache.length

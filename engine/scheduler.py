@@ -72,6 +72,7 @@ class Scheduler:
     def plan(self, now_ns: int, costs: CostModel, drafted: bool) -> Plan:
         """What to do now. drafted: a drafter is there and speaks."""
         self._admit()
+        self._adopt()
         decoding = [request for request in self.running if not request.reading]
         missing = [r for r in decoding if drafted and r.drafted and not r.alone and not r.has_draft]
         keys = sum(request.cache.length for request in decoding)
@@ -133,6 +134,17 @@ class Scheduler:
                     return
             self.running.append(self.waiting.popleft())
 
+    def _adopt(self) -> None:
+        """What others have read of the same text need not be read again: a preempted request may go on at once."""
+        for request in self.running:
+            if request.reading and self._shares(request):
+                known = request.cache.length
+                request.cache.adopt(request.to_share)
+                request.cached += request.cache.length - known
+
+    def _shares(self, request: Request) -> bool:
+        return self.shares_prefixes and not request.reads_all and request.target.pool is not None
+
     def _chunks(self, rows: int) -> list[tuple[Request, int]]:
         """Who reads how much. A request whose next block another one reads just now waits for that."""
         chunks: list[tuple[Request, int]] = []
@@ -142,12 +154,8 @@ class Scheduler:
                 break
             if not request.reading:
                 continue
-            text = request.text[: request.read_to - (not request.has_answer)]
-            if self.shares_prefixes and not request.reads_all and request.target.pool is not None:
-                known = request.cache.length
-                request.cache.adopt(text)
-                request.cached += request.cache.length - known
-                ending = request.cache.next_ending(text)
+            if self._shares(request):
+                ending = request.cache.next_ending(request.to_share)
                 if ending is not None and ending in under_way:
                     continue
                 under_way.add(ending)

@@ -151,6 +151,16 @@ def test_a_prompt_known_to_the_last_token_still_has_one_to_read() -> None:
     assert (again, 16) in plan(requests).reading
 
 
+def test_a_preempted_request_all_of_whose_text_is_known_decodes_at_once() -> None:
+    stage, requests = Stage(), scheduler(chunk=64)
+    requests.waiting.append(request(stage, 1, list(range(40))))
+    read(requests.reserve(plan(requests), lambda r: 40))
+    resumed = request(stage, 2, list(range(30)), [30, 31, 32])
+    requests.waiting.append(resumed)
+    found = plan(requests)
+    assert resumed in found.decoding and resumed not in dict(found.reading)
+
+
 def test_a_round_waits_for_a_draft_that_will_soon_be_there() -> None:
     stage, requests = Stage(), scheduler()
     one, other = request(stage, 1, [1] * 4), request(stage, 2, [2] * 4)

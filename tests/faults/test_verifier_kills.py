@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import random
 import signal
@@ -15,6 +14,7 @@ import time
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine import Engine
@@ -83,7 +83,7 @@ class Killing:
 async def kill_under_load(model: str, kills: int, latest_s: float) -> tuple[list[float], list[float]]:
     """Returns the seconds that starting took without a load, and those from each kill until a verifier served."""
     requests = [
-        (prompt, dataclasses.replace(sampling, max_tokens=LENGTH))
+        (prompt, msgspec.structs.replace(sampling, max_tokens=LENGTH))
         for prompt, sampling in random_requests(random.Random(kills), 24)
     ]
     target = Target.load(model)
