@@ -22,7 +22,7 @@ from engine.batch import Batch, Int, Segment
 from engine.model.attention import Attention, Rule, has_tiles
 from engine.model.fused import ENTER, NORM, enter_kernel, norm_kernel
 from engine.model.kv_pool import KVCache, KVPool, KVShape
-from engine.model.matmul import MATMUL, set_rows
+from engine.model.matmul import MATMUL, add_product, set_rows
 from engine.model.simd import BFLOAT16, FLOAT32, LANES, add, int_at, load, store
 from engine.model.team import Program, address_of, kernel, member, members
 
@@ -249,13 +249,8 @@ class Stack:
         return address
 
     def _add_product(self, index: int, linear: Linear, source: str, goal: str) -> None:
-        """A kernel if the product is one that takes rows as they lie in the buffer."""
-        x, out, matmul = self._buffers[source], self._buffers[goal], linear.matmul
-        if matmul is not None and matmul.padded == matmul.inputs:
-            self._products[index : index + 1] = matmul.record(self._capacity, x.data_ptr(), out.data_ptr())
-            self._program.add(matmul.kernel, address_of(self._products, index))
-        else:
-            self._program.call(lambda: out[: self._rows].copy_(linear(x[: self._rows])))
+        x, out = self._buffers[source], self._buffers[goal]
+        add_product(self._program, self._products, index, linear, x, out, lambda: self._rows)
 
     def _sum(self) -> None:
         """The last step where no norm adds the last product."""

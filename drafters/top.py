@@ -10,15 +10,12 @@ from numba import njit
 from torch import Tensor
 
 from engine.model.simd import (
-    BFLOAT16,
-    FLOAT32,
     LANES,
     add,
     exp,
-    float_at,
-    half_at,
     largest,
-    load,
+    number_at,
+    numbers_at,
     splat,
     total,
 )
@@ -52,19 +49,19 @@ def _top(scores: int, width: int, columns: int, values: Any, indices: Any, total
         at, best, place = scores + row * columns * width, values[row], indices[row]
         count = 0
         for first in range(0, whole, LANES):
-            if count == k and not largest(_numbers(at + first * width, width)) > best[k - 1]:
+            if count == k and not largest(numbers_at(at + first * width, width)) > best[k - 1]:
                 continue
             for column in range(first, first + LANES):
-                count = _enter(_number(at + column * width, width), column, best, place, count)
+                count = _enter(number_at(at + column * width, width), column, best, place, count)
         for column in range(whole, columns):
-            count = _enter(_number(at + column * width, width), column, best, place, count)
+            count = _enter(number_at(at + column * width, width), column, best, place, count)
         peak = best[0]
         sums, down = splat(np.float32(0)), splat(-peak)
         for first in range(0, whole, LANES):
-            sums = add(sums, exp(add(_numbers(at + first * width, width), down)))
+            sums = add(sums, exp(add(numbers_at(at + first * width, width), down)))
         rest = total(sums)
         for column in range(whole, columns):
-            rest += np.exp(_number(at + column * width, width) - peak)
+            rest += np.exp(number_at(at + column * width, width) - peak)
         totals[row] = rest
 
 
@@ -80,15 +77,3 @@ def _enter(value: Any, column: int, best: Any, place: Any, count: int) -> int:
         i -= 1
     best[i], place[i] = value, column
     return min(count + 1, k)
-
-
-@njit
-def _number(address: int, width: int) -> Any:
-    return half_at(address) if width == BFLOAT16 else float_at(address)
-
-
-@njit
-def _numbers(address: int, width: int) -> Any:
-    if width == BFLOAT16:
-        return load(address, BFLOAT16)
-    return load(address, FLOAT32)

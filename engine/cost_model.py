@@ -42,8 +42,9 @@ class CostModel:
     """
 
     def __init__(self, seconds: dict[int, float], key_s: float = 0.0, mode: str = "sequential"):
-        self._seconds, self._key_s = dict(sorted(seconds.items())), key_s
-        self._plain_s = dict(self._seconds)  # as measured first: what is compared by it does not move it
+        self._sizes = np.array(sorted(seconds))
+        self._seconds, self._key_s = np.array([seconds[size] for size in sorted(seconds)]), key_s
+        self._plain_s = self._seconds.copy()  # as measured first: what is compared by it does not move it
         self.ahead = Choice(16, 24, _CLEARLY, second=mode == "async", settled=mode != "auto")
         self.rest = Choice(4)
         self._tokens = 1.0  # that a request emits in a round
@@ -72,26 +73,27 @@ class CostModel:
 
     def seconds(self, rows: int, keys: float = 0.0) -> float:
         """t(rows, keys). keys: seen by all rows together. Beyond the largest size, in proportion to it."""
-        return float(self._times(np.array([rows]))[0]) + self._key_s * keys
+        return float(self._times(rows)) + self._key_s * keys
 
-    def _times(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Of forwards over so many rows each. Between two sizes on a line; a size that larger ones undercut is as they
-        are.
-        """
-        sizes, times = np.array(list(self._seconds)), np.array(list(self._seconds.values()))
-        least = np.minimum.accumulate(times[::-1])[::-1]
-        return np.asarray(np.interp(rows, sizes, least) * np.maximum(1.0, rows / sizes[-1]))
+    def _times(self, rows: int | NDArray[np.int64]) -> NDArray[np.float64]:
+        """Of forwards over so many rows: between two sizes on a line. Larger sizes cost no less than smaller ones."""
+        least = np.minimum.accumulate(self._seconds[::-1])[::-1]
+        return np.asarray(np.interp(rows, self._sizes, least) * np.maximum(1.0, rows / self._sizes[-1]))
 
     def observe_forward(self, rows: int, keys: float, seconds: float) -> None:
         """A forward took so long."""
         error = max(-_CLIP, min(_CLIP, seconds / self.seconds(rows, keys) - 1))
-        sizes = list(self._seconds)
-        for place, size in enumerate(sizes):
-            shares = np.interp(rows, sizes, [float(place == other) for other in range(len(sizes))])
-            self._seconds[size] *= 1 + (_ELSEWHERE + (_NEW - _ELSEWHERE) * float(shares)) * error
+        above = self._place(rows)
+        below = max(0, above - (rows < self._sizes[above]))
+        near = np.interp(rows, self._sizes[[below, above]], [0.0, 1.0]) if below < above else 1.0
+        weights = np.full(len(self._sizes), _ELSEWHERE)
+        weights[below] += (_NEW - _ELSEWHERE) * (1 - near)
+        weights[above] += (_NEW - _ELSEWHERE) * near
+        self._seconds *= 1 + weights * error
 
-    def _size(self, rows: int) -> int:
-        return next((size for size in self._seconds if size >= rows), next(reversed(self._seconds)))
+    def _place(self, rows: int) -> int:
+        """The index of the next larger size, or of the largest."""
+        return min(int(np.searchsorted(self._sizes, rows)), len(self._sizes) - 1)
 
     # Rounds.
 
@@ -129,7 +131,7 @@ class CostModel:
 
         Rounds of different sizes are compared by what plain decoding would have taken.
         """
-        brought, taken = tokens / requests, round_s / self._plain_s[self._size(requests)]
+        brought, taken = tokens / requests, round_s / float(self._plain_s[self._place(requests)])
         if rests:
             self.rest.observe(brought, taken)
         if self.ahead.second or self._around_s > _WORTH * round_s:

@@ -6,16 +6,31 @@ inputs in one fixed order: a row of a tile has the same bits whatever the other 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numpy.typing import NDArray
 
 TILE_ROWS = 16
 TILE_BYTES = 1024
 _BYTE = ir.IntType(8)
+
+
+def tile_sizes(sizes: Sequence[tuple[int | None, int]]) -> NDArray[np.uint8]:
+    """[17, 64]: for each number of rows, from 0, what `configure_tiles` wants. sizes: rows, None for that number, and
+    bytes of a row of tiles 0, 1, ...
+    """
+    table = np.zeros((TILE_ROWS + 1, 64), np.uint8)
+    table[:, 0] = 1
+    for tile, (rows, row_bytes) in enumerate(sizes):
+        table[:, 16 + 2 * tile] = row_bytes
+        table[:, 48 + tile] = np.arange(TILE_ROWS + 1) if rows is None else rows
+    return table
 
 
 def call(builder: ir.IRBuilder, name: str, *args: ir.Value) -> None:
@@ -62,28 +77,27 @@ def tile_zero(context: Any, tile: Any) -> Any:
     return types.void(tile), generate
 
 
-@intrinsic(prefer_literal=True)
-def tile_load(context: Any, tile: Any, address: Any, stride: Any) -> Any:
-    """Rows from memory, one every `stride` bytes."""
+def _moving(name: str, tile: Any) -> Any:
+    """What the intrinsics below return: the instruction of that name between a tile and rows in memory."""
     number = _BYTE(tile.literal_value)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        call(builder, "llvm.x86.tileloadd64", number, pointer(builder, args[1]), args[2])
+        call(builder, name, number, pointer(builder, args[1]), args[2])
         return context.get_dummy_value()
 
     return types.void(tile, types.int64, types.int64), generate
+
+
+@intrinsic(prefer_literal=True)
+def tile_load(context: Any, tile: Any, address: Any, stride: Any) -> Any:
+    """Rows from memory, one every `stride` bytes."""
+    return _moving("llvm.x86.tileloadd64", tile)
 
 
 @intrinsic(prefer_literal=True)
 def tile_store(context: Any, tile: Any, address: Any, stride: Any) -> Any:
     """Rows to memory, one every `stride` bytes."""
-    number = _BYTE(tile.literal_value)
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        call(builder, "llvm.x86.tilestored64", number, pointer(builder, args[1]), args[2])
-        return context.get_dummy_value()
-
-    return types.void(tile, types.int64, types.int64), generate
+    return _moving("llvm.x86.tilestored64", tile)
 
 
 @intrinsic(prefer_literal=True)

@@ -22,7 +22,7 @@ from engine.model.kv_pool import KVPool
 from engine.model.lane_attention import VECTORS, lane_kernel
 from engine.model.matmul import Unit, units
 from engine.model.team import Kernel, address_of
-from engine.model.tile_attention import scratch_of_own, tile_kernel, tile_sizes
+from engine.model.tile_attention import TILES, scratch_of_own, tile_kernel
 
 
 def has_tiles(dtype: torch.dtype) -> bool:
@@ -52,8 +52,7 @@ class Attention:
         work["head_dim"], work["width"] = shape.head_dim, shape.dtype.itemsize
         self.kernel: Kernel = tile_kernel() if shape.paired else lane_kernel()
         self._queries = TILE_ROWS if shape.paired else VECTORS  # of a tile
-        self._sizes = tile_sizes()
-        work["tile_sizes"] = self._sizes.ctypes.data
+        work["tile_sizes"] = TILES.ctypes.data
         self._layer_bytes = [tensor[0].nbytes for tensor in (pool.keys, pool.values)]
         self.queries = torch.zeros(0, dtype=shape.dtype if shape.paired else torch.float32)
         self._scratch = np.zeros(0, np.uint8)
@@ -69,9 +68,8 @@ class Attention:
             self.queries = self.queries.new_zeros(needed)
         vectors = min(of_tile, rows) * self.groups
         blocks = max(len(segment.cache.table) for segment in batch.segments)
-        step = (
-            (-(-blocks // 2) | 1) * 2 * BLOCK
-        )  # an odd number of cache lines, so that rows do not fight for the same ones
+        # an odd number of lines of the processor's cache, so that rows do not fight for the same ones
+        step = (-(-blocks // 2) | 1) * 2 * BLOCK
         bytes_each = vectors * (step * 6 + shape.dims * 4 + 4) + scratch_of_own(shape.dims)
         bytes_each = -(-bytes_each // 64) * 64 + 64
         if len(self._scratch) < (needed := bytes_each * torch.get_num_threads()):

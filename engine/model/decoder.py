@@ -20,7 +20,7 @@ from engine.batch import Batch
 from engine.model.attention import Attention, Rule
 from engine.model.fused import ENTER, GATE, NORM, enter_kernel, gate_kernel, norm_kernel
 from engine.model.kv_pool import KVPool
-from engine.model.matmul import MATMUL, set_rows
+from engine.model.matmul import MATMUL, add_product, set_rows
 from engine.model.packed_linear import Product
 from engine.model.quantised import Quantised
 from engine.model.simd import LANES
@@ -199,13 +199,8 @@ class _Steps:
             self._stops.append(len(self._program))
 
     def _add_product(self, index: int, product: Product, source: str, goal: str) -> None:
-        """A kernel if the product is one that takes rows as they lie in the buffer."""
-        x, out, matmul = self._buffers[source], self._buffers[goal], product.matmul
-        if matmul is not None and matmul.padded == matmul.inputs:
-            self._products[index : index + 1] = matmul.record(self.capacity, x.data_ptr(), out.data_ptr())
-            self._program.add(matmul.kernel, address_of(self._products, index))
-        else:
-            self._program.call(lambda: out[: self._rows].copy_(product(x[: self._rows])))
+        x, out = self._buffers[source], self._buffers[goal]
+        add_product(self._program, self._products, index, product, x, out, lambda: self._rows)
 
 
 class _Turns:

@@ -21,10 +21,11 @@ from engine.model.simd import (
     exp,
     float_at,
     fma,
-    half_at,
     int_at,
     load,
     multiply,
+    number_at,
+    numbers_at,
     put_float,
     put_half,
     splat,
@@ -62,7 +63,7 @@ def norm_kernel(address: Any) -> None:
         for at in range(0, work.hidden, LANES):
             x = load(residual + 4 * at, FLOAT32)
             if work.delta != 0:
-                x = add(x, _numbers(delta + at * work.width, work.width))
+                x = add(x, numbers_at(delta + at * work.width, work.width))
                 store(x, residual + 4 * at, FLOAT32)
             squares = fma(x, x, squares)
         mean = total(squares) / np.float32(work.hidden)
@@ -91,9 +92,9 @@ def gate_kernel(address: Any) -> None:
         gate = work.gate_up + row * 2 * work.inner * work.width
         up, out = gate + work.inner * work.width, work.out + row * work.inner * work.width
         for at in range(0, work.inner * work.width, LANES * work.width):
-            x = _numbers(gate + at, work.width)
+            x = numbers_at(gate + at, work.width)
             swish = divide(x, add(one, exp(multiply(x, splat(np.float32(-1))))))
-            _put_numbers(multiply(swish, _numbers(up + at, work.width)), out + at, work.width)
+            _put_numbers(multiply(swish, numbers_at(up + at, work.width)), out + at, work.width)
 
 
 ENTER = _record(
@@ -149,12 +150,12 @@ def _turned(work: Any, row: int, x: int, weight: int, out: int) -> None:
     """One head's query or key, normalised if there is a weight, turned by its position: [dims] float32."""
     whole, lanes = work.head_dim // LANES * LANES, splat(np.float32(0))
     for i in range(0, whole, LANES):
-        numbers = _numbers(x + i * work.width, work.width)
+        numbers = numbers_at(x + i * work.width, work.width)
         lanes = fma(numbers, numbers, lanes)
         store(numbers, out + 4 * i, FLOAT32)
     squares = total(lanes)
     for i in range(whole, work.head_dim):
-        value = _number(x + i * work.width, work.width)
+        value = number_at(x + i * work.width, work.width)
         squares += value * value
         put_float(out + 4 * i, value)
     if weight != 0:
@@ -215,7 +216,7 @@ def store_kernel(address: Any) -> None:
             group = head % work.groups
             place = ((head // work.groups * work.rows + row) * work.groups + group) * work.dims
             for i in range(work.head_dim):
-                x = _number(work.query + (row * heads + head) * size + i * work.width, work.width)
+                x = number_at(work.query + (row * heads + head) * size + i * work.width, work.width)
                 if work.paired == 0:
                     put_float(work.queries + 4 * (place + i), x)
                 else:
@@ -225,7 +226,7 @@ def store_kernel(address: Any) -> None:
             at = (block * work.kv_heads + head) * work.dims * LANES * work.width
             from_ = (row * work.kv_heads + head) * size
             for i in range(work.head_dim):
-                put_float(key + 4 * i, _number(work.key + from_ + i * work.width, work.width))
+                put_float(key + 4 * i, number_at(work.key + from_ + i * work.width, work.width))
             _put_key(work, key, work.keys + at, lane)
             _put_value(work, work.value + from_, work.values + at, lane)
 
@@ -315,19 +316,6 @@ def move_kernel(address: Any) -> None:
                     before = old + _value_place(i, source % LANES, work.paired, work.dims)
                     after = new + _value_place(i, place % LANES, work.paired, work.dims)
                     _copy(work.values + before * work.width, work.values + after * work.width, work.width)
-
-
-@njit
-def _number(address: int, width: int) -> Any:
-    return half_at(address) if width == BFLOAT16 else float_at(address)
-
-
-@njit
-def _numbers(address: int, width: int) -> Any:
-    """16 numbers, as float32."""
-    if width == BFLOAT16:
-        return load(address, BFLOAT16)
-    return load(address, FLOAT32)
 
 
 @njit

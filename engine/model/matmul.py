@@ -15,9 +15,10 @@ import ctypes
 import itertools
 import platform
 import sys
+from collections.abc import Callable
 from enum import Enum
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,11 +26,11 @@ import torch.nn.functional as F
 from llvmlite import ir
 from numba import carray, njit, types
 from numba.core import cgutils
-from numba.core.registry import cpu_target
 from numba.extending import intrinsic
+from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.model.amx import TILE_BYTES, TILE_ROWS, call, configure_tiles, pointer, release_tiles
+from engine.model.amx import TILE_BYTES, TILE_ROWS, call, configure_tiles, pointer, release_tiles, tile_sizes
 from engine.model.quantised import Quantised, tile_bytes, unpack, unpack_tiles
 from engine.model.simd import (
     BFLOAT16,
@@ -38,6 +39,7 @@ from engine.model.simd import (
     add,
     divide,
     exp,
+    features,
     float_at,
     load,
     multiply,
@@ -45,7 +47,7 @@ from engine.model.simd import (
     splat,
     store,
 )
-from engine.model.team import Kernel, address_of, kernel, member, members
+from engine.model.team import Kernel, Program, address_of, kernel, member, members
 
 STEP = 32
 """Inputs of one tile: the number of inputs is rounded up to a multiple of it."""
@@ -261,22 +263,21 @@ def amx_kernel(address: Any) -> None:
         return
     steps, stride, room = work.inputs // STEP, work.inputs * 2, _room()
     size = min(work.rows, TILE_ROWS)
-    once = work.rows <= _TILES * TILE_ROWS  # then codes are unpacked on the way
+    once = work.rows <= _TILES * TILE_ROWS
+    coded = once and work.bits != 0  # then codes are unpacked on the way
     tiles = (work.rows + TILE_ROWS - 1) // TILE_ROWS if once else 2
     last = min(work.rows, tiles * TILE_ROWS) - size  # where the last tile of some begins
     configure_tiles(work.tiles)
     while panel < end:
         width, first = min(end - panel, _PANELS), panel * steps
-        weights = 0 if once else _panels_at(work, panel, width, steps)
+        weights = 0 if coded else _panels_at(work, panel, width, steps)
         for row in range(0, work.rows, tiles * TILE_ROWS):
             row = min(row, work.rows - last - size)
             x = work.x + row * stride
-            if once and work.bits == 4:
+            if coded and work.bits == 4:
                 _sums_of_4(tiles, width, x, last * stride, stride, work.weights + first * _TILE_4, steps, room)
-            elif once and work.bits == 8:
+            elif coded:
                 _sums_of_8(tiles, width, x, last * stride, stride, work.weights + first * _TILE_8, steps, room)
-            elif once:
-                _sums(tiles, width, x, last * stride, stride, work.weights + first * TILE_BYTES, steps, room)
             else:
                 _sums(tiles, width, x, last * stride, stride, weights, steps, room)
             for tile in range(tiles):
@@ -372,28 +373,28 @@ def units() -> tuple[Unit, ...]:
     """The units of this processor, the fastest first."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return ()
-    features = set(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
+    there = features()
     found = []
-    if {"+amx-tile", "+amx-bf16"} <= features:
+    if {"+amx-tile", "+amx-bf16"} <= there:
         process = ctypes.CDLL(None)  # Linux keeps the tiles from processes that have not asked for them
         if process.syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0:
             found.append(Unit.AMX)
-    if {"+avx512f", "+avx512bf16"} <= features:
+    if {"+avx512f", "+avx512bf16"} <= there:
         found.append(Unit.VECTORS)
     return tuple(found)
 
 
-def _configurations() -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """For each number of a tile's rows, from 0: tiles 0 to 5 have so many, 6 and 7 hold the matrix."""
-    table = np.zeros((TILE_ROWS + 1, 64), np.uint8)
-    table[:, 0] = 1
-    table[:, 16:32].view(np.uint16)[:] = 64
-    table[:, 48:54] = np.arange(TILE_ROWS + 1)[:, None]
-    table[:, 54:56] = TILE_ROWS
-    return table
+_CONFIGURATIONS = tile_sizes([*[(None, 64)] * 6, *[(TILE_ROWS, 64)] * 2])
+"""0 to 3 are sums, 4 and 5 rows, 6 and 7 hold the matrix."""
 
 
-_CONFIGURATIONS = _configurations()
+class Multiplies(Protocol):
+    """A product, by a `Matmul` or in another way."""
+
+    matmul: Matmul | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [rows, inputs]."""
 
 
 class Matmul:
@@ -464,6 +465,26 @@ class Matmul:
             record["scratch"] = scratch.data_ptr()
             self.kernel(address_of(record), self.outputs // LANES)
         return out
+
+
+def add_product(
+    program: Program,
+    records: NDArray[Any],
+    index: int,
+    product: Multiplies,
+    x: Tensor,
+    out: Tensor,
+    rows: Callable[[], int],
+) -> None:
+    """The next step multiplies the first `rows()` rows of x into out: a kernel, described by the record at `index`, if
+    the product is one that takes rows as they lie in x.
+    """
+    matmul = product.matmul
+    if matmul is not None and matmul.padded == matmul.inputs:
+        records[index : index + 1] = matmul.record(len(x), x.data_ptr(), out.data_ptr())
+        program.add(matmul.kernel, address_of(records, index))
+    else:
+        program.call(lambda: out[: rows()].copy_(product(x[: rows()])))
 
 
 def set_rows(records: np.ndarray[Any, Any], rows: int) -> None:

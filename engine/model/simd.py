@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 from llvmlite import binding, ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, register_model
@@ -84,7 +84,7 @@ def write(builder: ir.IRBuilder, x: ir.Value, address: ir.Value, width: int) -> 
     if width == FLOAT32:
         builder.store(x, _pointer(builder, address, _VECTOR), align=4)
         return
-    if "+avx512bf16" in _features():
+    if "+avx512bf16" in features():
         kind = ir.FunctionType(_HALVES, [_VECTOR])
         halves = builder.asm(kind, "vcvtneps2bf16 $1, $0", "=v,v", [x], side_effect=False)
         builder.store(halves, _pointer(builder, address, _HALVES), align=2)
@@ -97,7 +97,7 @@ def write(builder: ir.IRBuilder, x: ir.Value, address: ir.Value, width: int) -> 
 
 
 @cache
-def _features() -> frozenset[str]:
+def features() -> frozenset[str]:
     """What this processor can do, as LLVM names it."""
     return frozenset(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
 
@@ -307,6 +307,20 @@ def copy_half(context: Any, source: Any, place: Any) -> Any:
 def int_at(context: Any, address: Any) -> Any:
     """The int32 at `address`."""
     return types.int32(types.int64), _cell(_INT)[0]
+
+
+@njit
+def number_at(address: int, width: int) -> Any:
+    """The number at `address`, as float32. width: BFLOAT16 or FLOAT32, known when it runs."""
+    return half_at(address) if width == BFLOAT16 else float_at(address)
+
+
+@njit
+def numbers_at(address: int, width: int) -> Any:
+    """The 16 numbers at `address`, as float32."""
+    if width == BFLOAT16:
+        return load(address, BFLOAT16)
+    return load(address, FLOAT32)
 
 
 _UNROLLED = 4  # dimensions of one turn of the loop; keys are padded to a multiple of LANES

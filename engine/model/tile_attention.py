@@ -23,6 +23,7 @@ from engine.model.amx import (
     release_tiles,
     tile_dot,
     tile_load,
+    tile_sizes,
     tile_store,
     tile_zero,
 )
@@ -37,17 +38,8 @@ _INT = ir.IntType(32)
 _INTS = ir.VectorType(_INT, LANES)
 
 
-def tile_sizes() -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """[17, 64]: the processor's configuration for each number of queries in a tile, from 0.
-
-    Tiles 0 to 3 are sums, 4 is queries of 32 dimensions, 5 keys, 6 weights of 16 positions, 7 values.
-    """
-    table = np.zeros((TILE_ROWS + 1, 64), np.uint8)
-    table[:, 0] = 1
-    table[:, 16:32].view(np.uint16)[:] = [64, 64, 64, 64, 64, 64, _ROW, 64]
-    table[:, 48:55] = np.arange(TILE_ROWS + 1)[:, None]
-    table[:, 53], table[:, 55] = TILE_ROWS, LANES // 2
-    return table
+TILES = tile_sizes([*[(None, 64)] * 5, (TILE_ROWS, 64), (None, _ROW), (LANES // 2, 64)])
+"""0 to 3 are sums, 4 is queries of 32 dimensions, 5 keys, 6 weights of 16 positions, 7 values."""
 
 
 @kernel(ATTENTION)
