@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
-import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
 
 from drafters.registry import METHODS
 from engine.api import Engine
@@ -20,10 +16,7 @@ from engine.config import Config, load
 from engine.errors import ConfigError
 from engine.launch import ProcessWorker
 from engine.messages import Tokens
-from engine.model_hub import is_local
-from engine.sampling import SamplingParams, own_defaults
-from engine.target import Target
-from engine.worker import share_cores
+from engine.sampling import SamplingParams
 
 from .figures import PEERS
 
@@ -106,95 +99,6 @@ def peak_rss_mb(pid: int) -> float | None:
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:")), None)
 
 
-class TransformersContestant:
-    """`model.generate` on a thread of its own, with as many torch threads as Talon's verifier has alone."""
-
-    def __init__(self, model: Any, threads: int, options: dict[str, Any]):
-        self.model, self.options = model, options
-        self.defaults = own_defaults(model.generation_config, model.name_or_path)
-        model.generation_config = end_of_answers(model.generation_config)
-        self._thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,))
-
-    @classmethod
-    async def start(
-        cls, config: Config, assistant: str | None = None, prompt_lookup: bool = False
-    ) -> TransformersContestant:
-        def load() -> tuple[Any, dict[str, Any]]:  # as its own users would: without our CPU layout of the weights
-            dtype = Target.load(config.model, config.dtype, config.device).dtype
-            local = is_local(config.model)
-            model = AutoModelForCausalLM.from_pretrained(config.model, dtype=dtype, local_files_only=local).eval()
-            if assistant is not None:
-                small = AutoModelForCausalLM.from_pretrained(assistant, dtype=dtype).eval()
-                return model, {"assistant_model": small}
-            return model, {"prompt_lookup_num_tokens": 10} if prompt_lookup else {}
-
-        model, options = await asyncio.to_thread(load)
-        return cls(model, share_cores(config.model_copy(update={"method": "none"})).verifier_alone, options)
-
-    async def answer(self, prompt: list[int], sampling: SamplingParams) -> Run:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._answer, prompt, sampling)
-
-    def _answer(self, prompt: list[int], sampling: SamplingParams) -> Run:
-        torch.manual_seed(sampling.seed)
-        sampling = sampling.over(self.defaults)
-        truncation: dict[str, Any] = {}
-        if sampling.temperature > 0:  # of top_k, its own None would be 50
-            truncation = {"top_k": sampling.top_k or 0, "top_p": sampling.top_p, "min_p": sampling.min_p}
-        clock = _Clock() if "assistant_model" not in self.options else None
-        started = time.perf_counter()
-        with torch.inference_mode():
-            output = self.model.generate(
-                torch.tensor([prompt], device=self.model.device),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.long, device=self.model.device),
-                max_new_tokens=sampling.max_tokens,
-                do_sample=sampling.temperature > 0,
-                temperature=sampling.temperature or None,
-                repetition_penalty=sampling.repetition_penalty,
-                min_new_tokens=sampling.min_tokens or None,
-                streamer=clock,
-                **truncation,
-                **self.options,
-            )
-        tokens = output[0, len(prompt) :].tolist()
-        ended = time.perf_counter()
-        first_s = clock.arrivals[1][0] - started if clock is not None else None
-        token_ms = clock.token_ms() if clock is not None else []
-        return Run(tokens, ended - started, None, None, first_s, None, None, [], token_ms)
-
-    def peak_memory_mb(self) -> float | None:
-        return None  # it lives in the benchmark's own process, with the other peers
-
-    async def close(self) -> None:
-        self._thread.shutdown()
-
-
-def end_of_answers(stored: GenerationConfig) -> GenerationConfig:
-    """Of a model's generation_config.json what ends an answer. The rest is asked for by name, as of Talon: the two are
-    to be compared on what both can do.
-    """
-    return GenerationConfig(
-        bos_token_id=stored.bos_token_id, eos_token_id=stored.eos_token_id, pad_token_id=stored.pad_token_id
-    )
-
-
-class _Clock:
-    """A `transformers` streamer that notes when tokens came, and how many; the first call hands over the prompt."""
-
-    def __init__(self) -> None:
-        self.arrivals: list[tuple[float, int]] = []
-
-    def put(self, tokens: Any) -> None:
-        self.arrivals.append((time.perf_counter(), tokens.numel()))
-
-    def token_ms(self) -> list[float]:
-        """As `Run.token_ms`."""
-        pairs = zip(self.arrivals[1:], self.arrivals[2:], strict=False)
-        return [1000 * (now - before) / count for (before, _), (now, count) in pairs for _ in range(count)]
-
-    def end(self) -> None:
-        """Nothing to do."""
-
-
 AS_PUBLISHED: dict[str, Any] = {"drafter.shared_noise": False, "verifier.cut": False, "mode": "sequential"}
 
 CONTESTANTS: dict[str, dict[str, Any]] = {name: AS_PUBLISHED | {"method": name} for name in METHODS} | {
@@ -250,6 +154,8 @@ async def start_contestant(name: str, config: Config, heads: Path | None = None)
             assistant = config.drafter.weights("sps") if heads is None else str(heads / "sps")
             if assistant is None:
                 raise ConfigError("hf-assisted: needs a small model: give drafter.path, or --heads DIR with sps in it")
+        from .peers import TransformersContestant
+
         return await TransformersContestant.start(config, assistant, prompt_lookup=name == "hf-pld")
     check_name(name)
     settings = load(config, CONTESTANTS[name])

@@ -20,7 +20,7 @@ from engine.sampling import SamplingParams
 from engine.text import encode_text, load_tokenizer
 
 from .bench import progress_bar
-from .contestants import Contestant, Run, TransformersContestant, check_name, start_contestant
+from .contestants import Contestant, Run, check_name, start_contestant
 from .figures import BASELINE, Difference
 from .questions import Question, read_questions
 from .tables import Table
@@ -128,6 +128,8 @@ async def run_check(
         plain = await answer_all(await start_contestant(BASELINE, config), "plain decoding")
         exact = all(run.exact for runs in plain.values() for run in runs)
         if sampling.temperature == 0:
+            from .peers import TransformersContestant
+
             in_float32 = load(config, {"dtype": "float32"})
             stock = await answer_all(await TransformersContestant.start(in_float32), "transformers")
             add(BASELINE, config.transport, "transformers", plain, tie=True)

@@ -14,11 +14,10 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-import typer
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -28,17 +27,11 @@ from drafters.calibration import Calibrator
 from drafters.growth import EAGLE_25, MEDUSA_63, Adaptive, Dynamic, Frontier, Policy, Static, Talon
 from drafters.head import Head, HeadDrafter
 from drafters.outcomes import Following
-from drafters.registry import build
-from engine import config as configuration
-from engine.command import ConfigOption, SetOption, overrides, run
 from engine.errors import ConfigError
-from engine.model.resolve import resolved
 from engine.sampling import SamplingParams
 from engine.target import Target
-from engine.text import encode_text, load_tokenizer
 from engine.tree import TokenTree
 
-from .questions import read_questions
 from .shapes import answer
 
 MUS = (0.003, 0.01, 0.03, 0.1, 0.3)
@@ -261,46 +254,7 @@ def table(grown: Sequence[Grown], round_s: Sequence[float], of_position: int) ->
     return lines
 
 
-def growth(
-    questions: Annotated[
-        list[Path] | None, typer.Option(help="JSONL file of the Spec-Bench form; may be given again.")
-    ] = None,
-    method: Annotated[str, typer.Option(help="The head: block, eagle3, eagle, medusa, hydra.")] = "block",
-    path: Annotated[Path | None, typer.Option(help="Its weights.", show_default="drafter.path")] = None,
-    limit: Annotated[int, typer.Option(help="Questions per file.", min=1)] = 2,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 96,
-    out: Annotated[Path, typer.Option(help="Folder of growth.json and growth.png.")] = Path("growth"),
-    config: ConfigOption = configuration.DEMO,
-    set_: SetOption = None,
-) -> None:
-    """Ask TALON's questions of a head: gate, budget, ungated layers, KV memory, over-confidence."""
-
-    async def main() -> None:
-        if not questions:
-            raise ConfigError("--questions: name at least one JSONL file of the Spec-Bench form")
-        named = {"method": method} | ({} if path is None else {"drafter.path": str(path)})
-        config_ = resolved(configuration.load(config, named | overrides(set_)))
-        console, tokenizer = Console(stderr=True), load_tokenizer(config_.model)
-        suites = {f.stem: [encode_text(tokenizer, q.prompt) for q in read_questions(f, limit)] for f in questions}
-        drafter = build(config_)
-        if not isinstance(drafter, HeadDrafter):
-            raise ConfigError(f"--method={method}: is no draft head; known: block, eagle3, eagle, medusa, hydra, sps")
-        if not drafter.feature_layers:
-            raise ConfigError(f"--method={method}: reads no hidden states: name a head that does")
-        target = Target.load(config_.model, config_.dtype, config_.device)
-        round_s = time_rounds(target)
-        answers = record(target, drafter.head, suites, max_tokens, console)
-        grown = []
-        with console.status("") as status:
-            for setting in settings():
-                status.update(f"{setting.group} {setting.value}")
-                grown.append(replay(drafter.head, setting, answers))
-        _write(out, grown, round_s, position_bytes(target))
-
-    run(main())
-
-
-def _write(out: Path, grown: Sequence[Grown], round_s: Sequence[float], of_position: int) -> None:
+def write(out: Path, grown: Sequence[Grown], round_s: Sequence[float], of_position: int) -> None:
     """The table to the screen and the figure and the rounds to the folder."""
     try:
         from .plots import growth_figure

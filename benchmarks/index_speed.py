@@ -9,24 +9,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
-import typer
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
 
-from engine.command import one_line_errors
 from engine.errors import ConfigError
 from engine.places import BENCHMARKS
 from retrieval_index.build import write_shard
-from retrieval_index.commands import find_tokenizer
 from retrieval_index.corpus import tokenised
 from retrieval_index.datastore import HEADER, MAGIC, VERSION, Header, fingerprint
 from retrieval_index.suffix import BYTES_PER_TOKEN, SessionIndex
@@ -163,43 +157,3 @@ def _fill(index: SessionIndex, text: NDArray[np.int32]) -> None:
         index.start(0, [])
         index.append(0, text[at : at + ANSWER].tolist())
         index.finish(0)
-
-
-def index_speed(
-    tokenizer: Annotated[Path, typer.Option(help="Directory of a tokenizer.")],
-    input: Annotated[list[Path], typer.Option(help="Text or JSON lines with `text`, also .xz or .gz; repeatable.")],
-    tokens: Annotated[
-        int, typer.Option(help="Tokens of the datastore and of the large cache.", min=20_000)
-    ] = 10_000_000,
-    cached: Annotated[int, typer.Option(help="Tokens of the cache that is asked.", min=1000)] = 1_000_000,
-    context: Annotated[int, typer.Option(help="Tokens of the request that asks.", min=100)] = 32_000,
-    budget: Annotated[int, typer.Option(help="Candidate tokens of a tree.", min=1, max=1023)] = 16,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """What the session index and the datastore cost, in time and memory, on your corpus."""
-    console = Console(stderr=True)
-    with (
-        one_line_errors(),
-        tempfile.TemporaryDirectory(prefix="talon-index-") as folder,
-        console.status("reading") as at,
-    ):
-        words = find_tokenizer(tokenizer)
-        text = corpus_tokens(words, input, tokens + tokens // 10)  # a tenth more than the large cache may hold
-        at.update("session index")
-        session = session_figures(text, context, cached, budget)
-        at.update("large cache")
-        bounded = bounded_figures(text, tokens)
-        at.update("datastore")
-        store = datastore_figures(words, text[:tokens], Path(folder))
-    if as_json:
-        figures = {
-            "session": session,
-            "cache": dict(zip(("tokens", "bytes"), bounded, strict=True)),
-            "datastore": store,
-        }
-        print(json.dumps(msgspec.to_builtins(figures), indent=2))
-        return
-    table = Table("what", "measured", "goal")
-    for row in rows(session, bounded, store):
-        table.add_row(*row)
-    Console().print(table)

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import time
 from collections.abc import Sequence
 from statistics import median
-from typing import Annotated
 
 import msgspec
 import numpy as np
-import typer
 from rich.console import Console
 from rich.table import Table
 
-from engine import config as configuration
 from engine.api import Engine
-from engine.command import ConfigOption, SetOption, overrides, run
 from engine.config import Config
 from engine.errors import ConfigError, RequestError
 from engine.sampling import SamplingParams
@@ -144,34 +139,3 @@ def table(arrivals: Sequence[Arrival]) -> Table:
             f"{arrival.read_s:.1f}",
         )
     return made
-
-
-def pauses(
-    method: Annotated[str | None, typer.Option(help="Who drafts.")] = None,
-    at_once: Annotated[int, typer.Option(help="Requests that decode.", min=1)] = 8,
-    prompt: Annotated[int, typer.Option(help="Tokens of the prompt that arrives.", min=1)] = 2000,
-    repeats: Annotated[int, typer.Option(help="How many arrive, one after the other.", min=1)] = 3,
-    config: ConfigOption = configuration.DEMO,
-    set_: SetOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """How much longer a long prompt makes others wait for their tokens.
-
-    So many requests decode; then a prompt of random tokens arrives. Pauses between emissions are compared with those
-    just before: the median, the 95th percentile, the longest of anybody.
-
-    talon pauses --set model=smollm2-135m --method none --prompt 2000
-    """
-
-    async def main() -> None:
-        settings = configuration.load(config, overrides(set_, method=method))
-        arrivals = await measure(settings, at_once, prompt, repeats, Console(stderr=True))
-        longest = median(arrival.longest for arrival in arrivals)
-        if as_json:
-            print(json.dumps([msgspec.to_builtins(arrival) for arrival in arrivals]))
-            return
-        console = Console()
-        console.print(table(arrivals))
-        console.print(f"The longest pause beside a prompt of {prompt} tokens is {longest:.2f} usual ones (median).")
-
-    run(main())

@@ -6,18 +6,14 @@ import json
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Annotated
 
 import msgspec
 import torch
-import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from engine import config as configuration
 from engine.batch import BLOCK, Segment
-from engine.command import ConfigOption, SetOption, one_line_errors, overrides
 from engine.config import Config
 from engine.errors import ConfigError
 from engine.model.resolve import resolve
@@ -142,7 +138,7 @@ def _figure(ms: float) -> str:
     return f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
 
 
-def _draw(profile: Profile, out: Path, console: Console) -> None:
+def draw(profile: Profile, out: Path, console: Console) -> None:
     try:
         from .plots import forward_bars
     except ImportError as error:
@@ -155,67 +151,12 @@ def _draw(profile: Profile, out: Path, console: Console) -> None:
     console.print(f"picture: {out}")
 
 
-def _counts(listed: str) -> list[int]:
-    try:
-        counts = [int(count) for count in listed.split(",")]
-    except ValueError:
-        counts = []
-    if not counts or min(counts) < 1 or max(counts) > 1024:
-        raise ConfigError(f"--rows {listed}: give numbers from 1 to 1024 with commas between, as in 1,8,16,32")
-    return list(dict.fromkeys(counts))
-
-
-def _loaded(config: Config) -> Target:
+def loaded(config: Config) -> Target:
     torch.set_num_threads(share_cores(config).verifier_alone)
     return Target.load(resolve(config.model), config.dtype, config.device)
 
 
-def profile(
-    rows: Annotated[str, typer.Option(help="Tokens verified in one forward, with commas between.")] = "1,8,16,32",
-    behind: Annotated[int, typer.Option(help="Tokens of text before them.", min=1)] = 512,
-    repeats: Annotated[int, typer.Option(help="Forwards of each kind, of which the medians are told.", min=1)] = 20,
-    out: Annotated[Path, typer.Option(help="The picture, .png or .svg.")] = Path("forward.png"),
-    config: ConfigOption = configuration.DEMO,
-    set_: SetOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """What a forward of the target spends its time on, beside what this machine could do.
-
-    A forward verifies a tree of so many tokens (rows) behind a text. Its parts:
-
-    products   the weight matrices times the rows
-
-    attention  reading the keys and values of the text
-
-    other      norms, rotary positions, gates, copies
-
-    gaps       Python between the calls, in which nothing computes
-
-    Two limits stand beside them, measured here and now: memory allows no forward
-    faster than the weights, keys and values can be read once; arithmetic allows
-    none faster than its multiplications. Products far above both limits are slow
-    kernels; much time outside products means too many small operations. Where
-    one row costs as much as eight, speculation is nearly free.
-
-    Examples:
-
-    talon profile --set model=DIR --set dtype=float32 --set verifier.threads=1
-
-    talon profile --rows 1,2,4,8 --behind 2000 --out long.png
-    """
-    console = Console(stderr=True)
-    with one_line_errors():
-        counts = _counts(rows)
-        settings = configuration.load(config, overrides(set_))
-        with console.status("loading the model"):
-            target = _loaded(settings)
-        found = profile_target(target, counts, behind, repeats, console)
-        found.model = settings.model
-        _print(found, as_json)
-        _draw(found, out, console)
-
-
-def _print(found: Profile, as_json: bool) -> None:
+def show(found: Profile, as_json: bool) -> None:
     if as_json:
         print(json.dumps(msgspec.to_builtins(found), indent=2))
         return

@@ -9,31 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Annotated
 
 import msgspec
 import numpy as np
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from drafters.base import Drafter, Verdict
 from drafters.registry import build
-from engine import config as configuration
-from engine.command import ConfigOption, SetOption, overrides, run
 from engine.config import Config
 from engine.errors import ConfigError
-from engine.model.resolve import resolved
 from engine.sampling import SamplingParams, own_defaults
 from engine.target import Target, bfloat16_bits
-from engine.text import encode_text, load_tokenizer
 from engine.tree import TokenTree
 from engine.verification import Sampler, verify
 
-from .commands import HeadsOption
-from .contestants import CONTESTANTS
 from .figures import loops
-from .questions import read_questions
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -139,43 +130,7 @@ def table(answers: Sequence[Shaped], title: str) -> Table:
     return lines
 
 
-def shapes(
-    questions: Annotated[
-        list[Path] | None, typer.Option(help="JSONL file of the Spec-Bench form; may be given again.")
-    ] = None,
-    contestant: Annotated[str, typer.Option(help="One that drafts trees.")] = "talon-tree",
-    limit: Annotated[int | None, typer.Option(help="Questions per file.", show_default="all", min=1)] = None,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    heads: HeadsOption = None,
-    out: Annotated[Path, typer.Option(help="The picture.")] = Path("tree-shapes.png"),
-    config: ConfigOption = configuration.DEMO,
-    set_: SetOption = None,
-) -> None:
-    """Measure a drafter's trees: width per depth, size, depth and accepted length, suite by suite."""
-
-    async def main() -> None:
-        if contestant not in CONTESTANTS or contestant == "none":
-            raise ConfigError(f"contestant={contestant!r}: drafts no trees; known: {', '.join(CONTESTANTS)}")
-        if not questions:
-            raise ConfigError("--questions: name at least one JSONL file of the Spec-Bench form")
-        path = {} if heads is None else {"drafter.path": str(heads / "{method}")}
-        settings = configuration.load(config, CONTESTANTS[contestant] | path | overrides(set_))
-        read = {file.stem: read_questions(file, limit) for file in questions}
-        settings = resolved(settings)
-        tokenizer = load_tokenizer(settings.model)
-        suites = {suite: [encode_text(tokenizer, q.prompt) for q in some] for suite, some in read.items()}
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature).validate()
-        answers = measure(settings, suites, sampling, Console(stderr=True))
-        straight = [a for a in answers if not a.loops]
-        Console().print(table(answers, f"{contestant}, T = {temperature:g}, all answers"))
-        Console().print(table(straight, "Answers that do not loop"))
-        _draw(straight or answers, out)
-
-    run(main())
-
-
-def _draw(answers: Sequence[Shaped], out: Path) -> None:
+def draw(answers: Sequence[Shaped], out: Path) -> None:
     try:
         from .plots import tree_shapes
     except ImportError as error:

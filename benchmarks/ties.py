@@ -8,6 +8,7 @@ taken from a float32 forward over the text before: a gap below `TIE` is a tie, a
 from __future__ import annotations
 
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,7 +16,9 @@ from engine.config import Config
 from engine.noise import gumbel
 from engine.penalties import penalised
 from engine.sampling import SamplingParams, own_defaults
-from engine.target import Target
+
+if TYPE_CHECKING:
+    from engine.target import Target
 
 TIE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
 """By the type a target computes in: the float32 gap of logits that rounding may turn around."""
@@ -29,13 +32,17 @@ class Referee:
 
     @cached_property
     def judge(self) -> Target:
-        return Target.load(self.config.model, "float32", self.config.device)
+        return self._load("float32")
 
     @cached_property
     def dtype(self) -> str:
         """What the target computes in while it is compared."""
-        loaded = Target.load(self.config.model, self.config.dtype, self.config.device)
-        return str(loaded.dtype).removeprefix("torch.")
+        return str(self._load(self.config.dtype).dtype).removeprefix("torch.")
+
+    def _load(self, dtype: str) -> Target:
+        from engine.target import Target
+
+        return Target.load(self.config.model, dtype, self.config.device)
 
     def is_tie(self, prompt: list[int], one: list[int], other: list[int], sampling: SamplingParams) -> bool:
         """Whether rounding alone can have made the two answers different."""

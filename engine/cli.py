@@ -33,7 +33,8 @@ app = typer.Typer(
 
 _MEASUREMENTS = (
     *(("commands", name) for name in ("bench", "check", "report", "qa")),
-    *((name, name) for name in ("evidence", "replay", "shapes", "growth", "profile", "pauses", "timeline")),
+    *(("studies", name) for name in ("shapes", "growth", "profile", "pauses")),
+    *((name, name) for name in ("evidence", "replay", "timeline")),
 )
 """Commands of the package of benchmarks, by the module they are in."""
 
@@ -108,8 +109,6 @@ def generate(
     """Answer a prompt, streaming the text; a summary line follows on standard error."""
 
     async def main() -> None:
-        from engine.api import Engine
-
         sampling = SamplingParams(
             temperature=temperature,
             top_p=top_p,
@@ -130,9 +129,12 @@ def generate(
         if not as_json and (logprobs is not None or prompt_logprobs is not None):
             raise RequestError("--logprobs, --prompt-logprobs: are shown with --json; add it")
         given = overrides(set_, method=method, mode=mode, trace=str(trace) if trace else None)
-        asked = sys.stdin.read() if prompt == "-" else prompt
         # for one answer nobody stands by: its imports would take the time that the answer needs
-        async with await Engine.start(config, **{"drafter.standby": False} | given) as engine:
+        settings = configuration.load(config, {"drafter.standby": False} | given)
+        asked = sys.stdin.read() if prompt == "-" else prompt
+        from engine.api import Engine  # takes seconds, which a wrong option need not wait for
+
+        async with await Engine.start(settings) as engine:
             if n == 1 and not as_json:
                 results = [await _show(engine.stream(asked, sampling, raw=raw))]
             else:
@@ -181,7 +183,7 @@ def assemble() -> typer.Typer:
     app.command()(serve)
     for home, name in _MEASUREMENTS:
         app.command()(getattr(import_module(f"{BENCHMARKS}.{home}"), name))
-    index.command("speed")(import_module(f"{BENCHMARKS}.index_speed").index_speed)
+    index.command("speed")(import_module(f"{BENCHMARKS}.studies").index_speed)
     app.command()(keys)
     app.command()(drafter)
     app.add_typer(models, name="models")

@@ -1,0 +1,242 @@
+"""`talon shapes`, `growth`, `profile`, `pauses` and `index speed`: what one part does, looked at closely."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from engine import config as configuration
+from engine.command import ConfigOption, SetOption, one_line_errors, overrides, run
+from engine.errors import ConfigError
+from engine.sampling import SamplingParams
+
+from .commands import HeadsOption, QuestionsOption
+
+
+def shapes(
+    questions: QuestionsOption = None,
+    contestant: Annotated[str, typer.Option(help="One that drafts trees.")] = "talon-tree",
+    limit: Annotated[int | None, typer.Option(help="Questions per file.", show_default="all", min=1)] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    heads: HeadsOption = None,
+    out: Annotated[Path, typer.Option(help="The picture.")] = Path("tree-shapes.png"),
+    config: ConfigOption = configuration.DEMO,
+    set_: SetOption = None,
+) -> None:
+    """Measure a drafter's trees: width per depth, size, depth and accepted length, suite by suite."""
+
+    async def main() -> None:
+        from .contestants import CONTESTANTS
+
+        if contestant not in CONTESTANTS or contestant == "none":
+            raise ConfigError(f"contestant={contestant!r}: drafts no trees; known: {', '.join(CONTESTANTS)}")
+        if not questions:
+            raise ConfigError("--questions: name at least one JSONL file of the Spec-Bench form")
+        from engine.model.resolve import resolved
+        from engine.text import encode_text, load_tokenizer
+
+        from .questions import read_questions
+        from .shapes import draw, measure, table
+
+        path = {} if heads is None else {"drafter.path": str(heads / "{method}")}
+        settings = configuration.load(config, CONTESTANTS[contestant] | path | overrides(set_))
+        read = {file.stem: read_questions(file, limit) for file in questions}
+        settings = resolved(settings)
+        tokenizer = load_tokenizer(settings.model)
+        suites = {suite: [encode_text(tokenizer, q.prompt) for q in some] for suite, some in read.items()}
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature).validate()
+        answers = measure(settings, suites, sampling, Console(stderr=True))
+        straight = [a for a in answers if not a.loops]
+        Console().print(table(answers, f"{contestant}, T = {temperature:g}, all answers"))
+        Console().print(table(straight, "Answers that do not loop"))
+        draw(straight or answers, out)
+
+    run(main())
+
+
+def growth(
+    questions: QuestionsOption = None,
+    method: Annotated[str, typer.Option(help="The head: block, eagle3, eagle, medusa, hydra.")] = "block",
+    path: Annotated[Path | None, typer.Option(help="Its weights.", show_default="drafter.path")] = None,
+    limit: Annotated[int, typer.Option(help="Questions per file.", min=1)] = 2,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 96,
+    out: Annotated[Path, typer.Option(help="Folder of growth.json and growth.png.")] = Path("growth"),
+    config: ConfigOption = configuration.DEMO,
+    set_: SetOption = None,
+) -> None:
+    """Ask TALON's questions of a head: gate, budget, ungated layers, KV memory, over-confidence."""
+
+    async def main() -> None:
+        if not questions:
+            raise ConfigError("--questions: name at least one JSONL file of the Spec-Bench form")
+        from drafters.head import HeadDrafter
+        from drafters.registry import build
+        from engine.model.resolve import resolved
+        from engine.target import Target
+        from engine.text import encode_text, load_tokenizer
+
+        from .growth import position_bytes, record, replay, settings, time_rounds, write
+        from .questions import read_questions
+
+        named = {"method": method} | ({} if path is None else {"drafter.path": str(path)})
+        config_ = resolved(configuration.load(config, named | overrides(set_)))
+        console, tokenizer = Console(stderr=True), load_tokenizer(config_.model)
+        suites = {f.stem: [encode_text(tokenizer, q.prompt) for q in read_questions(f, limit)] for f in questions}
+        drafter = build(config_)
+        if not isinstance(drafter, HeadDrafter):
+            raise ConfigError(f"--method={method}: is no draft head; known: block, eagle3, eagle, medusa, hydra, sps")
+        if not drafter.feature_layers:
+            raise ConfigError(f"--method={method}: reads no hidden states: name a head that does")
+        target = Target.load(config_.model, config_.dtype, config_.device)
+        round_s = time_rounds(target)
+        answers = record(target, drafter.head, suites, max_tokens, console)
+        grown = []
+        with console.status("") as status:
+            for setting in settings():
+                status.update(f"{setting.group} {setting.value}")
+                grown.append(replay(drafter.head, setting, answers))
+        write(out, grown, round_s, position_bytes(target))
+
+    run(main())
+
+
+def profile(
+    rows: Annotated[str, typer.Option(help="Tokens verified in one forward, with commas between.")] = "1,8,16,32",
+    behind: Annotated[int, typer.Option(help="Tokens of text before them.", min=1)] = 512,
+    repeats: Annotated[int, typer.Option(help="Forwards of each kind, of which the medians are told.", min=1)] = 20,
+    out: Annotated[Path, typer.Option(help="The picture, .png or .svg.")] = Path("forward.png"),
+    config: ConfigOption = configuration.DEMO,
+    set_: SetOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """What a forward of the target spends its time on, beside what this machine could do.
+
+    A forward verifies a tree of so many tokens (rows) behind a text. Its parts:
+
+    products   the weight matrices times the rows
+
+    attention  reading the keys and values of the text
+
+    other      norms, rotary positions, gates, copies
+
+    gaps       Python between the calls, in which nothing computes
+
+    Two limits stand beside them, measured here and now: memory allows no forward
+    faster than the weights, keys and values can be read once; arithmetic allows
+    none faster than its multiplications. Products far above both limits are slow
+    kernels; much time outside products means too many small operations. Where
+    one row costs as much as eight, speculation is nearly free.
+
+    Examples:
+
+    talon profile --set model=DIR --set dtype=float32 --set verifier.threads=1
+
+    talon profile --rows 1,2,4,8 --behind 2000 --out long.png
+    """
+    console = Console(stderr=True)
+    with one_line_errors():
+        asked, settings = _counts(rows), configuration.load(config, overrides(set_))
+        from .profile import draw, loaded, profile_target, show
+
+        with console.status("loading the model"):
+            target = loaded(settings)
+        found = profile_target(target, asked, behind, repeats, console)
+        found.model = settings.model
+        show(found, as_json)
+        draw(found, out, console)
+
+
+def _counts(listed: str) -> list[int]:
+    try:
+        found = [int(count) for count in listed.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1 or max(found) > 1024:
+        raise ConfigError(f"--rows {listed}: give numbers from 1 to 1024 with commas between, as in 1,8,16,32")
+    return list(dict.fromkeys(found))
+
+
+def pauses(
+    method: Annotated[str | None, typer.Option(help="Who drafts.")] = None,
+    at_once: Annotated[int, typer.Option(help="Requests that decode.", min=1)] = 8,
+    prompt: Annotated[int, typer.Option(help="Tokens of the prompt that arrives.", min=1)] = 2000,
+    repeats: Annotated[int, typer.Option(help="How many arrive, one after the other.", min=1)] = 3,
+    config: ConfigOption = configuration.DEMO,
+    set_: SetOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """How much longer a long prompt makes others wait for their tokens.
+
+    So many requests decode; then a prompt of random tokens arrives. Pauses between emissions are compared with those
+    just before: the median, the 95th percentile, the longest of anybody.
+
+    talon pauses --set model=smollm2-135m --method none --prompt 2000
+    """
+
+    async def main() -> None:
+        from .pauses import measure, table
+
+        settings = configuration.load(config, overrides(set_, method=method))
+        arrivals = await measure(settings, at_once, prompt, repeats, Console(stderr=True))
+        longest = median(arrival.longest for arrival in arrivals)
+        if as_json:
+            print(json.dumps([msgspec.to_builtins(arrival) for arrival in arrivals]))
+            return
+        console = Console()
+        console.print(table(arrivals))
+        console.print(f"The longest pause beside a prompt of {prompt} tokens is {longest:.2f} usual ones (median).")
+
+    run(main())
+
+
+def index_speed(
+    tokenizer: Annotated[Path, typer.Option(help="Directory of a tokenizer.")],
+    input: Annotated[list[Path], typer.Option(help="Text or JSON lines with `text`, also .xz or .gz; repeatable.")],
+    tokens: Annotated[
+        int, typer.Option(help="Tokens of the datastore and of the large cache.", min=20_000)
+    ] = 10_000_000,
+    cached: Annotated[int, typer.Option(help="Tokens of the cache that is asked.", min=1000)] = 1_000_000,
+    context: Annotated[int, typer.Option(help="Tokens of the request that asks.", min=100)] = 32_000,
+    budget: Annotated[int, typer.Option(help="Candidate tokens of a tree.", min=1, max=1023)] = 16,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """What the session index and the datastore cost, in time and memory, on your corpus."""
+    from retrieval_index.commands import find_tokenizer
+
+    from .index_speed import bounded_figures, corpus_tokens, datastore_figures, rows, session_figures
+
+    console = Console(stderr=True)
+    with (
+        one_line_errors(),
+        tempfile.TemporaryDirectory(prefix="talon-index-") as folder,
+        console.status("reading") as at,
+    ):
+        words = find_tokenizer(tokenizer)
+        text = corpus_tokens(words, input, tokens + tokens // 10)  # a tenth more than the large cache may hold
+        at.update("session index")
+        session = session_figures(text, context, cached, budget)
+        at.update("large cache")
+        bounded = bounded_figures(text, tokens)
+        at.update("datastore")
+        store = datastore_figures(words, text[:tokens], Path(folder))
+    if as_json:
+        figures = {
+            "session": session,
+            "cache": dict(zip(("tokens", "bytes"), bounded, strict=True)),
+            "datastore": store,
+        }
+        print(json.dumps(msgspec.to_builtins(figures), indent=2))
+        return
+    table = Table("what", "measured", "goal")
+    for row in rows(session, bounded, store):
+        table.add_row(*row)
+    Console().print(table)
