@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 from benchmarks import parts
 from benchmarks.limits import Limits
 from benchmarks.parts import PARTS, Clock, forward_name, multiplied, split
-from benchmarks.profile import Profile, profile, profile_target, table
+from benchmarks.profile import Profile, profile_target, table
+from benchmarks.studies import profile
 from engine.batch import Segment
 from engine.errors import ConfigError
 from engine.model.masked import MaskedForward
