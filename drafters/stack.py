@@ -250,7 +250,11 @@ class Stack:
 
     def _add_product(self, index: int, linear: Linear, source: str, goal: str) -> None:
         x, out = self._buffers[source], self._buffers[goal]
-        add_product(self._program, self._products, index, linear, x, out, lambda: self._rows)
+
+        def used() -> tuple[Tensor, Tensor]:
+            return x[: self._rows], out[: self._rows]
+
+        add_product(self._program, self._products, index, linear, x, out, used)
 
     def _sum(self) -> None:
         """The last step where no norm adds the last product."""

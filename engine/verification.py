@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -25,30 +26,47 @@ _COLDEST = 1e-30  # logits divided by less than this overflow float32, and all i
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What the target says of one token. best: the argmax of its logits, `NAN` where they hold NaN; None if the
-    request's draws need more than that.
+class Choices:
+    """What the target says of a tree's nodes. rows: [nodes, vocab] in any type. settled: that the largest logit is
+    drawn, whatever came before.
     """
 
-    rows: Tensor  # [nodes, vocab]
-    row: int
-    best: int | None
+    rows: Tensor
+    settled: bool
+
+    def __getitem__(self, node: int) -> Choice:
+        return Choice(self, node)
+
+    def best(self, node: int) -> int:
+        """The argmax of its logits, `NAN` where they hold NaN."""
+        if self.rows.device.type == "cpu":  # few nodes are drawn from: the others' logits need not be read
+            return argmax(self.rows[node : node + 1])[0]
+        return self._best[node]
+
+    @cached_property
+    def _best(self) -> list[int]:
+        return argmax(self.rows)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `Sampler.draw` takes: one node's."""
+
+    choices: Choices
+    node: int
+
+    @property
+    def settled(self) -> bool:
+        return self.choices.settled
+
+    @property
+    def best(self) -> int:
+        return self.choices.best(self.node)
 
     @property
     def logits(self) -> Tensor:
         """[vocab] float32"""
-        return self.rows[self.row].float()
-
-
-@dataclass(frozen=True)
-class Choices:
-    """What `Sampler.draw` takes, node by node."""
-
-    rows: Tensor
-    best: list[int] | None
-
-    def __getitem__(self, node: int) -> Choice:
-        return Choice(self.rows, node, None if self.best is None else self.best[node])
+        return self.choices.rows[self.node].float()
 
 
 class Sampler:
@@ -83,7 +101,7 @@ class Sampler:
     def choices(self, logits: Tensor) -> Choices:
         """The choices that `logits` [nodes, vocab] leave, in any type."""
         settled = self._greedy and not self._penalties and self.drawn >= self.params.min_tokens
-        return Choices(logits, argmax(logits) if settled else None)
+        return Choices(logits, settled)
 
     def draw(self, choice: Choice) -> int:
         """The next token. Raises NotANumber if the logits are no distribution."""
@@ -149,7 +167,7 @@ class Sampler:
 
     def _best(self, choice: Choice, allowed: Tensor | None) -> int:
         """The draw from those that are `allowed`, all if None."""
-        if allowed is None and choice.best is not None:
+        if allowed is None and choice.settled:
             return choice.best
         params, logits = self.params, choice.logits
         if self._penalties:

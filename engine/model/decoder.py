@@ -101,11 +101,13 @@ class LeanDecoder:
         for index in sorted(set(feature_layers) - {last}):
             steps.run_to(index)
             features[index] = steps.residual[:rows].to(self.dtype, copy=True)
-        steps.run_to(last)
+        if whole and len(chosen) < rows:
+            steps.run_to(last)
+            logits = self.head(steps.x.index_select(0, chosen))
+        else:
+            logits = steps.run_to_logits(len(chosen))
         if last in feature_layers:
             features[last] = steps.x[:rows]
-        ends = steps.x[: len(chosen)] if not whole or len(chosen) == rows else steps.x.index_select(0, chosen)
-        logits = self.head(ends) if len(chosen) else ends.new_empty(0, self.head.outputs)
         return logits, torch.stack([features[i] for i in feature_layers], dim=1) if feature_layers else None
 
     def _check_sizes(self, pool: KVPool) -> None:
@@ -132,7 +134,8 @@ class _Steps:
         self.x, self.residual = self._buffers["x"], torch.zeros(capacity, decoder.hidden)
         self._scratch, self._unpacked = torch.zeros(0), torch.zeros(0, dtype=torch.uint8)
         self._norms, self._enters = np.zeros(2 * len(layers) + 1, NORM), np.zeros(len(layers), ENTER)
-        self._gates, self._products = np.zeros(1, GATE), np.zeros(4 * len(layers), MATMUL)
+        self._gates, self._products = np.zeros(1, GATE), np.zeros(4 * len(layers) + 1, MATMUL)
+        self._logits = self.x.new_empty(0, decoder.head.outputs)
         self._norms["residual"], self._norms["out"] = self.residual.data_ptr(), self.x.data_ptr()
         self._norms["hidden"], self._norms["epsilon"] = decoder.hidden, decoder.epsilon
         self._norms["delta"][1:] = self._buffers["delta"].data_ptr()
@@ -149,6 +152,7 @@ class _Steps:
         for index, layer in enumerate(layers):
             self._add_layer(index, layer, decoder.rules[index])
         self._add_norm(2 * len(layers), decoder.norm)
+        self._add_head(decoder.head)
 
     def begin(self, batch: Batch, chosen: Any, turns: Tensor) -> None:
         """The batch that is run next. chosen: the rows of the last norm, None for all."""
@@ -172,6 +176,14 @@ class _Steps:
         """Go on until `residual` is what the layer gets, normalised in `x`; one layer past the last: the end."""
         self._program.run(self._rows, self._done, self._stops[layer])
         self._done = self._stops[layer]
+
+    def run_to_logits(self, count: int) -> Tensor:
+        """Go on to the end. Returns the logits of the first `count` rows of the last norm."""
+        self._logits = self.x.new_empty(count, self._logits.shape[1])
+        self._products["out"][-1] = self._logits.data_ptr()
+        set_rows(self._products[-1:], count)
+        self._program.run(self._rows, self._done, len(self._program) if count else self._stops[-1])
+        return self._logits
 
     def _add_layer(self, index: int, layer: _Layer, rule: Rule) -> None:
         self._add_norm(2 * index, layer.input_norm)
@@ -198,9 +210,22 @@ class _Steps:
         if index % 2 == 0:
             self._stops.append(len(self._program))
 
+    def _add_head(self, head: Product) -> None:
+        """The logits go to a place of their own each time: callers keep them."""
+        index = len(self._products) - 1
+
+        def used() -> tuple[Tensor, Tensor]:
+            return self.x[: len(self._logits)], self._logits
+
+        add_product(self._program, self._products, index, head, self.x, self._logits, used)
+
     def _add_product(self, index: int, product: Product, source: str, goal: str) -> None:
         x, out = self._buffers[source], self._buffers[goal]
-        add_product(self._program, self._products, index, product, x, out, lambda: self._rows)
+
+        def used() -> tuple[Tensor, Tensor]:
+            return x[: self._rows], out[: self._rows]
+
+        add_product(self._program, self._products, index, product, x, out, used)
 
 
 class _Turns:

@@ -474,17 +474,22 @@ def add_product(
     product: Multiplies,
     x: Tensor,
     out: Tensor,
-    rows: Callable[[], int],
+    used: Callable[[], tuple[Tensor, Tensor]],
 ) -> None:
-    """The next step multiplies the first `rows()` rows of x into out: a kernel, described by the record at `index`, if
-    the product is one that takes rows as they lie in x.
+    """The next step multiplies x into out: a kernel, described by the record at `index`, if the product is one that
+    takes rows as they lie in x. used: the rows of both that a run is about, for any other product.
     """
     matmul = product.matmul
     if matmul is not None and matmul.padded == matmul.inputs:
         records[index : index + 1] = matmul.record(len(x), x.data_ptr(), out.data_ptr())
         program.add(matmul.kernel, address_of(records, index))
     else:
-        program.call(lambda: out[: rows()].copy_(product(x[: rows()])))
+
+        def multiply_rows() -> None:
+            rows, goal = used()
+            goal.copy_(product(rows))
+
+        program.call(multiply_rows)
 
 
 def set_rows(records: np.ndarray[Any, Any], rows: int) -> None:

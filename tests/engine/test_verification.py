@@ -145,9 +145,10 @@ def test_the_next_token_distribution_is_the_models_own_through_any_tree(tiny: st
 
 def test_greedy_choices_are_settled_by_each_rows_best_token() -> None:
     logits = torch.randn(50, 20, generator=torch.Generator().manual_seed(1))
-    assert greedy().choices(logits).best == logits.argmax(-1).tolist()
-    assert greedy(min_tokens=1).choices(logits).best is None
-    assert greedy(temperature=1.0).choices(logits).best is None
+    choices = greedy().choices(logits)
+    assert choices.settled and [choices[node].best for node in range(50)] == logits.argmax(-1).tolist()
+    assert not greedy(min_tokens=1).choices(logits).settled
+    assert not greedy(temperature=1.0).choices(logits).settled
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"repetition_penalty": 1.3}, {"min_tokens": 3}])
