@@ -122,27 +122,29 @@ ENTER = _record(
 
 @kernel(ENTER)
 def enter_kernel(address: Any) -> None:
-    """Normalise and turn queries and keys, and enter keys and values into the pool."""
+    """Normalise and turn queries and keys, and enter keys and values into the pool.
+
+    A thread has neighbouring rows of one head: sixteen keys of a head lie among one another in a block's cache lines,
+    and two cores that write to the same ones wait for each other.
+    """
     work = carray(address, 1)[0]
     size, heads = work.head_dim * work.width, work.groups * work.kv_heads
-    for row in range(member(), work.rows, members()):
+    units, room = work.kv_heads * work.rows, work.scratch + member() * work.dims * 4
+    for unit in range(units * member() // members(), units * (member() + 1) // members()):
+        kv_head, row = unit // work.rows, unit % work.rows
         x = work.qkv + row * (heads + 2 * work.kv_heads) * size
-        for head in range(heads):
-            group = head % work.groups
-            place = ((head // work.groups * work.rows + row) * work.groups + group) * work.dims
+        for group in range(work.groups):
+            query, place = x + (kv_head * work.groups + group) * size, (unit * work.groups + group) * work.dims
             if work.paired == 0:
-                _turned(work, row, x + head * size, work.query_norm, work.queries + 4 * place)
+                _turned(work, row, query, work.query_norm, work.queries + 4 * place)
             else:
-                query = work.scratch + member() * work.dims * 4
-                _turned(work, row, x + head * size, work.query_norm, query)
-                _put_halves(query, work.dims, work.queries + 2 * place)
+                _turned(work, row, query, work.query_norm, room)
+                _put_halves(room, work.dims, work.queries + 2 * place)
         block, lane = int_at(work.slots + 4 * row) // LANES, int_at(work.slots + 4 * row) % LANES
-        key = work.scratch + member() * work.dims * 4
-        for head in range(work.kv_heads):
-            _turned(work, row, x + (heads + head) * size, work.key_norm, key)
-            at = (block * work.kv_heads + head) * work.dims * LANES * work.width
-            _put_key(work, key, work.keys + at, lane)
-            _put_value(work, x + (heads + work.kv_heads + head) * size, work.values + at, lane)
+        at = (block * work.kv_heads + kv_head) * work.dims * LANES * work.width
+        _turned(work, row, x + (heads + kv_head) * size, work.key_norm, room)
+        _put_key(work, room, work.keys + at, lane)
+        _put_value(work, x + (heads + work.kv_heads + kv_head) * size, work.values + at, lane)
 
 
 @njit
