@@ -11,6 +11,7 @@ import math
 
 import numpy as np
 import torch
+from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -19,6 +20,7 @@ _MASK = (1 << 64) - 1
 _UNIT = 2.0**-52
 _CERTAIN = 1 - 1e-4  # far more than float32 can err in `_rivals`, whose proof needs three times that error
 _REACH = 41.0  # noise lies in [-3.61, 36.74], so a token 40.36 below the best score never wins
+_NEAR = 10.0  # below the best score: of the tokens further down only those with rare noise are looked at
 
 
 def gumbel(seed: int, position: int, tokens: Tensor) -> Tensor:
@@ -46,25 +48,38 @@ def _rivals(scores: NDArray[np.float32], seed: int, position: int) -> NDArray[np
 
     With noise -log(-log u) and w = exp(score - best score), the largest score + noise is the largest w / -log u. As
     1 - u <= -log u <= (1 - u) / u, that lies between w / (1 - u) - w and w / (1 - u), and a token whose upper bound is
-    below another's lower bound cannot win. Within `_REACH` float32 makes w wrong by less than one part in 10^5, for
-    which `_CERTAIN` makes up; for what adding noise to a huge score rounds off (equals then abound), the exponential.
-    Comparisons with NaN are false, so rows of infinities and NaN are compared exactly.
+    below another's lower bound cannot win. The first lower bound is that of the best score: far below it a token needs
+    a 1 - u so small that few have it, and the exponentials of the others need not be taken. Within `_REACH` float32
+    makes w wrong by less than one part in 10^5, for which `_CERTAIN` makes up; for what adding noise to a huge score
+    rounds off (equals then abound), the exponential. Comparisons with NaN are false, so rows of infinities and NaN are
+    compared exactly.
     """
     with np.errstate(all="ignore"):
-        peak = scores.max()
-        near = ~(scores < peak - np.float32(_REACH))
-        if 4 * np.count_nonzero(near) < len(scores):  # otherwise gathering costs more than it saves
-            tokens = np.flatnonzero(near)
-            scores = scores[tokens]
-        else:
-            tokens = np.arange(len(scores))
-        weight = np.exp(scores - peak)
-        rest = _bits_in_numpy(_key(seed, position), tokens) ^ ((1 << 52) - 1)
-        upper = weight / ((rest.astype(np.float32) + np.float32(0.5)) * np.float32(_UNIT))
-        lower = upper * np.float32(_CERTAIN * math.exp(-abs(float(peak)) * _UNIT * 2)) - weight
-        threshold = np.maximum(lower.max(), np.float32(math.exp(-_REACH)))
+        best = scores.argmax()
+        peak, rest = scores[best], _rest(np.uint64(_key(seed, position)), len(scores))
+        certain = np.float32(_CERTAIN * math.exp(-abs(float(peak)) * _UNIT * 2))
+        least = np.float32(math.exp(-_REACH))
+        floor = np.maximum(certain / rest[best] - 1, least)
+        rare = rest < np.float32(math.exp(-_NEAR) / _CERTAIN) / floor
+        tokens = np.flatnonzero(rare | ~(scores < peak - np.float32(_NEAR)))
+        weight = np.exp(scores[tokens] - peak)
+        upper = weight / rest[tokens]
+        threshold = np.maximum((upper * certain - weight).max(), least)
         rivals: NDArray[np.int64] = tokens[~(upper < threshold)]
     return rivals
+
+
+@njit(cache=True, nogil=True)
+def _rest(key: np.uint64, count: int) -> NDArray[np.float32]:
+    """1 - u of the tokens from 0 on, [count] float32, in one pass: of `_bits`, what is missing to 1."""
+    rest = np.empty(count, np.float32)
+    for token in range(count):
+        x = np.uint64(token) * np.uint64(_GOLDEN) + key
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX_2)
+        left = np.int64(((x ^ (x >> np.uint64(31))) >> np.uint64(12)) ^ np.uint64((1 << 52) - 1))
+        rest[token] = (np.float32(left) + np.float32(0.5)) * np.float32(_UNIT)
+    return rest
 
 
 def _rivals_on_device(scores: Tensor, seed: int, position: int) -> Tensor:
