@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.choice import Choice
 from engine.cost_model import CostModel
 
 STEEP = {1: 0.010, 8: 0.020, 16: 0.040, 32: 0.080, 64: 0.160}
@@ -302,3 +303,94 @@ def test_a_chunk_leaves_room_for_the_trees_that_are_verified_beside_it() -> None
     for _ in range(200):
         model.observe_round(2, 8, 2, 0.0)
     assert model.chunk_rows(2, 512) == 16 - 8
+
+
+def test_a_drafter_is_told_what_a_round_takes_and_brings() -> None:
+    model = CostModel(STEEP)
+    for _ in range(200):
+        model.observe_round(2, 8, 6, 0.004)
+    told = model.rates(2, alone=False)
+    assert told.round_s == pytest.approx(STEEP[8] + 0.004, rel=1e-3)
+    assert told.tokens == pytest.approx(3.0, rel=1e-3)
+    assert told.token_s == pytest.approx((STEEP[8] + 0.004) / 6, rel=1e-3)
+
+
+def test_a_round_of_roots_alone_takes_their_forward_and_nothing_is_waited_for() -> None:
+    model = CostModel(STEEP)
+    for _ in range(200):
+        model.observe_round(1, 8, 3, 0.004)
+    assert model.rates(1, alone=True).round_s == pytest.approx(STEEP[1])
+    assert model.rates(8, alone=True).round_s == pytest.approx(STEEP[8])
+
+
+def test_a_round_seen_before_the_next_draft_takes_no_time_less_than_none() -> None:
+    model = CostModel(STEEP)
+    for _ in range(200):
+        model.observe_round(1, 1, 1, -0.004)
+    assert model.rates(1, alone=False).round_s == pytest.approx(STEEP[1])
+    assert model.rate(1) == pytest.approx(1 / STEEP[1])
+
+
+def test_until_a_round_was_seen_it_takes_its_forward_and_brings_a_token() -> None:
+    told = CostModel(STEEP).rates(1, alone=False)
+    assert (told.round_s, told.tokens, told.token_s) == (STEEP[1], 1.0, STEEP[1])
+
+
+@pytest.mark.parametrize(("mode", "ahead"), [("sequential", False), ("async", True), ("auto", False)])
+def test_drafts_are_made_ahead_where_the_mode_says_so(mode: str, ahead: bool) -> None:
+    assert CostModel(STEEP, mode=mode).ahead.second == ahead
+    assert CostModel.measure(lambda rows, past: 0.01, largest=8, mode=mode).ahead.second == ahead
+
+
+def test_in_turns_unless_told_otherwise() -> None:
+    for model in (CostModel(STEEP), CostModel.measure(lambda rows, past: 0.01, largest=8)):
+        for _ in range(200):
+            model.observe_ways(1, 1, 0.5, rests=False)
+        assert not model.ahead.second
+
+
+def rounds_until_a_change(model: CostModel, choice: Choice, round_s: float) -> int:
+    before = choice.second
+    for count in range(1, 500):
+        model.observe_ways(1, 1, round_s, rests=True)
+        if choice.second != before:
+            return count
+    raise AssertionError("it never changes")
+
+
+def test_only_where_nothing_is_settled_the_ways_are_tried_in_turns() -> None:
+    """Behind the first 24 rounds, in blocks of 16; whether a draft model rests, in blocks of 4."""
+    model = CostModel(STEEP, mode="auto")
+    model.observe_round(1, 1, 1, 10.0)  # much of a round is not the forward, so drafting ahead may pay
+    assert rounds_until_a_change(model, model.ahead, 0.02) == 24 + 16
+    model = CostModel(STEEP, mode="async")
+    assert rounds_until_a_change(model, model.rest, 0.02) == 4
+    for _ in range(200):
+        model.observe_ways(1, 1, 0.5, rests=False)
+    assert model.ahead.second
+
+
+def test_drafting_ahead_is_not_tried_where_little_is_to_be_gained() -> None:
+    model = CostModel(STEEP, mode="auto")
+    for _ in range(200):
+        model.observe_round(1, 1, 1, 0.001)
+        model.observe_ways(1, 1, 0.0101, rests=False)
+    assert not model.ahead.second
+
+
+def test_a_way_that_brings_the_same_in_half_the_time_is_gone() -> None:
+    model = CostModel(STEEP)
+    for _ in range(400):
+        model.observe_ways(8, 16, 0.02 if model.rest.second else 0.04, rests=True)
+    assert model.rest.second
+
+
+def test_rounds_of_other_sizes_are_compared_by_what_plain_decoding_takes() -> None:
+    """Each way is gone with another number of requests, at the same ease."""
+    model = CostModel({1: 0.010, 8: 0.040})
+    seen = []
+    for _ in range(400):
+        requests = 8 if model.rest.second else 1
+        model.observe_ways(requests, requests, 0.040 if model.rest.second else 0.012, rests=True)
+        seen.append(model.rest.second)
+    assert sum(seen[200:]) > 150, "8 in the time of plain decoding are better than one in 1.2 times its time"

@@ -161,6 +161,26 @@ def test_a_preempted_request_all_of_whose_text_is_known_decodes_at_once() -> Non
     assert resumed in found.decoding and resumed not in dict(found.reading)
 
 
+def test_what_was_read_by_others_is_counted_as_it_is_found() -> None:
+    stage, requests = Stage(), scheduler(chunk=16)
+    passage = list(range(48))
+    first, second = request(stage, 1, [*passage, 7]), request(stage, 2, [*passage, 8])
+    requests.running += [first, second]
+    found = []
+    for _ in range(3):
+        read(requests.reserve(plan(requests), lambda r: 16))
+        found.append(second.cached)
+    plan(requests)
+    assert [*found, second.cached] == [0, 16, 32, 48]
+
+
+def test_a_requests_part_of_a_plan_is_its_tree_or_its_chunk() -> None:
+    stage = Stage()
+    one, other = request(stage, 1, [1]), request(stage, 2, [2])
+    both = Plan([one, other], [(one, 3), (other, 4)])
+    assert both.of(one) == Plan([one], [(one, 3)]) and both.of(other) == Plan([other], [(other, 4)])
+
+
 def test_a_round_waits_for_a_draft_that_will_soon_be_there() -> None:
     stage, requests = Stage(), scheduler()
     one, other = request(stage, 1, [1] * 4), request(stage, 2, [2] * 4)

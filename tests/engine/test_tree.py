@@ -161,6 +161,15 @@ def test_a_tree_that_no_source_is_named_for_is_marked_with_none() -> None:
     assert TokenTree.chain(0, [1, 2], [0.5, 0.4], source=3).source.tolist() == [0, 3, 3]
 
 
+def test_nodes_that_no_source_is_named_for_are_marked_with_one() -> None:
+    tree = TokenTree.from_lists([5, 6, 7], [-1, 0, 0], [1.0, 0.5, 0.4])
+    tree = TokenTree(tree.tokens, tree.parents, tree.confidence, np.array([0, 0, 4], np.uint32))
+    marked = tree.marked(2)
+    assert marked.source.tolist() == [0, 2, 4] and marked.source.dtype == np.uint32
+    kept = (marked.tokens, marked.parents, marked.confidence)
+    assert all(a is b for a, b in zip(kept, (tree.tokens, tree.parents, tree.confidence), strict=True))
+
+
 def test_what_is_cut_or_merged_has_the_types_that_messages_carry() -> None:
     tree = TokenTree.from_lists([0, 1, 2, 3], [-1, 0, 0, 1], [1.0, 0.5, 0.4, 0.3], source=1)
     for made in (tree, tree.prune(3), tree.keep([0, 1]), tree.union(tree), tree.grafted([3, 4], 0.5)):
