@@ -72,7 +72,7 @@ class Scheduler:
     def plan(self, now_ns: int, costs: CostModel, drafted: bool) -> Plan:
         """What to do now. drafted: a drafter is there and speaks."""
         self._admit()
-        self._adopt()
+        self._adopt(now_ns)
         decoding = [request for request in self.running if not request.reading]
         missing = [r for r in decoding if drafted and r.drafted and not r.alone and not r.has_draft]
         keys = sum(request.cache.length for request in decoding)
@@ -134,13 +134,16 @@ class Scheduler:
                     return
             self.running.append(self.waiting.popleft())
 
-    def _adopt(self) -> None:
-        """What others have read of the same text need not be read again: a preempted request may go on at once."""
+    def _adopt(self, now_ns: int) -> None:
+        """What others have read of the same text need not be read again: a preempted request may go on at once, and
+        its draft is waited for from now on.
+        """
         for request in self.running:
             if request.reading and self._shares(request):
                 known = request.cache.length
                 request.cache.adopt(request.to_share)
                 request.cached += request.cache.length - known
+                request.asked_ns = request.asked_ns if request.reading else now_ns
 
     def _shares(self, request: Request) -> bool:
         return self.shares_prefixes and not request.reads_all and request.target.pool is not None

@@ -161,6 +161,18 @@ def test_a_preempted_request_all_of_whose_text_is_known_decodes_at_once() -> Non
     assert resumed in found.decoding and resumed not in dict(found.reading)
 
 
+def test_the_draft_of_a_request_that_need_not_read_again_is_waited_for_from_now_on() -> None:
+    """As long ago as it was preempted its drafter was not asked."""
+    stage, requests = Stage(), scheduler(chunk=64)
+    requests.waiting.append(request(stage, 1, list(range(40))))
+    read(requests.reserve(plan(requests), lambda r: 40))
+    requests.running.clear()
+    resumed, now_ns = request(stage, 2, list(range(30)), [30, 31, 32]), 10**18
+    requests.waiting.append(resumed)
+    assert plan(requests, now_ns, drafted=True) == Plan(wait_s=1.0)
+    assert resumed.asked_ns == now_ns
+
+
 def test_what_was_read_by_others_is_counted_as_it_is_found() -> None:
     stage, requests = Stage(), scheduler(chunk=16)
     passage = list(range(48))
