@@ -65,3 +65,35 @@ def test_an_answer_that_cannot_be_printed_is_one_line(tiny: str) -> None:
         )  # fmt: skip
     assert done.returncode == 2
     assert done.stderr == "talon: output: the disk is full: make room and run again\n"
+
+
+WRONG = [
+    ["--set", "drafter.bugdet=3"],
+    ["--set", "model=/nowhere"],
+    ["--method", "eagle3", "--set", "drafter.path=/nowhere"],
+    ["--set", "verifier.draft_timeout_s=.inf"],
+    ["--set", "drafter.min_ngram=9", "--set", "drafter.max_ngram=3"],
+    ["--temperature", "-1"],
+]
+RUN = """
+import sys
+from engine.cli import assemble
+try:
+    assemble()(sys.argv[1:], prog_name="talon")
+except SystemExit as ended:
+    code = ended.code
+loaded = {"torch", "transformers", "numba"} & set(sys.modules)
+sys.exit(f"loaded: {loaded}" if loaded else code)
+"""
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=" ".join)
+def test_a_wrong_option_is_told_before_any_library_of_models_is_loaded(wrong: list[str]) -> None:
+    command = [sys.executable, "-c", RUN, "generate", "hi", *wrong]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+
+
+def test_no_library_of_models_is_loaded_for_the_help() -> None:
+    done = subprocess.run([sys.executable, "-c", RUN, "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
