@@ -26,7 +26,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "grammar": {"structured_outputs": {"json": SCHEMA}},
     "stream": {"stream": True, "stream_options": {"include_usage": True}},
     "left": {"stream": True, "max_tokens": 300},
-    "refused": {"tools": []},
+    "refused": {"tools": [{}]},
 }
 
 
