@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.noise import _bits, _bits_in_torch, _key, _rivals, _rivals_on_device, gumbel, gumbel_argmax
+from engine.noise import _bits, _bits_in_torch, _key, _rest, _rivals, _rivals_on_device, gumbel, gumbel_argmax
 
 SEEDS = st.integers(-(2**63), 2**63 - 1)
 
@@ -40,6 +40,14 @@ def test_bits_are_the_same_wherever_they_are_computed(seed: int, position: int, 
     """What a GPU computes, here on the CPU."""
     elsewhere = _bits_in_torch(_key(seed, position), torch.tensor(tokens))
     assert torch.equal(elsewhere, _bits(seed, position, torch.tensor(tokens)))
+
+
+@settings(deadline=None)  # compiles first
+@given(SEEDS, st.integers(0, 5000))
+def test_what_is_left_of_one_is_that_of_the_bits(seed: int, position: int) -> None:
+    bits = _bits(seed, position, torch.arange(50)).numpy()
+    left = (((1 << 52) - 1 - bits).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-52)
+    assert np.array_equal(_rest(np.uint64(_key(seed, position)), 50), left)
 
 
 @st.composite
@@ -72,7 +80,9 @@ def test_the_greatest_and_the_smallest_noise_there_can_be_are_compared_as_they_a
     most = (1 << 52) - 1
     for bits in ([5, most, most - 1], [most - 2, most - 1, most], [0, 1, 2], [most, 0, most]):
         given = np.array(bits, np.int64)
+        rest = ((most - given).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-52)
         monkeypatch.setattr("engine.noise._bits_in_numpy", lambda key, tokens, given=given: given[tokens].copy())
+        monkeypatch.setattr("engine.noise._rest", lambda key, count, rest=rest: rest[:count])
         everything = torch.zeros(3).double() + gumbel(1, 2, torch.arange(3))
         assert gumbel_argmax(torch.zeros(3), 1, 2) == int(everything.argmax())
 
@@ -153,7 +163,7 @@ def test_each_device_has_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tokens_far_below_the_best_are_drawn_as_often_as_there_are_many_of_them() -> None:
-    """One token in a thousand has noise that rare: 60,000 of them that are 11 below the best win nearly half the draws."""
+    """60,000 tokens that are 11 below the best win nearly half of the draws."""
     scores = torch.full((60_000,), -11.0)
     scores[777] = 0.0
     tokens = torch.arange(len(scores))
