@@ -33,6 +33,22 @@ def check(config: Config) -> None:
         check_file(Path(config.drafter.calibration))
 
 
+def check_paths(config: Config) -> None:
+    """Raise what can be told of paths alone, in no time: no library of models is loaded for it."""
+    find(config.method)
+    _check_path("model", config.model)
+    if config.remote:  # the drafter's files are on its machine
+        return
+    for method in parts(config):
+        if find(method).has_model:
+            _check_path("drafter.path", weights_path(config.model_copy(update={"method": method})))
+
+
+def _check_path(key: str, path: str) -> None:
+    if path.startswith(("/", "./", "../")) and not Path(path).exists():
+        raise ModelError(f"{key}={path}: no such directory; check the path, or name a hub id")
+
+
 def weights_path(config: Config) -> str:
     """Where the weights of the configuration's head or draft model are."""
     if (path := config.drafter.weights(config.method)) is not None:

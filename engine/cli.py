@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from drafters.requirements import check_paths
 from engine import config as configuration
 from engine import options
 from engine.command import MODELS_OWN, ConfigOption, SetOption, overrides, run
 from engine.errors import RequestError
 from engine.launch import POOL_WAITS
-from engine.model.resolve import resolved
 from engine.places import BENCHMARKS
 from engine.sampling import SamplingParams
 
@@ -131,7 +131,8 @@ def generate(
             raise RequestError("--logprobs, --prompt-logprobs: are shown with --json; add it")
         given = overrides(set_, method=method, mode=mode, trace=str(trace) if trace else None)
         # for one answer nobody stands by: its imports would take the time that the answer needs
-        settings = resolved(configuration.load(config, {"drafter.standby": False} | given))
+        settings = configuration.load(config, {"drafter.standby": False} | given)
+        check_paths(settings)
         asked = sys.stdin.read() if prompt == "-" else prompt
         from engine.api import Engine  # takes seconds, which a wrong option need not wait for
 

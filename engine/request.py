@@ -112,4 +112,4 @@ class Request:
         if self.has_answer:
             self.read_to = len(self.text) - 1
         else:
-            self.features, self.prompt_logprobs = [], []  # they come again with the positions
+            self.features, self.prompt_logprobs, self.cached = [], [], 0  # they come again with the positions

@@ -103,7 +103,8 @@ class LeanDecoder:
             features[index] = steps.residual[:rows].to(self.dtype, copy=True)
         if whole and len(chosen) < rows:
             steps.run_to(last)
-            logits = self.head(steps.x.index_select(0, chosen))
+            ends = steps.x.index_select(0, chosen)
+            logits = self.head(ends) if len(chosen) else ends.new_empty(0, self.head.outputs)
         else:
             logits = steps.run_to_logits(len(chosen))
         if last in feature_layers:

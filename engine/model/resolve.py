@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.config import Config
-from engine.errors import ModelError
 from engine.model.cache import home, keep
 from engine.model.catalogue import CATALOGUE, KnownModel
 from engine.model.download import download
@@ -27,8 +26,6 @@ def resolve(model: str, key: str = "model") -> str:
     if model.lower().endswith(".gguf"):
         with shown() as report:
             return str(converted(Path(model), f"{key}={model}", report))
-    if model.startswith(("/", "./", "../")) and "{" not in model:
-        raise ModelError(f"{key}={model}: no such directory; check the path, or name a hub id or a GGUF file")
     return model
 
 

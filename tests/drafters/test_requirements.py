@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from drafters.requirements import check
+from drafters.requirements import check, check_paths
 from engine import Engine
-from engine.config import ROOT, load
-from engine.errors import TalonError
+from engine.config import DEMO, ROOT, load
+from engine.errors import ModelError, TalonError
 from engine.launch import Workers
 from engine.worker import WorkerSpec
 
@@ -73,3 +73,15 @@ def test_a_drafter_elsewhere_has_its_paths_elsewhere(tiny: str) -> None:
 @pytest.mark.parametrize("method", ["block", "eagle3", "hybrid"])
 def test_the_heads_that_ship_pass(method: str, smollm2: str) -> None:
     check(load(ROOT / "configs" / "smollm2.yaml", {"model": smollm2, "method": method}))
+
+
+def test_of_a_drafter_on_another_machine_no_path_is_looked_at(tiny: str) -> None:
+    far = {"transport": "tcp", "tcp.remote": True, "tcp.insecure": True, "drafter.path": "/only/there", "model": tiny}
+    check_paths(load(DEMO, far | {"method": "eagle3"}))
+    with pytest.raises(ModelError, match=r"drafter\.path=/only/there: no such directory"):
+        check_paths(load(DEMO, {"method": "eagle3", "drafter.path": "/only/there", "model": tiny}))
+
+
+def test_a_path_that_the_method_does_not_read_may_be_missing(tiny: str) -> None:
+    for method in ("none", "pld"):
+        check_paths(load(DEMO, {"method": method, "drafter.path": "/nowhere", "model": tiny}))

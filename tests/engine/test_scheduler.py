@@ -186,6 +186,19 @@ def test_what_was_read_by_others_is_counted_as_it_is_found() -> None:
     assert [*found, second.cached] == [0, 16, 32, 48]
 
 
+def test_a_prompt_that_is_found_again_after_a_preemption_is_counted_once() -> None:
+    stage, requests = Stage(), scheduler(chunk=64)
+    prompt = list(range(40))
+    requests.waiting.append(request(stage, 1, prompt))
+    read(requests.reserve(plan(requests), lambda r: 40))
+    again = request(stage, 2, prompt)
+    requests.running.append(again)
+    for _ in range(2):
+        plan(requests)
+        assert again.cached == 32
+        again.preempt()
+
+
 def test_a_requests_part_of_a_plan_is_its_tree_or_its_chunk() -> None:
     stage = Stage()
     one, other = request(stage, 1, [1]), request(stage, 2, [2])
