@@ -394,3 +394,23 @@ def test_rounds_of_other_sizes_are_compared_by_what_plain_decoding_takes() -> No
         model.observe_ways(requests, requests, 0.040 if model.rest.second else 0.012, rests=True)
         seen.append(model.rest.second)
     assert sum(seen[200:]) > 150, "8 in the time of plain decoding are better than one in 1.2 times its time"
+
+
+def test_a_forward_between_two_sizes_says_as_much_of_each_as_it_is_near_to_it() -> None:
+    model = CostModel({1: 0.010, 9: 0.020, 64: 0.050})
+    model.observe_forward(3, 0, 1.2 * model.seconds(3))
+    moved = [model.seconds(size) / took - 1 for size, took in ((1, 0.010), (9, 0.020), (64, 0.050))]
+    assert moved == pytest.approx([0.2 * (0.03 + 0.07 * 0.75), 0.2 * (0.03 + 0.07 * 0.25), 0.2 * 0.03])
+
+
+def test_a_chunk_at_the_beginning_of_a_prompt_looks_at_nothing_before_it() -> None:
+    model = CostModel({1: 0.010, 64: 0.012}, key_s=1e-5)
+    assert model.chunk_rows(1, 512) == model.chunk_rows(1, 512, past=0) > model.chunk_rows(1, 512, past=5)
+
+
+def test_what_those_who_decode_look_at_counts_for_each_of_their_rows() -> None:
+    model = CostModel({1: 0.010, 64: 0.012}, key_s=1e-6)
+    before = model.chunk_rows(2, 512, keys=4000.0)
+    for _ in range(200):
+        model.observe_round(2, 16, 2, 0.0)
+    assert model.chunk_rows(2, 512, keys=4000.0) > before, "a longer round leaves more time"

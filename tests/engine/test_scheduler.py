@@ -368,6 +368,23 @@ def test_while_all_wait_for_drafts_a_prompt_is_read() -> None:
     assert found.reading == [(new, 9)], "the rest of the usual wait"
 
 
+def test_while_all_wait_far_into_a_prompt_less_of_it_is_read() -> None:
+    stage, requests = Stage(blocks=128), scheduler(chunk=64)
+    one, long = request(stage, 1, [1] * 4), request(stage, 2, [2] * 1900)
+    requests.running += [one, long]
+    decode(one)
+    costs = CostModel({1: 0.010, 8: 0.012, 16: 0.014, 32: 0.018, 64: 0.030}, key_s=1e-6)
+    for _ in range(200):
+        costs.observe_wait(0.018)
+    counts = []
+    for length in (0, 400):
+        long.cache.reserve(length)
+        long.cache.length = length
+        [(_, count)] = requests.plan(one.asked_ns, costs, True).reading
+        counts.append(count)
+    assert counts[1] < counts[0]
+
+
 def test_drafts_that_are_there_in_a_moment_are_waited_for_before_a_prompt_is_read() -> None:
     """Or those who decode would be held up by two chunks in a row."""
     requests, one = lonely()
