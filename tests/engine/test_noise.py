@@ -167,6 +167,6 @@ def test_tokens_far_below_the_best_are_drawn_as_often_as_there_are_many_of_them(
     scores = torch.full((60_000,), -11.0)
     scores[777] = 0.0
     tokens = torch.arange(len(scores))
-    drawn = [gumbel_argmax(scores, 5, position) for position in range(40)]
-    assert drawn == [int((scores.double() + gumbel(5, position, tokens)).argmax()) for position in range(40)]
-    assert 8 < drawn.count(777) < 32
+    drawn = [gumbel_argmax(scores, 5, position) for position in range(200)]
+    assert drawn == [int((scores.double() + gumbel(5, position, tokens)).argmax()) for position in range(200)]
+    assert 70 < drawn.count(777) < 150
