@@ -155,7 +155,7 @@ def bench(
 
         with tempfile.TemporaryDirectory(prefix="talon-calibration-") as folder:
             kept = Path(folder) if calibration else None
-            what = Single(_files(questions), limit, samplings, repeats, minutes)
+            what = Single(question_files(questions), limit, samplings, repeats, minutes)
             rows = await run_bench(settings, names, what, out, heads, console, kept)
             if kept is not None:
                 draw_calibration(gathered(kept), out / "calibration.png", console)
@@ -171,7 +171,7 @@ def bench(
         from .load_figures import levels as lines_of
 
         what = Load(levels, shares, sampling, repeats, minutes)
-        rows = await run_load(settings, names, _files(questions), out, limit, what, heads, console)
+        rows = await run_load(settings, names, question_files(questions), out, limit, what, heads, console)
         Console().print(level_table(lines_of(rows)).rich())
         if shares:
             Console().print(arrival_table(rows).rich())
@@ -181,7 +181,9 @@ def bench(
     async def measure_server(url: str, levels: list[int], sampling: SamplingParams) -> int:
         from .clients import run_clients, table
 
-        Console().print(table(url, await run_clients(url, _files(questions), limit, levels, sampling, out)).rich())
+        Console().print(
+            table(url, await run_clients(url, question_files(questions), limit, levels, sampling, out)).rich()
+        )
         console.print(f"rows: {out / 'clients.jsonl'}")
         return 0
 
@@ -191,7 +193,7 @@ def bench(
         from .rivals.compare import Rivalry, run_rivals
         from .rivals.figures import table
 
-        what = Rivalry(folder, gguf_file(gguf), _files(questions), limit, levels, repeats, sampling, minutes)
+        what = Rivalry(folder, gguf_file(gguf), question_files(questions), limit, levels, repeats, sampling, minutes)
         Console().print(table(await run_rivals(settings, names, what, out, heads, console)).rich())
         write_report(out, console)
         return 0
@@ -326,7 +328,7 @@ def check(
         settings = configuration.load(config, overrides(set_))
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed).validate()
         comparisons = await run_check(
-            settings, names_in(methods), names_in(transports), _files(questions), limit, sampling, console
+            settings, names_in(methods), names_in(transports), question_files(questions), limit, sampling, console
         )
         table, errors = report(comparisons)
         Console().print(table.rich())
@@ -393,7 +395,8 @@ def tell_qa_differences(rows: Sequence[QaRow], console: Console) -> int:
     return len(different)
 
 
-def _files(questions: list[Path] | None) -> list[Path]:
+def question_files(questions: list[Path] | None) -> list[Path]:
+    """What --questions names; ConfigError if that is nothing."""
     if not questions:
         raise ConfigError("--questions: name at least one JSONL file of the Spec-Bench form")
     return questions

@@ -18,7 +18,7 @@ from engine.command import ConfigOption, SetOption, one_line_errors, overrides, 
 from engine.errors import ConfigError
 from engine.sampling import SamplingParams
 
-from .commands import HeadsOption, QuestionsOption
+from .commands import HeadsOption, QuestionsOption, question_files
 
 
 def shapes(
@@ -39,8 +39,7 @@ def shapes(
 
         if contestant not in CONTESTANTS or contestant == "none":
             raise ConfigError(f"contestant={contestant!r}: drafts no trees; known: {', '.join(CONTESTANTS)}")
-        if not questions:
-            raise ConfigError("--questions: name at least one JSONL file of the Spec-Bench form")
+        files = question_files(questions)
         from engine.model.resolve import resolved
         from engine.text import encode_text, load_tokenizer
 
@@ -49,7 +48,7 @@ def shapes(
 
         path = {} if heads is None else {"drafter.path": str(heads / "{method}")}
         settings = configuration.load(config, CONTESTANTS[contestant] | path | overrides(set_))
-        read = {file.stem: read_questions(file, limit) for file in questions}
+        read = {file.stem: read_questions(file, limit) for file in files}
         settings = resolved(settings)
         tokenizer = load_tokenizer(settings.model)
         suites = {suite: [encode_text(tokenizer, q.prompt) for q in some] for suite, some in read.items()}
@@ -76,8 +75,7 @@ def growth(
     """Ask TALON's questions of a head: gate, budget, ungated layers, KV memory, over-confidence."""
 
     async def main() -> None:
-        if not questions:
-            raise ConfigError("--questions: name at least one JSONL file of the Spec-Bench form")
+        files = question_files(questions)
         from drafters.head import HeadDrafter
         from drafters.registry import build
         from engine.model.resolve import resolved
@@ -90,7 +88,7 @@ def growth(
         named = {"method": method} | ({} if path is None else {"drafter.path": str(path)})
         config_ = resolved(configuration.load(config, named | overrides(set_)))
         console, tokenizer = Console(stderr=True), load_tokenizer(config_.model)
-        suites = {f.stem: [encode_text(tokenizer, q.prompt) for q in read_questions(f, limit)] for f in questions}
+        suites = {f.stem: [encode_text(tokenizer, q.prompt) for q in read_questions(f, limit)] for f in files}
         drafter = build(config_)
         if not isinstance(drafter, HeadDrafter):
             raise ConfigError(f"--method={method}: is no draft head; known: block, eagle3, eagle, medusa, hydra, sps")

@@ -6,7 +6,7 @@ imports, so what is missing, or is something else altogether, is told here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,12 @@ def check(config: Config) -> None:
     """Raise what the drafter of `config` would refuse at first sight, one line that names the key."""
     if find(config.method).drafter is None:
         return
-    for method in parts(config):
-        part = config.model_copy(update={"method": method})
-        if find(method).has_model:
-            check_weights(weights_path(part), method)
-        if method == "datastore":
+    for part in _parts(config):
+        if find(part.method).has_model:
+            check_weights(weights_path(part), part.method)
+        if part.method == "datastore":
             check_index("drafter.datastore", datastore_path(part), _open_datastore)
-        if method == "suffix" and config.drafter.dense is not None:
+        if part.method == "suffix" and config.drafter.dense is not None:
             check_index("drafter.dense", config.drafter.dense, _open_dense)
     if config.drafter.calibration is not None:
         from drafters.experience import check_file
@@ -39,9 +38,15 @@ def check_paths(config: Config) -> None:
     _check_path("model", config.model)
     if config.remote:  # the drafter's files are on its machine
         return
+    for part in _parts(config):
+        if find(part.method).has_model:
+            _check_path("drafter.path", weights_path(part))
+
+
+def _parts(config: Config) -> Iterator[Config]:
+    """The configuration of each method that drafts."""
     for method in parts(config):
-        if find(method).has_model:
-            _check_path("drafter.path", weights_path(config.model_copy(update={"method": method})))
+        yield config.model_copy(update={"method": method})
 
 
 def _check_path(key: str, path: str) -> None:

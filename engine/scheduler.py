@@ -143,7 +143,8 @@ class Scheduler:
                 known = request.cache.length
                 request.cache.adopt(request.to_share)
                 request.cached += request.cache.length - known
-                request.asked_ns = request.asked_ns if request.reading else now_ns
+                if not request.reading:
+                    request.asked_ns = now_ns
 
     def _shares(self, request: Request) -> bool:
         return self.shares_prefixes and not request.reads_all and request.target.pool is not None

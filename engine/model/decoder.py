@@ -93,20 +93,19 @@ class LeanDecoder:
         if rows > self._steps.capacity:
             self._steps = _Steps(self, 1 << (rows - 1).bit_length())
         steps = self._steps
-        chosen = torch.from_numpy(batch.chosen)
-        whole = len(chosen) == rows or last in feature_layers
+        wanted = len(batch.chosen)
+        whole = wanted == rows or last in feature_layers
         steps.begin(batch, None if whole else batch.chosen, self._turns.table)
         steps.residual[:rows] = self.embedding.index_select(0, torch.from_numpy(batch.tokens))
         features: dict[int, Tensor] = {}
         for index in sorted(set(feature_layers) - {last}):
             steps.run_to(index)
             features[index] = steps.residual[:rows].to(self.dtype, copy=True)
-        if whole and len(chosen) < rows:
+        if whole and 0 < wanted < rows:
             steps.run_to(last)
-            ends = steps.x.index_select(0, chosen)
-            logits = self.head(ends) if len(chosen) else ends.new_empty(0, self.head.outputs)
+            logits = self.head(steps.x.index_select(0, torch.from_numpy(batch.chosen)))
         else:
-            logits = steps.run_to_logits(len(chosen))
+            logits = steps.run_to_logits(wanted)
         if last in feature_layers:
             features[last] = steps.x[:rows]
         return logits, torch.stack([features[i] for i in feature_layers], dim=1) if feature_layers else None

@@ -81,7 +81,7 @@ def test_the_greatest_and_the_smallest_noise_there_can_be_are_compared_as_they_a
     for bits in ([5, most, most - 1], [most - 2, most - 1, most], [0, 1, 2], [most, 0, most]):
         given = np.array(bits, np.int64)
         rest = ((most - given).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-52)
-        monkeypatch.setattr("engine.noise._bits_in_numpy", lambda key, tokens, given=given: given[tokens].copy())
+        monkeypatch.setattr("engine.noise._bits_on_cpu", lambda key, tokens, given=given: given[tokens].copy())
         monkeypatch.setattr("engine.noise._rest", lambda key, count, rest=rest: rest[:count])
         everything = torch.zeros(3).double() + gumbel(1, 2, torch.arange(3))
         assert gumbel_argmax(torch.zeros(3), 1, 2) == int(everything.argmax())

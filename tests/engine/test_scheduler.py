@@ -65,6 +65,14 @@ def decode(*requests: Request) -> None:
         one.has_answer = True
 
 
+def after_reading(prompt: list[int]) -> tuple[Stage, Scheduler]:
+    """Somebody has read that prompt."""
+    stage, requests = Stage(), scheduler(chunk=64)
+    requests.waiting.append(request(stage, 1, prompt))
+    read(requests.reserve(plan(requests), lambda r: len(prompt)))
+    return stage, requests
+
+
 def plan(of: Scheduler, now_ns: int = 0, drafted: bool = False, ahead: bool = False) -> Plan:
     return of.plan(now_ns, AHEAD if ahead else COSTS, drafted)
 
@@ -142,19 +150,15 @@ def test_a_passage_that_another_request_reads_just_now_is_waited_for() -> None:
 
 def test_a_prompt_known_to_the_last_token_still_has_one_to_read() -> None:
     """Its logits are those that the first token is drawn from."""
-    stage, requests = Stage(), scheduler(chunk=64)
     prompt = list(range(32))
-    requests.waiting.append(request(stage, 1, prompt))
-    read(requests.reserve(plan(requests), lambda r: 32))
+    stage, requests = after_reading(prompt)
     again = request(stage, 2, prompt)
     requests.waiting.append(again)
     assert (again, 16) in plan(requests).reading
 
 
 def test_a_preempted_request_all_of_whose_text_is_known_decodes_at_once() -> None:
-    stage, requests = Stage(), scheduler(chunk=64)
-    requests.waiting.append(request(stage, 1, list(range(40))))
-    read(requests.reserve(plan(requests), lambda r: 40))
+    stage, requests = after_reading(list(range(40)))
     resumed = request(stage, 2, list(range(30)), [30, 31, 32])
     requests.waiting.append(resumed)
     found = plan(requests)
@@ -163,9 +167,7 @@ def test_a_preempted_request_all_of_whose_text_is_known_decodes_at_once() -> Non
 
 def test_the_draft_of_a_request_that_need_not_read_again_is_waited_for_from_now_on() -> None:
     """As long ago as it was preempted its drafter was not asked."""
-    stage, requests = Stage(), scheduler(chunk=64)
-    requests.waiting.append(request(stage, 1, list(range(40))))
-    read(requests.reserve(plan(requests), lambda r: 40))
+    stage, requests = after_reading(list(range(40)))
     requests.running.clear()
     resumed, now_ns = request(stage, 2, list(range(30)), [30, 31, 32]), 10**18
     requests.waiting.append(resumed)
@@ -187,10 +189,8 @@ def test_what_was_read_by_others_is_counted_as_it_is_found() -> None:
 
 
 def test_a_prompt_that_is_found_again_after_a_preemption_is_counted_once() -> None:
-    stage, requests = Stage(), scheduler(chunk=64)
     prompt = list(range(40))
-    requests.waiting.append(request(stage, 1, prompt))
-    read(requests.reserve(plan(requests), lambda r: 40))
+    stage, requests = after_reading(prompt)
     again = request(stage, 2, prompt)
     requests.running.append(again)
     for _ in range(2):
@@ -340,9 +340,9 @@ def test_a_lonely_request_in_turns_always_waits_and_others_while_it_pays() -> No
         assert requests.waits(costs, 1) == waits
 
 
-def waited(seconds: float) -> CostModel:
+def waited(seconds: float, key_s: float = 0.0) -> CostModel:
     """Costs of rounds that usually wait so long for their drafts."""
-    costs = CostModel({1: 0.010, 8: 0.012, 16: 0.014, 32: 0.018, 64: 0.030})
+    costs = CostModel(FORWARDS, key_s)
     for _ in range(200):
         costs.observe_wait(seconds)
     return costs
@@ -368,21 +368,24 @@ def test_while_all_wait_for_drafts_a_prompt_is_read() -> None:
     assert found.reading == [(new, 9)], "the rest of the usual wait"
 
 
-def test_while_all_wait_far_into_a_prompt_less_of_it_is_read() -> None:
+def chunks_behind(lengths: tuple[int, ...], costs: CostModel, drafted: bool) -> list[int]:
+    """How much of a prompt is read in one forward so far into it, while another request decodes."""
     stage, requests = Stage(blocks=128), scheduler(chunk=64)
     one, long = request(stage, 1, [1] * 4), request(stage, 2, [2] * 1900)
     requests.running += [one, long]
     decode(one)
-    costs = CostModel({1: 0.010, 8: 0.012, 16: 0.014, 32: 0.018, 64: 0.030}, key_s=1e-6)
-    for _ in range(200):
-        costs.observe_wait(0.018)
     counts = []
-    for length in (0, 400):
+    for length in lengths:
         long.cache.reserve(length)
         long.cache.length = length
-        [(_, count)] = requests.plan(one.asked_ns, costs, True).reading
+        [(_, count)] = requests.plan(one.asked_ns, costs, drafted).reading
         counts.append(count)
-    assert counts[1] < counts[0]
+    return counts
+
+
+def test_while_all_wait_far_into_a_prompt_less_of_it_is_read() -> None:
+    first, later = chunks_behind((0, 400), waited(0.018, key_s=1e-6), drafted=True)
+    assert later < first
 
 
 def test_drafts_that_are_there_in_a_moment_are_waited_for_before_a_prompt_is_read() -> None:
@@ -393,17 +396,7 @@ def test_drafts_that_are_there_in_a_moment_are_waited_for_before_a_prompt_is_rea
 
 
 def test_a_chunk_far_into_a_prompt_is_shorter() -> None:
-    stage, requests = Stage(blocks=128), scheduler(chunk=64)
-    one, long = request(stage, 1, [1] * 4), request(stage, 2, [2] * 1900)
-    requests.running += [one, long]
-    decode(one)
-    costs = CostModel({1: 0.010, 8: 0.012, 16: 0.014, 32: 0.018, 64: 0.030}, key_s=1e-6)
-    counts = []
-    for length in (0, 400, 1600):
-        long.cache.reserve(length)
-        long.cache.length = length
-        [(_, count)] = requests.plan(0, costs, False).reading
-        counts.append(count)
+    counts = chunks_behind((0, 400, 1600), CostModel(FORWARDS, key_s=1e-6), drafted=False)
     assert counts == sorted(counts, reverse=True) and counts[-1] < counts[0] / 4
 
 
