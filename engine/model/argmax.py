@@ -11,7 +11,7 @@ from torch import Tensor
 
 NAN = -1
 """In a token's place where a row holds NaN, which compares with nothing."""
-_INFINITY = np.int16(0x7F80)
+_INFINITY = np.int16(0x7F80 - 0x7F)  # as `_ordered` has it
 
 
 def argmax(logits: Tensor) -> list[int]:
@@ -42,16 +42,16 @@ def _in_torch(logits: Tensor) -> list[int]:
 def _argmax_bfloat16(bits: Any) -> Any:
     """bits: [rows, vocab] int16, bfloat16 numbers."""
     ordered = _ordered(bits.ravel()).reshape(bits.shape)
-    best, least = ordered.argmax(axis=1), ordered.min(axis=1)
-    numbers = (ordered[np.arange(len(best)), best] <= _INFINITY) & (least >= ~_INFINITY)
-    return np.where(numbers, best, NAN)
+    best = ordered.argmax(axis=1)
+    return np.where(ordered[np.arange(len(best)), best] <= _INFINITY, best, NAN)
 
 
 @njit(cache=True, nogil=True)
 def _ordered(bits: Any) -> Any:
-    """Integers in the order of the bfloat16 numbers with those bits; infinity is the first that is no NaN."""
+    """Integers in the order of the bfloat16 numbers with those bits; all NaN come behind infinity."""
     ordered = np.empty_like(bits)
     for i in range(len(bits)):
         x = np.int32(bits[i])
-        ordered[i] = x ^ ((x >> 15) & 0x7FFF)  # below zero a larger magnitude is less
+        x ^= (x >> 15) & 0x7FFF  # below zero a larger magnitude is less
+        ordered[i] = x - 0x7F  # so far, that NaN below minus infinity wrap around to the other end
     return ordered
