@@ -99,7 +99,12 @@ def peak_rss_mb(pid: int) -> float | None:
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:")), None)
 
 
-AS_PUBLISHED: dict[str, Any] = {"drafter.shared_noise": False, "verifier.cut": False, "mode": "sequential"}
+AS_PUBLISHED: dict[str, Any] = {
+    "drafter.shared_noise": False,
+    "drafter.answers": None,
+    "verifier.cut": False,
+    "mode": "sequential",
+}
 
 CONTESTANTS: dict[str, dict[str, Any]] = {name: AS_PUBLISHED | {"method": name} for name in METHODS} | {
     "lookahead": AS_PUBLISHED | {"method": "lookahead", "drafter.budget": 121},
@@ -115,6 +120,7 @@ CONTESTANTS: dict[str, dict[str, Any]] = {name: AS_PUBLISHED | {"method": name} 
     "block": AS_PUBLISHED | {"method": "block", "drafter.growth.policy": "dynamic"},
     "talon-pld": {"method": "pld", "mode": "sequential"},
     "talon-suffix": {"method": "suffix", "mode": "sequential"},
+    "talon-session": {"method": "suffix", "mode": "sequential", "drafter.answers": None},
     "hybrid": {"method": "hybrid", "mode": "sequential"},
     "talon": {"method": "hybrid", "mode": "auto"},
     # what each of our parts adds to eagle3

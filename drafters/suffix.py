@@ -1,5 +1,6 @@
 """Suffix drafting: trees from the session index, over the request's own text, earlier answers and, if there is a dense
-index, the passages most similar to the prompt: phrasing that the prompt only alludes to."""
+index, the passages most similar to the prompt: phrasing that the prompt only alludes to. Earlier answers may be there
+from the start: a datastore of what the target answered to prompts of all kinds."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drafters.base import Drafter, Learned, Verdict
-from engine.config import Config
+from engine.config import AUTO, Config
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
 from retrieval_index.compiler import release_compiler
-from retrieval_index.suffix import SessionIndex
+from retrieval_index.datastore import Datastore
+from retrieval_index.suffix import GREEDY, SessionIndex
 
 if TYPE_CHECKING:
     from retrieval_index.dense import DenseIndex
@@ -25,7 +27,8 @@ class SuffixDrafter(Drafter):
     """The likeliest `budget` nodes of the index's mixture; its probabilities are learned, so they are c(v) as they are.
 
     capacity: tokens of finished answers kept for later requests, 0: each request sees its own text only. dense: where
-    `passages` passages are looked up for each prompt, or None.
+    `passages` passages are looked up for each prompt, or None. answers: finished answers to begin with, beside which
+    there is room for `capacity` tokens more. shared_noise: where the target samples, rank by the noise of its draw.
     """
 
     calibrated = True
@@ -37,15 +40,20 @@ class SuffixDrafter(Drafter):
         capacity: int = 1_000_000,
         dense: DenseIndex | None = None,
         passages: int = 8,
+        answers: Datastore | None = None,
+        shared_noise: bool = True,
     ):
-        self.budget, self.length = budget, length
+        self.budget, self.length, self.shared_noise = budget, length, shared_noise
+        self._sampling: dict[int, SamplingParams] = {}
         self.dense, self.passages = dense, passages
-        self.index = SessionIndex(capacity)
+        self.index = SessionIndex(capacity + (answers.tokens if answers is not None else 0))
+        for texts in answers.texts() if answers is not None else ():
+            self.index.remember(texts)
 
     @classmethod
     def from_config(cls, config: Config) -> SuffixDrafter:
         warm_up = cls(budget=4)  # kernels are compiled when first called: before the worker is ready, not in a request
-        warm_up.start(0, [1, 2, 1], SamplingParams())
+        warm_up.start(0, [1, 2, 1], SamplingParams(temperature=1.0))
         warm_up.observe(0, Verdict(warm_up.propose(0, [2]), [0], [*range(WARM_UP)]))  # so many that its store grows
         warm_up.finish(0)
         release_compiler()
@@ -56,20 +64,30 @@ class SuffixDrafter(Drafter):
 
             dense = DenseIndex(Path(path), load_tokenizer(config.model))
             dense.query([0])  # so is faiss loaded
-        return cls(config.drafter.budget, dense=dense, passages=config.drafter.passages)
+        options = config.drafter
+        answers = None if options.answers in (None, AUTO) else Datastore(Path(options.answers))
+        return cls(
+            options.budget,
+            dense=dense,
+            passages=options.passages,
+            answers=answers,
+            shared_noise=options.shared_noise,
+        )
 
     def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
+        self._sampling[request] = sampling if self.shared_noise else GREEDY
         found = self.dense.query(prompt, self.passages) if self.dense is not None else []
         self.index.start(request, prompt, [passage.tokens for passage in reversed(found)])  # the best one last
 
     def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:
-        return self.index.draft(request, continuation, self.budget, self.length)
+        return self.index.draft(request, continuation, self.budget, self.length, self._sampling[request])
 
     def observe(self, request: int, verdict: Verdict) -> None:
         self.index.append(request, verdict.tokens)
 
     def finish(self, request: int) -> None:
         self.index.finish(request)
+        del self._sampling[request]
 
     def learned(self) -> Learned:
         return {"suffix": self.index.weights}

@@ -14,6 +14,7 @@ import anyio
 import anyio.to_thread
 
 from drafters.registry import find
+from drafters.requirements import check_vocabulary
 from engine import config as configuration
 from engine.answer import Answer, Piece, Result
 from engine.config import Config
@@ -90,6 +91,7 @@ class Engine:
 
     async def _load_tokenizer(self) -> None:
         self._tokenizer = await anyio.to_thread.run_sync(load_tokenizer, self.config.model)
+        await anyio.to_thread.run_sync(check_vocabulary, self.config, self._tokenizer)
 
     async def close(self) -> None:
         """End every request with EngineClosed, stop the workers, remove what they left."""

@@ -6,63 +6,78 @@ import gzip
 import io
 import lzma
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.json_lines import BadLine, json_lines
+from engine.text import encode_text
 from retrieval_index.datastore import DatastoreError
+from retrieval_index.suffix import CONTEXT
 
-_BATCH = 64  # documents tokenised at a time
 _PIECE = 200_000  # characters of a document tokenised at a time
 
 
 class _Row(msgspec.Struct):
-    text: str
+    """A document's text, or a model's answer as token ids, with the prompt that it answers or without."""
+
+    text: str | msgspec.UnsetType = msgspec.UNSET
+    tokens: list[Annotated[int, msgspec.Meta(ge=0)]] | msgspec.UnsetType = msgspec.UNSET
+    prompt: str = ""
+
+    def __post_init__(self) -> None:
+        if self.text is msgspec.UNSET and self.tokens is msgspec.UNSET:
+            raise ValueError("neither text nor tokens")
 
 
 def tokenised(tokenizer: Any, inputs: Sequence[Path], skip: int, separator: int) -> Iterator[NDArray[np.uint32]]:
     """The documents from number `skip` on as token ids, a separator at their ends."""
-    batch: list[str] = []
-    for number, document in enumerate(text for path in inputs for text in _documents(path)):
-        if number < skip:
-            continue
-        batch.append(document)
-        if len(batch) == _BATCH or len(document) > _PIECE:
-            yield from _encode(tokenizer, batch, separator)
-            batch = []
-    if batch:
-        yield from _encode(tokenizer, batch, separator)
+    documents = (row for path in inputs for row in _documents(path, len(tokenizer)))
+    for row in islice(documents, skip, None):
+        yield np.asarray([*_ids(tokenizer, row), separator], np.uint32)
 
 
-def _encode(tokenizer: Any, batch: list[str], separator: int) -> Iterator[NDArray[np.uint32]]:
-    for document in batch:
-        pieces = [document[i : i + _PIECE] for i in range(0, len(document), _PIECE)]
-        ids = [i for row in tokenizer(pieces, add_special_tokens=False, verbose=False)["input_ids"] for i in row]
-        yield np.asarray([*ids, separator], np.uint32)
+def _ids(tokenizer: Any, row: _Row) -> list[int]:
+    """An answer begins with the end of what the model read before it, so that its first tokens have a context."""
+    if row.tokens is not msgspec.UNSET:
+        return [*(encode_text(tokenizer, row.prompt)[-CONTEXT:] if row.prompt else ()), *row.tokens]
+    text = str(row.text)
+    pieces = [text[i : i + _PIECE] for i in range(0, len(text), _PIECE)]
+    return [i for ids in tokenizer(pieces, add_special_tokens=False, verbose=False)["input_ids"] for i in ids]
 
 
-def _documents(path: Path) -> Iterator[str]:
-    """The texts of a file that are not blank: the `text` of each line of .jsonl, else the whole; .xz and .gz are
-    unpacked."""
+def _documents(path: Path, vocab: int) -> Iterator[_Row]:
+    """What is not blank in a file: each line of .jsonl, else the whole; .xz and .gz are unpacked."""
     unpack: Any = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
     name = path.name.removesuffix(path.suffix) if path.suffix in (".xz", ".gz") else path.name
     try:
         file: IO[bytes]
         with unpack(path, "rb") as file:
             if name.endswith((".jsonl", ".json")):
-                yield from (row.text for _, row in json_lines(file, _Row) if row.text.strip())
+                yield from _rows(file, vocab)
                 return
             text = io.TextIOWrapper(file, encoding="utf-8-sig").read()
             if "\0" in text:
                 raise DatastoreError(f"input={path}: is binary: give text or JSON lines")
             if text.strip():
-                yield text
+                yield _Row(text)
     except BadLine as error:
-        raise DatastoreError(f'input={path}: {error}: need {{"text": ...}}') from None
+        raise DatastoreError(f'input={path}: {error}: need {{"text": ...}} or {{"tokens": [...]}}') from None
     except (UnicodeDecodeError, lzma.LZMAError, EOFError, zlib.error, gzip.BadGzipFile):
         raise DatastoreError(f"input={path}: is binary or damaged: give text or JSON lines in UTF-8") from None
+
+
+def _rows(file: Iterable[bytes], vocab: int) -> Iterator[_Row]:
+    for number, row in json_lines(file, _Row):
+        if row.tokens is not msgspec.UNSET:
+            if max(row.tokens, default=0) >= vocab:
+                raise BadLine(number, f"token {max(row.tokens)} is beyond the tokenizer's {vocab}")
+            if row.tokens:
+                yield row
+        elif str(row.text).strip():
+            yield row

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,11 @@ class Datastore:
     def tokens(self) -> int:
         """Tokens in the corpus, separators included."""
         return sum(shard.tokens for shard in self.header.shards)
+
+    def texts(self) -> Iterator[NDArray[np.int32]]:
+        """The corpus, shard by shard, -1 behind each text."""
+        for tokens, _ in self.shards:
+            yield np.where(tokens == self.separator, -1, tokens.astype(np.int64)).astype(np.int32)
 
     def verify(self) -> None:
         """Read everything and compare checksums; DatastoreError names the file that is damaged."""

@@ -14,20 +14,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.sampling import SamplingParams
 from engine.tree import TokenTree
 
 if TYPE_CHECKING:
     from retrieval_index.ngrams import Store
 
 BYTES_PER_TOKEN = 200  # of `capacity`: more the cache does not take, whatever the text; twice that while it grows
+GREEDY = SamplingParams()
 CONTEXT = 8  # last tokens of the prompt that are kept with an answer, so that its beginning has a context
 
 
 @dataclass
 class _Request:
-    """own: its text. prompt: the length of what came before its answer, in tokens."""
+    """own: its text. passages, prompt: how many tokens stand before its prompt, and before its answer."""
 
     own: Store
+    passages: int
     prompt: int
 
 
@@ -35,9 +38,11 @@ class SessionIndex:
     """Drafts from the live requests' texts and a cache of at most `capacity` tokens of finished answers."""
 
     def __init__(self, capacity: int = 1_000_000):
-        from retrieval_index import ngrams  # numba: half a second that only users of the index pay
+        from engine import noise_bits  # numba: half a second that only users of the index pay
+        from retrieval_index import ngrams
 
         self._kernels: Any = ngrams
+        self._keys_from = noise_bits.keys_from
         self.capacity = capacity
         self.shared = self._new_store(max(capacity, 1))
         self.weights = np.zeros((ngrams.COMPONENTS, ngrams.BUCKETS, 2))
@@ -46,21 +51,35 @@ class SessionIndex:
 
     def start(self, request: int, prompt: Sequence[int], passages: Sequence[Sequence[int]] = ()) -> None:
         """Index a prompt, and passages as if they stood before it. Nothing is learned from them."""
-        text = [token for passage in passages for token in (*passage, self._kernels.SEPARATOR)] + list(prompt)
-        self._requests[request] = _Request(self._new_store(len(text) + 512), len(text))
+        before = [token for passage in passages for token in (*passage, self._kernels.SEPARATOR)]
+        text = [*before, *prompt]
+        self._requests[request] = _Request(self._new_store(len(text) + 512), len(before), len(text))
         self._append(self._requests[request], np.asarray(text, np.int32), learn=False)
 
     def append(self, request: int, tokens: Sequence[int]) -> None:
         """The request's answer goes on with `tokens`."""
         self._append(self._requests[request], np.asarray(tokens, np.int32), learn=True)
 
-    def draft(self, request: int, continuation: Sequence[int] = (), budget: int = 17, depth: int = 24) -> TokenTree:
-        """The likeliest continuations of text and `continuation`, at most `budget` nodes, root included."""
+    def draft(
+        self,
+        request: int,
+        continuation: Sequence[int] = (),
+        budget: int = 17,
+        depth: int = 24,
+        sampling: SamplingParams = GREEDY,
+    ) -> TokenTree:
+        """The likeliest continuations of text and `continuation`, at most `budget` nodes, root included. sampling:
+        how the target draws; the noise of that draw is known, so it ranks the continuations too."""
         own, shared = self._requests[request].own, self.shared
+        noise = _NO_NOISE
+        if sampling.temperature > 0:
+            position = int(own.state[self._kernels.END]) - self._requests[request].passages + len(continuation)
+            noise = self._keys_from(sampling.seed, position, depth)
         tree, confidence = np.empty((2, budget), np.int32), np.empty(budget, np.float32)
         asked = np.asarray(continuation, np.int32) if continuation else _NOTHING
         n = self._kernels.draft(
-            own.arena, own.state, shared.arena, shared.state, self.weights, asked, depth, 1e-4, tree, confidence
+            *(*own, *shared, self.weights, asked, depth, 1e-4),
+            *(noise, min(sampling.temperature, 1.0), tree, confidence),
         )
         return TokenTree(tree[0, :n], tree[1, :n], confidence[:n], np.zeros(n, np.uint32))
 
@@ -71,7 +90,10 @@ class SessionIndex:
             return
         own = request_state.own
         text = self._kernels.parts(*own)[2][max(request_state.prompt - CONTEXT, 0) : own.state[self._kernels.END]]
-        text = np.append(text, np.int32(self._kernels.SEPARATOR))
+        self.remember(np.append(text, np.int32(self._kernels.SEPARATOR)))
+
+    def remember(self, text: NDArray[np.int32]) -> None:
+        """Cache finished answers, SEPARATOR behind each, the oldest of all making room beyond `capacity`."""
         done = 0
         while done < len(text):
             done += self._kernels.remember(self.shared.arena, self.shared.state, text[done:], self.capacity)
@@ -114,4 +136,4 @@ class SessionIndex:
         return bigger
 
 
-_NOTHING = np.empty(0, np.int32)
+_NOTHING, _NO_NOISE = np.empty(0, np.int32), np.empty(0, np.uint64)

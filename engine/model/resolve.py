@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.config import Config
+from engine.config import AUTO, Config
 from engine.model.cache import home, keep
 from engine.model.catalogue import CATALOGUE, KnownModel
 from engine.model.download import download
@@ -30,11 +30,19 @@ def resolve(model: str, key: str = "model") -> str:
 
 
 def resolved(config: Config) -> Config:
-    """The configuration with the target, and the draft model if there is one, as directories."""
+    """The configuration with the target, its answers, and the draft model if there is one, as directories."""
     drafter = config.drafter
     if drafter.path is not None:
         drafter = drafter.model_copy(update={"path": resolve(drafter.path, "drafter.path")})
+    if drafter.answers == AUTO:
+        drafter = drafter.model_copy(update={"answers": _answers_of(config.model)})
     return config.model_copy(update={"model": resolve(config.model), "drafter": drafter})
+
+
+def _answers_of(model: str) -> str | None:
+    if model not in CATALOGUE or not CATALOGUE[model].answers.is_dir():
+        return None
+    return str(CATALOGUE[model].answers)
 
 
 def folder_of(model: KnownModel) -> Path:

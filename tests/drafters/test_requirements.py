@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 import pytest
 
 from drafters.requirements import check, check_paths
-from engine import Engine
+from engine import Engine, SamplingParams
 from engine.config import DEMO, ROOT, load
-from engine.errors import ModelError, TalonError
+from engine.errors import ConfigError, ModelError, TalonError
 from engine.launch import Workers
+from engine.model.resolve import resolved
+from engine.text import load_tokenizer
 from engine.worker import WorkerSpec
+from retrieval_index.datastore import Datastore
 
 
 @pytest.fixture
@@ -40,6 +44,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"method": "datastore", "drafter.datastore": "{broken}/empty"}, "drafter.datastore={broken}/empty: not a datast"),
     ({"method": "datastore", "drafter.datastore": "{broken}/cut"}, "drafter.datastore={broken}/cut/0000.suffixes: mis"),
     ({"method": "suffix", "drafter.dense": "{broken}/cut"}, "drafter.dense={broken}/cut: header.json is not a dense"),
+    ({"method": "suffix", "drafter.answers": "{broken}/empty"}, "drafter.answers={broken}/empty: not a datastore"),
     ({"method": "pld", "drafter.calibration": "{broken}/calibration.npz"}, "drafter.calibration={broken}/calibration"),
     ({"method": "pld", "drafter.calibration": "/proc/c.npz"}, "drafter.calibration=/proc/c.npz: cannot be written"),
     ({"method": "pld", "transport": "tcp", "tcp.keys": "{broken}/empty"}, "tcp.keys={broken}/empty: verifier.key_sec"),
@@ -59,6 +64,43 @@ async def test_what_the_drafter_cannot_open_is_told_before_any_worker_starts(
         await Engine.start({"model": tiny}, **values)
     assert str(error.value).startswith(told.replace("{broken}", str(broken)))
     assert "\n" not in str(error.value)
+
+
+async def test_answers_of_another_vocabulary_are_refused(tiny: str, tiny_draft: str, tmp_path: Path) -> None:
+    answers = tmp_path / "answers"
+    shutil.copytree(Path(tiny_draft) / "datastore", answers)
+    header = answers / "header.json"
+    header.write_text(re.sub('"tokenizer":"[0-9a-f]+"', '"tokenizer":"0"', header.read_text()))
+    with pytest.raises(ConfigError, match=r"drafter\.answers=.*: built with another tokenizer"):
+        await Engine.start({"model": tiny}, **{"method": "suffix", "drafter.answers": str(answers)})
+    async with await Engine.start({"model": tiny}, **{"method": "pld", "drafter.answers": str(answers)}):
+        pass  # which does not read them
+
+
+def test_a_model_known_by_name_brings_its_answers_unless_told_otherwise(
+    smollm2: str, tiny: str, tiny_draft: str
+) -> None:
+    theirs = f"{tiny_draft}/datastore"
+    ours = str(ROOT / "models" / "smollm2-135m" / "answers")
+    for model, told, taken in [
+        ("smollm2-135m", "auto", ours),
+        ("smollm2-135m", None, None),
+        ("smollm2-135m", theirs, theirs),
+        (tiny, "auto", None),
+    ]:
+        assert resolved(load(DEMO, {"model": model, "drafter.answers": told})).drafter.answers == taken
+    assert Datastore(Path(ours), load_tokenizer(smollm2)).tokens > 1_000_000
+
+
+async def test_answers_change_no_text(tiny: str, tiny_draft: str) -> None:
+    for temperature in (0.0, 1.0):
+        texts = []
+        for answers in (None, f"{tiny_draft}/datastore"):
+            options = {"model": tiny, "method": "suffix", "transport": "inproc", "drafter": {"answers": answers}}
+            async with await Engine.start(options) as engine:
+                result = await engine.generate("the cat", SamplingParams(max_tokens=40, temperature=temperature))
+                texts.append(result.token_ids)
+        assert texts[0] == texts[1]
 
 
 def test_a_drafter_elsewhere_has_its_paths_elsewhere(tiny: str) -> None:

@@ -2,11 +2,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+
+import msgspec
+import pytest
 
 from drafters.base import Verdict
 from drafters.suffix import SuffixDrafter
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
+from retrieval_index.datastore import Datastore
 
 
 def test_it_drafts_from_its_text_and_from_finished_answers() -> None:
@@ -28,14 +33,37 @@ def test_an_outcome_asked_about_moves_the_root() -> None:
     assert drafter.propose(1).tokens[0] == 1
 
 
+def test_it_begins_with_the_answers_of_a_datastore_and_keeps_room_for_its_own(tiny_draft: str) -> None:
+    answers = Datastore(Path(tiny_draft) / "datastore")
+    drafter = SuffixDrafter(capacity=4, answers=answers)
+    (text,) = answers.texts()
+    drafter.start(1, text[:3].tolist(), SamplingParams())
+    assert drafter.propose(1).child(0, int(text[3])) is not None
+    assert drafter.index.cached_tokens == answers.tokens and drafter.index.capacity == answers.tokens + 4
+
+
+@pytest.mark.parametrize("shared_noise", [True, False])
+def test_noise_ranks_unless_it_is_not_shared(shared_noise: bool) -> None:
+    drafter = SuffixDrafter(shared_noise=shared_noise)
+    prompt, sampling = [7, 1, 7, 2, 7, 3, 7, 4, 7], SamplingParams(temperature=1.0)
+    firsts = set()
+    for request in range(20):
+        drafter.start(request, prompt, msgspec.structs.replace(sampling, seed=request))
+        firsts.add(int(drafter.propose(request).tokens[1]))
+        drafter.finish(request)
+    assert len(firsts) > 1 if shared_noise else firsts == {4}
+
+
 def test_no_kernel_is_left_to_compile_when_the_worker_is_ready() -> None:
     """Compiling takes seconds of a core that the target needs. In a new process, since kernels compile once in each."""
     program = """
 from drafters.suffix import SuffixDrafter
 from engine.config import Config
+from engine import noise_bits
 from retrieval_index import ngrams
 SuffixDrafter.from_config(Config())
-print([kernel.__name__ for kernel in (ngrams.append, ngrams.draft, ngrams.remember, ngrams.copy_into)
+print([kernel.__name__ for kernel in (ngrams.append, ngrams.draft, ngrams.remember, ngrams.copy_into,
+                             noise_bits._keys)
        if len(kernel.signatures) != 1])
 """
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "[]\n"

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.noise import _bits, _bits_in_torch, _key, _rest, _rivals, _rivals_on_device, gumbel, gumbel_argmax
+from engine.noise import _bits, _bits_in_torch, _rivals, _rivals_on_device, gumbel, gumbel_argmax
+from engine.noise_bits import key_of, keys_from, missing_to_one
 
 SEEDS = st.integers(-(2**63), 2**63 - 1)
 
@@ -30,15 +31,22 @@ def reference_bits(seed: int, position: int, token: int) -> int:
     return mix((token + 1) * 0x9E3779B97F4A7C15 + key) >> 12
 
 
+@settings(deadline=None)  # compiles first
 @given(SEEDS, st.integers(0, 2**40), st.integers(0, 300_000))
 def test_bits_are_those_of_plain_integer_arithmetic(seed: int, position: int, token: int) -> None:
     assert int(_bits(seed, position, torch.tensor([token]))[0]) == reference_bits(seed, position, token)
 
 
+@settings(deadline=None)  # compiles first
+@given(SEEDS, st.integers(0, 2**40))
+def test_keys_of_neighbouring_positions_are_those_of_each(seed: int, position: int) -> None:
+    assert keys_from(seed, position, 3).tolist() == [int(key_of(seed, position + i)) for i in range(3)]
+
+
 @given(SEEDS, st.integers(0, 2**40), st.lists(st.integers(0, 300_000), min_size=1, max_size=20))
 def test_bits_are_the_same_wherever_they_are_computed(seed: int, position: int, tokens: list[int]) -> None:
     """What a GPU computes, here on the CPU."""
-    elsewhere = _bits_in_torch(_key(seed, position), torch.tensor(tokens))
+    elsewhere = _bits_in_torch(int(key_of(seed, position)), torch.tensor(tokens))
     assert torch.equal(elsewhere, _bits(seed, position, torch.tensor(tokens)))
 
 
@@ -47,7 +55,7 @@ def test_bits_are_the_same_wherever_they_are_computed(seed: int, position: int, 
 def test_what_is_left_of_one_is_that_of_the_bits(seed: int, position: int) -> None:
     bits = _bits(seed, position, torch.arange(50)).numpy()
     left = (((1 << 52) - 1 - bits).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-52)
-    assert np.array_equal(_rest(np.uint64(_key(seed, position)), 50), left)
+    assert np.array_equal(missing_to_one(key_of(seed, position), 50), left)
 
 
 @st.composite
@@ -81,8 +89,8 @@ def test_the_greatest_and_the_smallest_noise_there_can_be_are_compared_as_they_a
     for bits in ([5, most, most - 1], [most - 2, most - 1, most], [0, 1, 2], [most, 0, most]):
         given = np.array(bits, np.int64)
         rest = ((most - given).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-52)
-        monkeypatch.setattr("engine.noise._bits_on_cpu", lambda key, tokens, given=given: given[tokens].copy())
-        monkeypatch.setattr("engine.noise._rest", lambda key, count, rest=rest: rest[:count])
+        monkeypatch.setattr("engine.noise.bits_of_all", lambda key, tokens, given=given: given[tokens].copy())
+        monkeypatch.setattr("engine.noise.missing_to_one", lambda key, count, rest=rest: rest[:count])
         everything = torch.zeros(3).double() + gumbel(1, 2, torch.arange(3))
         assert gumbel_argmax(torch.zeros(3), 1, 2) == int(everything.argmax())
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.text import encode_text
 from retrieval_index import build as building
 from retrieval_index.build import build
 from retrieval_index.datastore import Datastore, DatastoreError
+from retrieval_index.suffix import CONTEXT
 from retrieval_index.suffix_search import likeliest, longest_match, read
 from tests.conftest import tiny_tokenizer
 
@@ -69,6 +72,31 @@ def test_it_finds_what_followed(corpus: Path, tmp_path: Path) -> None:
     length, rows = Datastore(tmp_path / "store", tiny_tokenizer()).continuations(context("zz the cat"))
     assert length == len(context(" the cat"))
     assert {tiny_tokenizer().decode(row[:4]) for row in rows} == {" sat", " ran"} or len(rows) > 0
+
+
+def test_answers_come_as_tokens_with_the_end_of_the_prompt_before_them(tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    file.write_text(
+        '{"tokens": [5, 6]}\n{"tokens": []}\n{"prompt": "the cat sat on the mat", "tokens": [7], "text": "x"}\n'
+    )
+    build(tiny_tokenizer(), [file], tmp_path / "store")
+    (found,) = Datastore(tmp_path / "store").texts()
+    assert found.dtype == np.int32
+    assert found.tolist() == [5, 6, -1, *encode_text(tiny_tokenizer(), "the cat sat on the mat")[-CONTEXT:], 7, -1]
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('{"tokens": [1, 100000]}', "line 2: token 100000 is beyond the tokenizer's"),
+        ('{"tokens": [-1]}', "line 2: Expected int >= 0"),
+        ('{"prompt": "the cat"}', "line 2: neither text nor tokens"),
+    ],
+)
+def test_a_line_that_is_no_answer_is_named(tmp_path: Path, line: str, told: str) -> None:
+    (tmp_path / "answers.jsonl").write_text('{"tokens": [5]}\n' + line)
+    with pytest.raises(DatastoreError, match=re.escape(told)):
+        build(tiny_tokenizer(), [tmp_path / "answers.jsonl"], tmp_path / "store")
 
 
 def test_shards_together_hold_the_corpus_and_agree_with_one(corpus: Path, tmp_path: Path) -> None:
@@ -192,6 +220,7 @@ def test_foreign_headers_are_refused(tmp_path: Path) -> None:
 BUILD = """
 import sys
 from pathlib import Path
+from engine.text import encode_text
 from retrieval_index import build as building
 from tests.conftest import tiny_tokenizer
 

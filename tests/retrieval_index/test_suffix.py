@@ -6,10 +6,14 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.noise import gumbel, gumbel_argmax
+from engine.sampling import SamplingParams
 from retrieval_index import ngrams
+from retrieval_index.ngrams import SEPARATOR
 from retrieval_index.suffix import BYTES_PER_TOKEN, CONTEXT, SessionIndex
 
 TEXTS = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=30), min_size=1, max_size=12)
@@ -143,6 +147,64 @@ def test_passages_draft_as_if_they_stood_before_the_prompt_and_are_not_cached() 
     assert index.cached_tokens <= CONTEXT + 2
     index.start(2, [13])
     assert index.draft(2).child(0, 14) is None
+
+
+def test_answers_remembered_from_elsewhere_draft_like_finished_ones() -> None:
+    index = SessionIndex(capacity=6)
+    index.remember(np.asarray([11, 12, 13, SEPARATOR, 21, 22, SEPARATOR], np.int32))
+    assert index.cached_tokens == 6, "the oldest made room"
+    index.start(1, [12])
+    tree = index.draft(1, budget=8)
+    assert tree.child(0, 13) is not None and tree.child(0, 11) is None
+
+
+SAMPLED = SamplingParams(temperature=1.0, seed=7)
+
+
+def drawn(prompt: int, chances: list[float], answered: int) -> int:
+    """What a target of those chances draws from tokens 0, 1, ... as the answer's token number `answered`."""
+    return gumbel_argmax(torch.tensor(chances).log(), SAMPLED.seed, prompt + answered)
+
+
+def test_the_follower_comes_first_that_wins_with_the_noise_of_its_position() -> None:
+    winners = set()
+    for before in range(20):
+        index = SessionIndex()
+        prompt = [9, 8, *[7, 0, 7, 1, 7, 2, 7, 3] * 3, *[5] * before, 7]
+        index.start(1, prompt, [[6, 6, 6]])
+        for continuation in ([], [4, 7]):
+            known = index.draft(1, continuation, budget=40, depth=1)
+            followers, position = torch.tensor(known.tokens[1:].astype(np.int64)), len(prompt) + len(continuation)
+            scores = torch.tensor(known.confidence[1:]).log() + gumbel(SAMPLED.seed, position, followers)
+            first = int(index.draft(1, continuation, sampling=SAMPLED).tokens[1])
+            assert first == int(followers[scores.argmax()])
+            winners.add(first)
+    assert len(winners) > 2
+
+
+def test_without_temperature_noise_plays_no_part() -> None:
+    index = SessionIndex()
+    index.start(1, [7, 0, 7, 1, 7, 2, 7])
+    greedy, seeded = index.draft(1), index.draft(1, sampling=SamplingParams(seed=3))
+    assert greedy.tokens.tolist() == seeded.tokens.tolist()
+    assert greedy.confidence.tolist() == seeded.confidence.tolist()
+
+
+def test_with_the_noise_known_more_is_accepted_and_no_more_is_promised_than_that() -> None:
+    """Of a target that draws every token from the same four, whatever came before."""
+    chances, accepted, promised = [0.4, 0.3, 0.2, 0.1], {True: 0, False: 0}, {True: 0.0, False: 0.0}
+    for noise in (True, False):
+        index = SessionIndex()
+        index.start(1, [0])
+        for answered in range(3000):
+            token = drawn(1, chances, answered)
+            if answered >= 2000:
+                tree = index.draft(1, budget=2, depth=1, sampling=SAMPLED if noise else SamplingParams())
+                accepted[noise] += int(tree.tokens[1]) == token
+                promised[noise] += float(tree.confidence[1])
+            index.append(1, [token])
+    assert accepted[True] > 1.5 * accepted[False]
+    assert promised[False] < promised[True] < accepted[True]
 
 
 def test_the_more_frequent_follower_is_the_more_confident() -> None:
