@@ -177,11 +177,13 @@ def assemble() -> typer.Typer:
     for key, value in POOL_WAITS.items():
         os.environ.setdefault(key, value)  # for workers that are threads
     from drafters.training.cli import app as train
+    from engine.answer_file import answer
     from engine.model.commands import app as models
     from engine.remote import drafter, keys
     from engine.server.command import serve
     from retrieval_index.commands import app as index
 
+    app.command()(answer)
     app.command()(serve)
     for home, name in _MEASUREMENTS:
         app.command()(getattr(import_module(f"{BENCHMARKS}.{home}"), name))

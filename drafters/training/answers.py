@@ -8,19 +8,17 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import lzma
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 import torch
 
 from drafters.training.recipe import Recipe
 from engine.errors import ConfigError
-from engine.json_lines import BadLine, json_lines
+from engine.prompt_file import PromptRow, read_prompts
 
 
 @dataclass(frozen=True)
@@ -39,31 +37,12 @@ class Question:
     answer: list[int] | None = None
 
 
-class _Row(msgspec.Struct):
-    prompt: Annotated[str, msgspec.Meta(min_length=1)]
-    tokens: list[int] | None = None
-
-
-def _read(path: Path) -> Iterator[_Row]:
-    """The lines of a JSONL file, plain or .xz."""
-    try:
-        with lzma.open(path, "rb") if path.suffix == ".xz" else path.open("rb") as file:
-            for _, row in json_lines(file, _Row):
-                yield row
-    except BadLine as error:
-        raise ConfigError(
-            f'data={path}: line {error.number} is not a JSON object with a "prompt", a text ({error.reason}): give a '
-            "JSONL file"
-        ) from None
-    except (OSError, lzma.LZMAError, EOFError) as error:
-        raise ConfigError(f"data={path}: cannot be read ({error}): give a JSONL file, plain or .xz") from None
-
-
 def read_questions(path: Path, tokenizer: Any, recipe: Recipe) -> list[Question]:
     """The file's prompts, in an order that does not depend on the file's, without repetitions."""
     room = max(recipe.length - recipe.answer_tokens, recipe.length // 2)
     rows = {
-        hashlib.blake2b(f"{recipe.seed}:{row.prompt}".encode(), digest_size=8).hexdigest(): row for row in _read(path)
+        hashlib.blake2b(f"{recipe.seed}:{row.prompt}".encode(), digest_size=8).hexdigest(): row
+        for row in read_prompts(path, "data")
     }
     if len(rows) < 2:
         raise ConfigError(f"data={path}: holds {len(rows)} prompts: give at least two, one is held out")
@@ -82,7 +61,7 @@ def read_questions(path: Path, tokenizer: Any, recipe: Recipe) -> list[Question]
     return chosen
 
 
-def _check_tokens(path: Path, row: _Row, vocab: int) -> None:
+def _check_tokens(path: Path, row: PromptRow, vocab: int) -> None:
     if row.tokens is not None and not all(0 <= token < vocab for token in row.tokens):
         raise ConfigError(f"data={path}: tokens of {row.prompt[:30]!r} are not ids of this target: drop the field")
 

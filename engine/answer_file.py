@@ -1,0 +1,132 @@
+"""`talon answer`: the model's answers to a file of prompts, as lines that an index or a training can read."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from engine import config as configuration
+from engine.command import ConfigOption, SetOption, overrides, run
+from engine.errors import ConfigError, RequestError, RequestFailed
+from engine.json_lines import BadLine, json_lines
+from engine.prompt_file import read_prompts
+from engine.sampling import SamplingParams
+from engine.tasks import keep_under_way
+
+if TYPE_CHECKING:
+    from engine.api import Engine
+
+
+class AnswerRow(msgspec.Struct, kw_only=True):
+    """A line of the file. tokens: of the answer, the end-of-sequence token included where it came; text: the same."""
+
+    prompt: str
+    temperature: float
+    seed: int
+    finish_reason: str
+    text: str
+    tokens: list[int]
+
+
+def open_answers(path: Path) -> set[str]:
+    """Make the file if it is not there; the prompts that it answers already. Half a line at its end, of a killed run,
+    is cut off."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a+b") as file:
+            file.seek(0)
+            content = file.read()
+            whole = content.rfind(b"\n") + 1
+            done = {row.prompt for _, row in json_lines(io.BytesIO(content[:whole]), AnswerRow)}
+            file.truncate(whole)
+    except BadLine as error:
+        raise ConfigError(f"out={path}: {error}: is no file of answers; name another") from None
+    except OSError as error:
+        raise ConfigError(f"out={path}: cannot be written: {error.strerror}; name another file") from None
+    return done
+
+
+async def answer_all(
+    engine: Engine,
+    prompts: Sequence[str],
+    out: Path,
+    sampling: SamplingParams,
+    at_once: int,
+    report: Callable[[int], None] = lambda done: None,
+) -> dict[str, str]:
+    """Append an AnswerRow to `out` for each prompt, in the order in which they end, `at_once` under way at a time.
+
+    Returns why prompts were refused, by prompt: those beyond the model's context, say. report: called with how many
+    are done.
+    """
+    refused: dict[str, str] = {}
+    ended = 0
+    with out.open("ab") as file:
+
+        async def answer(prompt: str) -> None:
+            nonlocal ended
+            try:
+                result = await engine.generate(prompt, sampling)
+            except (RequestError, RequestFailed) as error:
+                refused[prompt] = str(error)
+            else:
+                row = AnswerRow(
+                    prompt=prompt,
+                    temperature=sampling.temperature,
+                    seed=sampling.seed,
+                    finish_reason=result.finish_reason,
+                    text=result.text,
+                    tokens=result.token_ids,
+                )
+                file.write(msgspec.json.encode(row) + b"\n")
+                file.flush()
+            ended += 1
+            report(ended)
+
+        await keep_under_way(at_once, prompts, answer)
+    return refused
+
+
+def answer(
+    prompts: Annotated[Path, typer.Option(help='JSON lines with a "prompt", a text; plain or .xz.')],
+    out: Annotated[Path, typer.Option(help="JSON lines of answers; what is there already is not asked again.")],
+    config: ConfigOption = configuration.DEMO,
+    method: Annotated[str | None, typer.Option(help="Who drafts; the answers are the same with every method.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of every answer.")] = 0,
+    at_once: Annotated[int, typer.Option(help="Requests under way at a time.", min=1)] = 16,
+    set_: SetOption = None,
+) -> None:
+    """Answer a file of prompts, many at once. Run again after a crash, it goes on where it was.
+
+    With `talon index build --input OUT` the answers become a datastore for drafter.answers, with `talon train --data
+    OUT` a head's training text.
+    """
+
+    async def main() -> None:
+        sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens).validate()
+        settings = configuration.load(config, overrides(set_, method=method))
+        asked = dict.fromkeys(row.prompt for row in read_prompts(prompts, "prompts"))
+        done = open_answers(out)
+        left = [prompt for prompt in asked if prompt not in done]
+        from engine.api import Engine  # takes seconds, which a wrong option need not wait for
+        from engine.model.progress import shown
+
+        refused: dict[str, str] = {}
+        if left:
+            async with await Engine.start(settings) as engine:
+                with shown() as bar:
+                    refused = await answer_all(
+                        engine, left, out, sampling, at_once, lambda ended: bar("prompts", ended, len(left))
+                    )
+        for prompt, reason in refused.items():
+            typer.echo(f"talon: not answered: {prompt[:40]!r}: {reason}", err=True)
+        typer.echo(f"{out}: {len(asked) - len(refused):,} of {len(asked):,} prompts answered")
+
+    run(main())

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from engine import Engine, SamplingParams
+from engine.answer_file import open_answers
+from engine.cli import assemble
+from engine.errors import ConfigError
+from engine.text import load_tokenizer
+from retrieval_index.build import build
+from retrieval_index.datastore import Datastore
+
+PROMPTS = ["the cat sat", "1 + 1 =", "the mat"]
+SAMPLED = ["--temperature", "1", "--seed", "3"]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in [*PROMPTS, PROMPTS[0]]))
+    return path
+
+
+def answer(tiny: str, prompts: Path, out: Path, *more: str) -> str:
+    options = ["--prompts", str(prompts), "--out", str(out), "--set", f"model={tiny}", "--set", "transport=inproc"]
+    done = CliRunner().invoke(assemble(), ["answer", *options, "--max-tokens", "6", *more])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def rows(out: Path) -> dict[str, dict[str, Any]]:
+    return {row["prompt"]: row for row in map(json.loads, out.read_text().splitlines())}
+
+
+@pytest.fixture
+def answers(tiny: str, prompts: Path, tmp_path: Path) -> Path:
+    out = tmp_path / "new" / "answers.jsonl"
+    assert "3 of 3 prompts answered" in answer(tiny, prompts, out, *SAMPLED)
+    return out
+
+
+async def test_every_prompt_gets_the_answer_that_it_gets_alone(tiny: str, answers: Path) -> None:
+    assert set(rows(answers)) == set(PROMPTS)
+    async with await Engine.start({"model": tiny, "method": "none", "transport": "inproc"}) as engine:
+        for prompt, row in rows(answers).items():
+            result = await engine.generate(prompt, SamplingParams(max_tokens=6, temperature=1.0, seed=3))
+            assert (row["tokens"], row["text"]) == (result.token_ids, result.text)
+
+
+def test_a_second_run_asks_only_what_the_first_did_not_finish(tiny: str, prompts: Path, answers: Path) -> None:
+    lines = answers.read_bytes().splitlines(True)
+    marked = lines[1].replace(b'"seed":3', b'"seed":4')
+    answers.write_bytes(marked + lines[2][:20])  # killed in the middle of a line
+    answer(tiny, prompts, answers, *SAMPLED)
+    assert len(answers.read_bytes().splitlines()) == 3 and set(rows(answers)) == set(PROMPTS)
+    assert sorted(row["seed"] for row in rows(answers).values()) == [3, 3, 4]
+
+
+def test_a_prompt_that_cannot_be_answered_is_told_and_the_others_are(tiny: str, tmp_path: Path) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text(json.dumps({"prompt": "cat " * 5000}) + "\n" + json.dumps({"prompt": "the cat"}) + "\n")
+    told = answer(tiny, prompts, out)
+    assert "not answered: 'cat cat" in told and "1 of 2 prompts answered" in told
+    assert set(rows(out)) == {"the cat"}
+
+
+def test_another_file_is_not_written_to(tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"question": 1}\n')
+    with pytest.raises(ConfigError, match="is no file of answers"):
+        open_answers(other)
+    assert other.read_text() == '{"question": 1}\n'
+
+
+def test_answers_become_a_datastore(tiny: str, answers: Path, tmp_path: Path) -> None:
+    build(load_tokenizer(tiny), [answers], tmp_path / "store")
+    (text,) = Datastore(tmp_path / "store").texts()
+    for row in rows(answers).values():
+        assert str(row["tokens"])[1:-1] in str(text.tolist())
