@@ -6,7 +6,7 @@ import difflib
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError
 
@@ -88,6 +88,13 @@ def check(config: Config) -> None:
     from drafters import requirements
 
     requirements.check(config)
+
+
+def check_vocabulary(config: Config, tokenizer: Any) -> None:
+    """Raise, once the target's tokenizer is there, if what drafts for it was made for another one."""
+    from drafters import requirements
+
+    requirements.check_vocabulary(config, tokenizer)
 
 
 def source_of(method: str) -> int:

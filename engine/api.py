@@ -13,8 +13,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from drafters.registry import find
-from drafters.requirements import check_vocabulary
+from drafters.registry import check_vocabulary, find
 from engine import config as configuration
 from engine.answer import Answer, Piece, Result
 from engine.config import Config
