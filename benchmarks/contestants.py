@@ -132,7 +132,8 @@ CONTESTANTS: dict[str, dict[str, Any]] = {name: AS_PUBLISHED | {"method": name} 
     "+async": {"method": "hybrid", "mode": "async"},
 }
 """What each name stands for: configuration keys. Baselines run as published: their trees, no calibration, no shared
-noise, every node verified; talon-pld and talon-suffix draft the same and verify what pays, as they are served."""
+noise, no answers to begin with, every node verified; talon-pld and talon-suffix draft and verify what pays, as they are
+served; talon-session is talon-suffix without answers to begin with."""
 
 ABLATION = ("eagle3", "+adaptive", "+noise", "+calibration", "+merge", "+budget", "+async")
 

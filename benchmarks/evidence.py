@@ -34,7 +34,7 @@ KNOWLEDGE = ("nq_open", "spec_bench_dev")
 LEVELS = (1, 2, 4, 8, 16)
 METHODS = (
     "none,pld,lookahead,suffix,recycling,sps,medusa,hydra,eagle2,eagle3,block,"
-    "talon-pld,talon-suffix,talon-tree,hybrid,talon,hf,hf-pld"
+    "talon-pld,talon-session,talon-suffix,talon-tree,hybrid,talon,hf,hf-pld"
 )
 
 

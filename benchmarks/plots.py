@@ -31,7 +31,7 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#0
 LINES, MARKERS = ("-", "--", "-.", ":"), "os^Dv"
 HATCHES = ("", "//", "..", "xx", "\\\\")
 """Besides colours, so that a line is known in black and white too."""
-OUR_METHODS = {"talon", "hybrid", "talon-tree", "talon-suffix", "talon-pld"}
+OUR_METHODS = {"talon", "hybrid", "talon-tree", "talon-suffix", "talon-session", "talon-pld"}
 
 
 def speed_up_bars(rows: Sequence[Row], path: Path) -> None:
@@ -73,7 +73,9 @@ def summary_bars(rows: Sequence[Row], path: Path) -> None:
     axis.set_xlim(0, 1.15 * max(s.high for s in table))
     axis.set_xlabel("speed-up over plain decoding (median over prompts, 95% interval)")
     kinds = ((OURS, "Talon"), (BASELINES, "baselines, built in"), (PEERS, "transformers"))
-    axis.legend(handles=[Patch(color=colour, label=kind) for colour, kind in kinds], loc="lower right", fontsize=8)
+    shown = {_colour(s.method) for s in table}
+    patches = [Patch(color=colour, label=kind) for colour, kind in kinds if colour in shown]
+    axis.legend(handles=patches, loc="lower right", fontsize=8)
     _save(figure, path)
 
 

@@ -21,7 +21,7 @@ from engine.model.attention import Attention, Rule
 from engine.model.fused import ENTER, GATE, NORM, enter_kernel, gate_kernel, norm_kernel
 from engine.model.kv_pool import KVPool
 from engine.model.matmul import MATMUL, add_product, set_rows
-from engine.model.packed_linear import Product
+from engine.model.packed_linear import Product, filled
 from engine.model.quantised import Quantised
 from engine.model.simd import LANES
 from engine.model.team import Program, address_of
@@ -223,7 +223,8 @@ class _Steps:
         x, out = self._buffers[source], self._buffers[goal]
 
         def used() -> tuple[Tensor, Tensor]:
-            return x[: self._rows], out[: self._rows]
+            rows = filled(self._rows)  # the buffers have them, which saves the product a copy
+            return x[:rows], out[:rows]
 
         add_product(self._program, self._products, index, product, x, out, used)
 

@@ -15,11 +15,14 @@ Where the processor multiplies bfloat16, `engine.model.matmul` is faster than th
 oneDNN chooses a kernel by the number of rows, and kernels add up in different orders. Which numbers of rows give the
 same bits is measured here, on this machine, for each shape: with AVX512-BF16 all from 2 rows on, with AMX from 1 to 32.
 `exact_rows` finds that range, and `Product` stays inside it: fewer rows are filled up, more are done in chunks.
+
+oneDNN also makes and keeps what it needs for each shape and number of rows: about 1 ms and 0.5 MB, up to 1,024 of them.
+Trees come in every number of rows, so rows are filled up to one of few numbers (`filled`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -32,7 +35,8 @@ from engine.model.quantised import Quantised
 from engine.model.simd import LANES
 
 _ANCHOR = 16  # rows of the product that the others are compared with
-_TRIED = (*range(1, 41), 48, 63, 64, 65, 96, 128, 200, 256, 300, 384, 512)
+_MOST_TRIED = 512
+_ANY_TRIED = (*range(1, 41), 48, 63, 64, 65, 96, 128, 200, 256, 300, 384, _MOST_TRIED)
 _SHIFT = 5  # rows are tried in other places than in the anchor's
 
 
@@ -44,6 +48,12 @@ class Rows(NamedTuple):
 
 
 ANY_ROWS = Rows(1, 1 << 40)
+
+
+def filled(rows: int) -> int:
+    """The rows that a packed product computes for so many: any number up to 16, then 8 between two powers of two."""
+    step = 1 << max(0, (rows - 1).bit_length() - 4)
+    return -(-rows // step) * step
 
 
 def pack(weight: Tensor) -> Tensor | None:
@@ -85,22 +95,17 @@ class Product:
         return self.matmul is None and self.packed is None
 
     def __call__(self, x: Tensor) -> Tensor:
-        count, rows = len(x), self.rows
         if self.matmul is not None:
             return self.matmul(x)
-        if rows is None:
-            return self._of(x)
-        if count < rows.least:
-            return self._of(torch.cat([x, x.new_zeros(rows.least - count, x.shape[1])]))[:count]
-        if count <= rows.most:
-            return self._of(x)
-        return torch.cat([self(chunk) for chunk in x.split(rows.most)])
-
-    def _of(self, x: Tensor) -> Tensor:
         if self.packed is None:
             assert self._weight is not None
             return F.linear(x, self._weight, self.bias)
-        return product(x, self.packed, self.bias)
+        count, (least, most) = len(x), self.rows or ANY_ROWS
+        if count > most:
+            return torch.cat([self(chunk) for chunk in x.split(most)])
+        if missing := max(least, filled(count)) - count:
+            x = torch.cat([x, x.new_zeros(missing, x.shape[1])])
+        return product(x, self.packed, self.bias)[:count]
 
 
 class PackedLinear(nn.Module):
@@ -143,17 +148,22 @@ def _measure(outputs: int, inputs: int, dtype: torch.dtype, biased: bool, thread
     x, weight = _cancelling(outputs, inputs, dtype)
     packed, bias = pack(weight), weight.new_zeros(outputs) if biased else None
     assert packed is not None
-    return _equal_rows(lambda rows: product(rows, packed, bias), x, threads)
+    tried = sorted({filled(rows) for rows in range(1, _MOST_TRIED + 1)})
+    return _equal_rows(lambda rows: product(rows, packed, bias), x, threads, tried)
 
 
-def _equal_rows(multiply: Callable[[Tensor], Tensor], x: Tensor, threads: int) -> Rows | None:
-    """The numbers of rows, around that of x, for which each row is multiplied to the same bits."""
+def _equal_rows(
+    multiply: Callable[[Tensor], Tensor], x: Tensor, threads: int, tried: Sequence[int] = _ANY_TRIED
+) -> Rows | None:
+    """The numbers of rows, around that of x, for which each row is multiplied to the same bits. tried: ascending, with
+    all up to that of x.
+    """
     expected = multiply(x)
-    equal = dict.fromkeys(_TRIED, True)
+    equal = dict.fromkeys(tried, True)
     try:
         for count in {1, threads // 2, threads - threads // 2, threads} - {0}:  # with and without a drafter beside
             torch.set_num_threads(count)
-            for rows in _TRIED:
+            for rows in tried:
                 order = (torch.arange(rows) + _SHIFT) % _ANCHOR
                 equal[rows] = equal[rows] and torch.equal(multiply(x[order]), expected[order])
     finally:
@@ -161,8 +171,8 @@ def _equal_rows(multiply: Callable[[Tensor], Tensor], x: Tensor, threads: int) -
     below = next((rows for rows in range(_ANCHOR, 0, -1) if not equal[rows]), 0)
     if below == _ANCHOR:
         return None
-    above = next((i for i, rows in enumerate(_TRIED) if rows > _ANCHOR and not equal[rows]), len(_TRIED))
-    return Rows(below + 1, _TRIED[above - 1])
+    above = next((i for i, rows in enumerate(tried) if rows > _ANCHOR and not equal[rows]), len(tried))
+    return Rows(below + 1, tried[above - 1])
 
 
 def _cancelling(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -202,7 +212,7 @@ def _matmul_works() -> bool:
     if not units():
         return False
     x, weight = _cancelling(272, 1536, torch.bfloat16)
-    if _equal_rows(Matmul(weight), x, torch.get_num_threads()) != Rows(1, _TRIED[-1]):
+    if _equal_rows(Matmul(weight), x, torch.get_num_threads()) != Rows(1, _MOST_TRIED):
         return False
     weight = torch.randn_like(weight)
     return bool(torch.allclose(Matmul(weight)(x).float(), F.linear(x.float(), weight.float()), atol=0.5, rtol=2e-2))

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from engine.model.packed_linear import PackedLinear, Product, _can_pack, _cancelling, pack_linears
+from engine.model import packed_linear
+from engine.model.packed_linear import PackedLinear, Product, _can_pack, _cancelling, pack_linears, product
 
 pytestmark = pytest.mark.skipif(not _can_pack(torch.float32), reason="this build of torch has no packed product")
 
@@ -53,3 +56,31 @@ def test_only_plain_layers_of_types_it_can_multiply_are_replaced() -> None:
         "OwnLinear",
         "Linear",
     ]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_few_numbers_of_rows_are_multiplied_all_of_them_measured_at_load(
+    exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """oneDNN keeps half a megabyte for each, up to 1,024 of them."""
+    tried, multiplied = set(), set()
+
+    def counting(seen: set[int]) -> Callable[..., Tensor]:
+        def multiply(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+            seen.add(len(x))
+            return product(x, packed, bias)
+
+        return multiply
+
+    linear = nn.Linear(48, 56, bias=False)  # of a shape that no other test has measured
+    packed_linear._measure.cache_clear()
+    with torch.no_grad():
+        monkeypatch.setattr(packed_linear, "product", counting(tried))
+        layer = Product(linear.weight)
+        monkeypatch.setattr(packed_linear, "product", counting(multiplied))
+        if not exact:
+            layer.rows = None
+        for rows in range(1, 513):
+            assert len(layer(torch.zeros(rows, 48))) == rows
+    assert multiplied <= tried
+    assert len(multiplied) < 60
