@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from drafters.registry import find, parts
-from engine.config import AUTO, Config
+from engine.config import Config
 from engine.errors import ConfigError, ModelError
 
 
@@ -26,8 +26,8 @@ def check(config: Config) -> None:
             check_index("drafter.datastore", datastore_path(part), _open_datastore)
         if part.method == "suffix" and config.drafter.dense is not None:
             check_index("drafter.dense", config.drafter.dense, _open_dense)
-        if part.method == "suffix" and config.drafter.answers not in (None, AUTO):
-            check_index("drafter.answers", config.drafter.answers, _open_datastore)
+        if part.method == "suffix" and (answers := config.drafter.answers_folder) is not None:
+            check_index("drafter.answers", answers, _open_datastore)
     if config.drafter.calibration is not None:
         from drafters.experience import check_file
 
@@ -37,8 +37,8 @@ def check(config: Config) -> None:
 def check_vocabulary(config: Config, tokenizer: Any) -> None:
     """ConfigError if the answers that `suffix` is to begin with are of another vocabulary than the target's. The
     drafter's worker has no tokenizer to tell."""
-    answers = config.drafter.answers
-    if answers in (None, AUTO) or config.remote or find(config.method).drafter is None:
+    answers = config.drafter.answers_folder
+    if answers is None or config.remote or find(config.method).drafter is None:
         return
     if "suffix" in parts(config):
         from retrieval_index.datastore import Datastore

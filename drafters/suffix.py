@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drafters.base import Drafter, Learned, Verdict
-from engine.config import AUTO, Config
+from engine.config import Config
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
 from retrieval_index.compiler import release_compiler
@@ -26,9 +26,10 @@ WARM_UP = 512
 class SuffixDrafter(Drafter):
     """The likeliest `budget` nodes of the index's mixture; its probabilities are learned, so they are c(v) as they are.
 
-    capacity: tokens of finished answers kept for later requests, 0: each request sees its own text only. dense: where
-    `passages` passages are looked up for each prompt, or None. answers: finished answers to begin with, beside which
-    there is room for `capacity` tokens more. shared_noise: where the target samples, rank by the noise of its draw.
+    capacity: tokens of finished answers kept for later requests, beside `answers`, those to begin with; beyond it the
+    oldest go first, those of `answers` before all. 0 without `answers`: each request sees its own text only. dense:
+    where `passages` passages are looked up for each prompt, or None. shared_noise: where the target samples, rank by
+    the noise of its draw.
     """
 
     calibrated = True
@@ -65,7 +66,7 @@ class SuffixDrafter(Drafter):
             dense = DenseIndex(Path(path), load_tokenizer(config.model))
             dense.query([0])  # so is faiss loaded
         options = config.drafter
-        answers = None if options.answers in (None, AUTO) else Datastore(Path(options.answers))
+        answers = None if (folder := options.answers_folder) is None else Datastore(Path(folder))
         return cls(
             options.budget,
             dense=dense,

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 class AnswerRow(msgspec.Struct, kw_only=True):
-    """A line of the file. tokens: of the answer, the end-of-sequence token included where it came; text: the same."""
+    """A line of the file. tokens: of the answer, the end-of-sequence token included if it ended there; text: theirs,
+    without special tokens."""
 
     prompt: str
     temperature: float
@@ -33,22 +34,32 @@ class AnswerRow(msgspec.Struct, kw_only=True):
     tokens: list[int]
 
 
-def open_answers(path: Path) -> set[str]:
-    """Make the file if it is not there; the prompts that it answers already. Half a line at its end, of a killed run,
-    is cut off."""
+_BEGINNING = b'{"prompt":"'  # of every line that is written here
+
+
+def open_answers(path: Path, sampling: SamplingParams) -> set[str]:
+    """Make the file if it is not there; the prompts that it answers already, with that sampling. Half a line at its
+    end, of a killed run, is cut off. ConfigError for any other file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+b") as file:
             file.seek(0)
             content = file.read()
             whole = content.rfind(b"\n") + 1
-            done = {row.prompt for _, row in json_lines(io.BytesIO(content[:whole]), AnswerRow)}
+            rows = [row for _, row in json_lines(io.BytesIO(content[:whole]), AnswerRow)]
+            if not content[whole:].startswith(_BEGINNING[: len(content) - whole]):
+                raise BadLine(content.count(b"\n") + 1, "is no answer")
             file.truncate(whole)
     except BadLine as error:
-        raise ConfigError(f"out={path}: {error}: is no file of answers; name another") from None
+        raise ConfigError(f"out={path}: is no file of answers ({error}); name another file") from None
     except OSError as error:
-        raise ConfigError(f"out={path}: cannot be written: {error.strerror}; name another file") from None
-    return done
+        raise ConfigError(f"out={path}: cannot be written: {error.strerror or error}; name another file") from None
+    for row in rows:
+        if (row.temperature, row.seed) != (sampling.temperature, sampling.seed):
+            raise ConfigError(
+                f"out={path}: holds answers of temperature {row.temperature:g} and seed {row.seed}; name another file"
+            )
+    return {row.prompt for row in rows}
 
 
 async def answer_all(
@@ -68,7 +79,7 @@ async def answer_all(
     ended = 0
     with out.open("ab") as file:
 
-        async def answer(prompt: str) -> None:
+        async def answer_one(prompt: str) -> None:
             nonlocal ended
             try:
                 result = await engine.generate(prompt, sampling)
@@ -88,13 +99,15 @@ async def answer_all(
             ended += 1
             report(ended)
 
-        await keep_under_way(at_once, prompts, answer)
+        await keep_under_way(at_once, prompts, answer_one)
     return refused
 
 
 def answer(
     prompts: Annotated[Path, typer.Option(help='JSON lines with a "prompt", a text; plain or .xz.')],
-    out: Annotated[Path, typer.Option(help="JSON lines of answers; what is there already is not asked again.")],
+    out: Annotated[
+        Path, typer.Option(help="JSON lines of answers; what is there already, of this model, is not asked again.")
+    ],
     config: ConfigOption = configuration.DEMO,
     method: Annotated[str | None, typer.Option(help="Who drafts; the answers are the same with every method.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
@@ -105,15 +118,15 @@ def answer(
 ) -> None:
     """Answer a file of prompts, many at once. Run again after a crash, it goes on where it was.
 
-    With `talon index build --input OUT` the answers become a datastore for drafter.answers, with `talon train --data
-    OUT` a head's training text.
+    With `talon index build --input OUT` the answers become a datastore for drafter.answers, with `talon train block
+    --data OUT` what a head learns from.
     """
 
     async def main() -> None:
         sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens).validate()
         settings = configuration.load(config, overrides(set_, method=method))
         asked = dict.fromkeys(row.prompt for row in read_prompts(prompts, "prompts"))
-        done = open_answers(out)
+        done = open_answers(out, sampling)
         left = [prompt for prompt in asked if prompt not in done]
         from engine.api import Engine  # takes seconds, which a wrong option need not wait for
         from engine.model.progress import shown

@@ -67,6 +67,11 @@ class DrafterConfig(_Section):
     passages: int = Field(8, ge=1, le=64)
     standby: bool = True
 
+    @property
+    def answers_folder(self) -> str | None:
+        """Of the answers; None where there are none, or where `auto` is not resolved."""
+        return None if self.answers == AUTO else self.answers
+
     def weights(self, method: str) -> str | None:
         """Where the weights of that head or draft model are."""
         return None if self.path is None else self.path.replace("{method}", method)

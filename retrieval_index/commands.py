@@ -45,7 +45,10 @@ def find_tokenizer(tokenizer: Path) -> Any:
 @app.command()
 def build(
     tokenizer: TokenizerOption,
-    input: Annotated[list[Path], typer.Option(help="Text or JSON lines with `text`, also .xz or .gz; repeatable.")],
+    input: Annotated[
+        list[Path],
+        typer.Option(help="Text, or JSON lines with `text` or, of an answer, `tokens`; also .xz or .gz; repeatable."),
+    ],
     out: Annotated[Path, typer.Option(help="Folder of the index; a killed build goes on there.")],
     shard_tokens: Annotated[int, typer.Option(help="Tokens sorted at a time, 13 bytes each.", min=1000)] = 32_000_000,
     dense: Annotated[

@@ -26,12 +26,12 @@ _PIECE = 200_000  # characters of a document tokenised at a time
 class _Row(msgspec.Struct):
     """A document's text, or a model's answer as token ids, with the prompt that it answers or without."""
 
-    text: str | msgspec.UnsetType = msgspec.UNSET
-    tokens: list[Annotated[int, msgspec.Meta(ge=0)]] | msgspec.UnsetType = msgspec.UNSET
-    prompt: str = ""
+    text: str | None = None
+    tokens: list[Annotated[int, msgspec.Meta(ge=0)]] | int | None = None  # a number counts the text's, and says nothing
+    prompt: Any = None  # a text, or chat messages
 
     def __post_init__(self) -> None:
-        if self.text is msgspec.UNSET and self.tokens is msgspec.UNSET:
+        if self.text is None and not isinstance(self.tokens, list):
             raise ValueError("neither text nor tokens")
 
 
@@ -44,9 +44,9 @@ def tokenised(tokenizer: Any, inputs: Sequence[Path], skip: int, separator: int)
 
 def _ids(tokenizer: Any, row: _Row) -> list[int]:
     """An answer begins with the end of what the model read before it, so that its first tokens have a context."""
-    if row.tokens is not msgspec.UNSET:
+    if isinstance(row.tokens, list):
         return [*(encode_text(tokenizer, row.prompt)[-CONTEXT:] if row.prompt else ()), *row.tokens]
-    text = str(row.text)
+    text = row.text or ""
     pieces = [text[i : i + _PIECE] for i in range(0, len(text), _PIECE)]
     return [i for ids in tokenizer(pieces, add_special_tokens=False, verbose=False)["input_ids"] for i in ids]
 
@@ -74,10 +74,10 @@ def _documents(path: Path, vocab: int) -> Iterator[_Row]:
 
 def _rows(file: Iterable[bytes], vocab: int) -> Iterator[_Row]:
     for number, row in json_lines(file, _Row):
-        if row.tokens is not msgspec.UNSET:
+        if isinstance(row.tokens, list):
             if max(row.tokens, default=0) >= vocab:
                 raise BadLine(number, f"token {max(row.tokens)} is beyond the tokenizer's {vocab}")
             if row.tokens:
                 yield row
-        elif str(row.text).strip():
+        elif row.text and row.text.strip():
             yield row

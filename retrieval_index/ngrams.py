@@ -5,7 +5,8 @@ tokens, a short list of the tokens that followed it, most frequent first, the la
 are served by a *match*: the latest place whose last 6 tokens were the same, followed token by token for as long as it
 agrees with the text.
 
-All kernels stay in this one file: numba's cache notices a change of the file a kernel stands in, and of no other.
+All kernels but `bits_of`, which may never change, stay in this one file: numba's cache notices a change of the file a
+kernel stands in, and of no other.
 Arrays are passed one by one and never sliced in a loop: each view costs an atomic reference count.
 """
 

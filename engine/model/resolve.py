@@ -40,7 +40,8 @@ def resolved(config: Config) -> Config:
 
 
 def _answers_of(model: str) -> str | None:
-    if model not in CATALOGUE or not CATALOGUE[model].answers.is_dir():
+    """Of a model that the catalogue names; a directory of that name comes first, as in `resolve`."""
+    if Path(model).is_dir() or model not in CATALOGUE or not CATALOGUE[model].answers.is_dir():
         return None
     return str(CATALOGUE[model].answers)
 

@@ -98,6 +98,7 @@ async def test_answers_change_no_text(tiny: str, tiny_draft: str) -> None:
         for answers in (None, f"{tiny_draft}/datastore"):
             options = {"model": tiny, "method": "suffix", "transport": "inproc", "drafter": {"answers": answers}}
             async with await Engine.start(options) as engine:
+                assert engine.config.drafter.answers == answers
                 result = await engine.generate("the cat", SamplingParams(max_tokens=40, temperature=temperature))
                 texts.append(result.token_ids)
         assert texts[0] == texts[1]

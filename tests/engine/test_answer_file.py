@@ -54,11 +54,12 @@ async def test_every_prompt_gets_the_answer_that_it_gets_alone(tiny: str, answer
 
 def test_a_second_run_asks_only_what_the_first_did_not_finish(tiny: str, prompts: Path, answers: Path) -> None:
     lines = answers.read_bytes().splitlines(True)
-    marked = lines[1].replace(b'"seed":3', b'"seed":4')
+    marked = lines[1].replace(b'"finish_reason":"length"', b'"finish_reason":"kept"')
+    assert marked != lines[1]
     answers.write_bytes(marked + lines[2][:20])  # killed in the middle of a line
     answer(tiny, prompts, answers, *SAMPLED)
     assert len(answers.read_bytes().splitlines()) == 3 and set(rows(answers)) == set(PROMPTS)
-    assert sorted(row["seed"] for row in rows(answers).values()) == [3, 3, 4]
+    assert [row["finish_reason"] for row in rows(answers).values()].count("kept") == 1
 
 
 def test_a_prompt_that_cannot_be_answered_is_told_and_the_others_are(tiny: str, tmp_path: Path) -> None:
@@ -69,12 +70,18 @@ def test_a_prompt_that_cannot_be_answered_is_told_and_the_others_are(tiny: str, 
     assert set(rows(out)) == {"the cat"}
 
 
-def test_another_file_is_not_written_to(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ['{"question": 1}\n', '{"question": 1}', "notes"])
+def test_another_file_is_not_written_to(tmp_path: Path, content: str) -> None:
     other = tmp_path / "other.jsonl"
-    other.write_text('{"question": 1}\n')
+    other.write_text(content)
     with pytest.raises(ConfigError, match="is no file of answers"):
-        open_answers(other)
-    assert other.read_text() == '{"question": 1}\n'
+        open_answers(other, SamplingParams())
+    assert other.read_text() == content
+
+
+def test_answers_drawn_otherwise_are_not_taken_for_these(answers: Path) -> None:
+    with pytest.raises(ConfigError, match="holds answers of temperature 1 and seed 3"):
+        open_answers(answers, SamplingParams(temperature=1.0, seed=4))
 
 
 def test_answers_become_a_datastore(tiny: str, answers: Path, tmp_path: Path) -> None:

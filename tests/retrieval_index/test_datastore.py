@@ -220,7 +220,6 @@ def test_foreign_headers_are_refused(tmp_path: Path) -> None:
 BUILD = """
 import sys
 from pathlib import Path
-from engine.text import encode_text
 from retrieval_index import build as building
 from tests.conftest import tiny_tokenizer
 

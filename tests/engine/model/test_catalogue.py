@@ -142,7 +142,7 @@ def test_an_unknown_name_is_told_the_nearest() -> None:
 
 
 def test_a_directory_a_hub_id_and_a_folder_of_heads_stay_what_they_are(tiny: str) -> None:
-    config = load({"model": tiny, "drafter": {"path": "heads/{method}"}})
+    config = load({"model": tiny, "drafter": {"path": "heads/{method}", "answers": None}})
     assert resolved(config) == config
     assert resolve("meta-llama/Llama-3.1-8B-Instruct") == "meta-llama/Llama-3.1-8B-Instruct"
 
@@ -151,6 +151,7 @@ def test_a_directory_goes_before_a_name(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "smollm2-135m").mkdir()
     monkeypatch.chdir(tmp_path)
     assert resolve("smollm2-135m") == "smollm2-135m"
+    assert resolved(load({"model": "smollm2-135m"})).drafter.answers is None, "it may be another model"
 
 
 def test_a_draft_model_can_be_named_too(monkeypatch: pytest.MonkeyPatch, tiny: str) -> None:
