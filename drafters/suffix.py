@@ -47,8 +47,9 @@ class SuffixDrafter(Drafter):
         self.budget, self.length, self.shared_noise = budget, length, shared_noise
         self._sampling: dict[int, SamplingParams] = {}
         self.dense, self.passages = dense, passages
-        self.index = SessionIndex(capacity + (answers.tokens if answers is not None else 0))
-        for texts in answers.texts() if answers is not None else ():
+        remembered = [] if answers is None else [*answers.texts()]
+        self.index = SessionIndex(capacity + sum(map(len, remembered)))
+        for texts in remembered:
             self.index.remember(texts)
 
     @classmethod

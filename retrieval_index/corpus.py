@@ -28,7 +28,7 @@ class _Row(msgspec.Struct):
 
     text: str | None = None
     tokens: list[Annotated[int, msgspec.Meta(ge=0)]] | int | None = None  # a number counts the text's, and says nothing
-    prompt: Any = None  # a text, or chat messages
+    prompt: Any = None  # a text, or chat messages; anything else says nothing
 
     def __post_init__(self) -> None:
         if self.text is None and not isinstance(self.tokens, list):
@@ -45,7 +45,10 @@ def tokenised(tokenizer: Any, inputs: Sequence[Path], skip: int, separator: int)
 def _ids(tokenizer: Any, row: _Row) -> list[int]:
     """An answer begins with the end of what the model read before it, so that its first tokens have a context."""
     if isinstance(row.tokens, list):
-        return [*(encode_text(tokenizer, row.prompt)[-CONTEXT:] if row.prompt else ()), *row.tokens]
+        before = (
+            encode_text(tokenizer, row.prompt)[-CONTEXT:] if row.prompt and isinstance(row.prompt, str | list) else []
+        )
+        return [*before, *row.tokens]
     text = row.text or ""
     pieces = [text[i : i + _PIECE] for i in range(0, len(text), _PIECE)]
     return [i for ids in tokenizer(pieces, add_special_tokens=False, verbose=False)["input_ids"] for i in ids]

@@ -94,7 +94,9 @@ class Datastore:
     def texts(self) -> Iterator[NDArray[np.int32]]:
         """The corpus, shard by shard, -1 behind each text."""
         for tokens, _ in self.shards:
-            yield np.where(tokens == self.separator, -1, tokens.astype(np.int64)).astype(np.int32)
+            texts = tokens.astype(np.int32)
+            texts[tokens == self.separator] = -1
+            yield texts
 
     def verify(self) -> None:
         """Read everything and compare checksums; DatastoreError names the file that is damaged."""
