@@ -97,18 +97,15 @@ class LeanDecoder:
         whole = wanted == rows or last in feature_layers
         steps.begin(batch, None if whole else batch.chosen, self._turns.table)
         steps.residual[:rows] = self.embedding.index_select(0, torch.from_numpy(batch.tokens))
-        features: dict[int, Tensor] = {}
-        for index in sorted(set(feature_layers) - {last}):
-            steps.run_to(index)
-            features[index] = steps.residual[:rows].to(self.dtype, copy=True)
+        features = steps.keep(feature_layers)
         if whole and 0 < wanted < rows:
-            steps.run_to(last)
+            steps.run_to_end()
             logits = self.head(steps.x.index_select(0, torch.from_numpy(batch.chosen)))
         else:
             logits = steps.run_to_logits(wanted)
         if last in feature_layers:
-            features[last] = steps.x[:rows]
-        return logits, torch.stack([features[i] for i in feature_layers], dim=1) if feature_layers else None
+            features[:, feature_layers.index(last)] = steps.x[:rows]
+        return logits, features if feature_layers else None
 
     def _check_sizes(self, pool: KVPool) -> None:
         shape, layer = pool.shape, self.layers[0]
@@ -147,11 +144,11 @@ class _Steps:
         self._gates["inner"] = layers[0].inner
         for records in (self._norms, self._enters, self._gates):
             records["width"] = decoder.dtype.itemsize
-        self._program, self._rows, self._done = Program(), 0, 0
-        self._stops: list[int] = []  # steps up to each layer's first norm, and up to the last one
+        self._program, self._rows = Program(), 0
         for index, layer in enumerate(layers):
             self._add_layer(index, layer, decoder.rules[index])
         self._add_norm(2 * len(layers), decoder.norm)
+        self._end = len(self._program)
         self._add_head(decoder.head)
 
     def begin(self, batch: Batch, chosen: Any, turns: Tensor) -> None:
@@ -162,7 +159,7 @@ class _Steps:
         if len(self._unpacked) < (needed := torch.get_num_threads() * int(self._products["scratch_bytes"].max())):
             self._unpacked = self._unpacked.new_empty(needed)
             self._products["scratch"] = self._unpacked.data_ptr()
-        self._rows, self._done = rows, 0
+        self._rows = rows
         self._norms["count"] = self._enters["rows"] = self._gates["rows"] = rows
         if chosen is not None:
             self._norms["count"][-1] = len(chosen)
@@ -172,17 +169,26 @@ class _Steps:
         self._enters["turns"], self._enters["queries"] = turns.data_ptr(), self.attention.queries.data_ptr()
         self._enters["scratch"] = self._scratch.data_ptr()
 
-    def run_to(self, layer: int) -> None:
-        """Go on until `residual` is what the layer gets, normalised in `x`; one layer past the last: the end."""
-        self._program.run(self._rows, self._done, self._stops[layer])
-        self._done = self._stops[layer]
+    def keep(self, layers: Sequence[int]) -> Tensor:
+        """[rows, layers, hidden], to be filled with what these layers get; one past the last layer is left out."""
+        features = self.x.new_empty(self._rows, len(layers), self.x.shape[1])
+        self._norms["kept"] = 0
+        self._norms["stride"] = features.stride(0) * features.itemsize
+        for column, layer in enumerate(layers):
+            if 2 * layer + 1 < len(self._norms):
+                self._norms["kept"][2 * layer] = features.data_ptr() + column * features.stride(1) * features.itemsize
+        return features
+
+    def run_to_end(self) -> None:
+        """Up to the last norm, whose rows are in `x` then."""
+        self._program.run(self._rows, 0, self._end)
 
     def run_to_logits(self, count: int) -> Tensor:
-        """Go on to the end. Returns the logits of the first `count` rows of the last norm."""
+        """Up to the logits of the first `count` rows of the last norm, which are returned."""
         self._logits = self.x.new_empty(count, self._logits.shape[1])
         self._products["out"][-1] = self._logits.data_ptr()
         set_rows(self._products[-1:], count)
-        self._program.run(self._rows, self._done, len(self._program) if count else self._stops[-1])
+        self._program.run(self._rows, 0, len(self._program) if count else self._end)
         return self._logits
 
     def _add_layer(self, index: int, layer: _Layer, rule: Rule) -> None:
@@ -207,8 +213,6 @@ class _Steps:
     def _add_norm(self, index: int, weight: Tensor) -> None:
         self._norms["weight"][index] = weight.data_ptr()
         self._program.add(norm_kernel(), address_of(self._norms, index), _ROWS_WORTH_SHARING)
-        if index % 2 == 0:
-            self._stops.append(len(self._program))
 
     def _add_head(self, head: Product) -> None:
         """The logits go to a place of their own each time: callers keep them."""

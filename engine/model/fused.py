@@ -45,6 +45,8 @@ NORM = _record(
     "weight",  # [hidden] float32
     "out",  # [count, hidden]: the norm of the sum
     "chosen",  # [count] int32: the rows to do, or 0 for the first `count`
+    "kept",  # [rows, hidden], rows `stride` bytes apart: a copy of the sum, or 0
+    "stride",
     "count",
     "hidden",
     "width",
@@ -70,7 +72,10 @@ def norm_kernel(address: Any) -> None:
         scale = splat(np.float32(1) / np.sqrt(mean + work.epsilon))
         out = work.out + i * work.hidden * work.width
         for at in range(0, work.hidden, LANES):
-            x = multiply(multiply(load(residual + 4 * at, FLOAT32), scale), load(work.weight + 4 * at, FLOAT32))
+            x = load(residual + 4 * at, FLOAT32)
+            if work.kept != 0:
+                _put_numbers(x, work.kept + row * work.stride + at * work.width, work.width)
+            x = multiply(multiply(x, scale), load(work.weight + 4 * at, FLOAT32))
             _put_numbers(x, out + at * work.width, work.width)
 
 
