@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import cache
 
 import msgspec
 
@@ -157,6 +158,7 @@ def speculative_decoding(rounds: Sequence[Tokens]) -> SpeculativeDecoding:
     )
 
 
+@cache
 def source_name(bits: int) -> str:
     """Who is to be named for a token: a grammar before a head before retrieval."""
     if bits & GRAMMAR:
