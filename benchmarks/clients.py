@@ -23,7 +23,7 @@ from .questions import Question, mixed_questions
 from .tables import Table, p50_p95
 
 KEY_VARIABLE = "OPENAI_API_KEY"
-_ROUNDS = 2  # requests at a level, for each client
+_ROUNDS = 4  # requests at a level, for each client
 _TIMEOUT_S = 600.0
 
 Asked = tuple[str, Question]

@@ -42,7 +42,7 @@ from .starting import start_each
 CAPACITY_AT = 16
 """What arrivals are a share of: the requests a second that plain decoding answers with so many at once."""
 _MOST = 20  # repeats
-_ROUNDS = 2  # requests at a level, for each place
+_ROUNDS = 4  # requests at a level, for each place: with fewer, the prompts that all begin with weigh too much
 
 Texts = Mapping[tuple[int, ...], list[int]]
 

@@ -25,13 +25,13 @@ def questions(tmp_path: Path) -> list[Path]:
     return [path]
 
 
-def test_every_client_asks_twice_and_the_refused_are_counted(tiny: str, questions: list[Path], tmp_path: Path) -> None:
+def test_every_client_asks_four_times_and_the_refused_are_counted(tiny: str, questions: list[Path], tmp_path: Path) -> None:
     with serving("--set", f"model={tiny}", "--method", "pld", "--queue", "2") as server:
         sampling = SamplingParams(max_tokens=30, temperature=1.0)
         levels = asyncio.run(run_clients(server.url, questions, None, [2, 8], sampling, tmp_path))
     few, many = levels
-    assert len(few.rows) == 4 and not few.refused
-    assert len(many.rows) + many.refused[429] == 16 and many.refused[429] > 0
+    assert len(few.rows) == 8 and not few.refused
+    assert len(many.rows) + many.refused[429] == 32 and many.refused[429] > 0
     assert all(0 < row.tokens <= 30 and row.emitted[0][1] == 1 for row in few.rows if len(row.emitted) > 1)
     console = Console(record=True, width=100)
     console.print(table(server.url, levels).rich())

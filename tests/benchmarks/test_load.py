@@ -48,8 +48,8 @@ async def test_every_request_is_asked_and_has_the_text_that_it_has_alone(
     assert {row.method for row in rows} == {"none", "pld"}
     assert all(row.output_equal and row.exact and row.tokens <= 12 for row in rows)
     counts = {level: sum(row.concurrency == level for row in rows) for level in (1, 2, 16)}
-    assert counts == {1: 2 * 2 * 2, 2: 2 * 2 * 4, 16: 2 * 2 * 32}
-    assert sum(row.arrivals == 0.5 for row in rows) == 2 * 2 * 32
+    assert counts == {1: 2 * 2 * 4, 2: 2 * 2 * 8, 16: 2 * 2 * 64}
+    assert sum(row.arrivals == 0.5 for row in rows) == 2 * 2 * 64
     assert {row.suite for row in rows if row.concurrency == 1} == {"count", "sing"}
     written = [msgspec.json.decode(line, type=LoadRow) for line in (tmp_path / "load.jsonl").read_text().splitlines()]
     assert written == rows
