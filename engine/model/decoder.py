@@ -97,15 +97,16 @@ class LeanDecoder:
         whole = wanted == rows or last in feature_layers
         steps.begin(batch, None if whole else batch.chosen, self._turns.table)
         steps.residual[:rows] = self.embedding.index_select(0, torch.from_numpy(batch.tokens))
-        features = steps.keep(feature_layers)
+        kept = [*dict.fromkeys(feature_layers)]  # of a shallow target a head may ask for a layer twice
+        features = steps.keep(kept)
         if whole and 0 < wanted < rows:
             steps.run_to_end()
             logits = self.head(steps.x.index_select(0, torch.from_numpy(batch.chosen)))
         else:
             logits = steps.run_to_logits(wanted)
-        if last in feature_layers:
-            features[:, feature_layers.index(last)] = steps.x[:rows]
-        return logits, features if feature_layers else None
+        if last in kept:
+            features[:, kept.index(last)] = steps.x[:rows]
+        return logits, features[:, [kept.index(layer) for layer in feature_layers]] if kept else None
 
     def _check_sizes(self, pool: KVPool) -> None:
         shape, layer = pool.shape, self.layers[0]
@@ -170,7 +171,9 @@ class _Steps:
         self._enters["scratch"] = self._scratch.data_ptr()
 
     def keep(self, layers: Sequence[int]) -> Tensor:
-        """[rows, layers, hidden], to be filled with what these layers get; one past the last layer is left out."""
+        """[rows, layers, hidden], to be filled with what these layers get, each of them asked for once; one past the last
+        layer is left out.
+        """
         features = self.x.new_empty(self._rows, len(layers), self.x.shape[1])
         self._norms["kept"] = 0
         self._norms["stride"] = features.stride(0) * features.itemsize

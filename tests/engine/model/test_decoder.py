@@ -55,7 +55,7 @@ def test_features_of_every_layer_change_no_logits(dtype: torch.dtype) -> None:
     model = target.model
     tree = TokenTree.from_lists([9, 8, 7, 6], [-1, 0, 0, 2], [1.0] * 4)
     results = []
-    for layers in ((), (0, 1, 2, 3), (2, 0), (3,)):
+    for layers in ((), (0, 1, 2, 3), (2, 0), (3,), (2, 2, 1), (3, 3)):
         cache = target.new_cache(90)
         _, of_text = target.prefill(cache, TEXT, layers)
         results.append((layers, of_text, target.verify(cache, tree, layers)))
