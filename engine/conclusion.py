@@ -6,7 +6,7 @@ A request whose draw fails, because its logits are not numbers, is handed to `fa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,7 @@ Fail = Callable[[Request, Exception], None]
 @dataclass(frozen=True)
 class Conclusion:
     """draft: the tree's number. path: accepted nodes of the tree drafted; tokens: emitted. nodes: verified, or read.
+    hit: the tree that was verified was there when the round before ended.
 
     features: [path, layers, hidden]; successors: [nodes drafted, k] int32. sources, logprobs: of the tokens. grafts: as
     of the round.
@@ -37,6 +38,7 @@ class Conclusion:
     path: list[int]
     tokens: list[int]
     nodes: int
+    hit: bool = False
     depth: int = 0
     draft_us: int = 0
     features: Tensor | None = None
@@ -48,12 +50,11 @@ class Conclusion:
 
 def conclude_trees(
     rounds: Sequence[Round], logits: Tensor, features: Tensor | None, successors: int, fail: Fail
-) -> list[Conclusion]:
-    """Walk down every tree. successors: of each node, asked for by the drafter.
+) -> Iterator[Conclusion]:
+    """Walk down one tree after the other. successors: of each node, asked for by the drafter.
 
     logits: [rows, vocab], features: [rows, layers, hidden], the trees' rows first.
     """
-    concluded = []
     first = 0
     for round_ in rounds:
         rows, first = slice(first, first + len(round_.kept)), first + len(round_.kept)
@@ -64,8 +65,7 @@ def conclude_trees(
             continue
         ranked = _successors(round_, logits[rows], successors) if successors else None
         walked = None if features is None else features[rows][path]
-        concluded.append(_conclude(round_, path, tokens, walked, ranked))
-    return concluded
+        yield _conclude(round_, path, tokens, walked, ranked)
 
 
 def _conclude(
@@ -77,7 +77,8 @@ def _conclude(
         request.trust.learn(float(round_.worth[round_.kept].sum()), len(tokens))
     request.round += 1
     request.kept_path = path
-    accepted = round_.kept[path].tolist()
+    hit, accepted = request.hit, round_.kept[path].tolist()
+    request.go_on(round_.proposal.number, accepted[-1], tokens)
     sources = (GRAMMAR if node >= own else int(round_.drafted.source[node]) for node in accepted[1:])
     return Conclusion(
         request,
@@ -85,6 +86,7 @@ def _conclude(
         accepted,
         tokens,
         len(round_.kept),
+        hit,
         int(round_.tree.depths.max()),
         round_.proposal.draft_us,
         features,
@@ -130,6 +132,7 @@ def conclude_chunks(
             fail(request, error)
         else:
             request.has_answer = True
+            request.go_on(0, 0, [token])
             logprobs = request.sampler.take_logprobs()
             concluded.append(Conclusion(request, 0, [0], [token], len(chunk), logprobs=logprobs))
     return concluded

@@ -91,10 +91,8 @@ class FrontEndLine:
             Ready(vocab_size=target.vocab_size, context=target.context, inexact=target.inexact, defaults=defaults)
         )
 
-    def tell(self, conclusion: Conclusion, hit: bool, forward_ns: int, busy_ns: int, now_ns: int) -> None:
-        """hit: the tree that was verified was there when the round before ended. forward_ns: of this round's forward;
-        busy_ns: of all so far.
-        """
+    def tell(self, conclusion: Conclusion, forward_ns: int, busy_ns: int, now_ns: int) -> None:
+        """forward_ns: of this round's forward; busy_ns: of all so far."""
         request = conclusion.request
         tokens = Tokens(
             request=request.number,
@@ -103,7 +101,7 @@ class FrontEndLine:
             finish_reason=request.sampler.finish_reason,
             nodes=conclusion.nodes,
             depth=conclusion.depth,
-            hit=hit,
+            hit=conclusion.hit,
             round_us=(now_ns - request.since_ns) // 1000,
             forward_us=forward_ns // 1000,
             draft_us=conclusion.draft_us,

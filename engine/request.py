@@ -62,6 +62,12 @@ class Request:
         self.hit = False  # the tree was there when the last verdict fell
         self.alone = False  # the round to come verifies the root alone
 
+    def go_on(self, draft: int, node: int, tokens: list[int]) -> None:
+        """A round emitted these tokens; its path through the tree of that number ended at that node."""
+        self.text.extend(tokens)
+        self.outcome = (self.round + 1, draft, node, tokens[-1])
+        self.hit = self.has_draft
+
     @property
     def reading(self) -> bool:
         """Whether some of its text has to be read before the next token can be drawn."""

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable, Iterator
+from itertools import chain
 
 import zmq
 from torch import Tensor
 
+from drafters.registry import METHODS
 from engine.batch import Segment
 from engine.conclusion import Conclusion, conclude_chunks, conclude_trees
 from engine.config import Config
@@ -42,6 +45,7 @@ class Verifier:
         self.drafter = DrafterLine(drafts, target, self.requests, config.drafter.budget, options.draft_timeout_s)
         self.trace = Trace(control, config.trace is not None)
         self.meter = Meter(config, target, threads, self.trace)
+        self.drafts_each = not METHODS[config.method].has_model  # one request after the other
         self.stopping = False
 
     def run(self) -> None:
@@ -99,10 +103,11 @@ class Verifier:
         self.meter.end_forward(started_ns, segments)
         if self.meter.costs.ahead.second:
             self.drafter.hear()  # what was pushed meanwhile
-        concluded = conclude_trees(rounds, logits, features, self.drafter.wants.successors, self._fail)
-        concluded += self._read(plan, segments[len(rounds) :], logits, features)
+        trees = conclude_trees(rounds, logits, features, self.drafter.wants.successors, self._fail)
+        chunks = self._read(plan, segments[len(rounds) :], logits, features)
+        concluded = self._tell_drafter(plan, chain(trees, chunks))
         self.meter.observe_round(concluded, rounds, segments, self.drafter)
-        self._tell(concluded)
+        self._tell_front_end(concluded)
         for conclusion in concluded:
             self._commit(conclusion)
 
@@ -126,36 +131,48 @@ class Verifier:
             plan = self.requests.reserve(plan, lambda request: 1 if rounds else rows[request])
         return plan, [round_ for round_ in rounds if round_.request in plan.decoding]
 
-    def _read(self, plan: Plan, chunks: list[Segment], logits: Tensor, features: Tensor | None) -> list[Conclusion]:
+    def _read(self, plan: Plan, chunks: list[Segment], logits: Tensor, features: Tensor | None) -> Iterator[Conclusion]:
         """Commit the chunks; those whose prompt ends there draw their first token."""
         readers = [request for request, _ in plan.reading]
-        concluded = conclude_chunks(readers, chunks, logits, features, self._fail)
+        yield from conclude_chunks(readers, chunks, logits, features, self._fail)
         for request in readers:
             if request in self.requests.running:  # not failed
                 self._publish(request)
+
+    def _tell_drafter(self, plan: Plan, conclusions: Iterable[Conclusion]) -> list[Conclusion]:
+        """What becomes of the requests, told as soon as it is known: one is drafted for while the next tree is walked
+        down. But a model drafts for all of them in one forward, and hears of all at once.
+        """
+        concluded: list[Conclusion] = []
+        if self.drafts_each:
+            alone = self._go_alone(sum(request.drafted for request in plan.decoding))
+            for conclusion in conclusions:
+                self._tell_of(conclusion, len(plan.members), alone)
+                concluded.append(conclusion)
+            return concluded
+        concluded = [*conclusions]
+        alone = self._go_alone(sum(one.request.drafted and not one.request.hit for one in concluded))
+        for conclusion in concluded:
+            self._tell_of(conclusion, len(concluded), alone)
         return concluded
 
-    def _tell(self, concluded: list[Conclusion]) -> None:
-        """First the drafter, who is waited for; then the front end."""
+    def _go_alone(self, missing: int) -> bool:
+        """Whether so many requests that have no tree yet go on with their roots."""
+        return missing > 0 and self.drafter.present and not self.requests.waits(self.meter.costs, missing)
+
+    def _tell_of(self, conclusion: Conclusion, requests: int, alone: bool) -> None:
+        """alone: whether it goes on with its root if it has no tree yet."""
+        request = conclusion.request
+        request.alone = alone and request.drafted and not request.hit
+        if request.drafted and request.sampler.finish_reason is None:
+            self.drafter.tell(conclusion, self.meter.costs, requests)
+
+    def _tell_front_end(self, concluded: list[Conclusion]) -> None:
         now_ns = time.perf_counter_ns()
-        hits = {}
-        for conclusion in concluded:
-            request = conclusion.request
-            request.text.extend(conclusion.tokens)
-            request.outcome = (request.round + 1, conclusion.draft, conclusion.path[-1], conclusion.tokens[-1])
-            hits[request], request.hit, request.alone = request.hit, request.has_draft, False
-        missing = [c.request for c in concluded if c.request.drafted and not c.request.hit]
-        if missing and self.drafter.present:
-            alone = not self.requests.waits(self.meter.costs, len(missing))
-            for request in missing:
-                request.alone = alone
-        for conclusion in concluded:
-            if conclusion.request.drafted and conclusion.request.sampler.finish_reason is None:
-                self.drafter.tell(conclusion, self.meter.costs, len(concluded))
         for conclusion in concluded:
             request = conclusion.request
             request.drafts = {request.outcome: request.drafts[request.outcome]} if request.hit else {}
-            self.front_end.tell(conclusion, hits[request], self.meter.forward_ns, self.meter.busy_ns, now_ns)
+            self.front_end.tell(conclusion, self.meter.forward_ns, self.meter.busy_ns, now_ns)
             request.since_ns = request.asked_ns = now_ns
 
     def _commit(self, conclusion: Conclusion) -> None:

@@ -171,8 +171,8 @@ class _Steps:
         self._enters["scratch"] = self._scratch.data_ptr()
 
     def keep(self, layers: Sequence[int]) -> Tensor:
-        """[rows, layers, hidden], to be filled with what these layers get, each of them asked for once; one past the last
-        layer is left out.
+        """[rows, layers, hidden], to be filled with what these layers get, each asked for once; one past the last layer
+        is left out.
         """
         features = self.x.new_empty(self._rows, len(layers), self.x.shape[1])
         self._norms["kept"] = 0
