@@ -22,12 +22,8 @@ def check(config: Config) -> None:
     for part in _parts(config):
         if find(part.method).has_model:
             check_weights(weights_path(part), part.method)
-        if part.method == "datastore":
-            check_index("drafter.datastore", datastore_path(part), _open_datastore)
-        if part.method == "suffix" and config.drafter.dense is not None:
-            check_index("drafter.dense", config.drafter.dense, _open_dense)
-        if part.method == "suffix" and (answers := config.drafter.answers_folder) is not None:
-            check_index("drafter.answers", answers, _open_datastore)
+        for key, folder, open_index in _indexes(part):
+            check_index(key, folder, open_index)
     if config.drafter.calibration is not None:
         from drafters.experience import check_file
 
@@ -55,6 +51,21 @@ def check_paths(config: Config) -> None:
     for part in _parts(config):
         if find(part.method).has_model:
             _check_path("drafter.path", weights_path(part))
+        for key, folder, _ in _indexes(part):
+            if not Path(folder).is_dir():
+                raise ConfigError(f"{key}={folder}: no such directory; make it with `talon index build`")
+
+
+def _indexes(part: Config) -> Iterator[tuple[str, str, Callable[[Path], Any]]]:
+    """The indexes that a method reads: the key that names one, its folder, and what opens it."""
+    options = part.drafter
+    if part.method == "datastore":
+        yield "drafter.datastore", datastore_path(part), _open_datastore
+    if part.method == "suffix":
+        if options.dense is not None:
+            yield "drafter.dense", options.dense, _open_dense
+        if options.answers_folder is not None:
+            yield "drafter.answers", options.answers_folder, _open_datastore
 
 
 def _parts(config: Config) -> Iterator[Config]:

@@ -18,6 +18,8 @@ from engine import options
 from engine.command import MODELS_OWN, ConfigOption, SetOption, overrides, run
 from engine.errors import RequestError
 from engine.launch import POOL_WAITS
+from engine.matcher import check as check_grammar
+from engine.model.resolve import with_own
 from engine.places import BENCHMARKS
 from engine.sampling import SamplingParams
 
@@ -132,8 +134,12 @@ def generate(
         given = overrides(set_, method=method, mode=mode, trace=str(trace) if trace else None)
         # for one answer nobody stands by: its imports would take the time that the answer needs
         settings = configuration.load(config, {"drafter.standby": False} | given)
-        check_paths(settings)
+        check_paths(with_own(settings))
         asked = sys.stdin.read() if prompt == "-" else prompt
+        if not asked:
+            raise RequestError("prompt: is empty; give a text, or - to read one from standard input")
+        if sampling.grammar is not None:
+            check_grammar(sampling.grammar)
         from engine.api import Engine  # takes seconds, which a wrong option need not wait for
 
         async with await Engine.start(settings) as engine:

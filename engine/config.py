@@ -44,17 +44,17 @@ class DrafterConfig(_Section):
     """Options of the drafter named by `method`; each method reads those that concern it.
 
     budget: most nodes of a tree, root included. path: the draft model or head, where {method} stands for the method's
-    name. threads: of its torch pool, None: an even share of the machine's cores. length: tokens of a drafted chain,
-    None: 10 for pld and 5 for sps, whose tokens cost a forward each. branches: width of the SPS tree at each level,
-    e.g. [3, 2, 1]; empty drafts a chain. max_ngram, min_ngram: context lengths tried. growth: of draft heads.
-    shared_noise: heads and `suffix` rank candidates by the noise of the target's own draw. head, memories: the methods
-    that `hybrid` merges, one draft model and any number of retrieval drafters. datastore: a folder that "talon index
-    build" has made. answers: another, of the target's own answers, which `suffix` takes for earlier answers of its own;
-    auto: those that come with a model that Talon knows by name; null: none. dense: one made with --dense, whose
-    `passages` passages most similar to the prompt are read by `suffix` as if they stood before it. calibration: a file
-    that keeps what was learned of each source's worth from one engine to the next; written when the engine closes,
-    engines may share it. standby: have a process ready that a draft model's successor is forked from, at once instead
-    of after seconds of imports.
+    name; auto: those that come with a model that Talon knows by name. threads: of its torch pool, None: an even share
+    of the machine's cores. length: tokens of a drafted chain, None: 10 for pld and 5 for sps, whose tokens cost a
+    forward each. branches: width of the SPS tree at each level, e.g. [3, 2, 1]; empty drafts a chain. max_ngram,
+    min_ngram: context lengths tried. growth: of draft heads. shared_noise: heads and `suffix` rank candidates by the
+    noise of the target's own draw. head, memories: the methods that `hybrid` merges, one draft model and any number of
+    retrieval drafters. datastore: a folder that "talon index build" has made. answers: another, of the target's own
+    answers, which `suffix` takes for earlier answers of its own; auto: those that come with a model that Talon knows by
+    name; null: none. dense: one made with --dense, whose `passages` passages most similar to the prompt are read by
+    `suffix` as if they stood before it. calibration: a file that keeps what was learned of each source's worth from one
+    engine to the next; written when the engine closes, engines may share it. standby: have a process ready that a draft
+    model's successor is forked from, at once instead of after seconds of imports.
     """
 
     budget: int = Field(60, ge=2, le=1024)
@@ -73,12 +73,12 @@ class DrafterConfig(_Section):
         return None if self.answers == AUTO else self.answers
 
     def weights(self, method: str) -> str | None:
-        """Where the weights of that head or draft model are."""
-        return None if self.path is None else self.path.replace("{method}", method)
+        """Where the weights of that head or draft model are; None if nobody says, or while `auto` is not resolved."""
+        return None if self.path is None or self.path == AUTO else self.path.replace("{method}", method)
 
     growth: GrowthConfig = GrowthConfig()
     shared_noise: bool = True
-    path: str | None = None
+    path: str | None = AUTO
     threads: int | None = Field(None, ge=1)
     length: int | None = Field(None, ge=1, le=64)
     branches: Annotated[tuple[Annotated[int, Field(ge=1, le=64)], ...], Field(max_length=64)] = ()

@@ -184,7 +184,9 @@ def _tokens(tokenizer: Any, vocab_size: int, eos_tokens: list[int]) -> Any:
 
 def _refused(grammar: Grammar, reason: str) -> RequestError:
     field = next(name for name in grammar.__struct_fields__ if getattr(grammar, name))
-    return RequestError(f"grammar.{field}: {_first_line(reason)}")
+    first, *others = [line.strip() for line in reason.splitlines() if line.strip()] or [""]
+    why = next((line for line in others if line.startswith("error:")), "")  # behind a drawing of the place
+    return RequestError(f"grammar.{field}: {first[:300]} {why}".rstrip())
 
 
 def _first_line(text: str) -> str:

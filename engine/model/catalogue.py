@@ -36,7 +36,16 @@ class KnownModel:
     @property
     def answers(self) -> Path:
         """Where a datastore of the model's own answers is, if it comes with one: see `Config.drafter.answers`."""
-        return ROOT / "models" / self.name / "answers"
+        return self._trained / "answers"
+
+    @property
+    def heads(self) -> Path | None:
+        """Where the heads that were trained for it are, if it comes with some: see `Config.drafter.path`."""
+        return self._trained / "{method}" if self._trained.is_dir() else None
+
+    @property
+    def _trained(self) -> Path:
+        return ROOT / "models" / self.name
 
     @property
     def peak_bytes(self) -> int:

@@ -30,20 +30,26 @@ def resolve(model: str, key: str = "model") -> str:
 
 
 def resolved(config: Config) -> Config:
-    """The configuration with the target, its answers, and the draft model if there is one, as directories."""
+    """The configuration with the target, what comes with it, and the draft model if there is one, as directories."""
+    config = with_own(config)
     drafter = config.drafter
     if drafter.path is not None:
         drafter = drafter.model_copy(update={"path": resolve(drafter.path, "drafter.path")})
-    if drafter.answers == AUTO:
-        drafter = drafter.model_copy(update={"answers": _answers_of(config.model)})
     return config.model_copy(update={"model": resolve(config.model), "drafter": drafter})
 
 
-def _answers_of(model: str) -> str | None:
-    """Of a model that the catalogue names; a directory of that name comes first, as in `resolve`."""
-    if Path(model).is_dir() or model not in CATALOGUE or not CATALOGUE[model].answers.is_dir():
-        return None
-    return str(CATALOGUE[model].answers)
+def with_own(config: Config) -> Config:
+    """The configuration with the answers and heads that come with a model which the catalogue names, where it leaves
+    them to Talon. A directory of that name comes first, as in `resolve`.
+    """
+    drafter, model = config.drafter, None if Path(config.model).is_dir() else CATALOGUE.get(config.model)
+    answers = model.answers if model is not None and model.answers.is_dir() else None
+    heads = None if model is None else model.heads
+    if drafter.answers == AUTO:
+        drafter = drafter.model_copy(update={"answers": None if answers is None else str(answers)})
+    if drafter.path == AUTO:
+        drafter = drafter.model_copy(update={"path": None if heads is None else str(heads)})
+    return config.model_copy(update={"drafter": drafter})
 
 
 def folder_of(model: KnownModel) -> Path:

@@ -25,7 +25,9 @@ def questions(tmp_path: Path) -> list[Path]:
     return [path]
 
 
-def test_every_client_asks_four_times_and_the_refused_are_counted(tiny: str, questions: list[Path], tmp_path: Path) -> None:
+def test_every_client_asks_four_times_and_the_refused_are_counted(
+    tiny: str, questions: list[Path], tmp_path: Path
+) -> None:
     with serving("--set", f"model={tiny}", "--method", "pld", "--queue", "2") as server:
         sampling = SamplingParams(max_tokens=30, temperature=1.0)
         levels = asyncio.run(run_clients(server.url, questions, None, [2, 8], sampling, tmp_path))
