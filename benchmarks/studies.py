@@ -76,7 +76,7 @@ def growth(
 
     async def main() -> None:
         files = question_files(questions)
-        from drafters.head import HeadDrafter
+        from drafters.head_drafter import HeadDrafter
         from drafters.registry import build
         from engine.model.resolve import resolved
         from engine.target import Target

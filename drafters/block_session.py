@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from drafters.growth import Candidates
-from drafters.head import Session
 from drafters.outcomes import Following
 from drafters.ranking import Ranking
+from drafters.session import Session
 from drafters.stack import PooledCache, Rows
 from drafters.top import top
 

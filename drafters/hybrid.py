@@ -22,7 +22,7 @@ import numpy as np
 from drafters.base import BetweenSteps, Drafter, Learned, Verdict, Wanted
 from drafters.calibration import Calibrator
 from drafters.growth import Frontier, Sketch
-from drafters.head import HeadDrafter
+from drafters.head_drafter import HeadDrafter
 from drafters.outcomes import Following
 from engine.config import Config
 from engine.sampling import SamplingParams
@@ -65,7 +65,7 @@ class Merge:
 
 
 class Advice:
-    """Retrieval's part in the growth of one tree (`drafters.head.Advice`). retrieved: its tree over the same root.
+    """Retrieval's part in the growth of one tree (`drafters.lockstep.Advice`). retrieved: its tree over the same root.
 
     needed: the accepted tokens that a draft step must bring to be worth its time. A step brings something where
     retrieval misses the next token and the head has it, which it then does with the chance `rescue`.

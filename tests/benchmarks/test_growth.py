@@ -12,7 +12,7 @@ from benchmarks.shapes import answer
 from drafters.calibration import Calibrator
 from drafters.checkpoint import TargetWeights
 from drafters.growth import Talon
-from drafters.head import HeadDrafter
+from drafters.head_drafter import HeadDrafter
 from engine.sampling import SamplingParams
 from engine.target import Target
 from engine.tree import TokenTree

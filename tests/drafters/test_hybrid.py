@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from drafters.base import Verdict
 from drafters.checkpoint import TargetWeights
 from drafters.growth import Adaptive
-from drafters.head import HeadDrafter
+from drafters.head_drafter import HeadDrafter
 from drafters.hybrid import Advice, HybridDrafter, Merge, _root_of
 from drafters.prompt_lookup import PromptLookup
 from drafters.registry import source_of

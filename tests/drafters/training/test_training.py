@@ -28,7 +28,7 @@ from drafters.eagle import EagleHead
 from drafters.eagle3 import Eagle3Head
 from drafters.feature_session import FeatureHead, FeatureSession
 from drafters.growth import Adaptive
-from drafters.head import HeadDrafter
+from drafters.head_drafter import HeadDrafter
 from drafters.hydra import HydraHead
 from drafters.medusa import MedusaHead
 from drafters.pooled_session import PooledSession
