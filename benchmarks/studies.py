@@ -18,7 +18,7 @@ from engine.command import ConfigOption, SetOption, one_line_errors, overrides, 
 from engine.errors import ConfigError
 from engine.sampling import SamplingParams
 
-from .commands import HeadsOption, QuestionsOption, question_files
+from .options import HeadsOption, QuestionsOption, question_files
 
 
 def shapes(
