@@ -258,7 +258,7 @@ def table(grown: Sequence[Grown], round_s: Sequence[float], of_position: int) ->
 def write(out: Path, grown: Sequence[Grown], round_s: Sequence[float], of_position: int) -> None:
     """The table to the screen and the figure and the rounds to the folder."""
     try:
-        from .plots import growth_figure
+        from .tree_plots import growth_figure
     except ImportError as error:
         raise ConfigError(f"no picture: {error}; pip install 'talon-decoding[bench]'") from None
     Console(width=120).print(table(grown, round_s, of_position))

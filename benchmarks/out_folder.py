@@ -43,7 +43,7 @@ def write_report(folder: Path, console: Console) -> None:
 def draw_calibration(sources: dict[str, NDArray[np.float64]], path: Path, console: Console) -> None:
     """The picture; without matplotlib or anything to draw, a line that says why there is none."""
     try:
-        from .plots import reliability
+        from .tree_plots import reliability
     except ImportError as error:
         console.print(f"no picture: {error}; pip install 'talon-decoding[bench]'")
         return

@@ -7,8 +7,8 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.growth import Doubt, Grown, Round, Setting, record, replay, settings, table
-from benchmarks.plots import growth_figure
 from benchmarks.shapes import answer
+from benchmarks.tree_plots import growth_figure
 from drafters.calibration import Calibrator
 from drafters.checkpoint import TargetWeights
 from drafters.growth import Talon
