@@ -38,8 +38,8 @@ from drafters.training.answers import Example, answer
 from drafters.training.build import build
 from drafters.training.cli import app
 from drafters.training.features import Features, StoredFeatures
+from drafters.training.head_module import Texts
 from drafters.training.loss import Teacher, vocabulary_loss
-from drafters.training.modules import Texts
 from drafters.training.recipe import Recipe
 from drafters.training.run import export, train
 from drafters.training.trainer import Trainer, draft_vocabulary
