@@ -15,17 +15,9 @@ from engine.config import Config
 from engine.errors import ConfigError
 from engine.sampling import SamplingParams
 
-from .commands import (
-    AgainstOption,
-    compare_runs,
-    gguf_file,
-    names_in,
-    results_in,
-    tell_differences,
-    tell_load_differences,
-    tell_qa_differences,
-    write_report,
-)
+from .differences import tell_differences, tell_load_differences, tell_qa_differences
+from .options import AgainstOption, gguf_file, names_in
+from .out_folder import compare_runs, results_in, write_report
 
 SHARES = {"single": 0.45, "concurrency": 0.18, "qa": 0.12, "rivals": 0.25}
 """Of the minutes, by part."""

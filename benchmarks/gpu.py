@@ -23,13 +23,15 @@ from engine.errors import TalonError
 from engine.sampling import SamplingParams
 
 from .bench import Single, run_bench, summary
-from .commands import HeadsOption, names_in, tell_differences, tell_load_differences, write_report
 from .contestants import CONTESTANTS
 from .costs import LLAMA_8B, TOY, cost_table, time_drafting, time_verification
+from .differences import tell_differences, tell_load_differences
 from .equality import report, run_check
 from .figures import BASELINE
 from .load import Load, run_load
 from .load_figures import level_table, levels
+from .options import HeadsOption, names_in
+from .out_folder import write_report
 
 SINGLE = "none,pld,suffix,recycling,eagle3,block,talon-suffix,talon-tree,hybrid,talon,hf,hf-pld"
 SERVED = "suffix,eagle3,block,talon"

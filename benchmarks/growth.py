@@ -25,7 +25,8 @@ from rich.table import Table
 from drafters.base import Verdict
 from drafters.calibration import Calibrator
 from drafters.growth import EAGLE_25, MEDUSA_63, Adaptive, Dynamic, Frontier, Policy, Static, Talon
-from drafters.head import Head, HeadDrafter
+from drafters.head import Head
+from drafters.head_drafter import HeadDrafter
 from drafters.outcomes import Following
 from engine.errors import ConfigError
 from engine.sampling import SamplingParams
@@ -107,7 +108,7 @@ def settings() -> Iterator[Setting]:
 
 
 class Doubt:
-    """What becomes of the head's chances in one tree (`drafters.head.Advice`): they are raised with the depth, and then
+    """What becomes of the head's chances in one tree (`drafters.lockstep.Advice`): they are raised with the depth, then
     calibrated. said: (node, token) -> the depth and the bucket of a chance before it was calibrated.
     """
 
@@ -257,7 +258,7 @@ def table(grown: Sequence[Grown], round_s: Sequence[float], of_position: int) ->
 def write(out: Path, grown: Sequence[Grown], round_s: Sequence[float], of_position: int) -> None:
     """The table to the screen and the figure and the rounds to the folder."""
     try:
-        from .plots import growth_figure
+        from .tree_plots import growth_figure
     except ImportError as error:
         raise ConfigError(f"no picture: {error}; pip install 'talon-decoding[bench]'") from None
     Console(width=120).print(table(grown, round_s, of_position))

@@ -140,7 +140,7 @@ def _figure(ms: float) -> str:
 
 def draw(profile: Profile, out: Path, console: Console) -> None:
     try:
-        from .plots import forward_bars
+        from .forward_plots import forward_bars
     except ImportError as error:
         console.print(f"no picture: {error}; pip install 'talon-decoding[bench]'")
         return

@@ -25,7 +25,8 @@ from engine.sampling import SamplingParams
 from engine.tree import TokenTree
 from retrieval_index.commands import find_tokenizer
 
-from .commands import draw_calibration, names_in
+from .options import names_in
+from .out_folder import draw_calibration
 
 
 class Recorded(msgspec.Struct):

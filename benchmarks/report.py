@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import mean, median
 
-from . import headlines, load_figures, plots, qa_figures
+from . import headlines, load_figures, qa_figures, speed_plots, tree_plots
 from .about import ABOUT
 from .figures import Row, Summary, first_turns, speed_ups, summaries, without_loops
+from .forward_plots import cost_curve
 from .rivals import figures as rival_figures
 from .runs import Run
 from .tables import Table, known
@@ -111,23 +112,23 @@ def _draw(run: Run, folder: Path) -> list[tuple[str, str]]:
     """Make the pictures; their names and titles, the most telling first."""
     made = []
     if run.rivals:
-        plots.engines(run.rivals, folder / HEADLINE)
+        speed_plots.engines(run.rivals, folder / HEADLINE)
         made.append((HEADLINE, "Talon and other engines: tokens/s in all"))
     elif run.single:
-        plots.summary_bars(first_turns(run.greedy), folder / HEADLINE)
+        speed_plots.summary_bars(first_turns(run.greedy), folder / HEADLINE)
         made.append((HEADLINE, "Speed-up over all suites"))
     if run.single:
         for name, title, draw in (
-            ("speed-up.png", "Speed-up over all suites", plots.summary_bars),
-            ("suites.png", "Speed-up per suite", plots.speed_up_bars),
-            ("accepted.png", "Tokens emitted in a round", plots.accepted_lengths),
-            ("cost.png", "Cost curve of the target", plots.cost_curve),
-            ("trees.png", "Size and depth of the trees", plots.tree_sizes),
+            ("speed-up.png", "Speed-up over all suites", speed_plots.summary_bars),
+            ("suites.png", "Speed-up per suite", speed_plots.speed_up_bars),
+            ("accepted.png", "Tokens emitted in a round", tree_plots.accepted_lengths),
+            ("cost.png", "Cost curve of the target", cost_curve),
+            ("trees.png", "Size and depth of the trees", tree_plots.tree_sizes),
         ):
             draw(run.greedy if name == "suites.png" else first_turns(run.greedy), folder / name)
             made.append((name, title))
     if run.load:
-        plots.concurrency(load_figures.levels(run.load), folder / "concurrency.png")
+        speed_plots.concurrency(load_figures.levels(run.load), folder / "concurrency.png")
         made.append(("concurrency.png", "Tokens/s over requests at once"))
     return made + [(name, title) for name, title in IF_DRAWN if (folder / name).exists()]
 

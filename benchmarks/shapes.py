@@ -132,7 +132,7 @@ def table(answers: Sequence[Shaped], title: str) -> Table:
 
 def draw(answers: Sequence[Shaped], out: Path) -> None:
     try:
-        from .plots import tree_shapes
+        from .tree_plots import tree_shapes
     except ImportError as error:
         raise ConfigError(f"no picture: {error}; pip install 'talon-decoding[bench]'") from None
     rounds: dict[str, list[Shape]] = {}

@@ -18,7 +18,7 @@ from engine.command import ConfigOption, SetOption, one_line_errors, overrides, 
 from engine.errors import ConfigError
 from engine.sampling import SamplingParams
 
-from .commands import HeadsOption, QuestionsOption, question_files
+from .options import HeadsOption, QuestionsOption, question_files
 
 
 def shapes(
@@ -76,7 +76,7 @@ def growth(
 
     async def main() -> None:
         files = question_files(questions)
-        from drafters.head import HeadDrafter
+        from drafters.head_drafter import HeadDrafter
         from drafters.registry import build
         from engine.model.resolve import resolved
         from engine.target import Target

@@ -2,10 +2,6 @@
 
 The context's keys and values fill the first cache slots, one for each position whose features are known. A block's rows
 come behind them and are dropped with the next features. All blocks that are wanted at once are one forward.
-
-A block is turned into a table: for each depth, the likeliest tokens by the rows alone, and behind each of those what
-may follow it, with the link from it. To grow a tree is then to look things up. Where the head says how much of the
-target's probability its own covers (confidence c), the chance of a token is c * q: their common mass, shared out as q.
 """
 
 from __future__ import annotations
@@ -18,34 +14,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from drafters.block_forward import BlockForward, Table, table_of
 from drafters.growth import Candidates
-from drafters.head import Session
 from drafters.outcomes import Following
 from drafters.ranking import Ranking
+from drafters.session import Session
 from drafters.stack import PooledCache, Rows
-from drafters.top import top
 
 if TYPE_CHECKING:
     from drafters.block import BlockHead
 
 _SYNC_CHUNK = 512  # positions of the context that are read at once
-_CANDIDATES = 48  # of each row, from which and to which links are computed
 _BLOCKS = 64  # behind one synced text, at most
-
-
-@dataclass(eq=False)
-class _Forward:
-    """What one forward gave for one session: of all blocks' rows behind what they know, one after the other.
-
-    states: [rows, hidden]; logits: [rows, draft_vocab], with the link of the first row of each block; first: [blocks]
-    those rows; roots: the token before each. table: what follows what, once somebody asked.
-    """
-
-    states: Tensor
-    logits: Tensor
-    first: list[int]
-    roots: list[int]
-    table: _Table | None = None
 
 
 @dataclass(eq=False)
@@ -57,33 +37,9 @@ class _Block:
     root: int
     known: tuple[int, ...]
     states: Tensor
-    forward: _Forward
+    forward: BlockForward
     row: int
     rows: int
-
-
-class _Table:
-    """What may follow each of the tokens that a forward's rows thought of.
-
-    ids: [rows, candidates], what each row thought of. alone: what it says without a link, [rows, k] tokens and chances.
-    linked: what the row behind it says behind each of its candidates, [rows, candidates, k]; None without a link.
-    """
-
-    def __init__(self, ids: Tensor, alone: tuple[Tensor, Tensor], linked: tuple[Tensor, Tensor] | None):
-        self.ids, self.alone, self.linked = ids, alone, linked
-        self._place: dict[int, dict[int, int]] = {}
-
-    def following(self, row: int, token: int | None) -> Following:
-        """What the row says behind `token`, one of those that the row before thought of, or else by itself."""
-        place = self._places(row - 1).get(token) if token is not None and self.linked is not None else None
-        if place is None or self.linked is None:
-            return self.alone[0][row].tolist(), self.alone[1][row].tolist()
-        return self.linked[0][row, place].tolist(), self.linked[1][row, place].tolist()
-
-    def _places(self, row: int) -> dict[int, int]:
-        if row not in self._place:
-            self._place[row] = {token: place for place, token in enumerate(self.ids[row].tolist())}
-        return self._place[row]
 
 
 @dataclass
@@ -224,7 +180,7 @@ class BlockSession(Session):
         if head.link is not None:  # the token before a block's first row is known: the whole vocabulary is linked
             tokens = torch.tensor(roots, device=head.device)[:, None]
             logits[firsts] += head.link.product(head.link(rows[firsts], tokens)[:, 0])
-        forward = _Forward(rows, logits, firsts, roots)
+        forward = BlockForward(rows, logits, firsts, roots)
         self.blocks += [
             _Block(root, path, of_block, forward, first, end - first)
             for root, path, of_block, first, end in zip(roots, paths, blocks, firsts, ends, strict=True)
@@ -270,28 +226,10 @@ class BlockSession(Session):
             return [], []
         return block.forward.table.following(block.row + place, token if place else None)
 
-    def _table(self, ranking: Ranking, forward: _Forward) -> _Table:
-        head, states = self.head, forward.states
+    def _table(self, ranking: Ranking, forward: BlockForward) -> Table:
         blocks = [block for block in self.blocks if block.forward is forward]
         positions = [self.synced + 1 + len(b.known) + row for b in blocks for row in range(b.rows)]
-        best = ranking.top(forward.logits, positions, min(_CANDIDATES, forward.logits.shape[1]))
-        ids, peak = head.target_ids[best.indices], best.values[:, :1]
-        likely = (best.values - peak).exp()
-        rest = (best.totals - likely.sum(-1)).clamp(min=0)
-        before = ids.roll(1, 0)  # of each row's candidates, what the row before thought of
-        before[forward.first] = torch.tensor(forward.roots, device=ids.device)[:, None]
-        said = head.chance_of_overlap(states, before)
-        sure = torch.ones(ids.shape, device=ids.device) if said is None else said
-        k = ranking.top_k
-        alone = ids[:, :k], (likely / best.totals[:, None] * sure.mean(1, keepdim=True))[:, :k]
-        if head.link is None:
-            return _Table(ids, alone, None)
-        link = (head.link(states, before) @ head.link.second[best.indices].transpose(1, 2)).float() * ranking.gain
-        linked = top((best.values[:, None] + link - peak[:, None]).flatten(0, 1), min(k, ids.shape[1]))
-        values, places = (x.unflatten(0, ids.shape) for x in (linked.values, linked.indices))
-        first, totals = values[..., :1], linked.totals.view(ids.shape)[..., None]
-        chance = (values - first).exp() / (totals + rest[:, None, None] * (-first).exp()) * sure[..., None]
-        return _Table(ids, alone, (ids[:, None].expand(-1, ids.shape[1], -1).gather(2, places), chance))
+        return table_of(self.head, ranking, forward, positions)
 
 
 def begin(asked: Sequence[tuple[BlockSession, list[tuple[int, ...]]]]) -> None:

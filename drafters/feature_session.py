@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from drafters import pooled_session
-from drafters.head import Head, Session
+from drafters.head import Head
 from drafters.layers import KVCache, Linear, causal_mask
+from drafters.session import Session
 from drafters.stack import Rows, Stack
 from engine.recorded import Recorded, Spare, bucket, rounded
 

@@ -3,102 +3,30 @@
 The growth policy asks for the candidates behind a node. Here they are those of the head and those of the retrieval tree
 at the same place, so a token that both propose is one node, the head drafts on below retrieved nodes, and the gate and
 the budget see the union. Where the head is not worth its time any more, retrieval goes on alone.
-
-A head's softmax and an index's counts are not on one scale, and agreement says more than either. So the chance of a
-candidate is learned from verdicts for each pair (what the head says, what retrieval says); until enough was seen, the
-prior is that a token is right unless both are wrong.
 """
 
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import reduce
-from itertools import islice
 
 import numpy as np
 
 from drafters.base import BetweenSteps, Drafter, Learned, Verdict, Wanted
-from drafters.calibration import Calibrator
 from drafters.growth import Frontier, Sketch
-from drafters.head import HeadDrafter
+from drafters.head_drafter import HeadDrafter
+from drafters.merge import Merge
 from drafters.outcomes import Following
+from drafters.retrieval_advice import RetrievalAdvice, followings
 from engine.config import Config
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
 
-_EDGES = (1e-6, 0.01, 0.03, 0.07, 0.15, 0.25, 0.4, 0.55, 0.7, 0.82, 0.91, 0.97)
 _SLOWLY = 0.01  # weight of the latest observation of a chance
 _READ = 0.3  # the same, of the time to read a position of the text
 _LONG = 64  # positions that take so long to read that it can be measured
 _NUDGE = 1.05  # a draft step's time follows the median: one measurement moves it by this factor, however far off it is
-
-
-class Merge:
-    """The chance of a token, given the head's and retrieval's; None: it says nothing of this place."""
-
-    def __init__(self) -> None:
-        self.calibrator = Calibrator(prior_weight=20.0, memory=5000.0)
-
-    def chance(self, model: float | None, memory: float | None) -> float:
-        prior = 1 - (1 - (model or 0.0)) * (1 - (memory or 0.0))
-        return self.calibrator.chance(0, _pair(model, memory), prior)
-
-    def learn(self, model: float | None, memory: float | None, accepted: bool) -> None:
-        self.calibrator.observe(0, _pair(model, memory), accepted)
-
-    def candidates(self, model: Following | None, memory: Following) -> list[tuple[int, float | None, float | None]]:
-        """Every token that one of them proposes, with the chance that each gives it."""
-        ours = dict(zip(*model, strict=True)) if model is not None else {}
-        theirs = dict(zip(*memory, strict=True))
-        unknown = None if model is None else 0.0
-        unseen = 0.0 if theirs else None
-        return [(token, ours.get(token, unknown), theirs.get(token, unseen)) for token in ours | theirs]
-
-    def following(self, model: Following | None, memory: Following) -> Following:
-        """The candidates of both, likeliest first."""
-        found = [(self.chance(p, q), token) for token, p, q in self.candidates(model, memory)]
-        found.sort(key=lambda candidate: -candidate[0])
-        total = max(1.0, sum(chance for chance, _ in found))
-        return [token for _, token in found], [chance / total for chance, _ in found]
-
-
-class Advice:
-    """Retrieval's part in the growth of one tree (`drafters.head.Advice`). retrieved: its tree over the same root.
-
-    needed: the accepted tokens that a draft step must bring to be worth its time. A step brings something where
-    retrieval misses the next token and the head has it, which it then does with the chance `rescue`.
-    """
-
-    def __init__(self, merge: Merge, retrieved: TokenTree, needed: float, rescue: float):
-        self.merge, self.retrieved, self.needed, self.rescue = merge, retrieved, needed, rescue
-        self._followings = followings(retrieved)
-        self._place: dict[int, int | None] = {0: 0}  # node of the growing tree -> node of `retrieved`
-
-    def worth_drafting(self, frontier: Frontier) -> bool:
-        return self.surplus(frontier) > 0
-
-    def surplus(self, frontier: Frontier) -> float:
-        """Accepted tokens that a step over these nodes is expected to bring beyond what it must."""
-        gain = 0.0
-        for node, parent, token, confidence in zip(
-            frontier.nodes, frontier.parents, frontier.tokens, frontier.confidence, strict=True
-        ):
-            known = sum(self._known(node, parent, token)[1])
-            gain += confidence * max(0.0, 1 - known) * self.rescue
-        return gain - self.needed
-
-    def candidates(self, node: int, parent: int, token: int, seen: Following | None) -> Following:
-        return self.merge.following(seen, self._known(node, parent, token))
-
-    def _known(self, node: int, parent: int, token: int) -> Following:
-        """What retrieval has at the same place."""
-        if node not in self._place:
-            above = self._place[parent]
-            self._place[node] = None if above is None else self.retrieved.child(above, token)
-        place = self._place[node]
-        return ([], []) if place is None else self._followings[place]
 
 
 class HybridDrafter(Drafter):
@@ -151,7 +79,7 @@ class HybridDrafter(Drafter):
         if self._resting:
             return trees
         needed = self._step_s / self._token_s / max(1, len({request for request, _ in wanted}))
-        advice = [Advice(self.merge, tree, needed, self._rescue) for tree in trees]
+        advice = [RetrievalAdvice(self.merge, tree, needed, self._rescue) for tree in trees]
         surplus = [one.surplus(_root_of(tree)) for one, tree in zip(advice, trees, strict=True)]
         best: dict[int, float] = {}
         for (request, _), gain in zip(wanted, surplus, strict=True):
@@ -273,25 +201,6 @@ class HybridDrafter(Drafter):
 
 def _root_of(tree: TokenTree) -> Frontier:
     return Sketch([int(tree.tokens[0])]).frontier([0])
-
-
-def followings(tree: TokenTree) -> list[Following]:
-    """The tokens that `tree` has behind each node, with the chance of each given that the node is right."""
-    confidence = tree.confidence.tolist()
-    found: list[Following] = [([], []) for _ in confidence]
-    nodes = zip(tree.tokens.tolist(), tree.parents.tolist(), confidence, strict=True)
-    for token, parent, chance in islice(nodes, 1, None):
-        found[parent][0].append(token)
-        found[parent][1].append(chance / max(confidence[parent], 1e-9))
-    return found
-
-
-def _pair(model: float | None, memory: float | None) -> int:
-    return _bucket(model) * (len(_EDGES) + 2) + _bucket(memory)
-
-
-def _bucket(chance: float | None) -> int:
-    return 0 if chance is None else 1 + bisect_right(_EDGES, chance)
 
 
 def _with_sources(tree: TokenTree, retrieved: TokenTree, head: int) -> TokenTree:

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from drafters.checkpoint import WEIGHT_FILES, Checkpoint, TargetWeights
 from drafters.growth import MEDUSA_63, Static
-from drafters.head import Head, Session
+from drafters.head import Head
 from drafters.layers import Linear, draft_dtype
+from drafters.session import Session
 
 
 class MedusaHead(Head):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from drafters.head import Session
+from drafters.session import Session
 from drafters.stack import PooledCache, Rows
 
 if TYPE_CHECKING:

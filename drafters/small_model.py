@@ -18,8 +18,11 @@ from transformers import AutoTokenizer
 
 from drafters.checkpoint import TargetWeights
 from drafters.growth import Policy, Static
-from drafters.head import Head, HeadDrafter, Session, policy_of
+from drafters.growth_choice import policy_of
+from drafters.head import Head
+from drafters.head_drafter import HeadDrafter
 from drafters.requirements import weights_path
+from drafters.session import Session
 from engine.config import Config
 from engine.errors import DrafterMismatch, ModelError
 from engine.loading import load_config

@@ -22,7 +22,8 @@ from engine.batch import Batch, Int, Segment
 from engine.model.attention import Attention, Rule, has_tiles
 from engine.model.fused import ENTER, NORM, enter_kernel, norm_kernel
 from engine.model.kv_pool import KVCache, KVPool, KVShape
-from engine.model.matmul import MATMUL, add_product, set_rows
+from engine.model.matmul import add_product, set_rows
+from engine.model.matmul_kernels import MATMUL
 from engine.model.simd import BFLOAT16, FLOAT32, LANES, add, int_at, load, store
 from engine.model.team import Program, address_of, kernel, member, members
 

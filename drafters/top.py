@@ -9,10 +9,10 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from engine.model.exponential import exp
 from engine.model.simd import (
     LANES,
     add,
-    exp,
     largest,
     number_at,
     numbers_at,

@@ -35,7 +35,8 @@ app = typer.Typer(
 )
 
 _MEASUREMENTS = (
-    *(("commands", name) for name in ("bench", "check", "report", "qa")),
+    ("bench_command", "bench"),
+    *(("commands", name) for name in ("check", "report", "qa")),
     *(("studies", name) for name in ("shapes", "growth", "profile", "pauses")),
     *((name, name) for name in ("evidence", "replay", "timeline")),
 )

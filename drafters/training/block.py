@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
+from drafters.training.anchored_attention import AnchoredAttention
+from drafters.training.head_module import HeadModule, Texts, llama_values
 from drafters.training.loss import Factors
-from drafters.training.modules import AnchoredAttention, HeadModule, Texts, llama_values
 from drafters.training.recipe import Recipe
 
 

@@ -9,9 +9,12 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from drafters.training.block import BlockModule
+from drafters.training.eagle import Eagle3Module, EagleModule
 from drafters.training.features import kept_states
-from drafters.training.modules import Eagle3Module, EagleModule, HeadModule, HydraModule, MedusaModule, SmallModule
+from drafters.training.head_module import HeadModule
+from drafters.training.medusa import HydraModule, MedusaModule
 from drafters.training.recipe import Recipe
+from drafters.training.small_model import SmallModule
 
 
 def build(recipe: Recipe, target: Any, draft_ids: Tensor) -> HeadModule:

@@ -20,7 +20,7 @@ from drafters.checkpoint import find_folder
 from drafters.training.answers import Example, Question, answer, cache_name, read_questions, target_digest
 from drafters.training.build import build
 from drafters.training.features import Features, StoredFeatures, features_name
-from drafters.training.modules import HeadModule
+from drafters.training.head_module import HeadModule
 from drafters.training.recipe import Recipe
 from drafters.training.trainer import Score, Trainer, draft_vocabulary, replace_file, wanted_layers
 from engine.errors import ConfigError, ModelError

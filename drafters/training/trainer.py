@@ -22,8 +22,8 @@ from torch import Tensor
 from drafters.eagle3 import fused_layers
 from drafters.training.answers import Example
 from drafters.training.features import Features, kept_states
+from drafters.training.head_module import HeadModule, Texts
 from drafters.training.loss import Teacher, vocabulary_loss
-from drafters.training.modules import HeadModule, Texts
 from drafters.training.recipe import Recipe
 from engine.errors import ConfigError, ModelError
 from engine.loading import has_native_bfloat16

@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from engine.model.exponential import exp, exp2
 from engine.model.simd import (
     BFLOAT16,
     FLOAT32,
     LANES,
     add,
     divide,
-    exp,
-    exp2,
     float_at,
     fma,
     int_at,

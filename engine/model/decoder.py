@@ -20,7 +20,8 @@ from engine.batch import Batch
 from engine.model.attention import Attention, Rule
 from engine.model.fused import ENTER, GATE, NORM, enter_kernel, gate_kernel, norm_kernel
 from engine.model.kv_pool import KVPool
-from engine.model.matmul import MATMUL, add_product, set_rows
+from engine.model.matmul import add_product, set_rows
+from engine.model.matmul_kernels import MATMUL
 from engine.model.packed_linear import Product, filled
 from engine.model.quantised import Quantised
 from engine.model.simd import LANES

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numba import carray, njit
 
+from engine.model.exponential import exp
 from engine.model.simd import (
     BFLOAT16,
     FLOAT32,
@@ -18,7 +19,6 @@ from engine.model.simd import (
     add,
     copy_half,
     divide,
-    exp,
     float_at,
     fma,
     int_at,

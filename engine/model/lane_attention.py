@@ -12,6 +12,7 @@ import numpy as np
 from numba import carray, njit
 
 from engine.model.attention_work import ATTENTION, first_seen, last_slot, put_shares, softmax
+from engine.model.lane_products import scores_of, weigh
 from engine.model.simd import (
     BFLOAT16,
     FLOAT32,
@@ -20,10 +21,8 @@ from engine.model.simd import (
     float_at,
     int_at,
     put_float,
-    scores_of,
     splat,
     store,
-    weigh,
 )
 from engine.model.team import kernel, member, members
 

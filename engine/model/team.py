@@ -66,7 +66,10 @@ _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32
 _together = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(_PARALLEL)
 
 
-_SOURCES = ("simd.py", "amx.py", "attention_work.py", "quantised.py")  # of what kernels in other files are made
+_SOURCES = (
+    "simd.py", "exponential.py", "lane_products.py", "amx.py", "attention_work.py", "quantised.py", "matmul_sums.py"
+)  # fmt: skip
+"""Of what kernels in other files are made."""
 
 
 class Kernel:

@@ -7,12 +7,12 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.growth import Doubt, Grown, Round, Setting, record, replay, settings, table
-from benchmarks.plots import growth_figure
 from benchmarks.shapes import answer
+from benchmarks.tree_plots import growth_figure
 from drafters.calibration import Calibrator
 from drafters.checkpoint import TargetWeights
 from drafters.growth import Talon
-from drafters.head import HeadDrafter
+from drafters.head_drafter import HeadDrafter
 from engine.sampling import SamplingParams
 from engine.target import Target
 from engine.tree import TokenTree

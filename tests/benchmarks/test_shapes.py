@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.plots import tree_shapes
 from benchmarks.shapes import Shape, Shaped, answer, mean_widths, shape_of, table
+from benchmarks.tree_plots import tree_shapes
 from drafters.base import Verdict
 from drafters.registry import build
 from engine.config import load

@@ -13,7 +13,7 @@ from drafters.block import BlockHead
 from drafters.block_session import BlockSession
 from drafters.checkpoint import TargetWeights
 from drafters.growth import Adaptive
-from drafters.head import HeadDrafter
+from drafters.head_drafter import HeadDrafter
 from drafters.ranking import Ranking
 from engine.errors import DrafterMismatch, ModelError
 from engine.sampling import SamplingParams

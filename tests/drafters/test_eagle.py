@@ -15,7 +15,7 @@ from drafters.eagle import EagleHead
 from drafters.eagle3 import Eagle3Head
 from drafters.feature_session import FeatureHead
 from drafters.growth import Adaptive, Dynamic
-from drafters.head import HeadDrafter
+from drafters.head_drafter import HeadDrafter
 from engine.errors import DrafterMismatch, ModelError
 from engine.sampling import SamplingParams
 from engine.target import bfloat16_bits

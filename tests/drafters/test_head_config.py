@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from drafters.growth import MEDUSA_63, Adaptive, Dynamic, Static
-from drafters.head import HeadDrafter
+from drafters.head_drafter import HeadDrafter
 from drafters.registry import build
 from engine.config import load
 from engine.errors import ConfigError

@@ -10,7 +10,8 @@ import pytest
 from drafters.base import Verdict
 from drafters.checkpoint import TargetWeights
 from drafters.growth import Adaptive, Dynamic, Policy, Static
-from drafters.head import Head, HeadDrafter
+from drafters.head import Head
+from drafters.head_drafter import HeadDrafter
 from engine import Engine
 from engine.sampling import SamplingParams
 from engine.target import Target, bfloat16_bits

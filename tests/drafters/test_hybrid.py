@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from drafters.base import Verdict
 from drafters.checkpoint import TargetWeights
 from drafters.growth import Adaptive
-from drafters.head import HeadDrafter
-from drafters.hybrid import Advice, HybridDrafter, Merge, _root_of
+from drafters.head_drafter import HeadDrafter
+from drafters.hybrid import HybridDrafter, _root_of
+from drafters.merge import Merge
 from drafters.prompt_lookup import PromptLookup
 from drafters.registry import source_of
+from drafters.retrieval_advice import RetrievalAdvice
 from drafters.suffix import SuffixDrafter
 from engine.sampling import SamplingParams
 from engine.target import bfloat16_bits
@@ -101,7 +103,7 @@ def test_the_more_requests_share_a_step_the_less_it_has_to_bring(tmp_path: Path,
     drafter.start(2, TEXT[:-1], SamplingParams(max_tokens=160))
     drafter.observe(2, Verdict(TokenTree.root_only(TEXT[-2]), [0], TEXT[-1:], features, token_s=1.0))
     steps = drafter.head.steps
-    surplus = Advice(drafter.merge, drafter._retrieve(1, ()), 0.0, drafter._rescue).surplus(
+    surplus = RetrievalAdvice(drafter.merge, drafter._retrieve(1, ()), 0.0, drafter._rescue).surplus(
         _root_of(drafter._retrieve(1, ()))
     )
     drafter._step_s = 1.5 * surplus  # of a token's time

@@ -11,7 +11,8 @@ import torch
 from drafters.base import Verdict
 from drafters.checkpoint import TargetWeights
 from drafters.growth import Adaptive, Dynamic, Policy
-from drafters.head import Head, HeadDrafter
+from drafters.head import Head
+from drafters.head_drafter import HeadDrafter
 from engine.sampling import SamplingParams
 from engine.target import bfloat16_bits
 from engine.tree import TokenTree

@@ -13,7 +13,8 @@ from torch import Tensor
 from drafters.base import Verdict
 from drafters.checkpoint import TargetWeights
 from drafters.growth import MEDUSA_63, Adaptive, Static
-from drafters.head import Head, HeadDrafter
+from drafters.head import Head
+from drafters.head_drafter import HeadDrafter
 from drafters.hydra import HydraHead
 from drafters.medusa import MedusaHead
 from engine.errors import DrafterMismatch, ModelError

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from drafters.base import Verdict
-from drafters.head import HeadDrafter
+from drafters.head_drafter import HeadDrafter
 from drafters.small_model import SmallModel, level_by_level
 from engine.sampling import SamplingParams
 from engine.target import Target

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import zmq
 
-from drafters.head import HeadDrafter
+from drafters.head_drafter import HeadDrafter
 from drafters.small_model import SmallModel, level_by_level
 from engine.config import load
 from engine.drafter import FROM_FRONT_END, FROM_VERIFIER, DrafterWorker

@@ -14,6 +14,7 @@ from engine.noise import gumbel, gumbel_argmax
 from engine.sampling import SamplingParams
 from retrieval_index import ngrams
 from retrieval_index.ngrams import SEPARATOR
+from retrieval_index.ngrams.contexts import fill_keys, find_slot
 from retrieval_index.suffix import BYTES_PER_TOKEN, CONTEXT, SessionIndex
 
 TEXTS = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=30), min_size=1, max_size=12)
@@ -24,9 +25,9 @@ def followers(store: ngrams.Store, context: list[int]) -> Counter[int]:
     keys = np.empty(ngrams.ORDERS, np.uint64)
     text = np.zeros(8, np.int32)
     text[: len(context)] = context
-    ngrams._keys(text, 0, len(context), keys)
+    fill_keys(text, 0, len(context), keys)
     slots, pool, _, _ = ngrams.parts(*store)
-    slot = slots[ngrams._find(slots, keys[len(context)])]
+    slot = slots[find_slot(slots, keys[len(context)])]
     if slot[2] == 0:
         return Counter()
     length = int(slot[3]) & 63

@@ -28,7 +28,7 @@ from drafters.eagle import EagleHead
 from drafters.eagle3 import Eagle3Head
 from drafters.feature_session import FeatureHead, FeatureSession
 from drafters.growth import Adaptive
-from drafters.head import HeadDrafter
+from drafters.head_drafter import HeadDrafter
 from drafters.hydra import HydraHead
 from drafters.medusa import MedusaHead
 from drafters.pooled_session import PooledSession
@@ -38,8 +38,8 @@ from drafters.training.answers import Example, answer
 from drafters.training.build import build
 from drafters.training.cli import app
 from drafters.training.features import Features, StoredFeatures
+from drafters.training.head_module import Texts
 from drafters.training.loss import Teacher, vocabulary_loss
-from drafters.training.modules import Texts
 from drafters.training.recipe import Recipe
 from drafters.training.run import export, train
 from drafters.training.trainer import Trainer, draft_vocabulary

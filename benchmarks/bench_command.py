@@ -1,0 +1,183 @@
+"""`talon bench`."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from engine import config as configuration
+from engine.command import ConfigOption, SetOption, overrides, run
+from engine.config import Config
+from engine.errors import ConfigError
+from engine.sampling import SamplingParams
+
+from .differences import tell_differences, tell_load_differences
+from .figures import PEERS
+from .options import (
+    AgainstOption,
+    HeadsOption,
+    MinutesOption,
+    QuestionsOption,
+    gguf_file,
+    names_in,
+    numbers_in,
+    question_files,
+)
+from .out_folder import compare_runs, draw_calibration, results_in, write_report
+
+
+def bench(
+    questions: QuestionsOption = None,
+    methods: Annotated[
+        str, typer.Option(help="Comma-separated contestants, or all, or ablation; a wrong name lists them.")
+    ] = "none,pld,suffix",
+    limit: Annotated[int | None, typer.Option(help="Questions per file.", show_default="all", min=1)] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
+    temperature: Annotated[list[float] | None, typer.Option(help="May be given again.", show_default="0")] = None,
+    seed: Annotated[int, typer.Option(help="Of the sampling and of the order of contestants.")] = 0,
+    repeats: Annotated[int, typer.Option(help="How often everything is run, each time afresh.", min=1)] = 1,
+    minutes: MinutesOption = None,
+    against: AgainstOption = None,
+    heads: HeadsOption = None,
+    out: Annotated[Path, typer.Option(help="Folder for results.jsonl and the report.")] = Path("out"),
+    overhead: Annotated[
+        bool, typer.Option("--overhead", help="Measure the time per round outside model forwards instead.")
+    ] = False,
+    calibration: Annotated[
+        bool, typer.Option("--calibration", help="Also draw what trees promised and what came of it, for each source.")
+    ] = False,
+    concurrency: Annotated[
+        str | None,
+        typer.Option(
+            metavar="1,2,4,8,16",
+            help="Measure many requests at once instead: tokens/s in all, time to the first token, pauses between "
+            "emissions. Files are mixed, methods take turns at each level, every text is compared with the same "
+            "prompt's alone. Rows: load.jsonl, picture: concurrency.png.",
+        ),
+    ] = None,
+    arrivals: Annotated[
+        str | None,
+        typer.Option(
+            metavar="0.5,0.8,1.2",
+            help="Measure requests that arrive at random instead, or too: at these shares of what none answers with "
+            "16 at once, which is measured first. Goodput counts answers whose first token came within 1 s and whose "
+            "others within 0.1 s each.",
+        ),
+    ] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Measure a server that speaks OpenAI's API instead, with --concurrency clients at once: tokens/s, "
+            "time to the first token, refusals. Its key is OPENAI_API_KEY. Rows: clients.jsonl.",
+        ),
+    ] = None,
+    rivals: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Compare with other engines instead, at --concurrency requests at once: llama.cpp, OpenVINO, vLLM, "
+            "each in a virtual environment of that folder; what is not there is left out, with the line that installs "
+            "it. Rows: rivals.jsonl.",
+        ),
+    ] = None,
+    gguf: Annotated[
+        Path | None, typer.Option(help="The model's GGUF file; --rivals gives its weights to engines that read GGUF.")
+    ] = None,
+    config: ConfigOption = configuration.DEMO,
+    set_: SetOption = None,
+) -> None:
+    """Compare contestants on question files: tokens/s, speed-up over plain decoding, MAT, equality of texts.
+
+    talon bench --questions gsm8k.jsonl --methods none,pld,suffix --limit 10
+
+    talon bench --questions gsm8k.jsonl --questions sum.jsonl --concurrency 1,4,16 --repeats 3
+    """
+    console = Console(stderr=True)
+
+    async def main() -> int:
+        from .bench import run_overhead
+        from .contestants import ABLATION, every
+
+        groups = {"all": every(), "ablation": list(ABLATION)}
+        names = groups.get(methods) or names_in(methods)
+        settings = configuration.load(config, overrides(set_))
+        samplings = [
+            SamplingParams(max_tokens=max_tokens, temperature=value, seed=seed).validate()
+            for value in temperature or [0.0]
+        ]
+        levels = [int(level) for level in numbers_in("concurrency", concurrency, whole=True)]
+        shares = numbers_in("arrivals", arrivals)
+        if (levels or shares) and len(samplings) > 1:
+            raise ConfigError("--temperature: give one with --concurrency and --arrivals")
+        if overhead:
+            table = await run_overhead(settings, [n for n in names if n not in PEERS], samplings[0], console)
+            Console().print(table.rich())
+            return 0
+        with results_in(out):
+            if server is not None:
+                return await measure_server(server, levels or [1, 4, 8, 16, 64], samplings[0])
+            if rivals is not None:
+                failed = await measure_rivals(rivals, names, settings, levels or [1, 8], samplings[0])
+            elif levels or shares:
+                failed = await measure_load(names, settings, levels, shares, samplings[0])
+            else:
+                failed = await measure(names, settings, samplings)
+            if against is not None:
+                compare_runs(out, against, Console())
+            return failed
+
+    async def measure(names: list[str], settings: Config, samplings: list[SamplingParams]) -> int:
+        from .bench import Single, gathered, run_bench, summary
+
+        with tempfile.TemporaryDirectory(prefix="talon-calibration-") as folder:
+            kept = Path(folder) if calibration else None
+            what = Single(question_files(questions), limit, samplings, repeats, minutes)
+            rows = await run_bench(settings, names, what, out, heads, console, kept)
+            if kept is not None:
+                draw_calibration(gathered(kept), out / "calibration.png", console)
+        Console().print(summary(rows).rich())
+        write_report(out, console)
+        return tell_differences(rows, console)
+
+    async def measure_load(
+        names: list[str], settings: Config, levels: list[int], shares: list[float], sampling: SamplingParams
+    ) -> int:
+        from .load import Load, run_load
+        from .load_figures import arrival_table, level_table
+        from .load_figures import levels as lines_of
+
+        what = Load(levels, shares, sampling, repeats, minutes)
+        rows = await run_load(settings, names, question_files(questions), out, limit, what, heads, console)
+        Console().print(level_table(lines_of(rows)).rich())
+        if shares:
+            Console().print(arrival_table(rows).rich())
+        write_report(out, console)
+        return tell_load_differences(rows, console)
+
+    async def measure_server(url: str, levels: list[int], sampling: SamplingParams) -> int:
+        from .clients import run_clients, table
+
+        Console().print(
+            table(url, await run_clients(url, question_files(questions), limit, levels, sampling, out)).rich()
+        )
+        console.print(f"rows: {out / 'clients.jsonl'}")
+        return 0
+
+    async def measure_rivals(
+        folder: Path, names: list[str], settings: Config, levels: list[int], sampling: SamplingParams
+    ) -> int:
+        from .rivals.compare import Rivalry, run_rivals
+        from .rivals.figures import table
+
+        what = Rivalry(folder, gguf_file(gguf), question_files(questions), limit, levels, repeats, sampling, minutes)
+        Console().print(table(await run_rivals(settings, names, what, out, heads, console)).rich())
+        write_report(out, console)
+        return 0
+
+    if run(main()):
+        raise typer.Exit(1)

@@ -1,0 +1,61 @@
+"""Options that several commands of benchmarks have, and what is read from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from engine.errors import ConfigError
+
+QuestionsOption = Annotated[
+    list[Path] | None, typer.Option("--questions", help="JSONL file of the Spec-Bench form; may be given again.")
+]
+HeadsOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder with the drafters' weights: eagle, eagle3, medusa, hydra, sps.", show_default="drafter.path"
+    ),
+]
+MinutesOption = Annotated[
+    float | None,
+    typer.Option(
+        help="As long as this, where another answer narrows an interval most.",
+        show_default="until all is asked",
+        min=0.0,
+    ),
+]
+AgainstOption = Annotated[
+    Path | None, typer.Option(help="Folder of an earlier run: which cells agree, and which changed?")
+]
+
+
+def question_files(questions: list[Path] | None) -> list[Path]:
+    """What --questions names; ConfigError if that is nothing."""
+    if not questions:
+        raise ConfigError("--questions: name at least one JSONL file of the Spec-Bench form")
+    return questions
+
+
+def names_in(listed: str) -> list[str]:
+    """What a comma-separated option lists."""
+    return [name.strip() for name in listed.split(",")]
+
+
+def numbers_in(option: str, listed: str | None, whole: bool = False) -> list[float]:
+    """What such an option lists, each above 0 and once."""
+    try:
+        numbers = sorted({float(number) for number in (listed or "").split(",") if number.strip()})
+    except ValueError:
+        numbers = [0.0]
+    if (listed is not None and not numbers) or any(not 0 < n < 10_000 or (whole and n % 1) for n in numbers):
+        example = "1,2,4,8,16" if whole else "0.5,0.8,1.2"
+        raise ConfigError(f"--{option} {listed}: give {'whole ' if whole else ''}numbers above 0, such as {example}")
+    return numbers
+
+
+def gguf_file(gguf: Path | None) -> Path:
+    if gguf is None or not gguf.is_file():
+        raise ConfigError(f"--gguf {gguf or ''}: name the model's GGUF file, whose weights some rivals read")
+    return gguf

@@ -1,0 +1,63 @@
+"""The folder that a benchmark writes to: its report and its pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+
+from engine.command import DISK_FULL
+from engine.errors import ConfigError
+
+
+@contextmanager
+def results_in(out: Path) -> Iterator[None]:
+    """Make the folder; a disk that fills is one line."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: is no folder and cannot be made one ({error.strerror})") from None
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        raise ConfigError(f"--out {out}: the disk is full: make room, or name another folder") from None
+
+
+def write_report(folder: Path, console: Console) -> None:
+    """report.md, report.html and their pictures; without matplotlib, a line that says how to get them."""
+    try:
+        from .report import write
+    except ImportError as error:
+        console.print(f"no report: {error}; pip install 'talon-decoding[bench]'")
+        return
+    write(folder)
+    console.print(f"rows, pictures and report: {folder}")
+
+
+def draw_calibration(sources: dict[str, NDArray[np.float64]], path: Path, console: Console) -> None:
+    """The picture; without matplotlib or anything to draw, a line that says why there is none."""
+    try:
+        from .tree_plots import reliability
+    except ImportError as error:
+        console.print(f"no picture: {error}; pip install 'talon-decoding[bench]'")
+        return
+    if not sources:
+        console.print("no picture: none of the contestants drafted anything")
+        return
+    reliability(sources, path)
+    console.print(f"promised and observed acceptance: {path}")
+
+
+def compare_runs(folder: Path, other: Path, console: Console) -> None:
+    """Say which share of two runs' cells agrees, and name those that changed."""
+    from .cells import compared
+    from .runs import Run
+
+    for line in compared(Run.read(folder).cells(), Run.read(other).cells(), other):
+        console.print(line, highlight=False, soft_wrap=True)

@@ -1,0 +1,165 @@
+"""Pictures of trees: their shapes, what they promised and what was accepted of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from numpy.typing import NDArray
+
+from .figures import BASELINE, Row, summaries
+from .growth import Grown
+from .plot_style import BASELINES, COLOURS, HATCHES, MARKERS, OURS, PEERS, line_style, save
+from .shapes import Shape
+
+
+def accepted_lengths(rows: Sequence[Row], path: Path, most: int = 12) -> None:
+    """How many tokens a round emits: the share of rounds, for the contestants that accept most."""
+    table = [s for s in summaries(rows) if s.mean_accepted_tokens is not None and s.method != BASELINE]
+    best = sorted(table, key=lambda s: -(s.mean_accepted_tokens or 0))[:5]
+    figure, axis = plt.subplots(figsize=(7.5, 3.6))
+    for place, line in enumerate(best):
+        counts: Counter[int] = Counter()
+        for row in rows:
+            if row.method == line.method:
+                counts.update({min(int(length), most): count for length, count in row.accepted.items()})
+        total = max(1, sum(counts.values()))
+        lengths = range(1, most + 1)
+        label = f"{line.method} (mean {line.mean_accepted_tokens:.2f})"
+        axis.plot(lengths, [counts[n] / total for n in lengths], **line_style(place), label=label)
+    axis.set_xlabel(f"tokens emitted in a round (the last: {most} or more)")
+    axis.set_ylabel("share of rounds")
+    axis.legend(fontsize=8)
+    save(figure, path)
+
+
+def tree_shapes(
+    widths: Mapping[str, Sequence[float]], rounds: Mapping[str, Sequence[Shape]], path: Path, most: int = 16
+) -> None:
+    """Per suite: the mean tree's width at every depth, how deep trees are, and how many tokens a round emits."""
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.8))
+    at = range(1, most + 1)
+    for place, (suite, some) in enumerate(rounds.items()):
+        style = line_style(place) | {"label": suite}
+        shown = [*widths[suite], *[0.0] * most][:most]
+        left.plot(at, shown, **style)
+        for axis, values in ((middle, [r.depth for r in some]), (right, [r.emitted for r in some])):
+            counts = Counter(min(value, most) for value in values)
+            axis.plot(at, [counts[n] / len(values) for n in at], **style)
+    left.set(
+        xlabel="depth", ylabel="nodes (mean over rounds)", title="Width per depth", yscale="symlog", ylim=(0, None)
+    )
+    left.set_yticks([0, 1, 2, 5, 10, 20, 40], ["0", "1", "2", "5", "10", "20", "40"])
+    middle.set(xlabel=f"depth of the tree ({most}: or deeper)", ylabel="share of rounds", title="Depth")
+    right.set(xlabel=f"tokens emitted ({most}: or more)", ylabel="share of rounds", title="Accepted length")
+    for axis in (left, middle, right):
+        axis.set_xticks(range(0, most + 1, 2))
+    left.legend(fontsize=9)
+    save(figure, path)
+
+
+def tree_sizes(rows: Sequence[Row], path: Path) -> None:
+    """Nodes and depth of the trees verified, suite by suite."""
+    suites = list(dict.fromkeys(row.suite for row in rows))
+    methods = [m for m in ("talon", "hybrid", "talon-tree", "eagle2", "suffix") if any(r.method == m for r in rows)]
+    names = [name for name in ("nodes", "depth") if any(getattr(row, name) for row in rows)] or ["nodes"]
+    figure, axes = plt.subplots(1, len(names), figsize=(5.5 * len(names), 3.4), squeeze=False)
+    width = 0.8 / max(1, len(methods))
+    for axis, name in zip(axes[0], names, strict=True):
+        for place, method in enumerate(methods):
+            heights = []
+            for suite in suites:
+                known = [getattr(row, name) for row in rows if row.method == method and row.suite == suite]
+                heights.append(sum(value or 0 for value in known) / max(1, len(known)))
+            at = [x + place * width for x in range(len(suites))]
+            axis.bar(at, heights, width, color=COLOURS[place], hatch=HATCHES[place], edgecolor="white", label=method)
+        axis.set_xticks([x + 0.4 - width / 2 for x in range(len(suites))], suites)
+        axis.set_ylabel(f"{name} verified a round")
+        axis.margins(y=0.25)
+    if methods:
+        axes[0][0].legend(ncols=3, fontsize=8, loc="upper left")
+    save(figure, path)
+
+
+def reliability(sources: Mapping[str, NDArray[np.float64]], path: Path) -> None:
+    """Promised against observed acceptance, a panel for each source; below, how many nodes were promised that much.
+
+    sources: name -> [bins, 3], as `Reliability.by_source` gives it.
+    """
+    columns = min(4, len(sources))
+    lines = -(-len(sources) // columns)
+    figure, axes = plt.subplots(
+        2 * lines, columns, figsize=(3.2 * columns, 4.2 * lines), squeeze=False, sharex=True,
+        gridspec_kw={"height_ratios": [3, 1] * lines},
+    )  # fmt: skip
+    for place in range(lines * columns):
+        above, below = axes[2 * (place // columns)][place % columns], axes[2 * (place // columns) + 1][place % columns]
+        if place >= len(sources):
+            above.axis("off")
+            below.axis("off")
+            continue
+        name, bins = list(sources.items())[place]
+        promised, accepted, seen = bins.T
+        observed = accepted / seen
+        error = 1.96 * np.sqrt((observed * (1 - observed) + 1 / seen) / seen)
+        gap = float(np.abs(promised - accepted).sum() / seen.sum())
+        above.plot([0, 1], [0, 1], color="#999999", linewidth=0.8)
+        above.errorbar(promised / seen, observed, error, color=OURS, marker="o", markersize=4, linewidth=1)
+        above.set(title=f"{name}\n{int(seen.sum()):,} nodes, mean gap {gap:.3f}", xlim=(0, 1), ylim=(0, 1))
+        above.title.set_fontsize(9)
+        below.bar(promised / seen, seen, width=0.06, color=BASELINES)
+        below.set(yscale="log", ylim=(0.8, 2 * seen.max()), xlabel="promised chance")
+        if place % columns == 0:
+            above.set_ylabel("observed acceptance")
+            below.set_ylabel("nodes")
+    save(figure, path)
+
+
+def growth_figure(
+    grown: Sequence[Grown], speeds: Mapping[tuple[str, str], float], of_position: int, path: Path
+) -> None:
+    """TALON's experiments: gate, budget, ungated layers, KV memory, a head that is too sure, and suite by suite."""
+    figure, axes = plt.subplots(2, 3, figsize=(14, 7.6))
+    flat = list(axes.flat)
+    for axis, (group, title) in zip(
+        flat, (("mu", "Gate mu"), ("N", "Budget N"), ("k", "Ungated layers k")), strict=False
+    ):
+        mine = [g for g in grown if g.group == group]
+        _two_scales(axis, [g.value for g in mine], mine, [speeds[g.group, g.value] for g in mine])
+        axis.set(title=title, xlabel=group)
+    memory, sure, suites = flat[3:]
+    fixed = [g for g in grown if g.group == "policy"]
+    for place, g in enumerate(fixed):
+        marker = MARKERS[place % len(MARKERS)]
+        colour = COLOURS[place % len(COLOURS)]
+        kib = g.mean("nodes") * of_position / 1024
+        memory.plot(kib, g.mean("emitted"), marker, color=colour, label=g.value, markersize=8)
+    memory.set(title="KV memory of a round's tree", xlabel="KiB (mean)", ylabel="MAT")
+    memory.legend(fontsize=8)
+    heads = [g for g in grown if g.group == "head"]
+    at = np.arange(len(heads))
+    sure.barh(at + 0.2, [g.mean("emitted") for g in heads], 0.4, color=OURS, label="MAT")
+    sure.barh(at - 0.2, [g.mean("promised") for g in heads], 0.4, color=PEERS, hatch="//", label="promised")
+    sure.set_yticks(at, [g.value for g in heads], fontsize=8)
+    sure.invert_yaxis()
+    sure.set(title="A head too sure at depth", xlabel="tokens a round")
+    sure.legend(fontsize=8)
+    names = list(dict.fromkeys(r.suite for g in fixed for r in g.rounds))
+    for place, g in enumerate(fixed):
+        suites.plot(names, [g.mean("emitted", name) for name in names], **line_style(place), label=g.value)
+    suites.set(title="MAT by suite", ylim=(0, None))
+    suites.tick_params(axis="x", labelrotation=30, labelsize=8)
+    save(figure, path)
+
+
+def _two_scales(axis: Any, values: Sequence[str], mine: Sequence[Grown], speeds: Sequence[float]) -> None:
+    """MAT on the left, tokens per second on the right, over what is varied."""
+    axis.plot(values, [g.mean("emitted") for g in mine], "o-", color=OURS)
+    axis.set_ylabel("MAT", color=OURS)
+    right = axis.twinx()
+    right.plot(values, speeds, "s--", color=PEERS)
+    right.set_ylabel("tokens/s", color=PEERS)

@@ -1,0 +1,72 @@
+"""What a draft head keeps of one request."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from drafters.growth import Candidates
+from drafters.ranking import Ranking
+
+
+class Session(ABC):
+    """One request's state in a head. Node 0 is the last synced token; other nodes are drafted below it.
+
+    synced: features have been committed for this many positions of the text; the token at that index is node 0.
+    Before the first commit it is 0 and there is no node. depth_limit: nodes this deep predict nothing.
+    """
+
+    synced: int = 0
+    depth_limit: int | None = None
+
+    @abstractmethod
+    def commit(self, start: int, features: Tensor | None, tokens: list[int]) -> None:
+        """True features [m, layers, hidden] of the text's positions from `start` on; tokens: the m that follow them.
+        None for a head without `feature_layers`.
+
+        Drops all drafted nodes. `start` is `synced` unless features got lost in between; then the head does without.
+        """
+
+    def behind(self) -> int:
+        """Positions of the text that the next `root` reads first."""
+        return 0
+
+    @abstractmethod
+    def root(self) -> Tensor | None:
+        """Be ready to draft below node 0: its logits, [1, draft_vocab]; None where `rank` needs none."""
+
+    def root_logits(self) -> Tensor:
+        """[1, draft_vocab], in any case."""
+        logits = self.root()
+        assert logits is not None
+        return logits
+
+    @abstractmethod
+    def extend(self, parents: list[int], tokens: list[int]) -> tuple[list[int], Tensor | None]:
+        """New nodes below known ones, in one forward: their ids and logits, [n, draft_vocab] (or [1, ...] for all);
+        None where `rank` needs none.
+        """
+
+    def begin(self, paths: Sequence[Sequence[int]]) -> list[int]:
+        """Nodes at the end of some paths behind node 0, drafted together; -1 for a path that is too long. Only of
+        one-pass heads: others `extend` one token at a time.
+        """
+        raise NotImplementedError
+
+    def rank(self, ranking: Ranking, nodes: list[int], logits: Tensor | None, positions: list[int]) -> Candidates:
+        """What may follow these nodes. positions: of the tokens that they predict."""
+        assert logits is not None
+        return ranking(logits, positions)
+
+    @abstractmethod
+    def room(self) -> int:
+        """How many more nodes can be drafted."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Drop all nodes but node 0."""
+
+    def close(self) -> None:  # noqa: B027
+        """The request is over."""

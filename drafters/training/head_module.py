@@ -1,0 +1,84 @@
+"""What a head is while it trains: a plain module whose state dict is the public checkpoint layout.
+
+All share one indexing. Row i of a sequence stands for the text up to token t[i + 1]: the target's feature f[i] and the
+token behind it. Draft step k of row i has seen the tokens up to t[i + 1 + k] and predicts t[i + 2 + k]. Some rows of
+each text are *anchors*: from them drafts are made, the others are only their context.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from drafters.training.loss import Factors
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What a head drafts from. features: [batch, rows, states, hidden], true. tokens: [batch, rows + 1 + steps].
+
+    embedded: [..., hidden], the tokens' embeddings (see `HeadModule.embed`). anchors: [batch, anchors], rows. known:
+    [batch, anchors], how many of the tokens to be drafted a block head is shown.
+    """
+
+    features: Tensor
+    tokens: Tensor
+    embedded: Tensor
+    anchors: Tensor
+    known: Tensor
+
+    def at_anchors(self, values: Tensor, behind: int = 0) -> Tensor:
+        """values: [batch, rows or more, ...] -> [batch, anchors, ...], so many rows behind each anchor."""
+        batch = torch.arange(len(values), device=values.device)[:, None]
+        return values[batch, self.anchors + behind]
+
+    def drafted(self, step: int) -> Tensor:
+        """[batch, anchors, hidden]: the embedding of the token that draft step `step` starts from."""
+        return self.at_anchors(self.embedded, 1 + step)
+
+
+class HeadModule(nn.Module, ABC):
+    """A head under training. draft_ids: [draft_vocab] the target's id of each output; None, all in order."""
+
+    draft_ids: Tensor | None = None
+    learns_prompts = False
+    """Whether it learns from the prompts' tokens too; the others only from the target's own words."""
+
+    def embed(self, tokens: Tensor, target: Any) -> Tensor:
+        """tokens: [batch, n] -> their embeddings, the target's."""
+        embedded: Tensor = target.get_input_embeddings()(tokens)
+        return embedded
+
+    @abstractmethod
+    def draft(self, texts: Texts, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Per draft step what is predicted behind every anchor, [batch, anchors, h], and the feature that became of it.
+
+        Ends early where the head cannot draft so far.
+        """
+
+    @abstractmethod
+    def factors(self, states: Tensor, step: int, previous: Tensor) -> Factors:
+        """What the logits of draft step `step` are the product of. states: [n, h]; previous: [n], the token before."""
+
+    def confidence(self, states: Tensor, previous: Tensor) -> Tensor | None:
+        """[n] logits of the share of the target's probability that the draft's covers, if it says so."""
+        return None
+
+    @abstractmethod
+    def export(self) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+        """File name, config and tensors of the public layout."""
+
+
+def llama_values(config: LlamaConfig) -> dict[str, Any]:
+    """What a head's config.json says of its layer."""
+    keys = (
+        "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+        "max_position_embeddings", "rms_norm_eps", "rope_parameters", "hidden_act",
+    )  # fmt: skip
+    return {"model_type": "llama", "num_hidden_layers": 1, **{key: getattr(config, key) for key in keys}}

@@ -1,0 +1,150 @@
+"""The sums of a matrix product, of as many rows and panels as fit into a processor's registers: see `matmul`."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from engine.model.amx import TILE_BYTES, TILE_ROWS, call, pointer
+from engine.model.quantised import tile_bytes, unpack
+from engine.model.simd import LANES
+
+STEP = 32
+"""Inputs of one tile: the number of inputs is rounded up to a multiple of it."""
+PANELS = 2  # that are multiplied at once
+TILES = 4  # of rows, that are multiplied at once
+ROW_BYTES = 64 * PANELS  # of a row of sums
+BUFFER = TILES * TILE_ROWS * ROW_BYTES  # in front of it in a thread's room: sums
+_UNROLLED = 4  # pairs of one turn of the loop over a step's 16
+_BYTE, _INT, _WORD = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+_SUMS, _PAIRS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(_INT, LANES)
+
+
+@intrinsic(prefer_literal=True)
+def new_room(context: Any) -> Any:
+    """The address of room for the sums of four tiles of rows with two panels, and then for two tiles of each panel; it
+    lasts until the caller returns.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        room = cgutils.alloca_once(builder, ir.ArrayType(_BYTE, BUFFER + 2 * PANELS * TILE_BYTES))
+        room.align = 64
+        return builder.ptrtoint(room, _WORD)
+
+    return types.int64(), generate
+
+
+@intrinsic(prefer_literal=True)
+def sum_tiles(
+    context: Any,
+    tiles: Any,
+    panels: Any,
+    bits: Any,
+    x: Any,
+    last: Any,
+    stride: Any,
+    weights: Any,
+    steps: Any,
+    room: Any,
+) -> Any:
+    """Sums of `tiles` tiles of rows with `panels` panels, at most four pairs: to `room`, [tiles * 16, 2 * 16] float32.
+
+    tiles, panels, bits: compile-time constants. x: address of the first row, one every `stride` bytes; the last tile's
+    rows begin `last` bytes further. weights: address of the first panel, of codes of so many bits or, for 0, of
+    bfloat16. A step's codes are unpacked while the step before is multiplied.
+    """
+    count, width, coded = tiles.literal_value, panels.literal_value, bits.literal_value
+    sums = [[_BYTE(tile * width + panel) for panel in range(width)] for tile in range(count)]
+    rows, matrix = [_BYTE(4), _BYTE(5)], [_BYTE(6), _BYTE(7)]
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, last, stride, weights, steps, room = args[3:]
+        panel_bytes = builder.mul(steps, _WORD(tile_bytes(coded) if coded else TILE_BYTES))
+
+        def tiles_of(step: ir.Value) -> list[ir.Value]:
+            """Where the bfloat16 of a step's panels is, or comes to be."""
+            if coded:
+                parity = builder.mul(builder.and_(step, _WORD(1)), _WORD(PANELS * TILE_BYTES))
+                buffer = builder.add(builder.add(room, _WORD(BUFFER)), parity)
+                return [builder.add(buffer, _WORD(panel * TILE_BYTES)) for panel in range(width)]
+            first = builder.add(weights, builder.mul(step, _WORD(TILE_BYTES)))
+            return [builder.add(first, builder.mul(panel_bytes, _WORD(panel))) for panel in range(width)]
+
+        def prepare(step: ir.Value) -> None:
+            for panel, place in enumerate(tiles_of(step) if coded else ()):
+                at = builder.add(weights, builder.mul(panel_bytes, _WORD(panel)))
+                unpack(builder, coded, builder.add(at, builder.mul(step, _WORD(tile_bytes(coded)))), place)
+
+        def multiply_step(step: ir.Value) -> None:
+            for panel, at in enumerate(tiles_of(step)):
+                call(builder, "llvm.x86.tileloadd64", matrix[panel], pointer(builder, at), _WORD(64))
+            here = builder.add(x, builder.mul(step, _WORD(2 * STEP)))
+            for tile in range(count):
+                behind = last if tile == count - 1 else builder.mul(stride, _WORD(tile * TILE_ROWS))
+                of_rows = rows[tile % 2]
+                call(builder, "llvm.x86.tileloadd64", of_rows, pointer(builder, builder.add(here, behind)), stride)
+                for panel in range(width):
+                    call(builder, "llvm.x86.tdpbf16ps", sums[tile][panel], of_rows, matrix[panel])
+
+        for number in itertools.chain(*sums):
+            call(builder, "llvm.x86.tilezero", number)
+        end = builder.sub(steps, _WORD(1))
+        prepare(_WORD(0))
+        with cgutils.for_range(builder, end) as loop:
+            prepare(builder.add(loop.index, _WORD(1)))
+            multiply_step(loop.index)
+        multiply_step(end)
+        for tile in range(count):
+            for panel in range(width):
+                place = pointer(builder, builder.add(room, _WORD(tile * TILE_ROWS * ROW_BYTES + panel * 64)))
+                call(builder, "llvm.x86.tilestored64", sums[tile][panel], place, _WORD(ROW_BYTES))
+        return context.get_dummy_value()
+
+    return types.void(tiles, panels, bits, *[types.int64] * 6), generate
+
+
+@intrinsic(prefer_literal=True)
+def sum_vectors(context: Any, rows: Any, panels: Any, x: Any, stride: Any, weights: Any, steps: Any, room: Any) -> Any:
+    """Sums of `rows` rows with `panels` panels: to `room`, [rows, 2 * 16] float32.
+
+    rows, panels: compile-time constants. x: address of the first row, one every `stride` bytes; weights: address of the
+    first panel.
+    """
+    count, width = rows.literal_value, panels.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, stride, weights, steps, room = args[2:]
+        kind = ir.FunctionType(_SUMS, [_SUMS, _PAIRS, _PAIRS])
+        dot = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+        sums = [[cgutils.alloca_once(builder, _SUMS) for _ in range(width)] for _ in range(count)]
+        for cell in itertools.chain(*sums):
+            builder.store(ir.Constant(_SUMS, [0.0] * LANES), cell)
+        starts = [builder.add(x, builder.mul(stride, _WORD(row))) for row in range(count)]
+        panel_bytes = builder.mul(steps, _WORD(TILE_BYTES))
+        anything = ir.Constant(_PAIRS, ir.Undefined)
+        with cgutils.for_range(builder, builder.mul(steps, _WORD(TILE_BYTES // 64 // _UNROLLED))) as loop:
+            for turn in range(_UNROLLED):
+                pair = builder.add(builder.mul(loop.index, _WORD(_UNROLLED)), _WORD(turn))
+                at = builder.add(weights, builder.mul(pair, _WORD(64)))
+                matrix = []
+                for _ in range(width):
+                    matrix.append(builder.load(pointer(builder, at, _PAIRS), align=4))
+                    at = builder.add(at, panel_bytes)
+                for row in range(count):
+                    here = builder.add(starts[row], builder.mul(pair, _WORD(4)))
+                    two = builder.insert_element(anything, builder.load(pointer(builder, here, _INT), align=2), _INT(0))
+                    two = builder.shuffle_vector(two, anything, ir.Constant(_PAIRS, [0] * LANES))
+                    for panel, cell in enumerate(sums[row]):
+                        builder.store(builder.call(dot, [builder.load(cell), matrix[panel], two]), cell)
+        for row in range(count):
+            for panel, cell in enumerate(sums[row]):
+                place = pointer(builder, builder.add(room, _WORD(row * ROW_BYTES + panel * 64)), _SUMS)
+                builder.store(builder.load(cell), place, align=4)
+        return context.get_dummy_value()
+
+    return types.void(rows, panels, *[types.int64] * 5), generate

@@ -1,0 +1,48 @@
+"""Compiled kernels of the session index: counted n-grams in flat arrays, and trees drafted from them.
+
+A store is one text (a request's own, or the shared cache of finished answers) with, for each of its contexts of 0 to 4
+tokens, a short list of the tokens that followed it. Longer contexts are served by a match.
+
+Arrays are passed one by one and never sliced in a loop: each view costs an atomic reference count.
+"""
+
+from retrieval_index.ngrams.drafting import draft
+from retrieval_index.ngrams.mixture import BUCKETS, COMPONENTS
+from retrieval_index.ngrams.store import (
+    END,
+    HEADS,
+    ORDERS,
+    RING,
+    ROOM,
+    SEPARATOR,
+    SLOTS,
+    START,
+    TOP,
+    USED,
+    Store,
+    new_store,
+    parts,
+)
+from retrieval_index.ngrams.texts import append, copy_into, remember
+
+__all__ = [
+    "BUCKETS",
+    "COMPONENTS",
+    "END",
+    "HEADS",
+    "ORDERS",
+    "RING",
+    "ROOM",
+    "SEPARATOR",
+    "SLOTS",
+    "START",
+    "TOP",
+    "USED",
+    "Store",
+    "append",
+    "copy_into",
+    "draft",
+    "new_store",
+    "parts",
+    "remember",
+]

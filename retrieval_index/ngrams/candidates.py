@@ -1,0 +1,66 @@
+"""Candidates behind a node of a draft: tokens and their chances, from all contexts that know it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from engine.noise_bits import UNIT, bits_of
+from retrieval_index.ngrams.kernel import inlined, kernel
+from retrieval_index.ngrams.mixture import FLOOR
+
+LOOK = 16  # most followers looked at
+SLACK = 0.3  # how far, at temperature 1, the error of a logarithm of a chance goes beyond none: see `with_noise`
+
+
+@inlined
+def offer(token, chance, tokens, chances, index, n):  # type: ignore[no-untyped-def]
+    """Add `chance` to a candidate. index: [256] int32, a hash table of candidate number + 1."""
+    i = token & 255
+    while index[i] and tokens[index[i] - 1] != token:
+        i = (i + 1) & 255
+    if index[i]:
+        chances[index[i] - 1] += chance
+    elif n < len(tokens):
+        tokens[n], chances[n] = token, chance
+        n += 1
+        index[i] = n
+    return n
+
+
+@kernel
+def offer_followers(slots, pool, i, scale, faint, tokens, chances, index, n):  # type: ignore[no-untyped-def]
+    """Offer the followers of the context in slot `i`, down to those that it gives a chance below `faint`."""
+    length, block = min(slots[i, 3] & 63, LOOK), np.int64(slots[i, 1])
+    if length == 0:
+        return offer(np.int64(block), scale, tokens, chances, index, n)
+    scale /= slots[i, 2]
+    for at in range(block, block + length):
+        chance = scale * pool[at, 1]
+        if chance < faint:
+            break
+        n = offer(np.int64(pool[at, 0]), chance, tokens, chances, index, n)
+    return n
+
+
+@kernel
+def with_noise(tokens, chances, count, here, key, temperature):  # type: ignore[no-untyped-def]
+    """Change the candidates' chances, `here` in all, to what they are once the noise of the target's draw is known.
+
+    The target draws the largest log p + g, and g is known. If the logarithms of our chances q missed those of p by
+    independent Gumbel errors of scale b, a token would win with a chance in proportion to (q e^g)^(1/b): see
+    `drafters.ranking`. What no candidate covers has one weight, the mean of (r e^g)^(1/b). Between temperatures 0 and
+    1 noise counts by its share; b = 1 + SLACK at 1 has the least log loss on answers of SmolLM2-135M.
+    """
+    power = 1 / (1 + SLACK * temperature)
+    covered, total = 0.0, 0.0
+    for i in range(count):
+        share = chances[i] / here
+        covered += share
+        noise = -math.log(-math.log((np.float64(bits_of(key, tokens[i])) + 0.5) * UNIT))
+        chances[i] = math.exp((math.log(share) + temperature * noise) * power)
+        total += chances[i]
+    total += max(1 - covered, FLOOR) ** power * math.gamma(1 - temperature * power)
+    for i in range(count):
+        chances[i] *= here / total

@@ -1,0 +1,62 @@
+"""Contexts of a text, the last 0 to 4 tokens before a place, and the hash table that holds them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from retrieval_index.ngrams.kernel import inlined, kernel
+from retrieval_index.ngrams.store import ORDERS
+
+EMPTY = np.uint64(0x51ED270B)  # the key of the context of no tokens
+
+
+@inlined
+def mix(h, token):  # type: ignore[no-untyped-def]
+    h = (h ^ np.uint64(token + 1)) * np.uint64(0x9E3779B97F4A7C15)
+    return h ^ (h >> np.uint64(31))
+
+
+@inlined
+def low_bits(key):  # type: ignore[no-untyped-def]
+    return np.int32(key & np.uint64(0x7FFFFFFF))
+
+
+@inlined
+def high_bits(key):  # type: ignore[no-untyped-def]
+    return np.int32((key >> np.uint64(33)) & np.uint64(0xFFFFFF))
+
+
+@kernel
+def find_slot(slots, key):  # type: ignore[no-untyped-def]
+    """The slot of `key`, or of the gap where it would be."""
+    mask = len(slots) - 1
+    low, high = low_bits(key), high_bits(key)
+    i = np.int64(low) & mask
+    while slots[i, 2] != 0 and (slots[i, 0] != low or (slots[i, 3] >> 6) != high):
+        i = (i + 1) & mask
+    return i
+
+
+@kernel
+def fill_keys(text, start, position, keys):  # type: ignore[no-untyped-def]
+    """Fill keys[o] with the context of o tokens before `position`; returns how many there are."""
+    mask = len(text) - 1
+    keys[0] = EMPTY
+    for order in range(1, ORDERS):
+        at = position - order
+        if at < start or text[at & mask] < 0:
+            return order
+        keys[order] = mix(keys[order - 1], text[at & mask])
+    return ORDERS
+
+
+@kernel
+def look_up(slots, keys, n, found, store):  # type: ignore[no-untyped-def]
+    """Fill found[2 * order + store] with slots, -1 where the context is unknown (so are then all longer ones)."""
+    for order in range(ORDERS):
+        found[2 * order + store] = -1
+    for order in range(n):
+        i = find_slot(slots, keys[order])
+        if slots[i, 2] == 0:
+            break
+        found[2 * order + store] = i

@@ -1,0 +1,36 @@
+"""How the kernels of this folder are compiled, once on a machine.
+
+Numba's cache notices a change of the file that a kernel stands in, and of no other; a kernel that is compiled into
+another one would stay there as it was. So a kernel's name in the cache has the checksum of all files of this folder.
+Of others only `bits_of` is compiled in, which may never change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+from numba import njit
+
+
+def kernel(work: Callable[..., Any]) -> Any:
+    """Decorator: compiled when first called, and cached on disk."""
+    return njit(cache=True, error_model="numpy")(_versioned(work))
+
+
+def inlined(work: Callable[..., Any]) -> Any:
+    """Decorator: a kernel whose body comes to stand where it is called."""
+    return njit(cache=True, error_model="numpy", inline="always")(_versioned(work))
+
+
+def _versioned(work: Callable[..., Any]) -> Callable[..., Any]:
+    work.__qualname__ += f"_{_sources():x}"
+    return work
+
+
+@cache
+def _sources() -> int:
+    return crc32(b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))))

@@ -1,0 +1,51 @@
+"""What each context and match counts in a token's chance: weights, learned from the tokens that came."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from retrieval_index.ngrams.kernel import inlined, kernel
+from retrieval_index.ngrams.store import ORDERS
+
+COMPONENTS = 2 * ORDERS + 2  # (order, store) from short to long, then the matches; even: shared, odd: own text
+BUCKETS = 32
+FLOOR = 1e-5  # chance of a token never seen
+RATE, PRIOR = 0.01, 20.0  # slowest step of the weights, and how many observations the first weight stands for
+
+
+@kernel
+def bucket_of(slots, pool, i):  # type: ignore[no-untyped-def]
+    """How much a context has been seen (8 steps), and how sure it is of its first follower (4 steps)."""
+    total = slots[i, 2]
+    seen = total - 1 if total <= 4 else 4 + (total > 8) + (total > 16) + (total > 64)
+    share = 1.0
+    if slots[i, 3] & 63:
+        share = pool[slots[i, 1], 1] / total
+    return 4 * seen + (share > 0.3) + (share > 0.6) + (share > 0.95)
+
+
+@inlined
+def match_bucket_of(length):  # type: ignore[no-untyped-def]
+    return min(length, 16) + (length >= 24) + (length >= 32)
+
+
+@kernel
+def adjust(weights, bucket, share):  # type: ignore[no-untyped-def]
+    """One step of online EM: a component's weight moves towards the chance that it is what produced the token."""
+    mixed = np.empty(COMPONENTS)
+    below = FLOOR
+    for c in range(COMPONENTS):
+        if bucket[c] >= 0:
+            below += weights[c, bucket[c], 0] * (share[c] - below)
+        mixed[c] = below
+    chance = 1.0
+    for c in range(COMPONENTS - 1, -1, -1):
+        b = bucket[c]
+        if b >= 0:
+            weight = weights[c, b, 0]
+            blame = weight * share[c] / mixed[c]
+            weights[c, b, 1] += chance
+            weights[c, b, 0] = weight + chance * max(1 / (weights[c, b, 1] + PRIOR), RATE) * (blame - weight)
+            chance *= 1 - blame
+            if chance < 1e-3:
+                break

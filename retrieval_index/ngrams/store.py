@@ -1,0 +1,58 @@
+"""Where counted n-grams lie: one text with what followed its contexts, in flat arrays."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval_index.ngrams.kernel import inlined, kernel
+
+ORDERS = 5  # contexts of 0, 1, 2, 3 and 4 tokens
+SEPARATOR = -1  # stands between texts: no context reaches across it
+ROOM = 64 * ORDERS  # pool entries that one token may need
+
+START, END, USED, TOP = 0, 1, 2, 3  # of the text, slots in use, end of the pool's used part
+SLOTS, POOL, RING, HEADS = 4, 5, 6, 7  # sizes of the parts of the arena
+FREE = 8  # FREE + c: first free block of 2 << c followers, -1: none
+SHARED_MATCH, OWN_MATCH = 13, 15  # position behind the agreeing tokens, and how many agree
+STATE = 17
+
+
+class Store(NamedTuple):
+    """One array each: every array handed to a kernel costs half a microsecond.
+
+    arena: int32, one after the other slots [SLOTS, 4], a hash table of contexts: key, follower or block, occurrences,
+    key and list length (0: the one follower itself stands in the slot); pool [POOL, 2], blocks of followers: token,
+    count; text [RING]; heads [HEADS], hash of 6 tokens -> the position behind their latest occurrence.
+    state: [STATE] int64, see the names above.
+    """
+
+    arena: NDArray[np.int32]
+    state: NDArray[np.int64]
+
+
+def new_store(slots: int, pool: int, ring: int, heads: int) -> Store:
+    """An empty store; all but `pool` are powers of two. Memory becomes resident only as it fills."""
+    state = np.zeros(STATE, np.int64)
+    state[SLOTS : HEADS + 1] = slots, pool, ring, heads
+    state[FREE:SHARED_MATCH] = -1
+    return Store(np.zeros(4 * slots + 2 * pool + ring + heads, np.int32), state)
+
+
+@inlined
+def parts(arena, state):  # type: ignore[no-untyped-def]
+    """The arrays of an arena: slots, pool, text, heads."""
+    a, b, c = 4 * state[SLOTS], 4 * state[SLOTS] + 2 * state[POOL], 4 * state[SLOTS] + 2 * state[POOL] + state[RING]
+    return arena[:a].reshape((-1, 4)), arena[a:b].reshape((-1, 2)), arena[b:c], arena[c:]
+
+
+@kernel
+def is_full(state):  # type: ignore[no-untyped-def]
+    """Whether one more token might not fit."""
+    return (
+        4 * (state[USED] + ORDERS) > 3 * state[SLOTS]
+        or state[TOP] + ROOM > state[POOL]
+        or state[END] - state[START] + 1 >= state[RING]
+    )

@@ -1,0 +1,130 @@
+"""Texts that grow: a request's own, and the shared one of finished answers, which forgets its oldest tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from retrieval_index.ngrams.contexts import fill_keys, look_up
+from retrieval_index.ngrams.followers import count_follower, share_of, uncount_follower
+from retrieval_index.ngrams.kernel import kernel
+from retrieval_index.ngrams.matches import follow, match_hash, next_of
+from retrieval_index.ngrams.mixture import COMPONENTS, adjust, bucket_of, match_bucket_of
+from retrieval_index.ngrams.store import (
+    END,
+    FREE,
+    ORDERS,
+    OWN_MATCH,
+    SHARED_MATCH,
+    SLOTS,
+    START,
+    TOP,
+    is_full,
+    parts,
+)
+
+
+@kernel
+def append(own_arena, own, shared_arena, shared, weights, tokens, learn):  # type: ignore[no-untyped-def]
+    """Append to a request's text until its store is full; returns how many tokens were. With `learn` the weights are
+    adjusted to what came. weights: [COMPONENTS, BUCKETS, 2] float64, weight and how often it was adjusted.
+    """
+    o_slots, o_pool, o_text, o_heads = parts(own_arena, own)
+    s_slots, s_pool, s_text, s_heads = parts(shared_arena, shared)
+    keys, found = np.empty(ORDERS, np.uint64), np.empty(2 * ORDERS, np.int64)
+    bucket, share = np.empty(COMPONENTS, np.int64), np.empty(COMPONENTS)
+    for done in range(len(tokens)):
+        if is_full(own):
+            return done
+        token = tokens[done]
+        if learn:
+            n = fill_keys(o_text, own[START], own[END], keys)
+            look_up(s_slots, keys, n, found, 0)
+            look_up(o_slots, keys, n, found, 1)
+            for c in range(0, 2 * ORDERS, 2):
+                bucket[c] = bucket[c + 1] = -1
+                if found[c] >= 0:
+                    bucket[c] = bucket_of(s_slots, s_pool, found[c])
+                    share[c] = share_of(s_slots, s_pool, found[c], token)
+                if found[c + 1] >= 0:
+                    bucket[c + 1] = bucket_of(o_slots, o_pool, found[c + 1])
+                    share[c + 1] = share_of(o_slots, o_pool, found[c + 1], token)
+            s_next = next_of(s_text, shared, own[SHARED_MATCH], own[SHARED_MATCH + 1])
+            o_next = next_of(o_text, own, own[OWN_MATCH], own[OWN_MATCH + 1])
+            bucket[2 * ORDERS] = match_bucket_of(own[SHARED_MATCH + 1]) if s_next >= 0 else -1
+            bucket[2 * ORDERS + 1] = match_bucket_of(own[OWN_MATCH + 1]) if o_next >= 0 else -1
+            share[2 * ORDERS] = 1.0 if s_next == token else 0.0
+            share[2 * ORDERS + 1] = 1.0 if o_next == token else 0.0
+            adjust(weights, bucket, share)
+        push(o_slots, o_pool, o_text, o_heads, own, token, keys)
+        own[SHARED_MATCH], own[SHARED_MATCH + 1] = follow(
+            s_text, s_heads, shared, o_text, own[END], own[START], own[SHARED_MATCH], own[SHARED_MATCH + 1]
+        )
+        own[OWN_MATCH], own[OWN_MATCH + 1] = follow(
+            o_text, o_heads, own, o_text, own[END], own[START], own[OWN_MATCH], own[OWN_MATCH + 1]
+        )
+    return len(tokens)
+
+
+@kernel
+def remember(arena, state, tokens, bound):  # type: ignore[no-untyped-def]
+    """Append a finished text to the shared store, the oldest tokens making room beyond `bound`; returns as `append`."""
+    slots, pool, text, heads = parts(arena, state)
+    keys = np.empty(ORDERS, np.uint64)
+    for done in range(len(tokens)):
+        while state[END] - state[START] >= bound:
+            evict(slots, pool, text, state, keys)
+        if is_full(state):
+            return done
+        push(slots, pool, text, heads, state, tokens[done], keys)
+    return len(tokens)
+
+
+@kernel
+def copy_into(arena, state, bigger_arena, bigger):  # type: ignore[no-untyped-def]
+    """Move a store's content into a larger, empty one."""
+    slots, pool, text, _ = parts(arena, state)
+    new_slots, new_pool, new_text, new_heads = parts(bigger_arena, bigger)
+    mask = len(new_slots) - 1
+    for i in range(len(slots)):
+        if slots[i, 2]:
+            j = np.int64(slots[i, 0]) & mask
+            while new_slots[j, 2]:
+                j = (j + 1) & mask
+            for k in range(4):
+                new_slots[j, k] = slots[i, k]
+    new_pool[: state[TOP]] = pool[: state[TOP]]
+    bigger[:SLOTS] = state[:SLOTS]
+    bigger[FREE:] = state[FREE:]
+    for position in range(state[START], state[END]):
+        new_text[position & (len(new_text) - 1)] = text[position & (len(text) - 1)]
+        h = match_hash(text, position, state[START])
+        if h and text[position & (len(text) - 1)] >= 0:
+            new_heads[h & (len(new_heads) - 1)] = np.int32(position & 0x7FFFFFFF)
+
+
+@kernel
+def push(slots, pool, text, heads, state, token, keys):  # type: ignore[no-untyped-def]
+    """Append `token` to the text and count it, unless it is a separator."""
+    position = state[END]
+    text[position & (len(text) - 1)] = token
+    state[END] = position + 1
+    if token < 0:
+        return
+    for order in range(fill_keys(text, state[START], position, keys)):
+        count_follower(slots, pool, state, keys[order], token)
+    h = match_hash(text, position, state[START])
+    if h:
+        heads[h & (len(heads) - 1)] = np.int32(position & 0x7FFFFFFF)
+
+
+@kernel
+def evict(slots, pool, text, state, keys):  # type: ignore[no-untyped-def]
+    """Forget the oldest token, and the counts of the contexts that begin with it."""
+    start = state[START]
+    for order in range(min(ORDERS, state[END] - start)):
+        token = text[(start + order) & (len(text) - 1)]
+        if token < 0:
+            break
+        fill_keys(text, start, start + order, keys)
+        uncount_follower(slots, pool, state, keys[order], token)
+    state[START] = start + 1
