@@ -1,7 +1,7 @@
 """A loaded Hugging Face causal language model that verifies token trees, of many requests in one forward.
 
 Three ways to run it, the first that serves the model: the lean decoder (`engine.model.decoder`), the stock forward with
-exact attention (`engine.model.stock`), and the stock forward with masks
+exact attention (`engine.model.stock`, on CUDA `engine.model.cuda_forward`), and the stock forward with masks
 (`engine.model.masked`). Which one does is found by trying (`engine.trial`).
 """
 
@@ -33,7 +33,9 @@ from engine.tree import TokenTree
 from engine.trial import Trial
 
 if TYPE_CHECKING:
-    Forward = LeanDecoder | StockForward
+    from engine.model.cuda_forward import CudaForward
+
+    Forward = LeanDecoder | StockForward | CudaForward
 
 _POOL_SHARE = 0.25  # of the memory that is free, for keys and values
 
@@ -80,6 +82,11 @@ class Target:
     @property
     def exact(self) -> bool:
         return not self.inexact
+
+    @property
+    def accelerated(self) -> bool:
+        """Whether the forward with exact attention is that of `engine.model.cuda_forward`."""
+        return bool(self.device.type == "cuda")
 
     def new_cache(self, capacity: int) -> Any:
         """An empty cache for one request, with room for `capacity` positions, tree nodes included.
@@ -167,6 +174,8 @@ class Target:
         """Set up a forward with exact attention; says what stands against it."""
         if self.dtype not in (torch.float32, torch.bfloat16):
             return f"its type is {name_of(self.dtype)}"
+        if self.accelerated:
+            return self._try_cuda(trial, kv_memory)
         if self.device.type != "cpu":
             return f"exact attention is not there for {self.device.type} yet"
         with PointwiseOperations() as pointwise:
@@ -183,6 +192,20 @@ class Target:
                 return f"on this machine {operation} depends on the rows before it"
         if not exact:
             return f"products in {name_of(self.dtype)} depend on the number of rows on this machine"
+        return "" if trial.equal_bits(self) else "a token's logits depend on the rows beside it"
+
+    def _try_cuda(self, trial: Trial, kv_memory: int | None) -> str:
+        """The same on CUDA. Not run on a GPU yet."""
+        try:
+            from engine.model.cuda_forward import CudaForward, exact_products
+        except ImportError:
+            return "exact attention on CUDA needs Triton: pip install triton"
+        if reason := self._try_attention(CudaForward.tried, trial, kv_memory):
+            return reason
+        if (other := _other_matrix(self.model)) is not None:
+            return f"{other} is multiplied in a way of its own"
+        if not exact_products(self.model):
+            return f"products in {name_of(self.dtype)} depend on a row's place on this machine"
         return "" if trial.equal_bits(self) else "a token's logits depend on the rows beside it"
 
     def _try_attention(self, make: Callable[[Any, KVPool, int], Forward], trial: Trial, kv_memory: int | None) -> str:
@@ -227,7 +250,7 @@ class Target:
         heads: int = config.num_attention_heads
         kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
         head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
-        paired = has_tiles(self.dtype)
+        paired = not self.accelerated and has_tiles(self.dtype)
         shape = KVShape(self.layers, kv_heads, head_dim, self.dtype, paired)
         memory = int(_POOL_SHARE * _free_memory(self.device)) if kv_memory is None else kv_memory
         return KVPool(shape, max(1, memory // shape.block_bytes), self.device), heads // kv_heads
