@@ -1,16 +1,16 @@
 """A loaded Hugging Face causal language model that verifies token trees, of many requests in one forward.
 
 Three ways to run it, the first that serves the model: the lean decoder (`engine.model.decoder`), the stock forward with
-exact attention (`engine.model.stock`), and the stock forward with masks (`engine.model.masked`). Which one does is
-found by trying: logits are compared with the untouched model's, and bits of one token alone with those in a batch.
+exact attention (`engine.model.stock`, on CUDA `engine.model.cuda_forward`), and the stock forward with masks
+(`engine.model.masked`). Which one does is found by trying (`engine.trial`).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch import Batch, Segment
-from engine.errors import ModelError
 from engine.loading import eos_tokens, find_device, first_line, load_model, name_of, steady_context
 from engine.model.attention import has_tiles
 from engine.model.decoder import LeanDecoder, OtherStructure
@@ -31,10 +30,14 @@ from engine.model.quantised_file import read_quantised
 from engine.model.stock import NAME, StockForward, Unsupported
 from engine.model.windows import short_windows
 from engine.tree import TokenTree
+from engine.trial import Trial
+
+if TYPE_CHECKING:
+    from engine.model.cuda_forward import CudaForward
+
+    Forward = LeanDecoder | StockForward | CudaForward
 
 _POOL_SHARE = 0.25  # of the memory that is free, for keys and values
-_TRIAL_TOKENS = 24  # of the text that a model is tried with
-_DRAFT_ROOM = 64  # rows of drafts that fit into the pool beside the longest text
 
 
 class Target:
@@ -60,7 +63,7 @@ class Target:
         self.dtype: torch.dtype = model.dtype
         self.pool: KVPool | None = None
         self.inexact = ""
-        self._forward: LeanDecoder | StockForward | None = None
+        self._forward: Forward | None = None
         self._masked: MaskedForward | None = None
         self._quantised = quantised or {}
         self._choose_forward(kv_memory)
@@ -79,6 +82,11 @@ class Target:
     @property
     def exact(self) -> bool:
         return not self.inexact
+
+    @property
+    def accelerated(self) -> bool:
+        """Whether the forward with exact attention is that of `engine.model.cuda_forward`."""
+        return bool(self.device.type == "cuda")
 
     def new_cache(self, capacity: int) -> Any:
         """An empty cache for one request, with room for `capacity` positions, tree nodes included.
@@ -143,68 +151,40 @@ class Target:
 
     @torch.inference_mode()
     def _choose_forward(self, kv_memory: int | None) -> None:
-        tokens = [(7 + 31 * i) % self.vocab_size for i in range(_TRIAL_TOKENS)]
-        expected = self._untouched(tokens)
-        if expected.isnan().any():
-            raise ModelError(
-                f"model={self.name}: the logits of a short text are not numbers (NaN) in {name_of(self.dtype)}: "
-                "the model overflows, or its weights are damaged; use dtype: float32 or get the checkpoint again"
-            )
-        with short_windows(self.model.config.get_text_config()) as windowed:
-            beyond = self._untouched(tokens) if windowed else expected
-        self.inexact = self._try_exact(tokens, expected, beyond, kv_memory)
+        trial = Trial(self.model, self.name)
+        self.inexact = self._try_exact(trial, kv_memory)
         if self.inexact and self._forward is None:
-            self._take_masks(tokens, expected, beyond)
+            self._take_masks(trial)
 
-    def _untouched(self, tokens: list[int]) -> Tensor:
-        """The logits of a text by the model as it was loaded, [tokens, vocab] float32."""
+    def _take_masks(self, trial: Trial) -> None:
+        """Fall back to masks."""
         try:
-            logits: Tensor = self.model(torch.tensor([tokens], device=self.device)).logits[0].float()
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise refusal(self.model, self.name) from error
-        return logits
-
-    def _take_masks(self, tokens: list[int], expected: Tensor, beyond: Tensor) -> None:
-        """Fall back to masks. beyond: the logits with short windows, `expected` itself if there are no windows."""
-        heeded = beyond is expected or not torch.equal(beyond, expected)
-        try:
-            with short_windows(self.model.config.get_text_config()):
-                self._masked = MaskedForward(self.model, self.name, heeded)
-                agrees = beyond is expected or self._agrees(tokens, beyond)
-            self._masked = MaskedForward(self.model, self.name, heeded)
+            with short_windows(trial.config):  # a forward looks up the windows when it is made
+                self._masked = MaskedForward(self.model, self.name, trial.heeds_windows)
+                agrees = trial.beyond is None or trial.agrees(self, trial.beyond)
+            self._masked = MaskedForward(self.model, self.name, trial.heeds_windows)
             self._masked.check_recording()
-            agrees = agrees and self._agrees(tokens, expected)
+            agrees = agrees and trial.agrees(self, trial.expected)
         except (TypeError, ValueError, RuntimeError) as error:
             raise refusal(self.model, self.name) from error
         if not agrees:
             raise refusal(self.model, self.name)
 
-    def _try_exact(self, tokens: list[int], expected: Tensor, beyond: Tensor, kv_memory: int | None) -> str:
+    def _try_exact(self, trial: Trial, kv_memory: int | None) -> str:
         """Set up a forward with exact attention; says what stands against it."""
-        if self.device.type != "cpu":
-            return f"exact attention is not there for {self.device.type} yet"
         if self.dtype not in (torch.float32, torch.bfloat16):
             return f"its type is {name_of(self.dtype)}"
-        usual = self.model.config._attn_implementation
-        try:
-            self.model.set_attn_implementation(NAME)
-            self.pool, groups = self._make_pool(kv_memory)
-            stock = self._forward = StockForward(self.model, self.pool, groups)
-            with short_windows(self.model.config.get_text_config()):
-                agrees = beyond is expected or self._agrees(tokens, beyond)
-            with PointwiseOperations() as pointwise:  # with the real windows, which the lean decoder takes over
-                agrees = self._agrees(tokens, expected) and agrees
-        except (Unsupported, ValueError, TypeError, AttributeError, RuntimeError, KeyError) as error:
-            agrees, reason = False, f"its attention cannot be replaced ({first_line(error)})"
-        else:
-            reason = "its logits differ with exact attention"
-        if not agrees:
-            self._forward = self.pool = None
-            self.model.set_attn_implementation(usual)
+        if self.accelerated:
+            return self._try_cuda(trial, kv_memory)
+        if self.device.type != "cpu":
+            return f"exact attention is not there for {self.device.type} yet"
+        with PointwiseOperations() as pointwise:
+            reason = self._try_attention(StockForward, trial, kv_memory)
+        if reason:
             pack_linears(self.model)
             return reason
-        exact = self._try_lean(stock, groups, tokens, expected)
-        if self._forward is stock:
+        exact = self._try_lean(trial)
+        if isinstance(self._forward, StockForward):
             exact = pack_linears(self.model)
             if (other := _other_matrix(self.model)) is not None:
                 return f"{other} is multiplied in a way of its own"
@@ -212,20 +192,55 @@ class Target:
                 return f"on this machine {operation} depends on the rows before it"
         if not exact:
             return f"products in {name_of(self.dtype)} depend on the number of rows on this machine"
-        return "" if self._equal_bits(tokens) else "a token's logits depend on the rows beside it"
+        return "" if trial.equal_bits(self) else "a token's logits depend on the rows beside it"
 
-    def _try_lean(self, stock: StockForward, groups: int, tokens: list[int], expected: Tensor) -> bool:
+    def _try_cuda(self, trial: Trial, kv_memory: int | None) -> str:
+        """The same on CUDA. Not run on a GPU yet."""
+        try:
+            from engine.model.cuda_forward import CudaForward, exact_products
+        except ImportError:
+            return "exact attention on CUDA needs Triton: pip install triton"
+        if reason := self._try_attention(CudaForward.tried, trial, kv_memory):
+            return reason
+        if (other := _other_matrix(self.model)) is not None:
+            return f"{other} is multiplied in a way of its own"
+        if not exact_products(self.model):
+            return f"products in {name_of(self.dtype)} depend on a row's place on this machine"
+        return "" if trial.equal_bits(self) else "a token's logits depend on the rows beside it"
+
+    def _try_attention(self, make: Callable[[Any, KVPool, int], Forward], trial: Trial, kv_memory: int | None) -> str:
+        """Set up the stock forward that `make` makes; says what stands against it, and then all is as it was."""
+        usual = self.model.config._attn_implementation
+        try:
+            self.model.set_attn_implementation(NAME)
+            self.pool, groups = self._make_pool(kv_memory)
+            with short_windows(trial.config):  # a CUDA graph keeps the windows that it was captured with
+                self._forward = make(self.model, self.pool, groups)
+                agrees = trial.beyond is None or trial.agrees(self, trial.beyond)
+            self._forward = make(self.model, self.pool, groups)
+            agrees = trial.agrees(self, trial.expected) and agrees
+            reason = "" if agrees else "its logits differ with exact attention"
+        except (Unsupported, ValueError, TypeError, AttributeError, RuntimeError, KeyError) as error:
+            reason = f"its attention cannot be replaced ({first_line(error)})"
+        if reason:
+            self._forward = self.pool = None
+            self.model.set_attn_implementation(usual)
+        return reason
+
+    def _try_lean(self, trial: Trial) -> bool:
         """Take the lean decoder if the model has its structure and it computes the same.
 
         Returns whether its products are exact.
         """
-        assert self.pool is not None
+        stock = self._forward
+        assert self.pool is not None and isinstance(stock, StockForward)
         try:
+            groups = stock.attention.groups
             lean = LeanDecoder(self.model, self.pool, groups, stock.rules, self._quantised)
         except (OtherStructure, AttributeError):  # a part that the structure has is not there
             return False
         self._forward = lean
-        if not self._agrees(tokens, expected):
+        if not trial.agrees(self, trial.expected):
             self._forward = stock
             return False
         return lean.exact
@@ -235,64 +250,28 @@ class Target:
         heads: int = config.num_attention_heads
         kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
         head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
-        shape = KVShape(self.layers, kv_heads, head_dim, self.dtype, has_tiles(self.dtype))
-        memory = int(_POOL_SHARE * _free_memory()) if kv_memory is None else kv_memory
-        return KVPool(shape, max(1, memory // shape.block_bytes)), heads // kv_heads
-
-    def _agrees(self, tokens: list[int], expected: Tensor) -> bool:
-        """Whether a text read in two parts, the second as a tree of two branches, has the untouched model's logits."""
-        split = len(tokens) - 4
-        cache = self.new_cache(len(tokens) + 8)
-        try:
-            self.prefill(cache, tokens[:split])
-            wrong = (tokens[split] + 1) % self.vocab_size
-            nodes = [tokens[split], wrong, tokens[split + 1], wrong, tokens[split + 2]]
-            tree = TokenTree.from_lists(nodes, [-1, 0, 0, 2, 2], [1.0] * 5)
-            logits, _ = self.verify(cache, tree)
-        finally:
-            self.release(cache)
-        found, expected = logits[[0, 2, 4]], expected[split : split + 3]
-        error, tolerance = (found - expected).pow(2).mean().sqrt(), 1e-3 if self.dtype == torch.float32 else 0.1
-        return bool(error <= tolerance * expected.std())
-
-    def _equal_bits(self, tokens: list[int]) -> bool:
-        """Whether a token's logits are the same bits read with others, alone, and in a tree with wrong siblings."""
-        read = self.new_cache(len(tokens))
-        whole, _ = self.run([Segment.of_text(tokens, read, wanted="all")])
-        self.release(read)
-        alone = self.new_cache(len(tokens))
-        equal = True
-        for i, token in enumerate(tokens):
-            logits, _ = self.run([Segment.of_text([token], alone)])
-            alone.commit([0])
-            equal &= torch.equal(logits[0], whole[i])
-        self.release(alone)
-        split = len(tokens) // 2
-        nodes: list[int] = []
-        parents: list[int] = []
-        spine: list[int] = []
-        for token in tokens[split:]:
-            parent = spine[-1] if spine else -1
-            spine.append(len(nodes))
-            wrong = [(token + 1 + i) % self.vocab_size for i in range(2)]
-            nodes += [token, *wrong] if parent >= 0 else [token]
-            parents += [parent, parent, parent] if parent >= 0 else [parent]
-        drafted = self.new_cache(len(tokens) * 3)
-        self.prefill(drafted, tokens[:split])
-        logits, _ = self.run([Segment.of_tree(TokenTree.from_lists(nodes, parents, [1.0] * len(nodes)), drafted)])
-        self.release(drafted)
-        return equal and torch.equal(logits[spine], whole[split:])
+        paired = not self.accelerated and has_tiles(self.dtype)
+        shape = KVShape(self.layers, kv_heads, head_dim, self.dtype, paired)
+        memory = int(_POOL_SHARE * _free_memory(self.device)) if kv_memory is None else kv_memory
+        return KVPool(shape, max(1, memory // shape.block_bytes), self.device), heads // kv_heads
 
 
 def _other_matrix(model: Any) -> str | None:
-    """A matrix that is neither an embedding nor in one of our products (experts of few rows, say), by its name."""
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
-    others = (name for name, weight in model.named_parameters() if weight.dim() > 1 and id(weight) not in tables)
+    """A matrix that is neither an embedding nor in a linear layer (experts of few rows, say), by its name."""
+    known = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, torch.nn.Embedding) or type(module) is torch.nn.Linear
+    }
+    others = (name for name, weight in model.named_parameters() if weight.dim() > 1 and id(weight) not in known)
     return next(others, None)
 
 
-def _free_memory() -> int:
-    """Bytes that can be taken without swapping."""
+def _free_memory(device: torch.device) -> int:
+    """Bytes of the device that can be taken; of a CPU, without swapping."""
+    if device.type == "cuda":
+        free: int = torch.cuda.mem_get_info(device)[0]
+        return free
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):

@@ -26,6 +26,7 @@ from engine.batch import BLOCK, Int
 from engine.errors import OutOfBlocks
 from engine.model.fused import MOVE, move_kernel
 
+_CPU = torch.device("cpu")
 Ending = tuple[int, tuple[int, ...]]
 """What a full block ends: the number of the text before it (0: none), and its own 16 tokens."""
 
@@ -53,13 +54,13 @@ class KVShape:
 
 
 class KVPool:
-    """`blocks` blocks. Memory is taken from the system when a block is first written."""
+    """`blocks` blocks. On a CPU, memory is taken from the system when a block is first written; on a GPU at once."""
 
-    def __init__(self, shape: KVShape, blocks: int):
+    def __init__(self, shape: KVShape, blocks: int, device: torch.device = _CPU):
         self.shape, self.blocks = shape, blocks
         of_block = shape.kv_heads, shape.dims, BLOCK
-        self.keys = _untouched((shape.layers, blocks, *of_block), shape.dtype)
-        self.values = _untouched((shape.layers, blocks, of_block[0], BLOCK, shape.dims), shape.dtype)
+        self.keys = _untouched((shape.layers, blocks, *of_block), shape.dtype, device)
+        self.values = _untouched((shape.layers, blocks, of_block[0], BLOCK, shape.dims), shape.dtype, device)
         self._free = list(range(blocks - 1, -1, -1))
         self._references = [0] * blocks
         self._idle: OrderedDict[int, None] = OrderedDict()  # known and held by nobody, unused for longest first
@@ -114,7 +115,10 @@ class KVPool:
         return block
 
     def move(self, sources: Int, places: Int) -> None:
-        """Copy keys and values from slots to other slots, in their order."""
+        """Copy keys and values from slots to other slots. No place is the source of a later copy."""
+        if self.keys.device.type != "cpu":
+            move_by_index(self.keys, self.values, sources, places)
+            return
         shape, work = self.shape, np.zeros(1, MOVE)
         record = work[0]
         record["keys"], record["values"] = self.keys.data_ptr(), self.values.data_ptr()
@@ -124,8 +128,18 @@ class KVPool:
         move_kernel()(work.ctypes.data, shape.layers)
 
 
-def _untouched(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that take no memory until they are written: `torch.zeros` would touch all of it."""
+def move_by_index(keys: Tensor, values: Tensor, sources: Int, places: Int) -> None:
+    """What `KVPool.move` does, for a pool on any device."""
+    slots = torch.from_numpy(np.stack([sources, places]).astype(np.int64)).to(keys.device)
+    (old, new), (old_lane, new_lane) = slots // BLOCK, slots % BLOCK
+    keys[:, new, :, :, new_lane] = keys[:, old, :, :, old_lane]
+    values[:, new, :, new_lane] = values[:, old, :, old_lane]
+
+
+def _untouched(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that take no memory of a CPU until they are written: `torch.zeros` would touch all of it."""
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
     bytes_of: int = math.prod(size) * dtype.itemsize
     return torch.from_numpy(np.zeros(bytes_of, np.uint8)).view(dtype).view(size)
 

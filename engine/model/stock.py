@@ -7,7 +7,7 @@ its own code hands to the attention function; a window comes from the mask that 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -28,6 +28,17 @@ class Unsupported(Exception):
     """The model asks for something that exact attention does not do."""
 
 
+class Attends(Protocol):
+    """A forward, as its layers know it."""
+
+    def attend(self, layer: int, rule: Rule, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query: [1, heads, rows, head_dim]; key, value: [1, kv_heads, rows, head_dim].
+
+        Returns [1, rows, heads, head_dim].
+        """
+        ...
+
+
 class StockForward:
     """Runs batches through a stock model. rules: what its layers asked of attention in the latest forward."""
 
@@ -35,7 +46,7 @@ class StockForward:
         self.model, self.pool = model, pool
         self.attention = Attention(pool, groups)
         self.rules: dict[int, Rule] = {}
-        self._cache = _NoCache(model.config.get_text_config().num_hidden_layers)
+        self._cache = NoCache(model.config.get_text_config().num_hidden_layers)
         self._entry = _Entry(self.attention)
 
     def __call__(self, batch: Batch, feature_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
@@ -55,10 +66,7 @@ class StockForward:
         return out.logits[0], torch.stack([out.hidden_states[layer][0] for layer in feature_layers], dim=1)
 
     def attend(self, layer: int, rule: Rule, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query: [1, heads, rows, head_dim]; key, value: [1, kv_heads, rows, head_dim].
-
-        Returns [1, rows, heads, head_dim].
-        """
+        """As `Attends` says."""
         self.rules[layer] = rule
         return self._entry(layer, rule, query, key, value)
 
@@ -109,7 +117,7 @@ def _attention_function(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    exact: StockForward | None = None,
+    exact: Attends | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What `transformers` calls. Without `exact`, as in `generate`, keys and values are a whole text's, in order."""
@@ -123,6 +131,8 @@ def _attention_function(
     )
     if exact is not None:
         return exact.attend(module.layer_idx, rule, query, key, value), None
+    if query.device.type != "cpu":
+        raise Unsupported(f"no forward of ours is under way, which attention on {query.device.type} needs")
     return torch.cat([_whole_text(rule, *one) for one in zip(query, key, value, strict=True)]), None
 
 
@@ -158,7 +168,7 @@ def _window(marker: Tensor | None) -> int:
     return int(marker)
 
 
-class _NoCache(Cache):
+class NoCache(Cache):
     """Stands where a model wants a cache; keys and values go to the pool."""
 
     def __init__(self, layers: int):

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.batch import BLOCK
 from engine.errors import OutOfBlocks
-from engine.model.kv_pool import KVCache, KVPool, KVShape
+from engine.model.kv_pool import KVCache, KVPool, KVShape, move_by_index
 from tests.engine.model.pool_layout import contents, fill
 
 BLOCKS = 12
@@ -110,6 +110,23 @@ def test_commit_keeps_the_paths_keys_and_values_in_order_whatever_the_table(
         expected = (source % 7 + parts)[:, None].to(dtype).expand(layers, heads, head_dim)
         assert torch.equal(keys[:, block, :, lane, :head_dim], expected)
         assert torch.equal(values[:, block, :, lane, :head_dim], -expected)
+
+
+def test_slots_are_moved_by_index_as_the_kernel_moves_them() -> None:
+    shape = KVShape(2, 2, 24, torch.float32)
+    pools = [KVPool(shape, 6) for _ in range(2)]
+    for mine, other in ((pools[0].keys, pools[1].keys), (pools[0].values, pools[1].values)):
+        other.copy_(mine.normal_())
+    sources, places = np.array([35, 38, 93, 17], np.int32), np.array([34, 35, 36, 80], np.int32)
+    pools[0].move(sources, places)
+    move_by_index(pools[1].keys, pools[1].values, sources, places)
+    assert torch.equal(pools[0].keys, pools[1].keys) and torch.equal(pools[0].values, pools[1].values)
+
+
+def test_a_pool_on_a_device_moves_there() -> None:
+    pool = KVPool(KVShape(1, 1, 8, torch.float32), 2, torch.device("meta"))
+    assert pool.keys.device == pool.values.device == torch.device("meta")
+    pool.move(np.array([1], np.int32), np.array([0], np.int32))
 
 
 def test_taking_more_than_there_is_names_the_key_and_takes_nothing() -> None:

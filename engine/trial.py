@@ -1,0 +1,105 @@
+"""The short text that a model is tried with when it is loaded.
+
+Logits are compared with those of the model as it was loaded, and the bits of a token alone with those in a batch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from engine.batch import Segment
+from engine.errors import ModelError
+from engine.loading import name_of
+from engine.model.masked import refusal
+from engine.model.windows import short_windows
+from engine.tree import TokenTree
+
+if TYPE_CHECKING:
+    from engine.target import Target
+
+_TOKENS = 24
+
+
+class Trial:
+    """expected: [tokens, vocab] float32, the logits of the model as it was loaded; beyond: those with short windows,
+    None if it names no windows.
+    """
+
+    def __init__(self, model: Any, name: str):
+        self.model, self.name = model, name
+        self.config = model.config.get_text_config()
+        self.tokens = [(7 + 31 * i) % self.config.vocab_size for i in range(_TOKENS)]
+        self.expected = self._untouched()
+        if self.expected.isnan().any():
+            raise ModelError(
+                f"model={name}: the logits of a short text are not numbers (NaN) in {name_of(model.dtype)}: "
+                "the model overflows, or its weights are damaged; use dtype: float32 or get the checkpoint again"
+            )
+        with short_windows(self.config) as windowed:
+            self.beyond = self._untouched() if windowed else None
+
+    @property
+    def heeds_windows(self) -> bool:
+        """Whether the windows that the configuration names, if it names any, are what the model attends by."""
+        return self.beyond is None or not torch.equal(self.beyond, self.expected)
+
+    def agrees(self, target: Target, expected: Tensor) -> bool:
+        """Whether the text, read in two parts, the second as a tree of two branches, has those logits."""
+        tokens, split = self.tokens, _TOKENS - 4
+        cache = target.new_cache(_TOKENS + 8)
+        try:
+            target.prefill(cache, tokens[:split])
+            wrong = (tokens[split] + 1) % target.vocab_size
+            nodes = [tokens[split], wrong, tokens[split + 1], wrong, tokens[split + 2]]
+            tree = TokenTree.from_lists(nodes, [-1, 0, 0, 2, 2], [1.0] * 5)
+            logits, _ = target.verify(cache, tree)
+        finally:
+            target.release(cache)
+        found, expected = logits[[0, 2, 4]], expected[split : split + 3]
+        error, tolerance = (found - expected).pow(2).mean().sqrt(), 1e-3 if target.dtype == torch.float32 else 0.1
+        return bool(error <= tolerance * expected.std())
+
+    def equal_bits(self, target: Target) -> bool:
+        """Whether a token's logits are the same bits read with others, alone, and in a tree with wrong siblings."""
+        tokens = self.tokens
+        read = target.new_cache(_TOKENS)
+        whole, _ = target.run([Segment.of_text(tokens, read, wanted="all")])
+        target.release(read)
+        alone = target.new_cache(_TOKENS)
+        equal = True
+        for i, token in enumerate(tokens):
+            logits, _ = target.run([Segment.of_text([token], alone)])
+            alone.commit([0])
+            equal &= torch.equal(logits[0], whole[i])
+        target.release(alone)
+        split = _TOKENS // 2
+        tree, spine = self._with_siblings(split)
+        drafted = target.new_cache(_TOKENS * 3)
+        target.prefill(drafted, tokens[:split])
+        logits, _ = target.run([Segment.of_tree(tree, drafted)])
+        target.release(drafted)
+        return equal and torch.equal(logits[spine], whole[split:])
+
+    def _with_siblings(self, split: int) -> tuple[TokenTree, list[int]]:
+        """The text from `split` on as a tree, with two wrong siblings beside every node; and the right nodes."""
+        nodes: list[int] = []
+        parents: list[int] = []
+        spine: list[int] = []
+        for token in self.tokens[split:]:
+            parent = spine[-1] if spine else -1
+            spine.append(len(nodes))
+            wrong = [(token + 1 + i) % self.config.vocab_size for i in range(2)]
+            nodes += [token, *wrong] if parent >= 0 else [token]
+            parents += [parent, parent, parent] if parent >= 0 else [parent]
+        return TokenTree.from_lists(nodes, parents, [1.0] * len(nodes)), spine
+
+    def _untouched(self) -> Tensor:
+        """The logits of the text by the model as it was loaded, [tokens, vocab] float32."""
+        try:
+            logits: Tensor = self.model(torch.tensor([self.tokens], device=self.model.device)).logits[0].float()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise refusal(self.model, self.name) from error
+        return logits

@@ -1,0 +1,294 @@
+"""The CUDA forward: on a GPU where there is one, else through Triton's interpreter."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+pytest.importorskip("triton", reason="Triton is not installed: CUDA builds of torch bring it, or pip install triton")
+
+from engine.batch import BLOCK, Batch, Segment
+from engine.model import cuda_forward, triton_attention
+from engine.model.cuda_forward import CudaForward, exact_products
+from engine.model.kv_pool import KVCache, KVPool, KVShape
+from engine.model.stock import NAME, Unsupported
+from engine.recorded import Recorded
+from engine.sampling import SamplingParams
+from engine.target import Target
+from engine.tree import TokenTree
+from tests.engine.test_exact import decoded, with_siblings
+from tests.engine.test_target import COMMON
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+FEATURES = (0, 2)
+LLAMA = COMMON | {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+FAMILIES: dict[str, Any] = {
+    "llama": transformers.LlamaConfig(**LLAMA),
+    "mistral with a window": transformers.MistralConfig(**LLAMA, sliding_window=12),
+    "gemma2 with soft caps": transformers.Gemma2Config(**LLAMA, head_dim=8, sliding_window=12),
+    "gpt_oss with sinks": transformers.GptOssConfig(
+        **LLAMA, head_dim=8, sliding_window=12, num_local_experts=2, num_experts_per_tok=1
+    ),
+}
+
+
+KINDS = [("llama", torch.float32), ("llama", torch.bfloat16), *product(list(FAMILIES)[1:3], [torch.float32])]
+
+
+@pytest.fixture(autouse=True)
+def _small_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forwards of 4 rows and chunks of 64 positions, since the interpreter is slow; no gradients."""
+    monkeypatch.setattr(cuda_forward, "ROWS", 4)
+    monkeypatch.setattr(triton_attention, "CHUNK", 64)
+    with torch.inference_mode():
+        yield
+
+
+def build(family: str, dtype: torch.dtype = torch.float32, layers: int = 2) -> Any:
+    torch.manual_seed(0)
+    config = deepcopy(FAMILIES[family])
+    config.num_hidden_layers = layers
+    return AutoModelForCausalLM.from_config(config).to(DEVICE, dtype).eval()
+
+
+def forward_of(family: str, dtype: torch.dtype = torch.float32) -> CudaForward:
+    """Over a pool in which what nobody has written is NaN."""
+    model = build(family, dtype)
+    model.set_attn_implementation(NAME)
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    pool = KVPool(KVShape(config.num_hidden_layers, 1, head_dim, dtype), 60, DEVICE)
+    pool.keys.fill_(torch.nan)
+    pool.values.fill_(torch.nan)
+    pool.take(3)  # so that blocks do not begin at 0
+    return CudaForward(model, pool, 2, records=True)
+
+
+def text(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(128) for _ in range(length)]
+
+
+def run(forward: CudaForward, *segments: Segment) -> Tensor:
+    """[rows, vocab + features]"""
+    logits, features = forward(Batch.of(segments), FEATURES)
+    assert features is not None
+    return torch.cat([logits, features.flatten(1)], dim=1)
+
+
+def read(forward: CudaForward, tokens: Sequence[int], chunk: int = 8) -> tuple[KVCache, Tensor]:
+    """A request that has read a text in chunks, and what came of it."""
+    cache, found = KVCache(forward.pool), []
+    cache.reserve(len(tokens) + 40)
+    for at in range(0, len(tokens), chunk):
+        part = tokens[at : at + chunk]
+        found.append(run(forward, Segment.of_text(part, cache, "all")))
+        cache.commit(range(len(part)))
+    return cache, torch.cat(found)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_features_are_the_untouched_models(family: str) -> None:
+    forward, model, prompt = forward_of(family), build(family), text(30, 1)
+    tree, _ = with_siblings(5, text(3, 2), random.Random(3))
+    cache, _ = read(forward, prompt)
+    found = run(forward, Segment.of_tree(tree, cache))
+    for node in range(len(tree)):
+        out = model(torch.tensor([prompt + tree.path_tokens(node)], device=DEVICE), output_hidden_states=True)
+        expected = torch.cat([out.logits[0, -1], *(out.hidden_states[layer][0, -1] for layer in FEATURES)])
+        torch.testing.assert_close(found[node], expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize(("family", "dtype"), KINDS, ids=str)
+def test_a_text_gives_the_same_bits_in_chunks_of_every_size(family: str, dtype: torch.dtype) -> None:
+    forward, tokens = forward_of(family, dtype), text(17, 4)
+    alone = read(forward, tokens, 1)[1]
+    for chunk in (3, 4, 17):  # less than the rows of a forward, all of them, and more
+        assert torch.equal(read(forward, tokens, chunk)[1], alone)
+
+
+@pytest.mark.parametrize(("family", "dtype"), KINDS, ids=str)
+def test_a_row_has_the_same_bits_alone_and_in_a_bushy_tree_beside_other_requests(
+    family: str, dtype: torch.dtype
+) -> None:
+    forward, tokens = forward_of(family, dtype), text(26, 5)
+    _, alone = read(forward, tokens, 1)
+    tree, spine = with_siblings(tokens[18], tokens[19:25], random.Random(6))
+    assert len(tree) > 2 * cuda_forward.ROWS and spine != list(range(7))
+    cache, other, third = (read(forward, start)[0] for start in (tokens[:18], text(20, 7), text(5, 8)))
+    beside = Segment.of_tree(TokenTree.chain(1, [2, 3], [1.0] * 2), other), Segment.of_text([4], third)
+    found = run(forward, beside[0], Segment.of_tree(tree, cache), beside[1])
+    assert torch.equal(found[3:-1][spine], alone[18:25])
+    cache.commit(spine)  # the rejected siblings' keys are overwritten
+    assert torch.equal(run(forward, Segment.of_text(tokens[25:], cache)), alone[25:])
+
+
+def test_rows_that_fill_up_change_nothing_in_the_pool_and_read_nothing_unwritten() -> None:
+    forward = forward_of("llama")
+    neighbour, _ = read(forward, text(9, 9))
+    before = forward.pool.keys.clone(), forward.pool.values.clone()
+    cache = KVCache(forward.pool)
+    cache.reserve(20)
+    assert run(forward, Segment.of_text([1, 2, 3], cache, "all")).isfinite().all()
+    block = int(cache.table[0])
+    assert block not in neighbour.table
+    for held, was, lanes in (
+        (forward.pool.keys, before[0], (slice(None), block, slice(None), slice(None), slice(3))),
+        (forward.pool.values, before[1], (slice(None), block, slice(None), slice(3))),
+    ):
+        assert held[lanes].isfinite().all()
+        held[lanes] = was[lanes]
+        torch.testing.assert_close(held, was, atol=0, rtol=0, equal_nan=True)
+
+
+def test_logits_come_of_the_rows_wanted_alone_and_in_their_order() -> None:
+    forward, caches = forward_of("llama"), []
+    for _ in range(3):
+        caches.append(KVCache(forward.pool))
+        caches[-1].reserve(20)
+    long, short = text(18, 8), text(5, 9)
+    kinds = ((long, "last"), (short, "none"), (short, "all"))
+    segments = [Segment.of_text(part, cache, kind) for cache, (part, kind) in zip(caches, kinds, strict=True)]
+    logits, features = forward(Batch.of(segments), FEATURES)
+    assert features is not None and features.shape == (28, 2, 32)
+    assert torch.equal(logits[:1], read(forward, long)[1][-1:, :128])
+    assert torch.equal(logits[1:], read(forward, short)[1][:, :128])
+    none, features = forward(Batch.of([Segment.of_text(short, caches[0], "none")]))
+    assert none.shape == (0, 128) and features is None
+
+
+def test_forwards_are_recorded_once_for_each_length_of_text_in_powers_of_two() -> None:
+    forward, tokens = forward_of("llama"), text(136, 1)
+    found = read(forward, tokens, 7)[1]  # forwards whose rows need different numbers of chunks are among them
+    assert torch.equal(read(forward, tokens, 8)[1], found)
+    assert [chunks for chunks, _, _ in forward.recorded] == [1, 2, 4]
+
+
+def test_a_model_that_a_graph_cannot_capture_runs_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*inputs: Tensor) -> tuple[Tensor, ...]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    given = forward_of("llama")
+    assert CudaForward.tried(given.model, given.pool, 2).records
+    monkeypatch.setattr(cuda_forward, "Recorded", lambda *_: refuse)
+    forward, free = CudaForward.tried(given.model, given.pool, 2), given.pool.free
+    assert not forward.records and read(forward, [1, 2])[1].isfinite().all()
+    assert free == 57
+
+
+def test_what_triton_cannot_run_is_unsupported_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise NameError("no ptxas\nand much more")
+
+    given = forward_of("llama")
+    monkeypatch.setattr(triton_attention.TritonAttention, "__call__", broken)
+    with pytest.raises(Unsupported, match=r"^no ptxas$"):
+        CudaForward.tried(given.model, given.pool, 2)
+
+
+def test_a_product_whose_rows_differ_by_place_is_found() -> None:
+    model = build("llama")
+    assert exact_products(model)
+
+    def uneven(module: object, inputs: object, out: Tensor) -> Tensor:
+        return out + 1e-6 * (torch.arange(out.shape[1], device=out.device) == cuda_forward.ROWS - 1)[:, None]
+
+    model.model.layers[1].mlp.up_proj.register_forward_hook(uneven)
+    model.model.layers[0].mlp.up_proj.register_forward_hook(uneven)
+    assert not exact_products(model)
+
+
+class AcceleratedTarget(Target):
+    """Does what a target does on CUDA with whatever is here."""
+
+    accelerated = True
+
+
+def target_of(family: str) -> Target:
+    return AcceleratedTarget(build(family, layers=1), family, kv_memory=1 << 20)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral with a window"])
+def test_a_target_takes_the_cuda_forward_and_drafts_do_not_change_its_text(family: str) -> None:
+    target = target_of(family)
+    assert isinstance(target._forward, CudaForward) and target.exact, target.inexact
+    prompt, sampling = text(17, 10), SamplingParams(max_tokens=14)
+    plain = decoded(target, prompt, sampling)
+    assert decoded(target, prompt, sampling, plain) == plain
+    assert target.pool is not None and target.pool.free == target.pool.blocks
+    assert decoded(Target(build(family, layers=1), family, 1 << 20), prompt, sampling) == plain
+
+
+def test_what_is_recorded_with_short_windows_is_not_replayed_with_the_real_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A CUDA graph keeps the windows that it was captured with; what stands for one here does too."""
+    model = build("mistral with a window", layers=1)
+
+    class Keeping(Recorded):
+        window = 0
+
+        def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+            now, self.window = model.config.sliding_window, self.window or model.config.sliding_window
+            model.config.sliding_window = self.window
+            out = super().__call__(*inputs)
+            model.config.sliding_window = now
+            return out
+
+    monkeypatch.setattr(cuda_forward, "Recorded", Keeping)
+    target = AcceleratedTarget(model, "windowed", kv_memory=1 << 20)
+    assert target.exact, target.inexact
+
+
+def test_requests_share_blocks_of_a_target_with_the_cuda_forward() -> None:
+    target = target_of("llama")
+    tokens = text(BLOCK + 3, 11)
+    first, second = target.open_cache(60), target.open_cache(60)
+    expected, _ = target.prefill(first, tokens)
+    first.publish(tokens)
+    second.adopt(tokens)
+    assert second.length == BLOCK and torch.equal(target.prefill(second, tokens[BLOCK:])[0], expected)
+
+
+def test_a_model_whose_logits_come_out_otherwise_is_run_with_masks() -> None:
+    model = build("llama", layers=1)
+    usual = model.config._attn_implementation
+    model.model.layers[0].self_attn.register_forward_hook(
+        lambda module, inputs, out: (out[0] * (1 + (module.config._attn_implementation == NAME)), *out[1:])
+    )
+    target = AcceleratedTarget(model, "llama", kv_memory=1 << 20)
+    assert target.inexact == "its logits differ with exact attention"
+    assert target.pool is None and model.config._attn_implementation == usual
+    assert target.prefill(target.new_cache(20), [1, 2, 3])[0].isfinite().all()
+
+
+def test_a_target_whose_bits_depend_on_a_rows_place_says_so() -> None:
+    def uneven(module: object, inputs: object, out: Tensor) -> Tensor:
+        return out * (1 + 1e-6 * torch.arange(out.shape[1], device=out.device))[:, None]
+
+    model = build("llama", layers=1)
+    model.model.norm.register_forward_hook(uneven)
+    target = AcceleratedTarget(model, "llama", kv_memory=1 << 20)
+    assert target.inexact == "a token's logits depend on the rows beside it"
+
+
+def test_a_target_of_experts_says_that_their_products_are_not_its_own() -> None:
+    target = target_of("gpt_oss with sinks")
+    assert "is multiplied in a way of its own" in target.inexact
+
+
+def test_without_triton_a_target_on_cuda_is_run_with_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "engine.model.cuda_forward", None)
+    target = target_of("llama")
+    assert target.inexact == "exact attention on CUDA needs Triton: pip install triton"
+    assert target.prefill(target.new_cache(20), [1, 2, 3])[0].isfinite().all()
