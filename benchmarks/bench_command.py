@@ -33,8 +33,12 @@ from .out_folder import compare_runs, draw_calibration, results_in, write_report
 def bench(
     questions: QuestionsOption = None,
     methods: Annotated[
-        str, typer.Option(help="Comma-separated contestants, or all, or ablation; a wrong name lists them.")
-    ] = "none,pld,suffix",
+        str,
+        typer.Option(
+            help="Comma-separated contestants, or all, or ablation; a wrong name lists them. pld, suffix, eagle3, ... "
+            "are as published, every node verified; talon-pld, talon-suffix and talon as Talon serves them."
+        ),
+    ] = "none,pld,talon-suffix",
     limit: Annotated[int | None, typer.Option(help="Questions per file.", show_default="all", min=1)] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
     temperature: Annotated[list[float] | None, typer.Option(help="May be given again.", show_default="0")] = None,
@@ -93,7 +97,7 @@ def bench(
 ) -> None:
     """Compare contestants on question files: tokens/s, speed-up over plain decoding, MAT, equality of texts.
 
-    talon bench --questions gsm8k.jsonl --methods none,pld,suffix --limit 10
+    talon bench --questions gsm8k.jsonl --methods none,pld,talon-suffix --limit 10
 
     talon bench --questions gsm8k.jsonl --questions sum.jsonl --concurrency 1,4,16 --repeats 3
     """

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 from rich.console import Console
 
-from engine.errors import TalonError
+from engine.errors import ConfigError, TalonError
 
 from .figures import BASELINE
 
@@ -40,6 +40,9 @@ async def start_each(
                 if name in started:
                     await started.pop(name).close()
                 console.print(f"left out: {name}: {error}")
+        others = [name for name in names if name != BASELINE]
+        if others and not any(name in started for name in others):
+            raise ConfigError(f"methods: none of {', '.join(others)} can be started here, see above")
     except BaseException:
         for one in started.values():
             await one.close()

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from drafters import speculators
 from engine.errors import DrafterMismatch, ModelError
+from engine.model.catalogue import suggestion
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
@@ -152,6 +153,7 @@ def find_folder(path: str, field: str) -> Path:
     except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError):
         raise ModelError(
             f'{field}={path}: no such directory, and not in the hub cache: check the path or run "hf download {path}"'
+            + suggestion(path)
         ) from None
 
 

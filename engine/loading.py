@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from engine.errors import ConfigError, ModelError
+from engine.model.catalogue import suggestion
 from engine.model_hub import hub_answers, is_hub_id, is_local
 
 # Workers that are threads load target and draft model at once; `transformers` was seen to leave tied weights out then.
@@ -51,10 +52,10 @@ def load_config(path: str) -> Any:
         if is_hub_id(path) and not hub_answers():
             raise ModelError(
                 f"model={path}: no such directory, not in the hub cache, and the hub cannot be reached: check the "
-                "network, or name a directory"
+                f"network, or name a directory{suggestion(path)}"
             ) from error
         raise ModelError(
-            f"model={path}: no such directory, and no model of that name can be reached on the hub"
+            f"model={path}: no such directory, and no model of that name can be reached on the hub{suggestion(path)}"
         ) from error
     if config.is_encoder_decoder:
         raise ModelError(f"model={path}: {config.model_type} is an encoder-decoder; use a decoder-only model")

@@ -154,6 +154,8 @@ def _converted(params: msgspec.Struct, prefix: str = "") -> dict[str, Any]:
     values = {}
     for field in _fields(type(params)):
         value = getattr(params, field.name)
+        if field.name == "stop" and isinstance(value, str):
+            value = (value,)
         try:
             values[field.name] = msgspec.convert(value.item() if hasattr(value, "item") else value, field.type)
         except (msgspec.ValidationError, TypeError) as error:

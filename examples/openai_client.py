@@ -21,7 +21,7 @@ print(answer.choices[0].message.content)
 print(answer.usage.completion_tokens, "tokens;", answer.metrics["speculative_decoding"])
 
 stream = client.chat.completions.create(
-    model=model, messages=[{"role": "user", "content": "Count to ten."}], max_tokens=60, stream=True
+    model=model, messages=[{"role": "user", "content": "Count to ten."}], max_tokens=60, temperature=0, stream=True
 )
 for chunk in stream:
     print(chunk.choices[0].delta.content or "", end="", flush=True)

@@ -16,6 +16,7 @@ body = {
     "model": model,
     "messages": [{"role": "user", "content": "Give three tips for staying healthy."}],
     "max_tokens": 80,
+    "temperature": 0,
     "stream": True,
     "stream_options": {"include_usage": True},
 }

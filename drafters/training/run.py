@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from engine.loading import eos_tokens, has_native_bfloat16
 from engine.model.resolve import resolve
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+_SAID_S = 60.0  # between two lines where no bar is shown
 RECIPES = Path(__file__).resolve().parents[2] / "configs" / "train"
 
 
@@ -54,7 +56,7 @@ def train(
     plan = Recipe.load(recipe or RECIPES / f"{method}.yaml", method, steps=steps, prompts=prompts)
     checkpoint = out / "training" / "state.pt"
     if resume and not checkpoint.is_file():
-        raise ConfigError(f"out={out}: holds no checkpoint to go on from: run without --resume")
+        console.print(f"{out} holds no checkpoint yet: the first step is next")
     folder = find_folder(resolve(target, "target"), "target")
     model, tokenizer = _load_target(folder, device)
     wanted_layers(plan, model)  # refused before hours of answering, not after
@@ -70,9 +72,10 @@ def train(
             features = StoredFeatures(kept / features_name(digest, examples), model, examples)
         vocabulary = draft_vocabulary(examples, plan.draft_vocab_size, model.config.get_text_config().vocab_size)
         trainer = Trainer(plan, model, build(plan, model, vocabulary), features)
-        if resume:
+        if resume and checkpoint.is_file():
             trainer.load(checkpoint)
-        task = progress.add_task("training", total=plan.steps, completed=trainer.step, figures="")
+        console.print(f"{len(trainer.training)} answers to train on, {len(trainer.held_out)} to measure on")
+        stage = _Stage(progress, "training", plan.steps, trainer.step)
 
         def judged(score: Score, best: bool) -> None:
             console.print(
@@ -85,13 +88,31 @@ def train(
         trainer.run(
             checkpoint,
             save_minutes * 60,
-            lambda step, score: progress.update(task, completed=step, figures=_figures(score)),
+            lambda step, score: stage(step, _figures(score)),
             judged,
         )
     trainer.averaged.load_state_dict(trainer.best_state)
     score: Score = trainer.evaluate()
     console.print(acceptance_table(method, score))
+    made = f"the head is in {out}: talon generate PROMPT --method {method} --set drafter.path={out}"
+    console.print(made, soft_wrap=True)
     return score
+
+
+class _Stage:
+    """How far a stage is: a bar on a terminal, a line a minute elsewhere."""
+
+    def __init__(self, progress: Progress, name: str, total: int, done: int = 0):
+        self._progress, self._name, self._total = progress, name, total
+        self._task = progress.add_task(name, total=total, completed=done, figures="")
+        self._said_s = time.monotonic()
+
+    def __call__(self, done: int, figures: str = "") -> None:
+        self._progress.update(self._task, completed=done, figures=figures)
+        console, now_s = self._progress.console, time.monotonic()
+        if not console.is_terminal and now_s - self._said_s > _SAID_S:
+            self._said_s = now_s
+            console.print(f"{self._name}: {done} of {self._total}  {figures}".rstrip(), soft_wrap=True)
 
 
 def _keep_freed_memory() -> None:
@@ -111,9 +132,8 @@ def _examples(
     asked = [question.prompt for question in questions if question.answer is None]
     answered: list[Example] = []
     if asked:
-        task = progress.add_task("answering", total=len(asked), figures="")
         stop, cache = eos_tokens(model.generation_config), kept / cache_name(digest, asked, plan)
-        answered = answer(model, asked, stop, plan, cache, lambda done: progress.update(task, completed=done))
+        answered = answer(model, asked, stop, plan, cache, _Stage(progress, "answering", len(asked)))
     fresh = iter(answered)
     examples = [
         next(fresh) if question.answer is None else Example(question.prompt + question.answer, len(question.prompt))

@@ -77,3 +77,9 @@ def find(name: str) -> KnownModel:
         near = difflib.get_close_matches(name, CATALOGUE, n=1, cutoff=0)[0]
         raise ModelError(f"model={name}: not in the catalogue; did you mean {near}? known: {', '.join(CATALOGUE)}")
     return CATALOGUE[name]
+
+
+def suggestion(name: str) -> str:
+    """What to add to an error that says there is no model of that name."""
+    near = difflib.get_close_matches(name, CATALOGUE, n=1)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -249,6 +249,14 @@ def test_a_contestant_that_cannot_start_is_left_out_with_a_line(tiny: str, quest
     assert "left out: eagle3" in done.stderr
 
 
+def test_where_no_contestant_can_start_nothing_is_measured(tiny: str, questions: str, tmp_path: Path) -> None:
+    done = talon(
+        "bench", "--questions", questions, "--methods", "eagle3", "--heads", str(tmp_path), "--out", str(tmp_path),
+        "--set", f"model={tiny}", "--set", "transport=inproc",
+    )  # fmt: skip
+    assert done.returncode == 2 and "none of eagle3 can be started here" in done.stderr
+
+
 def test_a_trace_is_drawn(tiny: str, tmp_path: Path) -> None:
     trace, picture = tmp_path / "trace.json", tmp_path / "lanes.png"
     options = ["--set", f"model={tiny}", "--set", "transport=inproc", "--set", "verifier.simulated_latency_ms=1"]

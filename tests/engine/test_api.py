@@ -273,7 +273,7 @@ async def test_a_full_queue_waits_by_default(tiny: str, tiny_draft: str) -> None
         ("hi", {"top_k": -1}, "top_k=-1"),
         ("hi", {"max_tokens": 0}, "max_tokens=0"),
         ("hi", {"max_tokens": "many"}, "max_tokens='many'"),
-        ("hi", {"stop": "end"}, "stop='end': expected a list"),
+        ("hi", {"stop": 5}, "stop=5: expected a list"),
         ("hi", {"min_tokens": 9, "max_tokens": 8}, "min_tokens=9"),
         ("hi", {"stop": ("",)}, "stop="),
         ("hi", {"repetition_penalty": 0.0}, "repetition_penalty=0.0"),

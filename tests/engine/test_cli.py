@@ -70,7 +70,10 @@ def test_an_answer_that_cannot_be_printed_is_one_line(tiny: str) -> None:
 WRONG = [
     ["--method", "nope", "--set", "model=/nowhere"],
     ["--method", "hybrid", "--set", "drafter.path=/nowhere/{method}"],
-    ["--method", "eagle3"],
+    ["--method", "eagle3", "--set", "drafter.path=null"],
+    ["--method", "datastore"],
+    ["--set", "drafter.answers=/nowhere"],
+    ["--regex", "("],
     ["--set", "drafter.bugdet=3"],
     ["--set", "model=/nowhere"],
     ["--method", "eagle3", "--set", "drafter.path=/nowhere"],

@@ -40,6 +40,10 @@ def test_what_a_request_says_goes_before_what_the_model_says() -> None:
     assert (asked.temperature, asked.seed) == (0.0, 4)
 
 
+def test_one_stop_text_may_stand_by_itself() -> None:
+    assert SamplingParams(stop="end").validate().stop == ("end",)  # type: ignore[arg-type]
+
+
 def test_a_value_that_makes_no_sense_is_refused_with_the_file_it_is_in() -> None:
     with pytest.raises(ModelError, match=r"^model=m: generation_config\.json: repetition_penalty=-1\.0: use"):
         own_defaults(GenerationConfig(repetition_penalty=-1.0), "m")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -461,15 +462,25 @@ def test_a_target_without_the_wanted_layers_is_refused_before_work_starts(
     assert not (tmp_path / "answers").exists()
 
 
-def test_resuming_needs_a_checkpoint_of_the_same_recipe(
+def test_resuming_before_the_first_checkpoint_begins_and_needs_the_same_recipe_after_it(
     chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path
 ) -> None:
     out = tmp_path / "head"
-    with pytest.raises(ConfigError, match="no checkpoint"):
-        train("medusa", str(chatty), data, out, recipe("medusa"), resume=True)
-    train("medusa", str(chatty), data, out, recipe("medusa"))
+    said = Console(record=True, width=200)
+    train("medusa", str(chatty), data, out, recipe("medusa"), resume=True, console=said)
+    assert "holds no checkpoint yet" in said.export_text() and (out / "training" / "state.pt").is_file()
     with pytest.raises(ConfigError, match="another recipe"):
         train("medusa", str(chatty), data, out, recipe("medusa", lr=0.5), resume=True)
+
+
+def test_without_a_terminal_stages_say_how_far_they_are(
+    chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drafters.training.run._SAID_S", 0.0)
+    said = Console(record=True, width=200, force_terminal=False)
+    train("medusa", str(chatty), data, tmp_path / "head", recipe("medusa"), console=said)
+    text = said.export_text()
+    assert "answering: " in text and "training: 1 of " in text and "--method medusa --set drafter.path=" in text
 
 
 def test_a_wrong_recipe_is_refused_by_key(recipe: Callable[..., Path]) -> None:

