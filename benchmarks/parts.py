@@ -36,7 +36,7 @@ def multiplied(target: Target) -> int:
     """Numbers in the matrices that every row of a forward is multiplied with."""
     forward = target._forward
     if isinstance(forward, LeanDecoder):
-        products = [p for layer in forward.layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        products = [product for layer in forward.layers for product in layer.products]
         return sum(product.inputs * product.outputs for product in [*products, forward.head])
     numbers = 0
     for module in target.model.modules():

@@ -87,9 +87,16 @@ class FrontEndLine:
             names = ", ".join(ignored)
             print(f"talon: model={target.name}: of generation_config.json not applied: {names}", file=sys.stderr)
         defaults = own_defaults(own, target.name)
-        self.line.send(
-            Ready(vocab_size=target.vocab_size, context=target.context, inexact=target.inexact, defaults=defaults)
+        pool = target.pool
+        ready = Ready(
+            vocab_size=target.vocab_size,
+            context=target.context,
+            inexact=target.inexact,
+            defaults=defaults,
+            weight_bytes=target.weight_bytes,
+            kv_bytes=0 if pool is None else pool.blocks * pool.shape.block_bytes,
         )
+        self.line.send(ready)
 
     def tell(self, conclusion: Conclusion, forward_ns: int, busy_ns: int, now_ns: int) -> None:
         """forward_ns: of this round's forward; busy_ns: of all so far."""

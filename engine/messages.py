@@ -53,13 +53,16 @@ class Ready(Message, frozen=True, kw_only=True):
     """The worker has loaded. The target's facts are the verifier's to tell, and left out by a drafter.
 
     defaults: what the target's files say of sampling (`own_defaults`). inexact: why a token's logits may depend on what
-    stands beside it in the forward, "" where they do not.
+    stands beside it in the forward, "" where they do not. weight_bytes, kv_bytes: of memory, for the weights as they
+    are laid out and at most for keys and values, 0 where these are not pooled.
     """
 
     vocab_size: int = 0
     context: int = 0
     defaults: SamplingParams = SamplingParams()
     inexact: str = ""
+    weight_bytes: int = 0
+    kv_bytes: int = 0
 
     @property
     def exact(self) -> bool:

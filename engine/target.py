@@ -23,7 +23,7 @@ from engine.model.attention import has_tiles
 from engine.model.decoder import LeanDecoder, OtherStructure
 from engine.model.kv_pool import KVCache, KVPool, KVShape
 from engine.model.masked import MaskedForward, refusal
-from engine.model.packed_linear import can_multiply, pack_linears
+from engine.model.packed_linear import PackedLinear, can_multiply, pack_linears
 from engine.model.pointwise import PointwiseOperations
 from engine.model.quantised import Quantised
 from engine.model.quantised_file import read_quantised
@@ -87,6 +87,15 @@ class Target:
     def accelerated(self) -> bool:
         """Whether the forward with exact attention is that of `engine.model.cuda_forward`."""
         return bool(self.device.type == "cuda")
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of memory that the weights take as they are laid out."""
+        if isinstance(self._forward, LeanDecoder):
+            return self._forward.weight_bytes
+        packed = (module.product.bytes for module in self.model.modules() if isinstance(module, PackedLinear))
+        others: int = sum(weight.nbytes for weight in self.model.parameters())
+        return others + sum(packed)
 
     def new_cache(self, capacity: int) -> Any:
         """An empty cache for one request, with room for `capacity` positions, tree nodes included.

@@ -54,6 +54,10 @@ class _Layer:
             (self.query_norm, _), (self.key_norm, _) = _scale(attention.q_norm), _scale(attention.k_norm)
         self.inner = self.gate_up.outputs // 2
 
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return self.qkv, self.out, self.gate_up, self.down
+
 
 class LeanDecoder:
     """Runs batches. rules: what each layer asks of attention, as the stock forward handed it over.
@@ -83,8 +87,15 @@ class LeanDecoder:
     @property
     def exact(self) -> bool:
         """Whether the products' results are row by row the same bits."""
-        layers = ((layer.qkv, layer.out, layer.gate_up, layer.down) for layer in self.layers)
+        layers = (layer.products for layer in self.layers)
         return all(product.rows is not None for products in (*layers, (self.head,)) for product in products)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of memory, for the embedding and all matrices."""
+        layers = [product for layer in self.layers for product in layer.products]
+        embedding: int = self.embedding.nbytes
+        return embedding + sum(product.bytes for product in [*layers, self.head])
 
     def __call__(self, batch: Batch, feature_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
         """Logits of the chosen rows, [chosen, vocab], and features [rows, layers, hidden] if layers are asked."""

@@ -111,6 +111,12 @@ class Matmul:
             self._weights = full[order].view(panels, LANES, steps, STEP // 2, 2).permute(0, 2, 3, 1, 4).contiguous()
 
     @property
+    def bytes(self) -> int:
+        """Of memory that the matrix takes."""
+        taken: int = self._weights.nbytes
+        return taken
+
+    @property
     def padded(self) -> int:
         """Inputs of a row of x as the kernel reads it."""
         return -(-self.inputs // STEP) * STEP

@@ -82,6 +82,7 @@ class Product:
     ):
         self.bias = bias
         self.outputs, self.inputs = weight.shape
+        self._itemsize = weight.itemsize
         multiplies = can_multiply(weight)
         self.gated = gated and multiplies and self.outputs % (2 * LANES) == 0
         self.matmul = Matmul(weight, bias, self.gated, quantised=quantised) if multiplies else None
@@ -93,6 +94,11 @@ class Product:
     def stock(self) -> bool:
         """Whether this is just what `nn.Linear` does."""
         return self.matmul is None and self.packed is None
+
+    @property
+    def bytes(self) -> int:
+        """Of memory that the matrix takes."""
+        return self.outputs * self.inputs * self._itemsize if self.matmul is None else self.matmul.bytes
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.matmul is not None:

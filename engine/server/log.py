@@ -8,6 +8,8 @@ import logging
 import sys
 from typing import Any
 
+from engine.messages import Ready
+
 _LOGGER = "talon.server"
 
 
@@ -34,9 +36,10 @@ class Log:
         """A request has been answered."""
         self._logger.info("request", extra={"fields": fields})
 
-    def started(self, url: str, model: str) -> None:
+    def started(self, url: str, model: str, target: Ready) -> None:
         """Requests are taken from now on."""
-        self._logger.info("serving", extra={"fields": {"url": url, "model": model}})
+        megabytes = {"weights_mb": target.weight_bytes // 10**6, "kv_mb": target.kv_bytes // 10**6}
+        self._logger.info("serving", extra={"fields": {"url": url, "model": model} | megabytes})
 
     def warn(self, text: str) -> None:
         """Something that whoever runs the server should know."""

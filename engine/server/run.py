@@ -94,7 +94,7 @@ class _Server(uvicorn.Server):
         shown = f"[{host}]" if ":" in host else host
         url = f"{'https' if self.config.is_ssl else 'http'}://{shown}:{port}"
         settings = self.serving.settings
-        self.serving.log.started(url, settings.model)
+        self.serving.log.started(url, settings.model, self.serving.engine.target)
         if host not in _LOOPBACK and not settings.api_keys:
             self.serving.log.warn("no API keys: whoever reaches this address may use it; see --api-keys")
 

@@ -11,7 +11,16 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BloomConfig, GPTNeoConfig, LlamaConfig, MambaConfig, Phi3Config, T5Config
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    GPTNeoConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MambaConfig,
+    Phi3Config,
+    T5Config,
+)
 
 from engine.errors import ConfigError, ModelError
 from engine.loading import has_native_bfloat16
@@ -217,6 +226,14 @@ def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="nowhere"):
         Target.load(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("family", [LlamaConfig, GPTNeoXConfig], ids=["lean", "stock"])
+def test_the_memory_of_weights_is_known(family: Any) -> None:
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = AutoModelForCausalLM.from_config(family(vocab_size=256, **small)).to(torch.bfloat16)
+    whole = sum(weight.nbytes for weight in model.parameters())
+    assert 0.9 * whole < Target(model, "tiny").weight_bytes < 1.3 * whole  # laid out in tiles
 
 
 def test_a_directory_without_weights_is_named(tmp_path: Path) -> None:

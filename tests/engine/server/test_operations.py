@@ -63,6 +63,11 @@ def test_the_log_has_figures_and_no_prompts(server: ServerProcess) -> None:
     assert "swordfish" not in "".join(server.raw) and answer.json()["choices"][0]["text"] not in line.values()
 
 
+def test_metrics_say_what_memory_weights_and_keys_may_take(server: ServerProcess) -> None:
+    assert metric(server, "talon:weight_bytes") > 0
+    assert metric(server, "talon:kv_bytes") >= metric(server, "talon:kv_blocks")
+
+
 def test_metrics_count_under_vllms_names(server: ServerProcess) -> None:
     names = ("prompt_tokens", "generation_tokens", "spec_decode_num_drafts", "spec_decode_num_draft_tokens")
     before = {name: metric(server, f"vllm:{name}_total") for name in names}
