@@ -231,6 +231,27 @@ def test_logits_that_are_no_numbers_end_the_request_they_are_for_and_no_other() 
     assert [*stage.verifier.requests] == [good] and stage.tokens(2) == [51, 52]
 
 
+@pytest.mark.parametrize(("method", "heard_before"), [("pld", 1), ("sps", 0)])
+def test_what_drafts_for_one_after_the_other_hears_of_one_before_the_next_tree_is_walked_down(
+    method: str, heard_before: int
+) -> None:
+    stage = Stage(Hello(), method=method)
+    requests = [stage.submit(number, [10 * number]) for number in (1, 2)]
+    stage.step()
+    for request in requests:
+        stage.draft(request, TokenTree.root_only(request.text[-1]))
+    stage.verdicts()  # of the prompts
+    sampler, heard = requests[1].sampler, []
+
+    def draw(choice: Any, own: Any = sampler.draw) -> int:
+        heard.append(len(stage.drafts.sent))
+        return own(choice)
+
+    sampler.draw = draw  # type: ignore[method-assign]
+    stage.step()
+    assert heard == [heard_before] and len(stage.verdicts()) == 2
+
+
 def test_told_to_stop_it_stops() -> None:
     stage = Stage()
     stage.control.inbox.append((Stop(), []))
