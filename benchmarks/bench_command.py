@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -138,8 +139,10 @@ def bench(
     async def measure(names: list[str], settings: Config, samplings: list[SamplingParams]) -> int:
         from .bench import Single, gathered, run_bench, summary
 
-        with tempfile.TemporaryDirectory(prefix="talon-calibration-") as folder:
-            kept = Path(folder) if calibration else None
+        with ExitStack() as made:
+            kept = None
+            if calibration:
+                kept = Path(made.enter_context(tempfile.TemporaryDirectory(prefix="talon-calibration-")))
             what = Single(question_files(questions), limit, samplings, repeats, minutes)
             rows = await run_bench(settings, names, what, out, heads, console, kept)
             if kept is not None:
