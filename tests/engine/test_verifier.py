@@ -252,6 +252,22 @@ def test_what_drafts_for_one_after_the_other_hears_of_one_before_the_next_tree_i
     assert heard == [heard_before] and len(stage.verdicts()) == 2
 
 
+def test_a_tree_that_was_there_before_its_verdict_is_a_hit_and_no_other_is() -> None:
+    stage = Stage(Hello())
+    request = stage.submit(1, [10])
+    stage.step()
+    stage.draft(request, TokenTree.chain(11, [12], [0.9]), number=1)
+    ahead = Draft(request=1, round=2, draft=2, parent=1, node=1, token=13, draft_us=0)  # for what is about to come true
+    tree = TokenTree.root_only(13)
+    stage.drafts.inbox.append((DRAFTER, ahead, [tree.tokens, tree.parents, tree.confidence, tree.source]))
+    stage.verifier._receive()
+    for _ in range(3):
+        stage.step()
+    told = [parts[0] for parts in stage.control.sent if isinstance(parts[0], Tokens)]
+    assert [message.hit for message in told] == [False, False, True, False]
+    assert stage.tokens(1) == [11, 12, 13, 14, 15]
+
+
 def test_told_to_stop_it_stops() -> None:
     stage = Stage()
     stage.control.inbox.append((Stop(), []))
