@@ -66,6 +66,14 @@ class DrafterConfig(_Section):
     calibration: str | None = None
     passages: int = Field(8, ge=1, le=64)
     standby: bool = True
+    growth: GrowthConfig = GrowthConfig()
+    shared_noise: bool = True
+    path: str | None = AUTO
+    threads: int | None = Field(None, ge=1)
+    length: int | None = Field(None, ge=1, le=64)
+    branches: Annotated[tuple[Annotated[int, Field(ge=1, le=64)], ...], Field(max_length=64)] = ()
+    max_ngram: int = Field(3, ge=1)
+    min_ngram: int = Field(1, ge=1)
 
     @property
     def answers_folder(self) -> str | None:
@@ -75,15 +83,6 @@ class DrafterConfig(_Section):
     def weights(self, method: str) -> str | None:
         """Where the weights of that head or draft model are; None if nobody says, or while `auto` is not resolved."""
         return None if self.path is None or self.path == AUTO else self.path.replace("{method}", method)
-
-    growth: GrowthConfig = GrowthConfig()
-    shared_noise: bool = True
-    path: str | None = AUTO
-    threads: int | None = Field(None, ge=1)
-    length: int | None = Field(None, ge=1, le=64)
-    branches: Annotated[tuple[Annotated[int, Field(ge=1, le=64)], ...], Field(max_length=64)] = ()
-    max_ngram: int = Field(3, ge=1)
-    min_ngram: int = Field(1, ge=1)
 
     @model_validator(mode="after")
     def _ngrams_descend(self) -> DrafterConfig:

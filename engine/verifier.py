@@ -143,17 +143,16 @@ class Verifier:
         """What becomes of the requests, told as soon as it is known: one is drafted for while the next tree is walked
         down. But a model drafts for all of them in one forward, and hears of all at once.
         """
-        concluded: list[Conclusion] = []
         if self.drafts_each:
-            alone = self._go_alone(sum(request.drafted for request in plan.decoding))
-            for conclusion in conclusions:
-                self._tell_of(conclusion, len(plan.members), alone)
-                concluded.append(conclusion)
-            return concluded
-        concluded = [*conclusions]
-        alone = self._go_alone(sum(one.request.drafted and not one.request.hit for one in concluded))
-        for conclusion in concluded:
-            self._tell_of(conclusion, len(concluded), alone)
+            requests, missing = len(plan.members), sum(request.drafted for request in plan.decoding)
+        else:
+            conclusions = [*conclusions]
+            requests = len(conclusions)
+            missing = sum(one.request.drafted and not one.request.hit for one in conclusions)
+        alone, concluded = self._go_alone(missing), []
+        for conclusion in conclusions:
+            self._tell_of(conclusion, requests, alone)
+            concluded.append(conclusion)
         return concluded
 
     def _go_alone(self, missing: int) -> bool:

@@ -118,7 +118,9 @@ class LeanDecoder:
             logits = steps.run_to_logits(wanted)
         if last in kept:
             features[:, kept.index(last)] = steps.x[:rows]
-        return logits, features[:, [kept.index(layer) for layer in feature_layers]] if kept else None
+        if len(kept) < len(feature_layers):
+            features = features[:, [kept.index(layer) for layer in feature_layers]]
+        return logits, features if kept else None
 
     def _check_sizes(self, pool: KVPool) -> None:
         shape, layer = pool.shape, self.layers[0]
