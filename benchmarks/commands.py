@@ -16,7 +16,7 @@ from engine.errors import ConfigError
 from engine.sampling import SamplingParams
 
 from .differences import tell_qa_differences
-from .options import AgainstOption, HeadsOption, MinutesOption, QuestionsOption, names_in, question_files
+from .options import AgainstOption, HeadsOption, MinutesOption, QuestionsOption, names_in, numbers_in, question_files
 from .out_folder import compare_runs, results_in, write_report
 
 
@@ -37,33 +37,56 @@ def report(
 
 def check(
     questions: QuestionsOption = None,
-    methods: Annotated[str, typer.Option(help="Comma-separated: none, pld, suffix, sps.")] = "none,pld,suffix",
+    methods: Annotated[str, typer.Option(help="Comma-separated: none, pld, suffix, sps; as they are served.")] = (
+        "none,pld,suffix"
+    ),
+    modes: Annotated[str, typer.Option(help="Comma-separated: sequential, async.")] = "sequential",
     transports: Annotated[str, typer.Option(help="Comma-separated: inproc (threads), ipc (processes).")] = "inproc,ipc",
+    threads: Annotated[
+        str | None, typer.Option(help="Comma-separated: threads of the verifier, 1,2.", show_default="as configured")
+    ] = None,
+    at_once: Annotated[int, typer.Option(help="Requests under way; plain decoding has one.", min=1)] = 1,
     limit: Annotated[int | None, typer.Option(help="Questions per file.", show_default="all", min=1)] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
     temperature: Annotated[
-        float, typer.Option(help="At 0, plain decoding is also compared with transformers in float32.")
-    ] = 0.0,
+        list[float] | None,
+        typer.Option(
+            help="May be given again. At 0, plain decoding is also compared with transformers in float32.",
+            show_default="0",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    log: Annotated[
+        Path | None, typer.Option(help="File for what was compared. A check that was ended goes on from there.")
+    ] = None,
     config: ConfigOption = configuration.DEMO,
     set_: SetOption = None,
 ) -> None:
-    """Show that every method and transport gives the text of plain decoding; exit code 1 if one does not."""
+    """Show that every method, mode, transport and number of threads gives the text of plain decoding; exit code 1 if
+    one does not."""
     console = Console(stderr=True)
 
     async def main() -> int:
-        from .equality import report, run_check
+        from .check import Grid, run_check
+        from .equality import errors, table
 
         settings = configuration.load(config, overrides(set_))
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed).validate()
-        comparisons = await run_check(
-            settings, names_in(methods), names_in(transports), question_files(questions), limit, sampling, console
+        counts: list[int | None] = [int(n) for n in numbers_in("threads", threads, whole=True)]
+        temperatures = list(dict.fromkeys(temperature or [0.0]))
+        samplings = [SamplingParams(max_tokens=max_tokens, temperature=t, seed=seed).validate() for t in temperatures]
+        grid = Grid(
+            names_in(methods),
+            names_in(modes),
+            names_in(transports),
+            counts or [settings.verifier.threads],
+            temperatures,
+            at_once,
         )
-        table, errors = report(comparisons)
-        Console().print(table.rich())
-        for error in errors:
+        comparisons = await run_check(settings, grid, question_files(questions), limit, samplings[0], log, console)
+        Console().print(table(comparisons).rich())
+        for error in (wrong := errors(comparisons)):
             console.print(f"different text: {error}", markup=False, soft_wrap=True)
-        return len(errors)
+        return len(wrong)
 
     if run(main()):
         raise typer.Exit(1)

@@ -23,12 +23,12 @@ from engine.errors import TalonError
 from engine.sampling import SamplingParams
 
 from .bench import Single, run_bench, summary
-from .contestants import CONTESTANTS
+from .check import Grid, run_check
 from .costs import LLAMA_8B, TOY, cost_table, time_drafting, time_verification
 from .differences import tell_differences, tell_load_differences
-from .equality import report, run_check
+from .equality import errors, table
 from .figures import BASELINE
-from .load import Load, run_load
+from .load import Load, run_load, settings_of
 from .load_figures import level_table, levels
 from .options import HeadsOption, names_in
 from .out_folder import write_report
@@ -99,15 +99,16 @@ async def _check(
     here = [BASELINE]
     for name in names:
         try:
-            requirements.check(configuration.load(config, CONTESTANTS[name]))
+            requirements.check(settings_of(name, config))
             here.append(name)
         except TalonError as error:
             console.print(f"left out: {name}: {error}")
-    comparisons = await run_check(config, here, ["inproc"], files, _CHECKED, sampling, console)
-    table, errors = report(comparisons)
-    console.print(table.rich(), *errors)
-    (out / "check.txt").write_text(table.markdown() + "\n" + "\n".join(errors), encoding="utf8")
-    return len(errors)
+    grid = Grid(here, ["sequential", "async"], ["inproc"], [config.verifier.threads], [sampling.temperature])
+    comparisons = await run_check(config, grid, files, _CHECKED, sampling, None, console)
+    shown, wrong = table(comparisons), errors(comparisons)
+    console.print(shown.rich(), *wrong)
+    (out / "check.txt").write_text(shown.markdown() + "\n" + "\n".join(wrong), encoding="utf8")
+    return len(wrong)
 
 
 async def _measure(

@@ -37,7 +37,7 @@ def test_a_checkpoint_is_checked_measured_and_reported(tiny: str, questions: Pat
     )  # fmt: skip
     assert code == 0, told
     assert "left out: eagle3" in told
-    assert "| inproc | pld | none | questions | 2 |" in (out / "check.txt").read_text()
+    assert "| pld | async | inproc | auto | none | 0 | 2 |" in (out / "check.txt").read_text()
     rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     assert {(row["method"], row["temperature"]) for row in rows} == {
         ("none", 0.0), ("none", 1.0), ("pld", 0.0), ("pld", 1.0)

@@ -1,0 +1,212 @@
+"""`talon check`: is the text of every method, mode, transport and number of threads that of plain decoding, on your
+model and your prompts?
+
+Plain decoding answers one request at a time; the others so many at once as asked for. Every engine answers everything
+at every temperature, then makes room for the next: memory stays flat.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress
+
+from engine.api import Engine
+from engine.config import Config, load
+from engine.errors import ConfigError
+from engine.json_lines import BadLine, json_lines
+from engine.model.resolve import resolved
+from engine.sampling import SamplingParams
+from engine.tasks import keep_under_way
+from engine.text import encode_text, load_tokenizer
+
+from .bench import progress_bar
+from .equality import Comparison, Different, Setting
+from .figures import BASELINE, Difference
+from .load import settings_of
+from .questions import Question, read_questions
+from .ties import TIE, Referee, score_gap
+
+TRANSFORMERS = "transformers"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is compared: every combination. at_once: requests under way in an engine."""
+
+    methods: Sequence[str]
+    modes: Sequence[str]
+    transports: Sequence[str]
+    threads: Sequence[int | None]
+    temperatures: Sequence[float]
+    at_once: int = 1
+
+    def settings(self) -> list[Setting]:
+        """Plain decoding has no drafter to run in turns or ahead: it counts in one mode."""
+        some = itertools.product(self.methods, self.modes, self.transports, self.threads)
+        return [one for one in itertools.starmap(Setting, some) if one.method != BASELINE or one.mode == self.modes[0]]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question and its prompt."""
+
+    suite: str
+    question_id: str
+    prompt: list[int]
+
+
+Texts = list[list[int]]
+"""Of every question, in order."""
+
+
+class Log:
+    """Comparisons that were made, kept in a file as they come; what it holds is not made again."""
+
+    def __init__(self, path: Path | None, about: dict[str, Any]):
+        """about: what the comparisons are of. ConfigError if the file is of something else."""
+        self.path, self.done = path, list[Comparison]()
+        if path is None:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a+b") as file:
+                if not file.tell():
+                    file.write(msgspec.json.encode(about) + b"\n")
+                file.seek(0)
+                if msgspec.json.decode(file.readline()) != about:
+                    raise BadLine(1, "is of another model, other questions or another sampling")
+                self.done = [row for _, row in json_lines(file, Comparison)]
+        except (BadLine, msgspec.DecodeError) as error:
+            raise ConfigError(f"log={path}: cannot be gone on with ({error}); name another file") from None
+        except OSError as error:
+            raise ConfigError(f"log={path}: cannot be written: {error.strerror or error}; name another file") from None
+
+    def has(self, reference: str, setting: Setting | None = None) -> bool:
+        return any(one.reference == reference and setting in (None, one.setting) for one in self.done)
+
+    def add(self, comparisons: Sequence[Comparison]) -> None:
+        self.done += comparisons
+        if self.path is not None:
+            with self.path.open("ab") as file:
+                file.write(b"".join(msgspec.json.encode(one) + b"\n" for one in comparisons))
+
+
+class Check:
+    """One check under way. The float32 model is loaded when there is a gap to look at, and not before."""
+
+    def __init__(self, config: Config, asked: Sequence[Asked], sampling: SamplingParams, grid: Grid):
+        self.config, self.asked, self.grid = config, asked, grid
+        self.samplings = {t: msgspec.structs.replace(sampling, temperature=t) for t in grid.temperatures}
+        self.tokenizer, self.referee = load_tokenizer(config.model), Referee(config)
+        self.plain: dict[float, Texts] = {}
+        self.exact = True
+
+    async def read_plain(self, progress: Progress) -> None:
+        """Plain decoding's texts, one request at a time."""
+        self.plain = await self._texts(settings_of(BASELINE, self.config), 1, "plain decoding", progress)
+
+    async def compare(self, setting: Setting, progress: Progress) -> list[Comparison]:
+        """A setting's texts with plain decoding's, for each temperature."""
+        keys = {"mode": setting.mode, "transport": setting.transport, "verifier.threads": setting.threads}
+        config = load(settings_of(setting.method, self.config), keys)
+        texts = await self._texts(config, self.grid.at_once, str(setting), progress)
+        tie = 0.0 if self.exact else TIE[self.referee.dtype]
+        return [self._compared(Comparison(setting, t, BASELINE, tie), texts[t], self.plain[t]) for t in texts]
+
+    async def compare_with_transformers(self, progress: Progress) -> Comparison:
+        """Plain decoding's greedy texts with those of transformers' generate in float32."""
+        from .peers import TransformersContestant
+
+        task = progress.add_task(TRANSFORMERS, total=len(self.asked))
+        stock = await TransformersContestant.start(load(self.config, {"dtype": "float32"}))
+        texts: Texts = []
+        try:
+            for one in self.asked:
+                texts.append((await stock.answer(one.prompt, self.samplings[0.0])).token_ids)
+                progress.advance(task)
+        finally:
+            await stock.close()
+        setting = Setting(BASELINE, self.config.mode, self.config.transport, self.config.verifier.threads)
+        blank = Comparison(setting, 0.0, TRANSFORMERS, TIE[self.referee.dtype])
+        return self._compared(blank, self.plain[0.0], texts)
+
+    async def _texts(self, config: Config, at_once: int, name: str, progress: Progress) -> dict[float, Texts]:
+        task = progress.add_task(name, total=len(self.asked) * len(self.samplings))
+        texts: dict[float, Texts] = {t: [[]] * len(self.asked) for t in self.samplings}
+        async with await Engine.start(config) as engine:
+
+            async def answer(one: tuple[float, int]) -> None:
+                temperature, index = one
+                result = await engine.generate(self.asked[index].prompt, self.samplings[temperature])
+                texts[temperature][index] = result.token_ids
+                self.exact &= result.metrics.exact
+                progress.advance(task)
+
+            await keep_under_way(at_once, itertools.product(texts, range(len(self.asked))), answer)
+        return texts
+
+    def _compared(self, blank: Comparison, texts: Texts, wanted: Texts) -> Comparison:
+        for one, text, other in zip(self.asked, texts, wanted, strict=True):
+            difference = Difference.between(text, other)
+            if difference is None:
+                blank.equal += 1
+                continue
+            gap = None
+            if blank.tie:
+                gap = score_gap(self.referee.judge, one.prompt, text, other, self.samplings[blank.temperature])
+            words = ", ".join(self._word(token) for token in (difference.token, difference.expected))
+            blank.different.append(Different(one.suite, one.question_id, difference, words, gap))
+        return blank
+
+    def _word(self, token: int | None) -> str:
+        return "nothing" if token is None else repr(self.tokenizer.decode([token]))
+
+
+async def run_check(
+    config: Config,
+    grid: Grid,
+    files: Sequence[Path],
+    limit: int | None,
+    sampling: SamplingParams,
+    log: Path | None,
+    console: Console,
+) -> list[Comparison]:
+    """Compare every setting on every question. log: a file that keeps the comparisons of an earlier, ended run."""
+    questions = {file.stem: read_questions(file, limit) for file in files}
+    for setting in grid.settings():  # before anything is answered
+        load(settings_of(setting.method, config), {"mode": setting.mode, "transport": setting.transport})
+    config = resolved(config)
+    kept = Log(log, _about(config, questions, sampling, grid))
+    check = Check(config, _asked(config, questions), sampling, grid)
+    with progress_bar(console) as progress:
+        await check.read_plain(progress)
+        if 0.0 in grid.temperatures and not kept.has(TRANSFORMERS):
+            kept.add([await check.compare_with_transformers(progress)])
+        for setting in grid.settings():
+            if not kept.has(BASELINE, setting):
+                kept.add(await check.compare(setting, progress))
+    return kept.done
+
+
+def _asked(config: Config, questions: dict[str, list[Question]]) -> list[Asked]:
+    tokenizer = load_tokenizer(config.model)
+    return [
+        Asked(suite, question.question_id, encode_text(tokenizer, question.prompt))
+        for suite, some in questions.items()
+        for question in some
+    ]
+
+
+def _about(
+    config: Config, questions: dict[str, list[Question]], sampling: SamplingParams, grid: Grid
+) -> dict[str, Any]:
+    ids = {suite: [question.question_id for question in some] for suite, some in questions.items()}
+    sampled = {"temperatures": list(grid.temperatures), "max_tokens": sampling.max_tokens, "seed": sampling.seed}
+    return {"model": config.model, "dtype": config.dtype, "questions": ids, **sampled}

@@ -1,0 +1,92 @@
+"""`talon check`: which settings are compared, what counts as different, and how an ended check goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from benchmarks.check import Asked, Check, Grid, Log, run_check
+from benchmarks.equality import Comparison, Setting, errors, table
+from engine.config import Config, load
+from engine.errors import ConfigError
+from engine.sampling import SamplingParams
+
+SAMPLING = SamplingParams(max_tokens=8, seed=3)
+PLD = Setting("pld", "sequential", "inproc", 1)
+
+
+@pytest.fixture
+def config(tiny: str) -> Config:
+    return load({"model": tiny}, {"transport": "inproc", "verifier.threads": 1})
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    file = tmp_path / "count.jsonl"
+    rows = [{"question_id": i, "category": "count", "turns": [f"count {i} and {i} and {i}"]} for i in range(3)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_plain_decoding_counts_in_one_mode() -> None:
+    grid = Grid(["none", "pld"], ["sequential", "async"], ["inproc", "ipc"], [1, 2], [0.0])
+    settings = grid.settings()
+    assert len(settings) == len(set(settings)) == 4 + 8
+    assert {one.mode for one in settings if one.method == "none"} == {"sequential"}
+
+
+async def test_every_setting_answers_everything_at_every_temperature(config: Config, questions: Path) -> None:
+    grid = Grid(["none", "pld"], ["sequential", "async"], ["inproc"], [1], [0.0, 1.0], at_once=3)
+    done = await run_check(config, grid, [questions], None, SAMPLING, None, Console(quiet=True))
+    ours = [one for one in done if one.reference == "none"]
+    assert {(one.setting, one.temperature) for one in ours} == {(s, t) for s in grid.settings() for t in (0.0, 1.0)}
+    assert all((one.equal, one.different, one.tie) == (3, [], 0.0) for one in ours)
+    (stock,) = (one for one in done if one.reference == "transformers")
+    assert (stock.temperature, stock.equal) == (0.0, 3)
+
+
+async def test_a_text_that_differs_is_an_error_with_its_place_and_both_tokens(config: Config) -> None:
+    check = Check(config, [Asked("count", "7", [5, 6, 7])], SAMPLING, Grid(["pld"], [], [], [], [0.0]))
+    compared = check._compared(Comparison(PLD, 0.0, "none", tie=0.0), [[5, 6, 9]], [[5, 6, 8, 4]])
+    assert compared.equal == 0
+    (line,) = errors([compared])
+    assert line.startswith("pld, sequential, inproc, 1 threads, T = 0, count 7: token 2 is 9 instead of 8 (")
+    assert table([compared]).rows[0][-4:] == ["0", "none allowed", "1", "-"]
+
+
+async def test_where_ties_are_allowed_only_a_wide_gap_is_an_error(config: Config) -> None:
+    check = Check(config, [Asked("count", "7", [5, 6, 7])], SAMPLING, Grid(["pld"], [], [], [], [0.0]))
+    for tie, wrong in (100.0, 0), (1e-9, 1):
+        compared = check._compared(Comparison(PLD, 0.0, "none", tie), [[5, 6, 9]], [[5, 6, 8]])
+        assert (len(compared.different), len(errors([compared]))) == (1, wrong)
+
+
+async def test_a_check_goes_on_where_it_was_ended(config: Config, questions: Path, tmp_path: Path) -> None:
+    log, quiet = tmp_path / "check.jsonl", Console(quiet=True)
+    first = Grid(["pld"], ["sequential"], ["inproc"], [1], [0.0])
+    both = Grid(["pld", "suffix"], ["sequential"], ["inproc"], [1], [0.0])
+    done = await run_check(config, first, [questions], None, SAMPLING, log, quiet)
+    lines = log.read_text().splitlines()
+    more = await run_check(config, both, [questions], None, SAMPLING, log, quiet)
+    assert [one.setting.method for one in more] == [*(one.setting.method for one in done), "suffix"]
+    assert log.read_text().splitlines()[: len(lines)] == lines
+    assert Log(log, json.loads(lines[0])).done == more
+
+
+async def test_a_log_of_other_questions_is_refused(config: Config, questions: Path, tmp_path: Path) -> None:
+    log, grid = tmp_path / "check.jsonl", Grid(["pld"], ["sequential"], ["inproc"], [1], [1.0])
+    await run_check(config, grid, [questions], 1, SAMPLING, log, Console(quiet=True))
+    with pytest.raises(ConfigError, match=r"check.jsonl: cannot be gone on with .*other questions.*; name another"):
+        await run_check(config, grid, [questions], 2, SAMPLING, log, Console(quiet=True))
+
+
+@pytest.mark.parametrize("content", ["hello\n", '{"model":\n', "\n"])
+def test_a_file_that_is_no_log_is_refused_and_left_alone(content: str, tmp_path: Path) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=r"notes.txt: cannot be gone on with"):
+        Log(file, {"model": "m"})
+    assert file.read_text() == content
