@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import time
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ from engine.errors import ConfigError
 from engine.launch import ProcessWorker
 from engine.messages import Tokens
 from engine.sampling import SamplingParams
+from engine.spelling import did_you_mean
 
 from .figures import PEERS
 
@@ -146,9 +146,9 @@ def every() -> list[str]:
 def check_name(name: str) -> None:
     """Raise ConfigError unless there is such a contestant."""
     if name not in CONTESTANTS and name not in PEERS:
-        near = difflib.get_close_matches(name, [*CONTESTANTS, *PEERS], n=1, cutoff=0)[0]
-        known = ", ".join([*CONTESTANTS, *PEERS])
-        raise ConfigError(f"method={name!r}: no such contestant; did you mean {near}? known: {known}")
+        known = [*CONTESTANTS, *PEERS]
+        meant = did_you_mean(name, known) or ";"
+        raise ConfigError(f"method={name!r}: no such contestant{meant} known: {', '.join(known)}")
 
 
 async def start_contestant(name: str, config: Config, heads: Path | None = None) -> Contestant:

@@ -1,11 +1,11 @@
-"""Question files of the Spec-Bench form: JSONL with `question_id`, `category` and `turns`."""
+"""Question files: JSONL of the Spec-Bench form, with `question_id`, `category` and `turns`, or with a `prompt` each."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
@@ -43,9 +43,19 @@ class Question(msgspec.Struct, frozen=True):
 
 
 class _Row(msgspec.Struct):
-    question_id: str | int
-    category: str
-    turns: Annotated[list[str], msgspec.Meta(min_length=1)]
+    """Of the Spec-Bench form, or no more than a `prompt`."""
+
+    question_id: str | int = ""
+    category: str = ""
+    turns: list[str] = []
+    prompt: str = ""
+
+    def question(self, number: int) -> Question:
+        """number: of its line."""
+        turns = self.turns or [self.prompt]
+        if not all(turns):
+            raise BadLine(number, "has neither turns nor a prompt, or an empty one")
+        return Question(str(self.question_id) or str(number), self.category, turns)
 
 
 def read_questions(path: Path, limit: int | None = None) -> list[Question]:
@@ -53,14 +63,14 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
     questions: list[Question] = []
     try:
         with path.open("rb") as file:
-            for _, row in islice(json_lines(file, _Row), limit):
-                questions.append(Question(str(row.question_id), row.category, row.turns))
+            for number, row in islice(json_lines(file, _Row), limit):
+                questions.append(row.question(number))
     except OSError as error:
         raise RequestError(f"questions={path}: cannot be read: {error.strerror}") from None
     except BadLine as error:
         raise RequestError(
-            f"questions={path}:{error.number}: not a Spec-Bench row ({error.reason}); it needs question_id, category "
-            "and turns, a list of texts"
+            f"questions={path}:{error.number}: is no question ({error.reason}); it needs turns, a list of texts, or a "
+            "prompt"
         ) from None
     if not questions:
         raise RequestError(f"questions={path}: holds no questions")

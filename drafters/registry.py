@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError
+from engine.spelling import did_you_mean
 
 if TYPE_CHECKING:
     from drafters.base import Drafter
@@ -46,8 +46,8 @@ METHODS = {
 def find(method: str, key: str = "method") -> Method:
     """The method of that name; ConfigError with the nearest name otherwise. key: where it is named."""
     if method not in METHODS:
-        near = difflib.get_close_matches(method, METHODS, n=1, cutoff=0)[0]
-        raise ConfigError(f"{key}={method!r}: unknown method; did you mean {near}? known: {', '.join(METHODS)}")
+        meant = did_you_mean(method, METHODS) or ";"
+        raise ConfigError(f"{key}={method!r}: unknown method{meant} known: {', '.join(METHODS)}")
     return METHODS[method]
 
 

@@ -150,8 +150,9 @@ def generate(
                 results = await engine.generate_choices(asked, n, sampling, raw=raw)
         for i, result in enumerate(results):
             if as_json:
+                asked_of = {"model": settings.model, "method": settings.method, "seed": sampling.of_choice(i).seed}
                 shown = {key: value for key, value in msgspec.to_builtins(result).items() if key != "rounds"}
-                print(msgspec.json.encode(shown).decode())
+                print(msgspec.json.encode(shown | asked_of).decode())
                 continue
             if n > 1:
                 print(f"[{i + 1} of {n}, seed {sampling.of_choice(i).seed}]\n{result.text}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from engine.errors import ConfigError
 from engine.places import ROOT
+from engine.spelling import did_you_mean
 
 AUTO = "auto"
 DEMO = ROOT / "configs" / "demo.yaml"
@@ -256,7 +256,9 @@ def _explain(error: ValidationError) -> str:
         section: type[BaseModel] = Config
         for part in first["loc"][:-1]:
             section = section.model_fields[str(part)].annotation  # type: ignore[assignment]
+        above, dot, name = key.rpartition(".")
         known = list(section.model_fields)
-        near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1, cutoff=0)
-        return f"{key}: unknown configuration key; did you mean {'.'.join([*map(str, first['loc'][:-1]), near[0]])}?"
+        return f"{key}: unknown configuration key" + (
+            did_you_mean(name, known, above + dot) or f"; known: {', '.join(known)}"
+        )
     return f"{key}={first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"

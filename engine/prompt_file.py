@@ -32,4 +32,5 @@ def read_prompts(path: Path, key: str) -> Iterator[PromptRow]:
             "JSONL file"
         ) from None
     except (OSError, lzma.LZMAError, EOFError) as error:
-        raise ConfigError(f"{key}={path}: cannot be read ({error}): give a JSONL file, plain or .xz") from None
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{key}={path}: cannot be read ({why}): give a JSONL file, plain or .xz") from None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import ModelError
 from engine.places import ROOT
+from engine.spelling import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,10 @@ CATALOGUE = {
 def find(name: str) -> KnownModel:
     """The model of that name; ModelError with the nearest one if there is none."""
     if name not in CATALOGUE:
-        near = difflib.get_close_matches(name, CATALOGUE, n=1, cutoff=0)[0]
-        raise ModelError(f"model={name}: not in the catalogue; did you mean {near}? known: {', '.join(CATALOGUE)}")
+        raise ModelError(f"model={name}: not in the catalogue{suggestion(name) or ';'} known: {', '.join(CATALOGUE)}")
     return CATALOGUE[name]
 
 
 def suggestion(name: str) -> str:
     """What to add to an error that says there is no model of that name."""
-    near = difflib.get_close_matches(name, CATALOGUE, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    return did_you_mean(name, CATALOGUE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.config import AUTO, Config
+from engine.errors import ModelError
 from engine.model.cache import home, keep
 from engine.model.catalogue import CATALOGUE, KnownModel
 from engine.model.download import download
@@ -19,7 +20,9 @@ def resolve(model: str, key: str = "model") -> str:
     Anything else, a directory or a hub id, stays as it is. key: of the configuration, for errors. Takes as long as a
     download or a conversion. Raises ModelError, one line that says what to do.
     """
-    if Path(model).is_dir():
+    if (folder := Path(model)).is_dir():
+        if not (folder / "config.json").exists() and (files := sorted(folder.glob("*.gguf"))):
+            raise ModelError(f"{key}={model}: holds a GGUF file and no config.json; name the file: {key}={files[0]}")
         return model
     if model in CATALOGUE:
         return str(get(CATALOGUE[model], key))

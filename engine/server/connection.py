@@ -37,8 +37,10 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with contextlib.aclosing(self.events):
-            with contextlib.suppress(ClientGone):
+            try:
                 await _first(self._send(send), receive)
+            except ClientGone:  # its status has been sent: the log says that it did not stay
+                scope["state"]["record"]["client_left"] = True
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -73,15 +74,39 @@ def _validation(error: RequestValidationError) -> ApiError:
     errors: Any = error.errors()
     field = errors[0]["loc"][:2]
     first = max((one for one in errors if one["loc"][:2] == field), key=lambda one: len(one["loc"]))
-    path = [str(part) for part in first["loc"][1:] if _FIELD_NAME.fullmatch(str(part))]
-    field = ".".join(path)
-    message = first["msg"].removeprefix("Value error, ")
+    field = _path(first["loc"][1:])
     if first["type"] == "json_invalid":
         return ApiError(400, "the body is not JSON", code="invalid_json")
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{field}: is not supported by this server; leave it out", code="unsupported", param=field)
-    if first["type"] == "value_error" and field_of(message):  # ours: it names the field
-        field = ".".join([*path, field_of(message)])
-    else:
-        message = f"{field or 'body'}: {message[0].lower()}{message[1:]}"
-    return ApiError(400, message, param=field)
+    message = _said(first)
+    if first["type"] == "value_error" and (named := field_of(message)):  # ours: it names the field
+        return ApiError(400, message, param=f"{field}.{named}" if field else named)
+    return ApiError(400, f"{field or 'body'}: {message[0].lower()}{message[1:]}", param=field)
+
+
+def _path(location: Sequence[int | str]) -> str:
+    """messages[1].content: what stands at that place of the body, without pydantic's names of a union's branches."""
+    path = ""
+    for above, part in zip(("", *location), location, strict=False):
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif above != "response_format" and _FIELD_NAME.fullmatch(part):
+            path += f".{part}" if path else part
+    return path
+
+
+def _said(error: dict[str, Any]) -> str:
+    """What is wrong, in words that do not name pydantic's."""
+    more = error.get("ctx", {})
+    kind = more.get("discriminator", "").strip("'")
+    match error["type"]:
+        case "missing":
+            return "is missing"
+        case "too_short":
+            return f"has {more['actual_length']} items; give at least {more['min_length']}"
+        case "union_tag_not_found":
+            return f"names no {kind}"
+        case "union_tag_invalid":
+            return f"{kind} {more['tag']!r} is none of {more['expected_tags']}"
+    return str(error["msg"]).removeprefix("Value error, ").removeprefix("Input ")

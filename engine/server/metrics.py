@@ -99,6 +99,6 @@ class EngineCollector(Collector):
     def _accepted_per_position(self, accepted_at: list[int]) -> Metric:
         name = "vllm:spec_decode_num_accepted_tokens_per_pos"
         family = CounterMetricFamily(name, "Of these, by place in the draft.", labels=["model_name", "position"])
-        for position, count in enumerate(accepted_at):
+        for position, count in enumerate(accepted_at or [0]):  # a scraper finds the name before the first is accepted
             family.add_metric([self.model, str(position)], count)
         return family

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import signal
 import socket
 import ssl
@@ -57,7 +58,10 @@ def listen(where: Listening) -> socket.socket:
         listener.bind((where.host, where.port))
     except OSError as error:
         listener.close()
-        raise ConfigError(f"--host {where.host} --port {where.port}: cannot listen there: {error.strerror}") from None
+        taken = "; name another --port, 0 takes any that is free" if error.errno == errno.EADDRINUSE else ""
+        raise ConfigError(
+            f"--host {where.host} --port {where.port}: cannot listen there: {error.strerror}{taken}"
+        ) from None
     return listener
 
 

@@ -40,13 +40,14 @@ def test_generate_json_is_exactly_one_object(tiny: str) -> None:
     done = talon("generate", "hi", "--set", f"model={tiny}", "--max-tokens", "5", "--json", "--method", "pld")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
-    asked_for = {"logprobs", "prompt_logprobs", "sources"}
+    asked_for = {"logprobs", "prompt_logprobs", "sources", "model", "method", "seed"}
     assert set(answer) == {"text", "token_ids", "prompt_tokens", "finish_reason", "metrics"} | asked_for
     assert set(answer["metrics"]) == {
         "mean_accepted_tokens", "rounds", "tokens_per_second", "time_to_first_token_s", "verifier_busy",
         "draft_hit_rate", "cached_tokens", "exact", "inexact", "speculative_decoding",
     }  # fmt: skip
     assert answer["metrics"]["exact"] and not answer["metrics"]["inexact"]
+    assert (answer["model"], answer["method"], answer["seed"]) == (tiny, "pld", 0)
 
 
 def test_generate_streams_the_text_and_sums_up_on_standard_error(tiny: str) -> None:

@@ -22,8 +22,14 @@ def test_a_question_may_hold_any_character(tmp_path: Path) -> None:
 @pytest.mark.parametrize("turns", ["Hello", [], [1], None, [["a"]], {"a": 1}])
 def test_turns_that_are_no_list_of_texts_are_refused(tmp_path: Path, turns: object) -> None:
     (tmp_path / "q.jsonl").write_text(json.dumps(ROW) + "\n" + json.dumps(ROW | {"turns": turns}) + "\n")
-    with pytest.raises(RequestError, match=r"q\.jsonl:2: not a Spec-Bench row .*turns"):
+    with pytest.raises(RequestError, match=r"q\.jsonl:2: is no question .*turns"):
         read_questions(tmp_path / "q.jsonl")
+
+
+def test_a_line_may_hold_a_prompt_and_no_more(tmp_path: Path) -> None:
+    (tmp_path / "q.jsonl").write_text('{"prompt": "one"}\n\n{"prompt": "two", "tokens": [1]}\n')
+    questions = read_questions(tmp_path / "q.jsonl")
+    assert [(question.question_id, question.turns) for question in questions] == [("1", ["one"]), ("3", ["two"])]
 
 
 @pytest.mark.parametrize("junk", [b"\xff\xfe\n", b"\x00\n", b"not json\n", b"{}\n", b"[" * 100_000])

@@ -76,6 +76,7 @@ def test_a_hybrid_may_be_made_of_it(registered: str) -> None:
         ("head", "hybrid", "drafter.head='hybrid': cannot stand there"),
         ("memories", ["none"], "drafter.memories='none': cannot stand there"),
         ("head", "eagel3", "drafter.head='eagel3': unknown method; did you mean eagle3?"),
+        ("head", "zzz", "drafter.head='zzz': unknown method; known: none, "),
     ],
 )
 def test_what_does_not_go_together_is_refused(key: str, value: object, problem: str) -> None:

@@ -37,6 +37,7 @@ def test_paths_with_a_dot_are_relative_to_the_file(tmp_path: Path) -> None:
     [
         ({"methd": "pld"}, "methd: unknown configuration key; did you mean method?"),
         ({"drafter": {"budgt": 3}}, "drafter.budgt: unknown configuration key; did you mean drafter.budget?"),
+        ({"queue": {"zzz": 3}}, "queue.zzz: unknown configuration key; known: size, full"),
         ({"dtype": "int8"}, "dtype='int8': "),
         ({"drafter": {"budget": "many"}}, "drafter.budget='many': "),
         ({"drafter": {"budget": 0}}, "drafter.budget=0: "),

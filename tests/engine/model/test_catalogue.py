@@ -175,6 +175,12 @@ def test_an_error_names_the_key_that_is_wrong(tiny: str) -> None:
         resolved(load({"model": tiny, "drafter": {"path": "no.gguf"}}))
 
 
+def test_a_folder_with_a_gguf_file_alone_is_told_which_file_to_name(tmp_path: Path) -> None:
+    (tmp_path / "some.gguf").touch()
+    with pytest.raises(ModelError, match=r"holds a GGUF file and no config\.json; name the file: model=.*some\.gguf"):
+        resolved(load({"model": str(tmp_path)}))
+
+
 def test_the_default_and_the_demo_configuration_name_a_known_model() -> None:
     assert load({}).model in CATALOGUE and load(DEMO).model in CATALOGUE
     assert load(ROOT / "configs" / "smollm2.yaml").model in CATALOGUE

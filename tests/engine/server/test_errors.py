@@ -41,13 +41,13 @@ def test_of_what_nobody_expected_a_client_learns_nothing(error: Exception) -> No
     [
         ({"tools": [{}]}, "tools"),
         ({"nonsense": 1}, "nonsense"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"logit_bias": {"1": 200}}, "logit_bias.1"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens"),
         ({"response_format": {"type": "xml"}}, "response_format"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"stream_options": {}}, "stream_options"),
     ],
@@ -57,6 +57,23 @@ def test_wrong_fields_are_named_by_their_path(fields: dict[str, object], param: 
         TypeAdapter(ChatRequest).validate_python({"model": "m", "messages": HI} | fields)
     errors = [error | {"loc": ("body", *error["loc"])} for error in wrong.value.errors()]
     assert api_error(RequestValidationError(errors)).param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"messages": []}, "messages: has 0 items; give at least 1"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content: is missing"),
+        ({"response_format": {}}, "response_format: names no type"),
+        ({"response_format": {"type": "xml"}}, "response_format: type 'xml' is none of 'text', 'json_object', "),
+        ({"temperature": -1}, "temperature: should be greater than or equal to 0"),
+    ],
+)
+def test_what_is_wrong_is_said_without_the_names_of_a_library(fields: dict[str, object], said: str) -> None:
+    with pytest.raises(ValidationError) as wrong:
+        TypeAdapter(ChatRequest).validate_python({"model": "m", "messages": HI} | fields)
+    errors = [error | {"loc": ("body", *error["loc"])} for error in wrong.value.errors()]
+    assert str(api_error(RequestValidationError(errors))).startswith(said)
 
 
 def test_what_asks_for_nothing_is_let_through() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from typing import Any
 
@@ -142,7 +143,7 @@ def test_pictures_are_refused(client: openai.OpenAI) -> None:
 def test_bad_requests_name_the_field(client: openai.OpenAI, field: str, value: Any) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         chat(client, **{field: value})
-    assert (refused.value.param or "").split(".")[0] == field, refused.value.message
+    assert re.split(r"[.[]", refused.value.param or "")[0] == field, refused.value.message
     assert refused.value.type == "invalid_request_error"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import ssl
 import subprocess
 import threading
@@ -97,6 +98,7 @@ def test_plain_calls_and_streams_whose_clients_leave_free_their_blocks(server: S
     with httpx.stream("POST", f"{server.url}/v1/completions", json=long | {"stream": True}, timeout=60) as answer:
         next(answer.iter_lines())
     assert settled(server) < 5
+    assert [line for line in server.requests() if line.get("client_left")][-1]["status"] == 200
 
 
 def test_many_streams_that_are_left_leave_nothing(server: ServerProcess) -> None:
@@ -295,12 +297,14 @@ def test_traces_are_sent_below_the_clients_own(tiny: str) -> None:
         (("--api-keys", os.devnull), "holds no key"),
         (("--api-keys", "nowhere.txt"), "cannot be read"),
         (("--host", "203.0.113.1"), "cannot listen there"),
+        (("--port", "{taken}"), "name another --port"),
         (("--traces", "nonsense", "--set", "model=nowhere"), "nowhere"),
     ],
 )
 def test_wrong_options_are_one_line(options: tuple[str, ...], said: str) -> None:
-    server = ServerProcess(*options)
-    assert server.process.wait(60) == 2
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        server = ServerProcess(*(option.replace("{taken}", str(other.getsockname()[1])) for option in options))
+        assert server.process.wait(60) == 2
     server.end(0)
     assert said in "".join(server.raw) and len(server.raw) == 1, server.raw
 
