@@ -136,15 +136,15 @@ class DrafterWorker:
     def _observe(self, message: Verdict, arrays: list[Array], request: Request) -> None:
         started = time.perf_counter_ns()
         path, tokens = arrays[0].tolist(), arrays[1].tolist()
-        tree = request.verified(message.draft).grafted(arrays[4].tolist(), GRAFT_CHANCE)
+        tree = request.verified(message.draft).grafted(arrays[3].tolist(), GRAFT_CHANCE)
         if message.round != request.round or not _follows(tree, path, tokens):
             raise ProtocolError("verdict is of another round or does not follow its tree")
         self.rates, request.ahead = message.rates, message.ahead
         request.conclude(message.draft, path, tokens, message.alone, started + round(message.rates.round_s * 1e9))
         waited_for = isinstance(request.state, Wanted)
         if not request.given_up:
-            features = arrays[2] if arrays[2].size else None
-            successors = arrays[3] if len(arrays[3]) == len(tree) else None
+            features = arrays[4] if arrays[4].size else None
+            successors = arrays[2] if len(arrays[2]) == len(tree) else None
             self.drafter.observe(
                 message.request, Observed(tree, path, tokens, features, successors, message.rest, message.rates.token_s)
             )

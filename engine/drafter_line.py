@@ -137,7 +137,7 @@ class DrafterLine:
         )
         successors = np.zeros((0, 0), np.int32) if conclusion.successors is None else conclusion.successors
         grafts = np.asarray(conclusion.grafts, np.int32)
-        arrays = [np.asarray(conclusion.path), np.asarray(conclusion.tokens), features, successors, grafts]
+        arrays = [np.asarray(conclusion.path), np.asarray(conclusion.tokens), successors, grafts, features]
         self.hub.send(self.drafter, verdict, arrays)
 
     def finish(self, request: Request) -> None:

@@ -4,8 +4,9 @@
     verifier  -> drafter    Start, Verdict, Finish    drafter  -> verifier    Hello, Draft
     front end -> drafter    Stop                      drafter  -> front end   Ready, Failed, Heartbeat, Spans
 
-A message is one msgpack frame, [struct, shapes], followed by raw little-endian arrays, one frame each. ARRAYS says
-which arrays a struct carries; lengths, types and shapes are checked before anything is used. Nothing is pickled.
+A message is a msgpack frame, [struct, shapes], and, if it carries arrays, a second one with their numbers,
+little-endian, one array behind the other. ARRAYS says which arrays a struct carries; lengths, types and shapes are
+checked before anything is used. Nothing is pickled.
 
 Rounds count from 1 per request; round 0 is the prefill, whose verdict carries the first token. A `Draft` names the
 outcome it is for: tree `parent` was verified in round - 1, the path ended at `node` and the target then drew `token`.
@@ -182,8 +183,8 @@ class Verdict(Message, frozen=True, kw_only=True):
     following: the draft the next round uses, 0 while it is not known. ahead: whether to draft for the outcomes of that
     round while it runs. alone: the next round verifies the root alone rather than wait for a draft. rest: a draft model
     that retrieval can do without is to rest. rates: for the drafter to judge what is worth its time. Arrays: path,
-    tokens, features (the bits of bfloat16 numbers: heads need no more, and the prompt's take megabytes), successors,
-    and the tokens that the verifier had grafted onto the draft (`TokenTree.grafted`).
+    tokens, successors, the tokens that the verifier had grafted onto the draft (`TokenTree.grafted`), and features (the
+    bits of bfloat16 numbers: heads need no more, and the prompt's take megabytes).
     """
 
     request: int
@@ -221,13 +222,15 @@ AnyMessage = Union[  # noqa: UP007 - msgspec reads the union at run time, on Pyt
     Submit, Cancel, Stop, Ready, Tokens, Failed, Heartbeat, Spans, Hello, Start, Verdict, Finish, Draft
 ]
 
-ARRAYS: dict[type, tuple[tuple[str, int], ...]] = {  # dtype and dimensions
+# dtype and dimensions; each array begins at a multiple of its numbers' size, as long as the smaller numbers come last
+ARRAYS: dict[type, tuple[tuple[str, int], ...]] = {
     Submit: (("int32", 1), ("int32", 1)),
     Start: (("int32", 1),),
-    Verdict: (("int32", 1), ("int32", 1), ("uint16", 3), ("int32", 2), ("int32", 1)),
+    Verdict: (("int32", 1), ("int32", 1), ("int32", 2), ("int32", 1), ("uint16", 3)),
     Draft: (("int32", 1), ("int32", 1), ("float32", 1), ("uint32", 1)),
 }
 
+_SIZES = {"int32": 4, "float32": 4, "uint32": 4, "uint16": 2}
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(tuple[AnyMessage, tuple[tuple[int, ...], ...]])
 
@@ -235,10 +238,8 @@ _decoder = msgspec.msgpack.Decoder(tuple[AnyMessage, tuple[tuple[int, ...], ...]
 def encode(message: Message, arrays: Sequence[Array] = ()) -> list[bytes | memoryview]:
     """The frames of a message."""
     raw = [np.ascontiguousarray(array, dtype=dtype) for array, (dtype, _) in zip(arrays, _specs(message), strict=True)]
-    return [
-        _encoder.encode((message, [array.shape for array in raw])),
-        *(array.data.cast("B") if array.size else b"" for array in raw),
-    ]
+    head = _encoder.encode((message, [array.shape for array in raw]))
+    return [head, b"".join(array.data for array in raw)] if raw else [head]
 
 
 def decode(frames: Sequence[bytes], expected: tuple[type, ...]) -> tuple[Any, list[Array]]:
@@ -252,13 +253,19 @@ def decode(frames: Sequence[bytes], expected: tuple[type, ...]) -> tuple[Any, li
     if not isinstance(message, expected):
         raise ProtocolError(f"{type(message).__name__} is not for this receiver")
     specs = _specs(message)
-    if not len(specs) == len(shapes) == len(frames) - 1:
-        raise ProtocolError(f"{type(message).__name__} with {len(frames) - 1} arrays instead of {len(specs)}")
-    arrays = []
-    for (dtype, dimensions), shape, frame in zip(specs, shapes, frames[1:], strict=True):
-        if len(shape) != dimensions or min(shape) < 0 or math.prod(shape) * np.dtype(dtype).itemsize != len(frame):
-            raise ProtocolError(f"{type(message).__name__} with an array of shape {shape} in {len(frame)} bytes")
-        arrays.append(np.frombuffer(frame, dtype=dtype).reshape(shape if math.prod(shape) else (0,) * dimensions))
+    name = type(message).__name__
+    if not (len(specs) == len(shapes) and len(frames) == 1 + bool(specs)):
+        raise ProtocolError(f"{name} with {len(shapes)} arrays in {len(frames)} frames, it has {len(specs)}")
+    arrays, start, body = [], 0, frames[-1]
+    for (dtype, dimensions), shape in zip(specs, shapes, strict=True):
+        count, left = math.prod(shape), len(body) - start
+        taken = count * _SIZES[dtype]
+        if len(shape) != dimensions or min(shape) < 0 or taken > left:
+            raise ProtocolError(f"{name} with an array of shape {shape} in {left} bytes")
+        arrays.append(np.frombuffer(body, dtype, count, start).reshape(shape if count else (0,) * dimensions))
+        start += taken
+    if specs and start != len(body):
+        raise ProtocolError(f"{name} with {len(body) - start} bytes too many")
     return message, arrays
 
 

@@ -193,12 +193,13 @@ class TokenTree:
         n = len(self)
         if n == 0 or not n == len(self.parents) == len(self.confidence) == len(self.source):
             raise ProtocolError(f"tree arrays of lengths {n}, {len(self.parents)}, {len(self.confidence)}")
-        if self.parents[0] != -1 or (self.parents[1:] < 0).any() or (self.parents >= np.arange(n)).any():
+        tokens, parents, confidence = self.tokens.tolist(), self.parents.tolist(), self.confidence.tolist()
+        if parents[0] != -1 or not all(0 <= parent < node for node, parent in enumerate(parents[1:], start=1)):
             raise ProtocolError("tree parents are not in topological order")
-        if (self.tokens < 0).any() or (self.tokens >= vocab_size).any():
+        if min(tokens) < 0 or max(tokens) >= vocab_size:
             raise ProtocolError(f"tree token outside the vocabulary of {vocab_size}")
-        above = self.confidence[self.parents[1:]]
-        if not (self.confidence[0] == 1 and (self.confidence >= 0).all() and (self.confidence[1:] <= above).all()):
+        below = zip(confidence[1:], parents[1:], strict=True)
+        if confidence[0] != 1 or not all(0 <= chance <= confidence[parent] for chance, parent in below):
             raise ProtocolError("tree confidence is not a path confidence")
         if len(self._child_of) != n:
             raise ProtocolError("tree has two equal siblings")

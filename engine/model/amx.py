@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 TILE_ROWS = 16
 TILE_BYTES = 1024
-_BYTE = ir.IntType(8)
+_BYTE, _INT = ir.IntType(8), ir.IntType(32)
 
 
 def tile_sizes(sizes: Sequence[tuple[int | None, int]]) -> NDArray[np.uint8]:
@@ -42,6 +42,14 @@ def call(builder: ir.IRBuilder, name: str, *args: ir.Value) -> None:
 def pointer(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type = _BYTE) -> ir.Value:
     """The pointer to that address."""
     return builder.inttoptr(address, kind.as_pointer())
+
+
+def fetch_line(builder: ir.IRBuilder, address: ir.Value) -> None:
+    """Ask for the cache line at that address, which need not be anybody's, to have it when it is read: the processor
+    itself looks ahead no further than a page of 4 kB.
+    """
+    read, most_used, data = 0, 3, 1
+    call(builder, "llvm.prefetch", pointer(builder, address), _INT(read), _INT(most_used), _INT(data))
 
 
 @intrinsic(prefer_literal=True)

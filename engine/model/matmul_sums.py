@@ -10,7 +10,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.model.amx import TILE_BYTES, TILE_ROWS, call, pointer
+from engine.model.amx import TILE_BYTES, TILE_ROWS, call, fetch_line, pointer
 from engine.model.quantised import tile_bytes, unpack
 from engine.model.simd import LANES
 
@@ -20,6 +20,7 @@ PANELS = 2  # that are multiplied at once
 TILES = 4  # of rows, that are multiplied at once
 ROW_BYTES = 64 * PANELS  # of a row of sums
 BUFFER = TILES * TILE_ROWS * ROW_BYTES  # in front of it in a thread's room: sums
+_AHEAD, _LINE = 8, 64  # steps ahead of which tiles are asked for, and bytes of a cache's line
 _UNROLLED = 4  # pairs of one turn of the loop over a step's 16
 _BYTE, _INT, _WORD = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _SUMS, _PAIRS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(_INT, LANES)
@@ -59,12 +60,13 @@ def sum_tiles(
     bfloat16. A step's codes are unpacked while the step before is multiplied.
     """
     count, width, coded = tiles.literal_value, panels.literal_value, bits.literal_value
+    size = tile_bytes(coded) if coded else TILE_BYTES
     sums = [[_BYTE(tile * width + panel) for panel in range(width)] for tile in range(count)]
     rows, matrix = [_BYTE(4), _BYTE(5)], [_BYTE(6), _BYTE(7)]
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x, last, stride, weights, steps, room = args[3:]
-        panel_bytes = builder.mul(steps, _WORD(tile_bytes(coded) if coded else TILE_BYTES))
+        panel_bytes = builder.mul(steps, _WORD(size))
 
         def tiles_of(step: ir.Value) -> list[ir.Value]:
             """Where the bfloat16 of a step's panels is, or comes to be."""
@@ -72,13 +74,22 @@ def sum_tiles(
                 parity = builder.mul(builder.and_(step, _WORD(1)), _WORD(PANELS * TILE_BYTES))
                 buffer = builder.add(builder.add(room, _WORD(BUFFER)), parity)
                 return [builder.add(buffer, _WORD(panel * TILE_BYTES)) for panel in range(width)]
-            first = builder.add(weights, builder.mul(step, _WORD(TILE_BYTES)))
+            return in_matrix(step)
+
+        def in_matrix(step: ir.Value) -> list[ir.Value]:
+            """Where a step's tiles are in the matrix, one of each panel."""
+            first = builder.add(weights, builder.mul(step, _WORD(size)))
             return [builder.add(first, builder.mul(panel_bytes, _WORD(panel))) for panel in range(width)]
 
         def prepare(step: ir.Value) -> None:
-            for panel, place in enumerate(tiles_of(step) if coded else ()):
-                at = builder.add(weights, builder.mul(panel_bytes, _WORD(panel)))
-                unpack(builder, coded, builder.add(at, builder.mul(step, _WORD(tile_bytes(coded)))), place)
+            """Unpack a step's codes, and ask for those of a later step: behind the last, for the next panels'."""
+            later = builder.add(step, _WORD(_AHEAD))
+            others = builder.select(builder.icmp_signed(">=", later, steps), steps, _WORD(0))
+            for at in in_matrix(builder.add(later, builder.mul(others, _WORD(width - 1)))):
+                for line in range(0, size, _LINE):
+                    fetch_line(builder, builder.add(at, _WORD(line)))
+            for at, place in zip(in_matrix(step), tiles_of(step), strict=True):
+                unpack(builder, coded, at, place)
 
         def multiply_step(step: ir.Value) -> None:
             for panel, at in enumerate(tiles_of(step)):
@@ -94,9 +105,11 @@ def sum_tiles(
         for number in itertools.chain(*sums):
             call(builder, "llvm.x86.tilezero", number)
         end = builder.sub(steps, _WORD(1))
-        prepare(_WORD(0))
+        if coded:
+            prepare(_WORD(0))
         with cgutils.for_range(builder, end) as loop:
-            prepare(builder.add(loop.index, _WORD(1)))
+            if coded:
+                prepare(builder.add(loop.index, _WORD(1)))
             multiply_step(loop.index)
         multiply_step(end)
         for tile in range(count):

@@ -83,7 +83,7 @@ class Verifier:
     ) -> None:
         message = Verdict(request=1, round=round_, draft=draft, **{"following": 0} | fields)
         features, successors = np.zeros((0, 0, 0), np.float32), np.zeros((0, 0), np.int32)
-        arrays = [np.asarray(path), np.asarray(tokens), features, successors, np.asarray(grafts, np.int32)]
+        arrays = [np.asarray(path), np.asarray(tokens), successors, np.asarray(grafts, np.int32), features]
         self.hub.send(self.peer, message, arrays)
 
 

@@ -47,7 +47,7 @@ EXAMPLES: list[tuple[Message, list[Any]]] = [
     (Heartbeat(), []),
     (Hello(feature_layers=(1, 2), successors=8), []),
     (Start(request=1, round=0, sampling=SamplingParams()), [INTS]),
-    (Verdict(request=1, round=2, draft=3, following=0), [INTS, INTS, FEATURES, SUCCESSORS, INTS]),
+    (Verdict(request=1, round=2, draft=3, following=0), [INTS, INTS, SUCCESSORS, INTS, FEATURES]),
     (Finish(request=1), []),
     (
         Draft(request=1, round=2, draft=3, parent=0, node=1, token=5, draft_us=0),
@@ -75,9 +75,9 @@ def test_there_is_an_example_of_every_message_with_arrays() -> None:
 def test_empty_features_survive_the_wire() -> None:
     message = Verdict(request=1, round=2, draft=3, following=0)
     _, arrays = decode(
-        frames_of(message, [INTS, INTS, np.zeros((0, 0, 0), np.uint16), np.zeros((0, 0), np.int32), INTS]), EVERY
+        frames_of(message, [INTS, INTS, np.zeros((0, 0), np.int32), INTS, np.zeros((0, 0, 0), np.uint16)]), EVERY
     )
-    assert arrays[2].shape == (0, 0, 0)
+    assert arrays[4].shape == (0, 0, 0)
 
 
 def test_a_message_for_somebody_else_is_refused() -> None:
@@ -85,13 +85,16 @@ def test_a_message_for_somebody_else_is_refused() -> None:
         decode(frames_of(Stop(), []), (Draft,))
 
 
-@pytest.mark.parametrize("damage", ["missing array", "extra array", "short array", "no frames", "not msgpack"])
+@pytest.mark.parametrize(
+    "damage", ["missing arrays", "extra frame", "short array", "long array", "no frames", "not msgpack"]
+)
 def test_a_damaged_message_is_refused(damage: str) -> None:
     frames = frames_of(*EXAMPLES[-1])
     broken = {
-        "missing array": frames[:-1],
-        "extra array": [*frames, b"more"],
+        "missing arrays": frames[:-1],
+        "extra frame": [*frames, b"more"],
         "short array": [*frames[:-1], frames[-1][:-1]],
+        "long array": [*frames[:-1], frames[-1] + b"more"],
         "no frames": [],
         "not msgpack": [b"\xc1", *frames[1:]],
     }[damage]
@@ -138,10 +141,10 @@ def test_arrays_travel_as_the_type_of_the_protocol() -> None:
 def test_an_array_without_elements_has_its_own_number_of_dimensions_whatever_the_others_say() -> None:
     frames = frames_of(
         Verdict(request=1, round=2, draft=3, following=0),
-        [INTS, INTS, np.zeros((5, 0, 7), np.uint16), np.zeros((0, 3), np.int32), INTS],
+        [INTS, INTS, np.zeros((0, 3), np.int32), INTS, np.zeros((5, 0, 7), np.uint16)],
     )
     _, arrays = decode(frames, EVERY)
-    assert [array.shape for array in arrays[2:4]] == [(0, 0, 0), (0, 0)]
+    assert [array.shape for array in (arrays[2], arrays[4])] == [(0, 0), (0, 0, 0)]
 
 
 def test_a_message_with_more_or_fewer_arrays_than_it_carries_is_not_sent() -> None:
@@ -156,8 +159,9 @@ def test_a_message_with_more_or_fewer_arrays_than_it_carries_is_not_sent() -> No
     [
         ([], "message without frames"),
         ([b"\xc1"], "message is not of the protocol: "),
-        (frames_of(*EXAMPLES[-1])[:-1], "Draft with 3 arrays instead of 4"),
-        ([*frames_of(*EXAMPLES[-1])[:-1], b"12"], r"Draft with an array of shape \(3,\) in 2 bytes"),
+        (frames_of(*EXAMPLES[-1])[:-1], "Draft with 4 arrays in 1 frames, it has 4"),
+        ([frames_of(*EXAMPLES[-1])[0], b"12"], r"Draft with an array of shape \(3,\) in 2 bytes"),
+        ([frames_of(*EXAMPLES[-1])[0], b"1234" * 13], "Draft with 4 bytes too many"),
     ],
 )
 def test_a_refusal_says_what_was_wrong(frames: list[bytes], told: str) -> None:
@@ -179,4 +183,4 @@ def test_an_array_of_another_form_is_refused(shape: tuple[int, ...]) -> None:
 def test_a_rate_that_is_none_is_refused(field: str, wrong: float) -> None:
     message = Verdict(request=1, round=2, draft=3, following=0, rates=Rates(**{field: wrong}))
     with pytest.raises(ProtocolError):
-        decode(frames_of(message, [INTS, INTS, FEATURES, SUCCESSORS, INTS]), EVERY)
+        decode(frames_of(message, [INTS, INTS, SUCCESSORS, INTS, FEATURES]), EVERY)

@@ -168,7 +168,7 @@ def test_a_verdict_speaks_of_the_tree_as_it_was_drafted_though_only_a_part_was_v
     stage.draft(request, tree, number=7)
     stage.verifier.meter.costs = CostModel({1: 0.01, 3: 0.01, 8: 10.0})
     assert stage.step()[0].tokens.tolist() == [11, 12, 13]
-    [(verdict, (path, tokens, features, successors, *_))] = stage.verdicts()
+    [(verdict, (path, tokens, successors, _, features))] = stage.verdicts()
     assert verdict.draft == 7
     assert (list(path), list(tokens)) == ([0, 2, 4], [12, 13, 14])
     assert successors.tolist() == [[12, 13], [-1, -1], [13, 14], [-1, -1], [14, 15]]

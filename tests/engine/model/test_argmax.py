@@ -49,3 +49,18 @@ def test_every_way_tells_nan_from_infinity(way: Callable[[torch.Tensor], list[in
     logits = torch.zeros(4, 10, dtype=dtype)
     logits[1, 4], logits[2, 3], logits[3, :9] = torch.nan, torch.inf, -torch.inf
     assert way(logits) == [0, NAN, 3, 9]
+
+
+@pytest.mark.parametrize("places", [(1023, 1024), (3000, 3001), (1024, 2048), (0, 2500)])
+def test_rows_longer_than_a_part_are_searched_in_order(places: tuple[int, int]) -> None:
+    logits = torch.randn(2, 3100, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    logits[0, list(places)] = 40.0
+    logits[1, places[1]] = 40.0
+    assert argmax(logits) == [*places]
+
+
+@pytest.mark.parametrize("place", [0, 1024, 3099])
+def test_nan_is_found_in_every_part(place: int) -> None:
+    logits = torch.randn(1, 3100, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    logits[0, place] = torch.nan
+    assert argmax(logits) == [NAN]
