@@ -7,7 +7,6 @@ when it is late, a request's tree is its root alone, which is plain decoding: th
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -34,8 +33,6 @@ from engine.worker import Threads
 
 __all__ = ["FROM_DRAFTER", "FROM_FRONT_END", "Verifier"]
 
-_AWAKE_S = 0.001  # the longest that a draft is awaited so
-
 
 class Verifier:
     """The worker's loop. control: the line to the front end; drafts: the hub drafters connect to."""
@@ -49,7 +46,6 @@ class Verifier:
         self.trace = Trace(control, config.trace is not None)
         self.meter = Meter(config, target, threads, self.trace)
         self.drafts_each = not METHODS[config.method].has_model  # one request after the other
-        self.stays_awake = self.drafts_each and config.transport != "inproc"  # there the drafter needs the same lock
         self.stopping = False
 
     def run(self) -> None:
@@ -63,23 +59,11 @@ class Verifier:
             if plan := self._plan():
                 self._step(plan)
             else:
-                self._wait(poller, min(self.front_end.patience_s, plan.wait_s))
+                poller.poll(math.ceil(min(self.front_end.patience_s, plan.wait_s) * 1000))
             self._receive()
             self._beat()
         self.front_end.close()
         self.trace.flush()
-
-    def _wait(self, poller: zmq.Poller, seconds: float) -> None:
-        """Until something arrives. To be woken takes as long as a draft by retrieval, which leaves all cores but one to
-        others: such a draft is awaited awake.
-        """
-        if self.stays_awake and self.drafter.present and self.requests.running:
-            asleep = time.perf_counter() + min(seconds, _AWAKE_S)
-            while time.perf_counter() < asleep:
-                if poller.poll(0):
-                    return
-                os.sched_yield()
-        poller.poll(math.ceil(seconds * 1000))
 
     # The round, on one page.
 
