@@ -47,7 +47,7 @@ class Forward(msgspec.Struct):
 
 
 class Profile(msgspec.Struct):
-    """weights_mb: the matrices that a forward reads. behind: tokens of text before the rows."""
+    """weights_mb: the matrices that a forward reads, as they lie in memory. behind: tokens of text before the rows."""
 
     model: str
     dtype: str
@@ -68,8 +68,9 @@ def profile_target(target: Target, rows: list[int], behind: int, repeats: int, c
     """
     if behind + max(rows) > target.context:
         raise ConfigError(f"--behind {behind}: with {max(rows)} rows it exceeds the model's {target.context} positions")
-    numbers, size = multiplied(target), target.dtype.itemsize
-    limits = Limits(numbers * size, target.dtype, target.device)
+    numbers = multiplied(target)
+    read = target.matrix_bytes or numbers * target.dtype.itemsize
+    limits = Limits(read, target.dtype, target.device)
     cache = target.new_cache(behind + max(rows))
     target.prefill(cache, [(7 + 31 * i) % target.vocab_size for i in range(behind)])
     works = {count: partial(target.run, [Segment.of_tree(_tree(count), cache)]) for count in rows}
@@ -95,7 +96,7 @@ def profile_target(target: Target, rows: list[int], behind: int, repeats: int, c
         torch.get_num_threads(),
         forward_name(target),
         behind,
-        numbers * size / 1e6,
+        read / 1e6,
         limits.bytes_per_s / 1e9,
         limits.multiply_adds_per_s,
         [
@@ -103,7 +104,7 @@ def profile_target(target: Target, rows: list[int], behind: int, repeats: int, c
                 count,
                 1e3 * median(totals[count]),
                 **_scaled(splits[count], 1e3 * median(totals[count])),
-                memory_ms=1e3 * (numbers * size + held) / limits.bytes_per_s,
+                memory_ms=1e3 * (read + held) / limits.bytes_per_s,
                 arithmetic_ms=1e3 * count * numbers / limits.multiply_adds_per_s,
             )
             for count in rows

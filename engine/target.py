@@ -97,6 +97,11 @@ class Target:
         others: int = sum(weight.nbytes for weight in self.model.parameters())
         return others + sum(packed)
 
+    @property
+    def matrix_bytes(self) -> int | None:
+        """Of memory that a forward reads of the weights; None where their layout is not ours."""
+        return self._forward.matrix_bytes if isinstance(self._forward, LeanDecoder) else None
+
     def new_cache(self, capacity: int) -> Any:
         """An empty cache for one request, with room for `capacity` positions, tree nodes included.
 

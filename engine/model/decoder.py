@@ -93,9 +93,14 @@ class LeanDecoder:
     @property
     def weight_bytes(self) -> int:
         """Of memory, for the embedding and all matrices."""
-        layers = [product for layer in self.layers for product in layer.products]
         embedding: int = self.embedding.nbytes
-        return embedding + sum(product.bytes for product in [*layers, self.head])
+        return embedding + self.matrix_bytes
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Of memory, for the matrices that every forward reads."""
+        layers = [product for layer in self.layers for product in layer.products]
+        return sum(product.bytes for product in [*layers, self.head])
 
     def __call__(self, batch: Batch, feature_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
         """Logits of the chosen rows, [chosen, vocab], and features [rows, layers, hidden] if layers are asked."""
