@@ -161,7 +161,7 @@ class Hub:
 
 def _arrived(socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
     """The frames of each message. To ask first costs half of the exception that says there are no more."""
-    while socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[arg-type]
+    while socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[arg-type,operator]
         yield socket.recv_multipart(flags=zmq.NOBLOCK)
 
 

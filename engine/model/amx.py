@@ -53,6 +53,17 @@ def fetch_line(builder: ir.IRBuilder, address: ir.Value) -> None:
 
 
 @intrinsic(prefer_literal=True)
+def fetch(context: Any, address: Any) -> Any:
+    """`fetch_line` for kernels."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        fetch_line(builder, args[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic(prefer_literal=True)
 def configure_tiles(context: Any, sizes: Any) -> Any:
     """Set the tiles' sizes. sizes: address of the 64 bytes that the processor wants."""
 

@@ -19,6 +19,7 @@ from numba.extending import intrinsic
 from engine.model.amx import (
     TILE_ROWS,
     configure_tiles,
+    fetch,
     pointer,
     release_tiles,
     tile_dot,
@@ -34,6 +35,7 @@ from engine.model.team import kernel, member, members
 PANELS = 4  # of 16 dimensions, whose sums are kept in tiles at once
 _KEYS, _PANEL = 1024, 512  # bytes of 32 dimensions of a block's keys, and of 16 of its values
 _ROW = 2 * LANES  # bytes of a row of weights in a block
+_AHEAD = 4  # blocks ahead of which one is asked for
 _INT = ir.IntType(32)
 _INTS = ir.VectorType(_INT, LANES)
 
@@ -71,7 +73,8 @@ def _attend(work: Any, tile: int, head: int, scratch: int) -> None:
     for start in range(0, count, TILE_ROWS):
         begin = min(start, count - size)  # the last queries may be done again
         for block in range(low, high):
-            at = work.keys + (int_at(table + 4 * block) * work.kv_heads + head) * work.dims * _ROW
+            at = _place_of(work, work.keys, table, block, head)
+            _fetch(work, work.keys, table, min(block + _AHEAD, high - 1), head)
             place = scores + begin * work.step * 4 + 4 * LANES * block
             _score(work, queries + begin * work.dims * 2, at, place)
 
@@ -93,6 +96,20 @@ def _attend(work: Any, tile: int, head: int, scratch: int) -> None:
         row, group = first + vector // work.groups, vector % work.groups
         place = work.out + ((row * work.kv_heads + head) * work.groups + group) * work.head_dim * 2
         put_shares(work, sums + vector * work.dims * 4, share, place)
+
+
+@njit
+def _place_of(work: Any, keys_or_values: int, table: int, block: int, head: int) -> Any:
+    """Where a head's part of a block of 16 positions lies."""
+    return keys_or_values + (int_at(table + 4 * block) * work.kv_heads + head) * work.dims * _ROW
+
+
+@njit
+def _fetch(work: Any, keys_or_values: int, table: int, block: int, head: int) -> None:
+    """Ask for that part ahead of its turn: the blocks of a text lie anywhere."""
+    at = _place_of(work, keys_or_values, table, block, head)
+    for line in range(0, work.dims * _ROW, 64):
+        fetch(at + line)
 
 
 @njit
@@ -145,7 +162,8 @@ def _weigh(
         store(splat(np.float32(0)), own + i, FLOAT32)
     _begin_sums()
     for block in range(low, common):
-        at = work.values + (int_at(table + 4 * block) * work.kv_heads + head) * work.dims * _ROW
+        at = _place_of(work, work.values, table, block, head)
+        _fetch(work, work.values, table, min(block + _AHEAD, common - 1), head)
         tile_load(6, weights + begin * work.step * 2 + block * _ROW, work.step * 2)
         _add(at + panel * _PANEL, panels)
     for row in range(first, end):
@@ -233,7 +251,7 @@ def _value_at(work: Any, table: int, head: int, row: int, position: int, seen: i
     slot = position
     if position >= prefix:
         slot = int_at(work.others + 4 * (int_at(work.rows_others + 4 * row) + position - prefix))
-    block = work.values + (int_at(table + 4 * (slot // LANES)) * work.kv_heads + head) * work.dims * _ROW
+    block = _place_of(work, work.values, table, slot // LANES, head)
     return block + panel * _PANEL + slot % LANES // 2 * 64, slot % 2 * 16
 
 
