@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 from matplotlib.colors import to_rgba
 from matplotlib.patches import Patch
 
-from .figures import Row, summaries
+from .figures import Row, Summary, summaries
 from .load_figures import Level, at_once
 from .plot_style import BASELINES, OURS, PEERS, colour_of, line_style, save
 from .rivals.figures import Turn, is_small, label, rates, speeds
@@ -27,7 +27,7 @@ def speed_up_bars(rows: Sequence[Row], path: Path) -> None:
             axis.axis("off")
             continue
         table = sorted(summaries([row for row in rows if row.suite == suites[place]]), key=lambda s: s.speed_up)
-        errors = [[s.speed_up - s.low for s in table], [s.high - s.speed_up for s in table]]
+        errors = _intervals(table)
         colours = [colour_of(s.method) for s in table]
         axis.barh([s.method for s in table], [s.speed_up for s in table], xerr=errors, color=colours, ecolor="#333333")
         axis.axvline(1, color="black", linewidth=0.8)
@@ -36,11 +36,16 @@ def speed_up_bars(rows: Sequence[Row], path: Path) -> None:
     save(figure, path)
 
 
+def _intervals(table: Sequence[Summary]) -> list[list[float]]:
+    """Lengths of the error bars to both sides: a bound may lie on the median, and a rounding beyond it."""
+    return [[max(0.0, s.speed_up - s.low) for s in table], [max(0.0, s.high - s.speed_up) for s in table]]
+
+
 def summary_bars(rows: Sequence[Row], path: Path) -> None:
     """The same over all suites, with the number on each bar: the picture of docs/benchmarks.md."""
     table = sorted(summaries(rows), key=lambda s: s.speed_up)
     figure, axis = plt.subplots(figsize=(7.5, 0.3 * len(table) + 1.2))
-    errors = [[s.speed_up - s.low for s in table], [s.high - s.speed_up for s in table]]
+    errors = _intervals(table)
     bars = axis.barh(
         [s.method for s in table],
         [s.speed_up for s in table],

@@ -108,6 +108,10 @@ class DrafterLine:
 
     # What is told.
 
+    def rests(self, costs: CostModel) -> bool:
+        """Whether the drafter leaves out its model for now."""
+        return self.wants.rests and costs.rest.second
+
     def introduce(self, request: Request) -> None:
         """Tell the drafter of a request and its text so far."""
         if self.drafter is None or not request.drafted:
@@ -117,13 +121,17 @@ class DrafterLine:
         self.hub.send(self.drafter, start, [np.asarray(request.text)])
 
     def tell(self, conclusion: Conclusion, costs: CostModel, requests: int) -> None:
-        """The verdict on a round of so many requests, with the features of all positions since the last one."""
+        """The verdict on a round of so many requests, with the features of all positions since any were sent: a head
+        that rests gets them when it is woken.
+        """
         if self.drafter is None:
             return
         request = conclusion.request
         if conclusion.features is not None:
             request.features.append(bfloat16_bits(conclusion.features))
-        waiting, request.features = request.features or [np.zeros((0, 0, 0), np.uint16)], []
+        waiting = [np.zeros((0, 0, 0), np.uint16)]
+        if request.features and not self.rests(costs):
+            waiting, request.features = request.features, []
         features = waiting[0] if len(waiting) == 1 else np.concatenate(waiting)
         verdict = Verdict(
             request=request.number,
@@ -132,7 +140,7 @@ class DrafterLine:
             following=request.drafts[request.outcome][0].draft if request.hit else 0,
             ahead=costs.ahead.second,
             alone=request.alone,
-            rest=costs.rest.second,
+            rest=self.rests(costs),
             rates=costs.rates(requests, request.alone),
         )
         successors = np.zeros((0, 0), np.int32) if conclusion.successors is None else conclusion.successors

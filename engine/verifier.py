@@ -45,7 +45,7 @@ class Verifier:
         self.drafter = DrafterLine(drafts, target, self.requests, config.drafter.budget, options.draft_timeout_s)
         self.trace = Trace(control, config.trace is not None)
         self.meter = Meter(config, target, threads, self.trace)
-        self.drafts_each = not METHODS[config.method].has_model  # one request after the other
+        self.has_model = METHODS[config.method].has_model
         self.stopping = False
 
     def run(self) -> None:
@@ -140,10 +140,10 @@ class Verifier:
                 self._publish(request)
 
     def _tell_drafter(self, plan: Plan, conclusions: Iterable[Conclusion]) -> list[Conclusion]:
-        """What becomes of the requests, told as soon as it is known: one is drafted for while the next tree is walked
-        down. But a model drafts for all of them in one forward, and hears of all at once.
+        """What becomes of the requests, told as soon as it is known: retrieval drafts for one while the next tree is
+        walked down. But a model drafts for all of them in one forward, and hears of all at once.
         """
-        if self.drafts_each:
+        if not self.has_model or self.drafter.rests(self.meter.costs):
             requests, missing = len(plan.members), sum(request.drafted for request in plan.decoding)
         else:
             conclusions = [*conclusions]

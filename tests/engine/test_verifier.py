@@ -176,6 +176,32 @@ def test_a_verdict_speaks_of_the_tree_as_it_was_drafted_though_only_a_part_was_v
     assert request.outcome == (2, 7, 4, 14)
 
 
+def test_a_head_that_rests_gets_the_features_of_all_its_rounds_when_it_is_woken() -> None:
+    stage = Stage(Hello(feature_layers=(1,), rests=True))
+    rest = stage.verifier.meter.costs.rest
+    request = stage.submit(1, [10, 11])
+    rest.second = True
+    stage.step()
+    stage.draft(request, bushy(12, 0.5))
+    stage.step()
+    told = stage.verdicts()
+    assert [(verdict.rest, arrays[-1].size) for verdict, arrays in told] == [(True, 0), (True, 0)]
+    rest.second = False
+    stage.step()
+    [(verdict, (*_, features))] = stage.verdicts()
+    read = torch.from_numpy(features).view(torch.bfloat16).flatten().tolist()
+    assert not verdict.rest and read == [10, 11, 12, 13, 14]
+
+
+def test_a_model_that_retrieval_cannot_do_without_does_not_rest() -> None:
+    stage = Stage(Hello(feature_layers=(1,), rests=False))
+    stage.verifier.meter.costs.rest.second = True
+    stage.submit(1, [10, 11])
+    stage.step()
+    [(verdict, (*_, features))] = stage.verdicts()
+    assert not verdict.rest and len(features) == 2
+
+
 def test_the_accepted_path_is_what_the_cache_keeps() -> None:
     stage = Stage(Hello())
     request = stage.submit(1, [10, 11])
