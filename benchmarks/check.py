@@ -29,7 +29,7 @@ from engine.text import encode_text, load_tokenizer
 from .bench import progress_bar
 from .equality import Comparison, Different, Setting
 from .figures import BASELINE, Difference
-from .load import settings_of
+from .load import Asked, settings_of
 from .questions import Question, read_questions
 from .ties import TIE, Referee, score_gap
 
@@ -51,15 +51,6 @@ class Grid:
         """Plain decoding has no drafter to run in turns or ahead: it counts in one mode."""
         some = itertools.product(self.methods, self.modes, self.transports, self.threads)
         return [one for one in itertools.starmap(Setting, some) if one.method != BASELINE or one.mode == self.modes[0]]
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A question and its prompt."""
-
-    suite: str
-    question_id: str
-    prompt: list[int]
 
 
 Texts = list[list[int]]
@@ -101,10 +92,10 @@ class Log:
 class Check:
     """One check under way. The float32 model is loaded when there is a gap to look at, and not before."""
 
-    def __init__(self, config: Config, asked: Sequence[Asked], sampling: SamplingParams, grid: Grid):
-        self.config, self.asked, self.grid = config, asked, grid
+    def __init__(self, config: Config, tokenizer: Any, asked: Sequence[Asked], sampling: SamplingParams, grid: Grid):
+        self.config, self.tokenizer, self.asked, self.grid = config, tokenizer, asked, grid
         self.samplings = {t: msgspec.structs.replace(sampling, temperature=t) for t in grid.temperatures}
-        self.tokenizer, self.referee = load_tokenizer(config.model), Referee(config)
+        self.referee = Referee(config)
         self.plain: dict[float, Texts] = {}
         self.exact = True
 
@@ -162,7 +153,7 @@ class Check:
             if blank.tie:
                 gap = score_gap(self.referee.judge, one.prompt, text, other, self.samplings[blank.temperature])
             words = ", ".join(self._word(token) for token in (difference.token, difference.expected))
-            blank.different.append(Different(one.suite, one.question_id, difference, words, gap))
+            blank.different.append(Different(one.suite, one.question.question_id, difference, words, gap))
         return blank
 
     def _word(self, token: int | None) -> str:
@@ -184,7 +175,9 @@ async def run_check(
         load(settings_of(setting.method, config), {"mode": setting.mode, "transport": setting.transport})
     config = resolved(config)
     kept = Log(log, _about(config, questions, sampling, grid))
-    check = Check(config, _asked(config, questions), sampling, grid)
+    tokenizer = load_tokenizer(config.model)
+    asked = [Asked(suite, q, encode_text(tokenizer, q.prompt)) for suite, some in questions.items() for q in some]
+    check = Check(config, tokenizer, asked, sampling, grid)
     with progress_bar(console) as progress:
         await check.read_plain(progress)
         if 0.0 in grid.temperatures and not kept.has(TRANSFORMERS):
@@ -193,15 +186,6 @@ async def run_check(
             if not kept.has(BASELINE, setting):
                 kept.add(await check.compare(setting, progress))
     return kept.done
-
-
-def _asked(config: Config, questions: dict[str, list[Question]]) -> list[Asked]:
-    tokenizer = load_tokenizer(config.model)
-    return [
-        Asked(suite, question.question_id, encode_text(tokenizer, question.prompt))
-        for suite, some in questions.items()
-        for question in some
-    ]
 
 
 def _about(

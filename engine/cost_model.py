@@ -42,10 +42,8 @@ class CostModel:
     """
 
     def __init__(self, seconds: dict[int, float], key_s: float = 0.0, mode: str = "sequential"):
-        self._sizes, self._largest = np.array(sorted(seconds)), max(seconds)
+        self._sizes = np.array(sorted(seconds))
         self._seconds, self._key_s = np.array([seconds[size] for size in sorted(seconds)]), key_s
-        self._least = self._seconds  # of a forward of at least so many rows
-        self._smooth()
         self._plain_s = self._seconds.copy()  # as measured first: what is compared by it does not move it
         self.ahead = Choice(16, 24, _CLEARLY, second=mode == "async", settled=mode != "auto")
         self.rest = Choice(4)
@@ -75,15 +73,12 @@ class CostModel:
 
     def seconds(self, rows: int, keys: float = 0.0) -> float:
         """t(rows, keys). keys: seen by all rows together. Beyond the largest size, in proportion to it."""
-        return float(np.interp(rows, self._sizes, self._least)) * max(1.0, rows / self._largest) + self._key_s * keys
+        return float(self._times(rows)) + self._key_s * keys
 
-    def _times(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Of forwards over so many rows: between two sizes on a line."""
-        return np.asarray(np.interp(rows, self._sizes, self._least) * np.maximum(1.0, rows / self._largest))
-
-    def _smooth(self) -> None:
-        """Larger sizes cost no less than smaller ones."""
-        self._least = np.minimum.accumulate(self._seconds[::-1])[::-1]
+    def _times(self, rows: int | NDArray[np.int64]) -> NDArray[np.float64]:
+        """Of forwards over so many rows: between two sizes on a line. Larger sizes cost no less than smaller ones."""
+        least = np.minimum.accumulate(self._seconds[::-1])[::-1]
+        return np.asarray(np.interp(rows, self._sizes, least) * np.maximum(1.0, rows / self._sizes[-1]))
 
     def observe_forward(self, rows: int, keys: float, seconds: float) -> None:
         """A forward took so long."""
@@ -95,7 +90,6 @@ class CostModel:
         weights[below] += (_NEW - _ELSEWHERE) * (1 - near)
         weights[above] += (_NEW - _ELSEWHERE) * near
         self._seconds *= 1 + weights * error
-        self._smooth()
 
     def _place(self, rows: int) -> int:
         """The index of the next larger size, or of the largest."""

@@ -129,8 +129,8 @@ class DrafterLine:
         request = conclusion.request
         if conclusion.features is not None:
             request.features.append(bfloat16_bits(conclusion.features))
-        waiting = [np.zeros((0, 0, 0), np.uint16)]
-        if request.features and not self.rests(costs):
+        rest, waiting = self.rests(costs), [np.zeros((0, 0, 0), np.uint16)]
+        if request.features and not rest:
             waiting, request.features = request.features, []
         features = waiting[0] if len(waiting) == 1 else np.concatenate(waiting)
         verdict = Verdict(
@@ -140,7 +140,7 @@ class DrafterLine:
             following=request.drafts[request.outcome][0].draft if request.hit else 0,
             ahead=costs.ahead.second,
             alone=request.alone,
-            rest=self.rests(costs),
+            rest=rest,
             rates=costs.rates(requests, request.alone),
         )
         successors = np.zeros((0, 0), np.int32) if conclusion.successors is None else conclusion.successors

@@ -230,7 +230,6 @@ ARRAYS: dict[type, tuple[tuple[str, int], ...]] = {
     Draft: (("int32", 1), ("int32", 1), ("float32", 1), ("uint32", 1)),
 }
 
-_SIZES = {"int32": 4, "float32": 4, "uint32": 4, "uint16": 2}
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(tuple[AnyMessage, tuple[tuple[int, ...], ...]])
 
@@ -259,7 +258,7 @@ def decode(frames: Sequence[bytes], expected: tuple[type, ...]) -> tuple[Any, li
     arrays, start, body = [], 0, frames[-1]
     for (dtype, dimensions), shape in zip(specs, shapes, strict=True):
         count, left = math.prod(shape), len(body) - start
-        taken = count * _SIZES[dtype]
+        taken = count * np.dtype(dtype).itemsize
         if len(shape) != dimensions or min(shape) < 0 or taken > left:
             raise ProtocolError(f"{name} with an array of shape {shape} in {left} bytes")
         arrays.append(np.frombuffer(body, dtype, count, start).reshape(shape if count else (0,) * dimensions))

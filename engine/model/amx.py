@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 TILE_ROWS = 16
 TILE_BYTES = 1024
+LINE_BYTES = 64
+"""Of the processor's caches."""
 _BYTE, _INT = ir.IntType(8), ir.IntType(32)
 
 

@@ -10,7 +10,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.model.amx import TILE_BYTES, TILE_ROWS, call, fetch_line, pointer
+from engine.model.amx import LINE_BYTES, TILE_BYTES, TILE_ROWS, call, fetch_line, pointer
 from engine.model.quantised import tile_bytes, unpack
 from engine.model.simd import LANES
 
@@ -20,7 +20,7 @@ PANELS = 2  # that are multiplied at once
 TILES = 4  # of rows, that are multiplied at once
 ROW_BYTES = 64 * PANELS  # of a row of sums
 BUFFER = TILES * TILE_ROWS * ROW_BYTES  # in front of it in a thread's room: sums
-_AHEAD, _LINE = 8, 64  # steps ahead of which tiles are asked for, and bytes of a cache's line
+_AHEAD = 8  # steps ahead of which tiles are asked for
 _UNROLLED = 4  # pairs of one turn of the loop over a step's 16
 _BYTE, _INT, _WORD = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _SUMS, _PAIRS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(_INT, LANES)
@@ -86,7 +86,7 @@ def sum_tiles(
             later = builder.add(step, _WORD(_AHEAD))
             others = builder.select(builder.icmp_signed(">=", later, steps), steps, _WORD(0))
             for at in in_matrix(builder.add(later, builder.mul(others, _WORD(width - 1)))):
-                for line in range(0, size, _LINE):
+                for line in range(0, size, LINE_BYTES):
                     fetch_line(builder, builder.add(at, _WORD(line)))
             for at, place in zip(in_matrix(step), tiles_of(step), strict=True):
                 unpack(builder, coded, at, place)

@@ -17,6 +17,7 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from engine.model.amx import (
+    LINE_BYTES,
     TILE_ROWS,
     configure_tiles,
     fetch,
@@ -108,7 +109,7 @@ def _place_of(work: Any, keys_or_values: int, table: int, block: int, head: int)
 def _fetch(work: Any, keys_or_values: int, table: int, block: int, head: int) -> None:
     """Ask for that part ahead of its turn: the blocks of a text lie anywhere."""
     at = _place_of(work, keys_or_values, table, block, head)
-    for line in range(0, work.dims * _ROW, 64):
+    for line in range(0, work.dims * _ROW, LINE_BYTES):
         fetch(at + line)
 
 

@@ -8,27 +8,23 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.check import Asked, Check, Grid, Log, run_check
+from benchmarks.check import Check, Grid, Log, run_check
 from benchmarks.equality import Comparison, Setting, errors, table
+from benchmarks.load import Asked
+from benchmarks.questions import Question
 from engine.config import Config, load
 from engine.errors import ConfigError
 from engine.sampling import SamplingParams
+from engine.text import load_tokenizer
 
 SAMPLING = SamplingParams(max_tokens=8, seed=3)
+ASKED = [Asked("count", Question("7", "test", ["unseen"]), [5, 6, 7])]
 PLD = Setting("pld", "sequential", "inproc", 1)
 
 
 @pytest.fixture
 def config(tiny: str) -> Config:
     return load({"model": tiny}, {"transport": "inproc", "verifier.threads": 1})
-
-
-@pytest.fixture
-def questions(tmp_path: Path) -> Path:
-    file = tmp_path / "count.jsonl"
-    rows = [{"question_id": i, "category": "count", "turns": [f"count {i} and {i} and {i}"]} for i in range(3)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
 
 
 def test_plain_decoding_counts_in_one_mode() -> None:
@@ -49,7 +45,7 @@ async def test_every_setting_answers_everything_at_every_temperature(config: Con
 
 
 async def test_a_text_that_differs_is_an_error_with_its_place_and_both_tokens(config: Config) -> None:
-    check = Check(config, [Asked("count", "7", [5, 6, 7])], SAMPLING, Grid(["pld"], [], [], [], [0.0]))
+    check = Check(config, load_tokenizer(config.model), ASKED, SAMPLING, Grid(["pld"], [], [], [], [0.0]))
     compared = check._compared(Comparison(PLD, 0.0, "none", tie=0.0), [[5, 6, 9]], [[5, 6, 8, 4]])
     assert compared.equal == 0
     (line,) = errors([compared])
@@ -58,7 +54,7 @@ async def test_a_text_that_differs_is_an_error_with_its_place_and_both_tokens(co
 
 
 async def test_where_ties_are_allowed_only_a_wide_gap_is_an_error(config: Config) -> None:
-    check = Check(config, [Asked("count", "7", [5, 6, 7])], SAMPLING, Grid(["pld"], [], [], [], [0.0]))
+    check = Check(config, load_tokenizer(config.model), ASKED, SAMPLING, Grid(["pld"], [], [], [], [0.0]))
     for tie, wrong in (100.0, 0), (1e-9, 1):
         compared = check._compared(Comparison(PLD, 0.0, "none", tie), [[5, 6, 9]], [[5, 6, 8]])
         assert (len(compared.different), len(errors([compared]))) == (1, wrong)

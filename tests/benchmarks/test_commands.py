@@ -29,11 +29,9 @@ def talon(*arguments: str, standard_input: str = "", **environment: str) -> subp
 
 
 @pytest.fixture
-def questions(tmp_path: Path) -> str:
-    file = tmp_path / "questions.jsonl"
-    rows = [{"question_id": i, "category": "test", "turns": [f"count {i} and {i} and {i}"]} for i in range(3)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(file)
+def questions(questions: Path) -> str:
+    """Its path as a command is given it."""
+    return str(questions)
 
 
 def test_generate_json_is_exactly_one_object(tiny: str) -> None:

@@ -15,14 +15,6 @@ APP = typer.Typer()
 APP.command()(main)
 
 
-@pytest.fixture
-def questions(tmp_path: Path) -> Path:
-    file = tmp_path / "questions.jsonl"
-    rows = [{"question_id": i, "category": "test", "turns": [f"count to {i}"]} for i in range(3)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
-
-
 def gpu(*arguments: str) -> tuple[int, str]:
     done = CliRunner().invoke(APP, [*arguments])
     return done.exit_code, done.output
