@@ -16,12 +16,11 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, record_function
 
+from engine.model.attention import attention_kernels
 from engine.model.decoder import LeanDecoder
-from engine.model.lane_attention import lane_kernel
 from engine.model.matmul import units
 from engine.model.packed_linear import PackedLinear, Product
 from engine.model.team import Kernel, Program
-from engine.model.tile_attention import tile_kernel
 from engine.recorded import wait
 from engine.target import Target
 
@@ -134,7 +133,7 @@ def _profiled(work: Callable[[], Any], device: torch.device) -> tuple[Seconds, f
 
 
 def _attention_kernels() -> dict[int, str]:
-    return {kernel().address: "attention" for kernel in (lane_kernel, tile_kernel)}
+    return {kernel.address: "attention" for kernel in attention_kernels()}
 
 
 def _recorded(call: Callable[..., None]) -> Callable[..., None]:

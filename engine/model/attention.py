@@ -30,6 +30,11 @@ def has_tiles(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and Unit.AMX in units()
 
 
+def attention_kernels() -> list[Kernel]:
+    """Those that this processor can run."""
+    return [lane_kernel(), tile_kernel()] if has_tiles(torch.bfloat16) else [lane_kernel()]
+
+
 @dataclass(frozen=True)
 class Rule:
     """How one layer attends. window: positions a row sees, itself included, 0: all. softcap: of scores, 0: none."""
