@@ -14,6 +14,8 @@ from engine.model.quantised import tile_bytes, unpack_tiles
 from engine.model.simd import BFLOAT16, FLOAT32, LANES, add, divide, float_at, load, multiply, put_half, splat, store
 from engine.model.team import kernel, member, members
 
+AT_ONCE = 8
+"""Rows whose sums of two panels fit into the vector registers."""
 _TILE_4, _TILE_8 = tile_bytes(4), tile_bytes(8)
 
 MATMUL = np.dtype(
@@ -118,43 +120,51 @@ def amx_kernel(address: Any) -> None:
     release_tiles()
 
 
+def _vector_sums(bits: int, keep: int) -> Any:
+    @njit
+    def sums(rows: int, width: int, x: int, stride: int, weights: int, steps: int, room: int, place: int) -> None:
+        """Sums of up to AT_ONCE rows with one or two panels."""
+        if width == 1:
+            sum_vectors(8, 1, bits, keep, rows, x, stride, weights, steps, room, place)
+        elif rows == 1:
+            sum_vectors(1, 2, bits, keep, rows, x, stride, weights, steps, room, place)
+        elif rows <= 4:
+            sum_vectors(4, 2, bits, keep, rows, x, stride, weights, steps, room, place)
+        else:
+            sum_vectors(8, 2, bits, keep, rows, x, stride, weights, steps, room, place)
+
+    return sums
+
+
+_vectors, _vectors_of_4, _vectors_of_8 = (_vector_sums(bits, 0) for bits in (0, 4, 8))
+_keep_4, _keep_8 = (_vector_sums(bits, 1) for bits in (4, 8))
+
+
 @kernel(MATMUL)
 def vector_kernel(address: Any) -> None:
+    """The first rows are multiplied while codes are unpacked, others with what comes of it."""
     work = carray(address, 1)[0]
     panel, end = _first_panel(work, member(), members()), _first_panel(work, member() + 1, members())
     steps, stride, room = work.inputs // STEP, work.inputs * 2, new_room()
+    place, once = work.scratch + member() * work.scratch_bytes, work.rows <= AT_ONCE
     while panel < end:
-        width = min(end - panel, PANELS)
-        weights = _panels_at(work, panel, width, steps)
-        row = 0
-        while row < work.rows:
-            x = work.x + row * stride
-            count = _sum_some(work.rows - row, width, x, stride, weights, steps, room)
-            _put(work, row, count, panel, width, room)
-            row += count
+        width, first = min(end - panel, PANELS), panel * steps
+        for row in range(0, work.rows, AT_ONCE):
+            rows, x = min(AT_ONCE, work.rows - row), work.x + row * stride
+            if work.bits == 0:
+                _vectors(rows, width, x, stride, work.weights + first * TILE_BYTES, steps, room, place)
+            elif row != 0:
+                _vectors(rows, width, x, stride, place, steps, room, place)
+            elif work.bits == 4 and once:
+                _vectors_of_4(rows, width, x, stride, work.weights + first * _TILE_4, steps, room, place)
+            elif work.bits == 4:
+                _keep_4(rows, width, x, stride, work.weights + first * _TILE_4, steps, room, place)
+            elif once:
+                _vectors_of_8(rows, width, x, stride, work.weights + first * _TILE_8, steps, room, place)
+            else:
+                _keep_8(rows, width, x, stride, work.weights + first * _TILE_8, steps, room, place)
+            _put(work, row, rows, panel, width, room)
         panel += width
-
-
-@njit
-def _sum_some(rows: int, width: int, x: int, stride: int, weights: int, steps: int, room: int) -> Any:
-    """Sums of as many of the rows as fit into registers; how many they are."""
-    if width == 1:
-        if rows >= 4:
-            sum_vectors(4, 1, x, stride, weights, steps, room)
-            return 4
-        sum_vectors(1, 1, x, stride, weights, steps, room)
-        return 1
-    if rows >= 8:
-        sum_vectors(8, 2, x, stride, weights, steps, room)
-        return 8
-    if rows >= 4:
-        sum_vectors(4, 2, x, stride, weights, steps, room)
-        return 4
-    if rows >= 2:
-        sum_vectors(2, 2, x, stride, weights, steps, room)
-        return 2
-    sum_vectors(1, 2, x, stride, weights, steps, room)
-    return 1
 
 
 @njit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 from llvmlite import ir
@@ -11,7 +12,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.model.amx import LINE_BYTES, TILE_BYTES, TILE_ROWS, call, fetch_line, pointer
-from engine.model.quantised import tile_bytes, unpack
+from engine.model.quantised import tile_bytes, unpack, unpacked_pairs
 from engine.model.simd import LANES
 
 STEP = 32
@@ -21,7 +22,6 @@ TILES = 4  # of rows, that are multiplied at once
 ROW_BYTES = 64 * PANELS  # of a row of sums
 BUFFER = TILES * TILE_ROWS * ROW_BYTES  # in front of it in a thread's room: sums
 _AHEAD = 8  # steps ahead of which tiles are asked for
-_UNROLLED = 4  # pairs of one turn of the loop over a step's 16
 _BYTE, _INT, _WORD = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _SUMS, _PAIRS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(_INT, LANES)
 
@@ -83,11 +83,7 @@ def sum_tiles(
 
         def prepare(step: ir.Value) -> None:
             """Unpack a step's codes, and ask for those of a later step: behind the last, for the next panels'."""
-            later = builder.add(step, _WORD(_AHEAD))
-            others = builder.select(builder.icmp_signed(">=", later, steps), steps, _WORD(0))
-            for at in in_matrix(builder.add(later, builder.mul(others, _WORD(width - 1)))):
-                for line in range(0, size, LINE_BYTES):
-                    fetch_line(builder, builder.add(at, _WORD(line)))
+            _fetch_later(builder, step, steps, weights, size, width)
             for at, place in zip(in_matrix(step), tiles_of(step), strict=True):
                 unpack(builder, coded, at, place)
 
@@ -122,42 +118,98 @@ def sum_tiles(
 
 
 @intrinsic(prefer_literal=True)
-def sum_vectors(context: Any, rows: Any, panels: Any, x: Any, stride: Any, weights: Any, steps: Any, room: Any) -> Any:
-    """Sums of `rows` rows with `panels` panels: to `room`, [rows, 2 * 16] float32.
+def sum_vectors(
+    context: Any,
+    most: Any,
+    panels: Any,
+    bits: Any,
+    keep: Any,
+    rows: Any,
+    x: Any,
+    stride: Any,
+    weights: Any,
+    steps: Any,
+    room: Any,
+    place: Any,
+) -> Any:
+    """Sums of up to `most` rows with `panels` panels: to `room`, [most, 2 * 16] float32.
 
-    rows, panels: compile-time constants. x: address of the first row, one every `stride` bytes; weights: address of the
-    first panel.
+    most, panels, bits, keep: compile-time constants. x: address of the first of `rows` rows, one every `stride` bytes;
+    the last one is summed in the place of those that are missing. weights: address of the first panel, of codes of so
+    many bits or, for 0, of bfloat16. keep: 1 to leave what codes were unpacked to at `place`, panel behind panel.
     """
-    count, width = rows.literal_value, panels.literal_value
+    count, width, coded, kept = (one.literal_value for one in (most, panels, bits, keep))
+    size = tile_bytes(coded) if coded else TILE_BYTES
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, stride, weights, steps, room = args[2:]
-        kind = ir.FunctionType(_SUMS, [_SUMS, _PAIRS, _PAIRS])
-        dot = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+        rows, x, stride, weights, steps, room, place = args[4:]
         sums = [[cgutils.alloca_once(builder, _SUMS) for _ in range(width)] for _ in range(count)]
         for cell in itertools.chain(*sums):
             builder.store(ir.Constant(_SUMS, [0.0] * LANES), cell)
-        starts = [builder.add(x, builder.mul(stride, _WORD(row))) for row in range(count)]
-        panel_bytes = builder.mul(steps, _WORD(TILE_BYTES))
-        anything = ir.Constant(_PAIRS, ir.Undefined)
-        with cgutils.for_range(builder, builder.mul(steps, _WORD(TILE_BYTES // 64 // _UNROLLED))) as loop:
-            for turn in range(_UNROLLED):
-                pair = builder.add(builder.mul(loop.index, _WORD(_UNROLLED)), _WORD(turn))
-                at = builder.add(weights, builder.mul(pair, _WORD(64)))
-                matrix = []
-                for _ in range(width):
-                    matrix.append(builder.load(pointer(builder, at, _PAIRS), align=4))
-                    at = builder.add(at, panel_bytes)
-                for row in range(count):
-                    here = builder.add(starts[row], builder.mul(pair, _WORD(4)))
-                    two = builder.insert_element(anything, builder.load(pointer(builder, here, _INT), align=2), _INT(0))
-                    two = builder.shuffle_vector(two, anything, ir.Constant(_PAIRS, [0] * LANES))
-                    for panel, cell in enumerate(sums[row]):
-                        builder.store(builder.call(dot, [builder.load(cell), matrix[panel], two]), cell)
+        last = builder.sub(rows, _WORD(1))
+        starts = []
         for row in range(count):
-            for panel, cell in enumerate(sums[row]):
-                place = pointer(builder, builder.add(room, _WORD(row * ROW_BYTES + panel * 64)), _SUMS)
-                builder.store(builder.load(cell), place, align=4)
+            there = builder.icmp_signed("<", _WORD(row), last)
+            starts.append(builder.add(x, builder.mul(stride, builder.select(there, _WORD(row), last))))
+        panel_bytes = builder.mul(steps, _WORD(size))
+        with cgutils.for_range(builder, steps) as loop:
+            first = builder.add(weights, builder.mul(loop.index, _WORD(size)))
+            tiles = [builder.add(first, builder.mul(panel_bytes, _WORD(panel))) for panel in range(width)]
+            if coded:
+                _fetch_later(builder, loop.index, steps, weights, size, width)
+            inputs = builder.mul(loop.index, _WORD(2 * STEP))
+            here = [builder.add(start, inputs) for start in starts]
+            matrices = zip(*(_pairs(builder, coded, tile) for tile in tiles), strict=True)
+            for pair, matrix in enumerate(matrices):
+                if kept:
+                    for panel, numbers in enumerate(matrix):
+                        tile = builder.add(builder.mul(steps, _WORD(panel)), loop.index)
+                        there = builder.add(place, builder.add(builder.mul(tile, _WORD(TILE_BYTES)), _WORD(64 * pair)))
+                        builder.store(numbers, pointer(builder, there, _PAIRS), align=4)
+                for row, at in zip(sums, here, strict=True):
+                    two = _spread_pair(builder, builder.add(at, _WORD(4 * pair)))
+                    for panel, cell in enumerate(row):
+                        builder.store(_dot(builder, builder.load(cell), matrix[panel], two), cell)
+        for row, cells in enumerate(sums):
+            for panel, cell in enumerate(cells):
+                there = pointer(builder, builder.add(room, _WORD(row * ROW_BYTES + panel * 64)), _SUMS)
+                builder.store(builder.load(cell), there, align=4)
         return context.get_dummy_value()
 
-    return types.void(rows, panels, *[types.int64] * 5), generate
+    return types.void(most, panels, bits, keep, *[types.int64] * 7), generate
+
+
+def _pairs(builder: ir.IRBuilder, bits: int, tile: ir.Value) -> Iterator[ir.Value]:
+    """The pairs of inputs of a tile, each as 16 outputs of two bfloat16."""
+    if bits:
+        for numbers in unpacked_pairs(builder, bits, tile):
+            yield builder.bitcast(numbers, _PAIRS)
+    else:
+        for pair in range(LANES):
+            yield builder.load(pointer(builder, builder.add(tile, _WORD(64 * pair)), _PAIRS), align=4)
+
+
+def _spread_pair(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """The pair of a row's inputs at that address, for all outputs."""
+    anything = ir.Constant(_PAIRS, ir.Undefined)
+    two = builder.insert_element(anything, builder.load(pointer(builder, address, _INT), align=2), _INT(0))
+    return builder.shuffle_vector(two, anything, ir.Constant(_PAIRS, [0] * LANES))
+
+
+def _dot(builder: ir.IRBuilder, sums: ir.Value, matrix: ir.Value, pair: ir.Value) -> ir.Value:
+    kind = ir.FunctionType(_SUMS, [_SUMS, _PAIRS, _PAIRS])
+    dot = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+    return builder.call(dot, [sums, matrix, pair])
+
+
+def _fetch_later(
+    builder: ir.IRBuilder, step: ir.Value, steps: ir.Value, weights: ir.Value, size: int, width: int
+) -> None:
+    """Ask for the tiles of a later step of `width` panels: behind the last, for the next panels'."""
+    later = builder.add(step, _WORD(_AHEAD))
+    others = builder.select(builder.icmp_signed(">=", later, steps), steps, _WORD(0))
+    first = builder.add(later, builder.mul(others, _WORD(width - 1)))
+    for panel in range(width):
+        at = builder.add(weights, builder.mul(builder.add(first, builder.mul(steps, _WORD(panel))), _WORD(size)))
+        for line in range(0, size, LINE_BYTES):
+            fetch_line(builder, builder.add(at, _WORD(line)))

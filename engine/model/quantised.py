@@ -11,7 +11,7 @@ first are the lower halves of 16 bytes and the second the upper ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +96,13 @@ def unpack_tiles(context: Any, bits: Any, tiles: Any, count: Any, place: Any) ->
 
 def unpack(builder: ir.IRBuilder, bits: int, tile: ir.Value, place: ir.Value) -> None:
     """The tile at that address, as bfloat16 to `place`."""
+    for pair, numbers in enumerate(unpacked_pairs(builder, bits, tile)):
+        at = pointer(builder, builder.add(place, _WORD(64 * pair)), numbers.type)
+        builder.store(numbers, at, align=4)
+
+
+def unpacked_pairs(builder: ir.IRBuilder, bits: int, tile: ir.Value) -> Iterator[ir.Value]:
+    """The pairs of inputs of the tile at that address, each as 32 bfloat16 numbers."""
     scales, offsets = (_doubled(builder, builder.add(tile, _WORD(32 * i))) for i in range(2))
     for pair in range(LANES):
         at = builder.add(tile, _WORD(HEAD_BYTES + pair * LANES * bits // 4))
@@ -103,7 +110,7 @@ def unpack(builder: ir.IRBuilder, bits: int, tile: ir.Value, place: ir.Value) ->
             fused(builder, code, scale, offset)
             for code, scale, offset in zip(_codes(builder, at, bits), scales, offsets, strict=True)
         )
-        _store_both(builder, lower, upper, builder.add(place, _WORD(64 * pair)))
+        yield _rounded(builder, lower, upper)
 
 
 def _doubled(builder: ir.IRBuilder, address: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -137,9 +144,7 @@ def _number(builder: ir.IRBuilder, codes: ir.Value) -> ir.Value:
     return builder.call(look_up, [ir.Constant(_LANES_OF_FLOATS, [float(i) for i in range(LANES)]), codes])
 
 
-def _store_both(builder: ir.IRBuilder, lower: ir.Value, upper: ir.Value, address: ir.Value) -> None:
+def _rounded(builder: ir.IRBuilder, lower: ir.Value, upper: ir.Value) -> ir.Value:
     """Two vectors as 32 bfloat16 numbers."""
-    whole = ir.VectorType(ir.IntType(16), 2 * LANES)
-    kind = ir.FunctionType(whole, [_LANES_OF_FLOATS] * 2)
-    rounded = builder.asm(kind, "vcvtne2ps2bf16 $1, $2, $0", "=v,v,v", [lower, upper], side_effect=False)
-    builder.store(rounded, pointer(builder, address, whole), align=4)
+    kind = ir.FunctionType(ir.VectorType(ir.IntType(16), 2 * LANES), [_LANES_OF_FLOATS] * 2)
+    return builder.asm(kind, "vcvtne2ps2bf16 $1, $2, $0", "=v,v,v", [lower, upper], side_effect=False)
