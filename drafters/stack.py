@@ -19,7 +19,7 @@ from torch import Tensor
 
 from drafters.layers import DecoderLayer, Linear, RMSNorm
 from engine.batch import Batch, Int, Segment
-from engine.model.attention import Attention, Rule, has_tiles
+from engine.model.attention import Attention, Rule, has_pairs
 from engine.model.fused import ENTER, NORM, enter_kernel, norm_kernel
 from engine.model.kv_pool import KVCache, KVPool, KVShape
 from engine.model.matmul import add_product, set_rows
@@ -125,7 +125,7 @@ class Stack:
         first = self.first = layers[0].decoder
         self.hidden, self.inner = first.out.outputs, first.gate_up.outputs
         self.qkv = (first.heads + 2 * first.kv_heads) * first.head_dim
-        shape = KVShape(len(layers), first.kv_heads, first.head_dim, dtype, has_tiles(dtype))
+        shape = KVShape(len(layers), first.kv_heads, first.head_dim, dtype, has_pairs(dtype))
         self.pool = GrowingPool(shape, _BLOCKS)
         self._turns = first.rotary.halves(256)
         self._capacity, self._program = 0, Program()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.batch import Batch, Segment
 from engine.loading import eos_tokens, find_device, first_line, load_model, name_of, steady_context
-from engine.model.attention import has_tiles
+from engine.model.attention import has_pairs
 from engine.model.decoder import LeanDecoder, OtherStructure
 from engine.model.kv_pool import KVCache, KVPool, KVShape
 from engine.model.masked import MaskedForward, refusal
@@ -264,7 +264,7 @@ class Target:
         heads: int = config.num_attention_heads
         kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
         head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
-        paired = not self.accelerated and has_tiles(self.dtype)
+        paired = not self.accelerated and has_pairs(self.dtype)
         shape = KVShape(self.layers, kv_heads, head_dim, self.dtype, paired)
         memory = int(_POOL_SHARE * _free_memory(self.device)) if kv_memory is None else kv_memory
         return KVPool(shape, max(1, memory // shape.block_bytes), self.device), heads // kv_heads

@@ -3,8 +3,8 @@
 Not on the rows beside it, the slots that its keys lie in, padding, or threads. So a token's logits are the same bits
 whether it was decoded alone, verified in a tree with rejected siblings, or read with its prompt, beside any requests.
 
-Keys and values lie in blocks of 16 positions (`engine.model.kv_pool`). Two kernels read them: `lane_attention` on any
-processor, `tile_attention` for bfloat16 where there is AMX.
+Keys and values lie in blocks of 16 positions (`engine.model.kv_pool`). `lane_attention` reads them
+on any processor; for bfloat16 `tile_attention` does where there is AMX, `pair_attention` where there is AVX512-BF16.
 """
 
 from __future__ import annotations
@@ -21,18 +21,24 @@ from engine.model.attention_work import ATTENTION
 from engine.model.kv_pool import KVPool
 from engine.model.lane_attention import VECTORS, lane_kernel
 from engine.model.matmul import Unit, units
+from engine.model.pair_attention import pair_kernel
+from engine.model.paired_attention import scratch_of_own
 from engine.model.team import Kernel, address_of
-from engine.model.tile_attention import TILES, scratch_of_own, tile_kernel
+from engine.model.tile_attention import TILES, tile_kernel
 
 
-def has_tiles(dtype: torch.dtype) -> bool:
-    """Whether keys and values of this type are kept in pairs, for `tile_attention`."""
-    return dtype == torch.bfloat16 and Unit.AMX in units()
+def has_pairs(dtype: torch.dtype) -> bool:
+    """Whether keys and values of this type are kept in pairs, for instructions that multiply bfloat16."""
+    return dtype == torch.bfloat16 and bool(units())
+
+
+def _paired_kernel() -> Kernel:
+    return tile_kernel() if units()[0] is Unit.AMX else pair_kernel()
 
 
 def attention_kernels() -> list[Kernel]:
     """Those that this processor can run."""
-    return [lane_kernel(), tile_kernel()] if has_tiles(torch.bfloat16) else [lane_kernel()]
+    return [lane_kernel(), _paired_kernel()] if has_pairs(torch.bfloat16) else [lane_kernel()]
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ class Attention:
         for name, value in (("kv_heads", shape.kv_heads), ("groups", groups), ("dims", shape.dims)):
             work[name] = value
         work["head_dim"], work["width"] = shape.head_dim, shape.dtype.itemsize
-        self.kernel: Kernel = tile_kernel() if shape.paired else lane_kernel()
+        self.kernel: Kernel = _paired_kernel() if shape.paired else lane_kernel()
         self._queries = TILE_ROWS if shape.paired else VECTORS  # of a tile
         work["tile_sizes"] = TILES.ctypes.data
         self._layer_bytes = [tensor[0].nbytes for tensor in (pool.keys, pool.values)]

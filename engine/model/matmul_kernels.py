@@ -125,13 +125,13 @@ def _vector_sums(bits: int, keep: int) -> Any:
     def sums(rows: int, width: int, x: int, stride: int, weights: int, steps: int, room: int, place: int) -> None:
         """Sums of up to AT_ONCE rows with one or two panels."""
         if width == 1:
-            sum_vectors(8, 1, bits, keep, rows, x, stride, weights, steps, room, place)
+            sum_vectors(8, 1, bits, keep, rows, x, stride, weights, steps, room, ROW_BYTES, place)
         elif rows == 1:
-            sum_vectors(1, 2, bits, keep, rows, x, stride, weights, steps, room, place)
+            sum_vectors(1, 2, bits, keep, rows, x, stride, weights, steps, room, ROW_BYTES, place)
         elif rows <= 4:
-            sum_vectors(4, 2, bits, keep, rows, x, stride, weights, steps, room, place)
+            sum_vectors(4, 2, bits, keep, rows, x, stride, weights, steps, room, ROW_BYTES, place)
         else:
-            sum_vectors(8, 2, bits, keep, rows, x, stride, weights, steps, room, place)
+            sum_vectors(8, 2, bits, keep, rows, x, stride, weights, steps, room, ROW_BYTES, place)
 
     return sums
 

@@ -23,7 +23,7 @@ ROW_BYTES = 64 * PANELS  # of a row of sums
 BUFFER = TILES * TILE_ROWS * ROW_BYTES  # in front of it in a thread's room: sums
 _AHEAD = 8  # steps ahead of which tiles are asked for
 _BYTE, _INT, _WORD = ir.IntType(8), ir.IntType(32), ir.IntType(64)
-_SUMS, _PAIRS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(_INT, LANES)
+SUMS, _PAIRS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(_INT, LANES)
 
 
 @intrinsic(prefer_literal=True)
@@ -130,9 +130,11 @@ def sum_vectors(
     weights: Any,
     steps: Any,
     room: Any,
+    room_stride: Any,
     place: Any,
 ) -> Any:
-    """Sums of up to `most` rows with `panels` panels: to `room`, [most, 2 * 16] float32.
+    """Sums of up to `most` rows with `panels` panels: to `room`, [rows, panels * 16] float32, one every `room_stride`
+    bytes.
 
     most, panels, bits, keep: compile-time constants. x: address of the first of `rows` rows, one every `stride` bytes;
     the last one is summed in the place of those that are missing. weights: address of the first panel, of codes of so
@@ -142,15 +144,11 @@ def sum_vectors(
     size = tile_bytes(coded) if coded else TILE_BYTES
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rows, x, stride, weights, steps, room, place = args[4:]
-        sums = [[cgutils.alloca_once(builder, _SUMS) for _ in range(width)] for _ in range(count)]
+        rows, x, stride, weights, steps, room, room_stride, place = args[4:]
+        sums = [[cgutils.alloca_once(builder, SUMS) for _ in range(width)] for _ in range(count)]
         for cell in itertools.chain(*sums):
-            builder.store(ir.Constant(_SUMS, [0.0] * LANES), cell)
-        last = builder.sub(rows, _WORD(1))
-        starts = []
-        for row in range(count):
-            there = builder.icmp_signed("<", _WORD(row), last)
-            starts.append(builder.add(x, builder.mul(stride, builder.select(there, _WORD(row), last))))
+            builder.store(ir.Constant(SUMS, [0.0] * LANES), cell)
+        starts = row_starts(builder, count, rows, x, stride)
         panel_bytes = builder.mul(steps, _WORD(size))
         with cgutils.for_range(builder, steps) as loop:
             first = builder.add(weights, builder.mul(loop.index, _WORD(size)))
@@ -159,7 +157,7 @@ def sum_vectors(
                 _fetch_later(builder, loop.index, steps, weights, size, width)
             inputs = builder.mul(loop.index, _WORD(2 * STEP))
             here = [builder.add(start, inputs) for start in starts]
-            matrices = zip(*(_pairs(builder, coded, tile) for tile in tiles), strict=True)
+            matrices = zip(*(pair_vectors(builder, coded, tile) for tile in tiles), strict=True)
             for pair, matrix in enumerate(matrices):
                 if kept:
                     for panel, numbers in enumerate(matrix):
@@ -167,20 +165,30 @@ def sum_vectors(
                         there = builder.add(place, builder.add(builder.mul(tile, _WORD(TILE_BYTES)), _WORD(64 * pair)))
                         builder.store(numbers, pointer(builder, there, _PAIRS), align=4)
                 for row, at in zip(sums, here, strict=True):
-                    two = _spread_pair(builder, builder.add(at, _WORD(4 * pair)))
+                    two = spread_pair(builder, builder.add(at, _WORD(4 * pair)))
                     for panel, cell in enumerate(row):
-                        builder.store(_dot(builder, builder.load(cell), matrix[panel], two), cell)
-        for row, cells in enumerate(sums):
+                        builder.store(dot(builder, builder.load(cell), matrix[panel], two), cell)
+        for there, cells in zip(row_starts(builder, count, rows, room, room_stride), sums, strict=True):
             for panel, cell in enumerate(cells):
-                there = pointer(builder, builder.add(room, _WORD(row * ROW_BYTES + panel * 64)), _SUMS)
-                builder.store(builder.load(cell), there, align=4)
+                builder.store(
+                    builder.load(cell), pointer(builder, builder.add(there, _WORD(64 * panel)), SUMS), align=4
+                )
         return context.get_dummy_value()
 
-    return types.void(most, panels, bits, keep, *[types.int64] * 7), generate
+    return types.void(most, panels, bits, keep, *[types.int64] * 8), generate
 
 
-def _pairs(builder: ir.IRBuilder, bits: int, tile: ir.Value) -> Iterator[ir.Value]:
-    """The pairs of inputs of a tile, each as 16 outputs of two bfloat16."""
+def row_starts(builder: ir.IRBuilder, count: int, rows: ir.Value, first: ir.Value, stride: ir.Value) -> list[ir.Value]:
+    """Addresses of `count` rows, of which the last of `rows` stands for those that are missing."""
+    last, starts = builder.sub(rows, _WORD(1)), []
+    for row in range(count):
+        there = builder.icmp_signed("<", _WORD(row), last)
+        starts.append(builder.add(first, builder.mul(stride, builder.select(there, _WORD(row), last))))
+    return starts
+
+
+def pair_vectors(builder: ir.IRBuilder, bits: int, tile: ir.Value) -> Iterator[ir.Value]:
+    """The 16 pairs of inputs of a tile, each of 16 outputs."""
     if bits:
         for numbers in unpacked_pairs(builder, bits, tile):
             yield builder.bitcast(numbers, _PAIRS)
@@ -189,17 +197,18 @@ def _pairs(builder: ir.IRBuilder, bits: int, tile: ir.Value) -> Iterator[ir.Valu
             yield builder.load(pointer(builder, builder.add(tile, _WORD(64 * pair)), _PAIRS), align=4)
 
 
-def _spread_pair(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+def spread_pair(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """The pair of a row's inputs at that address, for all outputs."""
     anything = ir.Constant(_PAIRS, ir.Undefined)
     two = builder.insert_element(anything, builder.load(pointer(builder, address, _INT), align=2), _INT(0))
     return builder.shuffle_vector(two, anything, ir.Constant(_PAIRS, [0] * LANES))
 
 
-def _dot(builder: ir.IRBuilder, sums: ir.Value, matrix: ir.Value, pair: ir.Value) -> ir.Value:
-    kind = ir.FunctionType(_SUMS, [_SUMS, _PAIRS, _PAIRS])
-    dot = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
-    return builder.call(dot, [sums, matrix, pair])
+def dot(builder: ir.IRBuilder, sums: ir.Value, matrix: ir.Value, pair: ir.Value) -> ir.Value:
+    """sums + the products of both inputs of a pair."""
+    kind = ir.FunctionType(SUMS, [SUMS, _PAIRS, _PAIRS])
+    dpbf16ps = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+    return builder.call(dpbf16ps, [sums, matrix, pair])
 
 
 def _fetch_later(

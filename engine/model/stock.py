@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from engine.batch import BLOCK, Batch, Segment
-from engine.model.attention import Attention, Rule, has_tiles
+from engine.model.attention import Attention, Rule, has_pairs
 from engine.model.fused import STORE, store_kernel
 from engine.model.kv_pool import KVCache, KVPool, KVShape
 
@@ -140,7 +140,7 @@ def _whole_text(rule: Rule, query: Tensor, key: Tensor, value: Tensor) -> Tensor
     """Attention of a text's last rows over all of it, none of it in a pool. query: [heads, rows, head_dim]."""
     heads, rows, head_dim = query.shape
     kv_heads, length, _ = key.shape
-    pool = KVPool(KVShape(1, kv_heads, head_dim, query.dtype, has_tiles(query.dtype)), -(-length // BLOCK))
+    pool = KVPool(KVShape(1, kv_heads, head_dim, query.dtype, has_pairs(query.dtype)), -(-length // BLOCK))
     attention = Attention(pool, heads // kv_heads)
     cache, entry = KVCache(pool), _Entry(attention)
     cache.reserve(length)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import BLOCK, Batch, Segment
-from engine.model.attention import Attention, Rule, has_tiles
+from engine.model.attention import Attention, Rule, has_pairs
 from engine.model.kv_pool import KVCache, KVPool, KVShape
 from engine.tree import TokenTree
 from tests.engine.model.pool_layout import fill
@@ -33,7 +33,7 @@ class Kernel:
 FLOAT32 = Kernel(torch.float32, False, 1e-4, 1e-5)
 TILES = Kernel(torch.bfloat16, True, 0.05, 2**-8)  # weights are rounded to bfloat16, values are around 2
 KERNELS = [FLOAT32, Kernel(torch.bfloat16, False, 1e-5, 2**-8)]
-if has_tiles(torch.bfloat16):
+if has_pairs(torch.bfloat16):
     KERNELS.append(TILES)
 KV_HEADS = 2
 # two branches below the root, the second longer than the first, and a sibling of the root's child without children

@@ -1,0 +1,149 @@
+"""Exact attention of bfloat16 in vectors of AVX512-BF16, for processors that have no tiles: see `paired_attention`."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.extending import intrinsic
+
+from engine.model.amx import pointer
+from engine.model.attention_work import ATTENTION
+from engine.model.matmul_sums import SUMS, dot, pair_vectors, row_starts, spread_pair, sum_vectors
+from engine.model.paired_attention import (
+    AHEAD,
+    PANEL_BYTES,
+    WEIGHT_BYTES,
+    attending,
+    fetch_block,
+    gather,
+    own_blocks,
+    place_of,
+)
+from engine.model.simd import FLOAT32, LANES, splat, store
+from engine.model.team import kernel, member, members
+
+_SCORED = 16  # queries whose scores are kept in registers
+_WEIGHED, _PANELS = 6, 4  # queries, and panels of 16 dimensions, whose sums are
+_WORD = ir.IntType(64)
+
+
+@njit
+def _score_all(work: Any, queries: int, count: int, table: int, head: int, low: int, high: int, scores: int) -> None:
+    stride, step, steps = work.dims * 2, work.step * 4, work.dims // 32
+    for begin in range(0, count, _SCORED):
+        some, q = min(_SCORED, count - begin), queries + begin * stride
+        for block in range(low, high):
+            at = place_of(work, work.keys, table, block, head)
+            fetch_block(work, work.keys, table, min(block + AHEAD, high - 1), head)
+            place = scores + begin * step + 4 * LANES * block
+            if some <= 4:
+                sum_vectors(4, 1, 0, 0, some, q, stride, at, steps, place, step, 0)
+            elif some <= 8:
+                sum_vectors(8, 1, 0, 0, some, q, stride, at, steps, place, step, 0)
+            else:
+                sum_vectors(16, 1, 0, 0, some, q, stride, at, steps, place, step, 0)
+
+
+@njit
+def _weigh_all(
+    work: Any,
+    table: int,
+    head: int,
+    first: int,
+    end: int,
+    low: int,
+    common: int,
+    weights: int,
+    sums: int,
+    own: int,
+) -> None:
+    count = (end - first) * work.groups
+    for i in range(count * work.dims // LANES):
+        store(splat(np.float32(0)), sums + 4 * LANES * i, FLOAT32)
+    for begin in range(0, count, _WEIGHED):
+        some = min(_WEIGHED, count - begin)
+        for block in range(low, common):
+            at = place_of(work, work.values, table, block, head)
+            fetch_block(work, work.values, table, min(block + AHEAD, common - 1), head)
+            _add(work, begin, some, block, at, weights, sums)
+    values = own + 2 * WEIGHT_BYTES
+    store(splat(np.float32(0)), own, FLOAT32)
+    for row in range(first, end):
+        begun, stop, seen = own_blocks(work, row, common)
+        for block in range(begun, stop):
+            gather(work, table, head, row, block * LANES, seen, 0, work.dims // LANES, values, own)
+            for group in range(0, work.groups, _WEIGHED):
+                some = min(_WEIGHED, work.groups - group)
+                _add(work, (row - first) * work.groups + group, some, block, values, weights, sums)
+
+
+@njit
+def _add(work: Any, begin: int, some: int, block: int, values: int, weights: int, sums: int) -> None:
+    """Add a block's values, weighed, to the sums of some queries from `begin` on."""
+    step, stride = work.step * 2, work.dims * 4
+    of, panels = weights + begin * step + block * WEIGHT_BYTES, work.dims // LANES
+    for panel in range(0, panels, _PANELS):
+        at, place = values + panel * PANEL_BYTES, sums + begin * stride + panel * 4 * LANES
+        if panels - panel < _PANELS:  # dimensions are a multiple of 32
+            _add_values(6, 2, some, of, step, at, place, stride)
+        elif some == 1:
+            _add_values(1, 4, some, of, step, at, place, stride)
+        elif some <= 3:
+            _add_values(3, 4, some, of, step, at, place, stride)
+        else:
+            _add_values(6, 4, some, of, step, at, place, stride)
+
+
+@intrinsic(prefer_literal=True)
+def _add_values(
+    context: Any,
+    most: Any,
+    panels: Any,
+    rows: Any,
+    weights: Any,
+    step: Any,
+    values: Any,
+    sums: Any,
+    stride: Any,
+) -> Any:
+    """Add 16 values, weighed, to the sums of up to `most` rows, of 16 dimensions for each of the panels.
+
+    most, panels: compile-time constants. weights: address of the first of `rows` rows' weights, one every `step` bytes;
+    sums: of its sums, one every `stride` bytes. The last row is summed in the place of those that are missing.
+    """
+    count, width = most.literal_value, panels.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        rows, weights, step, values, sums, stride = args[2:]
+        starts = row_starts(builder, count, rows, weights, step)
+        places = [
+            [pointer(builder, builder.add(start, _WORD(4 * LANES * panel)), SUMS) for panel in range(width)]
+            for start in row_starts(builder, count, rows, sums, stride)
+        ]
+        totals = [[builder.load(place, align=4) for place in row] for row in places]
+        matrices = [pair_vectors(builder, 0, builder.add(values, _WORD(PANEL_BYTES * i))) for i in range(width)]
+        for pair in range(LANES // 2):
+            matrix = [next(one) for one in matrices]
+            for row, start in enumerate(starts):
+                two = spread_pair(builder, builder.add(start, _WORD(4 * pair)))
+                totals[row] = [dot(builder, one, m, two) for one, m in zip(totals[row], matrix, strict=True)]
+        for place, one in zip(itertools.chain(*places), itertools.chain(*totals), strict=True):
+            builder.store(one, place, align=4)
+        return context.get_dummy_value()
+
+    return types.void(most, panels, *[types.int64] * 6), generate
+
+
+_attend = attending(_score_all, _weigh_all)
+
+
+@kernel(ATTENTION)
+def pair_kernel(address: Any) -> None:
+    """Units of work are pairs of a tile and a head of keys."""
+    work = carray(address, 1)[0]
+    for unit in range(member(), work.tile_count * work.kv_heads, members()):
+        _attend(work, unit // work.kv_heads, unit % work.kv_heads, work.scratch + member() * work.scratch_bytes)
