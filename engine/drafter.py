@@ -58,16 +58,20 @@ class DrafterWorker:
             if socket is not None:
                 self.poller.register(socket, zmq.POLLIN)
         while not self.stopping:
-            if self.verdicts.joined():
-                self._join()
             self.poller.poll(0 if self._wanted() or self._idle() else int(HEARTBEAT_S * 1000))
             for _ in self.control.received():
                 self.stopping = True
-            for message, arrays in self.verdicts.received():
-                self._hear(message, arrays)
-            self._work()
+            self.turn()
             self._beat()
         self.trace.flush()
+
+    def turn(self) -> None:
+        """Take in what has arrived, and draft what is waited for or may be."""
+        if self.verdicts.joined():
+            self._join()
+        for message, arrays in self.verdicts.received():
+            self._hear(message, arrays)
+        self._work()
 
     def _join(self) -> None:
         """Tell the verifier who drafts; it then names every request anew, so what an earlier one said is forgotten."""

@@ -22,7 +22,7 @@ from drafters.registry import check, find
 from engine.config import Config
 from engine.nursery import Nursery
 from engine.transport import Hub
-from engine.worker import WorkerSpec, load_keys, run_worker, share_cores
+from engine.worker import WorkerSpec, load_keys, run_worker, share_cores, shares_loop
 
 STOP_S = 5.0
 POOL_WAITS = {"GOMP_SPINCOUNT": "3000"}
@@ -121,8 +121,12 @@ class Workers:
 
     @property
     def roles(self) -> list[str]:
-        """Those that run on this machine."""
-        return ["verifier"] if self.method.drafter is None or self.config.remote else ["verifier", "drafter"]
+        """Those that are started on this machine."""
+        return ["verifier", "drafter"] if self._drafts_here and not shares_loop(self.config) else ["verifier"]
+
+    @property
+    def _drafts_here(self) -> bool:
+        return self.method.drafter is not None and not self.config.remote
 
     def check(self) -> None:
         """Raise, before anything loads, what the workers would refuse in the configuration. Reads no weights."""
@@ -135,7 +139,7 @@ class Workers:
         if self.config.transport == "tcp":  # else the drafter would join whoever has the port
             with zmq.Context() as context, closing(Hub(context, self.config.tcp.endpoint, ())):
                 pass
-        if "drafter" in self.roles:
+        if self._drafts_here:
             check(self.config)
 
     def start(self, role: str) -> None:

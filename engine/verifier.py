@@ -18,6 +18,7 @@ from drafters.registry import METHODS
 from engine.batch import Segment
 from engine.conclusion import Conclusion, conclude_chunks, conclude_trees
 from engine.config import Config
+from engine.drafter import DrafterWorker
 from engine.drafter_line import FROM_DRAFTER, DrafterLine
 from engine.errors import OutOfBlocks
 from engine.front_end_line import FROM_FRONT_END, FrontEndLine
@@ -35,9 +36,19 @@ __all__ = ["FROM_DRAFTER", "FROM_FRONT_END", "Verifier"]
 
 
 class Verifier:
-    """The worker's loop. control: the line to the front end; drafts: the hub drafters connect to."""
+    """The worker's loop. control: the line to the front end; drafts: the hub drafters connect to. beside: a drafter
+    that has its turns in this loop.
+    """
 
-    def __init__(self, config: Config, target: Target, control: Line, drafts: Hub, threads: Threads):
+    def __init__(
+        self,
+        config: Config,
+        target: Target,
+        control: Line,
+        drafts: Hub,
+        threads: Threads,
+        beside: DrafterWorker | None = None,
+    ):
         self.config, self.target = config, target
         options = config.verifier
         self.requests = Scheduler(options.max_running, options.prefill_chunk, options.draft_timeout_s)
@@ -46,6 +57,7 @@ class Verifier:
         self.trace = Trace(control, config.trace is not None)
         self.meter = Meter(config, target, threads, self.trace)
         self.has_model = METHODS[config.method].has_model
+        self.beside = beside
         self.stopping = False
 
     def run(self) -> None:
@@ -55,15 +67,19 @@ class Verifier:
         poller = zmq.Poller()
         poller.register(self.front_end.line.socket, zmq.POLLIN)
         poller.register(self.drafter.hub.socket, zmq.POLLIN)
+        if self.beside is not None:
+            poller.register(self.beside.verdicts.socket, zmq.POLLIN)
         while not self.stopping:
             if plan := self._plan():
                 self._step(plan)
             else:
                 poller.poll(math.ceil(min(self.front_end.patience_s, plan.wait_s) * 1000))
+            if self.beside is not None:
+                self.beside.turn()
             self._receive()
             self._beat()
         self.front_end.close()
-        self.trace.flush()
+        self._flush()
 
     # The round, on one page.
 
@@ -191,7 +207,12 @@ class Verifier:
     def _beat(self) -> None:
         if self.front_end.beat(self.requests):
             self.drafter.hub.restore()
-            self.trace.flush()
+            self._flush()
+
+    def _flush(self) -> None:
+        self.trace.flush()
+        if self.beside is not None:
+            self.beside.trace.flush()
 
     # When a request ends, or something fails.
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import zmq
@@ -21,6 +21,9 @@ from engine.errors import TalonError
 from engine.keys import Keys, load
 from engine.messages import Failed
 from engine.transport import Hub, Line
+
+if TYPE_CHECKING:
+    from engine.drafter import DrafterWorker
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
@@ -57,13 +60,31 @@ def _run_verifier(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -
         threads = share_cores(config)
         torch.set_num_threads(threads.verifier(config.mode == "async"))
         target = Target.load(config.model, config.dtype, config.device, config.verifier.kv_memory)
-        with own_stream(target.device, urgent=False):
-            Verifier(config, target, control, drafts, threads).run()
+        with own_stream(target.device, urgent=False), _beside(spec, config, context, drafts) as drafter:
+            Verifier(config, target, control, drafts, threads, drafter).run()
+
+
+@contextmanager
+def _beside(spec: WorkerSpec, config: Config, context: zmq.Context[Any], drafts: Hub) -> Iterator[DrafterWorker | None]:
+    """The drafter that takes turns with the verifier in its own loop, if that is how this one is run."""
+    if not shares_loop(config):
+        yield None
+        return
+    from engine.drafter import FROM_VERIFIER
+
+    name, meeting = f"drafter-of-{spec.name}", f"inproc://{spec.name}"
+    drafts.also_at(meeting)
+    with (
+        closing(Line(context, spec.control, name, ())) as control,
+        closing(Line(context, meeting, name, FROM_VERIFIER)) as verdicts,
+        _drafter(config, control, verdicts) as worker,
+    ):
+        yield worker
 
 
 def _run_drafter(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -> None:
-    from drafters.registry import METHODS, build_for_worker
-    from engine.drafter import FROM_FRONT_END, FROM_VERIFIER, DrafterWorker
+    from drafters.registry import METHODS
+    from engine.drafter import FROM_FRONT_END, FROM_VERIFIER
 
     with (
         _reporting(Line(context, spec.control, spec.name, FROM_FRONT_END)) as control,
@@ -78,10 +99,30 @@ def _run_drafter(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) ->
 
             torch.set_num_threads(share_cores(config).drafter)
             stream = own_stream(find_device(config.device), urgent=True)
-        with stream:
-            drafter = build_for_worker(config)
-            DrafterWorker(drafter, control, verdicts, config.trace is not None).run()
-        drafter.save()
+        with stream, _drafter(config, control, verdicts) as worker:
+            worker.run()
+
+
+@contextmanager
+def _drafter(config: Config, control: Line, verdicts: Line) -> Iterator[DrafterWorker]:
+    """The drafter, loaded; what it has learnt is saved behind."""
+    from drafters.registry import build_for_worker
+    from engine.drafter import DrafterWorker
+
+    drafter = build_for_worker(config)
+    yield DrafterWorker(drafter, control, verdicts, config.trace is not None)
+    drafter.save()
+
+
+def shares_loop(config: Config) -> bool:
+    """Whether the verifier's worker runs the drafter too. In turns one of the two always waits for the other, and
+    between processes it has to be woken: without a model to draft with, that takes longer than drafting.
+    """
+    from drafters.registry import find
+
+    method = find(config.method)
+    in_turns = config.mode == "sequential" and config.transport == "ipc"
+    return in_turns and method.drafter is not None and not method.has_model
 
 
 @contextmanager

@@ -61,7 +61,7 @@ async def replaced(engine: Engine, role: str, first: int) -> None:
 
 async def test_a_killed_drafter_changes_no_text_and_comes_back(tiny: str) -> None:
     expected = await expected_text(tiny)
-    async with await Engine.start({"model": tiny}, method="pld", **{"verifier.cut": False}) as engine:
+    async with await Engine.start({"model": tiny}, method="pld", mode="async", **{"verifier.cut": False}) as engine:
         for _ in range(3):
             first = pid_of(engine, "drafter")
             task = asyncio.create_task(engine.generate(PROMPT, LONG))
@@ -77,7 +77,7 @@ async def test_a_killed_drafter_changes_no_text_and_comes_back(tiny: str) -> Non
 async def test_a_stopped_drafter_changes_no_text_and_is_replaced(tiny: str) -> None:
     expected = await expected_text(tiny)
     options: dict[str, Any] = {"heartbeat_timeout_s": 3, "verifier.draft_timeout_s": 0.2}
-    async with await Engine.start({"model": tiny}, method="pld", **options) as engine:
+    async with await Engine.start({"model": tiny}, method="pld", mode="async", **options) as engine:
         first = pid_of(engine, "drafter")
         task = asyncio.create_task(engine.generate(PROMPT, LONG))
         await asyncio.sleep(0.15)
@@ -123,7 +123,7 @@ async def test_garbage_from_the_drafters_side_changes_no_text(tiny: str) -> None
 
 
 async def test_an_engine_that_was_frozen_as_a_whole_goes_on_with_its_workers(tiny: str) -> None:
-    async with await Engine.start({"model": tiny}, method="pld", heartbeat_timeout_s=2) as engine:
+    async with await Engine.start({"model": tiny}, method="pld", mode="async", heartbeat_timeout_s=2) as engine:
         before = [pid_of(engine, role) for role in ("verifier", "drafter")]
         await asyncio.sleep(0.3)
         for pid in before:
@@ -166,7 +166,7 @@ async def test_a_worker_that_hangs_while_loading_is_killed_when_the_start_has_fa
     monkeypatch.setattr(Workers, "_begin", begin_and_stop)
     monkeypatch.setattr("engine.supervisor.STOP_S", 1000.0)
     with pytest.raises(WorkerDied, match=r"start_timeout_s=1: the workers were not ready in time"):
-        await asyncio.wait_for(Engine.start({"model": tiny}, method="pld", start_timeout_s=1), 120)
+        await asyncio.wait_for(Engine.start({"model": tiny}, method="pld", mode="async", start_timeout_s=1), 120)
     assert len(pids) == 2
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)  # noqa: ASYNC240
 
@@ -176,7 +176,7 @@ import asyncio, sys
 from engine import Engine, SamplingParams
 
 async def main():
-    async with await Engine.start({"model": sys.argv[1]}, method="pld") as engine:
+    async with await Engine.start({"model": sys.argv[1]}, method="pld", mode="async") as engine:
         print(*[worker.pid for worker in engine._workers.running.values()], flush=True)
         while True:
             await engine.generate("again and again and", SamplingParams(max_tokens=200, ignore_eos=True))

@@ -40,8 +40,7 @@ async def plain_texts(model: str, requests: list[Request]) -> tuple[list[list[in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sequential", "async"])
-@pytest.mark.parametrize("method", ["suffix", "sps"])
+@pytest.mark.parametrize(("method", "mode"), [("suffix", "async"), ("sps", "sequential"), ("sps", "async")])
 async def test_fifty_kills_during_fifty_requests_change_no_text(
     tiny: str, tiny_draft: str, method: str, mode: str
 ) -> None:

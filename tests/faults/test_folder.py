@@ -25,7 +25,7 @@ def private(folder: Path) -> bool:
 async def test_removing_the_sockets_folder_changes_no_text(tiny: str, killed: str | None) -> None:
     expected = await expected_text(tiny)
     options = {"verifier.cut": False, "verifier.threads": 1}
-    async with await Engine.start({"model": tiny}, method="pld", **options) as engine:
+    async with await Engine.start({"model": tiny}, method="pld", mode="async", **options) as engine:
         folder = engine._workers.folder
         assert folder is not None
         pids = [pid_of(engine, role) for role in ("verifier", "drafter")]

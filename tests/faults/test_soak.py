@@ -98,7 +98,9 @@ async def test_mixed_load_of_the_real_model_leaves_memory_flat_and_nothing_behin
     smollm2: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    await mix(smollm2, tmp_path, {"method": "suffix", "verifier.kv_memory": 64 << 20, "verifier.threads": 1})
+    await mix(
+        smollm2, tmp_path, {"method": "suffix", "mode": "async", "verifier.kv_memory": 64 << 20, "verifier.threads": 1}
+    )
 
 
 async def mix(model: str, folder: Path, options: dict[str, Any]) -> None:

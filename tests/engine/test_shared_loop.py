@@ -1,0 +1,66 @@
+"""In turns, a drafter without a model is run by the verifier's own worker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import Engine, SamplingParams
+from engine.config import load
+from engine.errors import ConfigError
+from engine.worker import shares_loop
+
+REPEATING = [5, 6, 7, 8] * 8
+PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
+UNCUT: dict[str, Any] = {"verifier.cut": False, "verifier.threads": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "shared"),
+    [
+        ({"method": "pld"}, True),
+        ({"method": "suffix", "mode": "async"}, False),
+        ({"method": "suffix", "mode": "auto"}, False),
+        ({"method": "suffix", "transport": "inproc"}, False),
+        ({"method": "suffix", "transport": "tcp", "tcp.keys": "any"}, False),
+        ({"method": "sps"}, False),
+        ({"method": "none"}, False),
+    ],
+)
+def test_it_is_where_nothing_could_be_done_at_the_same_time(changes: dict[str, Any], shared: bool) -> None:
+    assert shares_loop(load({"model": "any"}, changes)) is shared
+
+
+async def test_the_text_is_that_of_plain_decoding_in_fewer_rounds(tiny: str) -> None:
+    """The second time `suffix` knows the answer."""
+    async with await Engine.start({"model": tiny}, method="none", transport="inproc", **UNCUT) as engine:
+        expected = (await engine.generate(REPEATING, PARAMS)).token_ids
+    async with await Engine.start({"model": tiny}, method="suffix", **UNCUT) as engine:
+        assert list(engine._workers.running) == ["verifier"]
+        results = [await engine.generate(REPEATING, PARAMS) for _ in range(2)]
+    assert [result.token_ids for result in results] == [expected] * 2
+    assert results[1].metrics.mean_accepted_tokens > 1.5
+
+
+async def test_what_it_cannot_load_is_told_in_one_line(tiny: str, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    with pytest.raises(ConfigError, match=r"drafter\.datastore"):
+        await Engine.start({"model": tiny}, method="datastore", **{"drafter.datastore": str(store)})
+
+
+async def test_its_spans_are_traced_as_the_drafters(tiny: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    async with await Engine.start({"model": tiny}, method="pld", trace=str(trace), **UNCUT) as engine:
+        await engine.generate(REPEATING, PARAMS)
+    assert {"drafter", "verifier"} <= engine._supervisor.timeline.lanes.keys()
+
+
+async def test_what_it_learnt_is_saved_when_the_engine_closes(tiny: str, tmp_path: Path) -> None:
+    file = tmp_path / "learnt.json"
+    options = UNCUT | {"drafter.calibration": str(file)}
+    async with await Engine.start({"model": tiny}, method="suffix", **options) as engine:
+        await engine.generate(REPEATING, PARAMS)
+    assert file.exists()
