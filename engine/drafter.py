@@ -58,11 +58,11 @@ class DrafterWorker:
             if socket is not None:
                 self.poller.register(socket, zmq.POLLIN)
         while not self.stopping:
+            self.turn()
+            self._beat()
             self.poller.poll(0 if self._wanted() or self._idle() else int(HEARTBEAT_S * 1000))
             for _ in self.control.received():
                 self.stopping = True
-            self.turn()
-            self._beat()
         self.trace.flush()
 
     def turn(self) -> None:
