@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import typer
@@ -13,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks import parts
-from benchmarks.limits import Limits
+from benchmarks.limits import READ, Limits, read_kernel
 from benchmarks.parts import PARTS, Clock, forward_name, multiplied, split
 from benchmarks.profile import Profile, profile_target, table
 from benchmarks.studies import profile
@@ -21,7 +22,7 @@ from engine.batch import Segment
 from engine.errors import ConfigError
 from engine.model.masked import MaskedForward
 from engine.model.stock import StockForward
-from engine.model.team import Kernel
+from engine.model.team import Kernel, address_of
 from engine.target import Target
 from engine.tree import TokenTree
 from tests.engine.test_target import build
@@ -110,6 +111,17 @@ def test_limits_keep_the_best_rates_seen() -> None:
     first = limits.bytes_per_s, limits.multiply_adds_per_s
     limits.measure()
     assert min(first) > 0 and limits.bytes_per_s >= first[0] and limits.multiply_adds_per_s >= first[1]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_every_line_is_read_once(threads: int) -> None:
+    buffer, sums, record = torch.ones(1003, 16), np.zeros((2, 16), np.float32), np.zeros(1, READ)
+    record[0] = buffer.data_ptr(), len(buffer), sums.ctypes.data
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    read_kernel()(address_of(record), 2)
+    torch.set_num_threads(before)
+    assert (sums.sum(axis=0) == len(buffer)).all()
 
 
 def test_the_command_prints_json_and_draws_a_picture(tiny: str, tmp_path: Path) -> None:
