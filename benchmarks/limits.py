@@ -22,8 +22,6 @@ from engine.recorded import wait
 _MOST_READ = 4 << 30  # bytes; larger than any cache, so a larger buffer is read no slower
 _COLUMNS = 1024
 _ROWS, _SIDE = {"cpu": 512, "cuda": 4096}, {"cpu": 2048, "cuda": 8192}
-
-
 _AHEAD = 40 * LINE_BYTES  # of a thread's place, as far as kernels of coded matrices ask for theirs
 
 READ = np.dtype([(name, "i8") for name in ("buffer", "lines", "sums")])

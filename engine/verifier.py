@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import zmq
 from torch import Tensor
@@ -18,7 +19,6 @@ from drafters.registry import METHODS
 from engine.batch import Segment
 from engine.conclusion import Conclusion, conclude_chunks, conclude_trees
 from engine.config import Config
-from engine.drafter import DrafterWorker
 from engine.drafter_line import FROM_DRAFTER, DrafterLine
 from engine.errors import OutOfBlocks
 from engine.front_end_line import FROM_FRONT_END, FrontEndLine
@@ -31,6 +31,9 @@ from engine.target import Target
 from engine.trace import Trace
 from engine.transport import Hub, Line
 from engine.worker import Threads
+
+if TYPE_CHECKING:
+    from engine.drafter import DrafterWorker
 
 __all__ = ["FROM_DRAFTER", "FROM_FRONT_END", "Verifier"]
 

@@ -14,17 +14,15 @@ from engine.model.amx import pointer
 from engine.model.attention_work import ATTENTION
 from engine.model.matmul_sums import SUMS, dot, pair_vectors, row_starts, spread_pair, sum_vectors
 from engine.model.paired_attention import (
-    AHEAD,
     PANEL_BYTES,
     WEIGHT_BYTES,
     attending,
-    fetch_block,
     gather,
+    next_block,
     own_blocks,
-    place_of,
 )
 from engine.model.simd import FLOAT32, LANES, splat, store
-from engine.model.team import kernel, member, members
+from engine.model.team import kernel
 
 _SCORED = 16  # queries whose scores are kept in registers
 _WEIGHED, _PANELS = 6, 4  # queries, and panels of 16 dimensions, whose sums are
@@ -37,8 +35,7 @@ def _score_all(work: Any, queries: int, count: int, table: int, head: int, low: 
     for begin in range(0, count, _SCORED):
         some, q = min(_SCORED, count - begin), queries + begin * stride
         for block in range(low, high):
-            at = place_of(work, work.keys, table, block, head)
-            fetch_block(work, work.keys, table, min(block + AHEAD, high - 1), head)
+            at = next_block(work, work.keys, table, block, high, head)
             place = scores + begin * step + 4 * LANES * block
             if some <= 4:
                 sum_vectors(4, 1, 0, 0, some, q, stride, at, steps, place, step, 0)
@@ -67,8 +64,7 @@ def _weigh_all(
     for begin in range(0, count, _WEIGHED):
         some = min(_WEIGHED, count - begin)
         for block in range(low, common):
-            at = place_of(work, work.values, table, block, head)
-            fetch_block(work, work.values, table, min(block + AHEAD, common - 1), head)
+            at = next_block(work, work.values, table, block, common, head)
             _add(work, begin, some, block, at, weights, sums)
     values = own + 2 * WEIGHT_BYTES
     store(splat(np.float32(0)), own, FLOAT32)
@@ -138,12 +134,9 @@ def _add_values(
     return types.void(most, panels, *[types.int64] * 6), generate
 
 
-_attend = attending(_score_all, _weigh_all)
+_attend_all = attending(_score_all, _weigh_all)
 
 
 @kernel(ATTENTION)
 def pair_kernel(address: Any) -> None:
-    """Units of work are pairs of a tile and a head of keys."""
-    work = carray(address, 1)[0]
-    for unit in range(member(), work.tile_count * work.kv_heads, members()):
-        _attend(work, unit // work.kv_heads, unit % work.kv_heads, work.scratch + member() * work.scratch_bytes)
+    _attend_all(carray(address, 1)[0])

@@ -20,19 +20,20 @@ from numba.extending import intrinsic
 from engine.model.amx import LINE_BYTES, TILE_ROWS, fetch, pointer
 from engine.model.attention_work import first_seen, last_slot, put_shares, softmax
 from engine.model.simd import BFLOAT16, LANES, divide, float_at, int_at, put_float, splat, store
+from engine.model.team import member, members
 
 PANEL_BYTES = 512
 """Of 16 dimensions of a block's values."""
 WEIGHT_BYTES = 2 * LANES
 """Of a row of weights in a block."""
-AHEAD = 4
-"""Blocks ahead of which one is asked for."""
+_AHEAD = 4  # blocks ahead of which one is asked for
 _INT = ir.IntType(32)
 _INTS = ir.VectorType(_INT, LANES)
 
 
 def attending(score: Any, weigh: Any) -> Any:
-    """All rows of a tile with one head of keys and the query heads that share it, as a function for kernels.
+    """What a thread does of a layer, as a function for kernels. Units of work are pairs of a tile and a head of keys:
+    all rows of the tile with that head and the query heads that share it.
 
     score(work, queries, count, table, head, low, high, scores): the products of `count` queries with the blocks from
     low to high. weigh(work, table, head, first, end, low, common, weights, sums, own): the sums of values times weights
@@ -71,21 +72,30 @@ def attending(score: Any, weigh: Any) -> Any:
             place = work.out + ((row * work.kv_heads + head) * work.groups + group) * work.head_dim * 2
             put_shares(work, sums + vector * work.dims * 4, share, place)
 
-    return attend
+    @njit
+    def attend_all(work: Any) -> None:
+        scratch = work.scratch + member() * work.scratch_bytes
+        for unit in range(member(), work.tile_count * work.kv_heads, members()):
+            attend(work, unit // work.kv_heads, unit % work.kv_heads, scratch)
+
+    return attend_all
 
 
 @njit
-def place_of(work: Any, keys_or_values: int, table: int, block: int, head: int) -> Any:
+def _place_of(work: Any, keys_or_values: int, table: int, block: int, head: int) -> Any:
     """Where a head's part of a block of 16 positions lies."""
     return keys_or_values + (int_at(table + 4 * block) * work.kv_heads + head) * work.dims * WEIGHT_BYTES
 
 
 @njit
-def fetch_block(work: Any, keys_or_values: int, table: int, block: int, head: int) -> None:
-    """Ask for that part ahead of its turn: the blocks of a text lie anywhere."""
-    at = place_of(work, keys_or_values, table, block, head)
+def next_block(work: Any, keys_or_values: int, table: int, block: int, end: int, head: int) -> Any:
+    """Where that part lies, of a block that is read now; one further on, before `end`, is asked for ahead of its turn,
+    since the blocks of a text lie anywhere.
+    """
+    ahead = _place_of(work, keys_or_values, table, min(block + _AHEAD, end - 1), head)
     for line in range(0, work.dims * WEIGHT_BYTES, LINE_BYTES):
-        fetch(at + line)
+        fetch(ahead + line)
+    return _place_of(work, keys_or_values, table, block, head)
 
 
 @njit
@@ -143,7 +153,7 @@ def _value_at(work: Any, table: int, head: int, row: int, position: int, seen: i
     slot = position
     if position >= prefix:
         slot = int_at(work.others + 4 * (int_at(work.rows_others + 4 * row) + position - prefix))
-    block = place_of(work, work.values, table, slot // LANES, head)
+    block = _place_of(work, work.values, table, slot // LANES, head)
     return block + panel * PANEL_BYTES + slot % LANES // 2 * 64, slot % 2 * 16
 
 

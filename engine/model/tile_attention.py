@@ -22,17 +22,15 @@ from engine.model.amx import (
 )
 from engine.model.attention_work import ATTENTION
 from engine.model.paired_attention import (
-    AHEAD,
     PANEL_BYTES,
     WEIGHT_BYTES,
     attending,
-    fetch_block,
     gather,
+    next_block,
     own_blocks,
-    place_of,
 )
 from engine.model.simd import FLOAT32, LANES, splat, store
-from engine.model.team import kernel, member, members
+from engine.model.team import kernel
 
 PANELS = 4  # of 16 dimensions, whose sums are kept in tiles at once
 _KEYS = 1024  # bytes of 32 dimensions of a block's keys
@@ -48,8 +46,7 @@ def _score_all(work: Any, queries: int, count: int, table: int, head: int, low: 
     for start in range(0, count, TILE_ROWS):
         begin = min(start, count - size)  # the last queries may be done again
         for block in range(low, high):
-            at = place_of(work, work.keys, table, block, head)
-            fetch_block(work, work.keys, table, min(block + AHEAD, high - 1), head)
+            at = next_block(work, work.keys, table, block, high, head)
             place = scores + begin * work.step * 4 + 4 * LANES * block
             _score(work, queries + begin * work.dims * 2, at, place)
 
@@ -75,15 +72,12 @@ def _weigh_all(
             _weigh(work, table, head, first, end, begin, size, panel, low, common, weights, sums, own)
 
 
-_attend = attending(_score_all, _weigh_all)
+_attend_all = attending(_score_all, _weigh_all)
 
 
 @kernel(ATTENTION)
 def tile_kernel(address: Any) -> None:
-    """Units of work are pairs of a tile and a head of keys."""
-    work = carray(address, 1)[0]
-    for unit in range(member(), work.tile_count * work.kv_heads, members()):
-        _attend(work, unit // work.kv_heads, unit % work.kv_heads, work.scratch + member() * work.scratch_bytes)
+    _attend_all(carray(address, 1)[0])
     release_tiles()
 
 
@@ -122,8 +116,7 @@ def _weigh(
         store(splat(np.float32(0)), own + i, FLOAT32)
     _begin_sums()
     for block in range(low, common):
-        at = place_of(work, work.values, table, block, head)
-        fetch_block(work, work.values, table, min(block + AHEAD, common - 1), head)
+        at = next_block(work, work.values, table, block, common, head)
         tile_load(6, weights + begin * work.step * 2 + block * WEIGHT_BYTES, work.step * 2)
         _add(at + panel * PANEL_BYTES, panels)
     for row in range(first, end):
