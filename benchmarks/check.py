@@ -31,7 +31,7 @@ from .equality import Comparison, Different, Setting
 from .figures import BASELINE, Difference
 from .load import Asked, settings_of
 from .questions import Question, read_questions
-from .ties import TIE, Referee, score_gap
+from .ties import TIE, Referee, most_turned, score_gap
 
 TRANSFORMERS = "transformers"
 
@@ -112,7 +112,9 @@ class Check:
         return [self._compared(Comparison(setting, t, BASELINE, tie), texts[t], self.plain[t]) for t in texts]
 
     async def compare_with_transformers(self, progress: Progress) -> Comparison:
-        """Plain decoding's greedy texts with those of transformers' generate in float32."""
+        """Plain decoding's greedy texts with those of transformers' generate in float32. Ties are what transformers
+        itself, in the target's type, turns around along those texts.
+        """
         from .peers import TransformersContestant
 
         task = progress.add_task(TRANSFORMERS, total=len(self.asked))
@@ -122,11 +124,27 @@ class Check:
             for one in self.asked:
                 texts.append((await stock.answer(one.prompt, self.samplings[0.0])).token_ids)
                 progress.advance(task)
+            tie = TIE[self.referee.dtype]
+            if self.referee.dtype != "float32":
+                tie = max(tie, await self._most_turned(stock.model, texts, progress))
         finally:
             await stock.close()
         setting = Setting(BASELINE, self.config.mode, self.config.transport, self.config.verifier.threads)
-        blank = Comparison(setting, 0.0, TRANSFORMERS, TIE[self.referee.dtype])
-        return self._compared(blank, self.plain[0.0], texts)
+        return self._compared(Comparison(setting, 0.0, TRANSFORMERS, tie), self.plain[0.0], texts)
+
+    async def _most_turned(self, exact: Any, texts: Texts, progress: Progress) -> float:
+        from .peers import TransformersContestant
+
+        rounded = await TransformersContestant.start(self.config)
+        try:
+            task = progress.add_task("what rounding turns", total=len(texts))
+            turned = 0.0
+            for one, text in zip(self.asked, texts, strict=True):
+                turned = max(turned, most_turned(exact, rounded.model, one.prompt, text))
+                progress.advance(task)
+            return turned
+        finally:
+            await rounded.close()
 
     async def _texts(self, config: Config, at_once: int, name: str, progress: Progress) -> dict[float, Texts]:
         task = progress.add_task(name, total=len(self.asked) * len(self.samplings))

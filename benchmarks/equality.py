@@ -2,7 +2,8 @@
 
 If the target is exact, every token that differs is an error; if it is not, `benchmarks.ties` tells rounding from
 errors. Whether plain decoding itself is right is shown by `transformers`: greedy texts are compared with those of its
-generate in float32, ties allowed, as a target in bfloat16 rounds where that one does not.
+generate in float32, ties allowed, as a target in bfloat16 rounds where that one does not: a tie is a gap that
+transformers in bfloat16 turns around on these texts too (`benchmarks.ties.most_turned`).
 """
 
 from __future__ import annotations

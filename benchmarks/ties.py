@@ -3,12 +3,15 @@
 Such a target adds up in another order over eight tokens than eight times over one. Where the scores of two tokens are
 closer than that, either may win, and from there on the texts are different ones. Both tokens' scores are therefore
 taken from a float32 forward over the text before: a gap below `TIE` is a tie, anything else an error.
+
+Texts of float32 are another matter: a type with fewer bits rounds every weighted sum, and how far that moves logits is
+the model's. `most_turned` measures it on the same texts, with transformers' own forward.
 """
 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -70,3 +73,14 @@ def score_gap(target: Target, prompt: list[int], one: list[int], other: list[int
     if sampling.temperature > 0:
         scores += sampling.temperature * gumbel(sampling.seed, len(text), pair)
     return float((scores[0] - scores[1]).abs())
+
+
+def most_turned(exact: Any, rounded: Any, prompt: list[int], text: list[int]) -> float:
+    """The largest gap between two logits that rounding turns around along a text: wherever another token is the
+    likeliest for `rounded`, how far it is behind for `exact`. Both are transformers' models of the same weights.
+    """
+    ids = torch.tensor([prompt + text], device=exact.device)
+    with torch.inference_mode():
+        right, other = (model(ids, logits_to_keep=len(text) + 1).logits[0, :-1].float() for model in (exact, rounded))
+    chosen = other.argmax(-1, keepdim=True)
+    return float((right.amax(-1) - right.gather(-1, chosen)[:, 0]).max())

@@ -44,6 +44,18 @@ async def test_every_setting_answers_everything_at_every_temperature(config: Con
     assert (stock.temperature, stock.equal) == (0.0, 3)
 
 
+@pytest.mark.parametrize(("dtype", "tie"), [("bfloat16", 5.0), ("float32", 1e-4)])
+async def test_a_tie_with_float32_is_what_rounding_to_the_targets_type_turns(
+    config: Config, questions: Path, dtype: str, tie: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gaps = iter([0.2, 5.0, 0.3])
+    monkeypatch.setattr("benchmarks.check.most_turned", lambda *_: next(gaps))
+    grid = Grid(["none"], ["sequential"], ["inproc"], [1], [0.0])
+    done = await run_check(load(config, {"dtype": dtype}), grid, [questions], None, SAMPLING, None, Console(quiet=True))
+    (stock,) = (one for one in done if one.reference == "transformers")
+    assert stock.tie == tie
+
+
 async def test_a_text_that_differs_is_an_error_with_its_place_and_both_tokens(config: Config) -> None:
     check = Check(config, load_tokenizer(config.model), ASKED, SAMPLING, Grid(["pld"], [], [], [], [0.0]))
     compared = check._compared(Comparison(PLD, 0.0, "none", tie=0.0), [[5, 6, 9]], [[5, 6, 8, 4]])

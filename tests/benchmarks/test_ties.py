@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from benchmarks.ties import Referee, score_gap
+from benchmarks.ties import Referee, most_turned, score_gap
 from engine.config import load
 from engine.noise import gumbel
 from engine.sampling import SamplingParams
@@ -53,3 +57,31 @@ def test_what_counts_as_a_tie_depends_on_the_type_of_the_run(tiny: str, logits: 
     one, other = [50, int(ranked.indices[at])], [50, int(ranked.indices[at + 1])]
     assert Referee(load({"model": tiny, "dtype": "bfloat16"})).is_tie(PROMPT, one, other, GREEDY)
     assert not Referee(load({"model": tiny, "dtype": "float32"})).is_tie(PROMPT, one, other, GREEDY)
+
+
+class Fixed:
+    """A causal model that knows the logits behind each position."""
+
+    device = "cpu"
+
+    def __init__(self, logits: list[list[float]]):
+        self.logits = torch.tensor([logits])
+
+    def __call__(self, ids: torch.Tensor, logits_to_keep: int) -> Any:
+        assert ids.shape[1] == self.logits.shape[1]
+        return SimpleNamespace(logits=self.logits[:, -logits_to_keep:])
+
+
+def test_rounding_turns_what_the_rounded_model_ranks_otherwise_along_the_text() -> None:
+    exact = Fixed([[9, 0, 0], [0, 1.0, 0.7], [2.0, 1.5, 0], [0, 9, 0]])
+    rounded = Fixed([[0, 9, 0], [0, 1.0, 1.1], [1.5, 1.6, 0], [9, 0, 0]])  # the prompt's and the end's do not count
+    assert most_turned(exact, rounded, [7, 8], [2, 0]) == 0.5
+    assert most_turned(exact, exact, [7, 8], [2, 0]) == 0.0
+
+
+def test_rounding_is_measured_on_models_of_transformers(tiny: str) -> None:
+    exact, rounded = (
+        AutoModelForCausalLM.from_pretrained(tiny, dtype=dtype).eval() for dtype in (torch.float32, torch.bfloat16)
+    )
+    text = torch.randint(100, (60,), generator=torch.Generator().manual_seed(1)).tolist()
+    assert 0 < most_turned(exact, rounded, PROMPT, text) < 0.5
