@@ -8,8 +8,9 @@ stay with their sources: the model is only told how many tokens are expected.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,9 +43,10 @@ class CostModel:
     """
 
     def __init__(self, seconds: dict[int, float], key_s: float = 0.0, mode: str = "sequential"):
-        self._sizes = np.array(sorted(seconds))
-        self._seconds, self._key_s = np.array([seconds[size] for size in sorted(seconds)]), key_s
-        self._plain_s = self._seconds.copy()  # as measured first: what is compared by it does not move it
+        self._sizes = sorted(seconds)
+        self._seconds, self._key_s = [seconds[size] for size in self._sizes], key_s
+        self._least = _rising(self._seconds)
+        self._plain_s = self._seconds  # as measured first: what is compared by it does not move it
         self.ahead = Choice(16, 24, _CLEARLY, second=mode == "async", settled=mode != "auto")
         self.rest = Choice(4)
         self._tokens = 1.0  # that a request emits in a round
@@ -69,31 +71,33 @@ class CostModel:
         long_s = min(forward_s(rows, _LONG) for _ in range(_PASSES))
         return cls(seconds, max(0.0, long_s - seconds[rows]) / (rows * _LONG), mode)
 
-    # The forward.
+    # The forward. Several times in a round, on few numbers: in plain Python, which numpy takes ten times as long for.
 
     def seconds(self, rows: int, keys: float = 0.0) -> float:
-        """t(rows, keys). keys: seen by all rows together. Beyond the largest size, in proportion to it."""
-        return float(self._times(rows)) + self._key_s * keys
-
-    def _times(self, rows: int | NDArray[np.int64]) -> NDArray[np.float64]:
-        """Of forwards over so many rows: between two sizes on a line. Larger sizes cost no less than smaller ones."""
-        least = np.minimum.accumulate(self._seconds[::-1])[::-1]
-        return np.asarray(np.interp(rows, self._sizes, least) * np.maximum(1.0, rows / self._sizes[-1]))
+        """t(rows, keys). keys: seen by all rows together. Between two sizes on a line, beyond the largest in proportion
+        to it. Larger sizes cost no less than smaller ones.
+        """
+        above, near = self._place(rows)
+        below_s, above_s = self._least[max(0, above - 1)], self._least[above]
+        return (below_s + near * (above_s - below_s)) * max(1.0, rows / self._sizes[-1]) + self._key_s * keys
 
     def observe_forward(self, rows: int, keys: float, seconds: float) -> None:
         """A forward took so long."""
         error = max(-_CLIP, min(_CLIP, seconds / self.seconds(rows, keys) - 1))
-        above = self._place(rows)
-        below = max(0, above - (rows < self._sizes[above]))
-        near = np.interp(rows, self._sizes[[below, above]], [0.0, 1.0]) if below < above else 1.0
-        weights = np.full(len(self._sizes), _ELSEWHERE)
-        weights[below] += (_NEW - _ELSEWHERE) * (1 - near)
+        above, near = self._place(rows)
+        weights = [_ELSEWHERE] * len(self._sizes)
         weights[above] += (_NEW - _ELSEWHERE) * near
-        self._seconds *= 1 + weights * error
+        weights[max(0, above - 1)] += (_NEW - _ELSEWHERE) * (1 - near)
+        self._seconds = [size_s * (1 + weight * error) for size_s, weight in zip(self._seconds, weights, strict=True)]
+        self._least = _rising(self._seconds)
 
-    def _place(self, rows: int) -> int:
-        """The index of the next larger size, or of the largest."""
-        return min(int(np.searchsorted(self._sizes, rows)), len(self._sizes) - 1)
+    def _place(self, rows: int) -> tuple[int, float]:
+        """The index of the next larger size, or of the largest, and how far it is to it from the size below, 0 to 1."""
+        above = min(bisect_left(self._sizes, rows), len(self._sizes) - 1)
+        if not above or rows >= self._sizes[above]:
+            return above, 1.0
+        below = self._sizes[above - 1]
+        return above, (rows - below) / (self._sizes[above] - below)
 
     # Rounds.
 
@@ -123,7 +127,8 @@ class CostModel:
         """
         rows = np.arange(requests, len(worth) + 1)
         expected = np.cumsum(worth, dtype=np.float64)[requests - 1 :]
-        taken_s = self._times(rows) + self._key_s * keys_each * rows
+        forward_s = np.interp(rows, self._sizes, self._least) * np.maximum(1.0, rows / self._sizes[-1])
+        taken_s = forward_s + self._key_s * keys_each * rows
         return int(rows[np.argmax(expected - self.rate(requests) * taken_s)])
 
     def observe_ways(self, requests: int, tokens: int, round_s: float, rests: bool) -> None:
@@ -131,7 +136,7 @@ class CostModel:
 
         Rounds of different sizes are compared by what plain decoding would have taken.
         """
-        brought, taken = tokens / requests, round_s / float(self._plain_s[self._place(requests)])
+        brought, taken = tokens / requests, round_s / self._plain_s[self._place(requests)[0]]
         if rests:
             self.rest.observe(brought, taken)
         if self.ahead.second or self._around_s > _WORTH * round_s:
@@ -192,3 +197,8 @@ class CostModel:
             return self.seconds(rows + chunk, keys + chunk * (past + chunk / 2))
 
         return bisect_right(range(1, most + 1), seconds, key=taken_s)
+
+
+def _rising(seconds: Sequence[float]) -> list[float]:
+    """No number larger than one behind it."""
+    return [*accumulate(reversed(seconds), min)][::-1]
