@@ -91,7 +91,8 @@ def _sections(run: Run) -> Iterator[tuple[str, list[Table]]]:
     if run.rivals:
         yield "Other engines", [rival_figures.table(run.rivals)]
     for t, some in temperatures.items():
-        yield f"One request, T = {t:g}, all suites", _summarised(first_turns(some))
+        of = "all suites" if len(_suites(some)) > 1 else some[0].suite
+        yield f"One request, T = {t:g}, {of}", _summarised(first_turns(some))
     if turns := turn_table(run.greedy):
         yield "Both turns of a conversation", [turns]
     if run.load:
@@ -104,8 +105,12 @@ def _sections(run: Run) -> Iterator[tuple[str, list[Table]]]:
         if 0 < len(straight) < len(asked):
             share = f"{len(set(map(_prompt, straight)))} of {len(set(map(_prompt, asked)))}"
             yield f"T = {t:g}, prompts whose plain answer does not loop ({share})", _summarised(straight)
-        for suite in dict.fromkeys(row.suite for row in some):
+        for suite in _suites(some) if len(_suites(some)) > 1 else ():
             yield f"T = {t:g}, {suite}", _summarised([row for row in some if row.suite == suite])
+
+
+def _suites(rows: Sequence[Row]) -> list[str]:
+    return [*dict.fromkeys(row.suite for row in rows)]
 
 
 def _draw(run: Run, folder: Path) -> list[tuple[str, str]]:

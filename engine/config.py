@@ -45,7 +45,7 @@ class DrafterConfig(_Section):
 
     budget: most nodes of a tree, root included. path: the draft model or head, where {method} stands for the method's
     name; auto: those that come with a model that Talon knows by name. threads: of its torch pool, None: an even share
-    of the machine's cores. length: tokens of a drafted chain, None: 10 for pld and 5 for sps, whose tokens cost a
+    of the machine's cores; in turns the verifier's are used. length: tokens of a drafted chain, None: 10 for pld and 5 for sps, whose tokens cost a
     forward each. branches: width of the SPS tree at each level, e.g. [3, 2, 1]; empty drafts a chain. max_ngram,
     min_ngram: context lengths tried. growth: of draft heads. shared_noise: heads and `suffix` rank candidates by the
     noise of the target's own draw. head, memories: the methods that `hybrid` merges, one draft model and any number of

@@ -115,14 +115,12 @@ def _drafter(config: Config, control: Line, verdicts: Line) -> Iterator[DrafterW
 
 
 def shares_loop(config: Config) -> bool:
-    """Whether the verifier's worker runs the drafter too. In turns one of the two always waits for the other, and
-    between processes it has to be woken: without a model to draft with, that takes longer than drafting.
+    """Whether the verifier's worker runs the drafter too. In turns one of the two always waits for the other: between
+    processes it has to be woken, between threads it fights for Python's lock, and a draft model has half of the cores.
     """
     from drafters.registry import find
 
-    method = find(config.method)
-    in_turns = config.mode == "sequential" and config.transport == "ipc"
-    return in_turns and method.drafter is not None and not method.has_model
+    return config.mode == "sequential" and config.transport != "tcp" and find(config.method).drafter is not None
 
 
 @contextmanager
@@ -157,20 +155,22 @@ class Threads(NamedTuple):
 
 
 def share_cores(config: Config) -> Threads:
-    """A draft model gets half of the cores, any other drafter needs none of its own. More threads than cores are
-    refused: two workers of two threads each on two cores were measured to run 6 to 8 times slower.
+    """A draft model in a worker of its own gets half of the cores, in the verifier's loop it has the verifier's; any
+    other drafter needs none. More threads than cores are refused: two workers of two threads each on two cores were
+    measured to run 6 to 8 times slower.
     """
     from drafters.registry import find
 
     available, wanted = cores(), config.verifier.threads
+    alone = min(wanted or available, available)
     if config.remote:  # neither shares its machine with the other
-        alone = min(wanted or available, available)
         return Threads(alone, alone, min(config.drafter.threads or available, available))
+    if shares_loop(config):
+        return Threads(alone, alone, alone)
     if not find(config.method).has_model:
-        alone = min(wanted or available, available)
         return Threads(alone, alone, 1)
     drafter = min(config.drafter.threads or max(1, available // 2), available)
-    return Threads(min(wanted or available, available), min(wanted or available, max(1, available - drafter)), drafter)
+    return Threads(alone, min(wanted or available, max(1, available - drafter)), drafter)
 
 
 def oversubscription(config: Config) -> str | None:

@@ -87,12 +87,21 @@ def test_assignments_are_read_as_yaml() -> None:
         parse_assignment("drafter.branches=[3")
 
 
-def test_a_draft_model_gets_half_of_the_cores_and_a_table_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_model_of_its_own_worker_gets_half_of_the_cores_and_a_table_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("engine.worker.cores", lambda: 8)
-    assert share_cores(Config(model="m", method="eagle3")) == (8, 4, 4)
-    assert share_cores(Config(model="m", method="suffix")) == (8, 8, 1)
-    assert share_cores(load({"model": "m"}, {"method": "eagle3", "drafter.threads": 2})) == (8, 6, 2)
-    assert share_cores(load({"model": "m"}, {"method": "eagle3", "verifier.threads": 3})) == (3, 3, 4)
+    ahead = Config(model="m", mode="async", method="eagle3")
+    assert share_cores(ahead) == (8, 4, 4)
+    assert share_cores(load(ahead, {"method": "suffix"})) == (8, 8, 1)
+    assert share_cores(load(ahead, {"drafter.threads": 2})) == (8, 6, 2)
+    assert share_cores(load(ahead, {"verifier.threads": 3})) == (3, 3, 4)
+
+
+def test_in_turns_each_has_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.worker.cores", lambda: 8)
+    assert share_cores(Config(model="m", method="eagle3")) == (8, 8, 8)
+    assert share_cores(load({"model": "m"}, {"method": "eagle3", "verifier.threads": 3})) == (3, 3, 3)
 
 
 def test_more_threads_than_cores_are_refused_with_what_they_would_cost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""In turns, a drafter without a model is run by the verifier's own worker."""
+"""In turns, the drafter is run by the verifier's own worker."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ UNCUT: dict[str, Any] = {"verifier.cut": False, "verifier.threads": 1}
         ({"method": "pld"}, True),
         ({"method": "suffix", "mode": "async"}, False),
         ({"method": "suffix", "mode": "auto"}, False),
-        ({"method": "suffix", "transport": "inproc"}, False),
+        ({"method": "suffix", "transport": "inproc"}, True),
         ({"method": "suffix", "transport": "tcp", "tcp.keys": "any"}, False),
-        ({"method": "sps"}, False),
+        ({"method": "sps", "drafter.path": "any"}, True),
         ({"method": "none"}, False),
     ],
 )

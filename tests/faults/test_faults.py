@@ -141,7 +141,7 @@ async def test_a_wall_clock_that_jumps_changes_nothing(tiny: str, monkeypatch: p
     now, jumps = time.time, itertools.cycle([-1e7, 0, 1e7])
     monkeypatch.setattr(time, "time", lambda: now() + next(jumps))  # the workers are threads here: it is theirs too
     async with await Engine.start(
-        {"model": tiny}, method="pld", transport="inproc", **{"verifier.cut": False}
+        {"model": tiny}, method="pld", mode="async", transport="inproc", **{"verifier.cut": False}
     ) as engine:
         result = await engine.generate(PROMPT, LONG)
         await asyncio.sleep(0.2)

@@ -25,7 +25,7 @@ async def test_a_killed_draft_model_is_replaced_by_a_fork_while_the_nursery_live
     tiny: str, tiny_draft: str, victim: str
 ) -> None:
     expected = await expected_text(tiny)
-    options = {"drafter.path": tiny_draft, "verifier.cut": False}
+    options = {"mode": "async", "drafter.path": tiny_draft, "verifier.cut": False}
     async with await Engine.start({"model": tiny}, method="sps", **options) as engine:
         nursery = engine._workers._nursery
         assert nursery is not None
