@@ -63,7 +63,7 @@ class Drafter(ABC):
     """Whether c(v) is what acceptance was observed to be, so that the verifier may cut trees by what they cost."""
 
     rests: bool = False
-    """Whether it has a draft model and can do without."""
+    """Whether it has a draft model that rests where that is told: then it drafts what it can without, maybe nothing."""
 
     together: int = 4
     """How many outcomes, of all requests, to draft for in the same forwards: the more, the longer until they come."""

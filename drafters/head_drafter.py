@@ -27,13 +27,16 @@ _TREES = 12  # as large as the policy's largest, that a request has room for: th
 
 
 class HeadDrafter(Drafter):
-    """Drafts with a head and a growth policy. shared_noise: see `Ranking`."""
+    """Drafts with a head and a growth policy, nothing while it rests. shared_noise: see `Ranking`."""
+
+    rests = True
 
     def __init__(self, head: Head, policy: Policy, shared_noise: bool = True):
         self.head, self.policy, self.shared_noise = head, policy, shared_noise
         self.feature_layers = head.feature_layers
         self.together = 24 if head.one_pass else 4
         self.error = ErrorScale()
+        self._resting = False
         self._forwards = Forwards(head)
         self._requests: dict[int, Trie] = {}
 
@@ -67,6 +70,8 @@ class HeadDrafter(Drafter):
         advice: for each of them, if another source takes part.
         """
         places = [self._requests[request].place(path) for request, path in wanted]
+        if self._resting:
+            return [TokenTree.root_only((path or trie.text)[-1]) for trie, path in places]
         trees: dict[int, TokenTree] = {}
         while waiting := [row for row in range(len(wanted)) if row not in trees]:
             group = self._fitting([(row, places[row]) for row in waiting])
@@ -102,7 +107,8 @@ class HeadDrafter(Drafter):
     @torch.inference_mode()
     def following(self, wanted: Sequence[Wanted]) -> list[Following]:
         places = [self._requests[request].place(path) for request, path in wanted]
-        room = {trie: trie.session.room() if trie.session.synced else -1 for trie, _ in places}
+        drafts = not self._resting
+        room = {trie: trie.session.room() if drafts and trie.session.synced else -1 for trie, _ in places}
         for trie, path in places:
             room[trie] -= len(path)
         known = [place for place in places if room[place.trie] >= 0]
@@ -111,6 +117,7 @@ class HeadDrafter(Drafter):
 
     @torch.inference_mode()
     def observe(self, request: int, verdict: Verdict) -> None:
+        self._resting = verdict.rest
         trie = self._requests[request]
         session = trie.session
         if trie.ranking.learns and 0 in trie.seen and session.synced == len(trie.text) - 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from pathlib import Path
@@ -27,6 +28,7 @@ from engine.sampling import SamplingParams
 from engine.supervisor import Supervisor
 from engine.tasks import gather
 from engine.text import TextStream, load_tokenizer
+from engine.worker import settled
 
 
 class Stream:
@@ -78,7 +80,10 @@ class Engine:
         """
         settings = configuration.load(config, overrides)
         find(settings.method)  # refused before a model is downloaded
-        engine = cls(await anyio.to_thread.run_sync(resolved, settings))
+        settings, why = settled(await anyio.to_thread.run_sync(resolved, settings))
+        if why is not None:
+            print(f"talon: {why}", file=sys.stderr)
+        engine = cls(settings)
         try:
             if engine.config.trace is not None:  # that it cannot be written is not to be found out at the end
                 engine.timeline.write(Path(engine.config.trace))

@@ -45,16 +45,17 @@ class DrafterConfig(_Section):
 
     budget: most nodes of a tree, root included. path: the draft model or head, where {method} stands for the method's
     name; auto: those that come with a model that Talon knows by name. threads: of its torch pool, None: an even share
-    of the machine's cores; in turns the verifier's are used. length: tokens of a drafted chain, None: 10 for pld and 5 for sps, whose tokens cost a
-    forward each. branches: width of the SPS tree at each level, e.g. [3, 2, 1]; empty drafts a chain. max_ngram,
-    min_ngram: context lengths tried. growth: of draft heads. shared_noise: heads and `suffix` rank candidates by the
-    noise of the target's own draw. head, memories: the methods that `hybrid` merges, one draft model and any number of
-    retrieval drafters. datastore: a folder that "talon index build" has made. answers: another, of the target's own
-    answers, which `suffix` takes for earlier answers of its own; auto: those that come with a model that Talon knows by
-    name; null: none. dense: one made with --dense, whose `passages` passages most similar to the prompt are read by
-    `suffix` as if they stood before it. calibration: a file that keeps what was learned of each source's worth from one
-    engine to the next; written when the engine closes, engines may share it. standby: have a process ready that a draft
-    model's successor is forked from, at once instead of after seconds of imports.
+    of the machine's cores; in turns the verifier's are used. length: tokens of a drafted chain, None: 10 for pld and 5
+    for sps, whose tokens cost a forward each. branches: width of the SPS tree at each level, e.g. [3, 2, 1]; empty
+    drafts a chain. max_ngram, min_ngram: context lengths tried. growth: of draft heads. shared_noise: heads and
+    `suffix` rank candidates by the noise of the target's own draw. head, memories: the methods that `hybrid` merges,
+    one draft model and any number of retrieval drafters. datastore: a folder that "talon index build" has made.
+    answers: another, of the target's own answers, which `suffix` takes for earlier answers of its own; auto: those that
+    come with a model that Talon knows by name; null: none. dense: one made with --dense, whose `passages` passages most
+    similar to the prompt are read by `suffix` as if they stood before it. calibration: a file that keeps what was
+    learned of each source's worth from one engine to the next; written when the engine closes, engines may share it.
+    standby: have a process ready that a draft model's successor is forked from, at once instead of after seconds of
+    imports.
     """
 
     budget: int = Field(60, ge=2, le=1024)
@@ -99,9 +100,9 @@ class VerifierConfig(_Section):
     fewer where others decode meanwhile. max_running: requests that share forwards; the others wait. kv_memory: bytes
     for keys and values of all of them, None: a quarter of the memory that is free. draft_timeout_s: after this
     long without an answer the drafter is taken for hung and requests go on without it until it speaks again. cut: of
-    calibrated drafters' trees, verify only the nodes that pay for their time. simulated_latency_ms: a wait that uses no
-    CPU behind every forward of the target, in place of an accelerator's time; what is measured with it
-    is a simulation.
+    calibrated drafters' trees, verify only the nodes that pay for their time, and let a draft model rest that does not.
+    simulated_latency_ms: a wait that uses no CPU behind every forward of the target, in place of an accelerator's time;
+    what is measured with it is a simulation.
     """
 
     threads: int | None = Field(None, ge=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 import numpy as np
 
 from engine.conclusion import Conclusion
@@ -23,12 +24,12 @@ _KEPT_DRAFTS = 64  # per request
 
 class DrafterLine:
     """hub: drafters connect to it; the one that said hello last drafts. budget: nodes that a tree may have. timeout_s:
-    after which a drafter that owes a draft is late, until it speaks again.
+    after which a drafter that owes a draft is late, until it speaks again. weighed: whether drafts have to pay.
     """
 
-    def __init__(self, hub: Hub, target: Target, requests: Scheduler, budget: int, timeout_s: float):
+    def __init__(self, hub: Hub, target: Target, requests: Scheduler, budget: int, timeout_s: float, weighed: bool):
         self.hub, self.target, self.requests = hub, target, requests
-        self.budget, self.timeout_s = budget, timeout_s
+        self.budget, self.timeout_s, self.weighed = budget, timeout_s, weighed
         self.drafter: str | None = None
         self.wants = Hello()
         self._late = False
@@ -68,7 +69,8 @@ class DrafterLine:
         if not (layers_exist and 0 <= hello.successors <= self.target.vocab_size):
             self.hub.malformed += 1
             return
-        self.drafter, self._late, self.wants = peer, False, hello
+        wants = msgspec.structs.replace(hello, rests=hello.rests and self.weighed)
+        self.drafter, self._late, self.wants = peer, False, wants
         self.requests.shares_prefixes = not hello.feature_layers  # what is shared is not read, so it has no features
         for request in self.requests:
             request.drafts, request.alone, request.asked_ns = {}, False, time.perf_counter_ns()

@@ -56,10 +56,11 @@ class Verifier:
         options = config.verifier
         self.requests = Scheduler(options.max_running, options.prefill_chunk, options.draft_timeout_s)
         self.front_end = FrontEndLine(control, target, config)
-        self.drafter = DrafterLine(drafts, target, self.requests, config.drafter.budget, options.draft_timeout_s)
+        budget, timeout_s = config.drafter.budget, options.draft_timeout_s
+        self.drafter = DrafterLine(drafts, target, self.requests, budget, timeout_s, options.cut)
         self.trace = Trace(control, config.trace is not None)
         self.meter = Meter(config, target, threads, self.trace)
-        self.has_model = METHODS[config.method].has_model
+        self.method = METHODS[config.method]
         self.beside = beside
         self.stopping = False
 
@@ -162,7 +163,7 @@ class Verifier:
         """What becomes of the requests, told as soon as it is known: retrieval drafts for one while the next tree is
         walked down. But a model drafts for all of them in one forward, and hears of all at once.
         """
-        if not self.has_model or self.drafter.rests(self.meter.costs):
+        if not self.method.has_model or self.drafter.rests(self.meter.costs):
             requests, missing = len(plan.members), sum(request.drafted for request in plan.decoding)
         else:
             conclusions = [*conclusions]
@@ -176,6 +177,8 @@ class Verifier:
 
     def _go_alone(self, missing: int) -> bool:
         """Whether so many requests that have no tree yet go on with their roots."""
+        if self.drafter.rests(self.meter.costs) and not self.method.merges:
+            return True  # nobody else drafts
         return missing > 0 and self.drafter.present and not self.requests.waits(self.meter.costs, missing)
 
     def _tell_of(self, conclusion: Conclusion, requests: int, alone: bool) -> None:

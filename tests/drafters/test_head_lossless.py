@@ -103,11 +103,14 @@ async def test_a_head_behind_the_engine_changes_no_text(
     target_dir: Path,
     target: TargetWeights,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("engine.worker.cores", lambda: 4)  # enough for auto to try both
     build(tmp_path, target)
     method = "hybrid" if merged else build.__name__
     drafter = {"path": str(tmp_path), "head": build.__name__}
     settings = {"model": str(target_dir), "transport": transport, "mode": mode, "drafter": drafter}
+    settings |= {"verifier": {"threads": 1, "cut": merged}}  # not cut, a head never rests
     requests = [SamplingParams(max_tokens=30), SamplingParams(max_tokens=30, temperature=1.0, seed=2)]
     texts = {}
     for name in ("none", method):

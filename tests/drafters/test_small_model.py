@@ -47,6 +47,25 @@ def test_it_goes_on_from_what_the_target_said(tiny_draft: str) -> None:
     assert small.propose(1).tokens.tolist() == [9, *continuation(model_of(small), text, 4)]
 
 
+def test_at_rest_it_drafts_and_foresees_nothing_and_computes_nothing(tiny_draft: str) -> None:
+    small = drafter(tiny_draft, [1] * 4)
+    small.observe(1, Verdict(TokenTree.root_only(0), [0], [5, 6], rest=True))
+    steps = small.steps
+    assert [tree.tokens.tolist() for tree in small.propose_many([(1, ()), (1, (7, 8))])] == [[6], [8]]
+    assert small.following([(1, (7,))]) == [([], [])]
+    assert small.steps == steps
+
+
+def test_when_woken_it_drafts_as_if_it_had_not_rested(tiny_draft: str) -> None:
+    rested, awake = drafter(tiny_draft, [1] * 4), drafter(tiny_draft, [1] * 4)
+    for tokens, rest in (([5], True), ([6, 7], True), ([8], False)):
+        rested.observe(1, Verdict(TokenTree.root_only(0), [0], tokens, rest=rest))
+        rested.propose(1)
+        awake.observe(1, Verdict(TokenTree.root_only(0), [0], tokens))
+        awake.propose(1)
+    assert rested.propose(1).tokens.tolist() == awake.propose(1).tokens.tolist()
+
+
 def test_an_outcome_asked_about_leaves_no_trace(tiny_draft: str) -> None:
     small = drafter(tiny_draft, [1] * 4)
     before = small.propose(1)

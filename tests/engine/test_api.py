@@ -93,14 +93,15 @@ async def test_greedy_text_is_that_of_transformers_and_seeded_text_that_of_plain
     transport: str,
     mode: str,
 ) -> None:
-    async with tiny_engine(tiny, tiny_draft, name, transport=transport, mode=mode) as engine:
+    cut = mode == "async"  # not cut, a draft model never rests
+    async with tiny_engine(tiny, tiny_draft, name, transport=transport, mode=mode, **{"verifier.cut": cut}) as engine:
         results = await asyncio.gather(*(engine.generate(p, SamplingParams(max_tokens=LENGTH)) for p in PROMPTS))
         assert [r.token_ids for r in results] == greedy
         assert [(await engine.generate(PROMPTS[0], params)).token_ids for params in SAMPLED] == sampled
 
 
 async def test_a_good_drafter_saves_rounds(tiny: str) -> None:
-    async with tiny_engine(tiny, tiny, "sps") as engine:  # the target drafts for itself
+    async with tiny_engine(tiny, tiny, "sps", **{"verifier.cut": False}) as engine:  # the target drafts for itself
         metrics = (await engine.generate(PROMPTS[0], SamplingParams(max_tokens=LENGTH, ignore_eos=True))).metrics
     assert metrics.mean_accepted_tokens > 4
     assert metrics.rounds == 8
@@ -108,7 +109,7 @@ async def test_a_good_drafter_saves_rounds(tiny: str) -> None:
 
 async def test_shared_noise_lets_the_drafter_guess_what_sampling_draws(tiny: str) -> None:
     params = SamplingParams(max_tokens=LENGTH, temperature=1.0, seed=3, ignore_eos=True)
-    async with tiny_engine(tiny, tiny, "sps") as engine:
+    async with tiny_engine(tiny, tiny, "sps", **{"verifier.cut": False}) as engine:
         assert (await engine.generate(PROMPTS[0], params)).metrics.mean_accepted_tokens > 4
 
 

@@ -10,7 +10,7 @@ import pytest
 from engine import Engine, SamplingParams
 from engine.config import load
 from engine.errors import ConfigError
-from engine.worker import shares_loop
+from engine.worker import settled, shares_loop
 
 REPEATING = [5, 6, 7, 8] * 8
 PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -31,6 +31,38 @@ UNCUT: dict[str, Any] = {"verifier.cut": False, "verifier.threads": 1}
 )
 def test_it_is_where_nothing_could_be_done_at_the_same_time(changes: dict[str, Any], shared: bool) -> None:
     assert shares_loop(load({"model": "any"}, changes)) is shared
+
+
+AUTO: dict[str, Any] = {"method": "suffix", "mode": "auto", "device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("there", "changes", "mode"),
+    [
+        (2, {}, "sequential"),
+        (4, {}, "auto"),
+        (2, {"mode": "async"}, "async"),
+        (2, {"method": "none"}, "auto"),
+        (2, {"transport": "tcp", "tcp.keys": "any"}, "auto"),
+        (2, {"verifier.simulated_latency_ms": 20}, "auto"),
+    ],
+)
+def test_auto_means_in_turns_where_both_at_once_have_too_few_cores(
+    monkeypatch: pytest.MonkeyPatch, there: int, changes: dict[str, Any], mode: str
+) -> None:
+    monkeypatch.setattr("engine.worker.cores", lambda: there)
+    config, why = settled(load({"model": "any"}, AUTO | changes))
+    assert config.mode == mode
+    assert (why is not None) == (mode == "sequential")
+
+
+async def test_an_engine_says_why_auto_means_in_turns(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("engine.worker.cores", lambda: 2)
+    async with await Engine.start({"model": tiny}, **UNCUT | AUTO) as engine:
+        assert engine.config.mode == "sequential" and list(engine._workers.running) == ["verifier"]
+    assert "mode=auto: drafter and verifier work in turns" in capsys.readouterr().err
 
 
 async def test_the_text_is_that_of_plain_decoding_in_fewer_rounds(tiny: str) -> None:

@@ -177,7 +177,7 @@ def test_a_verdict_speaks_of_the_tree_as_it_was_drafted_though_only_a_part_was_v
 
 
 def test_a_head_that_rests_gets_the_features_of_all_its_rounds_when_it_is_woken() -> None:
-    stage = Stage(Hello(feature_layers=(1,), rests=True))
+    stage = Stage(Hello(feature_layers=(1,), rests=True), method="hybrid")
     rest = stage.verifier.meter.costs.rest
     request = stage.submit(1, [10, 11])
     rest.second = True
@@ -191,6 +191,24 @@ def test_a_head_that_rests_gets_the_features_of_all_its_rounds_when_it_is_woken(
     [(verdict, (*_, features))] = stage.verdicts()
     read = torch.from_numpy(features).view(torch.bfloat16).flatten().tolist()
     assert not verdict.rest and read == [10, 11, 12, 13, 14]
+
+
+def test_while_a_head_rests_that_drafts_alone_nobody_waits_for_it() -> None:
+    stage = Stage(Hello(feature_layers=(1,), rests=True), method="eagle3")
+    stage.verifier.meter.costs.rest.second = True
+    request = stage.submit(1, [10, 11])
+    stage.step()
+    assert request.alone and all(verdict.rest and verdict.alone for verdict, _ in stage.verdicts())
+    assert stage.step()[0].tokens.tolist() == [12]
+
+
+def test_where_drafts_need_not_pay_no_model_rests() -> None:
+    stage = Stage(Hello(feature_layers=(1,), rests=True), method="eagle3", **{"verifier.cut": False})
+    stage.verifier.meter.costs.rest.second = True
+    request = stage.submit(1, [10, 11])
+    stage.step()
+    [(verdict, _)] = stage.verdicts()
+    assert not verdict.rest and not request.alone
 
 
 def test_a_model_that_retrieval_cannot_do_without_does_not_rest() -> None:
