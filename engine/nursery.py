@@ -125,7 +125,10 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that ended leave nothing behind
     orders.send(b"r")
     while True:
-        order, files, _, _ = socket.recv_fds(orders, 1, 1)
+        try:
+            order, files, _, _ = socket.recv_fds(orders, 1, 1)
+        except ConnectionError:  # it went before it had read that all is ready
+            return
         if not order:
             return
         if os.fork() == 0:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import time
 
 import pytest
 
 from engine import Engine
-from engine.nursery import ForkedWorker
+from engine.config import load
+from engine.nursery import ForkedWorker, Nursery
 from tests.faults.test_endurance import is_running
 from tests.faults.test_faults import LONG, PROMPT, _own_temporary_folder, expected_text, pid_of, replaced, until
 
@@ -46,3 +48,12 @@ async def test_a_killed_draft_model_is_replaced_by_a_fork_while_the_nursery_live
             assert result.metrics.mean_accepted_tokens > 1
         pids += [pid_of(engine, role) for role in ("verifier", "drafter")]
     assert not any(is_running(pid) for pid in pids)
+
+
+def test_it_ends_without_a_word_when_the_front_end_goes(tiny_draft: str, capfd: pytest.CaptureFixture[str]) -> None:
+    config = load({"model": "any"}, {"method": "sps", "drafter.path": tiny_draft})
+    nursery = Nursery(config, dict(os.environ))
+    select.select([nursery._socket], [], [], 180)  # it is ready, which nobody reads
+    nursery._socket.close()
+    assert nursery._process.wait(10) == 0
+    assert capfd.readouterr().err == ""
