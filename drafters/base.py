@@ -26,7 +26,7 @@ class Verdict:
     target's hidden states of `Drafter.feature_layers` at the path's nodes (the whole prompt, for the verdict of the
     prefill), or None.
     successors: [nodes, Drafter.successors] int32, the target's likeliest tokens behind each node of the tree, best
-    first, or None. rest: whether a model that can be left out is to rest. token_s: the time that a token more is worth
+    first, or None. rest: whether a draft model is to rest. token_s: the time that a token more is worth
     at present.
     """
 

@@ -38,8 +38,8 @@ class CostModel:
     """t(rows, keys) and the rates that follow from it.
 
     seconds: of a forward over so many rows, keys left out. key_s: of one row looking at one key. ahead: whether drafts
-    are made while rounds run, which takes cores from them, or in turns. rest: whether a draft model that retrieval can
-    do without rests.
+    are made while rounds run, which takes cores from them, or in turns. rest: whether a draft model rests, so that
+    retrieval or plain decoding goes on without it.
     """
 
     def __init__(self, seconds: dict[int, float], key_s: float = 0.0, mode: str = "sequential"):

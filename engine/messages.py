@@ -145,7 +145,7 @@ class Spans(Message, frozen=True, kw_only=True):
 class Hello(Message, frozen=True, kw_only=True):
     """A drafter has joined. feature_layers: hidden states of the target it wants; successors: how many of the target's
     likeliest next tokens behind every verified node. calibrated: its trees may be cut by their confidence. rests: it
-    can leave its model out."""
+    leaves its model out where it is told to."""
 
     feature_layers: tuple[int, ...] = ()
     successors: int = 0
@@ -182,9 +182,9 @@ class Verdict(Message, frozen=True, kw_only=True):
 
     following: the draft the next round uses, 0 while it is not known. ahead: whether to draft for the outcomes of that
     round while it runs. alone: the next round verifies the root alone rather than wait for a draft. rest: a draft model
-    that retrieval can do without is to rest. rates: for the drafter to judge what is worth its time. Arrays: path,
-    tokens, successors, the tokens that the verifier had grafted onto the draft (`TokenTree.grafted`), and features (the
-    bits of bfloat16 numbers: heads need no more, and the prompt's take megabytes).
+    is to rest. rates: for the drafter to judge what is worth its time. Arrays: path, tokens, successors, the tokens
+    that the verifier had grafted onto the draft (`TokenTree.grafted`), and features (the bits of bfloat16 numbers:
+    heads need no more, and the prompt's take megabytes).
     """
 
     request: int

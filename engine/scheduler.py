@@ -86,8 +86,8 @@ class Scheduler:
                 if len(missing) == len(decoding) and (reading := self._chunks(meanwhile)):
                     return Plan(reading=reading)
                 return Plan(wait_s=left_s)
-        anyone = len(decoding) < len(self.running)
-        reading = self._chunks(costs.chunk_rows(len(decoding), self.chunk, keys, past)) if anyone else []
+        readers = len(self.running) - len(decoding)
+        reading = self._chunks(costs.chunk_rows(len(decoding), self.chunk, keys, past)) if readers else []
         return Plan(decoding, reading) if decoding or reading else Plan(wait_s=self.draft_timeout_s)
 
     def waits(self, costs: CostModel, missing: int) -> bool:

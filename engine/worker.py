@@ -153,13 +153,10 @@ def settled(config: Config) -> tuple[Config, str | None]:
     from drafters.registry import find
     from engine.loading import find_device
 
-    enough = cores() >= _BOTH_CORES or config.transport == "tcp" or config.verifier.simulated_latency_ms > 0
-    if (
-        config.mode != "auto"
-        or enough
-        or find(config.method).drafter is None
-        or find_device(config.device).type != "cpu"
-    ):
+    if config.mode != "auto" or find(config.method).drafter is None:
+        return config, None
+    elsewhere = config.transport == "tcp" or config.verifier.simulated_latency_ms > 0
+    if cores() >= _BOTH_CORES or elsewhere or find_device(config.device).type != "cpu":
         return config, None
     line = f"mode=auto: drafter and verifier work in turns, as both at once would share {cores()} cores"
     return config.model_copy(update={"mode": "sequential"}), line
