@@ -105,8 +105,9 @@ def _sections(run: Run) -> Iterator[tuple[str, list[Table]]]:
         if 0 < len(straight) < len(asked):
             share = f"{len(set(map(_prompt, straight)))} of {len(set(map(_prompt, asked)))}"
             yield f"T = {t:g}, prompts whose plain answer does not loop ({share})", _summarised(straight)
-        for suite in _suites(some) if len(_suites(some)) > 1 else ():
-            yield f"T = {t:g}, {suite}", _summarised([row for row in some if row.suite == suite])
+        if len(suites := _suites(some)) > 1:  # one was summarised above
+            for suite in suites:
+                yield f"T = {t:g}, {suite}", _summarised([row for row in some if row.suite == suite])
 
 
 def _suites(rows: Sequence[Row]) -> list[str]:

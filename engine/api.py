@@ -80,7 +80,7 @@ class Engine:
         """
         settings = configuration.load(config, overrides)
         find(settings.method)  # refused before a model is downloaded
-        settings, why = settled(await anyio.to_thread.run_sync(resolved, settings))
+        settings, why = await anyio.to_thread.run_sync(lambda: settled(resolved(settings)))
         if why is not None:
             print(f"talon: {why}", file=sys.stderr)
         engine = cls(settings)
