@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from numba import carray
 from torch import Tensor
 
+from engine.loading import has_native_bfloat16
 from engine.model.amx import LINE_BYTES, fetch
 from engine.model.packed_linear import pack, product
 from engine.model.simd import FLOAT32, add, load, splat, store
@@ -53,6 +54,8 @@ class Limits:
         self._read = torch.ones(-(-min(weight_bytes, _MOST_READ) // (4 * _COLUMNS)), _COLUMNS, device=device)
         self._vector = torch.ones(_COLUMNS, device=device)
         rows, side = _ROWS[device.type], _SIDE[device.type]
+        if device.type == "cpu" and not has_native_bfloat16():  # then float32 is what is multiplied
+            dtype = torch.float32
         self._multiply_adds = rows * side * side
         self._multiply = _multiplication(
             torch.ones(rows, side, dtype=dtype, device=device), torch.ones(side, side, dtype=dtype, device=device)

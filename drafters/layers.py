@@ -14,17 +14,16 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.errors import ModelError
-from engine.loading import has_native_bfloat16
 from engine.model.matmul import Matmul
-from engine.model.packed_linear import can_multiply, pack, product
+from engine.model.packed_linear import can_multiply, multiplies, pack, product
 from engine.model.simd import LANES
 
 TakeTensor = Callable[..., Tensor]
 
 
 def draft_dtype(device: torch.device) -> torch.dtype:
-    """What heads compute in: bfloat16 where the hardware multiplies it, else float32."""
-    return torch.bfloat16 if device.type == "cuda" or has_native_bfloat16() else torch.float32
+    """What heads compute in: bfloat16 where it is multiplied fast, else float32."""
+    return torch.bfloat16 if device.type == "cuda" or multiplies(torch.bfloat16) else torch.float32
 
 
 class Linear:

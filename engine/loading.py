@@ -12,6 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from engine.errors import ConfigError, ModelError
 from engine.model.catalogue import suggestion
+from engine.model.packed_linear import multiplies
 from engine.model_hub import hub_answers, is_hub_id, is_local
 
 # Workers that are threads load target and draft model at once; `transformers` was seen to leave tied weights out then.
@@ -76,13 +77,13 @@ def find_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
     if dtype != "auto":
         return DTYPES[dtype]
     stored = config.get_text_config().dtype or torch.float32
-    if device.type == "cpu" and (stored == torch.float16 or not has_native_bfloat16()):
+    if device.type == "cpu" and (stored == torch.float16 or not multiplies(torch.bfloat16)):
         return torch.float32
     return stored
 
 
 def has_native_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 itself; where it does not, float32 was measured to be faster."""
+    """Whether this CPU multiplies bfloat16 itself; where it does not, torch's own products of it are slow."""
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 

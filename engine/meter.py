@@ -12,15 +12,14 @@ from engine.conclusion import Conclusion
 from engine.config import Config
 from engine.cost_model import CostModel
 from engine.drafter_line import DrafterLine
+from engine.measured_forward import BESIDE, MeasuredForward
 from engine.recorded import wait
 from engine.request import Request
 from engine.round import Round
 from engine.target import Target
 from engine.trace import Trace
-from engine.tree import TokenTree
 from engine.worker import Threads
 
-_BESIDE = 8  # positions before the rows of a forward that is measured
 _MEASURED_ROWS = 256  # of a forward, at most, whose time is measured at start-up
 
 
@@ -37,26 +36,19 @@ class Meter:
 
     def measure(self) -> None:
         """Find out what forwards take."""
-        self.costs = CostModel.measure(self._forward_s, self._most_rows(), self.config.mode)
+        most = self._most_rows()
+        forward = MeasuredForward(self.target, most)
+        simulated_s = self.config.verifier.simulated_latency_ms / 1000
+        self.costs = CostModel.measure(
+            lambda rows, past: forward.seconds(rows, past) + simulated_s, most, self.config.mode
+        )
+        forward.close()
 
     def _most_rows(self) -> int:
         """Of the forwards to measure."""
         drafted = 1 if self.config.method == "none" else self.config.drafter.budget
-        room = _MEASURED_ROWS if self.target.pool is None else self.target.pool.blocks * BLOCK - _BESIDE
+        room = _MEASURED_ROWS if self.target.pool is None else self.target.pool.blocks * BLOCK - BESIDE
         return max(2, min(_MEASURED_ROWS, room, drafted * self.config.verifier.max_running))
-
-    def _forward_s(self, rows: int, past: int) -> float:
-        """Seconds of a forward over a tree of so many nodes behind a text of that length."""
-        past = min(past + _BESIDE, self.target.context // 2)
-        if self.target.pool is not None:
-            past = max(1, min(past, self.target.pool.blocks * BLOCK - rows))
-        cache = self.target.new_cache(rows + past)
-        self.target.prefill(cache, [i % self.target.vocab_size for i in range(past)])
-        started = time.perf_counter()
-        self.target.run([Segment.of_tree(TokenTree.chain(0, [0] * (rows - 1), [1.0] * (rows - 1)), cache)])
-        wait(self.target.device)
-        self.target.release(cache)
-        return time.perf_counter() - started + self.config.verifier.simulated_latency_ms / 1000
 
     # Of every round.
 

@@ -23,7 +23,7 @@ from engine.model.attention import has_pairs
 from engine.model.decoder import LeanDecoder, OtherStructure
 from engine.model.kv_pool import KVCache, KVPool, KVShape
 from engine.model.masked import MaskedForward, refusal
-from engine.model.packed_linear import PackedLinear, can_multiply, pack_linears
+from engine.model.packed_linear import PackedLinear, pack_linears
 from engine.model.pointwise import PointwiseOperations
 from engine.model.quantised import Quantised
 from engine.model.quantised_file import read_quantised
@@ -73,8 +73,8 @@ class Target:
     def load(cls, path: str, dtype: str = "auto", device: str = "auto", kv_memory: int | None = None) -> Target:
         """Load a checkpoint directory or hub id. kv_memory: bytes for keys and values, None for a share of the free."""
         model = load_model(path, dtype, find_device(device))
-        multiplies = can_multiply(model.get_input_embeddings().weight)
-        target = cls(model, path, kv_memory, read_quantised(Path(path), model) if multiplies else None)
+        coded = model.device.type == "cpu" and has_pairs(model.dtype)  # elsewhere codes are not unpacked
+        target = cls(model, path, kv_memory, read_quantised(Path(path), model) if coded else None)
         if isinstance(target._forward, LeanDecoder):
             model.model.layers = torch.nn.ModuleList()  # the decoder has copies, laid out its own way
         return target

@@ -29,7 +29,7 @@ from engine.model.tile_attention import TILES, tile_kernel
 
 def has_pairs(dtype: torch.dtype) -> bool:
     """Whether keys and values of this type are kept in pairs, for instructions that multiply bfloat16."""
-    return dtype == torch.bfloat16 and bool(units())
+    return dtype == torch.bfloat16 and any(unit.paired for unit in units())
 
 
 def _paired_kernel() -> Kernel:

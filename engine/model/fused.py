@@ -28,6 +28,8 @@ from engine.model.simd import (
     numbers_at,
     put_float,
     put_half,
+    put_number,
+    put_numbers,
     splat,
     store,
     total,
@@ -74,9 +76,9 @@ def norm_kernel(address: Any) -> None:
         for at in range(0, work.hidden, LANES):
             x = load(residual + 4 * at, FLOAT32)
             if work.kept != 0:
-                _put_numbers(x, work.kept + row * work.stride + at * work.width, work.width)
+                put_numbers(x, work.kept + row * work.stride + at * work.width, work.width)
             x = multiply(multiply(x, scale), load(work.weight + 4 * at, FLOAT32))
-            _put_numbers(x, out + at * work.width, work.width)
+            put_numbers(x, out + at * work.width, work.width)
 
 
 GATE = _record(
@@ -99,7 +101,7 @@ def gate_kernel(address: Any) -> None:
         for at in range(0, work.inner * work.width, LANES * work.width):
             x = numbers_at(gate + at, work.width)
             swish = divide(x, add(one, exp(multiply(x, splat(np.float32(-1))))))
-            _put_numbers(multiply(swish, numbers_at(up + at, work.width)), out + at, work.width)
+            put_numbers(multiply(swish, numbers_at(up + at, work.width)), out + at, work.width)
 
 
 ENTER = _record(
@@ -259,12 +261,9 @@ def _put_key(work: Any, key: int, block: int, lane: int) -> None:
         _put_halves(key, work.dims, key)
         for i in range(0, work.dims, 2):  # a pair is four bytes
             put_float(block + _key_place(i, lane, 1) * 2, float_at(key + 2 * i))
-    elif work.width == BFLOAT16:
-        for i in range(work.head_dim):
-            put_half(block + _key_place(i, lane, 0) * 2, float_at(key + 4 * i))
     else:
         for i in range(work.head_dim):
-            put_float(block + _key_place(i, lane, 0) * 4, float_at(key + 4 * i))
+            put_number(block + _key_place(i, lane, 0) * work.width, float_at(key + 4 * i), work.width)
 
 
 @njit
@@ -323,11 +322,3 @@ def move_kernel(address: Any) -> None:
                     before = old + _value_place(i, source % LANES, work.paired, work.dims)
                     after = new + _value_place(i, place % LANES, work.paired, work.dims)
                     _copy(work.values + before * work.width, work.values + after * work.width, work.width)
-
-
-@njit
-def _put_numbers(x: Any, address: int, width: int) -> None:
-    if width == BFLOAT16:
-        store(x, address, BFLOAT16)
-    else:
-        store(x, address, FLOAT32)

@@ -1,12 +1,14 @@
-"""Matrix products of bfloat16 at the speed of memory, whose rows do not depend on each other.
+"""Matrix products at the speed of memory, whose rows do not depend on each other.
 
-A matrix lies in panels of 16 outputs, and a panel in steps of 32 inputs: [panels, steps, 16 pairs, 16 outputs, 2]. Both
-instructions that multiply bfloat16 read that: a tile of AMX is a step, a vector of AVX512-BF16 is a pair. The threads
-share the panels, so that each reads its part of the matrix once and in order, whatever the number of rows.
+A matrix of bfloat16 lies in panels of 16 outputs, and a panel in steps of 32 inputs: [panels, steps, 16 pairs, 16
+outputs, 2]. Both instructions that multiply bfloat16 read that: a tile of AMX is a step, a vector of AVX512-BF16 is a
+pair. Processors without them multiply as float32 what they read as bfloat16, which takes half of float32's memory.
+Float32 itself lies as [panels, steps, 32 inputs, 16 outputs]. The threads share the panels, so that each reads its part
+of the matrix once and in order, whatever the number of rows.
 
 Every result is one fixed sequence of operations over the inputs: a row of a tile is summed without regard to the other
-rows, and vectors take one pair after the other. So a row's bits are the same in a product of any number of rows. AMX
-and AVX512-BF16 sum in different orders; a machine takes the same one for all numbers of rows.
+rows, and vectors take one input or pair after the other. So a row's bits are the same in a product of any number of
+rows. Units sum in different orders; a machine takes the same one for all numbers of rows.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.model.amx import TILE_ROWS, tile_sizes
+from engine.model.fma_kernels import WIDENED, fma_kernel
 from engine.model.matmul_kernels import MATMUL, amx_kernel, vector_kernel
 from engine.model.matmul_sums import PANELS, STEP
 from engine.model.quantised import Quantised
@@ -38,17 +41,25 @@ class Unit(Enum):
 
     AMX = "amx"
     VECTORS = "avx512_bf16"
+    FMA = "fma"
 
     def kernel(self) -> Kernel:
-        return amx_kernel() if self is Unit.AMX else vector_kernel()
+        return {Unit.AMX: amx_kernel, Unit.VECTORS: vector_kernel, Unit.FMA: fma_kernel}[self]()
+
+    @property
+    def paired(self) -> bool:
+        """Whether it multiplies pairs of bfloat16."""
+        return self is not Unit.FMA
 
 
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 
 
 @cache
-def units() -> tuple[Unit, ...]:
-    """The units of this processor, the fastest first."""
+def units(dtype: torch.dtype = torch.bfloat16) -> tuple[Unit, ...]:
+    """The units of this processor for matrices of that type, the fastest first."""
+    if dtype == torch.float32:
+        return tuple(unit for unit in units() if not unit.paired)
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return ()
     there = features()
@@ -59,6 +70,8 @@ def units() -> tuple[Unit, ...]:
             found.append(Unit.AMX)
     if {"+avx512f", "+avx512bf16"} <= there:
         found.append(Unit.VECTORS)
+    if {"+avx2", "+fma"} <= there:
+        found.append(Unit.FMA)
     return tuple(found)
 
 
@@ -76,10 +89,11 @@ class Multiplies(Protocol):
 
 
 class Matmul:
-    """x [rows, inputs] times a matrix [outputs, inputs] of bfloat16, plus the bias.
+    """x [rows, inputs] times a matrix [outputs, inputs] of bfloat16 or float32, plus the bias.
 
     gated: the matrix is a gate's and then an up's, of a multiple of 16 outputs each, and silu(gate) * up comes out.
-    quantised: the same matrix, kept in place of `weight` if that is what it stands for, bit for bit.
+    quantised: the same matrix, kept in place of `weight` if that is what it stands for, bit for bit, and unpacking it
+    takes no longer than reading `weight`.
     """
 
     def __init__(
@@ -90,7 +104,8 @@ class Matmul:
         unit: Unit | None = None,
         quantised: Quantised | None = None,
     ):
-        self.kernel = (unit or units()[0]).kernel()
+        unit = unit or units(weight.dtype)[0]
+        self.kernel, self._itemsize = unit.kernel(), weight.itemsize
         self.gated = gated
         self.inputs: int = weight.shape[1]
         self.outputs: int = weight.shape[0] // (2 if gated else 1)
@@ -103,12 +118,20 @@ class Matmul:
             order = _alternate(order)
         self._bias = biases[order] if bias is not None else None
         self.bits = 0
-        if quantised is not None and weight.shape[0] % LANES == 0 and torch.equal(quantised.values(), weight):
+        self._widens = not unit.paired and weight.dtype == torch.bfloat16
+        if (
+            unit.paired
+            and quantised is not None
+            and weight.shape[0] % LANES == 0
+            and torch.equal(quantised.values(), weight)
+        ):
             self.bits, self._weights = quantised.bits, quantised.rows(order).tiles()
         else:
             full = weight.detach().new_zeros(panels * LANES, steps * STEP)
             full[: len(weight), : self.inputs] = weight.detach()
-            self._weights = full[order].view(panels, LANES, steps, STEP // 2, 2).permute(0, 2, 3, 1, 4).contiguous()
+            together = 2 if weight.dtype == torch.bfloat16 else 1
+            tiled = full[order].view(panels, LANES, steps, STEP // together, together)
+            self._weights = tiled.permute(0, 2, 3, 1, 4).contiguous()
 
     @property
     def bytes(self) -> int:
@@ -124,6 +147,8 @@ class Matmul:
     @property
     def scratch_bytes(self) -> int:
         """Room that each thread needs."""
+        if self._widens:
+            return WIDENED * self.padded * 4
         return PANELS * self.padded * LANES * 2 if self.bits else 0
 
     def record(self, rows: int, x: int, out: int) -> np.ndarray[Any, Any]:
@@ -134,7 +159,7 @@ class Matmul:
         record = made[0]
         record["weights"], record["bias"] = self._weights.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()
         record["inputs"], record["outputs"] = self.padded, self.outputs * (2 if self.gated else 1)
-        record["gated"], record["x"], record["out"] = self.gated, x, out
+        record["gated"], record["x"], record["out"], record["width"] = self.gated, x, out, self._itemsize
         record["bits"], record["scratch_bytes"] = self.bits, self.scratch_bytes
         set_rows(made, rows)
         return made

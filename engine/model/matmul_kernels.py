@@ -11,7 +11,19 @@ from engine.model.amx import TILE_BYTES, TILE_ROWS, configure_tiles, release_til
 from engine.model.exponential import exp
 from engine.model.matmul_sums import PANELS, ROW_BYTES, STEP, TILES, new_room, sum_tiles, sum_vectors
 from engine.model.quantised import tile_bytes, unpack_tiles
-from engine.model.simd import BFLOAT16, FLOAT32, LANES, add, divide, float_at, load, multiply, put_half, splat, store
+from engine.model.simd import (
+    FLOAT32,
+    LANES,
+    add,
+    divide,
+    float_at,
+    load,
+    multiply,
+    put_number,
+    put_numbers,
+    splat,
+    store,
+)
 from engine.model.team import kernel, member, members
 
 AT_ONCE = 8
@@ -22,13 +34,14 @@ MATMUL = np.dtype(
     [
         (name, "i8")
         for name in (
-            "x",  # [rows, inputs] bfloat16
-            "weights",  # [panels, steps, 16, 16, 2] bfloat16, or the tiles of a quantised matrix
-            "bits",  # 4 or 8: of the codes of a quantised matrix; 0: bfloat16
-            "scratch",  # [threads, scratch_bytes], where panels of a quantised matrix are unpacked
+            "x",  # [rows, inputs]
+            "weights",  # [panels, steps, 16, 16, 2] bfloat16, [panels, steps, 32, 16] float32, or quantised tiles
+            "bits",  # 4 or 8: of the codes of a quantised matrix; 0: it is not quantised
+            "scratch",  # [threads, scratch_bytes], where panels of a quantised matrix are unpacked, or rows widened
             "scratch_bytes",
             "bias",  # [panels * 16] float32, or 0
-            "out",  # [rows, outputs] bfloat16; gated: [rows, outputs / 2]
+            "out",  # [rows, outputs]; gated: [rows, outputs / 2]
+            "width",  # bytes of a number of x and out, and of the matrix if it is not quantised
             "tiles",  # AMX: configuration for min(rows, 16) rows
             "rows",
             "inputs",  # a multiple of 32
@@ -40,7 +53,7 @@ MATMUL = np.dtype(
 
 
 @njit
-def _first_panel(work: Any, part: int, parts: int) -> Any:
+def first_panel(work: Any, part: int, parts: int) -> Any:
     """Where a thread's panels begin. A gate and its up are never parted."""
     panels = (work.outputs + LANES - 1) // LANES
     return panels // 2 * part // parts * 2 if work.gated != 0 else panels * part // parts
@@ -91,7 +104,7 @@ _sums, _sums_of_4, _sums_of_8 = _tile_sums(0), _tile_sums(4), _tile_sums(8)
 def amx_kernel(address: Any) -> None:
     """Tiles are of min(rows, 16) rows each. The last ones may do rows again that others have done."""
     work = carray(address, 1)[0]
-    panel, end = _first_panel(work, member(), members()), _first_panel(work, member() + 1, members())
+    panel, end = first_panel(work, member(), members()), first_panel(work, member() + 1, members())
     if panel == end:
         return
     steps, stride, room = work.inputs // STEP, work.inputs * 2, new_room()
@@ -115,7 +128,7 @@ def amx_kernel(address: Any) -> None:
                 _sums(tiles, width, x, last * stride, stride, weights, steps, room)
             for tile in range(tiles):
                 at = last if tile == tiles - 1 else tile * TILE_ROWS
-                _put(work, row + at, size, panel, width, room + tile * TILE_ROWS * ROW_BYTES)
+                put_sums(work, row + at, size, panel, width, room + tile * TILE_ROWS * ROW_BYTES)
         panel += width
     release_tiles()
 
@@ -144,7 +157,7 @@ _keep_4, _keep_8 = (_vector_sums(bits, 1) for bits in (4, 8))
 def vector_kernel(address: Any) -> None:
     """The first rows are multiplied while codes are unpacked, others with what comes of it."""
     work = carray(address, 1)[0]
-    panel, end = _first_panel(work, member(), members()), _first_panel(work, member() + 1, members())
+    panel, end = first_panel(work, member(), members()), first_panel(work, member() + 1, members())
     steps, stride, room = work.inputs // STEP, work.inputs * 2, new_room()
     place, once = work.scratch + member() * work.scratch_bytes, work.rows <= AT_ONCE
     while panel < end:
@@ -163,12 +176,12 @@ def vector_kernel(address: Any) -> None:
                 _vectors_of_8(rows, width, x, stride, work.weights + first * _TILE_8, steps, room, place)
             else:
                 _keep_8(rows, width, x, stride, work.weights + first * _TILE_8, steps, room, place)
-            _put(work, row, rows, panel, width, room)
+            put_sums(work, row, rows, panel, width, room)
         panel += width
 
 
 @njit
-def _put(work: Any, first: int, rows: int, panel: int, width: int, room: int) -> None:
+def put_sums(work: Any, first: int, rows: int, panel: int, width: int, room: int) -> None:
     """The sums in `room`, [rows, 2 * 16], plus the bias, to the output."""
     for row in range(first, first + rows):
         for i in range(width):
@@ -178,13 +191,14 @@ def _put(work: Any, first: int, rows: int, panel: int, width: int, room: int) ->
                 if i == 0:
                     swish = divide(x, add(splat(np.float32(1)), exp(multiply(x, splat(np.float32(-1))))))
                     x = multiply(swish, _biased(work, room + 64, column + LANES))
-                    store(x, work.out + (row * work.outputs + column) // 2 * 2, BFLOAT16)
+                    put_numbers(x, work.out + (row * work.outputs + column) // 2 * work.width, work.width)
             elif column + LANES <= work.outputs:
-                store(x, work.out + (row * work.outputs + column) * 2, BFLOAT16)
+                put_numbers(x, work.out + (row * work.outputs + column) * work.width, work.width)
             else:
                 store(x, room + i * 64, FLOAT32)
                 for lane in range(work.outputs - column):
-                    put_half(work.out + (row * work.outputs + column + lane) * 2, float_at(room + i * 64 + 4 * lane))
+                    place = work.out + (row * work.outputs + column + lane) * work.width
+                    put_number(place, float_at(room + i * 64 + 4 * lane), work.width)
         room += ROW_BYTES
 
 

@@ -83,7 +83,7 @@ def sum_tiles(
 
         def prepare(step: ir.Value) -> None:
             """Unpack a step's codes, and ask for those of a later step: behind the last, for the next panels'."""
-            _fetch_later(builder, step, steps, weights, size, width)
+            fetch_later(builder, step, steps, weights, size, width)
             for at, place in zip(in_matrix(step), tiles_of(step), strict=True):
                 unpack(builder, coded, at, place)
 
@@ -154,7 +154,7 @@ def sum_vectors(
             first = builder.add(weights, builder.mul(loop.index, _WORD(size)))
             tiles = [builder.add(first, builder.mul(panel_bytes, _WORD(panel))) for panel in range(width)]
             if coded:
-                _fetch_later(builder, loop.index, steps, weights, size, width)
+                fetch_later(builder, loop.index, steps, weights, size, width)
             inputs = builder.mul(loop.index, _WORD(2 * STEP))
             here = [builder.add(start, inputs) for start in starts]
             matrices = zip(*(pair_vectors(builder, coded, tile) for tile in tiles), strict=True)
@@ -211,7 +211,7 @@ def dot(builder: ir.IRBuilder, sums: ir.Value, matrix: ir.Value, pair: ir.Value)
     return builder.call(dpbf16ps, [sums, matrix, pair])
 
 
-def _fetch_later(
+def fetch_later(
     builder: ir.IRBuilder, step: ir.Value, steps: ir.Value, weights: ir.Value, size: int, width: int
 ) -> None:
     """Ask for the tiles of a later step of `width` panels: behind the last, for the next panels'."""

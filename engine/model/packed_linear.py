@@ -208,16 +208,18 @@ def can_multiply(weight: Tensor) -> bool:
         AVX512-BF16          oneDNN    29.7   43.3   62.7  105.7         1,391
                              Matmul    24.4   37.5   59.6  102.7         1,420
     """
-    return bool(weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _matmul_works())
+    return bool(weight.device.type == "cpu" and multiplies(weight.dtype))
 
 
 @cache
 @torch.inference_mode()
-def _matmul_works() -> bool:
-    """Whether this processor has it, and it gives what the plain product does, the same bits for any number of rows."""
-    if not units():
+def multiplies(dtype: torch.dtype) -> bool:
+    """Whether `Matmul` works on this processor: it gives what the plain product does, and the same bits for any number
+    of rows.
+    """
+    if dtype not in (torch.bfloat16, torch.float32) or not units(dtype):
         return False
-    x, weight = _cancelling(272, 1536, torch.bfloat16)
+    x, weight = _cancelling(272, 1536, dtype)
     if _equal_rows(Matmul(weight), x, torch.get_num_threads()) != Rows(1, _MOST_TRIED):
         return False
     weight = torch.randn_like(weight)

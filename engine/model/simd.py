@@ -276,3 +276,21 @@ def numbers_at(address: int, width: int) -> Any:
     if width == BFLOAT16:
         return load(address, BFLOAT16)
     return load(address, FLOAT32)
+
+
+@njit
+def put_numbers(x: Any, address: int, width: int) -> None:
+    """x to the 16 numbers at `address`."""
+    if width == BFLOAT16:
+        store(x, address, BFLOAT16)
+    else:
+        store(x, address, FLOAT32)
+
+
+@njit
+def put_number(address: int, x: Any, width: int) -> None:
+    """x to the number at `address`."""
+    if width == BFLOAT16:
+        put_half(address, x)
+    else:
+        put_float(address, x)

@@ -68,7 +68,7 @@ _together = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ui
 
 _SOURCES = (
     "simd.py", "exponential.py", "lane_products.py", "amx.py", "attention_work.py", "quantised.py", "matmul_sums.py",
-    "paired_attention.py",
+    "matmul_kernels.py", "paired_attention.py",
 )  # fmt: skip
 """Of what kernels in other files are made."""
 

@@ -166,7 +166,7 @@ def pair(
     weights = random_tensors(shapes(kind))
     path = write_checkpoint(tmp_path_factory.mktemp("block"), "model.safetensors", CONFIGS[kind], weights)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("drafters.layers.has_native_bfloat16", lambda: False)
+        patch.setattr("drafters.layers.multiplies", lambda dtype: False)
         return kind, weights, BlockHead.load(path, target)
 
 

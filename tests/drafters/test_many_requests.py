@@ -115,7 +115,7 @@ def test_in_bfloat16_the_program_and_plain_operations_are_both_near_to_float32(
     build: Build, tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     truth = build(tmp_path / "a", target)
-    monkeypatch.setattr("drafters.layers.has_native_bfloat16", lambda: True)
+    monkeypatch.setattr("drafters.layers.multiplies", lambda dtype: True)
     program, plain = build(tmp_path / "b", target), build(tmp_path / "c", target)
     plain.stack = None  # type: ignore[attr-defined]
     features = torch.randn(40, len(truth.feature_layers), HIDDEN, generator=torch.manual_seed(3)).bfloat16()

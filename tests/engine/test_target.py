@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from engine.errors import ConfigError, ModelError
-from engine.loading import has_native_bfloat16
+from engine.model.packed_linear import multiplies
 from engine.sampling import SamplingParams
 from engine.target import Target, bfloat16_bits
 from engine.tree import TokenTree
@@ -273,7 +273,7 @@ def test_a_model_that_overflows_on_a_short_text_is_told_apart_from_one_that_take
 def test_dtype_auto_is_the_checkpoints_where_the_cpu_multiplies_it(tmp_path: Path) -> None:
     path = save_tiny_llama(tmp_path, dtype=torch.bfloat16)
     AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).save_pretrained(path)
-    expected = torch.bfloat16 if has_native_bfloat16() else torch.float32
+    expected = torch.bfloat16 if multiplies(torch.bfloat16) else torch.float32
     assert Target.load(path, "auto", "cpu").dtype == expected
     assert Target.load(path, "bfloat16", "cpu").dtype == torch.bfloat16
 

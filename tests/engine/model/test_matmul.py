@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from engine.model.matmul import Matmul, Unit, units
 from engine.model.packed_linear import _cancelling
 
-pytestmark = pytest.mark.skipif(not units(), reason="this processor does not multiply bfloat16")
+pytestmark = pytest.mark.skipif(not units(), reason="this processor has no unit that `Matmul` knows")
 _ROWS = (*range(1, 36), 47, 48, 49, 63, 64, 65, 130, 513)
 _SHAPES = [(960, 576), (576, 1536), (40, 24), (51, 100), (16, 32), (1, 1), (17, 33)]
 
@@ -89,6 +89,8 @@ def test_nothing_is_written_outside_the_output(unit: Unit) -> None:
     matmul, x = Matmul(weight, unit=unit), torch.randn(37, 128).bfloat16()
     room = torch.full((39, 51), 7.0, dtype=torch.bfloat16)
     record = matmul.record(len(x), x.data_ptr(), room[1].data_ptr())
+    scratch = torch.empty(2 * matmul.scratch_bytes, dtype=torch.uint8)
+    record["scratch"] = scratch.data_ptr()
     matmul.kernel(record.ctypes.data, 4)
     assert (room[[0, -1]] == 7).all() and (room[1:-1] != 7).any(dim=1).all()
 

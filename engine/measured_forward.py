@@ -1,0 +1,48 @@
+"""Forwards that are run at start-up for the time that they take."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from engine.batch import BLOCK, Segment
+from engine.recorded import wait
+from engine.target import Target
+from engine.tree import TokenTree
+
+BESIDE = 8  # positions before the rows, at least
+
+
+class MeasuredForward:
+    """seconds(rows, past) of a forward over a tree. Texts get longer from call to call, and are read once.
+
+    most: rows, at most.
+    """
+
+    def __init__(self, target: Target, most: int):
+        self._target, self._most = target, most
+        self._past, self._cache = 0, None
+
+    def seconds(self, rows: int, past: int) -> float:
+        """Of a forward over a chain of so many nodes behind a text of that length."""
+        cache = self._behind(min(past + BESIDE, self._target.context // 2))
+        chain = Segment.of_tree(TokenTree.chain(0, [0] * (rows - 1), [1.0] * (rows - 1)), cache)
+        started = time.perf_counter()
+        self._target.run([chain])
+        wait(self._target.device)
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        """Give back the room of the text."""
+        if self._cache is not None:
+            self._target.release(self._cache)
+        self._past, self._cache = 0, None
+
+    def _behind(self, past: int) -> Any:
+        if self._target.pool is not None:
+            past = max(1, min(past, self._target.pool.blocks * BLOCK - self._most))
+        if past != self._past:
+            self.close()
+            self._past, self._cache = past, self._target.new_cache(self._most + past)
+            self._target.prefill(self._cache, [i % self._target.vocab_size for i in range(past)])
+        return self._cache

@@ -1,0 +1,130 @@
+"""Matrix products in ordinary vectors, for processors that do not multiply bfloat16, and of float32: see `matmul`.
+
+A panel's step is 32 inputs of 16 outputs: float32 as [32, 16]; bfloat16 in pairs, [16, 16, 2], whose second number is
+the upper half of a word and whose first becomes float32 by a shift. A sum takes one input after the other, each
+multiplied and added with one rounding. Rows of bfloat16 are widened first, some at a time, by each thread for itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from engine.model.amx import pointer
+from engine.model.matmul_kernels import MATMUL, first_panel, put_sums
+from engine.model.matmul_sums import PANELS, ROW_BYTES, STEP, SUMS, fetch_later, new_room, row_starts
+from engine.model.simd import BFLOAT16, FLOAT, FLOAT32, LANES, features, fused, integers, load, read, spread, store
+from engine.model.team import kernel, member, members
+
+WIDENED = 64
+"""Rows that a thread widens at once: of 1,536 inputs they fit into a core's second cache."""
+_WORD = ir.IntType(64)
+_ROWS, _WIDE = (8, 2) if "+avx512f" in features() else (4, 1)
+"""Rows and panels whose sums fit into the vector registers."""
+
+
+@kernel(MATMUL)
+def fma_kernel(address: Any) -> None:
+    """Panels are multiplied by some rows at a time."""
+    work = carray(address, 1)[0]
+    begin, end = first_panel(work, member(), members()), first_panel(work, member() + 1, members())
+    steps, stride, room = work.inputs // STEP, work.inputs * 4, new_room()
+    for first in range(0, work.rows, WIDENED):
+        count, x = min(WIDENED, work.rows - first), work.x + first * work.inputs * work.width
+        if work.width == BFLOAT16:
+            wide = work.scratch + member() * work.scratch_bytes
+            for at in range(0, count * work.inputs, LANES):
+                store(load(x + 2 * at, BFLOAT16), wide + 4 * at, FLOAT32)
+            x = wide
+        panel = begin
+        while panel < end:
+            width = min(end - panel, PANELS)
+            weights = work.weights + panel * steps * STEP * LANES * work.width
+            for row in range(0, count, _ROWS):
+                rows = min(_ROWS, count - row)
+                if work.width == BFLOAT16:
+                    _sums_of_halves(rows, width, x + row * stride, stride, weights, steps, room)
+                else:
+                    _sums_of_floats(rows, width, x + row * stride, stride, weights, steps, room)
+                put_sums(work, first + row, rows, panel, width, room)
+            panel += width
+
+
+def _sums_of(size: int) -> Any:
+    panel_bytes = STEP * LANES * size
+
+    @njit
+    def sums(rows: int, width: int, x: int, stride: int, weights: int, steps: int, room: int) -> None:
+        """Sums of up to _ROWS rows with one or two panels."""
+        if rows == 1 and width == 2:
+            sum_fused(1, 2, size, rows, x, stride, weights, steps, room)
+        elif rows <= 2 and width == 2:
+            sum_fused(2, 2, size, rows, x, stride, weights, steps, room)
+        elif width == _WIDE:
+            sum_fused(_ROWS, _WIDE, size, rows, x, stride, weights, steps, room)
+        else:
+            for panel in range(width):
+                at, place = weights + panel * steps * panel_bytes, room + 4 * LANES * panel
+                sum_fused(_ROWS, 1, size, rows, x, stride, at, steps, place)
+
+    return sums
+
+
+@intrinsic(prefer_literal=True)
+def sum_fused(
+    context: Any, most: Any, panels: Any, size: Any, rows: Any, x: Any, stride: Any, weights: Any, steps: Any, room: Any
+) -> Any:
+    """Sums of up to `most` rows with `panels` panels: to `room`, [rows, 2 * 16] float32.
+
+    most, panels: compile-time constants, as `size`, bytes of a number of the matrix. x: address of the first of `rows`
+    rows of float32, one every `stride` bytes; the last one is summed in the place of those that are missing. weights:
+    address of the first panel.
+    """
+    count, width, of_number = most.literal_value, panels.literal_value, size.literal_value
+    tile_bytes, pair_bytes = STEP * LANES * of_number, 2 * LANES * of_number
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        rows, x, stride, weights, steps, room = args[3:]
+        sums = [[cgutils.alloca_once(builder, SUMS) for _ in range(width)] for _ in range(count)]
+        for cell in itertools.chain(*sums):
+            builder.store(ir.Constant(SUMS, [0.0] * LANES), cell)
+        starts = row_starts(builder, count, rows, x, stride)
+        panel_bytes = builder.mul(steps, _WORD(tile_bytes))
+        with cgutils.for_range(builder, steps) as loop:
+            first = builder.add(weights, builder.mul(loop.index, _WORD(tile_bytes)))
+            tiles = [builder.add(first, builder.mul(panel_bytes, _WORD(panel))) for panel in range(width)]
+            fetch_later(builder, loop.index, steps, weights, tile_bytes, width)
+            inputs = builder.mul(loop.index, _WORD(4 * STEP))
+            here = [builder.add(start, inputs) for start in starts]
+            for pair in range(STEP // 2):
+                matrices = [_pair(builder, builder.add(tile, _WORD(pair * pair_bytes)), of_number) for tile in tiles]
+                for half in range(2):
+                    for row, at in zip(sums, here, strict=True):
+                        number = builder.load(pointer(builder, builder.add(at, _WORD(8 * pair + 4 * half)), FLOAT))
+                        for cell, matrix in zip(row, matrices, strict=True):
+                            total = fused(builder, spread(builder, number), matrix[half], builder.load(cell))
+                            builder.store(total, cell)
+        for there, cells in zip(row_starts(builder, count, rows, room, _WORD(ROW_BYTES)), sums, strict=True):
+            for panel, cell in enumerate(cells):
+                place = pointer(builder, builder.add(there, _WORD(4 * LANES * panel)), SUMS)
+                builder.store(builder.load(cell), place, align=4)
+        return context.get_dummy_value()
+
+    return types.void(most, panels, size, *[types.int64] * 6), generate
+
+
+def _pair(builder: ir.IRBuilder, address: ir.Value, size: int) -> tuple[ir.Value, ir.Value]:
+    """Two neighbouring inputs of 16 outputs, as float32."""
+    if size == FLOAT32:
+        return read(builder, address, FLOAT32), read(builder, builder.add(address, _WORD(4 * LANES)), FLOAT32)
+    both = builder.bitcast(read(builder, address, FLOAT32), integers(0).type)
+    upper = builder.and_(both, integers(0xFFFF0000 - (1 << 32)))
+    return builder.bitcast(builder.shl(both, integers(16)), SUMS), builder.bitcast(upper, SUMS)
+
+
+_sums_of_halves, _sums_of_floats = _sums_of(BFLOAT16), _sums_of(FLOAT32)
