@@ -18,6 +18,7 @@ from engine.model.simd import (
     FLOAT32,
     LANES,
     divide,
+    features,
     float_at,
     int_at,
     put_float,
@@ -26,9 +27,12 @@ from engine.model.simd import (
 )
 from engine.model.team import kernel, member, members
 
-VECTORS = 12  # queries whose scores are computed in one pass over the keys
-_SLAB = 4  # vectors of 16 dimensions whose sums are kept in registers at once
-_FEW = 6  # queries for which they are
+VECTORS = 12
+"""Queries of a tile."""
+_SCORED, _SLAB = (VECTORS, 4) if "+avx512f" in features() else (VECTORS // 2, 1)
+"""What fits into the vector registers: queries that are scored in one pass over the keys, and vectors of 16 dimensions
+in which up to 6 queries' values are summed.
+"""
 
 
 @kernel(ATTENTION)
@@ -60,7 +64,10 @@ def _attend(work: Any, tile: int, head: int, scratch: int) -> None:
 
     for block in range(low // LANES, (high + LANES - 1) // LANES):
         at = (int_at(table + 4 * block) * work.kv_heads + head) * work.dims * LANES * work.width
-        _scores(work, count, queries, work.keys + at, scores + 4 * LANES * block, step)
+        if work.width == BFLOAT16:
+            _scores_of_halves(work.dims, count, queries, work.keys + at, scores + 4 * LANES * block, step)
+        else:
+            _scores_of_floats(work.dims, count, queries, work.keys + at, scores + 4 * LANES * block, step)
 
     for row in range(first, end):
         for group in range(work.groups):
@@ -95,34 +102,52 @@ def _attend(work: Any, tile: int, head: int, scratch: int) -> None:
             put_shares(work, sums + vector * work.dims * 4, share, place)
 
 
-@njit
-def _scores(work: Any, count: int, queries: int, keys: int, scores: int, step: int) -> None:
-    """The products of `count` queries with one block of keys."""
-    done = 0
-    dims = work.dims
-    if work.width == BFLOAT16:
-        while count - done >= VECTORS:
-            scores_of(12, BFLOAT16, dims, queries + done * dims * 4, keys, scores + done * step, step)
-            done += VECTORS
-        while count - done >= 4:
-            scores_of(4, BFLOAT16, dims, queries + done * dims * 4, keys, scores + done * step, step)
-            done += 4
+def _scores_of(size: int) -> Any:
+    @njit
+    def scores(dims: int, count: int, queries: int, keys: int, scores: int, step: int) -> None:
+        """The products of `count` queries with one block of keys."""
+        done = 0
+        while count - done >= _SCORED:
+            scores_of(_SCORED, size, dims, queries + done * dims * 4, keys, scores + done * step, step)
+            done += _SCORED
         while count - done >= 3:
-            scores_of(3, BFLOAT16, dims, queries + done * dims * 4, keys, scores + done * step, step)
+            scores_of(3, size, dims, queries + done * dims * 4, keys, scores + done * step, step)
             done += 3
         while count > done:
-            scores_of(1, BFLOAT16, dims, queries + done * dims * 4, keys, scores + done * step, step)
+            scores_of(1, size, dims, queries + done * dims * 4, keys, scores + done * step, step)
             done += 1
-    else:
-        while count - done >= VECTORS:
-            scores_of(12, FLOAT32, dims, queries + done * dims * 4, keys, scores + done * step, step)
-            done += VECTORS
-        while count - done >= 4:
-            scores_of(4, FLOAT32, dims, queries + done * dims * 4, keys, scores + done * step, step)
-            done += 4
-        while count > done:
-            scores_of(1, FLOAT32, dims, queries + done * dims * 4, keys, scores + done * step, step)
-            done += 1
+
+    return scores
+
+
+def _sums_of(size: int) -> Any:
+    @njit
+    def sums(dims: int, count: int, weights: int, step: int, many: int, values: int, sums: int) -> None:
+        """Add `many` values, weighed, to the sums of `count` queries."""
+        slab = _SLAB * LANES
+        for first in range(0, dims, slab):
+            done, here = 0, values + first * size
+            while done < count:
+                of, place = weights + done * step, sums + (done * dims + first) * 4
+                if dims - first < slab:  # a narrower rest, 16 dimensions at a time
+                    for i in range(0, dims - first, LANES):
+                        weigh(1, 1, size, dims, of, step, many, here + i * size, place + 4 * i)
+                    done += 1
+                elif count - done >= 6:
+                    weigh(6, _SLAB, size, dims, of, step, many, here, place)
+                    done += 6
+                elif count - done >= 3:
+                    weigh(3, _SLAB, size, dims, of, step, many, here, place)
+                    done += 3
+                else:
+                    weigh(1, _SLAB, size, dims, of, step, many, here, place)
+                    done += 1
+
+    return sums
+
+
+_scores_of_halves, _scores_of_floats = _scores_of(BFLOAT16), _scores_of(FLOAT32)
+_sums_of_halves, _sums_of_floats = _sums_of(BFLOAT16), _sums_of(FLOAT32)
 
 
 @njit
@@ -161,35 +186,10 @@ def _weigh(
     sums: int,
     vector: int,
 ) -> None:
-    dims, width = work.dims, work.width
-    at = (int_at(table + 4 * block) * work.kv_heads + head) * dims * LANES
-    values = work.values + (at + lane * dims) * width
-    slab = _SLAB * LANES
-    for first in range(0, dims, slab):
-        done = 0
-        while done < count:
-            weights = scores + (vector + done) * step + 4 * position
-            place = sums + ((vector + done) * dims + first) * 4
-            here = values + first * width
-            if dims - first < slab:  # a narrower rest, 16 dimensions at a time
-                for i in range(0, dims - first, LANES):
-                    if width == BFLOAT16:
-                        weigh(1, 1, BFLOAT16, dims, weights, step, many, here + i * width, place + 4 * i)
-                    else:
-                        weigh(1, 1, FLOAT32, dims, weights, step, many, here + i * width, place + 4 * i)
-                done += 1
-            elif count - done >= _FEW and width == BFLOAT16:
-                weigh(6, 4, BFLOAT16, dims, weights, step, many, here, place)
-                done += 6
-            elif count - done >= 3 and width == BFLOAT16:
-                weigh(3, 4, BFLOAT16, dims, weights, step, many, here, place)
-                done += 3
-            elif width == BFLOAT16:
-                weigh(1, 4, BFLOAT16, dims, weights, step, many, here, place)
-                done += 1
-            elif count - done >= 3:
-                weigh(3, 4, FLOAT32, dims, weights, step, many, here, place)
-                done += 3
-            else:
-                weigh(1, 4, FLOAT32, dims, weights, step, many, here, place)
-                done += 1
+    at = (int_at(table + 4 * block) * work.kv_heads + head) * work.dims * LANES
+    values = work.values + (at + lane * work.dims) * work.width
+    weights, place = scores + vector * step + 4 * position, sums + vector * work.dims * 4
+    if work.width == BFLOAT16:
+        _sums_of_halves(work.dims, count, weights, step, many, values, place)
+    else:
+        _sums_of_floats(work.dims, count, weights, step, many, values, place)
