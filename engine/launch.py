@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -47,16 +48,22 @@ class Worker(Protocol):
 
 
 class ProcessWorker:
-    """`python -m engine.worker`, which ends by itself when its standard input closes."""
+    """`python -m engine.worker ROLE`, which ends by itself when its standard input closes. It imports what it needs,
+    and waits for its orders. name: "" until it has them.
+    """
 
-    def __init__(self, spec: WorkerSpec):
-        self.name = spec.name
-        command = [sys.executable, "-m", "engine.worker"]
-        environment = _environment(Config.model_validate(spec.config), spec.role)
+    def __init__(self, role: str, config: Config):
+        self.name = ""
+        command = [sys.executable, "-m", "engine.worker", role]
+        environment = _environment(config, role)
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
+
+    def begin(self, spec: WorkerSpec) -> None:
+        self.name = spec.name
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(msgspec.to_builtins(spec)).encode() + b"\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it ended at once, which is seen as it is at any other time
+            self._process.stdin.write(json.dumps(msgspec.to_builtins(spec)).encode() + b"\n")
+            self._process.stdin.flush()
 
     @property
     def pid(self) -> int:
@@ -67,7 +74,7 @@ class ProcessWorker:
 
     def end(self, timeout_s: float) -> None:
         try:
-            self._process.wait(timeout_s)
+            self._process.wait(timeout_s if self.name else 0)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -115,6 +122,7 @@ class Workers:
         self.running: dict[str, Worker] = {}
         self.heard_s: dict[str, float] = {}
         self._nursery: Nursery | None = None
+        self._prepared: ProcessWorker | None = None  # the first verifier, before it has its orders
         self._starts = 0
         self._meeting = ""
         self._history: dict[str, tuple[float, int]] = {}
@@ -127,6 +135,11 @@ class Workers:
     @property
     def _drafts_here(self) -> bool:
         return self.method.drafter is not None and not self.config.remote
+
+    def prepare(self) -> None:
+        """Let the first verifier import what it needs, seconds' worth, while the front end does."""
+        if self.folder is not None:
+            self._prepared = ProcessWorker("verifier", self.config)
 
     def check(self) -> None:
         """Raise, before anything loads, what the workers would refuse in the configuration. Reads no weights."""
@@ -162,8 +175,11 @@ class Workers:
     def _begin(self, spec: WorkerSpec) -> Worker:
         if self.folder is None:
             return ThreadWorker(spec, self._context)
-        fork = self._nursery.fork(spec) if self._nursery is not None and spec.role == "drafter" else None
-        return fork or ProcessWorker(spec)
+        if self._nursery is not None and spec.role == "drafter" and (fork := self._nursery.fork(spec)) is not None:
+            return fork
+        process, self._prepared = self._prepared or ProcessWorker(spec.role, self.config), None
+        process.begin(spec)
+        return process
 
     def stand_by(self) -> None:
         """Prepare for the end of a draft model: its next worker is forked from one that has imported all it needs."""
@@ -201,6 +217,8 @@ class Workers:
 
     def close(self) -> None:
         """Leave nothing behind, once all have ended."""
+        if self._prepared is not None:
+            self._prepared.end(0)
         if self._nursery is not None:
             self._nursery.end()
         if self.folder is not None:

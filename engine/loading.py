@@ -12,7 +12,6 @@ from transformers.utils import logging as transformers_logging
 
 from engine.errors import ConfigError, ModelError
 from engine.model.catalogue import suggestion
-from engine.model.packed_linear import multiplies
 from engine.model_hub import hub_answers, is_hub_id, is_local
 
 # Workers that are threads load target and draft model at once; `transformers` was seen to leave tied weights out then.
@@ -76,6 +75,8 @@ def find_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
     """The type a model with that `transformers` configuration is loaded in."""
     if dtype != "auto":
         return DTYPES[dtype]
+    from engine.model.packed_linear import multiplies  # with all kernels, which the front end does not need
+
     stored = config.get_text_config().dtype or torch.float32
     if device.type == "cpu" and (stored == torch.float16 or not multiplies(torch.bfloat16)):
         return torch.float32

@@ -64,6 +64,7 @@ class Supervisor:
 
     async def launch(self, meanwhile: Callable[[], Awaitable[None]]) -> None:
         """Start the workers, and wait until they serve and `meanwhile` is done. Raises why one of them cannot."""
+        self.workers.prepare()
         if (warning := oversubscription(self.config)) is not None:
             print(f"talon: {warning}", file=sys.stderr)
         await anyio.to_thread.run_sync(self.workers.check)

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from engine.errors import ModelError, RequestError
 from engine.model_hub import is_hub_id, is_local
 
@@ -18,6 +16,8 @@ def load_tokenizer(model: str) -> Any:
     """The model's own tokenizer; ModelError if it has none."""
     if not is_hub_id(model) and not Path(model).is_dir():
         raise ModelError(f"model={model}: no such directory; name a model directory, a hub id or a GGUF file")
+    from transformers import AutoTokenizer  # takes seconds, in which the verifier begins to import too
+
     try:
         return AutoTokenizer.from_pretrained(model, local_files_only=is_local(model))
     except Exception as error:  # a file that is none of its library's raises what it likes

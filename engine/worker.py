@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -212,7 +213,9 @@ def oversubscription(config: Config) -> str | None:
 def main() -> None:
     """Read the spec from standard input; when that closes the front end is gone: leave nothing behind and end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the front end's to handle
-    spec = msgspec.convert(json.loads(sys.stdin.readline()), WorkerSpec)
+    if not (line := sys.stdin.readline()):
+        return
+    spec = msgspec.convert(json.loads(line), WorkerSpec)
 
     def watch() -> None:
         while os.read(0, 4096):
@@ -227,4 +230,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["verifier"]:
+        for module in ("engine.verifier", "engine.target"):
+            importlib.import_module(module)
     main()
