@@ -22,7 +22,7 @@ from engine.batch import Batch, Int, Segment
 from engine.model.attention import Attention, Rule, has_pairs
 from engine.model.fused import ENTER, NORM, enter_kernel, norm_kernel
 from engine.model.kv_pool import KVCache, KVPool, KVShape
-from engine.model.matmul import add_product, set_rows
+from engine.model.matmul import NO_SCRATCH, add_product, give_scratch, set_rows
 from engine.model.matmul_kernels import MATMUL
 from engine.model.simd import BFLOAT16, FLOAT32, LANES, add, int_at, load, store
 from engine.model.team import Program, address_of, kernel, member, members
@@ -129,7 +129,7 @@ class Stack:
         self.pool = GrowingPool(shape, _BLOCKS)
         self._turns = first.rotary.halves(256)
         self._capacity, self._program = 0, Program()
-        self._scratch: Tensor = torch.zeros(0)
+        self._scratch, self._of_products = torch.zeros(0), NO_SCRATCH
         self._keys = 0  # where the pool's keys are
 
     def reserve(self, rows: int, positions: int) -> None:
@@ -185,6 +185,7 @@ class Stack:
             self._norms["count"][-1] = count
             self._norms["chosen"][-1] = 0 if picked is None else picked.ctypes.data
         set_rows(self._products, rows)
+        self._of_products = give_scratch(self._products, self._of_products)
         self._enters["positions"], self._enters["slots"] = batch.positions.ctypes.data, batch.slots.ctypes.data
         self._enters["turns"], self._enters["queries"] = self._turns.data_ptr(), self.attention.queries.data_ptr()
         self._enters["scratch"], self._adds["tokens"] = self._room().data_ptr(), batch.tokens.ctypes.data

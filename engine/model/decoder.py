@@ -20,7 +20,7 @@ from engine.batch import Batch
 from engine.model.attention import Attention, Rule
 from engine.model.fused import ENTER, GATE, NORM, enter_kernel, gate_kernel, norm_kernel
 from engine.model.kv_pool import KVPool
-from engine.model.matmul import add_product, set_rows
+from engine.model.matmul import NO_SCRATCH, add_product, give_scratch, set_rows
 from engine.model.matmul_kernels import MATMUL
 from engine.model.packed_linear import Product, filled
 from engine.model.quantised import Quantised
@@ -149,7 +149,7 @@ class _Steps:
         sizes |= {"qkv": layers[0].qkv.outputs, "gate_up": 2 * layers[0].inner}
         self._buffers = {name: torch.zeros(capacity, size, dtype=decoder.dtype) for name, size in sizes.items()}
         self.x, self.residual = self._buffers["x"], torch.zeros(capacity, decoder.hidden)
-        self._scratch, self._unpacked = torch.zeros(0), torch.zeros(0, dtype=torch.uint8)
+        self._scratch, self._room = torch.zeros(0), NO_SCRATCH
         self._norms, self._enters = np.zeros(2 * len(layers) + 1, NORM), np.zeros(len(layers), ENTER)
         self._gates, self._products = np.zeros(1, GATE), np.zeros(4 * len(layers) + 1, MATMUL)
         self._logits = self.x.new_empty(0, decoder.head.outputs)
@@ -176,9 +176,7 @@ class _Steps:
         rows, shape = len(batch), self.attention.pool.shape
         if self._scratch.numel() < (needed := torch.get_num_threads() * shape.dims):
             self._scratch = torch.zeros(needed)
-        if len(self._unpacked) < (needed := torch.get_num_threads() * int(self._products["scratch_bytes"].max())):
-            self._unpacked = self._unpacked.new_empty(needed)
-            self._products["scratch"] = self._unpacked.data_ptr()
+        self._room = give_scratch(self._products, self._room)
         self._rows = rows
         self._norms["count"] = self._enters["rows"] = self._gates["rows"] = rows
         if chosen is not None:

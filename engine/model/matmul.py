@@ -170,9 +170,9 @@ class Matmul:
         if len(x):
             x = F.pad(x, (0, self.padded - self.inputs)) if self.padded != self.inputs else x.contiguous()
             record = self.record(len(x), x.data_ptr(), out.data_ptr())
-            scratch = torch.empty(torch.get_num_threads() * self.scratch_bytes, dtype=torch.uint8)
-            record["scratch"] = scratch.data_ptr()
+            scratch = give_scratch(record, NO_SCRATCH)
             self.kernel(address_of(record), self.outputs // LANES)
+            del scratch  # it had to last
         return out
 
 
@@ -199,6 +199,17 @@ def add_product(
             goal.copy_(product(rows))
 
         program.call(multiply_rows)
+
+
+NO_SCRATCH = torch.empty(0, dtype=torch.uint8)
+
+
+def give_scratch(records: np.ndarray[Any, Any], held: Tensor) -> Tensor:
+    """Give the records the scratch that they need, which must be kept while they run: `held` if it is large enough."""
+    needed = torch.get_num_threads() * int(records["scratch_bytes"].max())
+    scratch = held if len(held) >= needed else held.new_empty(needed)
+    records["scratch"] = scratch.data_ptr()
+    return scratch
 
 
 def set_rows(records: np.ndarray[Any, Any], rows: int) -> None:
