@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
 import tempfile
 import threading
 import time
@@ -335,6 +336,32 @@ async def test_a_bad_configuration_is_refused_before_work_starts(
 ) -> None:
     with pytest.raises(error, match=told):
         await Engine.start({"model": tiny, "transport": "inproc"}, **overrides)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """The processes that engines start."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    class Noted(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            processes.append(self)
+
+    monkeypatch.setattr("engine.launch.subprocess.Popen", Noted)
+    return processes
+
+
+async def test_a_refused_start_ends_the_process_that_was_to_verify(started: list[subprocess.Popen[bytes]]) -> None:
+    with pytest.raises(ModelError, match="model=/no/such/model"):
+        await Engine.start({"model": "/no/such/model"})
+    assert [process.poll() is not None for process in started] == [True]
+    assert not leftovers()
+
+
+async def test_each_worker_is_one_process(tiny: str, started: list[subprocess.Popen[bytes]]) -> None:
+    async with await Engine.start({"model": tiny}, method="pld", mode="async"):
+        assert len(started) == 2
 
 
 @pytest.mark.parametrize("transport", ["inproc", "ipc"])
