@@ -65,6 +65,8 @@ def _sums_of(size: int) -> Any:
             sum_fused(1, 2, size, rows, x, stride, weights, steps, room)
         elif rows <= 2 and width == 2:
             sum_fused(2, 2, size, rows, x, stride, weights, steps, room)
+        elif rows <= 4 and width == _WIDE:
+            sum_fused(4, _WIDE, size, rows, x, stride, weights, steps, room)
         elif width == _WIDE:
             sum_fused(_ROWS, _WIDE, size, rows, x, stride, weights, steps, room)
         else:
