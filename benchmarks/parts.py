@@ -27,7 +27,7 @@ from engine.target import Target
 PARTS = ("products", "attention", "other", "gaps")
 Seconds = dict[str, float]
 
-_PRODUCTS = {"linear", "_linear_pointwise", "matmul", "mm", "bmm", "addmm", "baddbmm"}
+_PRODUCTS = {"products", "linear", "_linear_pointwise", "matmul", "mm", "bmm", "addmm", "baddbmm"}
 _GPU_PRODUCTS = ("gemm", "gemv", "cutlass", "xmma", "nvjet")
 
 
@@ -103,7 +103,7 @@ class Clock:
             yield
 
     def _around_steps(self, run: Callable[..., None]) -> Callable[..., None]:
-        parts = {unit.kernel().address: "products" for unit in units()} | _attention_kernels()
+        parts = _parts_of_kernels()
 
         def watched(program: Program, rows: int, start: int, stop: int) -> None:
             steps: dict[int, float] = {}
@@ -132,13 +132,15 @@ def _profiled(work: Callable[[], Any], device: torch.device) -> tuple[Seconds, f
     return seconds, took
 
 
-def _attention_kernels() -> dict[int, str]:
-    return {kernel.address: "attention" for kernel in attention_kernels()}
+def _parts_of_kernels() -> dict[int, str]:
+    """By their addresses; all others are of "other"."""
+    products = {unit.kernel().address: "products" for unit in units()}
+    return products | {kernel.address: "attention" for kernel in attention_kernels()}
 
 
 def _recorded(call: Callable[..., None]) -> Callable[..., None]:
     """Calls of kernels of ours in a stock forward, seen by torch's profiler."""
-    parts = _attention_kernels()
+    parts = _parts_of_kernels()
 
     def watched(kernel: Kernel, *args: Any) -> None:
         with record_function(f"talon::{parts.get(kernel.address, 'other')}"):

@@ -28,7 +28,7 @@ from drafters.block_session import BlockSession, begin
 from drafters.checkpoint import WEIGHT_FILES, Checkpoint, TargetWeights
 from drafters.growth import Dynamic, Policy, Static
 from drafters.head import Head
-from drafters.layers import DecoderLayer, KVCache, Linear, RMSNorm, draft_dtype, llama_config, qkv_weights
+from drafters.layers import DecoderLayer, KVCache, Linear, RMSNorm, draft_dtype, llama_config, qkv_weights, small_dtype
 from drafters.stack import Layer, Stack, fits
 from engine.errors import DrafterMismatch
 
@@ -62,7 +62,8 @@ class BlockLayer:
 class Link:
     """The Markov head. first: [vocab, rank]; second: [draft_vocab, rank]; product: with the whole of it."""
 
-    def __init__(self, checkpoint: Checkpoint, vocab: int, outputs: int, hidden: int, place: Any):
+    def __init__(self, checkpoint: Checkpoint, vocab: int, outputs: int, hidden: int, device: torch.device):
+        place: Any = {"device": device, "dtype": small_dtype(device)}
         rank = checkpoint.number("markov_rank")
         kind = checkpoint.config.get("markov_head_type", "vanilla")
         if kind not in ("vanilla", "gated"):
@@ -82,6 +83,7 @@ class Link:
         if self.gate is None:
             return linked
         of_state, of_token, bias = self.gate
+        states = states.to(of_state.dtype)
         return torch.sigmoid((states @ of_state + bias)[:, None] + linked @ of_token) * linked
 
 
@@ -94,7 +96,6 @@ class BlockHead(Head):
 
     def __init__(self, checkpoint: Checkpoint, target: TargetWeights, device: torch.device):
         self.device, self.dtype = device, draft_dtype(device)
-        place = {"device": device, "dtype": self.dtype}
         config, options = llama_config(checkpoint.config, checkpoint.path), checkpoint.config
         flash = options.get("dflash_config") or {}
         hidden = self.hidden_size = config.hidden_size
@@ -134,11 +135,12 @@ class BlockHead(Head):
         self.link: Link | None = None
         rank = options.get("markov_rank") or 0
         if rank:
-            self.link = Link(checkpoint, target.vocab_size, vocab, hidden, place)
+            self.link = Link(checkpoint, target.vocab_size, vocab, hidden, device)
         self.confidence: tuple[Tensor, Tensor] | None = None
         if options.get("enable_confidence_head", False):
             width = hidden + (rank if options.get("confidence_head_with_markov", False) else 0)
-            self.confidence = take("confidence_head.proj.weight", 1, width)[0], take("confidence_head.proj.bias", 1)
+            weight, bias = take("confidence_head.proj.weight", 1, width)[0], take("confidence_head.proj.bias", 1)
+            self.confidence = weight.to(small_dtype(device)), bias.to(small_dtype(device))
         checkpoint.ignore("rotary_emb.inv_freq")
         checkpoint.finish()
 
@@ -172,7 +174,7 @@ class BlockHead(Head):
             return None
         weight, bias = self.confidence
         hidden = states.shape[-1]
-        said = (states @ weight[:hidden] + bias)[:, None].expand(tokens.shape)
+        said = (states.to(weight.dtype) @ weight[:hidden] + bias)[:, None].expand(tokens.shape)
         if self.link is not None and len(weight) > hidden:
             said = said + self.link.first[tokens] @ weight[hidden:]
         return torch.sigmoid(said.float())

@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.errors import ModelError
+from engine.loading import has_native_bfloat16
 from engine.model.matmul import Matmul
 from engine.model.packed_linear import can_multiply, multiplies, pack, product
 from engine.model.simd import LANES
@@ -24,6 +25,11 @@ TakeTensor = Callable[..., Tensor]
 def draft_dtype(device: torch.device) -> torch.dtype:
     """What heads compute in: bfloat16 where it is multiplied fast, else float32."""
     return torch.bfloat16 if device.type == "cuda" or multiplies(torch.bfloat16) else torch.float32
+
+
+def small_dtype(device: torch.device) -> torch.dtype:
+    """What heads compute in where torch itself multiplies: bfloat16 where the hardware does, else float32."""
+    return torch.bfloat16 if device.type == "cuda" or has_native_bfloat16() else torch.float32
 
 
 class Linear:
@@ -59,7 +65,7 @@ class PairLinear:
 
     def __init__(self, embedding: Tensor, weight: Tensor, bias: Tensor | None = None):
         width = embedding.shape[1]
-        self.of_token = F.linear(embedding, weight[:, :width], bias)
+        self.of_token = Linear(weight[:, :width].contiguous(), bias)(embedding)
         self.linear = Linear(weight[:, width:].contiguous())
 
     def __call__(self, tokens: Tensor, x: Tensor) -> Tensor:

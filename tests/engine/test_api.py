@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from drafters.registry import METHODS
 from engine import Engine, SamplingParams
-from engine.errors import ConfigError, DrafterMismatch, EngineClosed, ModelError, QueueFull, RequestError
+from engine.errors import ConfigError, DrafterMismatch, EngineClosed, ModelError, QueueFull, RequestError, WorkerDied
+from engine.launch import Workers
 from engine.messages import Tokens
 from engine.target import Target
 from engine.transport import Hub
@@ -346,7 +347,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
     class Noted(subprocess.Popen[bytes]):
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs)
-            processes.append(self)
+            if "engine.worker" in args[0]:
+                processes.append(self)
 
     monkeypatch.setattr("engine.launch.subprocess.Popen", Noted)
     return processes
@@ -356,6 +358,22 @@ async def test_a_refused_start_ends_the_process_that_was_to_verify(started: list
     with pytest.raises(ModelError, match="model=/no/such/model"):
         await Engine.start({"model": "/no/such/model"})
     assert [process.poll() is not None for process in started] == [True]
+    assert not leftovers()
+
+
+async def test_a_verifier_that_ends_before_its_orders_is_told_of(
+    tiny: str, started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = Workers.check
+
+    def then_kill(workers: Workers) -> None:
+        check(workers)
+        started[0].kill()
+        started[0].wait()
+
+    monkeypatch.setattr(Workers, "check", then_kill)
+    with pytest.raises(WorkerDied, match="the verifier died while loading"):
+        await Engine.start({"model": tiny})
     assert not leftovers()
 
 
