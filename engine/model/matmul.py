@@ -165,7 +165,9 @@ class Matmul:
         return made
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [rows, inputs]."""
+        """x: [rows, inputs]. Raises RuntimeError for another shape or type: the kernel believes what it is told."""
+        if x.shape[1] != self.inputs or x.itemsize != self._itemsize:
+            raise RuntimeError(f"x is {list(x.shape)} {x.dtype}, the matrix takes {self.inputs} inputs of its own type")
         out = x.new_empty(len(x), self.outputs)
         if len(x):
             x = F.pad(x, (0, self.padded - self.inputs)) if self.padded != self.inputs else x.contiguous()

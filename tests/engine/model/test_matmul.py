@@ -99,6 +99,14 @@ def test_a_row_of_no_numbers_spoils_no_other(kind: Kind) -> None:
     assert found[7].isnan().all()
 
 
+def test_what_is_no_row_of_its_is_refused(kind: Kind) -> None:
+    unit, dtype = kind
+    matmul = Matmul(torch.randn(32, 64).to(dtype), unit=unit)
+    for x in (torch.randn(2, 63).to(dtype), torch.randn(2, 64, dtype=torch.float64)):
+        with pytest.raises(RuntimeError, match="the matrix takes 64 inputs"):
+            matmul(x)
+
+
 def test_nothing_is_written_outside_the_output(kind: Kind) -> None:
     unit, dtype = kind
     weight = torch.randn(51, 100).to(dtype)
