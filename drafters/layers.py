@@ -28,8 +28,8 @@ def draft_dtype(device: torch.device) -> torch.dtype:
 
 
 def small_dtype(device: torch.device) -> torch.dtype:
-    """What heads compute in where torch itself multiplies: bfloat16 where the hardware does, else float32."""
-    return torch.bfloat16 if device.type == "cuda" or has_native_bfloat16() else torch.float32
+    """What heads compute in where torch itself multiplies: `draft_dtype`, but float32 where bfloat16 is slow."""
+    return draft_dtype(device) if device.type == "cuda" or has_native_bfloat16() else torch.float32
 
 
 class Linear:
