@@ -20,6 +20,7 @@ from engine.answer import Answer, Piece, Result
 from engine.config import Config
 from engine.errors import EngineClosed, QueueFull, RequestError, TalonError
 from engine.flight import Flight, Flights
+from engine.launch import ProcessWorker, begin_imports
 from engine.matcher import check
 from engine.messages import Ready
 from engine.model.resolve import resolved
@@ -59,10 +60,10 @@ class Stream:
 class Engine:
     """`async with await Engine.start(config) as engine: ...`"""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, first_verifier: ProcessWorker | None = None):
         self.config = config
         self._flights = Flights()
-        self._supervisor = Supervisor(config, self._flights)
+        self._supervisor = Supervisor(config, self._flights, first_verifier)
         self._workers, self._ready = self._supervisor.workers, self._supervisor.ready
         self.timeline, self.totals = self._supervisor.timeline, self._supervisor.totals
         self._tokenizer: Any = None
@@ -80,11 +81,17 @@ class Engine:
         """
         settings = configuration.load(config, overrides)
         find(settings.method)  # refused before a model is downloaded
-        settings, why = await anyio.to_thread.run_sync(lambda: settled(resolved(settings)))
-        if why is not None:
-            print(f"talon: {why}", file=sys.stderr)
-        engine = cls(settings)
+        verifier = begin_imports(settings)
         try:
+            chosen, why = await anyio.to_thread.run_sync(lambda: settled(resolved(settings)))
+            engine = cls(chosen, verifier)
+        except BaseException:
+            if verifier is not None:
+                verifier.end(0)
+            raise
+        try:
+            if why is not None:
+                print(f"talon: {why}", file=sys.stderr)
             if engine.config.trace is not None:  # that it cannot be written is not to be found out at the end
                 engine.timeline.write(Path(engine.config.trace))
             await engine._supervisor.launch(engine._load_tokenizer)
@@ -169,7 +176,7 @@ class Engine:
             flight = self._flights[number] = Flight(number, tokens, sampling)
             self.totals.prompt_tokens += len(tokens)
             try:
-                self._supervisor.submit(flight)
+                self._supervisor.hand_over()
                 text = TextStream(self._tokenizer, sampling.stop)
                 answer = Answer(text, len(tokens), started, self.target.inexact, sampling)
                 while answer.finish_reason is None:

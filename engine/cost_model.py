@@ -24,7 +24,8 @@ _NEW = 0.1  # weight of the latest measurement
 _CLIP = 0.25  # of one measurement's relative error: an interrupted forward must not make a size expensive for good
 _ELSEWHERE = 0.03  # weight for the other sizes: what slows one forward slows them all
 _PASSES, _REPEATED = 3, 64  # over the sizes up to this, at start-up
-_SLOW_S = 0.5  # no larger size is tried at start-up once a forward takes this long
+_STEEP = 6.0  # the first size that takes so many times as long as the fastest is the last that start-up tries
+_SLOW_S = 0.5  # a size that takes longer is tried once or twice
 _LONG = 512  # keys behind which the time that keys take is measured
 _RETRIED = 0.99  # of what is held against drafts, with each round that does not wait for them
 _HOPED = 0.5  # tokens that drafting for a request is thought to gain before it was seen
@@ -61,15 +62,19 @@ class CostModel:
         seconds: dict[int, float] = {}
         for size in [size for size in SIZES if size < largest] + [largest]:
             seconds[size] = forward_s(size, 0)  # also makes what the first forward of a size has to make
-            if seconds[size] > _SLOW_S:
-                break
-        # in turns, so that what else the machine does meanwhile (the drafter loads) does not fall on one size
-        for _ in range(_PASSES):
-            for size in [size for size in seconds if size <= _REPEATED]:
+            if seconds[size] > _STEEP * min(seconds.values()):
                 seconds[size] = min(seconds[size], forward_s(size, 0))
-        rows = max(size for size in seconds if size <= 32)
-        long_s = min(forward_s(rows, _LONG) for _ in range(_PASSES))
-        return cls(seconds, max(0.0, long_s - seconds[rows]) / (rows * _LONG), mode)
+                if seconds[size] > _STEEP * min(seconds.values()):
+                    break
+        # in turns, so that what else the machine does meanwhile (the drafter loads) does not fall on one size
+        quick = [size for size, taken in seconds.items() if size <= _REPEATED and taken <= _SLOW_S]
+        for _ in range(_PASSES):
+            for size in quick:
+                seconds[size] = min(seconds[size], forward_s(size, 0))
+        rows = max((size for size in quick if size <= 32), default=min(seconds))
+        pairs = [(forward_s(rows, 0), forward_s(rows, _LONG)) for _ in range(_PASSES if quick else 1)]
+        short_s, long_s = map(min, zip(*pairs, strict=True))
+        return cls(seconds, max(0.0, long_s - short_s) / (rows * _LONG), mode)
 
     # The forward. Several times in a round, on few numbers: in plain Python, which numpy takes ten times as long for.
 

@@ -7,14 +7,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.errors import TalonError
+from engine.errors import TalonError, WorkerDied
 from engine.messages import Array, Submit, Tokens
 from engine.sampling import SamplingParams
+
+_SUSPECTED = 2  # verifiers that died with a request before it had a token of theirs
+_GIVEN_UP = 5  # such verifiers in a row
 
 
 @dataclass
 class Flight:
-    """verifier: the worker that has the request, "" while none has. answer: the tokens heard of so far."""
+    """verifier: the worker that has the request, "" while none has. answer: the tokens heard of so far. lost: verifiers
+    in a row that died with it, none of which had emitted a token for it since the one before.
+    """
 
     number: int
     prompt: list[int]
@@ -23,10 +28,17 @@ class Flight:
     answer: list[int] = field(default_factory=list)
     verifier: str = ""
     ended: bool = False
+    lost: int = 0
+
+    @property
+    def suspected(self) -> bool:
+        """Whether it may be what ends verifiers."""
+        return self.lost >= _SUSPECTED and not self.ended
 
     def hear(self, arrival: Tokens | TalonError) -> None:
         """Take in what a round emitted, or why there will be no more."""
         if isinstance(arrival, Tokens):
+            self.lost = 0
             self.answer += arrival.tokens
             self.ended = arrival.finish_reason is not None
         else:
@@ -52,6 +64,22 @@ class Flights(dict[int, Flight]):
         for flight in self.values():
             flight.hear(error)
 
-    def without(self, verifier: str) -> list[Flight]:
-        """Those that go on and that the verifier of that name does not have."""
-        return [flight for flight in self.values() if flight.verifier != verifier and not flight.ended]
+    def due(self, verifier: str) -> list[Flight]:
+        """Those to be handed to the verifier of that name now. One that may have ended others goes before the rest, and
+        by itself: should it end this one too, it is known which it was.
+        """
+        suspects = [flight for flight in self.values() if flight.suspected]
+        if any(flight.verifier == verifier for flight in suspects):
+            return []
+        waiting = [flight for flight in self.values() if flight.verifier != verifier and not flight.ended]
+        return suspects[:1] or waiting
+
+    def lose(self, verifier: str) -> None:
+        """The verifier of that name has died. A request that ends every verifier fails; the others go on."""
+        for flight in self.values():
+            if flight.verifier == verifier and not flight.ended:
+                flight.lost += 1
+                if flight.lost == _GIVEN_UP:
+                    flight.hear(
+                        WorkerDied(f"{_GIVEN_UP} verifiers in a row died with this request before it had a token")
+                    )

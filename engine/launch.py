@@ -98,6 +98,11 @@ def _environment(config: Config, role: str) -> dict[str, str]:
     }
 
 
+def begin_imports(config: Config) -> ProcessWorker | None:
+    """A verifier that imports what it needs, seconds' worth, while the front end does; None if it is to be a thread."""
+    return None if config.transport == "inproc" else ProcessWorker("verifier", config)
+
+
 class ThreadWorker:
     """A thread of this process; it cannot be killed, only told to stop."""
 
@@ -114,9 +119,12 @@ class ThreadWorker:
 
 
 class Workers:
-    """The workers of one engine by role, and where they meet. Every start gets a name of its own."""
+    """The workers of one engine by role, and where they meet. Every start gets a name of its own.
 
-    def __init__(self, config: Config, context: zmq.Context[Any]):
+    first_verifier: a process started early, still without orders.
+    """
+
+    def __init__(self, config: Config, context: zmq.Context[Any], first_verifier: ProcessWorker | None = None):
         self.config, self._context = config, context
         self.method = find(config.method)
         self.folder = Path(tempfile.mkdtemp(prefix="talon-")) if config.transport != "inproc" else None
@@ -124,7 +132,7 @@ class Workers:
         self.running: dict[str, Worker] = {}
         self.heard_s: dict[str, float] = {}
         self._nursery: Nursery | None = None
-        self._prepared: ProcessWorker | None = None  # the first verifier, before it has its orders
+        self._first_verifier = first_verifier
         self._starts = 0
         self._meeting = ""
         self._history: dict[str, tuple[float, int]] = {}
@@ -135,21 +143,16 @@ class Workers:
         return ["verifier", "drafter"] if self._drafts_here and not shares_loop(self.config) else ["verifier"]
 
     @property
+    def in_threads(self) -> bool:
+        """Whether workers are threads of this process."""
+        return self.folder is None
+
+    @property
     def _drafts_here(self) -> bool:
         return self.method.drafter is not None and not self.config.remote
 
-    def prepare(self) -> None:
-        """Let the first verifier import what it needs, seconds' worth, while the front end does."""
-        if self.folder is not None:
-            self._prepared = ProcessWorker("verifier", self.config)
-
     def check(self) -> None:
-        """Raise, before anything loads, what the workers would refuse in the configuration. Reads no weights."""
-        from engine.loading import find_device, load_config
-
-        importlib.import_module("transformers.models.auto.tokenization_auto")  # before threads import beside each other
-        load_config(self.config.model)
-        find_device(self.config.device)
+        """Raise what is wrong with keys, the tcp endpoint or the drafter's files, before a worker loads."""
         for role in self.roles:
             load_keys(self.config, role)
         if self.config.transport == "tcp":  # else the drafter would join whoever has the port
@@ -157,6 +160,14 @@ class Workers:
                 pass
         if self._drafts_here:
             check(self.config)
+
+    def check_target(self) -> None:
+        """Raise what the verifier would refuse. Takes seconds of imports; reads no weights."""
+        from engine.loading import find_device, load_config
+
+        importlib.import_module("transformers.models.auto.tokenization_auto")  # before threads import beside each other
+        load_config(self.config.model)
+        find_device(self.config.device)
 
     def start(self, role: str) -> None:
         """Start a worker; with a new verifier comes a new meeting point, so the drafter must be started after it."""
@@ -176,11 +187,11 @@ class Workers:
         self.running[role] = self._begin(spec)
 
     def _begin(self, spec: WorkerSpec) -> Worker:
-        if self.folder is None:
+        if self.in_threads:
             return ThreadWorker(spec, self._context)
         if self._nursery is not None and spec.role == "drafter" and (fork := self._nursery.fork(spec)) is not None:
             return fork
-        process, self._prepared = self._prepared or ProcessWorker(spec.role, self.config), None
+        process, self._first_verifier = self._first_verifier or ProcessWorker(spec.role, self.config), None
         process.begin(spec)
         return process
 
@@ -220,8 +231,8 @@ class Workers:
 
     def close(self) -> None:
         """Leave nothing behind, once all have ended."""
-        if self._prepared is not None:
-            self._prepared.end(0)
+        if self._first_verifier is not None:
+            self._first_verifier.end(0)
         if self._nursery is not None:
             self._nursery.end()
         if self.folder is not None:

@@ -14,14 +14,15 @@ BESIDE = 8  # positions before the rows, at least
 
 
 class MeasuredForward:
-    """seconds(rows, past) of a forward over a tree. A text is read once for all calls of its length.
+    """seconds(rows, past) of a forward over a tree. most: rows, at most.
 
-    most: rows, at most.
+    A forward's time depends on the length of the text, not on its tokens, so one token's keys and values are copied.
     """
 
     def __init__(self, target: Target, most: int):
         self._target, self._most = target, most
-        self._past, self._cache = 0, None
+        self._past = 0
+        self._cache: Any = None
 
     def seconds(self, rows: int, past: int) -> float:
         """Of a forward over a chain of so many nodes behind a text of that length."""
@@ -44,5 +45,6 @@ class MeasuredForward:
         if past != self._past:
             self.close()
             self._past, self._cache = past, self._target.new_cache(self._most + past)
-            self._target.prefill(self._cache, [i % self._target.vocab_size for i in range(past)])
+            self._target.run([Segment.of_tree(TokenTree.root_only(0), self._cache)])
+            self._cache.commit([0] * past)
         return self._cache

@@ -23,7 +23,7 @@ from engine import errors
 from engine.config import Config
 from engine.errors import EngineClosed, TalonError, WorkerDied
 from engine.flight import Flight, Flights
-from engine.launch import STOP_S, Workers
+from engine.launch import STOP_S, ProcessWorker, Workers
 from engine.messages import Cancel, Failed, Heartbeat, Ready, Spans, Stop, Tokens
 from engine.tasks import cancel
 from engine.totals import Totals
@@ -34,7 +34,6 @@ from engine.worker import oversubscription
 FROM_WORKERS = (Ready, Tokens, Failed, Heartbeat, Spans)
 _WATCH_S = 0.05
 _TRIES = 3  # of starting a worker again in a row
-_BARREN = 5  # verifiers in a row that emit nothing
 _LOOK_S = 0.01
 _LAST_WORDS_LOOKS = 200  # at most, for what a worker said before it ended
 _LAST_SPANS_S = 0.05
@@ -43,13 +42,13 @@ _ABSENT_S = 0.5  # the loop stood still, and the workers maybe with it (a frozen
 
 class Supervisor:
     """ready: by role, whether a worker serves. target: what the verifier says of it. failed: why there will be no
-    verifier any more, if so.
+    verifier any more, if so. first_verifier: a process started early, still without orders.
     """
 
-    def __init__(self, config: Config, flights: Flights):
+    def __init__(self, config: Config, flights: Flights, first_verifier: ProcessWorker | None = None):
         self.config, self.flights = config, flights
         self.context = zmq.asyncio.Context()
-        self.workers = Workers(config, zmq.Context.shadow(self.context))
+        self.workers = Workers(config, zmq.Context.shadow(self.context), first_verifier)
         self.hub = Hub(self.context, self.workers.control, FROM_WORKERS)
         self.timeline = Timeline(f"{config.method}, {config.mode}{config.simulation}")
         self.totals = Totals()
@@ -60,16 +59,12 @@ class Supervisor:
         self._tasks: list[asyncio.Task[None]] = []
         self._said: dict[str, TalonError] = {}  # why a worker could not start, by role
         self._failed_starts: Counter[str] = Counter()  # in a row, by role
-        self._barren = 0  # verifiers in a row that died with requests and emitted no token
 
     async def launch(self, meanwhile: Callable[[], Awaitable[None]]) -> None:
         """Start the workers, and wait until they serve and `meanwhile` is done. Raises why one of them cannot."""
-        self.workers.prepare()
         if (warning := oversubscription(self.config)) is not None:
             print(f"talon: {warning}", file=sys.stderr)
-        await anyio.to_thread.run_sync(self.workers.check)
-        for role in self.workers.roles:
-            self.workers.start(role)
+        await self._start_checked()
         self._keep_running(self._listen())
         with anyio.move_on_after(self.config.start_timeout_s):
             await meanwhile()
@@ -82,6 +77,21 @@ class Supervisor:
             _say_once(f"talon: the target is not exact, so drafts may turn a near tie: {self.target.inexact}")
         self.workers.stand_by()
         self._keep_running(self._watch())
+
+    async def _start_checked(self) -> None:
+        """A verifier of its own process begins to load while the target is checked here."""
+        workers = self.workers
+        try:
+            await anyio.to_thread.run_sync(workers.check)
+        except TalonError:
+            await anyio.to_thread.run_sync(workers.check_target)  # if the target is wrong too, that is what to tell
+            raise
+        if not workers.in_threads:
+            workers.start("verifier")
+        await anyio.to_thread.run_sync(workers.check_target)
+        for role in workers.roles:
+            if role not in workers.running:
+                workers.start(role)
 
     def _all_ready(self) -> bool:
         return all(event.is_set() for event in self.ready.values())
@@ -111,11 +121,14 @@ class Supervisor:
 
     # Requests.
 
-    def submit(self, flight: Flight) -> None:
-        """Hand the request to the verifier; while there is none, it waits for the next."""
-        if self.ready["verifier"].is_set():
-            flight.verifier = self.workers.running["verifier"].name
-            self.hub.send(flight.verifier, *flight.submission(self.target.defaults))
+    def hand_over(self) -> None:
+        """Give the verifier the requests that it is to have; while there is none, they wait for the next."""
+        if not self.ready["verifier"].is_set():
+            return
+        verifier = self.workers.running["verifier"].name
+        for flight in self.flights.due(verifier):
+            flight.verifier = verifier
+            self.hub.send(verifier, *flight.submission(self.target.defaults))
 
     def cancel(self, flight: Flight) -> None:
         """The front end has done with the request."""
@@ -140,7 +153,6 @@ class Supervisor:
 
     def _hear(self, role: str, message: object) -> None:
         if isinstance(message, Tokens):
-            self._barren = 0
             self.totals.add(message)
             self.flights.hear(message.request, message)
         elif isinstance(message, Failed):
@@ -153,8 +165,7 @@ class Supervisor:
             if role == "verifier":
                 self.target = message
                 self.totals.new_verifier()
-                for flight in self.flights.without(self.workers.running[role].name):
-                    self.submit(flight)
+                self.hand_over()
 
     def _hear_failure(self, role: str, message: Failed) -> None:
         kind = getattr(errors, message.kind, TalonError)
@@ -184,6 +195,7 @@ class Supervisor:
                 self.workers.forgive_silence(now_s)
             looked_s = now_s
             self.hub.restore()
+            self.hand_over()  # to those that waited until a suspected one had shown itself
             for role in self.workers.roles:
                 loading = not self.ready[role].is_set()
                 patience_s = self.config.start_timeout_s if loading else self.config.heartbeat_timeout_s
@@ -198,14 +210,13 @@ class Supervisor:
         delay_s = self.workers.back_off_s(role)
         if role == "verifier":
             self._stop_workers()
+            self.flights.lose(self.workers.running[role].name)
         await anyio.to_thread.run_sync(self.workers.end, role, 0.0)
         self.ready[role].clear()  # should it have said so before it died: from here on nobody hears it
         self._failed_starts[role] += loading
         if self._failed_starts[role] >= _TRIES:
             return self._go_without(role, f"the {role} cannot be started again: {said or reason}")
         print(f"talon: the {role} {f'failed: {said}' if said else reason}; starting another", file=sys.stderr)
-        if role == "verifier" and not loading:
-            self._count_barren()
         await asyncio.sleep(delay_s)
         self.workers.start(role)
         if role == "verifier" and "drafter" in self.workers.roles:
@@ -219,17 +230,6 @@ class Supervisor:
             self._give_up(WorkerDied(why))
         else:
             print(f"talon: {why}; answers go on without drafts", file=sys.stderr)
-
-    def _count_barren(self) -> None:
-        """A request that ends every verifier that gets it must not be handed to one after the other for ever."""
-        self._barren += bool(self.flights)
-        if self._barren >= _BARREN:
-            self._barren = 0
-            why = (
-                f"the verifier died {_BARREN} times in a row before it had emitted a token: one of the requests in "
-                "flight may be the cause; send them one by one"
-            )
-            self.flights.fail(WorkerDied(why))
 
     def _give_up(self, error: TalonError) -> None:
         """The engine cannot go on: requests in flight and later ones fail with the reason."""
@@ -277,7 +277,7 @@ class Supervisor:
 
     def _hears(self, role: str) -> bool:
         """Whether the worker will end when told to. A process that still loads does not, and has nothing to save."""
-        return self.ready[role].is_set() or self.config.transport == "inproc"
+        return self.ready[role].is_set() or self.workers.in_threads
 
 
 @functools.cache

@@ -195,8 +195,10 @@ def share_cores(config: Config) -> Threads:
 
 
 def oversubscription(config: Config) -> str | None:
-    """A line for people whose configuration asks for more threads than there are cores; None for all others."""
-    given = share_cores(config)
+    """A line for people whose configuration asks for threads that it does not get; None for all others."""
+    given, asked = share_cores(config), config.drafter.threads
+    if shares_loop(config) and asked is not None and asked != given.drafter:
+        return f"drafter.threads={asked}: {given.drafter} used, those of the verifier, in whose loop the drafter works"
     beside = given.verifier_alone if config.mode == "sequential" else given.verifier_beside
     for key, wanted, threads in (
         ("verifier.threads", config.verifier.threads, beside),

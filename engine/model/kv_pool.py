@@ -128,6 +128,7 @@ class KVPool:
         move_kernel()(work.ctypes.data, shape.layers)
 
 
+@torch.inference_mode()  # in which a target makes its pool
 def move_by_index(keys: Tensor, values: Tensor, sources: Int, places: Int) -> None:
     """What `KVPool.move` does, for a pool on any device."""
     slots = torch.from_numpy(np.stack([sources, places]).astype(np.int64)).to(keys.device)

@@ -111,6 +111,8 @@ def test_more_threads_than_cores_are_refused_with_what_they_would_cost(monkeypat
     assert "verifier.threads=2: 1 used" in (oversubscription(greedy) or "")
     assert oversubscription(load(greedy, {"mode": "sequential"})) is None
     assert oversubscription(Config(model="m")) is None
+    in_turns = load(greedy, {"mode": "sequential", "drafter.threads": 1})
+    assert (oversubscription(in_turns) or "").startswith("drafter.threads=1: 2 used, those of the verifier")
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("[!s]*.yaml")), ids=lambda file: file.stem)

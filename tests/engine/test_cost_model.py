@@ -107,16 +107,41 @@ def test_the_rate_is_that_of_the_rounds_seen(around_s: float, tokens: int, reque
     assert model.rate(requests) == pytest.approx(expected, rel=1e-2)
 
 
-def test_measuring_stops_before_it_takes_long() -> None:
+def test_measuring_stops_where_time_grows_with_the_rows() -> None:
     tried: list[int] = []
 
     def forward_s(rows: int, past: int) -> float:
         tried.append(rows)
-        return 0.2 * rows
+        return max(0.1, 0.045 * rows)
 
     model = CostModel.measure(forward_s, largest=60)
-    assert set(tried) == {1, 4}
-    assert model.seconds(8) == pytest.approx(1.6)
+    assert set(tried) == {1, 4, 8, 16}
+    assert model.seconds(32) == pytest.approx(2 * 0.72)
+
+
+def test_what_takes_long_is_measured_once_at_start_up() -> None:
+    tried: list[int] = []
+
+    def forward_s(rows: int, past: int) -> float:
+        tried.append(rows)
+        return 0.4 if rows < 8 else 0.6
+
+    CostModel.measure(forward_s, largest=8)
+    assert [tried.count(size) for size in (1, 4, 8)] == [4, 4 + 6, 1], "keys behind 4 rows"
+    tried.clear()
+    CostModel.measure(lambda rows, past: forward_s(rows + 8, past), largest=4)
+    assert [tried.count(size + 8) for size in (1, 4)] == [1 + 2, 1], "keys behind 1 row"
+
+
+def test_one_slow_first_forward_does_not_end_the_measuring() -> None:
+    tried: list[int] = []
+
+    def forward_s(rows: int, past: int) -> float:
+        tried.append(rows)
+        return 0.1 if tried.count(rows) == 1 and rows == 8 else 0.01
+
+    model = CostModel.measure(forward_s, largest=64)
+    assert 64 in tried and model.seconds(8) == pytest.approx(0.01)
 
 
 def test_what_keys_cost_is_measured_behind_a_long_text() -> None:
@@ -225,21 +250,26 @@ def test_gains_are_averaged_over_the_requests_drafted_for() -> None:
     assert model.worth_waiting(1, 1), "3 tokens for the time of 1"
 
 
-def test_sizes_are_measured_in_turns_and_keys_behind_the_largest_of_up_to_32_rows() -> None:
+def test_sizes_are_measured_in_turns_and_keys_in_turns_with_none_on_up_to_32_rows() -> None:
     tried: list[tuple[int, int]] = []
 
     def forward_s(rows: int, past: int) -> float:
         tried.append((rows, past))
-        return 0.5
+        return 0.05
 
     CostModel.measure(forward_s, largest=32)
-    assert tried == [(rows, 0) for rows in (1, 4, 8, 16, 32)] * 4 + [(32, 512)] * 3
+    assert tried == [(rows, 0) for rows in (1, 4, 8, 16, 32)] * 4 + [(32, 0), (32, 512)] * 3
     tried.clear()
     CostModel.measure(forward_s, largest=33)
-    assert tried[-3:] == [(32, 512)] * 3
+    assert tried[-6:] == [(32, 0), (32, 512)] * 3
     tried.clear()
     CostModel.measure(forward_s, largest=65)
     assert (tried.count((64, 0)), tried.count((65, 0))) == (4, 1)
+
+
+def test_what_keys_take_is_not_what_the_machine_lost_earlier() -> None:
+    seconds = iter([0.010] * 4 + [0.020, 0.030] + [0.011, 0.018] * 2)  # slow for a while, with and without keys
+    assert CostModel.measure(lambda *_: next(seconds), largest=1).seconds(0, 512) == pytest.approx(0.010 + 0.007)
 
 
 def test_a_forward_that_takes_what_its_keys_cost_changes_nothing() -> None:

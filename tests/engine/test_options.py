@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +11,7 @@ from engine.errors import RequestError
 from engine.grammar import Grammar
 from engine.options import bias_of, grammar_of, speculation_of
 from engine.sampling import Speculation
-
-ROOT = Path(__file__).parents[2]
+from tests.command import talon
 
 
 def test_options_that_are_not_given_say_nothing() -> None:
@@ -39,18 +36,26 @@ def test_bias_and_budget_are_read() -> None:
         bias_of(["42"])
 
 
-def talon(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "engine", "generate", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+def test_generate_streams_the_text_and_sums_up_on_standard_error(tiny: str) -> None:
+    options = ["--set", f"model={tiny}", "--set", "transport=inproc", "--max-tokens", "5", "--method", "suffix"]
+    streamed = talon("generate", "hi", *options, "--temperature", "1")
+    whole = talon("generate", "hi", *options, "--temperature", "1", "--json")
+    assert streamed.stdout == json.loads(whole.stdout)["text"] + "\n"
+    assert "verifier busy" in streamed.stderr
+
+
+def test_a_dash_reads_the_prompt_from_standard_input(tiny: str) -> None:
+    options = ["--set", f"model={tiny}", "--set", "transport=inproc", "--max-tokens", "5", "--method", "none", "--raw"]
+    piped = talon("generate", "-", *options, standard_input="count to ten\n")
+    assert piped.stdout == talon("generate", "count to ten\n", *options).stdout != ""
 
 
 def test_the_command_answers_n_times_under_a_grammar_with_log_probabilities(tiny: str) -> None:
     done = talon(
-        "the cat", "--set", f"model={tiny}", "--set", "transport=inproc", "--regex", "(cat|dog) [0-9]{3}", "-n", "2",
-        "--temperature", "1", "--logprobs", "2", "--prompt-logprobs", "0", "--budget", "4", "--json",
+        "generate", "the cat", "--set", f"model={tiny}", "--set", "transport=inproc", "--regex", "(cat|dog) [0-9]{3}",
+        "-n", "2", "--temperature", "1", "--logprobs", "2", "--prompt-logprobs", "0", "--budget", "4", "--json",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(answers) == 2
     for answer in answers:
@@ -71,6 +76,6 @@ def test_the_command_answers_n_times_under_a_grammar_with_log_probabilities(tiny
     ],
 )
 def test_what_makes_no_sense_is_one_line(options: list[str], told: str) -> None:
-    done = talon("hi", *options)
-    assert done.returncode == 2
+    done = talon("generate", "hi", *options)
+    assert done.exit_code == 2
     assert done.stderr.startswith(told) and done.stderr.count("\n") == 1

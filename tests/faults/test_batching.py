@@ -276,25 +276,32 @@ async def test_eight_requests_over_one_passage_have_it_computed_once(
             assert read_rows(forwards) <= 16 + 3  # all but the block that its answer began in
 
 
-async def test_a_request_that_ends_every_verifier_is_given_up_after_five_and_the_engine_goes_on(
+async def test_a_request_that_ends_every_verifier_is_given_up_after_five_and_no_other_is_lost(
     tiny: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    prompt, sampling = [10, 11, 12], SamplingParams(max_tokens=12, ignore_eos=True)
-    expected = alone(Target.load(tiny), prompt, sampling)
+    requests = random_requests(random.Random(7), 5)
+    target = Target.load(tiny)
+    expected = [alone(target, *request) for request in requests]
     run = Target.run
 
     def deadly(target: Target, segments: Sequence[Segment], feature_layers: Sequence[int] = ()) -> Any:
-        if any(POISON in segment.tokens for segment in segments):
+        if any(POISON in segment.tokens for segment in segments if segment.tree is None):  # in a prompt
             raise SystemExit  # ends the worker, as an abort in a library would
         return run(target, segments, feature_layers)
 
     monkeypatch.setattr(Target, "run", deadly)
     async with await Engine.start({"model": tiny}, method="none", transport="inproc", **THREADS) as engine:
-        for _ in range(2):  # the second is given as many tries as the first
-            with pytest.raises(WorkerDied, match=r"died 5 times in a row before it had emitted a token.*one by one"):
-                await asyncio.wait_for(engine.generate([5, POISON], sampling), 120)
-            assert capfd.readouterr().err.count("talon: the verifier died; starting another") == 5
-        assert (await asyncio.wait_for(engine.generate(prompt, sampling), 60)).token_ids == expected
+        for poisoned in (1, 2):
+            tasks = [asyncio.create_task(engine.generate(*request)) for request in requests[:3]]
+            bad = [asyncio.create_task(engine.generate([5, POISON])) for _ in range(poisoned)]
+            tasks += [asyncio.create_task(engine.generate(*request)) for request in requests[3:]]
+            for task in bad:
+                with pytest.raises(WorkerDied, match=r"5 verifiers in a row died with this request before it had a to"):
+                    await asyncio.wait_for(task, 120)
+            texts = [(await asyncio.wait_for(task, 60)).token_ids for task in tasks]
+            assert texts == expected
+            died = capfd.readouterr().err.count("talon: the verifier died; starting another")
+            assert died == 2 + 3 * poisoned, "two verifiers with all of them, three with each suspect alone"
 
 
 async def test_logits_that_are_no_numbers_end_their_own_request_with_its_own_error(

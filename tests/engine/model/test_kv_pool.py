@@ -123,6 +123,14 @@ def test_slots_are_moved_by_index_as_the_kernel_moves_them() -> None:
     assert torch.equal(pools[0].keys, pools[1].keys) and torch.equal(pools[0].values, pools[1].values)
 
 
+def test_slots_of_a_pool_made_in_inference_mode_are_moved_outside_of_it() -> None:
+    with torch.inference_mode():
+        pool = KVPool(KVShape(1, 1, 8, torch.float32), 2)
+        keys, values = pool.keys.normal_().clone(), pool.values.normal_().clone()
+    move_by_index(keys, values, np.array([3], np.int32), np.array([1], np.int32))
+    assert torch.equal(keys[:, 0, ..., 1], keys[:, 0, ..., 3])
+
+
 def test_a_pool_on_a_device_moves_there() -> None:
     pool = KVPool(KVShape(1, 1, 8, torch.float32), 2, torch.device("meta"))
     assert pool.keys.device == pool.values.device == torch.device("meta")
