@@ -24,9 +24,8 @@ from engine.sampling import SamplingParams
 from engine.tree import TokenTree
 
 _SLOWLY = 0.01  # weight of the latest observation of a chance
-_READ = 0.3  # the same, of the time to read a position of the text
-_LONG = 64  # positions that take so long to read that it can be measured
-_NUDGE = 1.05  # a draft step's time follows the median: one measurement moves it by this factor, however far off it is
+_LONG = 64  # positions of the text that take the head longer to read than a step
+_NUDGE = 1.05  # factor by which one measurement moves the time of a draft step
 
 
 class HybridDrafter(Drafter):
@@ -43,9 +42,7 @@ class HybridDrafter(Drafter):
         self.rests = bool(self.memories)
         self._resting = False  # retrieval drafts alone for now
         self._step_s = 0.001  # the time of a draft step, with all that goes with it
-        self._read_s = 4e-5  # the head's time to read a position of the text
         self._token_s = 0.01  # what a token is worth, by the verifier's cost model
-        self._foregone_s: dict[int, float] = {}  # per request, what the head would have brought since it drafted last
         self._retrieved: dict[int, dict[tuple[int, ...], TokenTree]] = {}  # per request, by continuation
         self._unlearned: list[tuple[TokenTree, list[Following], list[int]]] = []
         self._unread: list[tuple[int, Verdict]] = []  # by the head
@@ -63,7 +60,7 @@ class HybridDrafter(Drafter):
         return self.head.forward_s
 
     def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
-        self._retrieved[request], self._foregone_s[request] = {}, 0.0
+        self._retrieved[request] = {}
         for drafter in (*self.memories, self.head):
             drafter.start(request, prompt, sampling)
 
@@ -81,45 +78,28 @@ class HybridDrafter(Drafter):
         needed = self._step_s / self._token_s / max(1, len({request for request, _ in wanted}))
         advice = [RetrievalAdvice(self.merge, tree, needed, self._rescue) for tree in trees]
         surplus = [one.surplus(_root_of(tree)) for one, tree in zip(advice, trees, strict=True)]
-        best: dict[int, float] = {}
-        for (request, _), gain in zip(wanted, surplus, strict=True):
-            best[request] = max(gain, best.get(request, 0.0))
-        read = {request for request, gain in best.items() if gain > 0 and self._may_read(request, gain)}
-        drafting = [row for row, (request, _) in enumerate(wanted) if surplus[row] > 0 and request in read]
+        drafting = [row for row, gain in enumerate(surplus) if gain > 0]
 
         def so_far(grown: Callable[[], dict[int, TokenTree]]) -> None:
             assert between_steps is not None
             between_steps(lambda: dict(enumerate(trees)) | {drafting[i]: tree for i, tree in grown().items()})
 
         if drafting:
-            started, steps, behind = time.perf_counter(), self.head.steps, sum(map(self.head.behind, read))
+            reads = sum(self.head.behind(request) for request in {wanted[row][0] for row in drafting}) > _LONG
+            started, steps = time.perf_counter(), self.head.steps
             grown = self.head.propose_many(
                 [wanted[row] for row in drafting], between_steps and so_far, [advice[row] for row in drafting]
             )
-            self._time_head(time.perf_counter() - started, self.head.steps - steps, behind)
+            if (taken := self.head.steps - steps) and not reads:
+                self._time_steps((time.perf_counter() - started) / taken)
             for row, tree in zip(drafting, grown, strict=True):
                 if len(tree) > 1:
                     trees[row] = _with_sources(tree, trees[row], self.head.source)
         return trees
 
-    def _may_read(self, request: int, surplus: float) -> bool:
-        """Whether the head is to read what it has missed of the text, in order to draft.
-
-        Nobody knows how long the answer will be, so it waits until it would have brought as much as the reading costs:
-        then both mistakes, reading too early or too late, cost at most that.
-        """
-        self._foregone_s[request] += surplus * self._token_s
-        may = not self.memories or self._foregone_s[request] > self.head.behind(request) * self._read_s
-        if may:
-            self._foregone_s[request] = 0.0
-        return may
-
-    def _time_head(self, taken_s: float, steps: int, behind: int) -> None:
-        """The head has read so many positions, and then drafted in so many steps."""
-        if behind > _LONG:
-            self._read_s += _READ * (max(0.0, taken_s - steps * self._step_s) / behind - self._read_s)
-        elif steps:
-            self._step_s *= _NUDGE if taken_s / steps > self._step_s else 1 / _NUDGE
+    def _time_steps(self, seconds: float) -> None:
+        """A step of the head took so long. It moves the estimate by a fixed factor, so that follows the median."""
+        self._step_s *= _NUDGE if seconds > self._step_s else 1 / _NUDGE
 
     def following(self, wanted: Sequence[Wanted]) -> list[Following]:
         self._catch_up()
@@ -161,7 +141,6 @@ class HybridDrafter(Drafter):
     def finish(self, request: int) -> None:
         self._catch_up()
         self._retrieved.pop(request, None)
-        self._foregone_s.pop(request, None)
         for drafter in (*self.memories, self.head):
             drafter.finish(request)
 
