@@ -38,7 +38,9 @@ TRANSFORMERS = "transformers"
 
 @dataclass(frozen=True)
 class Grid:
-    """What is compared: every combination. at_once: requests under way in an engine."""
+    """What is compared. Every question is answered under all settings of a method or, with `spread`, under one of them,
+    the next question under the next. at_once: requests under way in an engine.
+    """
 
     methods: Sequence[str]
     modes: Sequence[str]
@@ -46,15 +48,27 @@ class Grid:
     threads: Sequence[int | None]
     temperatures: Sequence[float]
     at_once: int = 1
+    spread: bool = False
 
     def settings(self) -> list[Setting]:
         """Plain decoding has no drafter to run in turns or ahead: it counts in one mode."""
         some = itertools.product(self.methods, self.modes, self.transports, self.threads)
         return [one for one in itertools.starmap(Setting, some) if one.method != BASELINE or one.mode == self.modes[0]]
 
+    def questions_of(self, setting: Setting, count: int) -> range:
+        """Which of so many questions are answered under a setting."""
+        if not self.spread:
+            return range(count)
+        settings = [one for one in self.settings() if one.method == setting.method]
+        if count < len(settings):
+            raise ConfigError(
+                f"--spread: {count} questions for {len(settings)} settings of a method; give more questions"
+            )
+        return range(settings.index(setting), count, len(settings))
 
-Texts = list[list[int]]
-"""Of every question, in order."""
+
+Texts = dict[int, list[int]]
+"""By the question's index, in order."""
 
 
 class Log:
@@ -72,7 +86,7 @@ class Log:
                     file.write(msgspec.json.encode(about) + b"\n")
                 file.seek(0)
                 if msgspec.json.decode(file.readline()) != about:
-                    raise BadLine(1, "is of another model, other questions or another sampling")
+                    raise BadLine(1, "is of another model, other questions, another sampling or spread")
                 self.done = [row for _, row in json_lines(file, Comparison)]
         except (BadLine, msgspec.DecodeError) as error:
             raise ConfigError(f"log={path}: cannot be gone on with ({error}); name another file") from None
@@ -101,13 +115,15 @@ class Check:
 
     async def read_plain(self, progress: Progress) -> None:
         """Plain decoding's texts, one request at a time."""
-        self.plain = await self._texts(settings_of(BASELINE, self.config), 1, "plain decoding", progress)
+        config = settings_of(BASELINE, self.config)
+        self.plain = await self._texts(config, range(len(self.asked)), 1, "plain decoding", progress)
 
     async def compare(self, setting: Setting, progress: Progress) -> list[Comparison]:
         """A setting's texts with plain decoding's, for each temperature."""
         keys = {"mode": setting.mode, "transport": setting.transport, "verifier.threads": setting.threads}
         config = load(settings_of(setting.method, self.config), keys)
-        texts = await self._texts(config, self.grid.at_once, str(setting), progress)
+        chosen = self.grid.questions_of(setting, len(self.asked))
+        texts = await self._texts(config, chosen, self.grid.at_once, str(setting), progress)
         tie = 0.0 if self.exact else TIE[self.referee.dtype]
         return [self._compared(Comparison(setting, t, BASELINE, tie), texts[t], self.plain[t]) for t in texts]
 
@@ -119,10 +135,10 @@ class Check:
 
         task = progress.add_task(TRANSFORMERS, total=len(self.asked))
         stock = await TransformersContestant.start(load(self.config, {"dtype": "float32"}))
-        texts: Texts = []
+        texts: Texts = {}
         try:
-            for one in self.asked:
-                texts.append((await stock.answer(one.prompt, self.samplings[0.0])).token_ids)
+            for index, one in enumerate(self.asked):
+                texts[index] = (await stock.answer(one.prompt, self.samplings[0.0])).token_ids
                 progress.advance(task)
             tie = TIE[self.referee.dtype]
             if self.referee.dtype != "float32":
@@ -139,16 +155,18 @@ class Check:
         try:
             task = progress.add_task("what rounding turns", total=len(texts))
             turned = 0.0
-            for one, text in zip(self.asked, texts, strict=True):
-                turned = max(turned, most_turned(exact, rounded.model, one.prompt, text))
+            for index, text in texts.items():
+                turned = max(turned, most_turned(exact, rounded.model, self.asked[index].prompt, text))
                 progress.advance(task)
             return turned
         finally:
             await rounded.close()
 
-    async def _texts(self, config: Config, at_once: int, name: str, progress: Progress) -> dict[float, Texts]:
-        task = progress.add_task(name, total=len(self.asked) * len(self.samplings))
-        texts: dict[float, Texts] = {t: [[]] * len(self.asked) for t in self.samplings}
+    async def _texts(
+        self, config: Config, chosen: range, at_once: int, name: str, progress: Progress
+    ) -> dict[float, Texts]:
+        task = progress.add_task(name, total=len(chosen) * len(self.samplings))
+        texts: dict[float, Texts] = {t: {index: [] for index in chosen} for t in self.samplings}
         async with await Engine.start(config) as engine:
 
             async def answer(one: tuple[float, int]) -> None:
@@ -158,11 +176,12 @@ class Check:
                 self.exact &= result.metrics.exact
                 progress.advance(task)
 
-            await keep_under_way(at_once, itertools.product(texts, range(len(self.asked))), answer)
+            await keep_under_way(at_once, itertools.product(texts, chosen), answer)
         return texts
 
     def _compared(self, blank: Comparison, texts: Texts, wanted: Texts) -> Comparison:
-        for one, text, other in zip(self.asked, texts, wanted, strict=True):
+        for index, text in texts.items():
+            one, other = self.asked[index], wanted[index]
             difference = Difference.between(text, other)
             if difference is None:
                 blank.equal += 1
@@ -195,14 +214,16 @@ async def run_check(
     kept = Log(log, _about(config, questions, sampling, grid))
     tokenizer = load_tokenizer(config.model)
     asked = [Asked(suite, q, encode_text(tokenizer, q.prompt)) for suite, some in questions.items() for q in some]
+    for setting in grid.settings():
+        grid.questions_of(setting, len(asked))  # refused before anything is answered
     check = Check(config, tokenizer, asked, sampling, grid)
     with progress_bar(console) as progress:
         await check.read_plain(progress)
-        if 0.0 in grid.temperatures and not kept.has(TRANSFORMERS):
-            kept.add([await check.compare_with_transformers(progress)])
         for setting in grid.settings():
             if not kept.has(BASELINE, setting):
                 kept.add(await check.compare(setting, progress))
+        if 0.0 in grid.temperatures and not kept.has(TRANSFORMERS):  # takes minutes where torch is slow in bfloat16
+            kept.add([await check.compare_with_transformers(progress)])
     return kept.done
 
 
@@ -211,4 +232,7 @@ def _about(
 ) -> dict[str, Any]:
     ids = {suite: [question.question_id for question in some] for suite, some in questions.items()}
     sampled = {"temperatures": list(grid.temperatures), "max_tokens": sampling.max_tokens, "seed": sampling.seed}
-    return {"model": config.model, "dtype": config.dtype, "questions": ids, **sampled}
+    about = {"model": config.model, "dtype": config.dtype, "questions": ids, **sampled}
+    if grid.spread:  # then what a comparison is of depends on the other settings too
+        about["spread"] = [list(grid.modes), list(grid.transports), list(grid.threads)]
+    return about

@@ -56,6 +56,9 @@ def check(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    spread: Annotated[
+        bool, typer.Option("--spread", help="A question under one setting of each method, in turn, not under all.")
+    ] = False,
     log: Annotated[
         Path | None, typer.Option(help="File for what was compared. A check that was ended goes on from there.")
     ] = None,
@@ -81,6 +84,7 @@ def check(
             counts or [settings.verifier.threads],
             temperatures,
             at_once,
+            spread,
         )
         comparisons = await run_check(settings, grid, question_files(questions), limit, samplings[0], log, console)
         Console().print(table(comparisons).rich())

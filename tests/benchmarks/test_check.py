@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -44,6 +45,29 @@ async def test_every_setting_answers_everything_at_every_temperature(config: Con
     assert (stock.temperature, stock.equal) == (0.0, 3)
 
 
+async def test_spread_out_every_question_is_answered_once_by_a_method_and_every_setting_answers_some(
+    config: Config, questions: Path
+) -> None:
+    grid = Grid(["none", "pld"], ["sequential", "async"], ["inproc"], [1], [0.0, 1.0], spread=True)
+    done = await run_check(config, grid, [questions], None, SAMPLING, None, Console(quiet=True))
+    ours = [one for one in done if one.reference == "none"]
+    assert [(one.setting.method, one.setting.mode, one.temperature, one.equal) for one in ours] == [
+        ("none", "sequential", 0.0, 3),
+        ("none", "sequential", 1.0, 3),
+        ("pld", "sequential", 0.0, 2),
+        ("pld", "sequential", 1.0, 2),
+        ("pld", "async", 0.0, 1),
+        ("pld", "async", 1.0, 1),
+    ]
+
+
+def test_spread_out_a_question_is_answered_under_one_setting() -> None:
+    grid = Grid(["pld"], ["sequential", "async"], ["inproc", "ipc"], [1, 2], [0.0], spread=True)
+    parts = [[*grid.questions_of(setting, 20)] for setting in grid.settings()]
+    assert sorted(itertools.chain(*parts)) == [*range(20)]
+    assert {len(part) for part in parts} == {2, 3}
+
+
 @pytest.mark.parametrize(("dtype", "tie"), [("bfloat16", 5.0), ("float32", 1e-4)])
 async def test_a_tie_with_float32_is_what_rounding_to_the_targets_type_turns(
     config: Config, questions: Path, dtype: str, tie: float, monkeypatch: pytest.MonkeyPatch
@@ -58,7 +82,7 @@ async def test_a_tie_with_float32_is_what_rounding_to_the_targets_type_turns(
 
 async def test_a_text_that_differs_is_an_error_with_its_place_and_both_tokens(config: Config) -> None:
     check = Check(config, load_tokenizer(config.model), ASKED, SAMPLING, Grid(["pld"], [], [], [], [0.0]))
-    compared = check._compared(Comparison(PLD, 0.0, "none", tie=0.0), [[5, 6, 9]], [[5, 6, 8, 4]])
+    compared = check._compared(Comparison(PLD, 0.0, "none", tie=0.0), {0: [5, 6, 9]}, {0: [5, 6, 8, 4]})
     assert compared.equal == 0
     (line,) = errors([compared])
     assert line.startswith("pld, sequential, inproc, 1 threads, T = 0, count 7: token 2 is 9 instead of 8 (")
@@ -68,7 +92,7 @@ async def test_a_text_that_differs_is_an_error_with_its_place_and_both_tokens(co
 async def test_where_ties_are_allowed_only_a_wide_gap_is_an_error(config: Config) -> None:
     check = Check(config, load_tokenizer(config.model), ASKED, SAMPLING, Grid(["pld"], [], [], [], [0.0]))
     for tie, wrong in (100.0, 0), (1e-9, 1):
-        compared = check._compared(Comparison(PLD, 0.0, "none", tie), [[5, 6, 9]], [[5, 6, 8]])
+        compared = check._compared(Comparison(PLD, 0.0, "none", tie), {0: [5, 6, 9]}, {0: [5, 6, 8]})
         assert (len(compared.different), len(errors([compared]))) == (1, wrong)
 
 
@@ -82,6 +106,22 @@ async def test_a_check_goes_on_where_it_was_ended(config: Config, questions: Pat
     assert [one.setting.method for one in more] == [*(one.setting.method for one in done), "suffix"]
     assert log.read_text().splitlines()[: len(lines)] == lines
     assert Log(log, json.loads(lines[0])).done == more
+
+
+async def test_a_log_of_other_settings_is_refused_where_these_share_the_questions(
+    config: Config, questions: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "check.jsonl"
+    one, two = (Grid(["pld"], modes, ["inproc"], [1], [1.0], 1, True) for modes in (["async"], ["async", "sequential"]))
+    await run_check(config, one, [questions], None, SAMPLING, log, Console(quiet=True))
+    with pytest.raises(ConfigError, match=r"check.jsonl: cannot be gone on with .*spread"):
+        await run_check(config, two, [questions], None, SAMPLING, log, Console(quiet=True))
+
+
+async def test_fewer_questions_than_settings_are_refused(config: Config, questions: Path) -> None:
+    grid = Grid(["pld"], ["async", "sequential"], ["inproc", "ipc"], [1], [1.0], 1, True)
+    with pytest.raises(ConfigError, match="--spread: 3 questions for 4 settings of a method; give more questions"):
+        await run_check(config, grid, [questions], None, SAMPLING, None, Console(quiet=True))
 
 
 async def test_a_log_of_other_questions_is_refused(config: Config, questions: Path, tmp_path: Path) -> None:

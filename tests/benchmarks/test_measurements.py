@@ -1,0 +1,199 @@
+"""What the commands that measure, check and index leave behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.command import talon
+from tests.conftest import save_tiny_llama
+
+
+@pytest.fixture
+def questions(questions: Path) -> str:
+    """Its path as a command is given it."""
+    return str(questions)
+
+
+def test_a_wrong_name_leaves_the_rows_of_an_earlier_run(questions: str, tmp_path: Path) -> None:
+    (tmp_path / "results.jsonl").write_text("rows\n")
+    done = talon("bench", "--questions", questions, "--methods", "pld,pldd", "--out", str(tmp_path))
+    assert done.exit_code == 2
+    assert done.stderr.startswith("talon: method='pldd'")
+    assert (tmp_path / "results.jsonl").read_text() == "rows\n"
+
+
+def test_answers_of_one_token_still_get_a_report(tiny: str, questions: str, tmp_path: Path) -> None:
+    options = ["--questions", questions, "--limit", "1", "--methods", "pld", "--max-tokens", "1"]
+    done = talon("bench", *options, "--set", f"model={tiny}", "--set", "transport=inproc", "--out", str(tmp_path))
+    assert done.exit_code == 0, done.stderr
+    assert (tmp_path / "report.html").exists()
+
+
+def test_check_refuses_a_wrong_name_before_it_answers_anything(tiny: str, questions: str) -> None:
+    for wrong in ("--methods", "none, pldd"), ("--transports", "inproc, carrier pigeon"):
+        done = talon("check", "--questions", questions, "--set", f"model={tiny}", *wrong)
+        assert done.exit_code == 2
+        assert done.stderr.startswith("talon: ")
+        assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("line", ['{"text": null}', '{"text": "half \\ud800"}', '{"text": 3}', '["text"]', "[" * 9999])
+@pytest.mark.parametrize("kind", [[], ["--dense"]])
+def test_a_corpus_line_without_a_text_is_named(tiny: str, tmp_path: Path, line: str, kind: list[str]) -> None:
+    file = tmp_path / "corpus.jsonl"
+    file.write_text('{"text": "sound"}\n\n' + line + "\n")
+    done = talon("index", "build", "--tokenizer", tiny, "--input", str(file), "--out", str(tmp_path / "index"), *kind)
+    assert done.exit_code == 2
+    told = [line for line in done.stderr.splitlines() if line.startswith("talon: ")]
+    assert len(told) == 1 and f"input={file}: line 3: " in told[0]
+
+
+def test_bench_writes_a_row_per_question_and_method(tiny: str, questions: str, tmp_path: Path) -> None:
+    done = talon(
+        "bench", "--questions", questions, "--methods", "none,pld,suffix,hf", "--limit", "2", "--max-tokens", "12",
+        "--out", str(tmp_path), "--set", f"model={tiny}", "--set", "transport=inproc",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert len(rows) == 8
+    assert {row["method"] for row in rows} == {"none", "pld", "suffix", "hf"}
+    assert all(row["output_equal"] for row in rows)
+    assert set(rows[0]) == {
+        "suite", "question_id", "method", "temperature", "repeat", "tokens", "seconds", "rounds",
+        "mean_accepted_tokens", "time_to_first_token_s", "verifier_busy", "draft_hit_rate", "output_equal", "loops",
+        "round_ms_p50", "round_ms_p95", "verify_ms", "draft_ms", "nodes", "accepted", "tie",
+        "token_ms_p50", "token_ms_p95", "other_ms", "depth", "peak_memory_mb", "forward_ms",
+        "exact", "inexact", "difference", "turn", "prompt_tokens", "cached_tokens",
+    }  # fmt: skip
+    assert {row["method"] for row in rows if row["exact"]} == {"none", "pld", "suffix"}
+    assert "speed-up" in done.stdout
+    assert "speed-up over all suites" in (tmp_path / "report.md").read_text().lower()
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 6 and 'src="http' not in page
+    assert "Machine: " in page and "answers of at most 12 tokens" in page
+
+
+def test_bench_draws_what_trees_promised(tiny: str, questions: str, tmp_path: Path) -> None:
+    done = talon(
+        "bench", "--questions", questions, "--methods", "none,pld,suffix", "--limit", "1", "--max-tokens", "12",
+        "--calibration", "--out", str(tmp_path), "--set", f"model={tiny}", "--set", "transport=inproc",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    assert (tmp_path / "calibration.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_report_is_made_again_from_the_rows(tiny: str, questions: str, tmp_path: Path) -> None:
+    options = ["--questions", questions, "--methods", "none,pld", "--limit", "1", "--max-tokens", "8"]
+    talon("bench", *options, "--out", str(tmp_path), "--set", f"model={tiny}", "--set", "transport=inproc")
+    before = (tmp_path / "report.md").read_text()
+    (tmp_path / "report.md").unlink()
+    done = talon("report", str(tmp_path))
+    assert done.exit_code == 0, done.stderr
+    assert (tmp_path / "report.md").read_text() == before
+    done = talon("report", str(tmp_path), "--against", str(tmp_path))
+    assert done.stdout.startswith("100% of 1 cells")
+
+
+def test_a_later_turn_stands_behind_the_answer_and_is_found_in_the_cache(tiny: str, tmp_path: Path) -> None:
+    file = tmp_path / "chat.jsonl"
+    file.write_text(json.dumps({"question_id": 1, "category": "", "turns": ["count to nine " * 9, "and back"]}) + "\n")
+    options = ["--questions", str(file), "--methods", "suffix", "--max-tokens", "24", "--out", str(tmp_path)]
+    done = talon("bench", *options, "--set", f"model={tiny}", "--set", "transport=inproc")
+    assert done.exit_code == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [(row["suite"], row["turn"]) for row in rows] == [("chat", 1)] * 2 + [("chat, turn 2", 2)] * 2
+    for first, second in zip(rows[:2], rows[2:], strict=True):
+        assert second["prompt_tokens"] > first["prompt_tokens"] + first["tokens"] - 2 and second["output_equal"]
+        assert first["cached_tokens"] < second["cached_tokens"] <= second["prompt_tokens"]
+    assert "Both turns of a conversation" in (tmp_path / "report.md").read_text()
+
+
+def test_all_the_evidence_is_one_command_and_one_report(tiny: str, tmp_path: Path) -> None:
+    prompts = [f"Q. Passage: Cats {i} purr.\n\nQuestion: what {i}" for i in range(3)]
+    rows = [{"question_id": i, "category": "nq", "turns": [prompt]} for i, prompt in enumerate(prompts)]
+    for name in ("gsm8k", "nq_open"):
+        text = "".join(json.dumps(row | {"reference": ["cats"]}) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    done = talon(
+        "evidence", "--questions", str(tmp_path), "--out", str(tmp_path / "out"), "--minutes", "0.01",
+        "--max-tokens", "6", "--methods", "none,pld,eagle3", "--served", "pld", "--limit", "2",
+        "--set", f"model={tiny}", "--set", "transport=inproc",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    assert "left out: eagle3" in done.stderr and "left out: rivals" in done.stderr
+    report = (tmp_path / "out" / "report.md").read_text()
+    for told in (
+        "- **One request, T = 0**",
+        "- **One request, T = 1**",
+        "- **Many requests**",
+        "- **Texts**",
+        "## Questions",
+    ):
+        assert told in report
+    assert (tmp_path / "out" / "headline.png").read_bytes().startswith(b"\x89PNG")
+    assert talon("evidence", "--questions", str(tmp_path), "--parts", "singel").exit_code == 2
+
+
+def test_a_contestant_that_cannot_start_is_left_out_with_a_line(tiny: str, questions: str, tmp_path: Path) -> None:
+    done = talon(
+        "bench", "--questions", questions, "--methods", "pld,eagle3", "--limit", "1", "--max-tokens", "8",
+        "--heads", str(tmp_path), "--out", str(tmp_path), "--set", f"model={tiny}", "--set", "transport=inproc",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    assert "left out: eagle3" in done.stderr
+
+
+def test_where_no_contestant_can_start_nothing_is_measured(tiny: str, questions: str, tmp_path: Path) -> None:
+    done = talon(
+        "bench", "--questions", questions, "--methods", "eagle3", "--heads", str(tmp_path), "--out", str(tmp_path),
+        "--set", f"model={tiny}", "--set", "transport=inproc",
+    )  # fmt: skip
+    assert done.exit_code == 2 and "none of eagle3 can be started here" in done.stderr
+
+
+def test_a_trace_is_drawn(tiny: str, tmp_path: Path) -> None:
+    trace, picture = tmp_path / "trace.json", tmp_path / "lanes.png"
+    options = ["--set", f"model={tiny}", "--set", "transport=inproc", "--set", "verifier.simulated_latency_ms=1"]
+    done = talon("generate", "hi", *options, "--max-tokens", "9", "--method", "pld", "--trace", str(trace))
+    assert "simulated target latency +1 ms" in done.stderr
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {"prefill", "verify", "draft"} <= {event["name"] for event in events}
+    assert talon("timeline", str(trace), "--out", str(picture)).exit_code == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_overhead_prints_both_transports(tiny: str) -> None:
+    done = talon("bench", "--overhead", "--methods", "pld", "--max-tokens", "12", "--set", f"model={tiny}")
+    assert done.exit_code == 0, done.stderr
+    assert "inproc" in done.stdout and "ipc" in done.stdout
+
+
+def test_check_compares_with_plain_decoding_and_that_with_transformers(
+    tiny: str, tiny_draft: str, questions: str
+) -> None:
+    done = talon(
+        "check", "--questions", questions, "--methods", "none,sps", "--transports", "inproc", "--max-tokens", "12",
+        "--set", f"model={tiny}", "--set", f"drafter.path={tiny_draft}",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines() if " sequential " in line]
+    assert [(line[0], line[4]) for line in lines] == [("none", "none"), ("sps", "none"), ("none", "transformers")]
+    assert [line[6] for line in lines] == ["3", "3", "3"]
+
+
+def test_check_agrees_with_transformers_on_a_model_with_a_repetition_penalty_of_its_own(
+    questions: str, tmp_path: Path
+) -> None:
+    model = save_tiny_llama(tmp_path / "penal")
+    file = Path(model) / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"repetition_penalty": 1.1, "do_sample": True}))
+    done = talon(
+        "check", "--questions", questions, "--methods", "none,pld", "--transports", "inproc", "--max-tokens", "40",
+        "--set", f"model={model}", "--set", "dtype=float32",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stdout + done.stderr
+    lines = [line.split() for line in done.stdout.splitlines() if " sequential " in line]
+    assert [line[6] for line in lines] == ["3", "3", "3"], done.stdout
