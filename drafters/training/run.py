@@ -94,7 +94,9 @@ def train(
     trainer.averaged.load_state_dict(trainer.best_state)
     score: Score = trainer.evaluate()
     console.print(acceptance_table(method, score))
-    made = f"the head is in {out}: talon generate PROMPT --method {method} --set drafter.path={out}"
+    made = (
+        f"the head is in {out}: talon generate PROMPT --set model={target} --method {method} --set drafter.path={out}"
+    )
     console.print(made, soft_wrap=True)
     return score
 

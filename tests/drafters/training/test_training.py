@@ -1,26 +1,15 @@
-"""Training: resumable answers and runs, checkpoints in the public layout, acceptance that rises, clear refusals."""
+"""Training: resumable answers and runs, checkpoints in the public layout, acceptance that rises."""
 
 from __future__ import annotations
 
-import errno
 import json
-import lzma
-import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from typer.testing import CliRunner
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from drafters.base import Verdict
 from drafters.block import BlockHead
@@ -37,20 +26,19 @@ from drafters.small_model import SmallModel
 from drafters.training import answers as answers_module
 from drafters.training.answers import Example, answer
 from drafters.training.build import build
-from drafters.training.cli import app
 from drafters.training.features import Features, StoredFeatures
 from drafters.training.head_module import Texts
 from drafters.training.loss import Teacher, vocabulary_loss
 from drafters.training.recipe import Recipe
 from drafters.training.run import export, train
 from drafters.training.trainer import Trainer, draft_vocabulary
-from engine.errors import ConfigError, ModelError
+from engine.errors import ConfigError
 from engine.sampling import SamplingParams
 from engine.target import bfloat16_bits
 from engine.tree import TokenTree
 from tests.drafters.conftest import LAYERS, LLAMA, VOCAB
+from tests.drafters.training.conftest import METHODS, SMALL, weights
 
-METHODS = ["block", "eagle", "eagle3", "medusa", "hydra", "sps"]
 LOADERS = {
     "block": BlockHead,
     "eagle": EagleHead,
@@ -59,54 +47,6 @@ LOADERS = {
     "hydra": HydraHead,
     "sps": SmallModel,
 }
-SMALL: dict[str, Any] = {
-    "prompts": 12, "held_out": 4, "answer_tokens": 12, "answer_batch": 4, "length": 24, "steps": 6, "batch": 3,
-    "lr": 3e-3, "warmup": 2, "heads": 3, "blocks": 2, "unroll": 2,
-    "hidden_size": 16, "attention_heads": 2, "evaluate_every": 3, "anchors": 5, "markov_rank": 8,
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target with a tokenizer and a chat template."""
-    path = tmp_path_factory.mktemp("chatty")
-    torch.manual_seed(1)
-    model = LlamaForCausalLM(LlamaConfig(**LLAMA, num_hidden_layers=LAYERS, tie_word_embeddings=True, eos_token_id=3))
-    for parameter in model.parameters():
-        parameter.data *= 4 if parameter.dim() == 2 else 1
-    model.save_pretrained(path)
-    words = {f"w{i}": i for i in range(VOCAB)}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", eos_token="w3")
-    fast.chat_template = "{% for m in messages %}w1 {{ m['content'] }} w2{% endfor %}"
-    fast.save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "prompts.jsonl.xz"
-    with lzma.open(path, "wt") as file:
-        for i in range(14):
-            file.write(json.dumps({"prompt": f"w{4 + i} w{5 + 2 * i} w{60 - i}", "completion": ""}) + "\n")
-    return path
-
-
-@pytest.fixture
-def recipe(tmp_path: Path) -> Callable[..., Path]:
-    def write(method: str, **changes: Any) -> Path:
-        path = tmp_path / f"{method}.yaml"
-        vocabulary = {"draft_vocab_size": 40} if method in ("block", "eagle3") else {}
-        path.write_text(json.dumps({"method": method, **SMALL, **vocabulary, **changes}))
-        return path
-
-    return write
-
-
-def weights(out: Path) -> dict[str, Tensor]:
-    state = torch.load(out / "training" / "state.pt", weights_only=True)
-    return state["module"]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -356,148 +296,3 @@ def test_the_draft_vocabulary_holds_the_most_answered_tokens() -> None:
     examples = [Example([9, 9, 9, 4, 7, 7], 3), Example([2, 4, 4, 1], 1)]
     assert draft_vocabulary(examples, 2, 10).tolist() == [4, 7]
     assert draft_vocabulary(examples, 0, 4).tolist() == [0, 1, 2, 3]
-
-
-def test_a_full_disk_leaves_the_last_checkpoint_intact(
-    chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, plan = tmp_path / "head", recipe("medusa")
-    saved, fsync = [], answers_module.os.fsync
-
-    def full(descriptor: int) -> None:
-        saved.append(descriptor)
-        if len(saved) > 3 + 2:  # three batches of answers and two checkpoints fit
-            raise OSError(errno.ENOSPC, "No space left on device")
-        fsync(descriptor)
-
-    with monkeypatch.context() as patch, pytest.raises(ModelError, match=r"No space left.*--resume"):
-        patch.setattr("os.fsync", full)
-        train("medusa", str(chatty), data, out, plan, save_minutes=0)
-    assert torch.load(out / "training" / "state.pt", weights_only=True)["step"] == 2
-    assert [file.name for file in (out / "training").iterdir()] == ["state.pt"]
-    train("medusa", str(chatty), data, out, plan, resume=True)
-
-
-LIMITED = """
-import resource, signal, sys
-from drafters.training.cli import app
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-limit = int(sys.argv[1])
-resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-app(sys.argv[2:])
-"""
-
-
-@pytest.mark.parametrize(
-    ("limit", "told"), [(100, "answers=.*nothing is lost"), (4000, "out=.*cannot be written .*--resume")]
-)
-def test_a_disk_that_fills_in_the_middle_of_a_file_is_one_line_and_the_run_goes_on_later(
-    chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path, limit: int, told: str
-) -> None:
-    """A limit on the size of files stands in for the full disk: it fails in the same place, in the middle of one."""
-    out, plan = tmp_path / "head", recipe("medusa", store_features=False)
-    options = ["--target", str(chatty), "--data", str(data), "--out", str(out), "--recipe", str(plan)]
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(limit), "medusa", *options],
-        capture_output=True, text=True, cwd=Path(__file__).parents[3],
-    )  # fmt: skip
-    assert done.returncode == 2, done.stderr
-    assert len(re.findall(f"^talon: {told}", done.stderr, re.MULTILINE)) == 1, done.stderr
-    assert "Traceback" not in done.stderr
-    train("medusa", str(chatty), data, out, plan)
-    train("medusa", str(chatty), data, tmp_path / "straight" / "head", plan)
-    torn, whole = weights(out), weights(tmp_path / "straight" / "head")
-    assert all(torch.equal(torn[name], whole[name]) for name in whole)
-
-
-def test_answers_that_can_be_kept_nowhere_or_are_damaged_are_one_line(
-    chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path
-) -> None:
-    plan = recipe("medusa")
-    with pytest.raises(ConfigError, match=r"answers=.*cannot be written"):
-        train("medusa", str(chatty), data, tmp_path / "head", plan, answers=Path("/dev/full/answers"))
-    train("medusa", str(chatty), data, tmp_path / "head", plan)
-    cache = next((tmp_path / "answers").glob("answers-*"))
-    cache.write_bytes(b"\x00junk\n" + cache.read_bytes())
-    with pytest.raises(ConfigError, match=r"answers=.*damaged at line 1: remove the file"):
-        train("medusa", str(chatty), data, tmp_path / "head", plan)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "holds 0 prompts"),
-        ("hello\n", "line 1 is not a JSON object"),
-        ('{"prompt": "w5"}\n{"text": "w6"}\n', "line 2 is not a JSON object"),
-        ('{"prompt": 5}\n', "line 1 is not a JSON object .*Expected str, got int"),
-        ('{"prompt": "\\ud800"}\n', "line 1 is not a JSON object"),
-    ],
-)
-def test_a_file_that_is_no_training_data_is_refused(
-    content: str, message: str, chatty: Path, recipe: Callable[..., Path], tmp_path: Path
-) -> None:
-    file = tmp_path / "data.jsonl"
-    file.write_text(content)
-    with pytest.raises(ConfigError, match=message):
-        train("medusa", str(chatty), file, tmp_path / "head", recipe("medusa"))
-
-
-def test_a_missing_file_and_a_broken_archive_are_refused(
-    chatty: Path, recipe: Callable[..., Path], tmp_path: Path
-) -> None:
-    (tmp_path / "x.xz").write_bytes(b"no archive")
-    for name in ("nowhere.jsonl", "x.xz"):
-        with pytest.raises(ConfigError, match="cannot be read"):
-            train("medusa", str(chatty), tmp_path / name, tmp_path / "head", recipe("medusa"))
-
-
-def test_a_target_without_the_wanted_layers_is_refused_before_work_starts(
-    data: Path, chatty: Path, recipe: Callable[..., Path], tmp_path: Path
-) -> None:
-    shallow = tmp_path / "shallow"
-    LlamaForCausalLM(LlamaConfig(**LLAMA, num_hidden_layers=3)).save_pretrained(shallow)
-    for file in chatty.glob("*token*"):
-        (shallow / file.name).write_bytes(file.read_bytes())
-    with pytest.raises(ModelError, match="target has 3 layers"):
-        train("eagle3", str(shallow), data, tmp_path / "head", recipe("eagle3"))
-    assert not (tmp_path / "answers").exists()
-
-
-def test_resuming_before_the_first_checkpoint_begins_and_needs_the_same_recipe_after_it(
-    chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path
-) -> None:
-    out = tmp_path / "head"
-    said = Console(record=True, width=200)
-    train("medusa", str(chatty), data, out, recipe("medusa"), resume=True, console=said)
-    assert "holds no checkpoint yet" in said.export_text() and (out / "training" / "state.pt").is_file()
-    with pytest.raises(ConfigError, match="another recipe"):
-        train("medusa", str(chatty), data, out, recipe("medusa", lr=0.5), resume=True)
-
-
-def test_without_a_terminal_stages_say_how_far_they_are(
-    chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("drafters.training.run._SAID_S", 0.0)
-    said = Console(record=True, width=200, force_terminal=False)
-    train("medusa", str(chatty), data, tmp_path / "head", recipe("medusa"), console=said)
-    text = said.export_text()
-    assert "answering: " in text and "training: 1 of " in text and "--method medusa --set drafter.path=" in text
-
-
-def test_a_wrong_recipe_is_refused_by_key(recipe: Callable[..., Path]) -> None:
-    with pytest.raises(ConfigError, match="stepz"):
-        Recipe.load(recipe("medusa", stepz=3), "medusa")
-    with pytest.raises(ConfigError, match="not a recipe for hydra"):
-        Recipe.load(recipe("medusa"), "hydra")
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_the_recipes_in_the_repository_are_valid(method: str) -> None:
-    Recipe.load(Path(__file__).parents[3] / "configs" / "train" / f"{method}.yaml", method)
-
-
-def test_the_command_prints_one_line_on_bad_input(tmp_path: Path) -> None:
-    missing = str(tmp_path / "nowhere")
-    result = CliRunner().invoke(app, ["medusa", "--target", missing, "--data", missing, "--out", str(tmp_path / "o")])
-    assert result.exit_code == 2
-    assert result.output.count("\n") == 1 and result.output.startswith("talon: target=")
