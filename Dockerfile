@@ -1,6 +1,6 @@
-# A server: docker build -t talon . && docker run -p 8000:8000 -v talon-models:/models talon
-# On a GPU:  docker build -t talon:cuda --build-arg DEVICE=cuda . && docker run --gpus all -p 8000:8000 talon:cuda
-# What it runs is `talon serve`; arguments follow the image's name: ... talon --set model=Qwen/Qwen2.5-0.5B-Instruct
+# A server: docker build -t talon . && docker run -p 127.0.0.1:8000:8000 -v talon-models:/models talon
+# On a GPU:  docker build -t talon:cuda --build-arg DEVICE=cuda . && docker run --gpus all -p 127.0.0.1:8000:8000 -v talon-models:/models talon:cuda
+# It listens on every address: without keys (-e TALON_API_KEYS=...) publish the port to 127.0.0.1. It runs `talon serve`; arguments follow the image's name: ... talon --set model=Qwen/Qwen2.5-0.5B-Instruct
 FROM python:3.12-slim AS build
 ARG DEVICE=cpu
 COPY . /src
