@@ -7,17 +7,15 @@ multiplied and added with one rounding. Rows of bfloat16 are widened first, some
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 from llvmlite import ir
 from numba import carray, njit, types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.model.amx import pointer
 from engine.model.matmul_kernels import MATMUL, first_panel, put_sums
-from engine.model.matmul_sums import PANELS, ROW_BYTES, STEP, SUMS, fetch_later, new_room, row_starts
+from engine.model.matmul_sums import PANELS, ROW_BYTES, STEP, SUMS, fetch_later, new_room, sums_in_registers
 from engine.model.simd import BFLOAT16, FLOAT, FLOAT32, LANES, features, fused, integers, load, read, spread, store
 from engine.model.team import kernel, member, members
 
@@ -91,18 +89,10 @@ def sum_fused(
     tile_bytes, pair_bytes = STEP * LANES * of_number, 2 * LANES * of_number
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rows, x, stride, weights, steps, room = args[3:]
-        sums = [[cgutils.alloca_once(builder, SUMS) for _ in range(width)] for _ in range(count)]
-        for cell in itertools.chain(*sums):
-            builder.store(ir.Constant(SUMS, [0.0] * LANES), cell)
-        starts = row_starts(builder, count, rows, x, stride)
-        panel_bytes = builder.mul(steps, _WORD(tile_bytes))
-        with cgutils.for_range(builder, steps) as loop:
-            first = builder.add(weights, builder.mul(loop.index, _WORD(tile_bytes)))
-            tiles = [builder.add(first, builder.mul(panel_bytes, _WORD(panel))) for panel in range(width)]
-            fetch_later(builder, loop.index, steps, weights, tile_bytes, width)
-            inputs = builder.mul(loop.index, _WORD(4 * STEP))
-            here = [builder.add(start, inputs) for start in starts]
+        *_, weights, steps, _ = args
+        where = [*args[3:], _WORD(ROW_BYTES)]
+        with sums_in_registers(builder, count, width, tile_bytes, FLOAT32, *where) as (step, tiles, here, sums):
+            fetch_later(builder, step, steps, weights, tile_bytes, width)
             for pair in range(STEP // 2):
                 matrices = [_pair(builder, builder.add(tile, _WORD(pair * pair_bytes)), of_number) for tile in tiles]
                 for half in range(2):
@@ -111,10 +101,6 @@ def sum_fused(
                         for cell, matrix in zip(row, matrices, strict=True):
                             total = fused(builder, spread(builder, number), matrix[half], builder.load(cell))
                             builder.store(total, cell)
-        for there, cells in zip(row_starts(builder, count, rows, room, _WORD(ROW_BYTES)), sums, strict=True):
-            for panel, cell in enumerate(cells):
-                place = pointer(builder, builder.add(there, _WORD(4 * LANES * panel)), SUMS)
-                builder.store(builder.load(cell), place, align=4)
         return context.get_dummy_value()
 
     return types.void(most, panels, size, *[types.int64] * 6), generate

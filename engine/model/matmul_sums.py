@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from llvmlite import ir
@@ -144,38 +145,61 @@ def sum_vectors(
     size = tile_bytes(coded) if coded else TILE_BYTES
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rows, x, stride, weights, steps, room, room_stride, place = args[4:]
-        sums = [[cgutils.alloca_once(builder, SUMS) for _ in range(width)] for _ in range(count)]
-        for cell in itertools.chain(*sums):
-            builder.store(ir.Constant(SUMS, [0.0] * LANES), cell)
-        starts = row_starts(builder, count, rows, x, stride)
-        panel_bytes = builder.mul(steps, _WORD(size))
-        with cgutils.for_range(builder, steps) as loop:
-            first = builder.add(weights, builder.mul(loop.index, _WORD(size)))
-            tiles = [builder.add(first, builder.mul(panel_bytes, _WORD(panel))) for panel in range(width)]
+        *where, place = args[4:]
+        _, _, _, weights, steps, *_ = where
+        with sums_in_registers(builder, count, width, size, 2, *where) as (step, tiles, here, sums):
             if coded:
-                fetch_later(builder, loop.index, steps, weights, size, width)
-            inputs = builder.mul(loop.index, _WORD(2 * STEP))
-            here = [builder.add(start, inputs) for start in starts]
+                fetch_later(builder, step, steps, weights, size, width)
             matrices = zip(*(pair_vectors(builder, coded, tile) for tile in tiles), strict=True)
             for pair, matrix in enumerate(matrices):
                 if kept:
                     for panel, numbers in enumerate(matrix):
-                        tile = builder.add(builder.mul(steps, _WORD(panel)), loop.index)
+                        tile = builder.add(builder.mul(steps, _WORD(panel)), step)
                         there = builder.add(place, builder.add(builder.mul(tile, _WORD(TILE_BYTES)), _WORD(64 * pair)))
                         builder.store(numbers, pointer(builder, there, _PAIRS), align=4)
                 for row, at in zip(sums, here, strict=True):
                     two = spread_pair(builder, builder.add(at, _WORD(4 * pair)))
                     for panel, cell in enumerate(row):
                         builder.store(dot(builder, builder.load(cell), matrix[panel], two), cell)
-        for there, cells in zip(row_starts(builder, count, rows, room, room_stride), sums, strict=True):
-            for panel, cell in enumerate(cells):
-                builder.store(
-                    builder.load(cell), pointer(builder, builder.add(there, _WORD(64 * panel)), SUMS), align=4
-                )
         return context.get_dummy_value()
 
     return types.void(most, panels, bits, keep, *[types.int64] * 8), generate
+
+
+@contextmanager
+def sums_in_registers(
+    builder: ir.IRBuilder,
+    most: int,
+    panels: int,
+    tile_size: int,
+    number_size: int,
+    rows: ir.Value,
+    x: ir.Value,
+    stride: ir.Value,
+    weights: ir.Value,
+    steps: ir.Value,
+    room: ir.Value,
+    room_stride: ir.Value,
+) -> Iterator[tuple[ir.Value, list[ir.Value], list[ir.Value], list[list[ir.Value]]]]:
+    """Code that adds up one step, in its loop: what is written inside runs for each of `steps`.
+
+    tile_size, number_size: bytes of a panel's tile and of a number of a row. The rest is as in `sum_vectors`. Yields
+    the step, where its tiles and the rows' inputs are, and where the sums are, by row and panel.
+    """
+    sums = [[cgutils.alloca_once(builder, SUMS) for _ in range(panels)] for _ in range(most)]
+    for cell in itertools.chain(*sums):
+        builder.store(ir.Constant(SUMS, [0.0] * LANES), cell)
+    starts = row_starts(builder, most, rows, x, stride)
+    panel_bytes = builder.mul(steps, _WORD(tile_size))
+    with cgutils.for_range(builder, steps) as loop:
+        first = builder.add(weights, builder.mul(loop.index, _WORD(tile_size)))
+        tiles = [builder.add(first, builder.mul(panel_bytes, _WORD(panel))) for panel in range(panels)]
+        inputs = builder.mul(loop.index, _WORD(number_size * STEP))
+        yield loop.index, tiles, [builder.add(start, inputs) for start in starts], sums
+    for there, cells in zip(row_starts(builder, most, rows, room, room_stride), sums, strict=True):
+        for panel, cell in enumerate(cells):
+            place = pointer(builder, builder.add(there, _WORD(4 * LANES * panel)), SUMS)
+            builder.store(builder.load(cell), place, align=4)
 
 
 def row_starts(builder: ir.IRBuilder, count: int, rows: ir.Value, first: ir.Value, stride: ir.Value) -> list[ir.Value]:
