@@ -148,7 +148,7 @@ def sum_vectors(
         *where, place = args[4:]
         _, _, _, weights, steps, *_ = where
         with sums_in_registers(builder, count, width, size, 2, *where) as (step, tiles, here, sums):
-            if coded:
+            if width > 1:  # attention has one panel, and asks for blocks itself: they do not follow each other
                 fetch_later(builder, step, steps, weights, size, width)
             matrices = zip(*(pair_vectors(builder, coded, tile) for tile in tiles), strict=True)
             for pair, matrix in enumerate(matrices):
