@@ -1,4 +1,7 @@
-"""`quantised.safetensors`, beside a model's bfloat16 weights: its matrices in the blocks that they were made of."""
+"""`quantised.blocks`, beside a model's bfloat16 weights: its matrices in the blocks that they were made of.
+
+A safetensors file by another name: vLLM takes every *.safetensors of a folder for weights.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from torch import Tensor
 
 from engine.model.quantised import Quantised
 
-NAME = "quantised.safetensors"
+NAME = "quantised.blocks"
 
 
 def write_quantised(folder: Path, matrices: Mapping[str, Quantised]) -> None:

@@ -108,6 +108,11 @@ def test_what_is_written_is_read_again_and_a_damaged_file_is_passed_over(tmp_pat
     assert read_quantised(tmp_path, model) == {}
 
 
+def test_other_engines_take_it_for_no_weights(tmp_path: Path) -> None:
+    write_quantised(tmp_path, {"a": random_matrix(4, 32, 64)})
+    assert (tmp_path / NAME).is_file() and not list(tmp_path.glob("*.safetensors"))
+
+
 @multiplies
 def test_a_converted_file_answers_the_same_with_its_blocks_and_without(tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf", Kind.Q4_1)
