@@ -7,7 +7,6 @@ exact attention (`engine.model.stock`, on CUDA `engine.model.cuda_forward`), and
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch import Batch, Segment
+from engine.free_memory import free_memory
 from engine.loading import eos_tokens, find_device, first_line, load_model, name_of, steady_context
 from engine.model.attention import has_pairs
 from engine.model.decoder import LeanDecoder, OtherStructure
@@ -282,14 +282,11 @@ def _other_matrix(model: Any) -> str | None:
 
 
 def _free_memory(device: torch.device) -> int:
-    """Bytes of the device that can be taken; of a CPU, without swapping."""
+    """Bytes of the device that can be taken."""
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
         return free
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return 4 << 30
+    return free_memory()
 
 
 def bfloat16_bits(features: Tensor) -> NDArray[np.uint16]:
