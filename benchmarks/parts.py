@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, record_function
 
 from engine.model.attention import attention_kernels
 from engine.model.decoder import LeanDecoder
-from engine.model.matmul import units
+from engine.model.matmul import product_kernels
 from engine.model.packed_linear import PackedLinear, Product
 from engine.model.team import Kernel, Program
 from engine.recorded import wait
@@ -134,7 +134,7 @@ def _profiled(work: Callable[[], Any], device: torch.device) -> tuple[Seconds, f
 
 def _parts_of_kernels() -> dict[int, str]:
     """By their addresses; all others are of "other"."""
-    products = {unit.kernel().address: "products" for unit in units()}
+    products = {kernel.address: "products" for kernel in product_kernels()}
     return products | {kernel.address: "attention" for kernel in attention_kernels()}
 
 

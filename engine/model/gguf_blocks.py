@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from gguf import GGUFReader
+from gguf.quants import Q4_K
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.model.quantised import BLOCK_INPUTS, Quantised
+from engine.model.quantised import Quantised
 from engine.model.simd import LANES
 
 Bytes = NDArray[np.uint8]
@@ -27,10 +28,10 @@ def quantised_weights(gguf: Path, model: Any) -> dict[str, Quantised]:
     rows: dict[int, tuple[int, int]] = {}  # by a row's hash: the tensor it is of, and its place there
     found: list[Quantised] = []
     for tensor in GGUFReader(gguf).tensors:
-        read = _FORMATS.get(tensor.tensor_type.name)
-        if read is None or len(tensor.shape) != 2 or tensor.shape[0] % BLOCK_INPUTS:
+        inputs, read = _FORMATS.get(tensor.tensor_type.name, (0, None))
+        if read is None or len(tensor.shape) != 2 or tensor.shape[0] % inputs:
             continue
-        size = int(tensor.shape[1]), int(tensor.shape[0]) // BLOCK_INPUTS, -1
+        size = int(tensor.shape[1]), int(tensor.shape[0]) // inputs, -1
         matrix = read(np.asarray(tensor.data).reshape(-1).view(np.uint8).reshape(size))
         rows |= {row: (len(found), place) for place, row in enumerate(_hashes(matrix.values()))}
         found.append(matrix)
@@ -101,10 +102,49 @@ def _q8_0(raw: Bytes) -> Quantised:
     return Quantised(_codes(raw[:, :, 2:]).view(torch.int8), scales, torch.zeros_like(scales))
 
 
-_FORMATS: dict[str, Callable[[Bytes], Quantised]] = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "Q8_0": _q8_0,
+def _q4_k(raw: Bytes) -> Quantised:
+    return Quantised(_codes(_bits(raw[:, :, 16:], 4, 32)), *_scales_and_offsets(raw))
+
+
+def _q5_k(raw: Bytes) -> Quantised:
+    codes = _bits(raw[:, :, 48:], 4, 32) + 16 * _bits(raw[:, :, 16:48], 1, 32)
+    return Quantised(_codes(codes).to(torch.int8), *_scales_and_offsets(raw))
+
+
+def _q6_k(raw: Bytes) -> Quantised:
+    codes = _bits(raw[:, :, :128], 4, 64) + 16 * _bits(raw[:, :, 128:192], 2, 32)
+    scales = torch.from_numpy(raw[:, :, 192:208].copy()).view(torch.int8) * _half(raw, 208).float()[..., None]
+    return Quantised(_codes(codes).to(torch.int8) - 32, scales.flatten(1), None)
+
+
+def _bits(raw: Bytes, bits: int, together: int) -> Bytes:
+    """[outputs, blocks, bytes] -> [outputs, blocks, codes]: of some bytes together, the lowest bits of each first."""
+    groups = raw.reshape(*raw.shape[:2], -1, 1, together)
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    parts: Bytes = np.right_shift(groups, shifts) & np.uint8((1 << bits) - 1)
+    return parts.reshape(*raw.shape[:2], -1)
+
+
+def _scales_and_offsets(raw: Bytes) -> tuple[Tensor, Tensor]:
+    """[outputs, inputs / 32] float32. Blocks of 256 inputs begin with two float16 and their factors, of 6 bits for each
+    32 inputs.
+    """
+    factors = Q4_K.get_scale_min(np.ascontiguousarray(raw[:, :, 4:16]).reshape(-1, 12))
+    scales, offsets = (
+        _half(raw, 2 * i).float()[..., None] * torch.from_numpy(factor).view(*raw.shape[:2], 8)
+        for i, factor in enumerate(factors)
+    )
+    return scales.flatten(1), -offsets.flatten(1)
+
+
+_FORMATS: dict[str, tuple[int, Callable[[Bytes], Quantised]]] = {
+    "Q4_0": (32, _q4_0),
+    "Q4_1": (32, _q4_1),
+    "Q5_0": (32, _q5_0),
+    "Q5_1": (32, _q5_1),
+    "Q8_0": (32, _q8_0),
+    "Q4_K": (256, _q4_k),
+    "Q5_K": (256, _q5_k),
+    "Q6_K": (256, _q6_k),
 }
+"""By the type's name: inputs of a block, and what reads matrices of it."""

@@ -31,7 +31,7 @@ from engine.model.amx import TILE_ROWS, tile_sizes
 from engine.model.fma_kernels import WIDENED, fma_kernel
 from engine.model.matmul_kernels import MATMUL, amx_kernel, vector_kernel
 from engine.model.matmul_sums import PANELS, STEP
-from engine.model.quantised import Quantised
+from engine.model.quantised import Form, Quantised
 from engine.model.simd import LANES, features
 from engine.model.team import Kernel, Program, address_of
 
@@ -43,13 +43,25 @@ class Unit(Enum):
     VECTORS = "avx512_bf16"
     FMA = "fma"
 
-    def kernel(self) -> Kernel:
-        return {Unit.AMX: amx_kernel, Unit.VECTORS: vector_kernel, Unit.FMA: fma_kernel}[self]()
+    def kernel(self, form: Form) -> Kernel:
+        """What multiplies matrices of that form; without pairs there is none but the whole."""
+        if (self, form) not in _KERNELS:
+            _KERNELS[self, form] = fma_kernel() if self is Unit.FMA else _OF_PAIRS[self](form)
+        return _KERNELS[self, form]
 
     @property
     def paired(self) -> bool:
         """Whether it multiplies pairs of bfloat16."""
         return self is not Unit.FMA
+
+
+_OF_PAIRS = {Unit.AMX: amx_kernel, Unit.VECTORS: vector_kernel}
+_KERNELS: dict[tuple[Unit, Form], Kernel] = {}
+
+
+def product_kernels() -> list[Kernel]:
+    """Those that the matrices of this process have asked for so far."""
+    return list(_KERNELS.values())
 
 
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
@@ -105,7 +117,7 @@ class Matmul:
         quantised: Quantised | None = None,
     ):
         unit = unit or units(weight.dtype)[0]
-        self.kernel, self._itemsize = unit.kernel(), weight.itemsize
+        self._itemsize = weight.itemsize
         self.gated = gated
         self.inputs: int = weight.shape[1]
         self.outputs: int = weight.shape[0] // (2 if gated else 1)
@@ -117,7 +129,7 @@ class Matmul:
         if gated:
             order = _alternate(order)
         self._bias = biases[order] if bias is not None else None
-        self.bits = 0
+        self.form = Form.BFLOAT16
         self._widens = not unit.paired and weight.dtype == torch.bfloat16
         if (
             unit.paired
@@ -125,13 +137,14 @@ class Matmul:
             and weight.shape[0] % LANES == 0
             and torch.equal(quantised.values(), weight)
         ):
-            self.bits, self._weights = quantised.bits, quantised.rows(order).tiles()
+            self.form, self._weights = quantised.form, quantised.rows(order).tiles()
         else:
             full = weight.detach().new_zeros(panels * LANES, steps * STEP)
             full[: len(weight), : self.inputs] = weight.detach()
             together = 2 if weight.dtype == torch.bfloat16 else 1
             tiled = full[order].view(panels, LANES, steps, STEP // together, together)
             self._weights = tiled.permute(0, 2, 3, 1, 4).contiguous()
+        self.kernel = unit.kernel(self.form)
 
     @property
     def bytes(self) -> int:
@@ -149,7 +162,7 @@ class Matmul:
         """Room that each thread needs."""
         if self._widens:
             return WIDENED * self.padded * 4
-        return PANELS * self.padded * LANES * 2 if self.bits else 0
+        return PANELS * self.padded * LANES * 2 if self.form is not Form.BFLOAT16 else 0
 
     def record(self, rows: int, x: int, out: int) -> np.ndarray[Any, Any]:
         """A record for the kernel, but for its scratch. x: address of [rows, padded]; out: of [rows, outputs]. At least
@@ -160,7 +173,7 @@ class Matmul:
         record["weights"], record["bias"] = self._weights.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()
         record["inputs"], record["outputs"] = self.padded, self.outputs * (2 if self.gated else 1)
         record["gated"], record["x"], record["out"], record["width"] = self.gated, x, out, self._itemsize
-        record["bits"], record["scratch_bytes"] = self.bits, self.scratch_bytes
+        record["scratch_bytes"] = self.scratch_bytes
         set_rows(made, rows)
         return made
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
+from numba import carray, literally, njit
 
 from engine.model.amx import TILE_BYTES, TILE_ROWS, configure_tiles, release_tiles
 from engine.model.exponential import exp
 from engine.model.matmul_sums import PANELS, ROW_BYTES, STEP, TILES, new_room, sum_tiles, sum_vectors
-from engine.model.quantised import tile_bytes, unpack_tiles
+from engine.model.quantised import Form, unpack_tiles
 from engine.model.simd import (
     FLOAT32,
     LANES,
@@ -24,11 +24,10 @@ from engine.model.simd import (
     splat,
     store,
 )
-from engine.model.team import kernel, member, members
+from engine.model.team import Kernel, kernel, member, members
 
 AT_ONCE = 8
 """Rows whose sums of two panels fit into the vector registers."""
-_TILE_4, _TILE_8 = tile_bytes(4), tile_bytes(8)
 
 MATMUL = np.dtype(
     [
@@ -36,7 +35,6 @@ MATMUL = np.dtype(
         for name in (
             "x",  # [rows, inputs]
             "weights",  # [panels, steps, 16, 16, 2] bfloat16, [panels, steps, 32, 16] float32, or quantised tiles
-            "bits",  # 4 or 8: of the codes of a quantised matrix; 0: it is not quantised
             "scratch",  # [threads, scratch_bytes], where panels of a quantised matrix are unpacked, or rows widened
             "scratch_bytes",
             "bias",  # [panels * 16] float32, or 0
@@ -60,124 +58,137 @@ def first_panel(work: Any, part: int, parts: int) -> Any:
 
 
 @njit
-def _panels_at(work: Any, panel: int, width: int, steps: int) -> Any:
-    """The address of `width` panels of bfloat16."""
-    place, first = work.scratch + member() * work.scratch_bytes, panel * steps
-    if work.bits == 4:
-        unpack_tiles(4, work.weights + first * _TILE_4, width * steps, place)
-    elif work.bits == 8:
-        unpack_tiles(8, work.weights + first * _TILE_8, width * steps, place)
-    else:
-        place = work.weights + first * TILE_BYTES
+def _panels_at(form: int, work: Any, panel: int, width: int, steps: int, size: int) -> Any:
+    """The address of `width` panels of bfloat16. form: a constant; size: bytes of its tiles."""
+    form = literally(form)
+    if form == 0:
+        return work.weights + panel * steps * size
+    place = work.scratch + member() * work.scratch_bytes
+    unpack_tiles(form, work.weights + panel * steps * size, width * steps, place)
     return place
 
 
-def _tile_sums(bits: int) -> Any:
-    size = tile_bytes(bits) if bits else TILE_BYTES
+@njit
+def _tile_sums(
+    form: int,
+    tiles: int,
+    width: int,
+    x: int,
+    last: int,
+    stride: int,
+    weights: int,
+    steps: int,
+    size: int,
+    room: int,
+) -> None:
+    """Sums of up to four tiles of rows with one or two panels. form: a constant; size: bytes of its tiles."""
+    form = literally(form)
+    if tiles == 1 and width == 2:
+        sum_tiles(1, 2, form, x, last, stride, weights, steps, room)
+    elif tiles == 1:
+        sum_tiles(1, 1, form, x, last, stride, weights, steps, room)
+    elif tiles == 2 and width == 2:
+        sum_tiles(2, 2, form, x, last, stride, weights, steps, room)
+    elif tiles == 2:
+        sum_tiles(2, 1, form, x, last, stride, weights, steps, room)
+    else:
+        for panel in range(width):
+            at, place = weights + panel * steps * size, room + 64 * panel
+            if tiles == 3:
+                sum_tiles(3, 1, form, x, last, stride, at, steps, place)
+            else:
+                sum_tiles(4, 1, form, x, last, stride, at, steps, place)
 
-    @njit
-    def sums(tiles: int, width: int, x: int, last: int, stride: int, weights: int, steps: int, room: int) -> None:
-        """Sums of up to four tiles of rows with one or two panels."""
-        if tiles == 1 and width == 2:
-            sum_tiles(1, 2, bits, x, last, stride, weights, steps, room)
-        elif tiles == 1:
-            sum_tiles(1, 1, bits, x, last, stride, weights, steps, room)
-        elif tiles == 2 and width == 2:
-            sum_tiles(2, 2, bits, x, last, stride, weights, steps, room)
-        elif tiles == 2:
-            sum_tiles(2, 1, bits, x, last, stride, weights, steps, room)
-        else:
-            for panel in range(width):
-                at, place = weights + panel * steps * size, room + 64 * panel
-                if tiles == 3:
-                    sum_tiles(3, 1, bits, x, last, stride, at, steps, place)
+
+def amx_kernel(form: Form) -> Kernel:
+    """For matrices of that form. Tiles are of min(rows, 16) rows each. The last ones may do rows again that others have
+    done. Of up to four tiles of rows the codes are unpacked on the way, for more of them before.
+    """
+    number, size = int(form), form.tile_bytes
+
+    @kernel(MATMUL)
+    def compiled(address: Any) -> None:
+        work = carray(address, 1)[0]
+        panel, end = first_panel(work, member(), members()), first_panel(work, member() + 1, members())
+        if panel == end:
+            return
+        steps, stride, room = work.inputs // STEP, work.inputs * 2, new_room()
+        most = min(work.rows, TILE_ROWS)
+        once = work.rows <= TILES * TILE_ROWS
+        tiles = (work.rows + TILE_ROWS - 1) // TILE_ROWS if once else 2
+        last = min(work.rows, tiles * TILE_ROWS) - most  # where the last tile of some begins
+        configure_tiles(work.tiles)
+        while panel < end:
+            width = min(end - panel, PANELS)
+            weights = work.weights + panel * steps * size
+            if not once:
+                weights = _panels_at(number, work, panel, width, steps, size)
+            for row in range(0, work.rows, tiles * TILE_ROWS):
+                row = min(row, work.rows - last - most)
+                x = work.x + row * stride
+                if once:
+                    _tile_sums(number, tiles, width, x, last * stride, stride, weights, steps, size, room)
                 else:
-                    sum_tiles(4, 1, bits, x, last, stride, at, steps, place)
+                    _tile_sums(0, tiles, width, x, last * stride, stride, weights, steps, TILE_BYTES, room)
+                for tile in range(tiles):
+                    at = last if tile == tiles - 1 else tile * TILE_ROWS
+                    put_sums(work, row + at, most, panel, width, room + tile * TILE_ROWS * ROW_BYTES)
+            panel += width
+        release_tiles()
 
-    return sums
-
-
-_sums, _sums_of_4, _sums_of_8 = _tile_sums(0), _tile_sums(4), _tile_sums(8)
-
-
-@kernel(MATMUL)
-def amx_kernel(address: Any) -> None:
-    """Tiles are of min(rows, 16) rows each. The last ones may do rows again that others have done."""
-    work = carray(address, 1)[0]
-    panel, end = first_panel(work, member(), members()), first_panel(work, member() + 1, members())
-    if panel == end:
-        return
-    steps, stride, room = work.inputs // STEP, work.inputs * 2, new_room()
-    size = min(work.rows, TILE_ROWS)
-    once = work.rows <= TILES * TILE_ROWS
-    coded = once and work.bits != 0  # then codes are unpacked on the way
-    tiles = (work.rows + TILE_ROWS - 1) // TILE_ROWS if once else 2
-    last = min(work.rows, tiles * TILE_ROWS) - size  # where the last tile of some begins
-    configure_tiles(work.tiles)
-    while panel < end:
-        width, first = min(end - panel, PANELS), panel * steps
-        weights = 0 if coded else _panels_at(work, panel, width, steps)
-        for row in range(0, work.rows, tiles * TILE_ROWS):
-            row = min(row, work.rows - last - size)
-            x = work.x + row * stride
-            if coded and work.bits == 4:
-                _sums_of_4(tiles, width, x, last * stride, stride, work.weights + first * _TILE_4, steps, room)
-            elif coded:
-                _sums_of_8(tiles, width, x, last * stride, stride, work.weights + first * _TILE_8, steps, room)
-            else:
-                _sums(tiles, width, x, last * stride, stride, weights, steps, room)
-            for tile in range(tiles):
-                at = last if tile == tiles - 1 else tile * TILE_ROWS
-                put_sums(work, row + at, size, panel, width, room + tile * TILE_ROWS * ROW_BYTES)
-        panel += width
-    release_tiles()
+    return compiled()
 
 
-def _vector_sums(bits: int, keep: int) -> Any:
-    @njit
-    def sums(rows: int, width: int, x: int, stride: int, weights: int, steps: int, room: int, place: int) -> None:
-        """Sums of up to AT_ONCE rows with one or two panels."""
-        if width == 1:
-            sum_vectors(8, 1, bits, keep, rows, x, stride, weights, steps, room, ROW_BYTES, place)
-        elif rows == 1:
-            sum_vectors(1, 2, bits, keep, rows, x, stride, weights, steps, room, ROW_BYTES, place)
-        elif rows <= 4:
-            sum_vectors(4, 2, bits, keep, rows, x, stride, weights, steps, room, ROW_BYTES, place)
-        else:
-            sum_vectors(8, 2, bits, keep, rows, x, stride, weights, steps, room, ROW_BYTES, place)
+@njit
+def _vector_sums(
+    form: int,
+    keep: int,
+    rows: int,
+    width: int,
+    x: int,
+    stride: int,
+    weights: int,
+    steps: int,
+    room: int,
+    place: int,
+) -> None:
+    """Sums of up to AT_ONCE rows with one or two panels. form, keep: constants."""
+    form, keep = literally(form), literally(keep)
+    if width == 1:
+        sum_vectors(8, 1, form, keep, rows, x, stride, weights, steps, room, ROW_BYTES, place)
+    elif rows == 1:
+        sum_vectors(1, 2, form, keep, rows, x, stride, weights, steps, room, ROW_BYTES, place)
+    elif rows <= 4:
+        sum_vectors(4, 2, form, keep, rows, x, stride, weights, steps, room, ROW_BYTES, place)
+    else:
+        sum_vectors(8, 2, form, keep, rows, x, stride, weights, steps, room, ROW_BYTES, place)
 
-    return sums
 
+def vector_kernel(form: Form) -> Kernel:
+    """For matrices of that form. Codes are unpacked while the first rows are multiplied; others take what is kept."""
+    number, size, coded = int(form), form.tile_bytes, form is not Form.BFLOAT16
+    kept = int(coded)
 
-_vectors, _vectors_of_4, _vectors_of_8 = (_vector_sums(bits, 0) for bits in (0, 4, 8))
-_keep_4, _keep_8 = (_vector_sums(bits, 1) for bits in (4, 8))
+    @kernel(MATMUL)
+    def compiled(address: Any) -> None:
+        work = carray(address, 1)[0]
+        panel, end = first_panel(work, member(), members()), first_panel(work, member() + 1, members())
+        steps, stride, room = work.inputs // STEP, work.inputs * 2, new_room()
+        place, once = work.scratch + member() * work.scratch_bytes, work.rows <= AT_ONCE
+        while panel < end:
+            width, weights = min(end - panel, PANELS), work.weights + panel * steps * size
+            for row in range(0, work.rows, AT_ONCE):
+                rows, x = min(AT_ONCE, work.rows - row), work.x + row * stride
+                if coded and row != 0:
+                    _vector_sums(0, 0, rows, width, x, stride, place, steps, room, place)
+                elif once:
+                    _vector_sums(number, 0, rows, width, x, stride, weights, steps, room, place)
+                else:
+                    _vector_sums(number, kept, rows, width, x, stride, weights, steps, room, place)
+                put_sums(work, row, rows, panel, width, room)
+            panel += width
 
-
-@kernel(MATMUL)
-def vector_kernel(address: Any) -> None:
-    """The first rows are multiplied while codes are unpacked, others with what comes of it."""
-    work = carray(address, 1)[0]
-    panel, end = first_panel(work, member(), members()), first_panel(work, member() + 1, members())
-    steps, stride, room = work.inputs // STEP, work.inputs * 2, new_room()
-    place, once = work.scratch + member() * work.scratch_bytes, work.rows <= AT_ONCE
-    while panel < end:
-        width, first = min(end - panel, PANELS), panel * steps
-        for row in range(0, work.rows, AT_ONCE):
-            rows, x = min(AT_ONCE, work.rows - row), work.x + row * stride
-            if work.bits == 0:
-                _vectors(rows, width, x, stride, work.weights + first * TILE_BYTES, steps, room, place)
-            elif row != 0:
-                _vectors(rows, width, x, stride, place, steps, room, place)
-            elif work.bits == 4 and once:
-                _vectors_of_4(rows, width, x, stride, work.weights + first * _TILE_4, steps, room, place)
-            elif work.bits == 4:
-                _keep_4(rows, width, x, stride, work.weights + first * _TILE_4, steps, room, place)
-            elif once:
-                _vectors_of_8(rows, width, x, stride, work.weights + first * _TILE_8, steps, room, place)
-            else:
-                _keep_8(rows, width, x, stride, work.weights + first * _TILE_8, steps, room, place)
-            put_sums(work, row, rows, panel, width, room)
-        panel += width
+    return compiled()
 
 
 @njit

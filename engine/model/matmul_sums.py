@@ -13,7 +13,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.model.amx import LINE_BYTES, TILE_BYTES, TILE_ROWS, call, fetch_line, pointer
-from engine.model.quantised import tile_bytes, unpack, unpacked_pairs
+from engine.model.quantised import Form, unpack, unpacked_pairs
 from engine.model.simd import LANES
 
 STEP = 32
@@ -46,7 +46,7 @@ def sum_tiles(
     context: Any,
     tiles: Any,
     panels: Any,
-    bits: Any,
+    form: Any,
     x: Any,
     last: Any,
     stride: Any,
@@ -56,12 +56,12 @@ def sum_tiles(
 ) -> Any:
     """Sums of `tiles` tiles of rows with `panels` panels, at most four pairs: to `room`, [tiles * 16, 2 * 16] float32.
 
-    tiles, panels, bits: compile-time constants. x: address of the first row, one every `stride` bytes; the last tile's
-    rows begin `last` bytes further. weights: address of the first panel, of codes of so many bits or, for 0, of
-    bfloat16. A step's codes are unpacked while the step before is multiplied.
+    tiles, panels, form: compile-time constants. x: address of the first row, one every `stride` bytes; the last tile's
+    rows begin `last` bytes further. weights: address of the first panel, of that form. A step's codes are unpacked
+    while the step before is multiplied.
     """
-    count, width, coded = tiles.literal_value, panels.literal_value, bits.literal_value
-    size = tile_bytes(coded) if coded else TILE_BYTES
+    count, width, of = tiles.literal_value, panels.literal_value, Form(form.literal_value)
+    size, coded = of.tile_bytes, of is not Form.BFLOAT16
     sums = [[_BYTE(tile * width + panel) for panel in range(width)] for tile in range(count)]
     rows, matrix = [_BYTE(4), _BYTE(5)], [_BYTE(6), _BYTE(7)]
 
@@ -86,7 +86,7 @@ def sum_tiles(
             """Unpack a step's codes, and ask for those of a later step: behind the last, for the next panels'."""
             fetch_later(builder, step, steps, weights, size, width)
             for at, place in zip(in_matrix(step), tiles_of(step), strict=True):
-                unpack(builder, coded, at, place)
+                unpack(builder, of, at, place)
 
         def multiply_step(step: ir.Value) -> None:
             for panel, at in enumerate(tiles_of(step)):
@@ -115,7 +115,7 @@ def sum_tiles(
                 call(builder, "llvm.x86.tilestored64", sums[tile][panel], place, _WORD(ROW_BYTES))
         return context.get_dummy_value()
 
-    return types.void(tiles, panels, bits, *[types.int64] * 6), generate
+    return types.void(tiles, panels, form, *[types.int64] * 6), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -123,7 +123,7 @@ def sum_vectors(
     context: Any,
     most: Any,
     panels: Any,
-    bits: Any,
+    form: Any,
     keep: Any,
     rows: Any,
     x: Any,
@@ -137,20 +137,19 @@ def sum_vectors(
     """Sums of up to `most` rows with `panels` panels: to `room`, [rows, panels * 16] float32, one every `room_stride`
     bytes.
 
-    most, panels, bits, keep: compile-time constants. x: address of the first of `rows` rows, one every `stride` bytes;
-    the last one is summed in the place of those that are missing. weights: address of the first panel, of codes of so
-    many bits or, for 0, of bfloat16. keep: 1 to leave what codes were unpacked to at `place`, panel behind panel.
+    most, panels, form, keep: compile-time constants. x: address of the first of `rows` rows, one every `stride` bytes;
+    the last one is summed in the place of those that are missing. weights: address of the first panel, of that form.
+    keep: 1 to leave what codes were unpacked to at `place`, panel behind panel.
     """
-    count, width, coded, kept = (one.literal_value for one in (most, panels, bits, keep))
-    size = tile_bytes(coded) if coded else TILE_BYTES
+    count, width, of, kept = most.literal_value, panels.literal_value, Form(form.literal_value), keep.literal_value
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         *where, place = args[4:]
         _, _, _, weights, steps, *_ = where
-        with sums_in_registers(builder, count, width, size, 2, *where) as (step, tiles, here, sums):
+        with sums_in_registers(builder, count, width, of.tile_bytes, 2, *where) as (step, tiles, here, sums):
             if width > 1:  # attention has one panel, and asks for blocks itself: they do not follow each other
-                fetch_later(builder, step, steps, weights, size, width)
-            matrices = zip(*(pair_vectors(builder, coded, tile) for tile in tiles), strict=True)
+                fetch_later(builder, step, steps, weights, of.tile_bytes, width)
+            matrices = zip(*(pair_vectors(builder, of, tile) for tile in tiles), strict=True)
             for pair, matrix in enumerate(matrices):
                 if kept:
                     for panel, numbers in enumerate(matrix):
@@ -163,7 +162,7 @@ def sum_vectors(
                         builder.store(dot(builder, builder.load(cell), matrix[panel], two), cell)
         return context.get_dummy_value()
 
-    return types.void(most, panels, bits, keep, *[types.int64] * 8), generate
+    return types.void(most, panels, form, keep, *[types.int64] * 8), generate
 
 
 @contextmanager
@@ -211,10 +210,10 @@ def row_starts(builder: ir.IRBuilder, count: int, rows: ir.Value, first: ir.Valu
     return starts
 
 
-def pair_vectors(builder: ir.IRBuilder, bits: int, tile: ir.Value) -> Iterator[ir.Value]:
+def pair_vectors(builder: ir.IRBuilder, form: Form, tile: ir.Value) -> Iterator[ir.Value]:
     """The 16 pairs of inputs of a tile, each of 16 outputs."""
-    if bits:
-        for numbers in unpacked_pairs(builder, bits, tile):
+    if form is not Form.BFLOAT16:
+        for numbers in unpacked_pairs(builder, form, tile):
             yield builder.bitcast(numbers, _PAIRS)
     else:
         for pair in range(LANES):

@@ -21,6 +21,7 @@ from engine.model.paired_attention import (
     next_block,
     own_blocks,
 )
+from engine.model.quantised import Form
 from engine.model.simd import FLOAT32, LANES, splat, store
 from engine.model.team import kernel
 
@@ -121,7 +122,9 @@ def _add_values(
             for start in row_starts(builder, count, rows, sums, stride)
         ]
         totals = [[builder.load(place, align=4) for place in row] for row in places]
-        matrices = [pair_vectors(builder, 0, builder.add(values, _WORD(PANEL_BYTES * i))) for i in range(width)]
+        matrices = [
+            pair_vectors(builder, Form.BFLOAT16, builder.add(values, _WORD(PANEL_BYTES * i))) for i in range(width)
+        ]
         for pair in range(LANES // 2):
             matrix = [next(one) for one in matrices]
             for row, start in enumerate(starts):

@@ -1,18 +1,22 @@
 """Matrices that were quantised in blocks, kept as they were: fewer bytes to read than the bfloat16 they stand for.
 
-A GGUF file's weights are `scale * code + offset` in blocks of 32 neighbouring inputs, rounded to bfloat16 when the
-model is made of them. Rebuilt just before they are multiplied they are the same bfloat16, bit for bit, so no answer
-changes; a forward over a few rows, which takes as long as reading its matrices takes, gets faster.
+A GGUF file's weights are `scale * code + offset` in blocks of 32 neighbouring inputs, or `scale * code` in blocks of
+16, rounded to bfloat16 when the model is made of them. Rebuilt just before they are multiplied they are the same
+bfloat16, bit for bit, so no answer changes; a forward over a few rows, which takes as long as reading its matrices
+takes, gets faster. Scales have so few significant bits that a scale times a code is exact in float32: one rounding
+follows, whether the offset is added by the same instruction or by another.
 
-Tiles are laid out as `engine.model.matmul` wants them, 16 outputs by 32 inputs: first the 16 scales and the 16 offsets
-as float16, then for each pair of inputs the codes of outputs 0 to 7 and of 8 to 15, inputs alternating. With 4 bits the
-first are the lower halves of 16 bytes and the second the upper ones.
+Tiles are laid out as `engine.model.matmul` wants them, 16 outputs by 32 inputs: first two numbers for each of the 16
+outputs, scales and offsets or the scales of both halves of the inputs. Then for each pair of inputs the codes of
+outputs 0 to 7 and of 8 to 15, inputs alternating. With 4 bits the first are the lower halves of 16 bytes and the second
+the upper ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -26,97 +30,140 @@ from engine.model.amx import TILE_BYTES, pointer
 from engine.model.simd import LANES, fused
 
 BLOCK_INPUTS = 32
-HEAD_BYTES = 64
-"""Of a tile: its scales and offsets."""
 _BYTE, _INT, _FLOAT, _WORD = ir.IntType(8), ir.IntType(32), ir.FloatType(), ir.IntType(64)
 _LANES_OF_FLOATS, _LANES_OF_INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
 
 
-@dataclass(frozen=True)
-class Quantised:
-    """A matrix [outputs, inputs]. codes: uint8 of 4 bits, or int8; scales, offsets: [outputs, inputs / 32] float16."""
+class Form(IntEnum):
+    """How a matrix's tiles lie: a constant of kernels."""
 
-    codes: Tensor
-    scales: Tensor
-    offsets: Tensor
+    BFLOAT16 = 0
+    FOUR = 1
+    EIGHT = 2  # as int8
+    FOUR_WIDE = 3  # scales and offsets as float32, in others as float16
+    EIGHT_WIDE = 4
+    EIGHT_HALVES = 5  # two scales of float32, of 16 inputs each, and no offsets
 
     @property
     def bits(self) -> int:
-        return 4 if self.codes.dtype == torch.uint8 else 8
+        """Of a code."""
+        return 4 if self in (Form.FOUR, Form.FOUR_WIDE) else 8
+
+    @property
+    def wide(self) -> bool:
+        """Whether a tile begins with float32."""
+        return self in (Form.FOUR_WIDE, Form.EIGHT_WIDE, Form.EIGHT_HALVES)
+
+    @property
+    def head_bytes(self) -> int:
+        """Of a tile, before its codes."""
+        return 2 * LANES * (4 if self.wide else 2)
+
+    @property
+    def tile_bytes(self) -> int:
+        if self is Form.BFLOAT16:
+            return TILE_BYTES
+        return self.head_bytes + LANES * BLOCK_INPUTS * self.bits // 8
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """A matrix [outputs, inputs]. codes: uint8 of 4 bits, or int8; scales, offsets: [outputs, inputs / 32] float16 or
+    float32 or, where there are no offsets, scales [outputs, inputs / 16] float32.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor | None
+
+    @property
+    def form(self) -> Form:
+        four, wide = self.codes.dtype == torch.uint8, self.scales.dtype == torch.float32
+        if self.offsets is None:
+            return Form.EIGHT_HALVES
+        if wide:
+            return Form.FOUR_WIDE if four else Form.EIGHT_WIDE
+        return Form.FOUR if four else Form.EIGHT
 
     def values(self) -> Tensor:
         """The matrix as bfloat16."""
-        blocks = self.codes.float().unflatten(1, (-1, BLOCK_INPUTS))
-        whole = blocks * self.scales.float()[..., None] + self.offsets.float()[..., None]
+        whole = self.codes.float().unflatten(1, (self.scales.shape[1], -1)) * self.scales.float()[..., None]
+        if self.offsets is not None:
+            whole += self.offsets.float()[..., None]
         return whole.flatten(1).to(torch.bfloat16)
 
     def rows(self, order: Tensor) -> Quantised:
         """Those of its outputs, in that order."""
-        return Quantised(self.codes[order], self.scales[order], self.offsets[order])
+        offsets = None if self.offsets is None else self.offsets[order]
+        return Quantised(self.codes[order], self.scales[order], offsets)
 
     @staticmethod
     def joined(parts: Sequence[Quantised | None]) -> Quantised | None:
-        """One matrix of the outputs of several, if all are there and of the same bits."""
+        """One matrix of the outputs of several, if all are there and of the same form."""
         there = [part for part in parts if part is not None]
-        if len(there) < len(parts) or len({part.codes.dtype for part in there}) != 1:
+        if len(there) < len(parts) or len({part.form for part in there}) != 1:
             return None
+        offsets = [part.offsets for part in there if part.offsets is not None]
         return Quantised(
-            *(torch.cat([getattr(part, name) for part in there]) for name in ("codes", "scales", "offsets"))
+            torch.cat([part.codes for part in there]),
+            torch.cat([part.scales for part in there]),
+            torch.cat(offsets) if offsets else None,
         )
 
     def tiles(self) -> Tensor:
         """[panels, steps, bytes] uint8, as the kernel reads it. Outputs are a multiple of 16."""
         panels, steps = self.codes.shape[0] // LANES, self.codes.shape[1] // BLOCK_INPUTS
-        head = torch.stack([self.scales, self.offsets]).view(2, panels, LANES, steps).permute(1, 3, 0, 2).contiguous()
+        numbers = self.scales if self.offsets is None else torch.stack([self.scales, self.offsets], dim=2)
+        head = numbers.view(panels, LANES, steps, 2).permute(0, 2, 3, 1).contiguous()
         # outputs as halves of 8, inputs as pairs: [panels, steps, pairs, half, output, input of the pair]
         codes = self.codes.view(torch.uint8).view(panels, 2, 8, steps, 16, 2).permute(0, 3, 4, 1, 2, 5).flatten(4)
-        codes = (codes[:, :, :, 0] | codes[:, :, :, 1] << 4) if self.bits == 4 else codes.flatten(3)
+        codes = (codes[:, :, :, 0] | codes[:, :, :, 1] << 4) if self.form.bits == 4 else codes.flatten(3)
         return torch.cat([head.view(torch.uint8).flatten(2), codes.flatten(2)], dim=2).contiguous()
 
 
-def tile_bytes(bits: int) -> int:
-    """Of a tile of so many bits a code."""
-    return HEAD_BYTES + LANES * BLOCK_INPUTS * bits // 8
-
-
 @intrinsic(prefer_literal=True)
-def unpack_tiles(context: Any, bits: Any, tiles: Any, count: Any, place: Any) -> Any:
-    """`count` tiles that follow each other at `tiles`, as bfloat16 to `place`, 1024 bytes each. bits: a constant."""
-    width = bits.literal_value
+def unpack_tiles(context: Any, form: Any, tiles: Any, count: Any, place: Any) -> Any:
+    """`count` tiles that follow each other at `tiles`, as bfloat16 to `place`, 1024 bytes each. form: a constant."""
+    of = Form(form.literal_value)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         tiles, count, place = args[1:]
         with cgutils.for_range(builder, count) as loop:
-            source = builder.add(tiles, builder.mul(loop.index, _WORD(tile_bytes(width))))
-            unpack(builder, width, source, builder.add(place, builder.mul(loop.index, _WORD(TILE_BYTES))))
+            source = builder.add(tiles, builder.mul(loop.index, _WORD(of.tile_bytes)))
+            unpack(builder, of, source, builder.add(place, builder.mul(loop.index, _WORD(TILE_BYTES))))
         return context.get_dummy_value()
 
-    return types.void(bits, types.int64, types.int64, types.int64), generate
+    return types.void(form, types.int64, types.int64, types.int64), generate
 
 
-def unpack(builder: ir.IRBuilder, bits: int, tile: ir.Value, place: ir.Value) -> None:
+def unpack(builder: ir.IRBuilder, form: Form, tile: ir.Value, place: ir.Value) -> None:
     """The tile at that address, as bfloat16 to `place`."""
-    for pair, numbers in enumerate(unpacked_pairs(builder, bits, tile)):
+    for pair, numbers in enumerate(unpacked_pairs(builder, form, tile)):
         at = pointer(builder, builder.add(place, _WORD(64 * pair)), numbers.type)
         builder.store(numbers, at, align=4)
 
 
-def unpacked_pairs(builder: ir.IRBuilder, bits: int, tile: ir.Value) -> Iterator[ir.Value]:
+def unpacked_pairs(builder: ir.IRBuilder, form: Form, tile: ir.Value) -> Iterator[ir.Value]:
     """The pairs of inputs of the tile at that address, each as 32 bfloat16 numbers."""
-    scales, offsets = (_doubled(builder, builder.add(tile, _WORD(32 * i))) for i in range(2))
+    size = form.head_bytes // 2
+    head = [_doubled(builder, builder.add(tile, _WORD(size * i)), form.wide) for i in range(2)]
     for pair in range(LANES):
-        at = builder.add(tile, _WORD(HEAD_BYTES + pair * LANES * bits // 4))
-        lower, upper = (
-            fused(builder, code, scale, offset)
-            for code, scale, offset in zip(_codes(builder, at, bits), scales, offsets, strict=True)
-        )
+        codes = _codes(builder, builder.add(tile, _WORD(form.head_bytes + pair * LANES * form.bits // 4)), form.bits)
+        if form is Form.EIGHT_HALVES:
+            scales = head[2 * pair // LANES]
+            lower, upper = (builder.fmul(code, scale) for code, scale in zip(codes, scales, strict=True))
+        else:
+            lower, upper = (fused(builder, *numbers) for numbers in zip(codes, *head, strict=True))
         yield _rounded(builder, lower, upper)
 
 
-def _doubled(builder: ir.IRBuilder, address: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """16 float16 numbers, each twice: those of outputs 0 to 7, and of 8 to 15."""
-    halves = builder.load(pointer(builder, address, ir.VectorType(ir.HalfType(), LANES)), align=2)
-    numbers = builder.fpext(halves, _LANES_OF_FLOATS)
+def _doubled(builder: ir.IRBuilder, address: ir.Value, wide: bool) -> tuple[ir.Value, ir.Value]:
+    """16 numbers of float32, or of float16, each twice: those of outputs 0 to 7, and of 8 to 15."""
+    if wide:
+        numbers = builder.load(pointer(builder, address, _LANES_OF_FLOATS), align=4)
+    else:
+        halves = builder.load(pointer(builder, address, ir.VectorType(ir.HalfType(), LANES)), align=2)
+        numbers = builder.fpext(halves, _LANES_OF_FLOATS)
     first, second = (
         builder.shuffle_vector(numbers, numbers, ir.Constant(_LANES_OF_INTS, [at + i // 2 for i in range(LANES)]))
         for at in (0, 8)

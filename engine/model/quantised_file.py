@@ -23,8 +23,10 @@ def write_quantised(folder: Path, matrices: Mapping[str, Quantised]) -> None:
     """matrices: by the name of the weight that each stands for. Nothing is written if there are none."""
     stored: dict[str, Tensor] = {}
     for name, matrix in matrices.items():
-        stored[f"{name}.codes"] = _pack(matrix.codes) if matrix.bits == 4 else matrix.codes
-        stored |= {f"{name}.scales": matrix.scales, f"{name}.offsets": matrix.offsets}
+        stored[f"{name}.codes"] = _pack(matrix.codes) if matrix.form.bits == 4 else matrix.codes
+        stored[f"{name}.scales"] = matrix.scales
+        if matrix.offsets is not None:
+            stored[f"{name}.offsets"] = matrix.offsets
     if stored:
         save_file(stored, folder / NAME)
 
@@ -37,11 +39,10 @@ def read_quantised(folder: Path, model: Any) -> dict[int, Quantised]:
         return {}
     found = {}
     for name, weight in model.named_parameters():
-        parts = [stored.get(f"{name}.{part}") for part in ("codes", "scales", "offsets")]
-        if all(part is not None for part in parts):
-            codes, scales, offsets = (part for part in parts if part is not None)
+        codes, scales, offsets = (stored.get(f"{name}.{part}") for part in ("codes", "scales", "offsets"))
+        if codes is not None and scales is not None:
             matrix = Quantised(_unpack(codes) if codes.dtype == torch.uint8 else codes, scales, offsets)
-            if matrix.codes.shape == weight.shape and scales.shape == offsets.shape:
+            if matrix.codes.shape == weight.shape and (offsets is None or scales.shape == offsets.shape):
                 found[weight.data_ptr()] = matrix
     return found
 

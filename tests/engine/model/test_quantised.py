@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGML_QUANT_SIZES, GGUFReader, GGUFWriter, dequantize
 from gguf import GGMLQuantizationType as Kind
-from gguf import GGUFReader, dequantize
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch import Segment
@@ -16,55 +18,75 @@ from engine.model.dequantise import dequantise
 from engine.model.gguf_blocks import quantised_weights
 from engine.model.gguf_file import read_gguf
 from engine.model.matmul import Matmul, Unit, units
-from engine.model.quantised import Quantised
+from engine.model.quantised import Form, Quantised
 from engine.model.quantised_file import NAME, read_quantised, write_quantised
 from engine.target import Target
 from tests.engine.model.tiny_gguf import write_gguf
 
 KINDS = [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0]
+HALVES = {Kind.Q4_K: [0, 2], Kind.Q5_K: [0, 2], Kind.Q6_K: [208]}
+"""Kinds of blocks of 256 inputs, and where in a block its float16 numbers are: not every number of two bytes is one."""
+FORMS = [form for form in Form if form is not Form.BFLOAT16]
 PAIRED = [unit for unit in units() if unit.paired]
 multiplies = pytest.mark.skipif(not PAIRED, reason="this processor does not multiply bfloat16")
 
 
-def random_matrix(bits: int, outputs: int, inputs: int) -> Quantised:
-    generator = torch.Generator().manual_seed(bits)
-    low, high, kind = (0, 16, torch.uint8) if bits == 4 else (-128, 128, torch.int8)
+def random_matrix(form: Form, outputs: int, inputs: int) -> Quantised:
+    """Scales are of few bits: see `engine.model.quantised`."""
+    generator = torch.Generator().manual_seed(int(form))
+    most = 128 if form is Form.EIGHT else 32
+    low, high, kind = (0, 16, torch.uint8) if form.bits == 4 else (-most, most, torch.int8)
     codes = torch.randint(low, high, (outputs, inputs), generator=generator).to(kind)
     scales, offsets = torch.randn(2, outputs, inputs // 32, generator=generator).half()
-    return Quantised(codes, scales, offsets)
+    if form is Form.EIGHT_HALVES:
+        factors = torch.randint(-128, 128, (outputs, inputs // 32, 2), generator=generator)
+        return Quantised(codes, (scales[..., None].float() * factors).flatten(1), None)
+    return Quantised(codes, *(some.float() * 63 if form.wide else some for some in (scales, offsets)))
+
+
+def k_blocks(kind: Kind, outputs: int, inputs: int) -> NDArray[np.uint8]:
+    """A random matrix of a GGUF file, [outputs, bytes]."""
+    generator = np.random.default_rng(int(kind))
+    blocks = generator.integers(0, 256, (outputs, inputs // 256, GGML_QUANT_SIZES[kind][1]), np.uint8)
+    for at in HALVES[kind]:
+        numbers = generator.standard_normal((outputs, inputs // 256)).astype(np.float16)
+        blocks[:, :, at : at + 2] = numbers.view(np.uint8).reshape(*numbers.shape, 2)
+    return blocks.reshape(outputs, -1)
 
 
 @pytest.mark.parametrize("unit", PAIRED, ids=lambda unit: unit.value)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 @pytest.mark.parametrize(("outputs", "inputs", "gated"), [(80, 32, False), (48, 1536, False), (96, 576, True)])
 @pytest.mark.parametrize("rows", [1, 2, 16, 17, 32, 33, 100])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_product_has_the_bits_of_the_bfloat16_product(
-    unit: Unit, bits: int, outputs: int, inputs: int, gated: bool, rows: int, threads: int
+    unit: Unit, form: Form, outputs: int, inputs: int, gated: bool, rows: int, threads: int
 ) -> None:
     torch.set_num_threads(threads)
-    matrix, bias = random_matrix(bits, outputs, inputs), torch.randn(outputs).bfloat16()
+    matrix, bias = random_matrix(form, outputs, inputs), torch.randn(outputs).bfloat16()
     x = torch.randn(rows, inputs).bfloat16()
     quantised = Matmul(matrix.values(), bias, gated, unit, matrix)
-    assert quantised.bits == bits
+    assert quantised.form is form
     assert torch.equal(quantised(x), Matmul(matrix.values(), bias, gated, unit)(x))
 
 
 @multiplies
 def test_a_matrix_that_is_not_the_weight_is_not_used() -> None:
-    matrix, x = random_matrix(4, 32, 64), torch.randn(3, 64).bfloat16()
+    matrix, x = random_matrix(Form.FOUR, 32, 64), torch.randn(3, 64).bfloat16()
     weight = matrix.values()
     weight[5, 7] += 1
     product = Matmul(weight, quantised=matrix)
-    assert product.bits == 0
+    assert product.form is Form.BFLOAT16
     assert torch.equal(product(x), Matmul(weight)(x))
 
 
 @multiplies
-def test_it_takes_less_room() -> None:
-    matrix = random_matrix(4, 64, 512)
-    whole, quantised = Matmul(matrix.values()), Matmul(matrix.values(), quantised=matrix)
-    assert quantised._weights.nbytes / whole._weights.nbytes == pytest.approx(5 / 16)
+@pytest.mark.parametrize(
+    ("form", "bits"), [(Form.FOUR, 5), (Form.EIGHT, 9), (Form.FOUR_WIDE, 6), (Form.EIGHT_HALVES, 10)]
+)
+def test_it_takes_less_room(form: Form, bits: int) -> None:
+    matrix = random_matrix(form, 64, 512)
+    assert Matmul(matrix.values(), quantised=matrix).bytes == 64 * 512 * bits / 8
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -82,6 +104,20 @@ def test_blocks_are_read_as_the_gguf_package_reads_them(kind: Kind, tmp_path: Pa
     assert all(torch.equal(found[name].values(), weight) for name, weight in expected.items())
 
 
+@pytest.mark.parametrize("kind", HALVES, ids=lambda kind: kind.name)
+def test_blocks_of_256_are_read_as_the_gguf_package_reads_them(kind: Kind, tmp_path: Path) -> None:
+    data = k_blocks(kind, 48, 512)
+    writer = GGUFWriter(tmp_path / "one.gguf", "llama")
+    writer.add_tensor("some.weight", data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    weight = torch.from_numpy(dequantize(data, kind)).bfloat16()
+    [matrix] = quantised_weights(tmp_path / "one.gguf", torch.nn.ParameterDict({"some": weight})).values()
+    assert torch.equal(matrix.values(), weight)
+
+
 def test_rows_are_found_in_another_order_and_what_differs_is_left_out(tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf", Kind.Q4_1)
     tensor = next(t for t in GGUFReader(tmp_path / "tiny.gguf").tensors if t.name == "blk.0.ffn_up.weight")
@@ -95,21 +131,21 @@ def test_rows_are_found_in_another_order_and_what_differs_is_left_out(tmp_path: 
 
 
 def test_what_is_written_is_read_again_and_a_damaged_file_is_passed_over(tmp_path: Path) -> None:
-    matrices = {"a": random_matrix(4, 32, 64), "b": random_matrix(8, 16, 32)}
+    matrices = {form.name: random_matrix(form, 32, 64) for form in FORMS}
     model = torch.nn.ParameterDict({name: matrix.values() for name, matrix in matrices.items()})
     assert read_quantised(tmp_path, model) == {}
     write_quantised(tmp_path, matrices)
     found = read_quantised(tmp_path, model)
     for name, weight in model.items():
         matrix = found[weight.data_ptr()]
-        assert matrix.bits == matrices[name].bits
+        assert matrix.form is matrices[name].form
         assert torch.equal(matrix.values(), weight)
     (tmp_path / NAME).write_bytes((tmp_path / NAME).read_bytes()[:100])
     assert read_quantised(tmp_path, model) == {}
 
 
 def test_other_engines_take_it_for_no_weights(tmp_path: Path) -> None:
-    write_quantised(tmp_path, {"a": random_matrix(4, 32, 64)})
+    write_quantised(tmp_path, {"a": random_matrix(Form.FOUR, 32, 64)})
     assert (tmp_path / NAME).is_file() and not list(tmp_path.glob("*.safetensors"))
 
 
@@ -119,16 +155,16 @@ def test_a_converted_file_answers_the_same_with_its_blocks_and_without(tmp_path:
     folder = tmp_path / "converted"
     folder.mkdir()
     dequantise(read_gguf(tmp_path / "tiny.gguf", "file"), folder, "tiny", "")
-    with_blocks = _logits(folder, 4)
+    with_blocks = _logits(folder, Form.FOUR)
     (folder / NAME).unlink()
-    assert torch.equal(with_blocks, _logits(folder, 0))
+    assert torch.equal(with_blocks, _logits(folder, Form.BFLOAT16))
 
 
-def _logits(folder: Path, bits: int) -> Tensor:
+def _logits(folder: Path, form: Form) -> Tensor:
     target = Target.load(str(folder), "bfloat16", "cpu")
     assert isinstance(target._forward, LeanDecoder)
     products = [product for layer in target._forward.layers for product in (layer.qkv, layer.down)]
-    assert [product.matmul and product.matmul.bits for product in products] == [bits] * len(products)
+    assert [product.matmul and product.matmul.form for product in products] == [form] * len(products)
     cache = target.new_cache(64)
     logits, _ = target.run([Segment.of_text([5, 6, 7, 8, 9] * 8, cache)])
     return logits
