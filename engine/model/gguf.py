@@ -14,7 +14,7 @@ from engine.model.cache import home, keep
 from engine.model.gguf_file import GgufFile, read_gguf
 from engine.model.progress import Report
 
-_FORMAT = 2
+_FORMAT = 3
 """Raise it when a conversion comes to differ: files are then converted again."""
 _STEP = re.compile(rb"(\d+)/(\d+) \[")
 _TOKENIZER_BYTES = 30_000_000
@@ -43,8 +43,8 @@ def converted(file: Path, field: str, report: Report) -> Path:
 
 
 def room_for(gguf: GgufFile) -> int:
-    """Bytes of the directory that the file becomes."""
-    return 2 * gguf.elements + gguf.path.stat().st_size + _TOKENIZER_BYTES
+    """Bytes of the directory that the file becomes, at most: bfloat16, and blocks of up to 10 bits a weight."""
+    return gguf.elements * (16 + 10) // 8 + _TOKENIZER_BYTES
 
 
 def convert(gguf: GgufFile, folder: Path, field: str, title: str, origin: str, report: Report) -> None:

@@ -6,7 +6,7 @@ transformers renames tensors and turns the rows of some. What is not the weight,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,32 +23,37 @@ from engine.model.simd import LANES
 Bytes = NDArray[np.uint8]
 
 
-def quantised_weights(gguf: Path, model: Any) -> dict[str, Quantised]:
-    """The model's weights that the file has in blocks of one of the formats below, by name."""
+def quantised_weights(gguf: Path, model: Any) -> Iterator[tuple[str, Quantised]]:
+    """The model's weights that the file has in blocks of one of the formats below, by name, one after the other: all
+    together may be more than the memory holds.
+    """
+    tensors = [tensor for tensor in GGUFReader(gguf).tensors if _is_known(tensor)]
     rows: dict[int, tuple[int, int]] = {}  # by a row's hash: the tensor it is of, and its place there
-    found: list[Quantised] = []
-    for tensor in GGUFReader(gguf).tensors:
-        inputs, read = _FORMATS.get(tensor.tensor_type.name, (0, None))
-        if read is None or len(tensor.shape) != 2 or tensor.shape[0] % inputs:
-            continue
-        size = int(tensor.shape[1]), int(tensor.shape[0]) // inputs, -1
-        matrix = read(np.asarray(tensor.data).reshape(-1).view(np.uint8).reshape(size))
-        rows |= {row: (len(found), place) for place, row in enumerate(_hashes(matrix.values()))}
-        found.append(matrix)
-    named = {}
+    for number, tensor in enumerate(tensors):
+        rows |= {row: (number, place) for place, row in enumerate(_hashes(_read(tensor).values()))}
     for name, weight in model.named_parameters():
-        if weight.dim() == 2 and len(weight) % LANES == 0 and (made := _of_rows(weight.detach(), rows, found)):
-            named[name] = made
-    return named
+        if weight.dim() == 2 and len(weight) % LANES == 0 and (made := _of_rows(weight.detach(), rows, tensors)):
+            yield name, made
 
 
-def _of_rows(weight: Tensor, rows: dict[int, tuple[int, int]], found: list[Quantised]) -> Quantised | None:
-    """The weight as rows of one of the matrices."""
+def _is_known(tensor: Any) -> bool:
+    inputs, _ = _FORMATS.get(tensor.tensor_type.name, (0, None))
+    return inputs > 0 and len(tensor.shape) == 2 and tensor.shape[0] % inputs == 0
+
+
+def _read(tensor: Any) -> Quantised:
+    inputs, read = _FORMATS[tensor.tensor_type.name]
+    size = int(tensor.shape[1]), int(tensor.shape[0]) // inputs, -1
+    return read(np.asarray(tensor.data).reshape(-1).view(np.uint8).reshape(size))
+
+
+def _of_rows(weight: Tensor, rows: dict[int, tuple[int, int]], tensors: Sequence[Any]) -> Quantised | None:
+    """The weight as rows of one of the tensors."""
     places = [rows.get(row) for row in _hashes(weight)]
     there = [place for place in places if place is not None]
     if len(there) < len(places) or len({tensor for tensor, _ in there}) != 1:
         return None
-    matrix = found[there[0][0]].rows(torch.tensor([place for _, place in there]))
+    matrix = _read(tensors[there[0][0]]).rows(torch.tensor([place for _, place in there]))
     return matrix if torch.equal(matrix.values(), weight) else None
 
 
@@ -78,13 +83,18 @@ def _codes(codes: Bytes) -> Tensor:
     return torch.from_numpy(codes.reshape(len(codes), -1).copy())
 
 
+def _paired(codes: Bytes) -> Tensor:
+    """Two codes of 4 bits to a byte."""
+    return _codes(codes[:, :, 0::2] | codes[:, :, 1::2] << np.uint8(4))
+
+
 def _q4_0(raw: Bytes) -> Quantised:
     scales = _half(raw, 0)
-    return Quantised(_codes(_nibbles(raw[:, :, 2:])), scales, scales * -8)
+    return Quantised(_paired(_nibbles(raw[:, :, 2:])), scales, scales * -8)
 
 
 def _q4_1(raw: Bytes) -> Quantised:
-    return Quantised(_codes(_nibbles(raw[:, :, 4:])), _half(raw, 0), _half(raw, 2))
+    return Quantised(_paired(_nibbles(raw[:, :, 4:])), _half(raw, 0), _half(raw, 2))
 
 
 def _q5_0(raw: Bytes) -> Quantised:
@@ -103,7 +113,7 @@ def _q8_0(raw: Bytes) -> Quantised:
 
 
 def _q4_k(raw: Bytes) -> Quantised:
-    return Quantised(_codes(_bits(raw[:, :, 16:], 4, 32)), *_scales_and_offsets(raw))
+    return Quantised(_paired(_bits(raw[:, :, 16:], 4, 32)), *_scales_and_offsets(raw))
 
 
 def _q5_k(raw: Bytes) -> Quantised:

@@ -44,7 +44,7 @@ class Unit(Enum):
     FMA = "fma"
 
     def kernel(self, form: Form) -> Kernel:
-        """What multiplies matrices of that form; without pairs there is none but the whole."""
+        """What multiplies matrices of that form. FMA has one kernel, which is told the matrix' type."""
         if (self, form) not in _KERNELS:
             _KERNELS[self, form] = fma_kernel() if self is Unit.FMA else _OF_PAIRS[self](form)
         return _KERNELS[self, form]
@@ -76,7 +76,7 @@ def units(dtype: torch.dtype = torch.bfloat16) -> tuple[Unit, ...]:
         return ()
     there = features()
     found = []
-    if {"+amx-tile", "+amx-bf16"} <= there:
+    if {"+amx-tile", "+amx-bf16", "+avx512bf16"} <= there:  # blocks are unpacked in vectors
         process = ctypes.CDLL(None)  # Linux keeps the tiles from processes that have not asked for them
         if process.syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0:
             found.append(Unit.AMX)
@@ -104,8 +104,8 @@ class Matmul:
     """x [rows, inputs] times a matrix [outputs, inputs] of bfloat16 or float32, plus the bias.
 
     gated: the matrix is a gate's and then an up's, of a multiple of 16 outputs each, and silu(gate) * up comes out.
-    quantised: the same matrix, kept in place of `weight` if that is what it stands for, bit for bit, and unpacking it
-    takes no longer than reading `weight`.
+    quantised: the same matrix, kept in place of `weight` if that is what it stands for, bit for bit, and the unit
+    multiplies pairs.
     """
 
     def __init__(

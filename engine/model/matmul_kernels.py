@@ -106,7 +106,7 @@ def amx_kernel(form: Form) -> Kernel:
     """
     number, size = int(form), form.tile_bytes
 
-    @kernel(MATMUL)
+    @kernel(MATMUL, form.name)
     def compiled(address: Any) -> None:
         work = carray(address, 1)[0]
         panel, end = first_panel(work, member(), members()), first_panel(work, member() + 1, members())
@@ -169,7 +169,7 @@ def vector_kernel(form: Form) -> Kernel:
     number, size, coded = int(form), form.tile_bytes, form is not Form.BFLOAT16
     kept = int(coded)
 
-    @kernel(MATMUL)
+    @kernel(MATMUL, form.name)
     def compiled(address: Any) -> None:
         work = carray(address, 1)[0]
         panel, end = first_panel(work, member(), members()), first_panel(work, member() + 1, members())

@@ -148,7 +148,8 @@ def sum_vectors(
         _, _, _, weights, steps, *_ = where
         with sums_in_registers(builder, count, width, of.tile_bytes, 2, *where) as (step, tiles, here, sums):
             if width > 1:  # attention has one panel, and asks for blocks itself: they do not follow each other
-                fetch_later(builder, step, steps, weights, of.tile_bytes, width)
+                with builder.if_then(builder.icmp_unsigned("!=", weights, place)):  # what was kept is near
+                    fetch_later(builder, step, steps, weights, of.tile_bytes, width)
             matrices = zip(*(pair_vectors(builder, of, tile) for tile in tiles), strict=True)
             for pair, matrix in enumerate(matrices):
                 if kept:

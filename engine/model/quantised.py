@@ -6,10 +6,10 @@ bfloat16, bit for bit, so no answer changes; a forward over a few rows, which ta
 takes, gets faster. Scales have so few significant bits that a scale times a code is exact in float32: one rounding
 follows, whether the offset is added by the same instruction or by another.
 
-Tiles are laid out as `engine.model.matmul` wants them, 16 outputs by 32 inputs: first two numbers for each of the 16
-outputs, scales and offsets or the scales of both halves of the inputs. Then for each pair of inputs the codes of
-outputs 0 to 7 and of 8 to 15, inputs alternating. With 4 bits the first are the lower halves of 16 bytes and the second
-the upper ones.
+Tiles are laid out as `engine.model.matmul` wants them, 16 outputs by 32 inputs: first 16 scales and 16 offsets, or the
+scales of the first half of the inputs and those of the second. Then for each pair of inputs the codes of outputs 0 to 7
+and of 8 to 15, inputs alternating. With 4 bits the first are the lower halves of 16 bytes and the second the upper
+ones.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ class Form(IntEnum):
 
 @dataclass(frozen=True)
 class Quantised:
-    """A matrix [outputs, inputs]. codes: uint8 of 4 bits, or int8; scales, offsets: [outputs, inputs / 32] float16 or
-    float32 or, where there are no offsets, scales [outputs, inputs / 16] float32.
+    """A matrix [outputs, inputs]. codes: [outputs, inputs] int8, or [outputs, inputs / 2] uint8 of two codes of 4 bits,
+    the first one's below. scales, offsets: [outputs, inputs / 32] float16 or float32 or, where there are no offsets,
+    scales [outputs, inputs / 16] float32.
     """
 
     codes: Tensor
@@ -85,12 +86,31 @@ class Quantised:
             return Form.FOUR_WIDE if four else Form.EIGHT_WIDE
         return Form.FOUR if four else Form.EIGHT
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        outputs, stored = self.codes.shape
+        return outputs, stored * 8 // self.form.bits
+
+    @property
+    def whole(self) -> bool:
+        """Whether the shapes of its parts go together."""
+        outputs, inputs = self.shape
+        numbers = outputs, inputs // (BLOCK_INPUTS // 2 if self.offsets is None else BLOCK_INPUTS)
+        return all(part.shape == numbers for part in (self.scales, self.offsets) if part is not None)
+
     def values(self) -> Tensor:
         """The matrix as bfloat16."""
-        whole = self.codes.float().unflatten(1, (self.scales.shape[1], -1)) * self.scales.float()[..., None]
+        codes = self._codes().float().unflatten(1, (self.scales.shape[1], -1))
+        whole = codes * self.scales.float()[..., None]
         if self.offsets is not None:
             whole += self.offsets.float()[..., None]
         return whole.flatten(1).to(torch.bfloat16)
+
+    def _codes(self) -> Tensor:
+        """[outputs, inputs], a byte each."""
+        if self.form.bits == 8:
+            return self.codes
+        return torch.stack([self.codes & 15, self.codes >> 4], dim=2).flatten(1)
 
     def rows(self, order: Tensor) -> Quantised:
         """Those of its outputs, in that order."""
@@ -112,11 +132,11 @@ class Quantised:
 
     def tiles(self) -> Tensor:
         """[panels, steps, bytes] uint8, as the kernel reads it. Outputs are a multiple of 16."""
-        panels, steps = self.codes.shape[0] // LANES, self.codes.shape[1] // BLOCK_INPUTS
+        panels, steps = self.shape[0] // LANES, self.shape[1] // BLOCK_INPUTS
         numbers = self.scales if self.offsets is None else torch.stack([self.scales, self.offsets], dim=2)
         head = numbers.view(panels, LANES, steps, 2).permute(0, 2, 3, 1).contiguous()
         # outputs as halves of 8, inputs as pairs: [panels, steps, pairs, half, output, input of the pair]
-        codes = self.codes.view(torch.uint8).view(panels, 2, 8, steps, 16, 2).permute(0, 3, 4, 1, 2, 5).flatten(4)
+        codes = self._codes().view(torch.uint8).view(panels, 2, 8, steps, 16, 2).permute(0, 3, 4, 1, 2, 5).flatten(4)
         codes = (codes[:, :, :, 0] | codes[:, :, :, 1] << 4) if self.form.bits == 4 else codes.flatten(3)
         return torch.cat([head.view(torch.uint8).flatten(2), codes.flatten(2)], dim=2).contiguous()
 

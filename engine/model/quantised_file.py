@@ -5,11 +5,10 @@ A safetensors file by another name: vLLM takes every *.safetensors of a folder f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -19,12 +18,11 @@ from engine.model.quantised import Quantised
 NAME = "quantised.blocks"
 
 
-def write_quantised(folder: Path, matrices: Mapping[str, Quantised]) -> None:
-    """matrices: by the name of the weight that each stands for. Nothing is written if there are none."""
+def write_quantised(folder: Path, matrices: Iterable[tuple[str, Quantised]]) -> None:
+    """matrices: with the name of the weight that each stands for. Nothing is written if there are none."""
     stored: dict[str, Tensor] = {}
-    for name, matrix in matrices.items():
-        stored[f"{name}.codes"] = _pack(matrix.codes) if matrix.form.bits == 4 else matrix.codes
-        stored[f"{name}.scales"] = matrix.scales
+    for name, matrix in matrices:
+        stored |= {f"{name}.codes": matrix.codes, f"{name}.scales": matrix.scales}
         if matrix.offsets is not None:
             stored[f"{name}.offsets"] = matrix.offsets
     if stored:
@@ -41,15 +39,7 @@ def read_quantised(folder: Path, model: Any) -> dict[int, Quantised]:
     for name, weight in model.named_parameters():
         codes, scales, offsets = (stored.get(f"{name}.{part}") for part in ("codes", "scales", "offsets"))
         if codes is not None and scales is not None:
-            matrix = Quantised(_unpack(codes) if codes.dtype == torch.uint8 else codes, scales, offsets)
-            if matrix.codes.shape == weight.shape and (offsets is None or scales.shape == offsets.shape):
+            matrix = Quantised(codes, scales, offsets)
+            if matrix.shape == weight.shape and matrix.whole:
                 found[weight.data_ptr()] = matrix
     return found
-
-
-def _pack(codes: Tensor) -> Tensor:
-    return codes[:, 0::2] | codes[:, 1::2] << 4
-
-
-def _unpack(codes: Tensor) -> Tensor:
-    return torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)

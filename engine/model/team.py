@@ -88,14 +88,17 @@ class Kernel:
             _together(self.address, record, min(threads, units), 0)
 
 
-def kernel(record: np.dtype[Any]) -> Callable[[Callable[[Any], None]], Callable[[], Kernel]]:
+def kernel(record: np.dtype[Any], name: str = "") -> Callable[[Callable[[Any], None]], Callable[[], Kernel]]:
     """Decorator: `work(address of a record)` as a kernel, compiled when first asked for and cached on disk.
 
     Numba's cache sees changes of the file that `work` stands in, and of the signature: a last field, which nobody
-    reads, has the checksum of the other sources in its name.
+    reads, has the checksum of the other sources in its name. name: of one of several kernels that one function makes.
+    Two processes may write to the cache at a time, so no two kernels may share a file there.
     """
 
     def decorate(work: Callable[[Any], None]) -> Callable[[], Kernel]:
+        work.__qualname__ += name
+
         @cache
         def compiled() -> Kernel:
             versioned = np.dtype([*record.descr, (f"sources_{_sources():x}", "i8")])

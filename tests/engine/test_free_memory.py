@@ -17,7 +17,7 @@ def machine(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_copies_of_files_count_as_free(machine: Path) -> None:
+def test_the_page_cache_counts_as_free(machine: Path) -> None:
     assert free_memory(machine, machine / "none") == 20_000_000 * 1024
 
 

@@ -24,8 +24,9 @@ from engine.target import Target
 from tests.engine.model.tiny_gguf import write_gguf
 
 KINDS = [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0]
+K_KINDS = {Kind.Q4_K: Form.FOUR_WIDE, Kind.Q5_K: Form.EIGHT_WIDE, Kind.Q6_K: Form.EIGHT_HALVES}
 HALVES = {Kind.Q4_K: [0, 2], Kind.Q5_K: [0, 2], Kind.Q6_K: [208]}
-"""Kinds of blocks of 256 inputs, and where in a block its float16 numbers are: not every number of two bytes is one."""
+"""Where in a block its float16 numbers are: not every number of two bytes is one."""
 FORMS = [form for form in Form if form is not Form.BFLOAT16]
 PAIRED = [unit for unit in units() if unit.paired]
 multiplies = pytest.mark.skipif(not PAIRED, reason="this processor does not multiply bfloat16")
@@ -35,8 +36,10 @@ def random_matrix(form: Form, outputs: int, inputs: int) -> Quantised:
     """Scales are of few bits: see `engine.model.quantised`."""
     generator = torch.Generator().manual_seed(int(form))
     most = 128 if form is Form.EIGHT else 32
-    low, high, kind = (0, 16, torch.uint8) if form.bits == 4 else (-most, most, torch.int8)
-    codes = torch.randint(low, high, (outputs, inputs), generator=generator).to(kind)
+    if form.bits == 4:
+        codes = torch.randint(0, 256, (outputs, inputs // 2), generator=generator).to(torch.uint8)
+    else:
+        codes = torch.randint(-most, most, (outputs, inputs), generator=generator).to(torch.int8)
     scales, offsets = torch.randn(2, outputs, inputs // 32, generator=generator).half()
     if form is Form.EIGHT_HALVES:
         factors = torch.randint(-128, 128, (outputs, inputs // 32, 2), generator=generator)
@@ -57,7 +60,7 @@ def k_blocks(kind: Kind, outputs: int, inputs: int) -> NDArray[np.uint8]:
 @pytest.mark.parametrize("unit", PAIRED, ids=lambda unit: unit.value)
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 @pytest.mark.parametrize(("outputs", "inputs", "gated"), [(80, 32, False), (48, 1536, False), (96, 576, True)])
-@pytest.mark.parametrize("rows", [1, 2, 16, 17, 32, 33, 100])
+@pytest.mark.parametrize("rows", [1, 2, 8, 16, 17, 32, 33, 64, 65])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_product_has_the_bits_of_the_bfloat16_product(
     unit: Unit, form: Form, outputs: int, inputs: int, gated: bool, rows: int, threads: int
@@ -81,9 +84,7 @@ def test_a_matrix_that_is_not_the_weight_is_not_used() -> None:
 
 
 @multiplies
-@pytest.mark.parametrize(
-    ("form", "bits"), [(Form.FOUR, 5), (Form.EIGHT, 9), (Form.FOUR_WIDE, 6), (Form.EIGHT_HALVES, 10)]
-)
+@pytest.mark.parametrize(("form", "bits"), list(zip(FORMS, (5, 9, 6, 10, 10), strict=True)))
 def test_it_takes_less_room(form: Form, bits: int) -> None:
     matrix = random_matrix(form, 64, 512)
     assert Matmul(matrix.values(), quantised=matrix).bytes == 64 * 512 * bits / 8
@@ -99,12 +100,12 @@ def test_blocks_are_read_as_the_gguf_package_reads_them(kind: Kind, tmp_path: Pa
                 dequantize(tensor.data, tensor.tensor_type)
             ).bfloat16()
     model = torch.nn.ParameterDict(expected)
-    found = quantised_weights(tmp_path / "tiny.gguf", model)
+    found = dict(quantised_weights(tmp_path / "tiny.gguf", model))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name].values(), weight) for name, weight in expected.items())
 
 
-@pytest.mark.parametrize("kind", HALVES, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", K_KINDS, ids=lambda kind: kind.name)
 def test_blocks_of_256_are_read_as_the_gguf_package_reads_them(kind: Kind, tmp_path: Path) -> None:
     data = k_blocks(kind, 48, 512)
     writer = GGUFWriter(tmp_path / "one.gguf", "llama")
@@ -114,7 +115,8 @@ def test_blocks_of_256_are_read_as_the_gguf_package_reads_them(kind: Kind, tmp_p
     writer.write_tensors_to_file()
     writer.close()
     weight = torch.from_numpy(dequantize(data, kind)).bfloat16()
-    [matrix] = quantised_weights(tmp_path / "one.gguf", torch.nn.ParameterDict({"some": weight})).values()
+    [(name, matrix)] = quantised_weights(tmp_path / "one.gguf", torch.nn.ParameterDict({"some": weight}))
+    assert (name, matrix.form) == ("some", K_KINDS[kind])
     assert torch.equal(matrix.values(), weight)
 
 
@@ -125,7 +127,7 @@ def test_rows_are_found_in_another_order_and_what_differs_is_left_out(tmp_path: 
     changed = weight.clone()
     changed[3, 3] *= 2
     model = torch.nn.ParameterDict({"turned": weight.flip(0), "changed": changed})
-    found = quantised_weights(tmp_path / "tiny.gguf", model)
+    found = dict(quantised_weights(tmp_path / "tiny.gguf", model))
     assert list(found) == ["turned"]
     assert torch.equal(found["turned"].values(), weight.flip(0))
 
@@ -134,7 +136,7 @@ def test_what_is_written_is_read_again_and_a_damaged_file_is_passed_over(tmp_pat
     matrices = {form.name: random_matrix(form, 32, 64) for form in FORMS}
     model = torch.nn.ParameterDict({name: matrix.values() for name, matrix in matrices.items()})
     assert read_quantised(tmp_path, model) == {}
-    write_quantised(tmp_path, matrices)
+    write_quantised(tmp_path, matrices.items())
     found = read_quantised(tmp_path, model)
     for name, weight in model.items():
         matrix = found[weight.data_ptr()]
@@ -144,8 +146,26 @@ def test_what_is_written_is_read_again_and_a_damaged_file_is_passed_over(tmp_pat
     assert read_quantised(tmp_path, model) == {}
 
 
+def test_parts_that_do_not_go_together_are_passed_over(tmp_path: Path) -> None:
+    matrix = random_matrix(Form.EIGHT, 16, 64)
+    model = torch.nn.ParameterDict({"a": matrix.values()})
+    for scales, offsets in ((matrix.scales[:, :1].contiguous(), matrix.offsets), (matrix.scales, None)):
+        write_quantised(tmp_path, [("a", Quantised(matrix.codes, scales, offsets))])
+        assert read_quantised(tmp_path, model) == {}
+
+
+def test_matrices_of_one_form_are_joined_and_others_are_not() -> None:
+    four, eight = random_matrix(Form.FOUR, 16, 64), random_matrix(Form.EIGHT, 16, 64)
+    halves = random_matrix(Form.EIGHT_HALVES, 16, 64)
+    for part in (four, halves):
+        joined = Quantised.joined([part, part])
+        assert joined is not None and torch.equal(joined.values(), torch.cat([part.values()] * 2))
+    assert Quantised.joined([four, eight]) is None
+    assert Quantised.joined([four, None]) is None
+
+
 def test_other_engines_take_it_for_no_weights(tmp_path: Path) -> None:
-    write_quantised(tmp_path, {"a": random_matrix(Form.FOUR, 32, 64)})
+    write_quantised(tmp_path, [("a", random_matrix(Form.FOUR, 32, 64))])
     assert (tmp_path / NAME).is_file() and not list(tmp_path.glob("*.safetensors"))
 
 
