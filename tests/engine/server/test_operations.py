@@ -22,6 +22,8 @@ from tests.engine.server.figures import metric, settled, until
 from tests.engine.server.process import ServerProcess, serving
 
 TINY = ("--served-model-name", "tiny", "--method", "pld")
+SLOW = ("--set", "verifier.simulated_latency_ms=20")
+"""Answers last for seconds, so that on a fast machine too they are under way when the gauges are looked at."""
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "1 2 3 1 2 3", "max_tokens": 5, "temperature": 0}
 
 
@@ -203,7 +205,7 @@ def test_a_server_that_says_that_it_serves_has_done_what_a_first_request_would_w
 
 
 def test_answers_survive_a_killed_verifier_and_new_ones_are_told_to_come_back(tiny: str) -> None:
-    with serving("--set", f"model={tiny}", *TINY) as server:
+    with serving("--set", f"model={tiny}", *TINY, *SLOW) as server:
         text = complete(server, max_tokens=300, ignore_eos=True).json()["choices"][0]["text"]
         under_way: list[httpx.Response] = []
         body = {"max_tokens": 300, "ignore_eos": True, "n": 8, "seed": 1}
@@ -223,7 +225,7 @@ def test_answers_survive_a_killed_verifier_and_new_ones_are_told_to_come_back(ti
 
 
 def test_sigterm_lets_answers_end_and_leaves_nothing(tiny: str) -> None:
-    with serving("--set", f"model={tiny}", *TINY) as server:
+    with serving("--set", f"model={tiny}", *TINY, *SLOW) as server:
         workers = psutil.Process(server.process.pid).children(recursive=True)
         answers: list[httpx.Response] = []
         body = {"max_tokens": 400, "ignore_eos": True, "n": 8}
