@@ -68,15 +68,12 @@ def _half(raw: Bytes, at: int) -> Tensor:
     return torch.from_numpy(raw[:, :, at : at + 2].copy().view(np.float16)[:, :, 0])
 
 
-def _nibbles(raw: Bytes) -> Bytes:
-    """[outputs, blocks, 16 bytes] -> [outputs, blocks, 32]: the lower halves, then the upper ones."""
-    return np.concatenate([raw & 15, raw >> 4], axis=2)
-
-
-def _fifth_bits(raw: Bytes) -> Bytes:
-    """[outputs, blocks, 4 bytes] -> [outputs, blocks, 32]: 16 where a bit is set."""
-    bits: Bytes = np.unpackbits(raw, axis=2, bitorder="little") * np.uint8(16)
-    return bits
+def _bits(raw: Bytes, bits: int, together: int) -> Bytes:
+    """[outputs, blocks, bytes] -> [outputs, blocks, codes]: of some bytes together, the lowest bits of each first."""
+    groups = raw.reshape(*raw.shape[:2], -1, 1, together)
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    parts: Bytes = np.right_shift(groups, shifts) & np.uint8((1 << bits) - 1)
+    return parts.reshape(*raw.shape[:2], -1)
 
 
 def _codes(codes: Bytes) -> Tensor:
@@ -90,20 +87,20 @@ def _paired(codes: Bytes) -> Tensor:
 
 def _q4_0(raw: Bytes) -> Quantised:
     scales = _half(raw, 0)
-    return Quantised(_paired(_nibbles(raw[:, :, 2:])), scales, scales * -8)
+    return Quantised(_paired(_bits(raw[:, :, 2:], 4, 16)), scales, scales * -8)
 
 
 def _q4_1(raw: Bytes) -> Quantised:
-    return Quantised(_paired(_nibbles(raw[:, :, 4:])), _half(raw, 0), _half(raw, 2))
+    return Quantised(_paired(_bits(raw[:, :, 4:], 4, 16)), _half(raw, 0), _half(raw, 2))
 
 
 def _q5_0(raw: Bytes) -> Quantised:
-    scales, codes = _half(raw, 0), _nibbles(raw[:, :, 6:]) + _fifth_bits(raw[:, :, 2:6])
+    scales, codes = _half(raw, 0), _bits(raw[:, :, 6:], 4, 16) + 16 * _bits(raw[:, :, 2:6], 1, 1)
     return Quantised(_codes(codes).to(torch.int8), scales, scales * -16)
 
 
 def _q5_1(raw: Bytes) -> Quantised:
-    codes = _nibbles(raw[:, :, 8:]) + _fifth_bits(raw[:, :, 4:8])
+    codes = _bits(raw[:, :, 8:], 4, 16) + 16 * _bits(raw[:, :, 4:8], 1, 1)
     return Quantised(_codes(codes).to(torch.int8), _half(raw, 0), _half(raw, 2))
 
 
@@ -125,14 +122,6 @@ def _q6_k(raw: Bytes) -> Quantised:
     codes = _bits(raw[:, :, :128], 4, 64) + 16 * _bits(raw[:, :, 128:192], 2, 32)
     scales = torch.from_numpy(raw[:, :, 192:208].copy()).view(torch.int8) * _half(raw, 208).float()[..., None]
     return Quantised(_codes(codes).to(torch.int8) - 32, scales.flatten(1), None)
-
-
-def _bits(raw: Bytes, bits: int, together: int) -> Bytes:
-    """[outputs, blocks, bytes] -> [outputs, blocks, codes]: of some bytes together, the lowest bits of each first."""
-    groups = raw.reshape(*raw.shape[:2], -1, 1, together)
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    parts: Bytes = np.right_shift(groups, shifts) & np.uint8((1 << bits) - 1)
-    return parts.reshape(*raw.shape[:2], -1)
 
 
 def _scales_and_offsets(raw: Bytes) -> tuple[Tensor, Tensor]:
