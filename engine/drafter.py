@@ -23,6 +23,7 @@ from drafters.outcomes import Outcome as Guess
 from drafters.outcomes import likeliest
 from engine.drafting import Outcome, Request, Running, Sent, Wanted
 from engine.errors import ProtocolError
+from engine.loop_link import LoopLine
 from engine.messages import Array, Draft, Finish, Heartbeat, Hello, Rates, Ready, Start, Stop, Verdict
 from engine.trace import Trace
 from engine.transport import Line
@@ -42,7 +43,7 @@ class Overtaken(Exception):
 class DrafterWorker:
     """control: the line to the front end; verdicts: the line to the verifier."""
 
-    def __init__(self, drafter: Drafter, control: Line, verdicts: Line, traced: bool = False):
+    def __init__(self, drafter: Drafter, control: Line, verdicts: Line | LoopLine, traced: bool = False):
         self.drafter, self.control, self.verdicts = drafter, control, verdicts
         self.trace = Trace(control, traced)
         self.poller = zmq.Poller()

@@ -10,6 +10,7 @@ import numpy as np
 from engine.conclusion import Conclusion
 from engine.cost_model import CostModel
 from engine.errors import ProtocolError
+from engine.loop_link import LoopHub
 from engine.messages import Array, Draft, Finish, Hello, Start, Verdict
 from engine.request import Request
 from engine.round import Proposal
@@ -27,7 +28,15 @@ class DrafterLine:
     after which a drafter that owes a draft is late, until it speaks again. weighed: whether drafts have to pay.
     """
 
-    def __init__(self, hub: Hub, target: Target, requests: Scheduler, budget: int, timeout_s: float, weighed: bool):
+    def __init__(
+        self,
+        hub: Hub | LoopHub,
+        target: Target,
+        requests: Scheduler,
+        budget: int,
+        timeout_s: float,
+        weighed: bool,
+    ):
         self.hub, self.target, self.requests = hub, target, requests
         self.budget, self.timeout_s, self.weighed = budget, timeout_s, weighed
         self.drafter: str | None = None

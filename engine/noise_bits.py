@@ -34,25 +34,6 @@ def bits_of(key: Any, token: Any) -> Any:
     return _mixed(x) >> np.uint64(12)
 
 
-@njit(cache=True, nogil=True)
-def bits_of_all(key: np.uint64, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-    """`bits_of` for [n] int64 tokens."""
-    bits = np.empty(len(tokens), np.int64)
-    for i in range(len(tokens)):
-        bits[i] = np.int64(bits_of(key, tokens[i]))
-    return bits
-
-
-@njit(cache=True, nogil=True)
-def missing_to_one(key: np.uint64, count: int) -> NDArray[np.float32]:
-    """1 - u of the tokens from 0 on, [count] float32, in one pass, where u is the uniform number that the bits make."""
-    rest = np.empty(count, np.float32)
-    for token in range(count):
-        left = np.int64(bits_of(key, token) ^ np.uint64((1 << 52) - 1))
-        rest[token] = (np.float32(left) + np.float32(0.5)) * np.float32(UNIT)
-    return rest
-
-
 @njit(cache=True)
 def _keys(seed: np.uint64, position: int, count: int) -> NDArray[np.uint64]:
     keys = np.empty(count, np.uint64)

@@ -128,10 +128,6 @@ class Hub:
             reason = os.strerror(error.errno or 0).lower()
             raise ConfigError(f"{field}{self.endpoint}: cannot be bound: {reason}; free it or name another") from None
 
-    def also_at(self, endpoint: str) -> None:
-        """Serve peers of this process there, beside those of others."""
-        self.socket.bind(endpoint)
-
     def restore(self) -> None:
         """Should somebody have removed the socket's file (a cleaner of temporary files, say), be found again."""
         if self._file is not None and not self._file.exists():

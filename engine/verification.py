@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from engine.errors import NotANumber, RequestFailed
+from engine.gumbel_max import draw_bfloat16
 from engine.logprobs import token_logprob
 from engine.matcher import Matcher
 from engine.messages import TokenLogprob
 from engine.model.argmax import NAN, argmax
 from engine.noise import gumbel_argmax
+from engine.noise_bits import key_of
 from engine.penalties import Penalties
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
@@ -27,8 +29,8 @@ _COLDEST = 1e-30  # logits divided by less than this overflow float32, and all i
 
 @dataclass(frozen=True)
 class Choices:
-    """What the target says of a tree's nodes. rows: [nodes, vocab] in any type. settled: that the largest logit is
-    drawn, whatever came before.
+    """What the target says of a tree's nodes. rows: [nodes, vocab] in any type. settled: that they are drawn from as
+    they are, whatever came before.
     """
 
     rows: Tensor
@@ -68,6 +70,14 @@ class Choice:
         """[vocab] float32"""
         return self.choices.rows[self.node].float()
 
+    def sampled(self, temperature: float, seed: int, position: int) -> int:
+        """A draw from softmax(logits / temperature), `NAN` where they hold NaN."""
+        rows = self.choices.rows
+        if rows.device.type == "cpu" and rows.dtype == torch.bfloat16:
+            bits = rows.view(torch.int16).numpy()
+            return int(draw_bfloat16(key_of(seed, position), bits, self.node, temperature))
+        return gumbel_argmax(self.logits / temperature, seed, position)
+
 
 class Sampler:
     """Draws a request's tokens one after the other: penalties and bias, minimum length, grammar, temperature, top-k,
@@ -100,8 +110,7 @@ class Sampler:
 
     def choices(self, logits: Tensor) -> Choices:
         """The choices that `logits` [nodes, vocab] leave, in any type."""
-        settled = self._greedy and not self._penalties and self.drawn >= self.params.min_tokens
-        return Choices(logits, settled)
+        return Choices(logits, settled=not self._penalties and self.drawn >= self.params.min_tokens)
 
     def draw(self, choice: Choice) -> int:
         """The next token. Raises NotANumber if the logits are no distribution."""
@@ -167,25 +176,28 @@ class Sampler:
 
     def _best(self, choice: Choice, allowed: Tensor | None) -> int:
         """The draw from those that are `allowed`, all if None."""
-        if allowed is None and choice.settled:
-            return choice.best
-        params, logits = self.params, choice.logits
+        params, temperature = self.params, max(self.params.temperature, _COLDEST)
+        if allowed is None and choice.settled and (self._greedy or not self._truncates):
+            return choice.best if self._greedy else choice.sampled(temperature, params.seed, self._position)
+        logits = self._changed(choice.logits, allowed)
+        if self._greedy:
+            return argmax(logits[None])[0]
+        scores = logits / temperature
+        if self._truncates:
+            among = slice(None) if allowed is None else allowed  # sorting a row of equal infinities takes for ever
+            left = truncate(scores[among], params.top_k or 0, params.top_p or 1.0, params.min_p or 0.0)
+            scores = left if allowed is None else scores.masked_scatter(allowed, left)
+        return gumbel_argmax(scores, params.seed, self._position)
+
+    def _changed(self, logits: Tensor, allowed: Tensor | None) -> Tensor:
+        """[vocab] float32: with penalties, and without the tokens that may not come."""
         if self._penalties:
             logits = self._penalties(logits)
         if allowed is not None:
-            logits = logits.masked_fill(~allowed, -torch.inf)
-        elif self.drawn < params.min_tokens and self._eos:
-            logits = logits.index_fill(0, torch.tensor(self._eos, device=logits.device), -torch.inf)
-        if self._greedy:
-            token = int(logits.argmax())
-        else:
-            scores = logits / max(params.temperature, _COLDEST)
-            if self._truncates:
-                among = slice(None) if allowed is None else allowed  # sorting a row of equal infinities takes for ever
-                left = truncate(scores[among], params.top_k or 0, params.top_p or 1.0, params.min_p or 0.0)
-                scores = left if allowed is None else scores.masked_scatter(allowed, left)
-            token = gumbel_argmax(scores, params.seed, self._position)
-        return NAN if logits[token].isnan() else token  # NaN counts as the largest in each step before
+            return logits.masked_fill(~allowed, -torch.inf)
+        if self.drawn < self.params.min_tokens and self._eos:
+            return logits.index_fill(0, torch.tensor(self._eos, device=logits.device), -torch.inf)
+        return logits
 
 
 def truncate(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:

@@ -22,6 +22,7 @@ from engine.config import Config
 from engine.drafter_line import FROM_DRAFTER, DrafterLine
 from engine.errors import OutOfBlocks
 from engine.front_end_line import FROM_FRONT_END, FrontEndLine
+from engine.loop_link import LoopHub
 from engine.messages import Cancel
 from engine.meter import Meter
 from engine.request import Request
@@ -48,7 +49,7 @@ class Verifier:
         config: Config,
         target: Target,
         control: Line,
-        drafts: Hub,
+        drafts: Hub | LoopHub,
         threads: Threads,
         beside: DrafterWorker | None = None,
     ):
@@ -69,10 +70,9 @@ class Verifier:
         self.meter.measure()
         self.front_end.tell_ready()
         poller = zmq.Poller()
-        poller.register(self.front_end.line.socket, zmq.POLLIN)
-        poller.register(self.drafter.hub.socket, zmq.POLLIN)
-        if self.beside is not None:
-            poller.register(self.beside.verdicts.socket, zmq.POLLIN)
+        for socket in (self.front_end.line.socket, self.drafter.hub.socket):
+            if socket is not None:
+                poller.register(socket, zmq.POLLIN)
         while not self.stopping:
             if plan := self._plan():
                 self._step(plan)

@@ -20,6 +20,7 @@ import zmq
 from engine.config import Config, cores
 from engine.errors import TalonError
 from engine.keys import Keys, load
+from engine.loop_link import LoopHub, LoopLine
 from engine.messages import Failed
 from engine.transport import Hub, Line
 
@@ -47,11 +48,11 @@ def run_worker(spec: WorkerSpec, context: zmq.Context[Any]) -> None:
 
 
 def _run_verifier(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -> None:
-    from engine.verifier import FROM_DRAFTER, FROM_FRONT_END, Verifier
+    from engine.verifier import FROM_FRONT_END, Verifier
 
     with (
         _reporting(Line(context, spec.control, spec.name, FROM_FRONT_END)) as control,
-        closing(Hub(context, spec.drafts, FROM_DRAFTER, load_keys(config, "verifier"))) as drafts,
+        closing(_hub(spec, config, context)) as drafts,
     ):
         import torch
 
@@ -65,22 +66,26 @@ def _run_verifier(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -
             Verifier(config, target, control, drafts, threads, drafter).run()
 
 
-@contextmanager
-def _beside(spec: WorkerSpec, config: Config, context: zmq.Context[Any], drafts: Hub) -> Iterator[DrafterWorker | None]:
-    """The drafter that takes turns with the verifier in its own loop, if that is how this one is run."""
-    if not shares_loop(config):
-        yield None
-        return
-    from engine.drafter import FROM_VERIFIER
+def _hub(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -> Hub | LoopHub:
+    """Where drafters are."""
+    from engine.verifier import FROM_DRAFTER
 
-    name, meeting = f"drafter-of-{spec.name}", f"inproc://{spec.name}"
-    drafts.also_at(meeting)
-    with (
-        closing(Line(context, spec.control, name, ())) as control,
-        closing(Line(context, meeting, name, FROM_VERIFIER)) as verdicts,
-        _drafter(config, control, verdicts) as worker,
-    ):
-        yield worker
+    return LoopHub() if shares_loop(config) else Hub(context, spec.drafts, FROM_DRAFTER, load_keys(config, "verifier"))
+
+
+@contextmanager
+def _beside(
+    spec: WorkerSpec, config: Config, context: zmq.Context[Any], drafts: Hub | LoopHub
+) -> Iterator[DrafterWorker | None]:
+    """The drafter that takes turns with the verifier in its own loop, if that is how this one is run."""
+    if isinstance(drafts, LoopHub):
+        with (
+            closing(Line(context, spec.control, f"drafter-of-{spec.name}", ())) as control,
+            _drafter(config, control, drafts.line) as worker,
+        ):
+            yield worker
+    else:
+        yield None
 
 
 def _run_drafter(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -> None:
@@ -105,7 +110,7 @@ def _run_drafter(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) ->
 
 
 @contextmanager
-def _drafter(config: Config, control: Line, verdicts: Line) -> Iterator[DrafterWorker]:
+def _drafter(config: Config, control: Line, verdicts: Line | LoopLine) -> Iterator[DrafterWorker]:
     """The drafter, loaded; what it has learnt is saved behind."""
     from drafters.registry import build_for_worker
     from engine.drafter import DrafterWorker

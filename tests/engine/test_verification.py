@@ -143,12 +143,12 @@ def test_the_next_token_distribution_is_the_models_own_through_any_tree(tiny: st
     assert ((observed - expected) ** 2 / expected).sum() < 37.7  # 15 degrees of freedom, one in a thousand
 
 
-def test_greedy_choices_are_settled_by_each_rows_best_token() -> None:
+def test_choices_are_settled_where_nothing_changes_the_logits() -> None:
     logits = torch.randn(50, 20, generator=torch.Generator().manual_seed(1))
     choices = greedy().choices(logits)
     assert choices.settled and [choices[node].best for node in range(50)] == logits.argmax(-1).tolist()
     assert not greedy(min_tokens=1).choices(logits).settled
-    assert not greedy(temperature=1.0).choices(logits).settled
+    assert not greedy(repetition_penalty=1.2).choices(logits).settled
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"repetition_penalty": 1.3}, {"min_tokens": 3}])

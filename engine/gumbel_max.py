@@ -1,0 +1,132 @@
+"""One draw from softmax(scores) by the Gumbel-max rule, compiled whole: behind a forward nothing is in the caches, and
+each of the dozen calls to torch and numpy that it took otherwise cost ten times what its numbers did.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from engine.model.argmax import NAN
+from engine.noise_bits import UNIT, bits_of
+
+_CERTAIN = 1 - 1e-4  # far more than float32 can err in `draw`, whose proof needs three times that error
+_REACH = 41.0  # noise lies in [-3.61, 36.74], so a token 40.36 below the best score never wins
+_NEAR = 8.0  # below the best score: of the tokens further down only those with rare noise are looked at
+_PART, _SEARCHED = 32, 1024  # tokens looked at together
+
+
+@njit(cache=True, nogil=True)
+def draw(key: Any, scores: Any) -> Any:
+    """argmax over tokens of scores + noise, the first of equals; `NAN` where a score is NaN. scores: [vocab] float32.
+
+    With noise -log(-log u) and w = exp(score - best score), the largest score + noise is the largest w / -log u. As
+    1 - u <= -log u <= (1 - u) / u, that lies between w / (1 - u) - w and w / (1 - u), and a token whose upper bound is
+    below another's lower bound cannot win. The first lower bound is that of the best score: far below it a token needs
+    a 1 - u so small that few have it. What the bounds leave, mostly one or two, is compared exactly. Within `_REACH`
+    float32 makes w wrong by less than one part in 10^5, for which `_CERTAIN` makes up; for what adding noise to a huge
+    score rounds off (equals then abound), the exponential.
+    """
+    best = _first_best(scores)
+    peak = scores[best]
+    if not math.isfinite(peak):
+        return NAN if math.isnan(peak) else best
+    certain = np.float32(_CERTAIN * math.exp(-abs(peak) * UNIT * 2))
+    least = np.float32(math.exp(-_REACH))
+    floor = max(certain / _missing_to_one(key, best) - np.float32(1), least)
+    tokens, weight, rest = _plausible(key, scores, peak, np.float32(math.exp(-_NEAR) / _CERTAIN) / floor)
+    threshold = max((weight / rest * certain - weight).max(), least)
+    winner, most = best, -np.inf
+    for i in range(len(tokens)):
+        if weight[i] / rest[i] >= threshold:
+            value = scores[tokens[i]] + noise_of(key, tokens[i])
+            if value > most:
+                winner, most = tokens[i], value
+    return winner
+
+
+@njit(cache=True, nogil=True)
+def draw_bfloat16(key: Any, logits: Any, row: int, temperature: float) -> Any:
+    """`draw` of the scores logits / temperature, float32. logits: [rows, vocab] int16, bfloat16 numbers."""
+    bits, by = logits[row], np.float32(temperature)
+    wide = np.empty(len(bits), np.int32)
+    for i in range(len(bits)):
+        wide[i] = np.int32(bits[i]) << np.int32(16)
+    scores = wide.view(np.float32)
+    for i in range(len(scores)):
+        scores[i] /= by
+    return draw(key, scores)
+
+
+@njit(cache=True, nogil=True)
+def _plausible(key: Any, scores: Any, peak: Any, rare: Any) -> Any:
+    """The tokens whose 1 - u is less than `rare`, or whose score is near the peak: their ids, ascending, w and 1 - u.
+
+    Most parts have none, which is found without a branch, many tokens at a time. No array is written whole.
+    """
+    count, near = len(scores), peak - np.float32(_NEAR)
+    tokens, weight, rest = np.empty(count, np.int64), np.empty(count, np.float32), np.empty(count, np.float32)
+    found = 0
+    for start in range(0, count, _PART):
+        part, hits = scores[start : start + _PART], 0
+        for i in range(len(part)):
+            hits += np.int64(_missing_to_one(key, start + i) < rare) | np.int64(part[i] >= near)
+        if hits:
+            for i in range(len(part)):
+                left = _missing_to_one(key, start + i)
+                if left < rare or part[i] >= near:
+                    tokens[found], weight[found], rest[found] = start + i, math.exp(part[i] - peak), left
+                    found += 1
+    return tokens[:found], weight[:found], rest[:found]
+
+
+@njit(cache=True, nogil=True)
+def _first_best(scores: Any) -> Any:
+    """The first token of the largest score, or a NaN. The largest of a part is found without a branch, many
+    numbers at once; then that part alone is searched.
+    """
+    bits = scores.view(np.int32)
+    best, first = np.int32(-0x80000000), 0
+    for start in range(0, len(bits), _SEARCHED):
+        part, largest = bits[start : start + _SEARCHED], np.int32(-0x80000000)
+        for i in range(len(part)):
+            largest = max(largest, _ordered(part[i]))
+        if largest > best:
+            best, first = largest, start
+    for i in range(first, len(bits)):
+        if _ordered(bits[i]) == best:
+            return i
+    return 0
+
+
+@njit(cache=True, nogil=True)
+def _ordered(bits: Any) -> Any:
+    """An integer in the order of the float32 numbers with such bits; all NaN come behind infinity."""
+    ordered = bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))  # below zero a larger magnitude is less
+    return np.int32(ordered - np.int32(0x7FFFFF))  # so far, that NaN below minus infinity wrap around to the other end
+
+
+@njit
+def _missing_to_one(key: Any, token: Any) -> Any:
+    """1 - u of a token, float32, where u is the uniform number that its bits make."""
+    left = np.int64(bits_of(key, token) ^ np.uint64((1 << 52) - 1))
+    return (np.float32(left) + np.float32(0.5)) * np.float32(UNIT)
+
+
+@njit(cache=True, nogil=True)
+def noise_of(key: Any, token: Any) -> float:
+    """Standard Gumbel noise of a token, float64, from an odd multiple of 2^-53 below 1."""
+    return -math.log(-math.log((np.float64(bits_of(key, token)) + 0.5) * UNIT))
+
+
+@njit(cache=True, nogil=True)
+def noises_of(key: np.uint64, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+    """`noise_of` for [n] int64 tokens."""
+    noises = np.empty(len(tokens), np.float64)
+    for i in range(len(tokens)):
+        noises[i] = noise_of(key, tokens[i])
+    return noises

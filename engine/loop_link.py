@@ -1,0 +1,74 @@
+"""The link between verifier and drafter where both take turns in one thread: the same messages, neither encoded nor
+sent. Behind a forward, when nothing is in the caches, that took a tenth of a millisecond of every round.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from engine.messages import ARRAYS, Array, Message
+
+_PEER = "in the loop"
+
+
+class LoopLine:
+    """The drafter's end, as `Line`. Arrays arrive as copies in the types of the protocol, since senders go on to use
+    theirs.
+    """
+
+    socket = monitor = None
+
+    def __init__(self) -> None:
+        self.malformed = 0
+        self.arrived: deque[tuple[Any, list[Array]]] = deque()
+        self.sent: deque[tuple[Any, list[Array]]] = deque()
+        self._joined = True
+
+    def send(self, message: Message, arrays: Sequence[Array] = ()) -> None:
+        self.sent.append((message, _copies(message, arrays)))
+
+    def received(self) -> Iterator[tuple[Any, list[Array]]]:
+        """The messages that have arrived."""
+        while self.arrived:
+            yield self.arrived.popleft()
+
+    def joined(self) -> bool:
+        """Whether this is the first call."""
+        joined, self._joined = self._joined, False
+        return joined
+
+    def close(self) -> None:
+        """There is nothing to hand over."""
+
+
+class LoopHub:
+    """The verifier's end, as `Hub`, with one peer, at `line`."""
+
+    socket = None
+
+    def __init__(self) -> None:
+        self.malformed = 0
+        self.line = LoopLine()
+
+    def send(self, peer: str, message: Message, arrays: Sequence[Array] = ()) -> None:
+        assert peer == _PEER
+        self.line.arrived.append((message, _copies(message, arrays)))
+
+    def received(self) -> Iterator[tuple[str, Any, list[Array]]]:
+        """The messages that have arrived, each with its sender's name."""
+        while self.line.sent:
+            yield _PEER, *self.line.sent.popleft()
+
+    def restore(self) -> None:
+        """There is no file to lose."""
+
+    def close(self) -> None:
+        """There is nobody to leave."""
+
+
+def _copies(message: Message, arrays: Sequence[Array]) -> list[Array]:
+    return [np.array(array, dtype) for array, (dtype, _) in zip(arrays, ARRAYS.get(type(message), ()), strict=True)]
