@@ -36,9 +36,10 @@ def test_what_the_verifier_says_arrives_in_order_once() -> None:
     assert [*hub.line.received()] == []
 
 
-def test_arrays_arrive_in_the_types_of_the_protocol_and_stay_as_they_were_sent() -> None:
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_arrays_arrive_in_the_types_of_the_protocol_and_stay_as_they_were_sent(dtype: type) -> None:
     hub = LoopHub()
-    text = np.array([5, 6], np.int64)
+    text = np.array([5, 6], dtype)
     hub.send(hello(hub), START, [text])
     text[:] = 0
     [(_, [arrived])] = hub.line.received()
