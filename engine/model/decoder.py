@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from engine.batch import Batch
 from engine.model.attention import Attention, Rule
-from engine.model.fused import ENTER, GATE, NORM, enter_kernel, gate_kernel, norm_kernel
+from engine.model.fused import EMBED, ENTER, GATE, NORM, embed_kernel, enter_kernel, gate_kernel, norm_kernel
 from engine.model.kv_pool import KVPool
 from engine.model.matmul import NO_SCRATCH, add_product, give_scratch, set_rows
 from engine.model.matmul_kernels import MATMUL
@@ -73,7 +73,7 @@ class LeanDecoder:
         _only(base, {"embed_tokens", "layers", "norm", "rotary_emb"})
         self.layers = [_Layer(layer, quantised) for layer in base.layers]
         self.rules = [rules[i] for i in range(len(self.layers))]
-        self.embedding: Tensor = base.embed_tokens.weight
+        self.embedding: Tensor = base.embed_tokens.weight.detach().contiguous()
         self.norm, self.epsilon = _scale(base.norm)
         self.head = _joined(quantised, model, ("lm_head",))
         self.hidden, self.dtype = self.embedding.shape[1], self.embedding.dtype
@@ -105,6 +105,8 @@ class LeanDecoder:
     def __call__(self, batch: Batch, feature_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
         """Logits of the chosen rows, [chosen, vocab], and features [rows, layers, hidden] if layers are asked."""
         rows, last = len(batch), len(self.layers)
+        if batch.tokens.view(np.uint32).max() >= len(self.embedding):  # a kernel would read beyond it
+            raise IndexError(f"tokens are numbered from 0 to {len(self.embedding) - 1}")
         self._turns.reserve(int(batch.positions.max()) + 1)
         self.attention.begin(batch)
         if rows > self._steps.capacity:
@@ -113,7 +115,6 @@ class LeanDecoder:
         wanted = len(batch.chosen)
         whole = wanted == rows or last in feature_layers
         steps.begin(batch, None if whole else batch.chosen, self._turns.table)
-        steps.residual[:rows] = self.embedding.index_select(0, torch.from_numpy(batch.tokens))
         kept = [*dict.fromkeys(feature_layers)]  # of a shallow target a head may ask for a layer twice
         features = steps.keep(kept)
         if whole and 0 < wanted < rows:
@@ -152,6 +153,7 @@ class _Steps:
         self._scratch, self._room = torch.zeros(0), NO_SCRATCH
         self._norms, self._enters = np.zeros(2 * len(layers) + 1, NORM), np.zeros(len(layers), ENTER)
         self._gates, self._products = np.zeros(1, GATE), np.zeros(4 * len(layers) + 1, MATMUL)
+        self._embeds = np.zeros(1, EMBED)
         self._logits = self.x.new_empty(0, decoder.head.outputs)
         self._norms["residual"], self._norms["out"] = self.residual.data_ptr(), self.x.data_ptr()
         self._norms["hidden"], self._norms["epsilon"] = decoder.hidden, decoder.epsilon
@@ -162,9 +164,12 @@ class _Steps:
         self._enters["rotated"], self._enters["paired"] = decoder.turned, shape.paired
         self._gates["gate_up"], self._gates["out"] = (self._buffers[name].data_ptr() for name in ("gate_up", "inner"))
         self._gates["inner"] = layers[0].inner
-        for records in (self._norms, self._enters, self._gates):
+        self._embeds["embedding"], self._embeds["residual"] = decoder.embedding.data_ptr(), self.residual.data_ptr()
+        self._embeds["hidden"] = decoder.hidden
+        for records in (self._norms, self._enters, self._gates, self._embeds):
             records["width"] = decoder.dtype.itemsize
         self._program, self._rows = Program(), 0
+        self._program.add(embed_kernel(), address_of(self._embeds), _ROWS_WORTH_SHARING)
         for index, layer in enumerate(layers):
             self._add_layer(index, layer, decoder.rules[index])
         self._add_norm(2 * len(layers), decoder.norm)
@@ -178,7 +183,8 @@ class _Steps:
             self._scratch = torch.zeros(needed)
         self._room = give_scratch(self._products, self._room)
         self._rows = rows
-        self._norms["count"] = self._enters["rows"] = self._gates["rows"] = rows
+        self._norms["count"] = self._enters["rows"] = self._gates["rows"] = self._embeds["rows"] = rows
+        self._embeds["tokens"] = batch.tokens.ctypes.data
         if chosen is not None:
             self._norms["count"][-1] = len(chosen)
         self._norms["chosen"][-1] = 0 if chosen is None else chosen.ctypes.data

@@ -68,3 +68,10 @@ def test_features_of_every_layer_change_no_logits(dtype: torch.dtype) -> None:
         stock = torch.stack([states[layer][0] for layer in layers], dim=1).float()
         ours = torch.cat([of_text, features[[0, 2, 3]]]).float()
         assert (ours - stock).pow(2).mean().sqrt() <= (1e-4 if dtype == torch.float32 else 0.03) * stock.std()
+
+
+@pytest.mark.parametrize("token", [-1, 130])
+def test_a_token_that_the_embedding_lacks_is_refused(token: int) -> None:
+    target = build(torch.bfloat16)
+    with pytest.raises(IndexError, match="from 0 to 129"):
+        target.prefill(target.new_cache(4), [5, token])
