@@ -99,7 +99,9 @@ async def test_a_killed_verifier_loses_no_request_and_later_ones_work(tiny: str)
 
 async def test_garbage_from_the_drafters_side_changes_no_text(tiny: str) -> None:
     expected = await expected_text(tiny)
-    async with await Engine.start({"model": tiny}, method="pld", **{"verifier.draft_timeout_s": 0.01}) as engine:
+    async with await Engine.start(
+        {"model": tiny}, method="pld", mode="async", **{"verifier.draft_timeout_s": 0.01}
+    ) as engine:
         liar = zmq.Context.shadow(engine._supervisor.context).socket(zmq.DEALER)
         liar.setsockopt(zmq.LINGER, 0)
         liar.setsockopt(zmq.IDENTITY, b"liar")
