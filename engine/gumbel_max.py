@@ -12,7 +12,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from engine.model.argmax import NAN
-from engine.noise_bits import UNIT, bits_of
+from engine.noise_bits import UNIT, bits_of, noise_of
 
 _CERTAIN = 1 - 1e-4  # far more than float32 can err in `draw`, whose proof needs three times that error
 _REACH = 41.0  # noise lies in [-3.61, 36.74], so a token 40.36 below the best score never wins
@@ -115,12 +115,6 @@ def _missing_to_one(key: Any, token: Any) -> Any:
     """1 - u of a token, float32, where u is the uniform number that its bits make."""
     left = np.int64(bits_of(key, token) ^ np.uint64((1 << 52) - 1))
     return (np.float32(left) + np.float32(0.5)) * np.float32(UNIT)
-
-
-@njit(cache=True, nogil=True)
-def noise_of(key: Any, token: Any) -> float:
-    """Standard Gumbel noise of a token, float64, from an odd multiple of 2^-53 below 1."""
-    return -math.log(-math.log((np.float64(bits_of(key, token)) + 0.5) * UNIT))
 
 
 @njit(cache=True, nogil=True)

@@ -1,5 +1,5 @@
 """The link between verifier and drafter where both take turns in one thread: the same messages, neither encoded nor
-sent. Behind a forward, when nothing is in the caches, that took a tenth of a millisecond of every round.
+sent. Behind a forward, when nothing is in the caches, that took a quarter of a millisecond of every round.
 """
 
 from __future__ import annotations

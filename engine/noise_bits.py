@@ -5,6 +5,7 @@ The splitmix64 finaliser on wrapping 64-bit integers. The texts of all seeds han
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,12 @@ def bits_of(key: Any, token: Any) -> Any:
     """52 uniform bits of a token, for kernels."""
     x = np.uint64(token) * np.uint64(GOLDEN) + key
     return _mixed(x) >> np.uint64(12)
+
+
+@njit
+def noise_of(key: Any, token: Any) -> Any:
+    """Standard Gumbel noise of a token, float64, from an odd multiple of 2^-53 below 1, for kernels."""
+    return -math.log(-math.log((np.float64(bits_of(key, token)) + 0.5) * UNIT))
 
 
 @njit(cache=True)

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from engine.noise_bits import UNIT, bits_of
+from engine.noise_bits import noise_of
 from retrieval_index.ngrams.kernel import inlined, kernel
 from retrieval_index.ngrams.mixture import FLOOR
 
@@ -58,8 +58,7 @@ def with_noise(tokens, chances, count, here, key, temperature):  # type: ignore[
     for i in range(count):
         share = chances[i] / here
         covered += share
-        noise = -math.log(-math.log((np.float64(bits_of(key, tokens[i])) + 0.5) * UNIT))
-        chances[i] = math.exp((math.log(share) + temperature * noise) * power)
+        chances[i] = math.exp((math.log(share) + temperature * noise_of(key, tokens[i])) * power)
         total += chances[i]
     total += max(1 - covered, FLOOR) ** power * math.gamma(1 - temperature * power)
     for i in range(count):
