@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partialmethod
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
@@ -20,7 +22,7 @@ from engine.model.attention import attention_kernels
 from engine.model.decoder import LeanDecoder
 from engine.model.matmul import product_kernels
 from engine.model.packed_linear import PackedLinear, Product
-from engine.model.team import Kernel, Program
+from engine.model.team import Kernel, Program, Timed
 from engine.recorded import wait
 from engine.target import Target
 
@@ -68,18 +70,26 @@ def split(target: Target, work: Callable[[], Any]) -> Seconds:
         clock = Clock()
         with clock.watching():
             took = timed(work, target.device)
-        seconds = clock.seconds
+        seconds = clock.seconds()
     else:
         seconds, took = _profiled(work, target.device)
     return seconds | {"gaps": max(0.0, took - sum(seconds.values()))}
 
 
 class Clock:
-    """Seconds spent in calls, by part; a call within a call counts for its own part alone."""
+    """Time spent in calls, by part; a call within a call counts for its own part alone."""
 
     def __init__(self) -> None:
-        self.seconds: Seconds = dict.fromkeys(PARTS[:-1], 0.0)
+        self._called: Seconds = dict.fromkeys(PARTS[:-1], 0.0)
+        self._steps: list[Timed] = []
         self._inner = 0.0
+
+    def seconds(self) -> Seconds:
+        """Of each part but the gaps. To add them up while a forward runs would look like a gap."""
+        seconds, parts = dict(self._called), _parts_of_kernels()
+        for address, took in chain.from_iterable(timed.seconds() for timed in self._steps):
+            seconds[parts.get(address, "other")] += took
+        return seconds
 
     def around(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -89,7 +99,7 @@ class Clock:
                 return call(*args, **kwargs)
             finally:
                 took = time.perf_counter() - started
-                self.seconds[part] += took - self._inner
+                self._called[part] += took - self._inner
                 self._inner = outer + took
 
         return watched
@@ -99,19 +109,8 @@ class Clock:
         """Watch the products and the programs. A product counts whole, with the rows that it fills up."""
         with ExitStack() as patches:
             patches.enter_context(patch.object(Product, "__call__", self.around("products", Product.__call__)))
-            patches.enter_context(patch.object(Program, "run", self._around_steps(Program.run)))
+            patches.enter_context(patch.object(Program, "run", partialmethod(Program.run, timed=self._steps)))
             yield
-
-    def _around_steps(self, run: Callable[..., None]) -> Callable[..., None]:
-        parts = _parts_of_kernels()
-
-        def watched(program: Program, rows: int, start: int, stop: int) -> None:
-            steps: dict[int, float] = {}
-            run(program, rows, start, stop, steps)
-            for address, took in steps.items():
-                self.seconds[parts.get(address, "other")] += took
-
-        return watched
 
 
 def _profiled(work: Callable[[], Any], device: torch.device) -> tuple[Seconds, float]:

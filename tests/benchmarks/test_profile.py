@@ -66,7 +66,7 @@ def test_a_call_within_a_call_counts_for_its_own_part_alone(monkeypatch: pytest.
     clock = Clock()
     inner = clock.around("attention", lambda: None)
     clock.around("other", inner)()
-    assert clock.seconds == {"products": 0.0, "attention": 2.0, "other": 8.0}
+    assert clock.seconds() == {"products": 0.0, "attention": 2.0, "other": 8.0}
 
 
 def forward_of(target: Target, rows: int = 3) -> Any:
