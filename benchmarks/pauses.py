@@ -20,7 +20,7 @@ from engine.sampling import SamplingParams
 from engine.tasks import cancel
 
 _SETTLED = 12  # emissions of each request before anything counts
-_USUAL = 24  # emissions of each request whose pauses are the usual ones
+_USUAL = 24  # pauses of each request that are the usual ones
 _PROMPT = 24  # tokens that those who decode were asked with
 
 
@@ -77,13 +77,21 @@ class Decoding:
             self.news.clear()
             await self.news.wait()
 
-    def pauses_s(self, first_s: float, last_s: float) -> list[float]:
-        """Those that began in that time."""
+    def usual_s(self) -> list[float]:
+        """The pauses of each request's first emissions that count."""
+        return [
+            after - before
+            for times in self.times
+            for before, after in itertools.pairwise(times[_SETTLED : _SETTLED + _USUAL + 1])
+        ]
+
+    def beside_s(self, first_s: float, last_s: float) -> list[float]:
+        """The pauses of which a part lies in that time."""
         return [
             after - before
             for times in self.times
             for before, after in itertools.pairwise(times)
-            if first_s <= before <= last_s
+            if first_s <= after and before <= last_s
         ]
 
     async def end(self) -> None:
@@ -95,18 +103,14 @@ async def arrive(engine: Engine, count: int, length: int, seed: int) -> Arrival:
     prompt = np.random.default_rng(-seed - 1 & 0xFFFF).integers(0, engine.target.vocab_size, length).tolist()
     decoding = Decoding(engine, count, seed)
     try:
-        await decoding.emitted(_SETTLED)
-        begun_s = time.perf_counter()
-        await decoding.emitted(_SETTLED + _USUAL)
+        await decoding.emitted(_SETTLED + _USUAL + 1)
         arrived_s = time.perf_counter()
         await engine.generate(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
         read_s = time.perf_counter()
         await decoding.emitted(min(map(len, decoding.times)) + 2)
     finally:
         await decoding.end()
-    usual_s = decoding.pauses_s(begun_s, arrived_s)
-    round_s = median(usual_s)
-    return Arrival(usual_s[:-count], decoding.pauses_s(arrived_s - round_s, read_s), read_s - arrived_s)
+    return Arrival(decoding.usual_s(), decoding.beside_s(arrived_s, read_s), read_s - arrived_s)
 
 
 async def measure(config: Config, count: int, length: int, repeats: int, console: Console) -> list[Arrival]:
