@@ -19,7 +19,8 @@ from drafters.growth import Candidates
 from drafters.outcomes import Following
 from drafters.ranking import Ranking
 from drafters.session import Session
-from drafters.stack import PooledCache, Rows
+from drafters.stack import PooledCache
+from engine.batch import Rows
 
 if TYPE_CHECKING:
     from drafters.block import BlockHead

@@ -20,7 +20,8 @@ from drafters import pooled_session
 from drafters.head import Head
 from drafters.layers import KVCache, Linear, causal_mask
 from drafters.session import Session
-from drafters.stack import Rows, Stack
+from drafters.stack import Stack
+from engine.batch import Rows
 from engine.recorded import Recorded, Spare, bucket, rounded
 
 _SYNC_CHUNK = 512  # rows of one forward over a long prompt, which bounds the mask's size

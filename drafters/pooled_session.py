@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from drafters.session import Session
-from drafters.stack import PooledCache, Rows
+from drafters.stack import PooledCache
+from engine.batch import Rows
 
 if TYPE_CHECKING:
     from drafters.feature_session import FeatureHead

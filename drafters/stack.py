@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -18,14 +17,14 @@ from numba import carray
 from torch import Tensor
 
 from drafters.layers import DecoderLayer, Linear, RMSNorm
-from engine.batch import Batch, Int, Segment
+from engine.batch import Batch, Int, Places, Rows
 from engine.model.attention import Attention, Rule, has_pairs
 from engine.model.fused import ENTER, NORM, enter_kernel, norm_kernel
 from engine.model.kv_pool import KVCache, KVPool, KVShape
-from engine.model.matmul import NO_SCRATCH, add_product, give_scratch, set_rows
+from engine.model.matmul import NO_SCRATCH, add_product, give_scratch, row_words
 from engine.model.matmul_kernels import MATMUL
 from engine.model.simd import BFLOAT16, FLOAT32, LANES, add, int_at, load, store
-from engine.model.team import Program, address_of, kernel, member, members
+from engine.model.team import Program, address_of, kernel, member, members, words
 
 _BLOCKS = 256  # of the pool at first; it grows
 _ALONE = 8  # rows of a small kernel that are not worth waking the other threads
@@ -54,25 +53,6 @@ class Layer:
     qkv: Linear
     decoder: DecoderLayer
     input_norm: RMSNorm | None
-
-
-@dataclass(frozen=True)
-class Rows:
-    """One request's rows of a forward, at the slots from `first` on.
-
-    tokens, positions: [rows]. prefixes: the slots from 0 on that each row sees; others: further ones, ascending, the
-    row's own among them unless its prefix has it.
-    """
-
-    cache: PooledCache
-    first: int
-    tokens: list[int]
-    positions: list[int]
-    prefixes: list[int]
-    others: list[list[int]]
-
-    def __len__(self) -> int:
-        return len(self.tokens)
 
 
 class PooledCache(KVCache):
@@ -129,7 +109,7 @@ class Stack:
         self.pool = GrowingPool(shape, _BLOCKS)
         self._turns = first.rotary.halves(256)
         self._capacity, self._program = 0, Program()
-        self._scratch, self._of_products = torch.zeros(0), NO_SCRATCH
+        self._scratch, self._scratch_of_products = torch.zeros(0), NO_SCRATCH
         self._keys = 0  # where the pool's keys are
 
     def reserve(self, rows: int, positions: int) -> None:
@@ -145,17 +125,19 @@ class Stack:
         residual: [rows, hidden]; x: what the first product takes, for layers without an input norm. A chosen row's
         output before the norm is in `residual` afterwards.
         """
-        batch = _batch(parts)
+        for part in parts:
+            part.cache.reserve(part.first + len(part))
+        batch = Batch(parts)
         rows = len(batch)
-        self.reserve(rows, int(batch.positions.max()) + 1)
-        self.attention.begin(batch)
+        self.reserve(rows, batch.reach)
+        places = self.attention.begin(batch)
         self.residual[:rows] = residual
         if x is not None:
             self.x[:rows] = x
         picked = None if chosen is None else np.asarray(chosen, np.int32)
         count = rows if picked is None else len(picked)
         self._rows, self._picked = rows, picked
-        self._set(batch, picked, count)
+        self._set(rows, picked, count, places)
         self._program.run(rows, 0, len(self._program))
         return self.x[:count]
 
@@ -177,18 +159,17 @@ class Stack:
             self._scratch = torch.zeros(needed)
         return self._scratch
 
-    def _set(self, batch: Batch, picked: Any, count: int) -> None:
+    def _set(self, rows: int, picked: Any, count: int, places: Places) -> None:
         """What depends on the batch."""
-        rows = len(batch)
-        self._norms["count"] = self._enters["rows"] = self._adds["rows"] = rows
+        self._norms["count"] = self._adds["rows"] = rows
         if self.norm is not None:
             self._norms["count"][-1] = count
             self._norms["chosen"][-1] = 0 if picked is None else picked.ctypes.data
-        set_rows(self._products, rows)
-        self._of_products = give_scratch(self._products, self._of_products)
-        self._enters["positions"], self._enters["slots"] = batch.positions.ctypes.data, batch.slots.ctypes.data
-        self._enters["turns"], self._enters["queries"] = self._turns.data_ptr(), self.attention.queries.data_ptr()
-        self._enters["scratch"], self._adds["tokens"] = self._room().data_ptr(), batch.tokens.ctypes.data
+        self._of_products[:] = row_words(rows)
+        self._scratch_of_products = give_scratch(self._products, self._scratch_of_products)
+        room = self.attention.queries.data_ptr(), self._room().data_ptr()
+        self._of_enter[:] = places.positions, places.slots, self._turns.data_ptr(), *room, rows
+        self._adds["tokens"] = places.tokens
 
     def _build(self, capacity: int) -> None:
         """The program for up to `capacity` rows: its buffers and its records."""
@@ -201,6 +182,8 @@ class Stack:
         self.x, self.residual = self._buffers["x"], torch.zeros(capacity, self.hidden)
         self._norms, self._enters = np.zeros(2 * len(self.layers) + 1, NORM), np.zeros(len(self.layers), ENTER)
         self._adds, self._products = np.zeros(1, ADD_TOKENS), np.zeros(4 * len(self.layers), MATMUL)
+        self._of_enter = words(self._enters, "positions", "rows")
+        self._of_products = words(self._products, "rows", "tiles")
         self._scales: list[Tensor] = []  # which the records point into
         self._norms["residual"], self._norms["out"] = self.residual.data_ptr(), self.x.data_ptr()
         self._norms["hidden"], self._norms["delta"][1:] = self.hidden, self._buffers["delta"].data_ptr()
@@ -264,27 +247,3 @@ class Stack:
         self.residual[: self._rows].add_(self._buffers["delta"][: self._rows])
         ends = self.residual[rows]
         self.x[: len(ends)] = ends
-
-
-def _batch(parts: Sequence[Rows]) -> Batch:
-    """The rows of all parts as flat arrays."""
-    others = [rest for part in parts for rest in part.others]
-    counts = [len(rest) for rest in others]
-    ends = list(accumulate(map(len, parts)))
-    slots = [part.cache.places(part.first, len(part)) for part in parts]
-    tables = [part.cache.table for part in parts]
-    starts = list(accumulate(map(len, tables), initial=0))
-    return Batch(
-        segments=tuple(Segment(np.zeros(len(part), np.int32), None, part.cache, part.first) for part in parts),
-        tokens=np.asarray([token for part in parts for token in part.tokens], np.int32),
-        positions=np.asarray([position for part in parts for position in part.positions], np.int32),
-        slots=np.concatenate(slots),
-        spans=[(end - len(part), end) for part, end in zip(parts, ends, strict=True)],
-        prefixes=np.asarray([prefix for part in parts for prefix in part.prefixes], np.int32),
-        others=np.asarray([0, *accumulate(counts)], np.int32),
-        listed=np.asarray([slot for rest in others for slot in rest] or [0], np.int32),
-        tables=np.concatenate(tables),
-        table_of=np.repeat(np.asarray(starts[:-1], np.int32), [len(part) for part in parts]),
-        chosen=np.zeros(0, np.int32),
-        chosen_spans=[],
-    )

@@ -1,4 +1,4 @@
-"""What one forward of the target computes: segments of several requests as flat arrays, one row a token.
+"""What one forward computes, of the target or a draft head: rows of several requests, each a token, as flat arrays.
 
 No padding, no mask: a row says which positions of its own request it sees, and attention reads just those.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
-from typing import Any, Literal
+from itertools import accumulate, chain
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,32 @@ BLOCK = 16  # positions of a block of the pool
 
 Int = NDArray[np.int32]
 Wanted = Literal["all", "last", "none"]
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """One request's rows of a forward, at the slots from `first` on.
+
+    cache: with the `table` of the request's blocks. tokens, positions: [rows]. prefixes: the slots from 0 on that each
+    row sees; others: further ones, ascending, the row's own among them unless its prefix has it.
+    """
+
+    cache: Any
+    first: int
+    tokens: list[int]
+    positions: list[int]
+    prefixes: list[int]
+    others: list[list[int]]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def slots(self) -> list[int]:
+        """[rows] where in the pool they lie."""
+        low, end = self.first // BLOCK, self.first + len(self)
+        blocks = self.cache.table[low : -(-end // BLOCK)].tolist()
+        return [blocks[slot // BLOCK - low] * BLOCK + slot % BLOCK for slot in range(self.first, end)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +82,14 @@ class Segment:
         """How many of its rows' logits are asked for."""
         return len(self) if self.wanted == "all" else int(self.wanted == "last")
 
-    @cached_property
+    @property
+    def rows(self) -> Rows:
+        """As a batch takes them."""
+        prefixes, others = self.sight
+        positions = [prefix + len(rest) - 1 for prefix, rest in zip(prefixes, others, strict=True)]
+        return Rows(self.cache, self.past + self.pending, self.tokens.tolist(), positions, prefixes, others)
+
+    @property
     def sight(self) -> tuple[list[int], list[list[int]]]:
         """For each row: how many positions of the text it sees, its own path included as far as that lies in order
         behind the text; and the slots of the rest of its path.
@@ -78,76 +111,90 @@ class Segment:
         return prefixes[self.pending :], others[self.pending :]
 
 
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """Flat arrays over the rows of all segments, in their order, all int32.
+class Places(NamedTuple):
+    """Where in memory the parts of a batch lie, in their order, and behind them its tiles."""
 
-    tokens, positions, slots: [rows]; a slot is a place in the pool. spans: each segment's first row and the one behind
-    its last. prefixes: [rows] positions of its text that a row sees; others: [rows + 1] where in `listed` the places of
-    the rest of its path begin. table_of: [rows] where in `tables` its request's blocks begin. chosen: rows whose logits
-    are wanted, and chosen_spans where each segment's lie among them.
+    tokens: int
+    positions: int
+    slots: int
+    prefixes: int
+    table_of: int
+    others: int
+    chosen: int
+    listed: int
+    tiles: int
+
+
+class _Part:
+    """One of the arrays of a batch, made when it is first asked for."""
+
+    def __init__(self, index: int):
+        self._index, self._name = index, Places._fields[index]
+
+    def __get__(self, batch: Batch, owner: type[Batch]) -> Int:
+        part = batch.numbers[batch.starts[self._index] : batch.starts[self._index + 1]]
+        array = batch.__dict__[self._name] = np.array(part, np.int32)  # found there from now on
+        return array
+
+
+class Batch:
+    """Flat arrays over the rows of all requests, in their order, all int32.
+
+    tokens, positions, slots: [rows]; a slot is a place in the pool. prefixes: [rows] positions of its text that a row
+    sees; others: [rows + 1] where in `listed` the places of the rest of its path begin. table_of: [rows] where in
+    `tables` its request's blocks begin. chosen: rows whose logits are wanted, so many as `wanted` says.
+
+    spans: each request's first row and the one behind its last. tables_of: each request's table. reach: what all
+    positions are below; vocabulary: from the lowest token to the highest.
+
+    All but the tables are parts of one list, `numbers`, each from its place in `starts` on, and become arrays for who
+    asks: behind a forward nothing is in the processor's caches, and to make a dozen took as long as a small layer.
     """
 
-    segments: tuple[Segment, ...]
-    tokens: Int
-    positions: Int
-    slots: Int
-    spans: list[tuple[int, int]]
-    prefixes: Int
-    others: Int
-    listed: Int
-    tables: Int
-    table_of: Int
-    chosen: Int
-    chosen_spans: list[tuple[int, int]]
+    tokens, positions, slots, prefixes, table_of, others, chosen, listed = map(_Part, range(8))
+
+    def __init__(self, parts: Sequence[Rows], chosen: Iterable[int] = ()):
+        tokens = [token for part in parts for token in part.tokens]
+        positions = [position for part in parts for position in part.positions]
+        ends = list(accumulate(map(len, parts)))
+        self.tables_of: list[Int] = [part.cache.table for part in parts]
+        table_starts = accumulate(map(len, self.tables_of), initial=0)
+        others, wanted = [rest for part in parts for rest in part.others], [*chosen]
+        arrays: tuple[list[int], ...] = (
+            tokens,
+            positions,
+            [slot for part in parts for slot in part.slots],
+            [prefix for part in parts for prefix in part.prefixes],
+            [start for start, part in zip(table_starts, parts, strict=False) for _ in part.tokens],
+            [0, *accumulate(map(len, others))],
+            wanted,
+            [slot for rest in others for slot in rest],
+        )
+        self.starts = [0, *accumulate(map(len, arrays))]
+        self.numbers = [*chain.from_iterable(arrays)]
+        self.spans = [(end - len(part), end) for part, end in zip(parts, ends, strict=True)]
+        self.wanted = len(wanted)
+        self.reach = 1 + max(positions)
+        self.vocabulary = range(min(tokens), max(tokens) + 1)
 
     @classmethod
     def of(cls, segments: Iterable[Segment]) -> Batch:
         segments = tuple(segments)
-        prefixes: list[int] = []
-        others: list[list[int]] = []
-        for segment in segments:
-            prefix, rest = segment.sight
-            prefixes += prefix
-            others += rest
-        counts = [len(rest) for rest in others]
-        seen = np.asarray(prefixes, np.int32)
-        ends = list(accumulate(len(segment) for segment in segments))
-        spans = [(end - len(segment), end) for segment, end in zip(segments, ends, strict=True)]
-        wanted = [
-            range(_first_wanted(segment, start), end) for segment, (start, end) in zip(segments, spans, strict=True)
-        ]
-        wanted_ends = list(accumulate(map(len, wanted)))
-        table_starts = accumulate([len(segment.cache.table) for segment in segments], initial=0)
-        return cls(
-            segments,
-            np.concatenate([segment.tokens for segment in segments]),
-            seen + np.asarray(counts, np.int32) - 1,
-            np.concatenate([_slots(segment) for segment in segments]),
-            spans,
-            seen,
-            np.asarray([0, *accumulate(counts)], np.int32),
-            np.asarray([slot for rest in others for slot in rest] or [0], np.int32),
-            np.concatenate([segment.cache.table for segment in segments]),
-            np.repeat(np.asarray([*table_starts][:-1], np.int32), [len(segment) for segment in segments]),
-            np.asarray([row for rows in wanted for row in rows], np.int32),
-            [(end - len(rows), end) for rows, end in zip(wanted, wanted_ends, strict=True)],
-        )
+        ends = accumulate(map(len, segments))
+        wanted = [range(end - one.wanted_rows, end) for one, end in zip(segments, ends, strict=True)]
+        return cls([segment.rows for segment in segments], chain.from_iterable(wanted))
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return self.starts[1]
 
-    def tiles(self, rows: int) -> Int:
-        """[tiles + 1] int32: the first row of each group of at most `rows` rows of one segment."""
-        starts = [row for first, end in self.spans for row in range(first, end, rows)]
-        return np.asarray([*starts, len(self)], np.int32)
+    @cached_property
+    def tables(self) -> Int:
+        return np.concatenate(self.tables_of)
 
-
-def _first_wanted(segment: Segment, start: int) -> int:
-    return start + len(segment) - segment.wanted_rows
-
-
-def _slots(segment: Segment) -> Int:
-    places = np.arange(len(segment), dtype=np.int32) + (segment.past + segment.pending)
-    slots: Int = segment.cache.table[places // BLOCK] * np.int32(BLOCK) + places % np.int32(BLOCK)
-    return slots
+    def tiles(self, most: int) -> list[int]:
+        """[tiles + 1] the first row of each group of at most `most` rows of one request, as even as can be."""
+        tiles: list[int] = []
+        for first, end in self.spans:
+            rows, groups = end - first, -(-(end - first) // most)
+            tiles += [first + rows * group // groups for group in range(groups)]
+        return [*tiles, len(self)]

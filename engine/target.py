@@ -20,7 +20,8 @@ from engine.batch import Batch, Segment
 from engine.free_memory import free_memory
 from engine.loading import eos_tokens, find_device, first_line, load_model, name_of, steady_context
 from engine.model.attention import has_pairs
-from engine.model.decoder import LeanDecoder, OtherStructure
+from engine.model.decoder import LeanDecoder
+from engine.model.decoder_layer import OtherStructure
 from engine.model.kv_pool import KVCache, KVPool, KVShape
 from engine.model.masked import MaskedForward, refusal
 from engine.model.packed_linear import PackedLinear, pack_linears

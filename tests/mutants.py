@@ -96,9 +96,9 @@ FAULTS = (
     ),
     Fault(
         "windows are those of the configuration, heeded or not",
-        "engine/target.py",
-        "heeded = beyond is expected or not torch.equal(beyond, expected)",
-        "heeded = True",
+        "engine/trial.py",
+        "return self.beyond is None or not torch.equal(self.beyond, self.expected)",
+        "return True",
         "tests/engine/test_target.py",
     ),
     Fault(

@@ -9,13 +9,15 @@ on any processor; for bfloat16 `tile_attention` does where there is AMX, `pair_a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import BLOCK, Batch
+from engine.batch import BLOCK, Batch, Int, Places
 from engine.model.amx import TILE_ROWS
 from engine.model.attention_work import ATTENTION
 from engine.model.kv_pool import KVPool
@@ -23,7 +25,7 @@ from engine.model.lane_attention import VECTORS, lane_kernel
 from engine.model.matmul import Unit, units
 from engine.model.pair_attention import pair_kernel
 from engine.model.paired_attention import scratch_of_own
-from engine.model.team import Kernel, address_of
+from engine.model.team import Kernel, address_of, words
 from engine.model.tile_attention import TILES, tile_kernel
 
 
@@ -66,38 +68,44 @@ class Attention:
         work["tile_sizes"] = TILES.ctypes.data
         self._layer_bytes = [tensor[0].nbytes for tensor in (pool.keys, pool.values)]
         self.queries = torch.zeros(0, dtype=shape.dtype if shape.paired else torch.float32)
-        self._scratch = np.zeros(0, np.uint8)
-        self._tiles = np.zeros(1, np.int32)
-        self.batch: Batch | None = None
+        self._of_batch, self._own_bytes = words(work, "tables", "rows"), scratch_of_own(shape.dims)
+        self._scratch = torch.zeros(0, dtype=torch.uint8)
+        self._numbers, self._numbers_at, self._tile_count = np.zeros(0, np.int32), 0, 0
 
-    def begin(self, batch: Batch) -> None:
-        """The batch that the next calls are about."""
-        shape, work, rows = self.pool.shape, self._work, len(batch)
+    def begin(self, batch: Batch) -> Places:
+        """The batch that the next calls are about. Returns where its parts lie until the next one."""
+        shape, rows = self.pool.shape, len(batch)
         of_tile = max(1, self._queries // self.groups)
-        self.batch, self._tiles = batch, batch.tiles(of_tile)
+        tiles = batch.tiles(of_tile)
+        self._tile_count = len(tiles) - 1
         if self.queries.numel() < (needed := rows * self.groups * shape.kv_heads * shape.dims):
             self.queries = self.queries.new_zeros(needed)
         vectors = min(of_tile, rows) * self.groups
-        blocks = max(len(segment.cache.table) for segment in batch.segments)
         # an odd number of lines of the processor's cache, so that rows do not fight for the same ones
-        step = (-(-blocks // 2) | 1) * 2 * BLOCK
-        bytes_each = vectors * (step * 6 + shape.dims * 4 + 4) + scratch_of_own(shape.dims)
+        step = (-(-max(map(len, batch.tables_of)) // 2) | 1) * 2 * BLOCK
+        bytes_each = vectors * (step * 6 + shape.dims * 4 + 4) + self._own_bytes
         bytes_each = -(-bytes_each // 64) * 64 + 64
-        if len(self._scratch) < (needed := bytes_each * torch.get_num_threads()):
-            self._scratch = np.zeros(needed, np.uint8)
-        for name, array in (
-            ("tables", batch.tables),
-            ("rows_table", batch.table_of),
-            ("rows_prefix", batch.prefixes),
-            ("rows_others", batch.others),
-            ("others", batch.listed),
-            ("tiles", self._tiles),
-            ("scratch", self._scratch),
-        ):
-            work[name] = array.ctypes.data
-        work["queries"] = self.queries.data_ptr()
-        work["tile_count"], work["rows"] = len(self._tiles) - 1, rows
-        work["scratch_bytes"], work["step"] = bytes_each, step
+        if self._scratch.numel() < (needed := bytes_each * torch.get_num_threads()):
+            self._scratch = torch.zeros(needed, dtype=torch.uint8)
+        first, tables = self._put([*batch.numbers, *tiles], batch.tables_of)
+        at = Places(*(first + 4 * start for start in batch.starts))
+        seen = tables, at.table_of, at.prefixes, at.others, at.listed, at.tiles
+        room = self.queries.data_ptr(), self._scratch.data_ptr(), bytes_each, step
+        self._of_batch[:] = *seen, *room, self._tile_count, rows
+        return at
+
+    def _put(self, numbers: list[int], tables: Sequence[Int]) -> tuple[int, int]:
+        """Where the numbers lie now, as int32, and the tables behind them. To ask an array for its address takes as
+        long as to fill it, so one is kept.
+        """
+        ends = list(accumulate(map(len, tables), initial=len(numbers)))
+        if len(self._numbers) < ends[-1]:
+            self._numbers = np.zeros(2 * ends[-1], np.int32)
+            self._numbers_at = int(self._numbers.ctypes.data)
+        self._numbers[: len(numbers)] = numbers
+        for start, end, table in zip(ends, ends[1:], tables, strict=False):
+            self._numbers[start:end] = table
+        return self._numbers_at, self._numbers_at + 4 * len(numbers)
 
     def layer_addresses(self, layer: int) -> tuple[int, int]:
         """Where the layer's keys and values begin."""
@@ -107,7 +115,7 @@ class Attention:
     def attend(self, layer: int, rule: Rule, out: Tensor) -> None:
         """What each row's query, in `queries`, finds in the layer's keys and values: [rows, heads * head_dim]."""
         address = self.record(layer, rule, out)
-        self.kernel(address, (len(self._tiles) - 1) * self.pool.shape.kv_heads)
+        self.kernel(address, self._tile_count * self.pool.shape.kv_heads)
 
     def record(self, layer: int, rule: Rule, out: Tensor) -> int:
         """The address of the kernel's record for this layer, which holds for the batches to come too."""

@@ -38,31 +38,33 @@ ATTENTION = np.dtype(
     [
         (name, "i8")
         for name in (
-            # addresses
-            "queries",  # [kv_heads, rows, groups, dims] float32, for tiles bfloat16
-            "keys",  # one layer's part of the pool (`engine.model.kv_pool`)
-            "values",
+            # of a batch: addresses
             "tables",  # int32: each request's blocks
             "rows_table",  # [rows] int32: where in `tables` the row's request begins
             "rows_prefix",  # [rows] int32
             "rows_others",  # [rows + 1] int32: where in `others` the row's list begins
             "others",  # int32: places in the request's slots, ascending
             "tiles",  # [tiles + 1] int32: the first row of each tile; a tile's rows are of one request
-            "sinks",  # [heads] float32, or 0
+            "queries",  # [kv_heads, rows, groups, dims] float32, for tiles bfloat16
             "scratch",  # [threads, scratch_bytes]
-            "tile_sizes",  # for tiles: [17, 64], what the processor wants for tiles of so many queries
-            "out",  # [rows, heads * head_dim]
-            # sizes
+            # and sizes
+            "scratch_bytes",
+            "step",  # scores in a row of scratch, a multiple of 16
             "tile_count",
             "rows",
+            # of a layer: addresses
+            "keys",  # one layer's part of the pool (`engine.model.kv_pool`)
+            "values",
+            "sinks",  # [heads] float32, or 0
+            "tile_sizes",  # for tiles: [17, 64], what the processor wants for tiles of so many queries
+            "out",  # [rows, heads * head_dim]
+            # and sizes
             "kv_heads",
             "groups",
             "dims",  # head_dim, rounded up to a multiple of 16
             "head_dim",
             "width",  # bytes of a number in keys, values and out
             "window",  # positions that a row sees, itself included; 0: all
-            "scratch_bytes",
-            "step",  # scores in a row of scratch, a multiple of 16
         )
     ]
     + [("scale", "f4"), ("softcap", "f4")]  # softcap 0: none

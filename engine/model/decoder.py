@@ -9,54 +9,23 @@ The residual stream is kept in float32.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from engine.batch import Batch
+from engine.batch import Batch, Places
 from engine.model.attention import Attention, Rule
+from engine.model.decoder_layer import Layer, Matrices, OtherStructure, joined, only, scale_of
 from engine.model.fused import EMBED, ENTER, GATE, NORM, embed_kernel, enter_kernel, gate_kernel, norm_kernel
 from engine.model.kv_pool import KVPool
-from engine.model.matmul import NO_SCRATCH, add_product, give_scratch, set_rows
+from engine.model.matmul import NO_SCRATCH, add_product, give_scratch, row_words
 from engine.model.matmul_kernels import MATMUL
 from engine.model.packed_linear import Product, filled
-from engine.model.quantised import Quantised
 from engine.model.simd import LANES
-from engine.model.team import Program, address_of
-
-Matrices = Mapping[int, Quantised]
-
-
-class OtherStructure(Exception):
-    """The model is not built like that."""
-
-
-class _Layer:
-    """One layer's weights: four products, and the scales of its norms as float32."""
-
-    def __init__(self, layer: Any, quantised: Matrices):
-        parts = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-        _only(layer, parts | {"resid_attn_dropout", "resid_mlp_dropout"})
-        attention, mlp = layer.self_attn, layer.mlp
-        _only(attention, {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"})
-        _only(mlp, {"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn", "activation_fn"})
-        self.qkv = _joined(quantised, attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
-        self.out = _joined(quantised, attention, ("o_proj",))
-        self.gate_up = _joined(quantised, mlp, ("gate_proj", "up_proj"), "gate_up_proj", gated=True)
-        self.down = _joined(quantised, mlp, ("down_proj",))
-        self.input_norm, self.epsilon = _scale(layer.input_layernorm)
-        self.inner_norm, _ = _scale(layer.post_attention_layernorm)
-        self.query_norm = self.key_norm = None
-        if hasattr(attention, "q_norm"):
-            (self.query_norm, _), (self.key_norm, _) = _scale(attention.q_norm), _scale(attention.k_norm)
-        self.inner = self.gate_up.outputs // 2
-
-    @property
-    def products(self) -> tuple[Product, ...]:
-        return self.qkv, self.out, self.gate_up, self.down
+from engine.model.team import Program, address_of, words
 
 
 class LeanDecoder:
@@ -69,14 +38,14 @@ class LeanDecoder:
         base = getattr(model, "model", None)
         if base is None or not isinstance(getattr(model, "lm_head", None), nn.Linear):
             raise OtherStructure
-        _only(model, {"model", "lm_head"})
-        _only(base, {"embed_tokens", "layers", "norm", "rotary_emb"})
-        self.layers = [_Layer(layer, quantised) for layer in base.layers]
+        only(model, {"model", "lm_head"})
+        only(base, {"embed_tokens", "layers", "norm", "rotary_emb"})
+        self.layers = [Layer(layer, quantised) for layer in base.layers]
         self.rules = [rules[i] for i in range(len(self.layers))]
         self.embedding: Tensor = base.embed_tokens.weight.detach().contiguous()
-        self.norm, self.epsilon = _scale(base.norm)
-        self.head = _joined(quantised, model, ("lm_head",))
-        self.hidden, self.dtype = self.embedding.shape[1], self.embedding.dtype
+        self.norm, self.epsilon = scale_of(base.norm)
+        self.head = joined(quantised, model, ("lm_head",))
+        (self.vocab_size, self.hidden), self.dtype = self.embedding.shape, self.embedding.dtype
         self.attention = Attention(pool, groups)
         self.width = groups * pool.shape.kv_heads * pool.shape.head_dim
         self._turns = _Turns(base.rotary_emb)
@@ -104,17 +73,17 @@ class LeanDecoder:
 
     def __call__(self, batch: Batch, feature_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
         """Logits of the chosen rows, [chosen, vocab], and features [rows, layers, hidden] if layers are asked."""
-        rows, last = len(batch), len(self.layers)
-        if batch.tokens.view(np.uint32).max() >= len(self.embedding):  # a kernel would read beyond it
-            raise IndexError(f"tokens are numbered from 0 to {len(self.embedding) - 1}")
-        self._turns.reserve(int(batch.positions.max()) + 1)
-        self.attention.begin(batch)
+        rows, last, vocabulary = len(batch), len(self.layers), batch.vocabulary
+        if vocabulary.start < 0 or vocabulary.stop > self.vocab_size:  # a kernel would read beyond the embedding
+            raise IndexError(f"tokens are numbered from 0 to {self.vocab_size - 1}")
+        self._turns.reserve(batch.reach)
+        places = self.attention.begin(batch)
         if rows > self._steps.capacity:
             self._steps = _Steps(self, 1 << (rows - 1).bit_length())
         steps = self._steps
-        wanted = len(batch.chosen)
+        wanted = batch.wanted
         whole = wanted == rows or last in feature_layers
-        steps.begin(batch, None if whole else batch.chosen, self._turns.table)
+        steps.begin(rows, rows if whole else wanted, places, self._turns.table)
         kept = [*dict.fromkeys(feature_layers)]  # of a shallow target a head may ask for a layer twice
         features = steps.keep(kept)
         if whole and 0 < wanted < rows:
@@ -122,11 +91,11 @@ class LeanDecoder:
             logits = self.head(steps.x.index_select(0, torch.from_numpy(batch.chosen)))
         else:
             logits = steps.run_to_logits(wanted)
-        if last in kept:
+        if features is not None and last in kept:
             features[:, kept.index(last)] = steps.x[:rows]
-        if len(kept) < len(feature_layers):
+        if features is not None and len(kept) < len(feature_layers):
             features = features[:, [kept.index(layer) for layer in feature_layers]]
-        return logits, features if kept else None
+        return logits, features
 
     def _check_sizes(self, pool: KVPool) -> None:
         shape, layer = pool.shape, self.layers[0]
@@ -150,7 +119,8 @@ class _Steps:
         sizes |= {"qkv": layers[0].qkv.outputs, "gate_up": 2 * layers[0].inner}
         self._buffers = {name: torch.zeros(capacity, size, dtype=decoder.dtype) for name, size in sizes.items()}
         self.x, self.residual = self._buffers["x"], torch.zeros(capacity, decoder.hidden)
-        self._scratch, self._room = torch.zeros(0), NO_SCRATCH
+        self._scratch, self._scratch_of_products = torch.zeros(0), NO_SCRATCH
+        self._threads = 0  # that they are for
         self._norms, self._enters = np.zeros(2 * len(layers) + 1, NORM), np.zeros(len(layers), ENTER)
         self._gates, self._products = np.zeros(1, GATE), np.zeros(4 * len(layers) + 1, MATMUL)
         self._embeds = np.zeros(1, EMBED)
@@ -168,6 +138,9 @@ class _Steps:
         self._embeds["hidden"] = decoder.hidden
         for records in (self._norms, self._enters, self._gates, self._embeds):
             records["width"] = decoder.dtype.itemsize
+        self._of_embed, self._of_enter = words(self._embeds, "tokens", "rows"), words(self._enters, "positions", "rows")
+        self._of_products, self._goals = words(self._products, "rows", "tiles"), self._products["out"]
+        self._counts, self._chosen, self._kept = (self._norms[name] for name in ("count", "chosen", "kept"))
         self._program, self._rows = Program(), 0
         self._program.add(embed_kernel(), address_of(self._embeds), _ROWS_WORTH_SHARING)
         for index, layer in enumerate(layers):
@@ -176,33 +149,31 @@ class _Steps:
         self._end = len(self._program)
         self._add_head(decoder.head)
 
-    def begin(self, batch: Batch, chosen: Any, turns: Tensor) -> None:
-        """The batch that is run next. chosen: the rows of the last norm, None for all."""
-        rows, shape = len(batch), self.attention.pool.shape
-        if self._scratch.numel() < (needed := torch.get_num_threads() * shape.dims):
-            self._scratch = torch.zeros(needed)
-        self._room = give_scratch(self._products, self._room)
-        self._rows = rows
-        self._norms["count"] = self._enters["rows"] = self._gates["rows"] = self._embeds["rows"] = rows
-        self._embeds["tokens"] = batch.tokens.ctypes.data
-        if chosen is not None:
-            self._norms["count"][-1] = len(chosen)
-        self._norms["chosen"][-1] = 0 if chosen is None else chosen.ctypes.data
-        set_rows(self._products, rows)
-        self._enters["positions"], self._enters["slots"] = batch.positions.ctypes.data, batch.slots.ctypes.data
-        self._enters["turns"], self._enters["queries"] = turns.data_ptr(), self.attention.queries.data_ptr()
-        self._enters["scratch"] = self._scratch.data_ptr()
+    def begin(self, rows: int, count: int, places: Places, turns: Tensor) -> None:
+        """What is run next. count: the rows of the last norm, all or the chosen ones. places: of the batch's parts."""
+        if (threads := torch.get_num_threads()) != self._threads:
+            self._make_scratch(threads)
+        if rows != self._rows:
+            self._gates["rows"] = self._counts[:] = rows
+            self._of_products[:] = row_words(rows)
+            self._rows = rows
+        self._counts[-1], self._chosen[-1] = count, 0 if count == rows else places.chosen
+        self._of_embed[:] = places.tokens, rows
+        room = self.attention.queries.data_ptr(), self._scratch.data_ptr()
+        self._of_enter[:] = places.positions, places.slots, turns.data_ptr(), *room, rows
 
-    def keep(self, layers: Sequence[int]) -> Tensor:
+    def keep(self, layers: Sequence[int]) -> Tensor | None:
         """[rows, layers, hidden], to be filled with what these layers get, each asked for once; one past the last layer
-        is left out.
+        is left out. None for no layers.
         """
+        self._kept[:] = 0
+        if not layers:
+            return None
         features = self.x.new_empty(self._rows, len(layers), self.x.shape[1])
-        self._norms["kept"] = 0
         self._norms["stride"] = features.stride(0) * features.itemsize
         for column, layer in enumerate(layers):
             if 2 * layer + 1 < len(self._norms):
-                self._norms["kept"][2 * layer] = features.data_ptr() + column * features.stride(1) * features.itemsize
+                self._kept[2 * layer] = features.data_ptr() + column * features.stride(1) * features.itemsize
         return features
 
     def run_to_end(self) -> None:
@@ -212,12 +183,18 @@ class _Steps:
     def run_to_logits(self, count: int) -> Tensor:
         """Up to the logits of the first `count` rows of the last norm, which are returned."""
         self._logits = self.x.new_empty(count, self._logits.shape[1])
-        self._products["out"][-1] = self._logits.data_ptr()
-        set_rows(self._products[-1:], count)
+        self._goals[-1] = self._logits.data_ptr()
+        self._of_products[-1] = row_words(count)
         self._program.run(self._rows, 0, len(self._program) if count else self._end)
         return self._logits
 
-    def _add_layer(self, index: int, layer: _Layer, rule: Rule) -> None:
+    def _make_scratch(self, threads: int) -> None:
+        """Scratch for so many threads."""
+        self._scratch = torch.zeros(threads * self.attention.pool.shape.dims)
+        self._scratch_of_products = give_scratch(self._products, self._scratch_of_products)
+        self._threads = threads
+
+    def _add_layer(self, index: int, layer: Layer, rule: Rule) -> None:
         self._add_norm(2 * index, layer.input_norm)
         self._add_product(4 * index, layer.qkv, "x", "qkv")
         record = self._enters[index]
@@ -264,43 +241,14 @@ class _Turns:
 
     def __init__(self, rotary: Any):
         self._rotary = rotary
-        self.table = torch.zeros(0)
+        self.table, self._positions = torch.zeros(0), 0
         self.reserve(256)
         self.width = self.table.shape[1]
 
     def reserve(self, positions: int) -> None:
-        if positions <= len(self.table):
+        if positions <= self._positions:
             return
         cosines, sines = self._rotary(torch.zeros(1), torch.arange(2 * positions)[None])
         half = cosines.shape[-1] // 2
         self.table = torch.cat([cosines[0, :, :half], sines[0, :, :half]], dim=1).float().contiguous()
-
-
-def _only(module: Any, names: set[str]) -> None:
-    """The module has no parts but these."""
-    if {name for name, _ in module.named_children()} - names:
-        raise OtherStructure
-
-
-def _joined(quantised: Matrices, module: Any, parts: tuple[str, ...], whole: str = "", gated: bool = False) -> Product:
-    """One product in the place of several over the same input."""
-    linears: list[Any] = [getattr(module, name, None) for name in ((whole,) if hasattr(module, whole) else parts)]
-    if not all(type(linear) is nn.Linear for linear in linears):
-        raise OtherStructure
-    biases = [linear.bias for linear in linears]
-    bias = None
-    if any(b is not None for b in biases):
-        bias = torch.cat(
-            [b if b is not None else m.weight.new_zeros(m.out_features) for b, m in zip(biases, linears, strict=True)]
-        )
-    weight = linears[0].weight if len(linears) == 1 else torch.cat([linear.weight for linear in linears])
-    stored = Quantised.joined([quantised.get(linear.weight.data_ptr()) for linear in linears])
-    return Product(weight, bias, gated, stored)
-
-
-def _scale(norm: Any) -> tuple[Tensor, float]:
-    """An RMSNorm's weight, as float32, and its epsilon."""
-    weight, epsilon = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    if weight is None or epsilon is None or getattr(norm, "bias", None) is not None:
-        raise OtherStructure
-    return weight.detach().float().contiguous(), float(epsilon)
+        self._positions = 2 * positions

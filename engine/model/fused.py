@@ -42,10 +42,10 @@ def _record(*names: str, floats: tuple[str, ...] = ()) -> np.dtype[Any]:
 
 
 EMBED = _record(
-    "embedding",  # [vocab, hidden]
     "tokens",  # [rows] int32, each below vocab
-    "residual",  # out: [rows, hidden] float32
     "rows",
+    "embedding",  # [vocab, hidden]
+    "residual",  # out: [rows, hidden] float32
     "hidden",
     "width",
 )
@@ -126,17 +126,19 @@ def gate_kernel(address: Any) -> None:
 
 
 ENTER = _record(
-    "qkv",  # [rows, (groups + 2) * kv_heads * head_dim]: queries, keys, values
+    # of a batch
     "positions",  # [rows] int32
     "slots",  # [rows] int32: where in the pool the row's key and value go
     "turns",  # [positions, rotated] float32: cosines of the first half of the rotated dimensions, then sines
-    "query_norm",  # [head_dim] float32, or 0
-    "key_norm",  # [head_dim] float32, or 0
     "queries",  # out: [kv_heads, rows, groups, dims] float32, paired bfloat16
-    "keys",  # out: one layer's part of the pool
-    "values",
     "scratch",  # [threads, dims] float32
     "rows",
+    # of a layer
+    "qkv",  # [rows, (groups + 2) * kv_heads * head_dim]: queries, keys, values
+    "query_norm",  # [head_dim] float32, or 0
+    "key_norm",  # [head_dim] float32, or 0
+    "keys",  # out: one layer's part of the pool
+    "values",
     "kv_heads",
     "groups",
     "head_dim",

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from engine.model.amx import TILE_ROWS, tile_sizes
 from engine.model.fma_kernels import WIDENED, fma_kernel
+from engine.model.large_pages import in_large_pages
 from engine.model.matmul_kernels import MATMUL, amx_kernel, vector_kernel
 from engine.model.matmul_sums import PANELS, STEP
 from engine.model.quantised import Form, Quantised
@@ -89,6 +90,7 @@ def units(dtype: torch.dtype = torch.bfloat16) -> tuple[Unit, ...]:
 
 _CONFIGURATIONS = tile_sizes([*[(None, 64)] * 6, *[(TILE_ROWS, 64)] * 2])
 """0 to 3 are sums, 4 and 5 rows, 6 and 7 hold the matrix."""
+_CONFIGURATIONS_AT = int(_CONFIGURATIONS.ctypes.data)
 
 
 class Multiplies(Protocol):
@@ -137,13 +139,14 @@ class Matmul:
             and weight.shape[0] % LANES == 0
             and torch.equal(quantised.values(), weight)
         ):
-            self.form, self._weights = quantised.form, quantised.rows(order).tiles()
+            self.form, tiles = quantised.form, quantised.rows(order).tiles()
         else:
             full = weight.detach().new_zeros(panels * LANES, steps * STEP)
             full[: len(weight), : self.inputs] = weight.detach()
             together = 2 if weight.dtype == torch.bfloat16 else 1
             tiled = full[order].view(panels, LANES, steps, STEP // together, together)
-            self._weights = tiled.permute(0, 2, 3, 1, 4).contiguous()
+            tiles = tiled.permute(0, 2, 3, 1, 4)
+        self._weights = in_large_pages(tiles)
         self.kernel = unit.kernel(self.form)
 
     @property
@@ -174,7 +177,7 @@ class Matmul:
         record["inputs"], record["outputs"] = self.padded, self.outputs * (2 if self.gated else 1)
         record["gated"], record["x"], record["out"], record["width"] = self.gated, x, out, self._itemsize
         record["scratch_bytes"] = self.scratch_bytes
-        set_rows(made, rows)
+        record["rows"], record["tiles"] = row_words(rows)
         return made
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -227,9 +230,9 @@ def give_scratch(records: np.ndarray[Any, Any], held: Tensor) -> Tensor:
     return scratch
 
 
-def set_rows(records: np.ndarray[Any, Any], rows: int) -> None:
-    """What depends on the number of rows."""
-    records["rows"], records["tiles"] = rows, _CONFIGURATIONS[min(rows, TILE_ROWS)].ctypes.data
+def row_words(rows: int) -> tuple[int, int]:
+    """A record's `rows` and `tiles` for so many rows."""
+    return rows, _CONFIGURATIONS_AT + 64 * min(rows, TILE_ROWS)
 
 
 def _alternate(both: Tensor) -> Tensor:

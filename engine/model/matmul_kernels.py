@@ -33,6 +33,8 @@ MATMUL = np.dtype(
     [
         (name, "i8")
         for name in (
+            "rows",
+            "tiles",  # AMX: configuration for min(rows, 16) rows
             "x",  # [rows, inputs]
             "weights",  # [panels, steps, 16, 16, 2] bfloat16, [panels, steps, 32, 16] float32, or quantised tiles
             "scratch",  # [threads, scratch_bytes], where panels of a quantised matrix are unpacked, or rows widened
@@ -40,8 +42,6 @@ MATMUL = np.dtype(
             "bias",  # [panels * 16] float32, or 0
             "out",  # [rows, outputs]; gated: [rows, outputs / 2]
             "width",  # bytes of a number of x and out, and of the matrix if it is not quantised
-            "tiles",  # AMX: configuration for min(rows, 16) rows
-            "rows",
             "inputs",  # a multiple of 32
             "outputs",
             "gated",  # 1: panels of gate and up alternate, and silu(gate) * up comes out

@@ -42,6 +42,8 @@ def _score_all(work: Any, queries: int, count: int, table: int, head: int, low: 
                 sum_vectors(4, 1, 0, 0, some, q, stride, at, steps, place, step, 0)
             elif some <= 8:
                 sum_vectors(8, 1, 0, 0, some, q, stride, at, steps, place, step, 0)
+            elif some <= 12:
+                sum_vectors(12, 1, 0, 0, some, q, stride, at, steps, place, step, 0)
             else:
                 sum_vectors(16, 1, 0, 0, some, q, stride, at, steps, place, step, 0)
 

@@ -25,6 +25,7 @@ import torch
 from llvmlite import binding, ir
 from numba import carray, cfunc, types
 from numba.extending import intrinsic
+from numpy.typing import NDArray
 
 _RUNTIMES = ("libgomp.so.1",)  # what torch's wheels for Linux load
 
@@ -120,6 +121,18 @@ def address_of(records: np.ndarray[Any, Any], index: int = 0) -> int:
     return int(records.ctypes.data) + index * records.itemsize
 
 
+def words(records: np.ndarray[Any, Any], first: str, last: str) -> NDArray[np.int64]:
+    """[records, words] the neighbouring integers of each record from `first` to `last`, which can be set all at once:
+    to look up a field takes as long as to set it.
+    """
+    fields = records.dtype.fields
+    assert fields is not None
+    begin, end = fields[first][1], fields[last][1] + 8
+    shape = len(records), (end - begin) // 8
+    of: NDArray[np.int64] = np.ndarray(shape, np.int64, records, begin, (records.itemsize, 8))
+    return of
+
+
 _MONOTONIC = 1  # of clock_gettime
 PROGRAM = np.dtype(
     [
@@ -158,6 +171,22 @@ def _program_kernel(address: Any) -> None:
         _clock_gettime(_MONOTONIC, work.times + 16 * work.count)
 
 
+class Timed:
+    """When the steps of a call began and the last ended. kernels: of all steps, the address of each and of its record;
+    the call is about those from `start` to `end`.
+    """
+
+    def __init__(self, kernels: list[tuple[int, int]], start: int, end: int):
+        self._kernels, self._start = kernels, start
+        self.times = np.zeros((end - start + 1, 2), np.int64)
+
+    def seconds(self) -> list[tuple[int, float]]:
+        """Of each step, beside its kernel's address."""
+        taken = np.diff(self.times @ [1_000_000_000, 1]) / 1e9
+        steps = self._kernels[self._start : self._start + len(taken)]
+        return [(address, took) for (address, _), took in zip(steps, taken.tolist(), strict=True)]
+
+
 class Program:
     """Steps that are done one after the other. Runs of kernels between Python functions are one call."""
 
@@ -165,8 +194,10 @@ class Program:
         self._functions: list[Callable[[], None] | None] = []
         self._kernels: list[tuple[int, int]] = []
         self._alone_below: list[int] = []
-        self._table = np.zeros((0, 2), np.int64)
+        self._stretches: dict[tuple[int, int], tuple[int, int]] = {}  # by start and stop
+        self._table, self._table_at = np.zeros((0, 2), np.int64), 0
         self._work = np.zeros(1, PROGRAM)
+        self._work_at, self._of_work = address_of(self._work), words(self._work, "steps", "times")
 
     def __len__(self) -> int:
         return len(self._functions)
@@ -183,25 +214,29 @@ class Program:
         self._kernels.append((0, 0))
         self._alone_below.append(0)
 
-    def run(self, rows: int, start: int, stop: int, seconds: dict[int, float] | None = None) -> None:
-        """Do the steps from `start` to `stop`. seconds: by a kernel's address; what its steps took is added."""
+    def run(self, rows: int, start: int, stop: int, timed: list[Timed] | None = None) -> None:
+        """Do the steps from `start` to `stop`. timed: gets a `Timed` for each stretch of kernels."""
         if len(self._table) != len(self):
             self._table = np.array(self._kernels, np.int64).reshape(-1, 2)
+            self._table_at = int(self._table.ctypes.data)
         while start < stop:
             if (function := self._functions[start]) is not None:
                 function()
                 start += 1
                 continue
-            end = start + 1
-            while end < stop and self._functions[end] is None:
-                end += 1
-            shared = any(rows >= least for least in self._alone_below[start:end])
-            times = None if seconds is None else np.zeros((end - start + 1, 2), np.int64)
-            clock = 0 if times is None else times.ctypes.data
-            self._work[0] = self._table.ctypes.data + self._table.strides[0] * start, end - start, clock
-            _program_kernel()(self._work.ctypes.data, torch.get_num_threads() if shared else 1)
-            if seconds is not None and times is not None:
-                taken = np.diff(times @ [1_000_000_000, 1]) / 1e9
-                for (kernel, _), took in zip(self._kernels[start:end], taken.tolist(), strict=True):
-                    seconds[kernel] = seconds.get(kernel, 0.0) + took
+            end, least = self._stretch(start, stop)
+            clock = 0
+            if timed is not None:
+                timed.append(Timed(self._kernels, start, end))
+                clock = int(timed[-1].times.ctypes.data)
+            self._of_work[:] = self._table_at + self._table.itemsize * 2 * start, end - start, clock
+            _program_kernel()(self._work_at, torch.get_num_threads() if rows >= least else 1)
             start = end
+
+    def _stretch(self, start: int, stop: int) -> tuple[int, int]:
+        """Where the kernels from `start` on end, and from how many rows on they are worth waking other threads."""
+        if (found := self._stretches.get((start, stop))) is None:
+            functions = (at for at in range(start, stop) if self._functions[at] is not None)
+            end = next(functions, stop)
+            found = self._stretches[start, stop] = end, min(self._alone_below[start:end])
+        return found

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
-from typing import Any
+from itertools import chain, pairwise
 
 import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.batch import BLOCK, Batch, Segment
+from engine.batch import BLOCK, Batch, Places, Segment
 from engine.model.kv_pool import KVCache, KVPool, KVShape
 from engine.tree import TokenTree
 from tests.engine.test_tree import trees
@@ -78,26 +77,30 @@ def test_the_flat_arrays_say_of_each_row_what_its_segment_says(made: list[Segmen
             assert np.array_equal(batch.tables[batch.table_of[row] :][: len(table)], table)
             row += 1
     assert len(batch) == row and batch.chosen.tolist() == chosen
-    assert batch.segments == tuple(made)
-    arrays = [array for array in vars(batch).values() if isinstance(array, np.ndarray)]
-    assert len(arrays) == 9 and all(array.dtype == np.int32 for array in arrays), "kernels read them as they lie"
+    assert batch.wanted == len(chosen)
+    arrays = [getattr(batch, name) for name in Places._fields[:-1]]
+    assert [*chain.from_iterable(arrays)] == batch.numbers and {array.dtype for array in arrays} == {np.dtype("i4")}
+    assert batch.reach == 1 + batch.positions.max()
+    assert batch.vocabulary == range(batch.tokens.min(), batch.tokens.max() + 1)
 
 
 @given(segments(), st.integers(1, 12))
 def test_tiles_cover_all_rows_and_none_holds_rows_of_two_requests(made: list[Segment], size: int) -> None:
     batch = Batch.of(made)
-    tiles = batch.tiles(size).tolist()
+    tiles = batch.tiles(size)
+    assert {type(row) for row in tiles} == {int}
     assert tiles[0] == 0 and tiles[-1] == len(batch)
     assert len(tiles) == 1 + sum(-(-len(segment) // size) for segment in made)
     for first, end in pairwise(tiles):
         assert 0 < end - first <= size
         assert sum(start < end and first < stop for start, stop in batch.spans) == 1
+    for start, stop in batch.spans:
+        sizes = [end - first for first, end in pairwise(tiles) if start <= first < stop]
+        assert max(sizes) - min(sizes) <= 1, "threads share tiles"
 
 
-@given(segments())
-def test_rows_of_each_segment_are_found_among_the_chosen(made: list[Segment]) -> None:
-    batch = Batch.of(made)
-    found: list[Any] = [batch.chosen[start:end].tolist() for start, end in batch.chosen_spans]
-    for (first, end), rows in zip(batch.spans, found, strict=True):
-        assert all(first <= row < end for row in rows)
-    assert [row for rows in found for row in rows] == batch.chosen.tolist()
+def test_of_a_text_the_last_row_is_wanted_and_of_a_tree_all_unless_told_otherwise() -> None:
+    cache, tree = cache_of(KVPool(SHAPE, 4), 3, 3), TokenTree.from_lists([7, 8, 9], [-1, 0, 0], [1.0] * 3)
+    assert Batch.of([Segment.of_text([7, 8, 9], cache)]).chosen.tolist() == [2]
+    assert Batch.of([Segment.of_text([7, 8, 9], cache, "none")]).chosen.tolist() == []
+    assert Batch.of([Segment.of_tree(tree, cache)]).chosen.tolist() == [0, 1, 2]

@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from engine.batch import Segment
-from engine.model.decoder import LeanDecoder, OtherStructure
+from engine.model.decoder import LeanDecoder
+from engine.model.decoder_layer import OtherStructure
 from engine.model.packed_linear import pack_linears
 from engine.model.stock import NAME, StockForward
 from engine.sampling import SamplingParams

@@ -70,6 +70,16 @@ def test_features_of_every_layer_change_no_logits(dtype: torch.dtype) -> None:
         assert (ours - stock).pow(2).mean().sqrt() <= (1e-4 if dtype == torch.float32 else 0.03) * stock.std()
 
 
+def test_features_that_were_given_are_left_alone_by_forwards_that_ask_for_none() -> None:
+    target = build(torch.bfloat16)
+    cache = target.new_cache(90)
+    _, features = target.prefill(cache, TEXT, (0, 1, 2))
+    assert features is not None
+    given = features.clone()
+    target.verify(cache, TokenTree.from_lists([9, 8, 7], [-1, 0, 0], [1.0] * 3))
+    assert torch.equal(features, given)
+
+
 @pytest.mark.parametrize("token", [-1, 130])
 def test_a_token_that_the_embedding_lacks_is_refused(token: int) -> None:
     target = build(torch.bfloat16)

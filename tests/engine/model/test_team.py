@@ -9,7 +9,7 @@ import torch
 from numba import carray
 
 from engine.model.simd import float_at, put_float
-from engine.model.team import Program, address_of, kernel, member, members
+from engine.model.team import Program, address_of, kernel, member, members, words
 
 MOVE = np.dtype([("source", "i8"), ("goal", "i8"), ("count", "i8")])
 
@@ -62,3 +62,37 @@ def test_functions_are_called_between_kernels_and_a_run_may_be_of_some_steps(num
     assert seen == [(0, 1000), (2, 1000), (2, 1002), (4, 1002)]
     program.run(1, 4, 4)
     assert len(seen) == 4
+
+
+def test_steps_may_be_added_after_a_run(numbers: list[torch.Tensor]) -> None:
+    records, program = to_and_fro(numbers), Program()
+    for step in range(2):
+        program.add(reverse_kernel(), address_of(records, step % 2))
+        program.run(1, 0, len(program))
+    assert torch.equal(numbers[0], torch.arange(1000.0) + 2), "the second run does both, from the beginning"
+
+
+@kernel(MOVE, "_count")
+def count_kernel(address: Any) -> None:
+    """goal = how many threads there are."""
+    work = carray(address, 1)[0]
+    if member() == 0:
+        put_float(work.goal, np.float32(members()))
+
+
+def test_threads_are_woken_only_for_rows_that_are_worth_it(numbers: list[torch.Tensor]) -> None:
+    records, program = to_and_fro(numbers), Program()
+    for at in range(2):
+        program.add(count_kernel(), address_of(records), alone_below=8 - 4 * at)
+    for rows, start, woken in ((3, 0, False), (4, 0, True), (4, 1, True), (3, 1, False)):
+        program.run(rows, start, 2)
+        assert numbers[1][0] == (torch.get_num_threads() if woken else 1)
+    program.run(4, 0, 1)
+    assert numbers[1][0] == 1, "the step that four rows are worth is not among these"
+
+
+def test_neighbouring_words_of_all_records_are_set_at_once() -> None:
+    records = np.zeros(3, np.dtype([("a", "i8"), ("b", "i8"), ("c", "i8"), ("d", "f4")]))
+    words(records, "b", "c")[:] = 4, 5
+    words(records, "c", "c")[-1] = 6
+    assert records.tolist() == [(0, 4, 5, 0.0), (0, 4, 5, 0.0), (0, 4, 6, 0.0)]

@@ -1,0 +1,73 @@
+"""The weights of a stock model of the common structure (`engine.model.decoder`), a layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.model.packed_linear import Product
+from engine.model.quantised import Quantised
+
+Matrices = Mapping[int, Quantised]
+
+
+class OtherStructure(Exception):
+    """The model is not built like that."""
+
+
+class Layer:
+    """One layer's weights: four products, and the scales of its norms as float32."""
+
+    def __init__(self, layer: Any, quantised: Matrices):
+        parts = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+        only(layer, parts | {"resid_attn_dropout", "resid_mlp_dropout"})
+        attention, mlp = layer.self_attn, layer.mlp
+        only(attention, {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"})
+        only(mlp, {"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn", "activation_fn"})
+        self.qkv = joined(quantised, attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
+        self.out = joined(quantised, attention, ("o_proj",))
+        self.gate_up = joined(quantised, mlp, ("gate_proj", "up_proj"), "gate_up_proj", gated=True)
+        self.down = joined(quantised, mlp, ("down_proj",))
+        self.input_norm, self.epsilon = scale_of(layer.input_layernorm)
+        self.inner_norm, _ = scale_of(layer.post_attention_layernorm)
+        self.query_norm = self.key_norm = None
+        if hasattr(attention, "q_norm"):
+            (self.query_norm, _), (self.key_norm, _) = scale_of(attention.q_norm), scale_of(attention.k_norm)
+        self.inner = self.gate_up.outputs // 2
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return self.qkv, self.out, self.gate_up, self.down
+
+
+def only(module: Any, names: set[str]) -> None:
+    """The module has no parts but these."""
+    if {name for name, _ in module.named_children()} - names:
+        raise OtherStructure
+
+
+def joined(quantised: Matrices, module: Any, parts: tuple[str, ...], whole: str = "", gated: bool = False) -> Product:
+    """One product in the place of several over the same input."""
+    linears: list[Any] = [getattr(module, name, None) for name in ((whole,) if hasattr(module, whole) else parts)]
+    if not all(type(linear) is nn.Linear for linear in linears):
+        raise OtherStructure
+    biases = [linear.bias for linear in linears]
+    bias = None
+    if any(b is not None for b in biases):
+        bias = torch.cat(
+            [b if b is not None else m.weight.new_zeros(m.out_features) for b, m in zip(biases, linears, strict=True)]
+        )
+    weight = linears[0].weight if len(linears) == 1 else torch.cat([linear.weight for linear in linears])
+    stored = Quantised.joined([quantised.get(linear.weight.data_ptr()) for linear in linears])
+    return Product(weight, bias, gated, stored)
+
+
+def scale_of(norm: Any) -> tuple[Tensor, float]:
+    """An RMSNorm's weight, as float32, and its epsilon."""
+    weight, epsilon = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    if weight is None or epsilon is None or getattr(norm, "bias", None) is not None:
+        raise OtherStructure
+    return weight.detach().float().contiguous(), float(epsilon)
