@@ -119,7 +119,9 @@ async def run_rivals(
 async def compare(
     ours: Mapping[str, Engine], others: Sequence[Rival | Missing], plan: Plan, results: TextIO, console: Console
 ) -> list[Turn]:
-    """Let all contestants take turns. Rivals that cannot be started are named and left out."""
+    """Let all contestants take turns. Rivals that cannot be started are named and left out, and those that fail later
+    are from then on.
+    """
     turns: list[Turn] = []
     order = random.Random(0)
     async with AsyncExitStack() as running:
@@ -133,8 +135,8 @@ async def compare(
                 running.push_async_callback(process.stop)
             except TalonError as error:
                 console.print(f"left out: {error}")
-        names = [*ours, *processes]
         for repeat, level, prompts in plan.turns(lambda level: _ratios(turns, level)):
+            names = [*ours, *processes]
             for name in order.sample(names, len(names)):
                 console.print(f"repeat {repeat + 1}, {at_once(level)}: {name}", highlight=False)
                 if name in ours:
@@ -142,7 +144,12 @@ async def compare(
                     seconds, tokens = await answer(ours[name], prompts, plan.max_tokens, level)
                 else:
                     weights = processes[name].rival.weights
-                    seconds, tokens = await processes[name].answer(prompts, plan.max_tokens, level)
+                    try:
+                        seconds, tokens = await processes[name].answer(prompts, plan.max_tokens, level)
+                    except TalonError as error:
+                        del processes[name]  # it has been stopped
+                        console.print(f"left out from here on: {error}")
+                        continue
                 turns.append(Turn(name, weights, level, repeat, seconds, tokens, talon=name in ours))
                 results.write(msgspec.json.encode(turns[-1]).decode() + "\n")
                 results.flush()

@@ -161,8 +161,9 @@ class Process:
         assert self._process.stdin is not None
         asked = {"prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens, "at_once": at_once}
         self._signal(signal.SIGCONT)
-        self._process.stdin.write(json.dumps(asked).encode() + b"\n")
-        await self._process.stdin.drain()
+        with suppress(ConnectionError):  # it has ended, which its missing reply tells
+            self._process.stdin.write(json.dumps(asked).encode() + b"\n")
+            await self._process.stdin.drain()
         reply = await self._reply(_ANSWER_S)
         self._signal(signal.SIGSTOP)
         return float(reply["seconds"]), [int(count) for count in reply["tokens"]]
@@ -176,10 +177,11 @@ class Process:
                     if line.startswith(b"{"):
                         reply: dict[str, Any] = json.loads(line)
                         return reply
+            why = "ended; perhaps for want of memory"
         except TimeoutError:
-            pass
+            why = f"said nothing for {limit_s:g} s"
         await self.stop()
-        raise ConfigError(f"rival={self.rival.name}: ended or said nothing for {limit_s:g} s; leave it out")
+        raise ConfigError(f"rival={self.rival.name}: {why}")
 
     async def stop(self) -> None:
         """End it, by force if it does not end by itself, and whatever it has started."""
