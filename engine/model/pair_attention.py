@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 
 from engine.model.amx import pointer
 from engine.model.attention_work import ATTENTION
-from engine.model.matmul_sums import SUMS, dot, pair_vectors, row_starts, spread_pair, sum_vectors
+from engine.model.matmul_sums import SUMS, dot, pair_vectors, row_starts, sum_vectors
 from engine.model.paired_attention import (
     PANEL_BYTES,
     WEIGHT_BYTES,
@@ -130,8 +130,7 @@ def _add_values(
         for pair in range(LANES // 2):
             matrix = [next(one) for one in matrices]
             for row, start in enumerate(starts):
-                two = spread_pair(builder, builder.add(start, _WORD(4 * pair)))
-                totals[row] = [dot(builder, one, m, two) for one, m in zip(totals[row], matrix, strict=True)]
+                totals[row] = dot(builder, totals[row], matrix, start, pair)
         for place, one in zip(itertools.chain(*places), itertools.chain(*totals), strict=True):
             builder.store(one, place, align=4)
         return context.get_dummy_value()

@@ -64,7 +64,8 @@ async def test_rivals_take_turns_at_every_level() -> None:
 async def test_a_rival_that_ends_in_its_turn_is_left_out_from_there_on_and_ends_no_other() -> None:
     tried_and_one_turn = ECHO.replace("in sys.stdin", "in (sys.stdin.readline() for _ in range(2))")
     results, said = io.StringIO(), Console(file=io.StringIO(), width=200)
-    turns = await compare({}, [rival("one"), rival("mortal", tried_and_one_turn)], Plan([1], 3, [[1]], repeats=3), results, said)
+    others = [rival("one"), rival("mortal", tried_and_one_turn)]
+    turns = await compare({}, others, Plan([1], 3, [[1]], repeats=3), results, said)
     assert sorted(turn.contestant for turn in turns) == ["mortal", "one", "one", "one"]
     printed = said.file.getvalue()  # type: ignore[attr-defined]
     assert printed.count("left out from here on: rival=mortal: ended") == 1
