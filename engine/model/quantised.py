@@ -7,9 +7,9 @@ takes, gets faster. Scales have so few significant bits that a scale times a cod
 follows, whether the offset is added by the same instruction or by another.
 
 Tiles are laid out as `engine.model.matmul` wants them, 16 outputs by 32 inputs: first 16 scales and 16 offsets, or the
-scales of the first half of the inputs and those of the second. Then for each pair of inputs the codes of outputs 0 to 7
-and of 8 to 15, inputs alternating. With 4 bits the first are the lower halves of 16 bytes and the second the upper
-ones.
+scales of the first half of the inputs and those of the second. Codes of 8 bits follow pair by pair of inputs, for
+outputs 0 to 7 and then 8 to 15, inputs alternating. Codes of 4 bits lie in words of 32 bits, one for each output and
+input of a pair. A word holds the codes of eight pairs, so one shift brings those of a pair to its lower end.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from engine.model.amx import TILE_BYTES, pointer
-from engine.model.simd import LANES, fused
+from engine.model.simd import LANES, fused, integers
 
 BLOCK_INPUTS = 32
+_PAIRS_OF_WORD = 8  # whose codes of 4 bits a word holds
 _BYTE, _INT, _FLOAT, _WORD = ir.IntType(8), ir.IntType(32), ir.FloatType(), ir.IntType(64)
 _LANES_OF_FLOATS, _LANES_OF_INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
 
@@ -135,9 +136,13 @@ class Quantised:
         panels, steps = self.shape[0] // LANES, self.shape[1] // BLOCK_INPUTS
         numbers = self.scales if self.offsets is None else torch.stack([self.scales, self.offsets], dim=2)
         head = numbers.view(panels, LANES, steps, 2).permute(0, 2, 3, 1).contiguous()
-        # outputs as halves of 8, inputs as pairs: [panels, steps, pairs, half, output, input of the pair]
-        codes = self._codes().view(torch.uint8).view(panels, 2, 8, steps, 16, 2).permute(0, 3, 4, 1, 2, 5).flatten(4)
-        codes = (codes[:, :, :, 0] | codes[:, :, :, 1] << 4) if self.form.bits == 4 else codes.flatten(3)
+        # outputs as halves of 8, inputs as pairs: [panels, half, output, steps, pair, input of the pair]
+        codes = self._codes().view(torch.uint8).view(panels, 2, 8, steps, 16, 2)
+        if self.form.bits == 4:  # [panels, steps, group of pairs, half, output, input of the pair, byte, code]
+            grouped = codes.view(panels, 2, 8, steps, 2, 4, 2, 2).permute(0, 3, 4, 1, 2, 7, 5, 6)
+            codes = grouped[..., 0] | grouped[..., 1] << 4
+        else:
+            codes = codes.permute(0, 3, 4, 1, 2, 5)
         return torch.cat([head.view(torch.uint8).flatten(2), codes.flatten(2)], dim=2).contiguous()
 
 
@@ -168,7 +173,7 @@ def unpacked_pairs(builder: ir.IRBuilder, form: Form, tile: ir.Value) -> Iterato
     size = form.head_bytes // 2
     head = [_doubled(builder, builder.add(tile, _WORD(size * i)), form.wide) for i in range(2)]
     for pair in range(LANES):
-        codes = _codes(builder, builder.add(tile, _WORD(form.head_bytes + pair * LANES * form.bits // 4)), form.bits)
+        codes = _codes(builder, builder.add(tile, _WORD(form.head_bytes)), pair, form.bits)
         if form is Form.EIGHT_HALVES:
             scales = head[2 * pair // LANES]
             lower, upper = (builder.fmul(code, scale) for code, scale in zip(codes, scales, strict=True))
@@ -191,16 +196,18 @@ def _doubled(builder: ir.IRBuilder, address: ir.Value, wide: bool) -> tuple[ir.V
     return first, second
 
 
-def _codes(builder: ir.IRBuilder, address: ir.Value, bits: int) -> tuple[ir.Value, ir.Value]:
-    """The codes of a pair of inputs, as float32."""
-    kind = ir.VectorType(_BYTE, LANES)
+def _codes(builder: ir.IRBuilder, codes: ir.Value, pair: int, bits: int) -> tuple[ir.Value, ir.Value]:
+    """A tile's codes of a pair of inputs, as float32. codes: address of all of them."""
     if bits == 4:
-        both = builder.zext(builder.load(pointer(builder, address, kind), align=1), _LANES_OF_INTS)
-        upper = builder.lshr(both, ir.Constant(_LANES_OF_INTS, [4] * LANES))
-        return _number(builder, both), _number(builder, upper)
-    places = (pointer(builder, builder.add(address, _WORD(LANES * i)), kind) for i in range(2))
-    codes = (builder.sext(builder.load(place, align=1), _LANES_OF_INTS) for place in places)
-    lower, upper = (builder.sitofp(code, _LANES_OF_FLOATS) for code in codes)
+        group, place = divmod(pair, _PAIRS_OF_WORD)
+        starts = (builder.add(codes, _WORD(64 * (2 * group + half))) for half in range(2))
+        words = (builder.load(pointer(builder, start, _LANES_OF_INTS), align=4) for start in starts)
+        lower, upper = (_number(builder, builder.lshr(word, integers(4 * place))) for word in words)
+        return lower, upper
+    kind = ir.VectorType(_BYTE, LANES)
+    places = (pointer(builder, builder.add(codes, _WORD(LANES * (2 * pair + half))), kind) for half in range(2))
+    signed = (builder.sext(builder.load(place, align=1), _LANES_OF_INTS) for place in places)
+    lower, upper = (builder.sitofp(code, _LANES_OF_FLOATS) for code in signed)
     return lower, upper
 
 
