@@ -49,7 +49,7 @@ def _command(method: str, summary: str) -> None:
             typer.echo(f"talon: {error}", err=True)
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
-            typer.echo("stopped; go on with --resume", err=True)
+            typer.echo("stopped; --resume goes on from here", err=True)
             raise typer.Exit(130) from None
 
 

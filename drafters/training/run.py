@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from safetensors.torch import save as to_safetensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
@@ -22,6 +22,7 @@ from drafters.training.answers import Example, Question, answer, cache_name, rea
 from drafters.training.build import build
 from drafters.training.features import Features, StoredFeatures, features_name
 from drafters.training.head_module import HeadModule
+from drafters.training.interrupt import noted
 from drafters.training.recipe import Recipe
 from drafters.training.trainer import Score, Trainer, draft_vocabulary, replace_file, wanted_layers
 from engine.errors import ConfigError, ModelError
@@ -57,12 +58,15 @@ def train(
     checkpoint = out / "training" / "state.pt"
     if resume and not checkpoint.is_file():
         console.print(f"{out} holds no checkpoint yet: the first step is next")
+    if checkpoint.is_file() and not resume:
+        raise ConfigError(f"out={out}: holds a run already: go on with --resume, or name another folder")
     folder = find_folder(resolve(target, "target"), "target")
     model, tokenizer = _load_target(folder, device)
     wanted_layers(plan, model)  # refused before hours of answering, not after
     questions = read_questions(data, tokenizer, plan)
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, TextColumn("{task.fields[figures]}"), console=console) as progress:
+    figures = TextColumn("{task.fields[figures]}", table_column=Column(ratio=1, no_wrap=True))  # what there is room for
+    with Progress(*columns, figures, console=console, expand=True) as progress:
         digest, kept = target_digest(folder), answers or out.parent / "answers"
         examples = _examples(questions, model, digest, plan, kept, progress)
         if len(examples) < 2:
@@ -85,12 +89,19 @@ def train(
                 export(trainer.averaged, out)
                 write_card(out, plan, trainer.step, trainer.tokens, score)
 
-        trainer.run(
-            checkpoint,
-            save_minutes * 60,
-            lambda step, score: stage(step, _figures(score)),
-            judged,
-        )
+        def note() -> None:
+            console.print("stopping behind this step; Ctrl-C again ends at once, without saving")
+
+        with noted(note) as stopping:
+            trainer.run(
+                checkpoint,
+                save_minutes * 60,
+                lambda step, score: stage(
+                    step, f"loss {score.mean_loss():.2f}, {score.chain_length():.2f} tokens a round"
+                ),
+                judged,
+                stopping,
+            )
     trainer.averaged.load_state_dict(trainer.best_state)
     score: Score = trainer.evaluate()
     console.print(acceptance_table(method, score))
@@ -172,7 +183,7 @@ def write_card(out: Path, plan: Recipe, step: int, tokens: int, score: Score) ->
 def acceptance_table(method: str, score: Score) -> Table:
     table = Table(
         title=f"{method}: held-out acceptance",
-        caption=f"chain of first guesses: {score.chain_length():.2f} tokens per round",
+        caption=f"{score.chain_length():.2f} tokens a round",
     )
     for column in ("position", "tokens", "loss", "accepted"):
         table.add_column(column, justify="right")

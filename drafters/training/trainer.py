@@ -53,6 +53,10 @@ class Score:
         """Share of right first guesses per position, given right tokens before it."""
         return [hits / max(count, 1) for hits, count in zip(self.hits, self.count, strict=True)]
 
+    def mean_loss(self) -> float:
+        """Of all positions together."""
+        return sum(self.loss) / max(1, sum(self.count))
+
     def chain_length(self) -> float:
         """Expected tokens per round of a drafted chain, bonus included."""
         return 1 + sum(math.prod(self.acceptance()[: k + 1]) for k in range(len(self.count)))
@@ -95,9 +99,11 @@ class Trainer:
         save_every_s: float,
         report: Callable[[int, Score], None],
         judged: Callable[[Score, bool], None],
+        stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         """Train to the last step, saving now and then and at the end. `report` is told of every step, `judged` of every
-        held-out score of `averaged` and whether it is the best so far.
+        held-out score of `averaged` and whether it is the best so far. stopping: asked after every step; if it says so
+        the run is saved and ends with KeyboardInterrupt.
         """
         saved = time.monotonic()
         while self.step < self.recipe.steps:
@@ -105,9 +111,12 @@ class Trainer:
             report(self.step, score)
             if self.step % self.recipe.evaluate_every == 0 or self.step == self.recipe.steps:
                 self.judge(judged)
-            if time.monotonic() - saved > save_every_s or self.step == self.recipe.steps:
+            stop = stopping()
+            if stop or time.monotonic() - saved > save_every_s or self.step == self.recipe.steps:
                 self.save(checkpoint)
                 saved = time.monotonic()
+            if stop:
+                raise KeyboardInterrupt
 
     def judge(self, judged: Callable[[Score, bool], None]) -> None:
         """Measure on held-out text, and keep the weights if they are the best."""

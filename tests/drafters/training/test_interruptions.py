@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import io
+import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +22,7 @@ from drafters.training import answers as answers_module
 from drafters.training.cli import app
 from drafters.training.recipe import Recipe
 from drafters.training.run import train
+from drafters.training.trainer import Score, Trainer
 from engine.errors import ConfigError, ModelError
 from tests.drafters.conftest import LLAMA
 from tests.drafters.training.conftest import METHODS, weights
@@ -76,6 +80,54 @@ def test_a_disk_that_fills_in_the_middle_of_a_file_is_one_line_and_the_run_goes_
     assert all(torch.equal(torn[name], whole[name]) for name in whole)
 
 
+def test_ctrl_c_ends_the_step_and_keeps_it(
+    chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, plan, said = tmp_path / "head", recipe("medusa"), Console(file=io.StringIO())
+    step = Trainer.train_step
+
+    def pressed(trainer: Trainer) -> Score:
+        if trainer.step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(trainer)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Trainer, "train_step", pressed)
+        train("medusa", str(chatty), data, out, plan, save_minutes=60, console=said)
+    assert "stopping behind this step" in said.file.getvalue()  # type: ignore[attr-defined]
+    assert torch.load(out / "training" / "state.pt", weights_only=True)["step"] == 2
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    train("medusa", str(chatty), data, out, plan, resume=True)
+    train("medusa", str(chatty), data, tmp_path / "straight" / "head", plan)
+    stopped, whole = weights(out), weights(tmp_path / "straight" / "head")
+    assert all(torch.equal(stopped[name], whole[name]) for name in whole)
+
+
+def test_ctrl_c_again_does_not_wait(
+    chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pressed_twice(trainer: Trainer) -> Score:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("the second one interrupts")
+
+    monkeypatch.setattr(Trainer, "train_step", pressed_twice)
+    with pytest.raises(KeyboardInterrupt):
+        train("medusa", str(chatty), data, tmp_path / "head", recipe("medusa"))
+    assert not (tmp_path / "head" / "training" / "state.pt").exists()
+
+
+def test_a_folder_with_a_run_in_it_is_not_overwritten(
+    chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    out, plan = tmp_path / "head", recipe("medusa")
+    train("medusa", str(chatty), data, out, plan)
+    before = weights(out)
+    with pytest.raises(ConfigError, match=r"out=.*holds a run already: go on with --resume"):
+        train("medusa", str(chatty), data, out, plan)
+    assert all(torch.equal(tensor, weights(out)[name]) for name, tensor in before.items())
+
+
 def test_answers_that_can_be_kept_nowhere_or_are_damaged_are_one_line(
     chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -86,7 +138,7 @@ def test_answers_that_can_be_kept_nowhere_or_are_damaged_are_one_line(
     cache = next((tmp_path / "answers").glob("answers-*"))
     cache.write_bytes(b"\x00junk\n" + cache.read_bytes())
     with pytest.raises(ConfigError, match=r"answers=.*damaged at line 1: remove the file"):
-        train("medusa", str(chatty), data, tmp_path / "head", plan)
+        train("medusa", str(chatty), data, tmp_path / "other", plan)
 
 
 @pytest.mark.parametrize(
