@@ -7,6 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .venv/installed: pyproject.toml constraints.txt
+	@echo "installing into .venv: some minutes, 2 GB"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@

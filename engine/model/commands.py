@@ -1,7 +1,8 @@
-"""`talon models`: get, list and find the models that Talon keeps."""
+"""`talon models`: get, list, find and remove the models that Talon keeps."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -43,7 +44,7 @@ def list_command() -> None:
         folder = folder_of(model)
         where = f"{_megabytes(folder)} in {folder}" if folder.is_dir() else f"not here; talon models get {model.name}"
         typer.echo(f"{model.name}  {where}\n    {model.about}")
-    for folder in sorted((home() / "gguf").glob("[!.]*")):
+    for folder in _converted(home()):
         typer.echo(f"{folder.name}  {_megabytes(folder)} in {folder}")
 
 
@@ -58,6 +59,27 @@ def path_command(name: NameArgument) -> None:
         if not folder.is_dir():
             raise ModelError(f"model={name}: is not here; run: talon models get {name}")
         typer.echo(folder)
+
+
+@app.command("remove")
+def remove_command(name: NameArgument) -> None:
+    """Remove a model that has been got, or a converted GGUF file; the file itself stays. It can be got again."""
+    from engine.model.cache import home
+    from engine.model.catalogue import CATALOGUE
+    from engine.model.resolve import folder_of
+
+    with one_line_errors():
+        here = [*map(folder_of, CATALOGUE.values()), *_converted(home())]
+        folder = next((folder for folder in here if folder.name == name and folder.is_dir()), None)
+        if folder is None:
+            raise ModelError(f"model={name}: is not here; talon models list names those that are")
+        shutil.rmtree(folder)
+        typer.echo(f"removed {folder}")
+
+
+def _converted(home: Path) -> list[Path]:
+    """The directories of GGUF files."""
+    return sorted((home / "gguf").glob("[!.]*"))
 
 
 def _megabytes(folder: Path) -> str:

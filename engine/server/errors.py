@@ -75,6 +75,8 @@ def _validation(error: RequestValidationError) -> ApiError:
     field = errors[0]["loc"][:2]
     first = max((one for one in errors if one["loc"][:2] == field), key=lambda one: len(one["loc"]))
     field = _path(first["loc"][1:])
+    if isinstance(error.body, bytes):  # not read as JSON, whatever it holds
+        return ApiError(400, "the body is not sent as JSON; add the header Content-Type: application/json")
     if first["type"] == "json_invalid":
         return ApiError(400, "the body is not JSON", code="invalid_json")
     if first["type"] == "extra_forbidden":

@@ -8,6 +8,7 @@ import errno
 import signal
 import socket
 import ssl
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,7 @@ class Listening:
 async def run_server(config: Config, settings: Settings, where: Listening) -> None:
     """Serve until SIGTERM or Ctrl-C; then end the answers under way, and the engine."""
     to_standard_error()
+    _tell(f"loading {config.model}")
     with listen(where) as listener, _ended_by_sigterm():
         async with await Engine.start(config) as engine:
             serving = Serving(engine, settings)
@@ -47,6 +49,12 @@ async def run_server(config: Config, settings: Settings, where: Listening) -> No
             server = _Server(_uvicorn(serving, where), serving)
             await server.serve(sockets=[listener])
             serving.traces.close()
+
+
+def _tell(line: str) -> None:
+    """A line for a person, where one watches; the log is for programs."""
+    if sys.stderr.isatty():
+        print(f"talon: {line}", file=sys.stderr)
 
 
 def listen(where: Listening) -> socket.socket:
@@ -99,6 +107,7 @@ class _Server(uvicorn.Server):
         url = f"{'https' if self.config.is_ssl else 'http'}://{shown}:{port}"
         settings = self.serving.settings
         self.serving.log.started(url, settings.model, self.serving.engine.target)
+        _tell(f"{settings.model} answers at {url}; Ctrl-C ends it")
         if host not in _LOOPBACK and not settings.api_keys:
             self.serving.log.warn("no API keys: whoever reaches this address may use it; see --api-keys")
 

@@ -200,6 +200,20 @@ def test_commands_list_what_is_there_and_say_how_to_get_the_rest(empty_home: Pat
     assert CliRunner().invoke(app, ["list"]).output.count("2 MB in") == 2
 
 
+def test_a_model_that_is_here_can_be_removed_and_nothing_else(empty_home: Path) -> None:
+    folders = empty_home / "models" / "smollm2-135m", empty_home / "gguf" / "mine-0123"
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(bytes(10))
+    for wrong in ("nowhere", "..", "../models", ".", "/"):
+        refused = CliRunner().invoke(app, ["remove", wrong])
+        assert refused.exit_code == 2 and refused.output.startswith(f"talon: model={wrong}: is not here")
+    assert all(folder.is_dir() for folder in folders)
+    for folder in folders:
+        assert CliRunner().invoke(app, ["remove", folder.name]).output == f"removed {folder}\n"
+    assert not any(folder.exists() for folder in folders)
+
+
 def test_getting_an_unknown_model_is_one_line(empty_home: Path) -> None:
     done = CliRunner().invoke(app, ["get", "smollm3"])
     assert done.exit_code == 2 and done.output.startswith("talon: model=smollm3: not in the catalogue")

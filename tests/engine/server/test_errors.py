@@ -30,6 +30,13 @@ def test_our_errors_have_a_status_and_name_the_field(error: TalonError, status: 
     assert ("Retry-After" in told.headers) == (status in (429, 503))
 
 
+def test_a_body_without_its_content_type_is_told_the_header() -> None:
+    """Curl's -d sends another one, and FastAPI then hands the body over unread."""
+    wrong = [{"type": "model_attributes_type", "loc": ("body",), "msg": "Input should be a valid dictionary"}]
+    told = api_error(RequestValidationError(wrong, body=b'{"model": "m"}'))
+    assert told.status == 400 and "Content-Type: application/json" in str(told)
+
+
 @pytest.mark.parametrize("error", [ValueError("secret path"), ProtocolError("secret bytes"), KeyError("secret")])
 def test_of_what_nobody_expected_a_client_learns_nothing(error: Exception) -> None:
     told = api_error(error)
