@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from drafters.experience import Reliability, read
 from engine.config import Config, load
@@ -27,6 +26,7 @@ from .about import write_about
 from .budget import Budget, spend
 from .contestants import Contestant, Run, check_name, overhead_us, start_contestant
 from .figures import BASELINE, ROWS, Difference, Row, loops, speed_ups, summaries
+from .progress import progress_bar
 from .questions import Question, read_questions
 from .starting import start_each
 from .tables import Table, known
@@ -261,15 +261,4 @@ async def run_overhead(config: Config, methods: list[str], sampling: SamplingPar
             rows.append([transport, method, str(len(gaps)), f"{p50:.2f} ms", f"{p95:.2f} ms"])
     return Table(
         "Time per round outside model forwards", ("transport", "method", "rounds", "p50", "p95"), rows, words=2
-    )
-
-
-def progress_bar(console: Console) -> Progress:
-    """What long work shows."""
-    return Progress(
-        TextColumn("{task.description}"),
-        *Progress.get_default_columns()[1:2],
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
     )

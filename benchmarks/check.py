@@ -26,14 +26,12 @@ from engine.sampling import SamplingParams
 from engine.tasks import keep_under_way
 from engine.text import encode_text, load_tokenizer
 
-from .bench import progress_bar
-from .equality import Comparison, Different, Setting
+from .equality import TRANSFORMERS, Comparison, Different, Setting
 from .figures import BASELINE, Difference
 from .load import Asked, settings_of
+from .progress import progress_bar
 from .questions import Question, read_questions
 from .ties import TIE, Referee, most_turned, score_gap
-
-TRANSFORMERS = "transformers"
 
 
 @dataclass(frozen=True)

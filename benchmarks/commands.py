@@ -37,7 +37,7 @@ def report(
 
 def check(
     questions: QuestionsOption = None,
-    methods: Annotated[str, typer.Option(help="Comma-separated: none, pld, suffix, sps; as they are served.")] = (
+    methods: Annotated[str, typer.Option(help="Comma-separated, as they are served; a wrong name lists them.")] = (
         "none,pld,suffix"
     ),
     modes: Annotated[str, typer.Option(help="Comma-separated: sequential, async.")] = "sequential",
@@ -71,7 +71,7 @@ def check(
 
     async def main() -> int:
         from .check import Grid, run_check
-        from .equality import errors, table
+        from .equality import errors, table, verdict
 
         settings = configuration.load(config, overrides(set_))
         counts: list[int | None] = [int(n) for n in numbers_in("threads", threads, whole=True)]
@@ -87,7 +87,7 @@ def check(
             spread,
         )
         comparisons = await run_check(settings, grid, question_files(questions), limit, samplings[0], log, console)
-        Console().print(table(comparisons).rich())
+        Console().print(table(comparisons).rich(), f"\n{verdict(comparisons)}", highlight=False)
         for error in (wrong := errors(comparisons)):
             console.print(f"different text: {error}", markup=False, soft_wrap=True)
         return len(wrong)

@@ -16,6 +16,9 @@ from .figures import Difference
 from .tables import Table
 
 
+TRANSFORMERS = "transformers"
+
+
 class Setting(msgspec.Struct, frozen=True):
     """An engine that is compared. threads: the verifier's, None: as many as it takes by itself."""
 
@@ -50,12 +53,19 @@ class Comparison(msgspec.Struct):
     different: list[Different] = []
 
     @property
+    def ties(self) -> int:
+        """Texts that differ where rounding decides."""
+        return len(self.different) - len(self.errors)
+
+    @property
     def errors(self) -> list[Different]:
         return [one for one in self.different if one.gap is None or one.gap >= self.tie]
 
 
 def table(comparisons: Sequence[Comparison]) -> Table:
+    """As wide as a terminal: the number of threads only if it was chosen, `transformers` by its short name."""
     rows: list[list[str]] = []
+    chosen = any(c.setting.threads for c in comparisons)
     for c in comparisons:
         gaps = [one.gap for one in c.different if one.gap is not None]
         rows.append(
@@ -63,17 +73,27 @@ def table(comparisons: Sequence[Comparison]) -> Table:
                 c.setting.method,
                 c.setting.mode,
                 c.setting.transport,
-                str(c.setting.threads or "auto"),
-                c.reference,
+                *([str(c.setting.threads or "auto")] if chosen else []),
+                "hf" if c.reference == TRANSFORMERS else c.reference,
                 f"{c.temperature:g}",
                 str(c.equal),
-                str(len(c.different) - len(c.errors)) if c.tie else "none allowed",
+                str(c.ties) if c.tie else "-",
                 str(len(c.errors)),
-                f"{max(gaps):.1e}" if gaps else "-",
+                f"{max(gaps):.2g}" if gaps else "-",
             ]
         )
-    columns = ("method", "mode", "transport", "threads", "against", "T", "equal", "ties", "different", "gap")
-    return Table("Texts compared with those of plain decoding, and those with transformers'", columns, rows, words=5)
+    words = ("method", "mode", "transport", *(["threads"] if chosen else []), "against")
+    columns = (*words, "T", "equal", "ties", "wrong", "gap")
+    title = "Texts compared with those of plain decoding (none), and of transformers (hf)"
+    return Table(title, columns, rows, words=len(words))
+
+
+def verdict(comparisons: Sequence[Comparison]) -> str:
+    """What it comes to, in one line."""
+    equal, ties = sum(c.equal for c in comparisons), sum(c.ties for c in comparisons)
+    wrong = sum(len(c.errors) for c in comparisons)
+    near = f"; {ties} differ where rounding decides between two tokens (ties)" if ties else ""
+    return f"{equal} of {equal + ties + wrong} texts are equal{near}; {wrong} are wrong"
 
 
 def errors(comparisons: Iterable[Comparison]) -> list[str]:

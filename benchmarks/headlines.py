@@ -34,10 +34,11 @@ def one_request(rows: Sequence[Row]) -> Iterator[str]:
         best = max(ours, key=lambda line: line.speed_up)
         by_suite = {suite: median(r.values()) for (_, suite, name), r in cells(asked).items() if name == best.method}
         most, least = max(by_suite, key=by_suite.__getitem__), min(by_suite, key=by_suite.__getitem__)
+        between = f"; most on {most} ({by_suite[most]:.2f}), least on {least} ({by_suite[least]:.2f})"
         yield (
             f"**One request, T = {temperature:g}**: `{best.method}` writes {best.tokens_per_second:.0f} tokens/s, "
-            f"{best.speed_up:.2f} times plain decoding ({best.low:.2f} to {best.high:.2f}); most on {most} "
-            f"({by_suite[most]:.2f}), least on {least} ({by_suite[least]:.2f})."
+            f"{best.speed_up:.2f} times plain decoding ({best.low:.2f} to {best.high:.2f})"
+            f"{between if len(by_suite) > 1 else ''}."
         )
 
 

@@ -31,11 +31,11 @@ from engine.tasks import gather, keep_under_way
 from engine.text import encode_text, load_tokenizer
 
 from .about import write_about
-from .bench import progress_bar
 from .budget import Budget, is_narrow
 from .contestants import CONTESTANTS, check_name
 from .figures import BASELINE, PEERS
 from .load_figures import LoadRow, at_once, cells, requests_per_second
+from .progress import progress_bar
 from .questions import Question, mixed_questions
 from .starting import start_each
 

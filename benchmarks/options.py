@@ -10,18 +10,19 @@ import typer
 from engine.errors import ConfigError
 
 QuestionsOption = Annotated[
-    list[Path] | None, typer.Option("--questions", help="JSONL file of the Spec-Bench form; may be given again.")
+    list[Path] | None,
+    typer.Option("--questions", help='JSONL with a "prompt" a line, or as Spec-Bench has it; may be given again.'),
 ]
 HeadsOption = Annotated[
     Path | None,
     typer.Option(
-        help="Folder with the drafters' weights: eagle, eagle3, medusa, hydra, sps.", show_default="drafter.path"
+        help="Folder with the drafters' weights: block, eagle, eagle3, medusa, hydra, sps.", show_default="drafter.path"
     ),
 ]
 MinutesOption = Annotated[
     float | None,
     typer.Option(
-        help="As long as this, where another answer narrows an interval most.",
+        help="At most so long, asking where another answer narrows an interval most.",
         show_default="until all is asked",
         min=0.0,
     ),
@@ -34,7 +35,7 @@ AgainstOption = Annotated[
 def question_files(questions: list[Path] | None) -> list[Path]:
     """What --questions names; ConfigError if that is nothing."""
     if not questions:
-        raise ConfigError("--questions: name at least one JSONL file of the Spec-Bench form")
+        raise ConfigError('--questions: name at least one JSONL file, with a "prompt" a line')
     return questions
 
 

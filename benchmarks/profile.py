@@ -21,9 +21,9 @@ from engine.target import Target
 from engine.tree import TokenTree
 from engine.worker import share_cores
 
-from .bench import progress_bar
 from .limits import Limits
 from .parts import PARTS, Seconds, forward_name, multiplied, split, timed
+from .progress import progress_bar
 
 
 class Forward(msgspec.Struct):

@@ -31,11 +31,12 @@ from retrieval_index.dense import DenseIndex
 from retrieval_index.dense_build import build_dense
 
 from .about import write_about
-from .bench import progress_bar, start_all
+from .bench import start_all
 from .budget import Budget, spend
 from .contestants import Contestant, Run
 from .figures import BASELINE, Difference
 from .knowledge import Item, prompt_of, quoted, read_items
+from .progress import progress_bar
 from .qa_figures import ROWS, QaRow, Retrieval, Scores
 from .squad import exact_match, f1, subspan_match
 from .ties import Referee

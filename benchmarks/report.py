@@ -35,6 +35,8 @@ READING = (
     "reader of the stream sees. Verify and draft: models' forwards; other: the rest of a round, messages included. "
     "Peak MB: resident memory of verifier and drafter, libraries included. Same text: as plain decoding's; a tie is a "
     "difference that rounding decides, found by a float32 forward.",
+    "Nodes, depth: of the trees verified, a round. Busy: the share of the time that the target's forwards take. Hits: "
+    "rounds whose tree was drafted before the verdict, which happens in mode async alone.",
 )
 Column = Callable[[Summary], str]
 
@@ -124,15 +126,23 @@ def _draw(run: Run, folder: Path) -> list[tuple[str, str]]:
         speed_plots.summary_bars(first_turns(run.greedy), folder / HEADLINE)
         made.append((HEADLINE, "Speed-up over all suites"))
     if run.single:
-        for name, title, draw in (
-            ("speed-up.png", "Speed-up over all suites", speed_plots.summary_bars),
-            ("suites.png", "Speed-up per suite", speed_plots.speed_up_bars),
-            ("accepted.png", "Tokens emitted in a round", tree_plots.accepted_lengths),
-            ("cost.png", "Cost curve of the target", cost_curve),
-            ("trees.png", "Size and depth of the trees", tree_plots.tree_sizes),
+        asked = first_turns(run.greedy)
+        drafts = bool(tree_plots.drafting(asked))
+        for name, title, draw, told in (
+            (
+                "speed-up.png",
+                "Speed-up over all suites",
+                speed_plots.summary_bars,
+                bool(run.rivals),
+            ),  # else shown above
+            ("suites.png", "Speed-up per suite", speed_plots.speed_up_bars, len(_suites(run.greedy)) > 1),
+            ("accepted.png", "Tokens emitted in a round", tree_plots.accepted_lengths, drafts),
+            ("cost.png", "Cost curve of the target", cost_curve, True),
+            ("trees.png", "Size and depth of the trees", tree_plots.tree_sizes, drafts),
         ):
-            draw(run.greedy if name == "suites.png" else first_turns(run.greedy), folder / name)
-            made.append((name, title))
+            if told:
+                draw(run.greedy if name == "suites.png" else asked, folder / name)
+                made.append((name, title))
     if run.load:
         speed_plots.concurrency(load_figures.levels(run.load), folder / "concurrency.png")
         made.append(("concurrency.png", "Tokens/s over requests at once"))

@@ -58,7 +58,7 @@ def summary_bars(rows: Sequence[Row], path: Path) -> None:
     axis.axvline(1, color="black", linewidth=0.8)
     axis.set_xlim(0, 1.15 * max(s.high for s in table))
     axis.set_xlabel("speed-up over plain decoding (median over prompts, 95% interval)")
-    kinds = ((OURS, "Talon"), (BASELINES, "built in, as published"), (PEERS, "transformers"))
+    kinds = ((OURS, "Talon"), (BASELINES, "baselines, as published"), (PEERS, "transformers"))
     shown = {colour_of(s.method) for s in table}
     patches = [Patch(color=colour, label=kind) for colour, kind in kinds if colour in shown]
     axis.legend(handles=patches, loc="lower right", fontsize=8)

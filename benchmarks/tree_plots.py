@@ -63,9 +63,9 @@ def tree_shapes(
 
 
 def tree_sizes(rows: Sequence[Row], path: Path) -> None:
-    """Nodes and depth of the trees verified, suite by suite."""
+    """Nodes and depth of the trees verified, suite by suite, for the fastest that draft."""
     suites = list(dict.fromkeys(row.suite for row in rows))
-    methods = [m for m in ("talon", "hybrid", "talon-tree", "eagle2", "suffix") if any(r.method == m for r in rows)]
+    methods = drafting(rows)[: len(HATCHES)]
     names = [name for name in ("nodes", "depth") if any(getattr(row, name) for row in rows)] or ["nodes"]
     figure, axes = plt.subplots(1, len(names), figsize=(5.5 * len(names), 3.4), squeeze=False)
     width = 0.8 / max(1, len(methods))
@@ -80,9 +80,14 @@ def tree_sizes(rows: Sequence[Row], path: Path) -> None:
         axis.set_xticks([x + 0.4 - width / 2 for x in range(len(suites))], suites)
         axis.set_ylabel(f"{name} verified a round")
         axis.margins(y=0.25)
-    if methods:
-        axes[0][0].legend(ncols=3, fontsize=8, loc="upper left")
+    axes[0][0].legend(ncols=3, fontsize=8, loc="upper left")
     save(figure, path)
+
+
+def drafting(rows: Sequence[Row]) -> list[str]:
+    """The contestants whose trees are known, the fastest first."""
+    known = {row.method for row in rows if row.nodes is not None and row.method != BASELINE}
+    return [line.method for line in sorted(summaries(rows), key=lambda s: -s.speed_up) if line.method in known]
 
 
 def reliability(sources: Mapping[str, NDArray[np.float64]], path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.check import Check, Grid, Log, run_check
-from benchmarks.equality import Comparison, Setting, errors, table
+from benchmarks.equality import Comparison, Setting, errors, table, verdict
 from benchmarks.load import Asked
 from benchmarks.questions import Question
 from engine.config import Config, load
@@ -86,7 +87,8 @@ async def test_a_text_that_differs_is_an_error_with_its_place_and_both_tokens(co
     assert compared.equal == 0
     (line,) = errors([compared])
     assert line.startswith("pld, sequential, inproc, 1 threads, T = 0, count 7: token 2 is 9 instead of 8 (")
-    assert table([compared]).rows[0][-4:] == ["0", "none allowed", "1", "-"]
+    assert table([compared]).rows[0][-4:] == ["0", "-", "1", "-"]
+    assert verdict([compared]) == "0 of 1 texts are equal; 1 are wrong"
 
 
 async def test_where_ties_are_allowed_only_a_wide_gap_is_an_error(config: Config) -> None:
@@ -94,6 +96,18 @@ async def test_where_ties_are_allowed_only_a_wide_gap_is_an_error(config: Config
     for tie, wrong in (100.0, 0), (1e-9, 1):
         compared = check._compared(Comparison(PLD, 0.0, "none", tie), {0: [5, 6, 9]}, {0: [5, 6, 8]})
         assert (len(compared.different), len(errors([compared]))) == (1, wrong)
+        assert verdict([compared]).endswith(f"; {wrong} are wrong") and ("1 differ" in verdict([compared])) == (
+            not wrong
+        )
+
+
+def test_the_table_fits_a_terminal_whole() -> None:
+    setting = Setting("talon-suffix", "sequential", "inproc", 2)
+    printed = Console(file=io.StringIO(), width=80)
+    printed.print(table([Comparison(setting, 0.75, "transformers", 0.1, 120)]).rich())
+    shown = printed.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in shown
+    assert all(cell in shown.split() for cell in ("talon-suffix", "sequential", "inproc", "2", "hf", "0.75", "120"))
 
 
 async def test_a_check_goes_on_where_it_was_ended(config: Config, questions: Path, tmp_path: Path) -> None:
