@@ -15,7 +15,6 @@ import msgspec
 from .figures import Difference
 from .tables import Table
 
-
 TRANSFORMERS = "transformers"
 
 
