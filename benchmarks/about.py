@@ -1,4 +1,4 @@
-"""On what a benchmark was run and with which configuration, written down when it is run."""
+"""Records the machine and the configuration of a benchmark when it is run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`talon bench`: contestants take turns prompt by prompt, as machines drift, and are compared per prompt."""
+"""`talon bench`: contestants take turns prompt by prompt, since machines drift, and are compared per prompt."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from .ties import Referee
 
 @dataclass(frozen=True)
 class Single:
-    """What is asked, one request at a time. samplings: one after the other, `repeats` times, each time afresh: a
-    drafter that remembers answers must not meet a question twice. minutes: for all of it, None: until everything is
-    asked.
+    """What is asked, one request at a time. samplings: one after the other, `repeats` times, each time with new
+    engines: a drafter that remembers answers must not see a question twice. minutes: for all of it; None: until
+    everything has been asked.
     """
 
     files: Sequence[Path]
@@ -58,8 +58,8 @@ async def run_bench(
 ) -> list[Row]:
     """Ask every contestant and write `out`/results.jsonl as the rows come in.
 
-    Plain decoding is always among them: it is the speed and the text the others are compared with. calibration: an
-    empty folder for what the contestants learn of their trees, to be `gathered`.
+    Plain decoding is always among them: the others are compared with its speed and its text. calibration: an empty
+    folder for what the contestants learn about their trees, read by `gathered`.
     """
     suites = {file.stem: read_questions(file, what.limit) for file in what.files}
     for name in names:  # before the rows of an earlier run are overwritten
@@ -97,7 +97,7 @@ async def run_bench(
 
 
 class Asking:
-    """Puts one question after the other to all contestants, in an order drawn anew for each turn."""
+    """Puts one question after the other to all contestants, in a new random order for each turn."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Asking:
         self.order = random.Random(sampling.seed)
 
     async def ask(self, suite: str, question: Question, resting: Collection[str]) -> list[Row]:
-        """All turns of a question, as rows; later turns stand behind plain decoding's answers, for everybody."""
+        """All turns of a question, as rows; later turns follow plain decoding's answers, for every contestant."""
         names = [name for name in self.contestants if name == BASELINE or name not in resting]
         rows: list[Row] = []
         answers: list[str] = []
@@ -141,8 +141,8 @@ async def start_all(
     console: Console,
     calibration: Path | None = None,
 ) -> dict[str, Contestant]:
-    """The contestants that can be started here; of the others, a line says what they lack. calibration: a folder where
-    each leaves what it learned of its trees."""
+    """The contestants that can be started here; for the others, a line says what they lack. calibration: a folder where
+    each leaves what it learned about its trees."""
     for name in names:
         check_name(name)
 
@@ -154,7 +154,7 @@ async def start_all(
 
 
 def gathered(calibration: Path) -> dict[str, NDArray[np.float64]]:
-    """What each contestant's trees promised, by source, and what came of it: [bins, 3] as `Reliability` has it."""
+    """Promised and observed acceptance of each contestant's trees, by source: [bins, 3] as in `Reliability`."""
     counts: dict[str, Reliability] = {}
     for file in sorted(calibration.glob("*/*.npz")):
         counts[file.stem] = counts.get(file.stem, Reliability()).plus(Reliability.among(read(file)))
@@ -162,7 +162,7 @@ def gathered(calibration: Path) -> dict[str, NDArray[np.float64]]:
 
 
 def row_of(suite: str, question: Question, name: str, sampling: SamplingParams, repeat: int, run: Run) -> Row:
-    """What one answer was worth."""
+    """The measurements of one answer."""
     log = run.log[1:]
     rounds_ms, tokens_ms = [r.round_us / 1000 for r in log], run.token_ms
     return Row(
@@ -188,7 +188,7 @@ def row_of(suite: str, question: Question, name: str, sampling: SamplingParams, 
         accepted=dict(Counter(str(len(r.tokens)) for r in log)),
         token_ms_p50=median(tokens_ms) if tokens_ms else None,
         token_ms_p95=_p95(tokens_ms) if tokens_ms else None,
-        # trees drafted ahead were drafted in other rounds' time, so this can only be told in turns
+        # trees drafted ahead were drafted during other rounds, so this is only known without overlap
         other_ms=mean(max(0, r.round_us - r.forward_us - r.draft_us) for r in log) / 1000 if log else None,
         depth=mean(r.depth for r in log) if log else None,
         forward_ms=_forward_ms(log),
@@ -201,7 +201,7 @@ def row_of(suite: str, question: Question, name: str, sampling: SamplingParams, 
 def compared(
     row: Row, text: list[int], plain: list[int], prompt: list[int], sampling: SamplingParams, referee: Referee
 ) -> Row:
-    """The row with what came of comparing the text with plain decoding's."""
+    """The row with the result of comparing its text with plain decoding's."""
     if row.method.startswith("hf") and sampling.temperature > 0:  # transformers draws with other random numbers
         return row
     difference = Difference.between(text, plain)
@@ -210,7 +210,7 @@ def compared(
 
 
 def _forward_ms(log: list[Tokens]) -> dict[str, float]:
-    """By the number of nodes: the median of the target's forwards over so many."""
+    """Median time of the target's forwards, by number of nodes."""
     times: dict[int, list[int]] = {}
     for r in log:
         times.setdefault(r.nodes, []).append(r.forward_us)
@@ -222,7 +222,7 @@ def _p95(values: list[float]) -> float:
 
 
 def summary(rows: list[Row]) -> Table:
-    """Per contestant, over all suites and temperatures given, the fastest first."""
+    """One line per contestant, over all suites and temperatures given, the fastest first."""
     return Table(
         "All answers" if not any(row.loops for row in rows) else "All answers, loops included",
         ("method", "tokens/s", "speed-up", "95%", "MAT", "TTFT ms", "busy", "same text"),

@@ -1,4 +1,4 @@
-"""What every table's figures rest on: a contestant's ratios to plain decoding beside it, one for each pair of runs.
+"""The basis of every table's figures: a contestant's ratios to plain decoding, one for each pair of runs.
 
 Two runs are compared on the pairs that both have: a median over other prompts is another figure, not noise.
 """
@@ -15,12 +15,12 @@ import numpy as np
 from engine.errors import ConfigError
 
 AGREE = 0.05
-"""How far the ratios of two runs may be apart and still be called the same."""
+"""How far apart the ratios of two runs may be and still count as the same."""
 _RESAMPLES = 2000
 _LEAST = 3  # pairs that both runs must have before a difference is called a change
 
 Where = tuple[str, str, str]
-"""Of a cell: the measurement, its setting and the contestant."""
+"""A cell's key: the measurement, its setting and the contestant."""
 Cells = Mapping[Where, Mapping[Hashable, float]]
 """Ratios by prompt and repeat."""
 
@@ -45,8 +45,8 @@ def width(values: Sequence[float]) -> float:
 
 
 class Agreement(msgspec.Struct, frozen=True):
-    """A cell in two runs. pairs: that both have; one, other: medians of the ratios over these. changed: the interval
-    of their quotients lies beyond 1.
+    """A cell in two runs. pairs: how many both have; one, other: medians of the ratios over these. changed: the
+    interval of their quotients excludes 1.
     """
 
     where: Where

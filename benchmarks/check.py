@@ -1,8 +1,8 @@
-"""`talon check`: is the text of every method, mode, transport and number of threads that of plain decoding, on your
-model and your prompts?
+"""`talon check`: whether every method, mode, transport and number of threads gives the text of plain decoding, on your
+model and your prompts.
 
-Plain decoding answers one request at a time; the others so many at once as asked for. Every engine answers everything
-at every temperature, then makes room for the next: memory stays flat.
+Plain decoding answers one request at a time; the others run as many at once as asked for. Every engine answers
+everything at every temperature and is closed before the next one starts: memory stays flat.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Grid:
     spread: bool = False
 
     def settings(self) -> list[Setting]:
-        """Plain decoding has no drafter to run in turns or ahead: it counts in one mode."""
+        """All settings. Plain decoding has no drafter to run in turns or ahead, so it appears in one mode only."""
         some = itertools.product(self.methods, self.modes, self.transports, self.threads)
         return [one for one in itertools.starmap(Setting, some) if one.method != BASELINE or one.mode == self.modes[0]]
 
     def questions_of(self, setting: Setting, count: int) -> range:
-        """Which of so many questions are answered under a setting."""
+        """Which of `count` questions are answered under a setting."""
         if not self.spread:
             return range(count)
         settings = [one for one in self.settings() if one.method == setting.method]
@@ -70,10 +70,10 @@ Texts = dict[int, list[int]]
 
 
 class Log:
-    """Comparisons that were made, kept in a file as they come; what it holds is not made again."""
+    """Finished comparisons, saved to a file as they come; those in the file are not repeated."""
 
     def __init__(self, path: Path | None, about: dict[str, Any]):
-        """about: what the comparisons are of. ConfigError if the file is of something else."""
+        """about: what is compared. ConfigError if the file is about something else."""
         self.path, self.done = path, list[Comparison]()
         if path is None:
             return
@@ -102,7 +102,7 @@ class Log:
 
 
 class Check:
-    """One check under way. The float32 model is loaded when there is a gap to look at, and not before."""
+    """One check in progress. The float32 model is loaded only when there is a gap to judge."""
 
     def __init__(self, config: Config, tokenizer: Any, asked: Sequence[Asked], sampling: SamplingParams, grid: Grid):
         self.config, self.tokenizer, self.asked, self.grid = config, tokenizer, asked, grid
@@ -117,7 +117,7 @@ class Check:
         self.plain = await self._texts(config, range(len(self.asked)), 1, "plain decoding", progress)
 
     async def compare(self, setting: Setting, progress: Progress) -> list[Comparison]:
-        """A setting's texts with plain decoding's, for each temperature."""
+        """Compare a setting's texts with plain decoding's, for each temperature."""
         keys = {"mode": setting.mode, "transport": setting.transport, "verifier.threads": setting.threads}
         config = load(settings_of(setting.method, self.config), keys)
         chosen = self.grid.questions_of(setting, len(self.asked))
@@ -126,8 +126,8 @@ class Check:
         return [self._compared(Comparison(setting, t, BASELINE, tie), texts[t], self.plain[t]) for t in texts]
 
     async def compare_with_transformers(self, progress: Progress) -> Comparison:
-        """Plain decoding's greedy texts with those of transformers' generate in float32. Ties are what transformers
-        itself, in the target's type, turns around along those texts.
+        """Compare plain decoding's greedy texts with those of transformers' generate in float32. Ties are gaps that
+        transformers itself, in the target's type, reverses along those texts.
         """
         from .peers import TransformersContestant
 
@@ -204,7 +204,7 @@ async def run_check(
     log: Path | None,
     console: Console,
 ) -> list[Comparison]:
-    """Compare every setting on every question. log: a file that keeps the comparisons of an earlier, ended run."""
+    """Compare every setting on every question. log: a file with the comparisons of an earlier, interrupted run."""
     questions = {file.stem: read_questions(file, limit) for file in files}
     for setting in grid.settings():  # before anything is answered
         load(settings_of(setting.method, config), {"mode": setting.mode, "transport": setting.transport})
@@ -231,6 +231,6 @@ def _about(
     ids = {suite: [question.question_id for question in some] for suite, some in questions.items()}
     sampled = {"temperatures": list(grid.temperatures), "max_tokens": sampling.max_tokens, "seed": sampling.seed}
     about = {"model": config.model, "dtype": config.dtype, "questions": ids, **sampled}
-    if grid.spread:  # then what a comparison is of depends on the other settings too
+    if grid.spread:  # then what is compared depends on the other settings too
         about["spread"] = [list(grid.modes), list(grid.transports), list(grid.threads)]
     return about

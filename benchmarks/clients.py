@@ -1,4 +1,4 @@
-"""`talon bench --server URL`: so many clients at once against a server that speaks OpenAI's API, Talon or another."""
+"""`talon bench --server URL`: many clients at once against a server that speaks OpenAI's API, Talon or another."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Asked = tuple[str, Question]
 
 @dataclass
 class LevelOfClients:
-    """What came of one level. refused: statuses of requests that were not answered, and how often each."""
+    """The results of one level. refused: statuses of requests that were not answered, and how often each."""
 
     clients: int
     rows: list[LoadRow] = field(default_factory=list)
@@ -42,7 +42,7 @@ class LevelOfClients:
 async def run_clients(
     url: str, files: Sequence[Path], limit: int | None, levels: Sequence[int], sampling: SamplingParams, out: Path
 ) -> list[LevelOfClients]:
-    """Ask at each level, with no question twice as long as there are enough; writes `out`/clients.jsonl."""
+    """Ask at each level, without repeating questions as long as there are enough; writes `out`/clients.jsonl."""
     httpx = _httpx()
     endless = itertools.cycle(mixed_questions(files, limit))
     key = os.environ.get(KEY_VARIABLE)
@@ -83,7 +83,7 @@ class _Clients:
     sampling: SamplingParams
 
     async def ask(self, one: Asked, level: LevelOfClients, started_s: float) -> None:
-        """One answer, streamed. How many tokens a chunk has is not said: the answer's are spread over its chunks."""
+        """One answer, streamed. Tokens per chunk are not reported: the answer's tokens are spread over its chunks."""
         suite, question = one
         body = {
             "model": self.model,

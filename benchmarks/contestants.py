@@ -22,8 +22,8 @@ from .figures import PEERS
 
 
 class Run(msgspec.Struct, frozen=True):
-    """One answer and what it took. seconds: from the call to the last token. token_ms: of every token but the first,
-    its share of the time since tokens came last, as several may come at once. exact, inexact: as in engine.answer.
+    """One answer and its timings. seconds: from the call to the last token. token_ms: for every token but the first,
+    its share of the time since the last emission, as several may come at once. exact, inexact: as in engine.answer.
     """
 
     token_ids: list[int]
@@ -46,7 +46,7 @@ class Contestant(Protocol):
     async def answer(self, prompt: list[int], sampling: SamplingParams) -> Run: ...
 
     def peak_memory_mb(self) -> float | None:
-        """Most memory its own processes have held so far, None where that cannot be told."""
+        """Peak memory of its own processes so far, None where that is unknown."""
 
     async def close(self) -> None: ...
 
@@ -59,7 +59,7 @@ class TalonContestant:
 
     @classmethod
     async def start(cls, config: Config) -> TalonContestant:
-        return cls(await Engine.start(config, **{"drafter.standby": False}))  # 250 MB each, and nobody is to die
+        return cls(await Engine.start(config, **{"drafter.standby": False}))  # 250 MB each, not needed here
 
     async def answer(self, prompt: list[int], sampling: SamplingParams) -> Run:
         started = time.perf_counter()
@@ -91,7 +91,7 @@ class TalonContestant:
 
 
 def peak_rss_mb(pid: int) -> float | None:
-    """The most memory a process has had resident, as Linux counts it (shared libraries included)."""
+    """Peak resident memory of a process, as Linux counts it (shared libraries included)."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="utf8").splitlines()
     except OSError:
@@ -132,8 +132,8 @@ CONTESTANTS: dict[str, dict[str, Any]] = {name: AS_PUBLISHED | {"method": name} 
     "+async": {"method": "hybrid", "mode": "async"},
 }
 """What each name stands for: configuration keys. Baselines run as published: their trees, no calibration, no shared
-noise, no answers to begin with, every node verified; talon-pld and talon-suffix draft and verify what pays, as they are
-served; talon-session is talon-suffix without answers to begin with."""
+noise, no initial answers, every node verified; talon-pld and talon-suffix draft and verify what pays, as they are
+served; talon-session is talon-suffix without initial answers."""
 
 ABLATION = ("eagle3", "+adaptive", "+noise", "+calibration", "+merge", "+budget", "+async")
 

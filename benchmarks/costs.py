@@ -1,4 +1,4 @@
-"""What verification and drafting cost at a large model's shapes, with random weights: times, and nothing of text or
+"""What verification and drafting cost at a large model's shapes, with random weights: times only, no text and no
 acceptance. Not run on a GPU yet.
 """
 
@@ -115,7 +115,7 @@ def write_random_head(shapes: Shapes, folder: Path) -> None:
 
 
 def _median_ms(work: Callable[[], Any], device: str, repeats: int = 10) -> float:
-    """The median time of some calls, behind two that warm up."""
+    """The median time of some calls, after two warm-up calls."""
     times = []
     for _ in range(repeats + 2):
         if device == "cuda":

@@ -1,4 +1,4 @@
-"""What a datastore costs a process that does nothing else: `python -m benchmarks.datastore_speed DIR` prints JSON."""
+"""A datastore's costs in a process that does nothing else: `python -m benchmarks.datastore_speed DIR` prints JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Times(msgspec.Struct):
 
 
 def ask(folder: Path) -> dict[str, Any]:
-    """Open a datastore and ask it with contexts from all over its corpus, changed a little so that few match whole."""
+    """Open a datastore and query contexts from all over its corpus, changed a little so that few match in full."""
     opening = [seconds(lambda: Datastore(folder)) for _ in range(5)]
     store = Datastore(folder)
     tokens, _ = store.shards[0]
@@ -58,14 +58,14 @@ def _resident_of(folder: Path) -> int:
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """How long a call takes."""
+    """How long a call takes, in seconds."""
     started = time.perf_counter()
     call()
     return time.perf_counter() - started
 
 
 def times(seconds: list[float]) -> Times:
-    """Of calls that took so long."""
+    """Percentiles of these durations."""
     p50, p99 = np.percentile(seconds, (50, 99)) * 1e6
     return Times(float(p50), float(p99))
 

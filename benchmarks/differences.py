@@ -1,4 +1,4 @@
-"""Texts that are not what they should be: a line for each."""
+"""Reports texts that differ from the expected ones, a line for each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def tell_differences(rows: Sequence[Row], console: Console) -> int:
-    """A line for every text that differs from plain decoding's; how many are errors."""
+    """Print a line for every text that differs from plain decoding's; returns how many are errors."""
     different = [
         row for row in rows if row.output_equal is False and row.method not in PEERS
     ]  # those round in their own way
@@ -27,7 +27,7 @@ def tell_differences(rows: Sequence[Row], console: Console) -> int:
 
 
 def tell_load_differences(rows: Sequence[LoadRow], console: Console) -> int:
-    """A line for every text that differs from that of its request alone; how many are errors."""
+    """Print a line for every text that differs from that of its request alone; returns how many are errors."""
     different = [row for row in rows if not row.output_equal]
     for row in different:
         kind = "different text" if row.exact else "different text (the target is not exact)"
@@ -37,7 +37,7 @@ def tell_load_differences(rows: Sequence[LoadRow], console: Console) -> int:
 
 
 def tell_qa_differences(rows: Sequence[QaRow], console: Console) -> int:
-    """A line for every text that differs from plain decoding's by more than rounding; how many there are."""
+    """Print a line for every text that differs from plain decoding's by more than rounding; returns how many."""
     different = [row for row in rows if not row.output_equal and not row.tie]
     for row in different:
         console.print(f"different text: {row.setting}, {row.method}, {row.kind} {row.question_id}: {row.difference}")

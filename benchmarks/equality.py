@@ -1,9 +1,9 @@
 """Are the texts of a method those of plain decoding? The figures of `talon check`.
 
 If the target is exact, every token that differs is an error; if it is not, `benchmarks.ties` tells rounding from
-errors. Whether plain decoding itself is right is shown by `transformers`: greedy texts are compared with those of its
-generate in float32, ties allowed, as a target in bfloat16 rounds where that one does not: a tie is a gap that
-transformers in bfloat16 turns around on these texts too (`benchmarks.ties.most_turned`).
+errors. `transformers` shows whether plain decoding itself is right: greedy texts are compared with those of its
+generate in float32. Ties are allowed, since a target in bfloat16 rounds where float32 does not: a tie is a gap that
+transformers in bfloat16 reverses on these texts too (`benchmarks.ties.most_turned`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TRANSFORMERS = "transformers"
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """An engine that is compared. threads: the verifier's, None: as many as it takes by itself."""
+    """An engine that is compared. threads: the verifier's; None: its default."""
 
     method: str
     mode: str
@@ -42,7 +42,7 @@ class Different(msgspec.Struct, frozen=True):
 
 
 class Comparison(msgspec.Struct):
-    """How a setting's texts compare with the reference's. tie: gaps below it are rounding, 0: none is."""
+    """How a setting's texts compare with the reference's. tie: gaps below it are rounding; 0: none is."""
 
     setting: Setting
     temperature: float
@@ -88,7 +88,7 @@ def table(comparisons: Sequence[Comparison]) -> Table:
 
 
 def verdict(comparisons: Sequence[Comparison]) -> str:
-    """What it comes to, in one line."""
+    """The result in one line."""
     equal, ties = sum(c.equal for c in comparisons), sum(c.ties for c in comparisons)
     wrong = sum(len(c.errors) for c in comparisons)
     near = f"; {ties} differ where rounding decides between two tokens (ties)" if ties else ""

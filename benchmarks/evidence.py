@@ -1,4 +1,4 @@
-"""`talon evidence`: all that the README and docs/benchmarks.md say, in one run of so many minutes and one report."""
+"""`talon evidence`: all figures of the README and docs/benchmarks.md, in one run of given minutes and one report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .options import AgainstOption, gguf_file, names_in
 from .out_folder import compare_runs, results_in, write_report
 
 SHARES = {"single": 0.45, "concurrency": 0.18, "qa": 0.12, "rivals": 0.25}
-"""Of the minutes, by part."""
+"""Share of the minutes, by part."""
 SUITES = ("gsm8k", "humaneval", "alpaca", "mt_bench", "sum", "qa")
 KNOWLEDGE = ("nq_open", "spec_bench_dev")
 LEVELS = (1, 2, 4, 8, 16)
@@ -86,7 +86,7 @@ def evidence(
 
 
 class _Evidence:
-    """The parts, one after the other; each returns how many texts differ that must not."""
+    """The parts, one after the other; each returns how many texts differ that must be equal."""
 
     def __init__(
         self,

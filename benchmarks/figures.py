@@ -41,15 +41,15 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One answer, a line of results.jsonl. None: not known of this contestant.
+    """One answer, a line of results.jsonl. None: unknown for this contestant.
 
-    turn: of its conversation; later turns are a suite of their own. cached_tokens: of the prompt, which was in the
-    cache already. seconds: from the call to the last token. round_ms: between verdicts. verify_ms, draft_ms: of
-    models' forwards, mean per round; other_ms: of a round outside them. nodes, depth: of the tree verified, mean per
-    round. accepted: how many rounds emitted so many tokens. tie: the text differs from plain decoding's, but only by
-    rounding. token_ms: between tokens, those that came together share their wait. forward_ms: of the target, by
+    turn: of its conversation; later turns are a suite of their own. cached_tokens: tokens of the prompt already in the
+    cache. seconds: from the call to the last token. round_ms: between verdicts. verify_ms, draft_ms: in the models'
+    forwards, mean per round; other_ms: of a round outside them. nodes, depth: of the tree verified, mean per round.
+    accepted: tokens emitted -> number of such rounds. tie: the text differs from plain decoding's, but only by
+    rounding. token_ms: between tokens; those that come together share their wait. forward_ms: of the target, by
     number of nodes, median. peak_memory_mb: of the contestant's processes so far. exact: any difference from plain
-    decoding is an error; inexact: why not, if that is known. difference: the first.
+    decoding is an error; inexact: why it is not, if known. difference: the first.
     """
 
     suite: str
@@ -123,7 +123,7 @@ class Summary(msgspec.Struct, frozen=True):
 
     @property
     def same_text(self) -> str:
-        """How many texts are plain decoding's, of how many that can be compared; ties apart."""
+        """How many texts equal plain decoding's, of those that can be compared; ties apart."""
         if not self.compared:
             return "-"
         return f"{self.equal}/{self.compared}" + (f", {self.ties} tied" if self.ties else "")
@@ -181,7 +181,7 @@ def first_turns(rows: Sequence[Row]) -> list[Row]:
 
 
 def without_loops(rows: Sequence[Row]) -> list[Row]:
-    """The prompts on which plain decoding does not loop: a loop flatters whoever copies from the text."""
+    """The prompts on which plain decoding does not loop: a loop flatters methods that copy from the text."""
     looping = {_prompt(row) for row in rows if row.method == BASELINE and row.loops}
     return [row for row in rows if _prompt(row) not in looping]
 

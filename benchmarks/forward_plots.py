@@ -1,4 +1,4 @@
-"""Pictures of what a forward of the target takes."""
+"""Pictures of how long a forward of the target takes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ SIZES = (2, 5, 9, 13, 17, 25, 33, 49, 65, 97, 129)
 
 
 def cost_curve(rows: Sequence[Row], path: Path) -> None:
-    """t(n), what a forward of the target over n nodes takes, from every round of every contestant.
+    """t(n), the time of a forward of the target over n nodes, from every round of every contestant.
 
-    A dot is the median of one answer's rounds over so many nodes; the line goes through the medians of dots whose sizes
+    A dot is the median of one answer's rounds over n nodes; the line goes through the medians of dots whose sizes
     lie between two of `SIZES`.
     """
     seen: dict[int, list[float]] = {}
@@ -51,7 +51,7 @@ def cost_curve(rows: Sequence[Row], path: Path) -> None:
 
 
 def _mean_forward(row: Row) -> list[tuple[str, float]]:
-    """Of rows that do not tell their forwards one by one: the answer's means."""
+    """The answer's means, for rows that do not list their forwards one by one."""
     return [(str(round(row.nodes)), row.verify_ms)] if row.nodes and row.verify_ms else []
 
 

@@ -2,8 +2,8 @@
 
 Are the texts those of plain decoding (`talon check`)? How fast is one request (T = 0 and 1), and how fast are 1 to 64
 at once? What would verification and drafting cost at Llama-3.1-8B shapes, with random weights, which say nothing of
-text or acceptance? With --data it first trains heads on the model's own answers. On a CPU it goes the same way, with
-toy shapes for the costs.
+text or acceptance? With --data it first trains heads on the model's own answers. On a CPU it takes the same steps,
+with toy shapes for the costs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .out_folder import write_report
 SINGLE = "none,pld,suffix,recycling,eagle3,block,talon-suffix,talon-tree,hybrid,talon,hf,hf-pld"
 SERVED = "suffix,eagle3,block,talon"
 LEVELS = (1, 2, 4, 8, 16, 32, 64)
-_CHECKED = 2  # questions a file whose texts are checked with every served method
+_CHECKED = 2  # questions per file whose texts are checked with every served method
 
 
 def main(
@@ -95,7 +95,7 @@ def _train(
 async def _check(
     config: Config, names: list[str], files: list[Path], sampling: SamplingParams, out: Path, console: Console
 ) -> int:
-    """Texts of every method that is here, compared; the table is kept in `out`/check.txt."""
+    """Compare the texts of every available method; the table is saved as `out`/check.txt."""
     here = [BASELINE]
     for name in names:
         try:

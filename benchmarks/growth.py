@@ -1,10 +1,10 @@
-"""`talon growth`: TALON's questions about its growth rule, asked of a real head and target.
+"""`talon growth`: the TALON paper's experiments on its growth rule, with a real head and target.
 
 A few answers are decoded once, with the target's hidden states. Every policy then drafts for the same recorded answers:
-a round accepts the path that the answer follows, as the target would (greedy). So a policy costs its drafting alone.
+a round accepts the path that the answer follows, as the target would (greedy). So a policy costs only its drafting.
 
-Asked are: the gate mu, the budget N, the number of ungated layers k; what a tree takes of the KV memory, against fixed
-trees; and whether calibration by verdicts saves a head that is too sure of itself at depth.
+The experiments: the gate mu, the budget N, the number of ungated layers k; a tree's KV memory compared with fixed
+trees; and whether calibration by verdicts corrects a head that is overconfident at depth.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BUDGETS = (16, 32, 60, 96, 128)
 UNGATED = (0, 1, 2, 3)
 OVERCONFIDENCE = 0.5  # at depth d a chance p becomes p ** (1 / (1 + 0.5 d))
 _BUCKETS = 16  # of chances, for the calibrator
-_ROWS = (1, 8, 16, 32, 64, 128)  # whose verification is timed
+_ROWS = (1, 8, 16, 32, 64, 128)  # numbers of nodes whose verification is timed
 
 
 class Recorded(NamedTuple):
@@ -81,7 +81,7 @@ class Grown(msgspec.Struct, frozen=True):
 
     @property
     def draft_s(self) -> float:
-        """Seconds in which a round's tree is drafted, the median."""
+        """Median seconds to draft a round's tree."""
         return median(r.draft_s for r in self.rounds)
 
     def mean(self, name: str, suite: str | None = None) -> float:
@@ -108,7 +108,7 @@ def settings() -> Iterator[Setting]:
 
 
 class Doubt:
-    """What becomes of the head's chances in one tree (`drafters.lockstep.Advice`): they are raised with the depth, then
+    """Changes the head's chances in one tree (`drafters.lockstep.Advice`): they are raised with the depth, then
     calibrated. said: (node, token) -> the depth and the bucket of a chance before it was calibrated.
     """
 
@@ -133,7 +133,7 @@ class Doubt:
         return [seen[0][place] for place in order], [chances[place] for place in order]
 
     def learn(self, tree: TokenTree, path: Sequence[int], tokens: Sequence[int]) -> None:
-        """The nodes of `path` were accepted, and behind each the target said one of `tokens`."""
+        """The nodes of `path` were accepted, and after each the target chose one of `tokens`."""
         if self.calibrator is not None:
             for node, said in zip(path, tokens, strict=True):
                 for child in tree.children(node):
@@ -188,7 +188,7 @@ def replay(head: Head, setting: Setting, answers: Sequence[Recorded]) -> Grown:
 
 
 def accepted(tree: TokenTree, answer: Sequence[int]) -> list[int]:
-    """The nodes, root first, that the answer follows; one fewer below the root than there are tokens at its end."""
+    """The nodes, root first, that the answer follows; at its end one token is left for the bonus."""
     path = [0]
     for token in answer[:-1]:
         if (child := tree.child(path[-1], token)) is None:
@@ -198,7 +198,7 @@ def accepted(tree: TokenTree, answer: Sequence[int]) -> list[int]:
 
 
 def time_rounds(target: Target) -> list[float]:
-    """Seconds in which the target verifies `_ROWS` nodes behind 256 tokens."""
+    """Seconds that the target takes to verify `_ROWS` nodes after 256 tokens."""
     cache = target.new_cache(256 + _ROWS[-1])
     target.prefill(cache, [1] * 256)
     found = []
@@ -213,15 +213,15 @@ def time_rounds(target: Target) -> list[float]:
 
 
 def speed(grown: Grown, round_s: Sequence[float]) -> float:
-    """Tokens per second, drafting and verifying in turns, every tree verified whole. Of the drafting times the median
-    counts, which a busy machine changes least.
+    """Tokens per second, drafting and verifying in turns, every tree verified whole. Uses the median of the drafting
+    times, which a busy machine changes least.
     """
     verify_s = np.interp([r.nodes for r in grown.rounds], _ROWS, round_s)
     return grown.mean("emitted") / (grown.draft_s + float(verify_s.mean()))
 
 
 def position_bytes(target: Target) -> int:
-    """Keys and values of one position."""
+    """Bytes of the keys and values of one position."""
     config = target.model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -256,7 +256,7 @@ def table(grown: Sequence[Grown], round_s: Sequence[float], of_position: int) ->
 
 
 def write(out: Path, grown: Sequence[Grown], round_s: Sequence[float], of_position: int) -> None:
-    """The table to the screen and the figure and the rounds to the folder."""
+    """Print the table; write the figure and the rounds to the folder."""
     try:
         from .tree_plots import growth_figure
     except ImportError as error:

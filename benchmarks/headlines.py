@@ -1,4 +1,4 @@
-"""What Talon does for whom, in a few sentences made of a report's figures; where it is slower, they say why."""
+"""What Talon gains and where, in a few sentences made from a report's figures; where it is slower, they say why."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BITS = {
     "float16": 16,
     "bfloat16": 16,
 }
-"""A weight's, with its share of the scales."""
+"""Bits of a weight, with its share of the scales."""
 
 
 def one_request(rows: Sequence[Row]) -> Iterator[str]:
@@ -59,7 +59,7 @@ def many_requests(rows: Sequence[LoadRow]) -> Iterator[str]:
 
 
 def against_rivals(turns: Sequence[Turn]) -> Iterator[str]:
-    """Our best beside the fastest engine of as many bits a weight, and beside any that is faster."""
+    """Our best method against the fastest engine with at least as many bits a weight, and against any faster one."""
     found, one = speeds(turns), {turn.contestant: turn for turn in turns}
     told, slower = [], []
     for level in sorted({turn.at_once for turn in turns}):
@@ -85,7 +85,7 @@ def against_rivals(turns: Sequence[Turn]) -> Iterator[str]:
 
 
 def losing_methods(rows: Sequence[Row]) -> Iterator[str]:
-    """Who is slower than plain decoding for certain: what its rounds bring, and what they take."""
+    """Methods certainly slower than plain decoding: the tokens that their rounds bring, and the time they take."""
     lost = [line for line in summaries(rows) if line.high < 1 and line.method not in PEERS]
     if lost:
         yield f"**Slower than plain decoding**: {'; '.join(map(_why, lost))}."

@@ -1,7 +1,7 @@
 """`talon index speed`: what the indexes cost, on your corpus and machine.
 
-Times of the session index and of the datastore are single calls as a drafter makes them, on one core. The shared cache
-is filled with the corpus, so its tokens repeat as real text does.
+Times of the session index and of the datastore are those of single calls, as a drafter makes them, on one core. The
+shared cache is filled with the corpus, so its tokens repeat as real text does.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ ANSWER = 500  # tokens of a finished answer
 
 
 class SessionFigures(msgspec.Struct):
-    """append_us: per token, learning included, of verdicts of three tokens. bytes_per_token: resident memory of the
-    cache over its tokens."""
+    """append_us: per token, learning included, for verdicts of three tokens. bytes_per_token: resident memory of the
+    cache divided by its tokens."""
 
     context_tokens: int
     cached_tokens: int
@@ -43,8 +43,8 @@ class SessionFigures(msgspec.Struct):
 
 
 class DatastoreFigures(msgspec.Struct):
-    """build_tokens_per_s: sorting and writing. resident_mb: of a process that opened it and asked; of_it_data_mb: pages
-    of the datastore, which every process that asks shares."""
+    """build_tokens_per_s: sorting and writing. resident_mb: of a process that opened and queried it; of_it_data_mb:
+    pages of the datastore, shared by all processes that query it."""
 
     tokens: int
     build_tokens_per_s: float
@@ -55,7 +55,7 @@ class DatastoreFigures(msgspec.Struct):
 
 
 def corpus_tokens(tokenizer: Any, inputs: Sequence[Path], wanted: int) -> NDArray[np.uint32]:
-    """The first `wanted` tokens of the files, documents after one another."""
+    """The first `wanted` tokens of the files, documents one after the other."""
     parts, held = [], 0
     for document in tokenised(tokenizer, inputs, 0, _separator(tokenizer)):
         parts.append(document)
@@ -66,11 +66,11 @@ def corpus_tokens(tokenizer: Any, inputs: Sequence[Path], wanted: int) -> NDArra
 
 
 def session_figures(tokens: NDArray[np.uint32], context: int, cached: int, budget: int) -> SessionFigures:
-    """A request with `context` tokens beside a shared cache of `cached`; it goes on with text of the corpus."""
+    """A request of `context` tokens with a shared cache of `cached`; it continues with text of the corpus."""
     text = _words(tokens)
     if len(text) < context + cached + 3 * SAMPLE:
         raise ConfigError(f"tokens={len(text)}: the session index needs {context + cached + 3 * SAMPLE}")
-    _fill(SessionIndex(), text[: 3 * ANSWER])  # the kernels are compiled, which is no part of the figures
+    _fill(SessionIndex(), text[: 3 * ANSWER])  # compiles the kernels, which is not measured
     index = SessionIndex(capacity=cached)
     before = resident_bytes()
     _fill(index, text[:cached])
@@ -96,7 +96,7 @@ def bounded_figures(tokens: NDArray[np.uint32], capacity: int) -> tuple[int, int
 
 
 def datastore_figures(tokenizer: Any, tokens: NDArray[np.uint32], folder: Path) -> DatastoreFigures:
-    """Build one shard, then open and ask it in a process of its own."""
+    """Build one shard, then open and query it in a process of its own."""
     width = 2 if len(tokenizer) < 0xFFFF else 4
     started = time.perf_counter()
     shard = write_shard(folder, 0, tokens, width)
@@ -147,7 +147,7 @@ def _separator(tokenizer: Any) -> int:
 
 
 def _words(tokens: NDArray[np.uint32]) -> NDArray[np.int32]:
-    """Without what separates documents."""
+    """The tokens without document separators."""
     words: NDArray[np.int32] = tokens[~np.isin(tokens, (0xFFFF, 0xFFFFFFFF))].astype(np.int32)
     return words
 

@@ -1,4 +1,4 @@
-"""Questions that need knowledge, taken out of prompts that carry their passages."""
+"""Questions that need knowledge, extracted from prompts that carry their passages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = ("nq", "rag", "qa")
 
 
 class Item(msgspec.Struct, frozen=True):
-    """passages: those its prompt carried (none: `qa`). references: accepted answers; empty: none are known."""
+    """passages: those in its prompt (none: `qa`). references: accepted answers; empty: none are known."""
 
     question_id: str
     kind: str
@@ -65,7 +65,7 @@ def read_items(path: Path, limit: int | None = None) -> tuple[list[Item], list[s
 
 
 def prompt_of(question: str, passages: list[str]) -> str:
-    """The question alone, or behind passages, in the words of nq_open's prompts."""
+    """The question alone, or after passages, in the wording of nq_open's prompts."""
     if not passages:
         return question
     told = "".join(f"Passage: {passage}\n\n" for passage in passages)
@@ -84,7 +84,7 @@ def _item(row: _Row) -> Item:
 
 
 def quoted(answer: str, passages: Sequence[str], words: int = 4) -> float | None:
-    """Share of the answer's runs of so many words that stand in the passages; None if it is shorter."""
+    """Share of the answer's runs of `words` words that occur in the passages; None if it is shorter."""
     runs = _runs(answer, words)
     known = set().union(*(_runs(passage, words) for passage in passages))
     return sum(run in known for run in runs) / len(runs) if runs else None

@@ -1,4 +1,4 @@
-"""How fast this machine reads memory and multiplies, measured there and then."""
+"""How fast this machine reads memory and multiplies, measured at the time of the benchmark."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from engine.recorded import wait
 _MOST_READ = 4 << 30  # bytes; larger than any cache, so a larger buffer is read no slower
 _COLUMNS = 1024
 _ROWS, _SIDE = {"cpu": 512, "cuda": 4096}, {"cpu": 2048, "cuda": 8192}
-_AHEAD = 40 * LINE_BYTES  # of a thread's place, as far as kernels of coded matrices ask for theirs
+_AHEAD = 40 * LINE_BYTES  # of a thread's position; kernels of coded matrices prefetch as far
 
 READ = np.dtype([(name, "i8") for name in ("buffer", "lines", "sums")])
 
 
 @kernel(READ)
 def read_kernel(address: Any) -> None:
-    """Read the lines of a buffer, each thread its part, asking for them ahead of their turn."""
+    """Read the lines of a buffer, each thread its part, with prefetching."""
     work = carray(address, 1)[0]
     total = splat(np.float32(0))
     for line in range(work.lines * member() // members(), work.lines * (member() + 1) // members()):
@@ -41,20 +41,20 @@ def read_kernel(address: Any) -> None:
 
 
 class Limits:
-    """The best rates seen so far; `measure` again beside what they are compared with, since a machine's speed varies.
+    """The best rates seen so far; `measure` again next to what they are compared with, since a machine's speed varies.
 
-    weight_bytes: the buffer that is read is as large, so that it stays in a cache if the weights do.
+    weight_bytes: the buffer that is read has this size, so that it stays in a cache if the weights do.
     """
 
     def __init__(self, weight_bytes: int, dtype: torch.dtype, device: torch.device):
         self.bytes_per_s = self.multiply_adds_per_s = 0.0
         self._device = device
-        # A float32 matrix times a vector reads fastest of what torch has; a sum reaches two thirds of it. On a CPU our
-        # own loop, which asks ahead, may be twice as fast.
+        # A float32 matrix times a vector is torch's fastest way to read; a sum reaches two thirds of it. On a CPU our
+        # own loop, which prefetches, may be twice as fast.
         self._read = torch.ones(-(-min(weight_bytes, _MOST_READ) // (4 * _COLUMNS)), _COLUMNS, device=device)
         self._vector = torch.ones(_COLUMNS, device=device)
         rows, side = _ROWS[device.type], _SIDE[device.type]
-        if device.type == "cpu" and not has_native_bfloat16():  # then float32 is what is multiplied
+        if device.type == "cpu" and not has_native_bfloat16():  # then the products are in float32
             dtype = torch.float32
         self._multiply_adds = rows * side * side
         self._multiply = _multiplication(
@@ -84,6 +84,6 @@ class Limits:
 
 
 def _multiplication(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
-    """The product as a forward does it: with a packed matrix where there is one."""
+    """The product as in a forward: with a packed matrix where there is one."""
     packed = pack(weight)
     return partial(F.linear, x, weight) if packed is None else partial(product, x, packed, None)

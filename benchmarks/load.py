@@ -1,8 +1,8 @@
-"""`talon bench --concurrency`: many requests at once, methods in turns, and every text compared with the same prompt's
-text alone.
+"""`talon bench --concurrency`: many requests at once, methods in turn, and every text compared with that of the same
+prompt alone.
 
-Engines are started once in a repeat and meet no question twice in it, as long as there are enough: a drafter that
-remembers answers would draft from them, and a prompt that was read would not be read again.
+Engines are started once per repeat and see no question twice in it, as long as there are enough: a drafter that
+remembers answers would draft from them, and a prompt in the prefix cache would not be read again.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from .questions import Question, mixed_questions
 from .starting import start_each
 
 CAPACITY_AT = 16
-"""What arrivals are a share of: the requests a second that plain decoding answers with so many at once."""
+"""Arrivals are shares of the requests a second that plain decoding answers with this many at once."""
 _MOST = 20  # repeats
-_ROUNDS = 4  # requests at a level, for each place: with fewer, the prompts that all begin with weigh too much
+_ROUNDS = 4  # requests at a level, for each place: with fewer, the prompts that start together weigh too much
 
 Texts = Mapping[tuple[int, ...], list[int]]
 
@@ -58,7 +58,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Part:
-    """One measurement of a repeat: so many requests at once, or arrivals at a share of plain decoding's capacity."""
+    """One measurement of a repeat: `level` requests at once, or arrivals at a share of plain decoding's capacity."""
 
     level: int | None = None
     share: float | None = None
@@ -70,7 +70,7 @@ class Part:
 @dataclass(frozen=True)
 class Load:
     """What is measured. levels: requests at once; shares: arrivals as shares of plain decoding's capacity. repeats: of
-    all of it; with minutes, as many as these allow, of the levels whose intervals are not narrow yet.
+    everything; with minutes, as many as these allow, of the levels whose intervals are not narrow yet.
     """
 
     levels: Sequence[int]
@@ -81,7 +81,7 @@ class Load:
 
 
 def settings_of(name: str, config: Config, heads: Path | None = None) -> Config:
-    """A method as it is served, its trees cut by what the round allows; a contestant's name stands for its own keys."""
+    """A method as served, with its trees cut to the round's budget; a contestant's name stands for its own keys."""
     if name in PEERS:
         raise ConfigError(f"method={name!r}: answers one request at a time; leave it out with --concurrency")
     if name not in METHODS:
@@ -143,7 +143,7 @@ async def run_load(
 
 
 class _Bench:
-    """One measurement after the other. texts: what each prompt is answered alone."""
+    """One measurement after the other. texts: the answer to each prompt alone."""
 
     def __init__(
         self, sampling: SamplingParams, results: TextIO, rows: list[LoadRow], progress: Progress, total: int
@@ -164,11 +164,11 @@ class _Bench:
         return answer
 
     async def at_once(self, engine: Engine, asked: Sequence[Asked], places: int) -> None:
-        """So many requests under way until there are no more to begin."""
+        """Keep `places` requests under way until there are no more to start."""
         await keep_under_way(places, asked, lambda one: self._ask(engine, one))
 
     async def arriving(self, engine: Engine, asked: Sequence[Asked], at_s: Sequence[float]) -> None:
-        """Each request at its time, whatever is under way."""
+        """Start each request at its time, whatever is under way."""
 
         async def later(one: Asked, at: float) -> None:
             await asyncio.sleep(self.started_s + at - time.perf_counter())
@@ -208,7 +208,7 @@ class _Bench:
 async def engines(
     names: Sequence[str], config: Config, heads: Path | None, console: Console
 ) -> AsyncIterator[dict[str, Engine]]:
-    """An engine for each method that can be started here, warmed up; of the others, a line says what they lack."""
+    """An engine for each method that can be started here, warmed up; for the others, a line says what they lack."""
     started = await start_each(
         names,
         lambda name: Engine.start(settings_of(name, config, heads)),
@@ -223,7 +223,7 @@ async def engines(
 
 
 def arrivals(rows: Sequence[LoadRow], repeat: int, share: float, count: int) -> list[float]:
-    """When so many requests arrive, in seconds: a Poisson process with that share of plain decoding's capacity.
+    """When `count` requests arrive, in seconds: a Poisson process at that share of plain decoding's capacity.
 
     The same for every method of a repeat.
     """
@@ -250,7 +250,7 @@ def _known(part: Part, rows: Sequence[LoadRow]) -> bool:
 
 
 def _slices(mixed: Sequence[Asked], counts: Sequence[int]) -> Iterator[list[Asked]]:
-    """So many questions for each, no question twice before all were taken."""
+    """As many questions as each count says, none repeated before all were taken."""
     endless = itertools.cycle(mixed)
     for count in counts:
         yield list(itertools.islice(endless, count))

@@ -16,15 +16,15 @@ from .tables import Table, p50_p95
 ROWS = "load.jsonl"
 
 FIRST_S, TOKEN_S = 1.0, 0.1
-"""An answer counts for goodput if its first token came in this time, and the others came in this time each."""
+"""An answer counts for goodput if its first token came within FIRST_S, and the others within TOKEN_S each."""
 
 
 class LoadRow(msgspec.Struct, frozen=True):
-    """One answer under load, a line of load.jsonl. Seconds count from the start of the measurement it belongs to.
+    """One answer under load, a line of load.jsonl. Seconds count from the start of its measurement.
 
-    concurrency: requests at once, None where they arrive at random; arrivals: then, their share of what plain decoding
-    can take. emitted: when tokens came, and how many. output_equal: the text is that of the same prompt alone. exact:
-    any difference is an error.
+    concurrency: requests at once, None where they arrive at random; arrivals: in that case, their share of plain
+    decoding's capacity. emitted: when tokens came, and how many. output_equal: the text is that of the same prompt
+    alone. exact: any difference is an error.
     """
 
     suite: str
@@ -52,30 +52,30 @@ class LoadRow(msgspec.Struct, frozen=True):
 
     @property
     def pauses_s(self) -> list[float]:
-        """Between emissions. Tokens that come together have one pause in all, which a reader of the stream sees."""
+        """Between emissions. Tokens that come together have one pause, the one that a reader of the stream sees."""
         times = [at for at, _ in self.emitted]
         return [now - before for before, now in itertools.pairwise(times)]
 
     @property
     def is_good(self) -> bool:
-        """Whether it came as fast as a reader wants it."""
+        """Whether it came fast enough for goodput."""
         return self.first_token_s <= FIRST_S and sum(self.pauses_s) <= TOKEN_S * max(1, self.tokens - 1)
 
 
 def tokens_per_second(rows: Sequence[LoadRow]) -> float:
-    """All requests together, while as many as asked for were under way: until the first place is left empty."""
+    """Over all requests, while all places are taken: until the first place is left empty."""
     last_asked_s = max(row.asked_s for row in rows)
     full_s = min(row.ended_s for row in rows if row.ended_s > last_asked_s)
     return sum(count for row in rows for at, count in row.emitted if at <= full_s) / full_s
 
 
 def requests_per_second(rows: Sequence[LoadRow]) -> float:
-    """Answers of usual length that this many tokens a second are."""
+    """`tokens_per_second` in answers of average length."""
     return tokens_per_second(rows) * len(rows) / sum(row.tokens for row in rows)
 
 
 def throughput(rows: Sequence[LoadRow], good: bool = False) -> float:
-    """Tokens a second from the first arrival to the last token; good: of those answers only that came fast enough."""
+    """Tokens a second from the first arrival to the last token; good: only of answers that came fast enough."""
     span_s = max(row.ended_s for row in rows) - min(row.asked_s for row in rows)
     return sum(row.tokens for row in rows if row.is_good or not good) / span_s
 
@@ -109,7 +109,7 @@ def _speeds(rows: Iterable[LoadRow]) -> dict[tuple[int, str, int], float]:
 
 
 class Level(msgspec.Struct, frozen=True):
-    """A method with so many requests at once. over_plain: median over repeats of tokens/s over plain decoding's at the
+    """A method at one level of concurrency. over_plain: median over repeats of tokens/s over plain decoding's at the
     same level, low and high: its 95% interval; over_one: over plain decoding of one request at a time, None where
     that was not measured.
     """

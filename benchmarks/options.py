@@ -1,4 +1,4 @@
-"""Options that several commands of benchmarks have, and what is read from them."""
+"""Options shared by several benchmark commands, and their parsing."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ AgainstOption = Annotated[
 
 
 def question_files(questions: list[Path] | None) -> list[Path]:
-    """What --questions names; ConfigError if that is nothing."""
+    """The files named by --questions; ConfigError if there are none."""
     if not questions:
         raise ConfigError('--questions: name at least one JSONL file, with a "prompt" a line')
     return questions
 
 
 def names_in(listed: str) -> list[str]:
-    """What a comma-separated option lists."""
+    """The names in a comma-separated option."""
     return [name.strip() for name in listed.split(",")]
 
 
 def numbers_in(option: str, listed: str | None, whole: bool = False) -> list[float]:
-    """What such an option lists, each above 0 and once."""
+    """The numbers in a comma-separated option, each above 0 and listed once."""
     try:
         numbers = sorted({float(number) for number in (listed or "").split(",") if number.strip()})
     except ValueError:

@@ -16,7 +16,7 @@ from engine.errors import ConfigError
 
 @contextmanager
 def results_in(out: Path) -> Iterator[None]:
-    """Make the folder; a disk that fills is one line."""
+    """Make the folder; a full disk is reported in one line."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -41,7 +41,7 @@ def write_report(folder: Path, console: Console) -> None:
 
 
 def draw_calibration(sources: dict[str, NDArray[np.float64]], path: Path, console: Console) -> None:
-    """The picture; without matplotlib or anything to draw, a line that says why there is none."""
+    """Draw the picture; without matplotlib or data, print a line that says why there is none."""
     try:
         from .tree_plots import reliability
     except ImportError as error:
@@ -55,7 +55,7 @@ def draw_calibration(sources: dict[str, NDArray[np.float64]], path: Path, consol
 
 
 def compare_runs(folder: Path, other: Path, console: Console) -> None:
-    """Say which share of two runs' cells agrees, and name those that changed."""
+    """Print which share of two runs' cells agrees, and the cells that changed."""
     from .cells import compared
     from .runs import Run
 

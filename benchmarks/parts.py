@@ -1,7 +1,7 @@
 """Where the time of a forward goes: products, attention, other kernels and operations, and the gaps between them.
 
-The lean decoder is one program whose steps can be timed; what it does besides is wrapped while it is profiled.
-Any other forward makes a thousand calls of torch, which torch's profiler sees.
+The lean decoder is one program whose steps can be timed; its work outside the program is wrapped while it is profiled.
+Any other forward makes a thousand calls of torch, which torch's profiler records.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _GPU_PRODUCTS = ("gemm", "gemv", "cutlass", "xmma", "nvjet")
 
 
 def multiplied(target: Target) -> int:
-    """Numbers in the matrices that every row of a forward is multiplied with."""
+    """Number of weights that every row of a forward is multiplied with."""
     forward = target._forward
     if isinstance(forward, LeanDecoder):
         products = [product for layer in forward.layers for product in layer.products]
@@ -49,7 +49,7 @@ def multiplied(target: Target) -> int:
 
 
 def forward_name(target: Target) -> str:
-    """Which of its forwards the target runs."""
+    """The kind of forward that the target runs."""
     if target._masked is not None:
         return "stock forward with masks"
     return "lean decoder" if isinstance(target._forward, LeanDecoder) else "stock forward with exact attention"
@@ -65,7 +65,7 @@ def timed(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def split(target: Target, work: Callable[[], Any]) -> Seconds:
-    """Seconds of each part of one forward of the target. Watching makes it slower; scale to what it takes unwatched."""
+    """Seconds of each part of one forward of the target. Profiling slows it down: scale to the unprofiled time."""
     if isinstance(target._forward, LeanDecoder):
         clock = Clock()
         with clock.watching():
@@ -77,7 +77,7 @@ def split(target: Target, work: Callable[[], Any]) -> Seconds:
 
 
 class Clock:
-    """Time spent in calls, by part; a call within a call counts for its own part alone."""
+    """Time spent in calls, by part; a nested call counts only for its own part."""
 
     def __init__(self) -> None:
         self._called: Seconds = dict.fromkeys(PARTS[:-1], 0.0)
@@ -85,7 +85,7 @@ class Clock:
         self._inner = 0.0
 
     def seconds(self) -> Seconds:
-        """Of each part but the gaps. To add them up while a forward runs would look like a gap."""
+        """Seconds of each part but the gaps. Adding them up during a forward would look like a gap."""
         seconds, parts = dict(self._called), _parts_of_kernels()
         for address, took in chain.from_iterable(timed.seconds() for timed in self._steps):
             seconds[parts.get(address, "other")] += took
@@ -106,7 +106,7 @@ class Clock:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch the products and the programs. A product counts whole, with the rows that it fills up."""
+        """Time the products and the programs. A product counts in full, with its padding rows."""
         with ExitStack() as patches:
             patches.enter_context(patch.object(Product, "__call__", self.around("products", Product.__call__)))
             patches.enter_context(patch.object(Program, "run", partialmethod(Program.run, timed=self._steps)))
@@ -114,7 +114,7 @@ class Clock:
 
 
 def _profiled(work: Callable[[], Any], device: torch.device) -> tuple[Seconds, float]:
-    """Seconds of each part as torch's profiler sees them, and of all."""
+    """Seconds of each part as torch's profiler sees them, and in total."""
     seconds: Seconds = dict.fromkeys(PARTS[:-1], 0.0)
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
@@ -132,13 +132,13 @@ def _profiled(work: Callable[[], Any], device: torch.device) -> tuple[Seconds, f
 
 
 def _parts_of_kernels() -> dict[int, str]:
-    """By their addresses; all others are of "other"."""
+    """Parts of kernels by address; all others belong to "other"."""
     products = {kernel.address: "products" for kernel in product_kernels()}
     return products | {kernel.address: "attention" for kernel in attention_kernels()}
 
 
 def _recorded(call: Callable[..., None]) -> Callable[..., None]:
-    """Calls of kernels of ours in a stock forward, seen by torch's profiler."""
+    """Makes calls of our own kernels in a stock forward visible to torch's profiler."""
     parts = _parts_of_kernels()
 
     def watched(kernel: Kernel, *args: Any) -> None:
@@ -149,7 +149,7 @@ def _recorded(call: Callable[..., None]) -> Callable[..., None]:
 
 
 def _add(event: Any, part: str | None, seconds: Seconds) -> None:
-    """Add an operation's own time, and that of the operations it calls, to the part it is of."""
+    """Add an operation's own time, and that of the operations it calls, to its part."""
     part = part or _of_operation(event.name)
     seconds[part or "other"] += event.self_cpu_time_total / 1e6
     for called in event.cpu_children:
@@ -157,7 +157,7 @@ def _add(event: Any, part: str | None, seconds: Seconds) -> None:
 
 
 def _of_operation(name: str) -> str | None:
-    """The part that an operation is of with all it calls; None where that is for those to say."""
+    """The part of an operation and all it calls; None where the operations it calls decide."""
     if "attention" in name:
         return "attention"
     return "products" if name.rpartition("::")[2] in _PRODUCTS else None

@@ -1,4 +1,4 @@
-"""`talon pauses`: how much longer a long prompt, arriving while others decode, makes them wait for their tokens."""
+"""`talon pauses`: how much longer other requests wait for their tokens when a long prompt arrives."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from engine.sampling import SamplingParams
 from engine.tasks import cancel
 
 _SETTLED = 12  # emissions of each request before anything counts
-_USUAL = 24  # pauses of each request that are the usual ones
-_PROMPT = 24  # tokens that those who decode were asked with
+_USUAL = 24  # pauses of each request that serve as the baseline
+_PROMPT = 24  # prompt tokens of the requests that decode
 
 
 class Arrival(msgspec.Struct):
-    """One long prompt that arrived. usual_s, beside_s: pauses between emissions of all who decode, before it came and
-    while it was read; read_s: until its first token.
+    """One long prompt that arrived. usual_s, beside_s: pauses between emissions of all decoding requests, before it
+    came and while it was read; read_s: until its first token.
     """
 
     usual_s: list[float]
@@ -35,17 +35,17 @@ class Arrival(msgspec.Struct):
 
     @property
     def longest(self) -> float:
-        """The longest pause beside it, in usual ones."""
+        """The longest pause while it was read, relative to the usual one."""
         return max(self.beside_s) / median(self.usual_s)
 
     @property
     def longest_usual(self) -> float:
-        """As `longest`, of the pauses before it came: what this machine does by itself."""
+        """As `longest`, for the pauses before it came: this machine's own variation."""
         return max(self.usual_s) / median(self.usual_s)
 
 
 class Decoding:
-    """Requests that decode until told to stop. times: when each emitted something."""
+    """Requests that decode until told to stop. times: of each request's emissions."""
 
     def __init__(self, engine: Engine, count: int, seed: int):
         self.engine, self.news = engine, asyncio.Event()
@@ -68,7 +68,7 @@ class Decoding:
             self.news.set()
 
     async def emitted(self, count: int) -> None:
-        """Wait until every request has emitted so often."""
+        """Wait until every request has emitted `count` times."""
         while min(map(len, self.times)) < count:
             for task in self.tasks:
                 if task.done():
@@ -86,7 +86,7 @@ class Decoding:
         ]
 
     def beside_s(self, first_s: float, last_s: float) -> list[float]:
-        """The pauses of which a part lies in that time."""
+        """The pauses that overlap that time."""
         return [
             after - before
             for times in self.times
@@ -99,7 +99,7 @@ class Decoding:
 
 
 async def arrive(engine: Engine, count: int, length: int, seed: int) -> Arrival:
-    """A prompt of so many tokens arrives while so many requests decode."""
+    """A prompt of `length` tokens arrives while `count` requests decode."""
     prompt = np.random.default_rng(-seed - 1 & 0xFFFF).integers(0, engine.target.vocab_size, length).tolist()
     decoding = Decoding(engine, count, seed)
     try:
@@ -114,7 +114,7 @@ async def arrive(engine: Engine, count: int, length: int, seed: int) -> Arrival:
 
 
 async def measure(config: Config, count: int, length: int, repeats: int, console: Console) -> list[Arrival]:
-    """Repeated, of one engine that is warm."""
+    """Repeated measurements of one warm engine."""
     async with await Engine.start(config, **{"drafter.standby": False}) as engine:
         if length + 2 > engine.target.context:
             raise ConfigError(f"--prompt {length}: is over the model's context of {engine.target.context}")

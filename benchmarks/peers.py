@@ -1,4 +1,4 @@
-"""transformers' own decoding, plain, assisted and with prompt lookup: contestants beside ours."""
+"""transformers' own decoding, plain, assisted and with prompt lookup, as contestants."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .contestants import Run
 
 
 class TransformersContestant:
-    """`model.generate` on a thread of its own, with as many torch threads as Talon's verifier has alone."""
+    """`model.generate` on a thread of its own, with the threads of a verifier that shares the cores with nobody."""
 
     def __init__(self, model: Any, threads: int, options: dict[str, Any]):
         self.model, self.options = model, options
@@ -51,7 +51,7 @@ class TransformersContestant:
         torch.manual_seed(sampling.seed)
         sampling = sampling.over(self.defaults)
         truncation: dict[str, Any] = {}
-        if sampling.temperature > 0:  # of top_k, its own None would be 50
+        if sampling.temperature > 0:  # for transformers top_k=None means 50
             truncation = {"top_k": sampling.top_k or 0, "top_p": sampling.top_p, "min_p": sampling.min_p}
         clock = _Clock() if "assistant_model" not in self.options else None
         started = time.perf_counter()
@@ -82,8 +82,8 @@ class TransformersContestant:
 
 
 def end_of_answers(stored: GenerationConfig) -> GenerationConfig:
-    """Of a model's generation_config.json what ends an answer. The rest is asked for by name, as of Talon: the two are
-    to be compared on what both can do.
+    """What ends an answer, from a model's generation_config.json. All else is set explicitly, as for Talon: the two are
+    compared on what both can do.
     """
     return GenerationConfig(
         bos_token_id=stored.bos_token_id, eos_token_id=stored.eos_token_id, pad_token_id=stored.pad_token_id

@@ -1,4 +1,4 @@
-"""How pictures look. Okabe and Ito's colours, which people with any kind of colour vision can tell apart."""
+"""The style of pictures. Okabe and Ito's colours, which people with any kind of colour vision can tell apart."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ OURS, BASELINES, PEERS = "#0072B2", "#999999", "#E69F00"
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 LINES, MARKERS = ("-", "--", "-.", ":"), "os^Dv"
 HATCHES = ("", "//", "..", "xx", "\\\\")
-"""Besides colours, so that a line is known in black and white too."""
-_OURS = ("talon", "hybrid", "+")  # how the names of ours begin
+"""Used besides colours, so that bars differ in black and white too."""
+_OURS = ("talon", "hybrid", "+")  # prefixes of our own methods' names
 
 
 def line_style(place: int) -> dict[str, Any]:
-    """How the line of that place looks: colour, dashes and marks of its own."""
+    """The style of the line at that place: its own colour, dashes and markers."""
     looks = {"color": COLOURS[place % 7], "linestyle": LINES[place % 4], "marker": MARKERS[place % 5]}
     return looks | {"markersize": 4}
 

@@ -1,4 +1,4 @@
-"""`talon profile`: what a forward of the target spends its time on, beside what the machine could do."""
+"""`talon profile`: what a forward of the target spends its time on, compared with the machine's limits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .progress import progress_bar
 
 
 class Forward(msgspec.Struct):
-    """Milliseconds of a forward of so many rows: all of it, each part, and the least that the machine's memory and its
+    """Milliseconds of a forward of `rows` rows: in total, in each part, and the least that the machine's memory and
     arithmetic allow.
     """
 
@@ -47,7 +47,7 @@ class Forward(msgspec.Struct):
 
 
 class Profile(msgspec.Struct):
-    """weights_mb: the matrices that a forward reads, as they lie in memory. behind: tokens of text before the rows."""
+    """weights_mb: the matrices that a forward reads, as stored in memory. behind: tokens of text before the rows."""
 
     model: str
     dtype: str
@@ -62,9 +62,9 @@ class Profile(msgspec.Struct):
 
 
 def profile_target(target: Target, rows: list[int], behind: int, repeats: int, console: Console) -> Profile:
-    """Every number of rows in turn, with the machine's limits between them, `repeats` times; medians.
+    """Every number of rows in turn, with the machine's limits in between, `repeats` times; medians.
 
-    Each forward is run twice a turn: untouched, which says how long it takes, and watched, which says on what.
+    Each forward is run twice a turn: once unprofiled, for its total time, and once profiled, for its parts.
     """
     if behind + max(rows) > target.context:
         raise ConfigError(f"--behind {behind}: with {max(rows)} rows it exceeds the model's {target.context} positions")
@@ -83,7 +83,7 @@ def profile_target(target: Target, rows: list[int], behind: int, repeats: int, c
             for count, work in works.items():
                 totals[count].append(timed(work, target.device))
                 splits[count].append(split(target, work))
-                if turn == 0:  # what is compiled and allocated once is no part of the figures
+                if turn == 0:  # one-time compilation and allocation do not count
                     totals[count].clear()
                     splits[count].clear()
                 progress.advance(task)
@@ -113,12 +113,12 @@ def profile_target(target: Target, rows: list[int], behind: int, repeats: int, c
 
 
 def _tree(rows: int) -> TokenTree:
-    """Two candidates behind each node, as wide trees have them."""
+    """Two candidates below each node, as in wide trees."""
     return TokenTree.from_lists([1 + i % 2 for i in range(rows)], [(i - 1) // 2 for i in range(rows)], [1.0] * rows)
 
 
 def _scaled(splits: list[Seconds], total: float) -> dict[str, float]:
-    """Milliseconds of each part: its share of the watched forwards (medians) of what one takes unwatched."""
+    """Milliseconds of each part: its share of the profiled forwards (medians), times the unprofiled time."""
     shares = {part: median(seconds[part] / sum(seconds.values()) for seconds in splits) for part in PARTS}
     return {f"{part}_ms": total * share / sum(shares.values()) for part, share in shares.items()}
 

@@ -1,4 +1,4 @@
-"""What long work shows: a bar for each task on a terminal; elsewhere a line when it begins, and one a minute."""
+"""Progress of long work: a bar for each task on a terminal; elsewhere a line when it begins, and one a minute."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 A dense index over all passages of the files finds those that go into the prompt. Scores belong to the target:
 speculation must not change them, so every answer is compared with plain decoding's and any difference is an error,
-unless two tokens were as likely as each other (`benchmarks.ties`). A contestant named METHOD+dense drafts from the
-passages found, which the target of a closed book never sees; datastore drafts from all passages.
+unless two tokens were equally likely (`benchmarks.ties`). A contestant named METHOD+dense drafts from the passages
+found, which the target never sees in the closed-book setting; datastore drafts from all passages.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Knowledge:
 
 
 class Library:
-    """The passages of all files behind a dense index and a datastore, which live as long as their folder."""
+    """The passages of all files in a dense index and a datastore, which live as long as their folder."""
 
     def __init__(self, config: Config, passages: Sequence[str], folder: Path):
         self.passages, self.tokenizer = passages, load_tokenizer(config.model)
@@ -65,7 +65,7 @@ class Library:
         text.write_text("".join(json.dumps({"text": passage}) + "\n" for passage in passages))
         embedding = TargetWeights.read(config.model).embedding.float().numpy()
         self.dense, self.datastore = folder / "dense", folder / "datastore"
-        # each passage whole: the index then numbers them as we do
+        # passages are not split: the index then numbers them as we do
         build_dense(self.tokenizer, embedding, [text], self.dense, passage_tokens=10**9)
         build(self.tokenizer, [text], self.datastore)
         self.index = DenseIndex(self.dense, self.tokenizer)
@@ -174,7 +174,7 @@ class _Asking:
 
 
 def row_of(setting: str, item: Item, name: str, run: Run, tokenizer: Any, found: Sequence[str]) -> QaRow:
-    """What a method's answer was worth, not yet compared with plain decoding's."""
+    """The measurements of a method's answer, not yet compared with plain decoding's."""
     text = tokenizer.decode(run.token_ids, skip_special_tokens=True).strip()
     accepted = item.references
     scores = (

@@ -1,4 +1,4 @@
-"""From the rows of `talon qa` to its tables: what speculation brings, and how right the answers are."""
+"""From the rows of `talon qa` to its tables: the speed-up of speculation, and how right the answers are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS = "qa.jsonl"
 
 
 class Scores(msgspec.Struct, frozen=True):
-    """exact: it is an accepted answer. f1: over words. subspan: it holds an accepted answer, as *Lost in the Middle*
+    """exact: it is an accepted answer. f1: over words. subspan: it contains an accepted answer, as *Lost in the Middle*
     scores answers in sentences.
     """
 
@@ -27,7 +27,7 @@ class Scores(msgspec.Struct, frozen=True):
 
 class QaRow(msgspec.Struct, frozen=True):
     """One answer, a line of qa.jsonl. scores: None where no accepted answer is known. quoted: share of its runs of four
-    words that stand in the passages most like the question. tie: the text differs, but only by rounding.
+    words that occur in the passages most similar to the question. tie: the text differs, but only by rounding.
     """
 
     setting: str
@@ -49,7 +49,7 @@ class QaRow(msgspec.Struct, frozen=True):
 
 
 class Retrieval(msgspec.Struct):
-    """recall_at_1, recall_at_count: share of the questions with passages of their own that found one of these."""
+    """recall_at_1, recall_at_count: of the questions with passages of their own, the share that found one of these."""
 
     passages: int
     questions: int

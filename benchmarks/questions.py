@@ -1,4 +1,4 @@
-"""Question files: JSONL of the Spec-Bench form, with `question_id`, `category` and `turns`, or with a `prompt` each."""
+"""Question files: JSONL in Spec-Bench's form, with `question_id`, `category` and `turns`, or with a `prompt` each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.text import encode_text
 
 
 class Question(msgspec.Struct, frozen=True):
-    """turns: what the user says, one after the other, each behind the answer to the one before."""
+    """turns: the user's messages in order, each after the answer to the one before."""
 
     question_id: str
     category: str
@@ -27,7 +27,7 @@ class Question(msgspec.Struct, frozen=True):
         return self.turns[0]
 
     def encoded(self, tokenizer: Any, answers: Sequence[str]) -> list[int]:
-        """Token ids of the conversation behind so many answers; of a model without a chat template the bare text."""
+        """Token ids of the conversation after these answers; for a model without a chat template, of the bare text."""
         if not answers:
             return encode_text(tokenizer, self.prompt)
         said = [*zip(self.turns, answers, strict=False)]
@@ -43,7 +43,7 @@ class Question(msgspec.Struct, frozen=True):
 
 
 class _Row(msgspec.Struct):
-    """Of the Spec-Bench form, or no more than a `prompt`."""
+    """A row in Spec-Bench's form, or just a `prompt`."""
 
     question_id: str | int = ""
     category: str = ""
@@ -51,7 +51,7 @@ class _Row(msgspec.Struct):
     prompt: str = ""
 
     def question(self, number: int) -> Question:
-        """number: of its line."""
+        """number: the line's."""
         turns = self.turns or [self.prompt]
         if not all(turns):
             raise BadLine(number, "has neither turns nor a prompt, or an empty one")

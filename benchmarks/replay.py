@@ -1,4 +1,4 @@
-"""`talon replay`: what retrieval drafting would give on recorded answers, with no target model.
+"""`talon replay`: what retrieval drafting would yield on recorded answers, with no target model.
 
 The recorded answer stands in for the target: a round accepts the drafted path that the answer follows, and one more
 token of the answer is the bonus. Requests run one after the other and share what the drafter keeps across requests.
@@ -37,8 +37,8 @@ class Recorded(msgspec.Struct):
 
 
 class Replayed(msgspec.Struct):
-    """mean_accepted_tokens: tokens a round, bonus included. The others: medians, microseconds; append is per token.
-    expected_tokens: what the trees' confidence promised, which equals mean_accepted_tokens where it is calibrated.
+    """mean_accepted_tokens: tokens a round, bonus included. expected_tokens: what the trees' confidence promised, which
+    equals mean_accepted_tokens where it is calibrated. The others: microseconds; append is per token.
     """
 
     mean_accepted_tokens: float
@@ -49,7 +49,7 @@ class Replayed(msgspec.Struct):
 
 
 def methods(budget: int) -> dict[str, Callable[[], Drafter]]:
-    """The drafters that need no model, each with trees of at most `budget` candidates (the root is not one)."""
+    """The drafters that need no model, each with trees of at most `budget` candidates (not counting the root)."""
     from drafters.prompt_lookup import PromptLookup
     from drafters.recycling import TokenRecycling
     from drafters.suffix import SuffixDrafter
@@ -117,7 +117,7 @@ def replay_drafter(
 
 
 def _accepted(tree: TokenTree, answer: list[int]) -> list[int]:
-    """The nodes, root first, that the answer follows; one fewer below the root than there are tokens at its end."""
+    """The nodes, root first, that the answer follows; at its end one token is left for the bonus."""
     path = [0]
     for token in answer[:-1]:
         child = tree.child(path[-1], token)

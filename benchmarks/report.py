@@ -1,5 +1,5 @@
-"""report.md and report.html: what Talon does for whom, what was run, on what, and what came of it. The page holds its
-pictures.
+"""report.md and report.html: Talon's headline results, what was run, on which machine, and all results. The page
+contains its pictures.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IF_DRAWN = (
     ("timeline.png", "Both workers at once (talon timeline)"),
     ("calibration.png", "Promised and observed acceptance (talon bench --calibration)"),
 )
-"""Pictures that other commands leave in the folder, or may not."""
+"""Pictures that other commands may have left in the folder."""
 READING = (
     "Speed-up: median over prompts of tokens/s over plain decoding's on the same prompt in the same run; over several "
     "suites the geometric mean of their medians, first turns only. Its 95% interval is a bootstrap over prompts. MAT: "
@@ -75,7 +75,7 @@ td:first-child,th:first-child{text-align:left}table{margin-bottom:1.2em}img{max-
 
 
 def _lines(run: Run) -> list[str]:
-    """What it comes to."""
+    """The headline results."""
     return [
         *headlines.one_request(run.single),
         *headlines.many_requests(run.load),
@@ -117,7 +117,7 @@ def _suites(rows: Sequence[Row]) -> list[str]:
 
 
 def _draw(run: Run, folder: Path) -> list[tuple[str, str]]:
-    """Make the pictures; their names and titles, the most telling first."""
+    """Make the pictures; returns their names and titles, the most telling first."""
     made = []
     if run.rivals:
         speed_plots.engines(run.rivals, folder / HEADLINE)
@@ -158,7 +158,7 @@ def write(folder: Path) -> None:
 
 
 def turn_table(rows: Sequence[Row]) -> Table | None:
-    """Each turn of conversations that have several: what was in the cache already, and what was accepted."""
+    """Each turn of multi-turn conversations: tokens already in the cache, and tokens accepted."""
     later = {row.suite.partition(",")[0] for row in rows if row.turn > 1}
     lines = []
     for suite, method in dict.fromkeys((row.suite, row.method) for row in rows if row.suite.partition(",")[0] in later):
@@ -184,7 +184,7 @@ def turn_table(rows: Sequence[Row]) -> Table | None:
 
 
 def _summarised(rows: Sequence[Row]) -> list[Table]:
-    """The contestants, fastest first: what a user sees of them, then what their rounds are made of."""
+    """The contestants, fastest first: what a user sees, then what their rounds consist of."""
     lines = sorted(summaries(rows), key=lambda s: -s.speed_up)
     made_of_rounds = [s for s in lines if s.round_ms_p50 is not None]
     return [_table("Answers", lines, SPEED), _table("Rounds", made_of_rounds, ROUNDS)]

@@ -1,4 +1,4 @@
-"""All that the measurements of a folder left there."""
+"""All results of the measurements in a folder."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ class Run:
         return [row for row in self.single if row.temperature == 0] or self.single
 
     def cells(self) -> Cells:
-        """Of all measurements."""
+        """The cells of all measurements."""
         single, load = figures.cells(self.single), load_figures.cells(self.load)
         return {**single, **load, **qa_figures.cells(self.qa), **rival_figures.cells(self.rivals)}

@@ -1,4 +1,4 @@
-"""Twenty nested JSON schemas with a question each, for answers that have to be valid. Everything in them is bounded, so
+"""Twenty nested JSON schemas with a question each, for answers that must be valid. Everything in them is bounded, so
 that every answer ends.
 """
 

@@ -1,7 +1,7 @@
 """`talon shapes`: how deep and wide a drafter's trees are, text by text, and how far the target follows them.
 
-The target and the drafter run in this process, one after the other, without workers: what is measured are trees, not
-times. Trees are counted as drafted; of a head that is not calibrated the verifier cuts nothing off.
+The target and the drafter run in this process, one after the other, without workers: trees are measured, not times.
+Trees are counted as drafted; the verifier cuts nothing from the trees of an uncalibrated head.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Shape(msgspec.Struct, frozen=True):
 
     @property
     def nodes(self) -> int:
-        """The root included, as a budget counts them."""
+        """Number of nodes, root included, as a budget counts them."""
         return 1 + sum(self.widths)
 
     @property
@@ -54,7 +54,7 @@ class Shaped(msgspec.Struct, frozen=True):
 def answer(
     target: Target, drafter: Drafter, prompt: list[int], sampling: SamplingParams, budget: int
 ) -> Iterator[Verdict]:
-    """Every round of one request, drafter and target in turns; the first verdict is the prefill's."""
+    """Every round of one request, drafter and target in turn; the first verdict is the prefill's."""
     sampling = sampling.over(own_defaults(target.model.generation_config, target.name))
     cache = target.new_cache(len(prompt) + sampling.max_tokens + budget)
     sampler = Sampler(sampling, prompt, target.eos_tokens, target.vocab_size)
@@ -108,7 +108,7 @@ def mean_widths(rounds: Sequence[Shape]) -> list[float]:
 
 
 def table(answers: Sequence[Shaped], title: str) -> Table:
-    """Means over the rounds of each suite. below 1: nodes per layer behind the first, whose width is fixed."""
+    """Means over the rounds of each suite. below 1: nodes per layer after the first, whose width is fixed."""
     lines = Table(title=title)
     for column in ("suite", "answers", "rounds", "nodes", "depth", "depth p10-p90", "width below 1", "MAT"):
         lines.add_column(column, justify="left" if column == "suite" else "right")

@@ -1,4 +1,4 @@
-"""Pictures of speeds: over plain decoding, of many requests at once, beside other engines."""
+"""Pictures of speeds: over plain decoding, of many requests at once, and against other engines."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def speed_up_bars(rows: Sequence[Row], path: Path) -> None:
 
 
 def _intervals(table: Sequence[Summary]) -> list[list[float]]:
-    """Lengths of the error bars to both sides: a bound may lie on the median, and a rounding beyond it."""
+    """Lengths of the error bars on both sides: a bound may equal the median, or miss it by rounding."""
     return [[max(0.0, s.speed_up - s.low) for s in table], [max(0.0, s.high - s.speed_up) for s in table]]
 
 
@@ -53,7 +53,7 @@ def summary_bars(rows: Sequence[Row], path: Path) -> None:
         color=[colour_of(s.method) for s in table],
         ecolor="#333333",
     )
-    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # so that the line at 1 does not strike figures out
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # keeps the line at 1 from crossing out figures
     axis.bar_label(bars, [f"{s.speed_up:.2f}x" for s in table], padding=14, fontsize=9, bbox=box)
     axis.axvline(1, color="black", linewidth=0.8)
     axis.set_xlim(0, 1.15 * max(s.high for s in table))
@@ -66,7 +66,7 @@ def summary_bars(rows: Sequence[Row], path: Path) -> None:
 
 
 def concurrency(lines: Sequence[Level], path: Path) -> None:
-    """Tokens a second of all requests together over how many there are at once, a line for each method."""
+    """Tokens a second of all requests together against the number at once, a line for each method."""
     figure, axis = plt.subplots(figsize=(7.5, 3.8))
     for place, method in enumerate(dict.fromkeys(line.method for line in lines)):
         mine = [line for line in lines if line.method == method]
@@ -81,7 +81,7 @@ def concurrency(lines: Sequence[Level], path: Path) -> None:
 
 
 def engines(turns: Sequence[Turn], path: Path) -> None:
-    """Tokens a second in all of Talon's methods and other engines, a panel for each number of requests at once."""
+    """Total tokens a second of Talon's methods and other engines, a panel for each number of requests at once."""
     found, one = speeds(turns), {turn.contestant: turn for turn in turns}
     levels = sorted({turn.at_once for turn in turns})
     figure, axes = plt.subplots(

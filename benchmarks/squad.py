@@ -1,4 +1,4 @@
-"""How right an answer is: exact match and F1 over words as SQuAD has them, and whether it holds an accepted answer."""
+"""How right an answer is: exact match and F1 over words as in SQuAD, and whether it contains an accepted answer."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def exact_match(answer: str, references: Sequence[str]) -> float:
 
 
 def subspan_match(answer: str, references: Sequence[str]) -> float:
-    """1 if the answer's first line holds one of the references, else 0: best-subspan exact match of *Lost in the
-    Middle*, where an answer that copies the whole passage is not to count.
+    """1 if the answer's first line contains one of the references, else 0: best-subspan exact match of *Lost in the
+    Middle*, where an answer that copies the whole passage must not count.
     """
     told = normalised(answer.strip().partition("\n")[0])
     return float(any(normalised(reference) in told for reference in references))

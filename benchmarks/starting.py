@@ -1,4 +1,4 @@
-"""Starting what is compared: what cannot be started here is left out, and said so."""
+"""Starts what is compared: what cannot be started here is left out, with a line that says so."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def start_each(
     warm_up: Callable[[Started], Awaitable[Any]],
     console: Console,
 ) -> dict[str, Started]:
-    """What can be started, warmed up; of the others, a line says what they lack. Plain decoding's error is raised, and
+    """What can be started, warmed up; for the others, a line says what they lack. Plain decoding's error is raised, and
     what was started by then is closed.
     """
     started: dict[str, Started] = {}

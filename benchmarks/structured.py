@@ -1,4 +1,4 @@
-"""JSON under a schema, with drafts and without: how many answers are valid, and how much faster they come.
+"""JSON under a schema, with and without drafts: how many answers are valid, and how much faster they come.
 
 `python -m benchmarks.structured --method suffix` prints one line a schema and one for all of them.
 """
@@ -38,7 +38,7 @@ def sampling_of(schema: dict[str, Any], temperature: float, drafted: bool) -> Sa
 
 
 def prompt_of(question: str, schema: dict[str, Any]) -> str:
-    """As people ask: with the schema in the prompt."""
+    """The prompt as people write it, with the schema in it."""
     return f"{question} Answer in JSON that follows this schema:\n{json.dumps(schema)}"
 
 
@@ -64,7 +64,7 @@ def main(
         total = {False: 0.0, True: 0.0}
         tokens = right = 0
         async with await Engine.start({}, **overrides(set_, method=method)) as engine:
-            await engine.generate("Yes or no?", SamplingParams(grammar=Grammar(regex="yes|no")))  # reads the tokenizer
+            await engine.generate("Yes or no?", SamplingParams(grammar=Grammar(regex="yes|no")))  # loads the tokenizer
             for name in list(SCHEMAS)[:limit]:
                 plain, drafted = await pair(engine, name, temperature)
                 assert plain.token_ids == drafted.token_ids, name
@@ -87,7 +87,7 @@ def main(
 
 
 def _decoding_s(result: Result) -> float:
-    """From the first token to the last."""
+    """Seconds from the first token to the last."""
     return sum(round_.round_us for round_ in result.rounds[1:]) / 1e6
 
 

@@ -1,4 +1,4 @@
-"""`talon shapes`, `growth`, `profile`, `pauses` and `index speed`: what one part does, looked at closely."""
+"""`talon shapes`, `growth`, `profile`, `pauses` and `index speed`: studies of a single part."""
 
 from __future__ import annotations
 
@@ -116,9 +116,9 @@ def profile(
     set_: SetOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """What a forward of the target spends its time on, beside what this machine could do.
+    """What a forward of the target spends its time on, compared with what this machine could do.
 
-    A forward verifies a tree of so many tokens (rows) behind a text. Its parts:
+    A forward verifies a tree of tokens (rows) after a text. Its parts:
 
     products   the weight matrices times the rows
 
@@ -128,7 +128,7 @@ def profile(
 
     gaps       Python between the calls, in which nothing computes
 
-    Two limits stand beside them, measured here and now: memory allows no forward
+    Two limits are shown too, measured on the spot: memory allows no forward
     faster than the weights, keys and values can be read once; arithmetic allows
     none faster than its multiplications. Products far above both limits are slow
     kernels; much time outside products means too many small operations. Where
@@ -174,8 +174,8 @@ def pauses(
 ) -> None:
     """How much longer a long prompt makes others wait for their tokens.
 
-    So many requests decode; then a prompt of random tokens arrives. Pauses between emissions are compared with those
-    just before: the median, the 95th percentile, the longest of anybody.
+    Some requests decode; then a prompt of random tokens arrives. Pauses between emissions are compared with those
+    just before: the median, the 95th percentile, the longest of any request.
 
     talon pauses --set model=smollm2-135m --method none --prompt 2000
     """

@@ -1,4 +1,4 @@
-"""A table of cells: the same on a terminal of 80 columns, in Markdown and on a page."""
+"""A table of cells: the same on a terminal of 80 columns, in Markdown and in HTML."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import rich.table
 
 @dataclass(frozen=True)
 class Table:
-    """words: how many of the first columns hold words, which are aligned to the left."""
+    """words: how many of the first columns hold words, which are left-aligned."""
 
     title: str
     columns: Sequence[str]

@@ -1,11 +1,11 @@
 """Where two texts of a target that is not exact first differ: was it rounding, or a mistake?
 
-Such a target adds up in another order over eight tokens than eight times over one. Where the scores of two tokens are
-closer than that, either may win, and from there on the texts are different ones. Both tokens' scores are therefore
-taken from a float32 forward over the text before: a gap below `TIE` is a tie, anything else an error.
+Such a target sums in another order in one forward over eight tokens than in eight forwards over one. Where the scores
+of two tokens differ by less than this rounding, either may win, and the texts differ from there on. Both tokens' scores
+are therefore taken from a float32 forward over the text before: a gap below `TIE` is a tie, anything else an error.
 
-Texts of float32 are another matter: a type with fewer bits rounds every weighted sum, and how far that moves logits is
-the model's. `most_turned` measures it on the same texts, with transformers' own forward.
+Comparing with float32 texts is another matter: a type with fewer bits rounds every weighted sum, and how far that moves
+logits depends on the model. `most_turned` measures it on the same texts, with transformers' own forward.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from engine.target import Target
 
 TIE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
-"""By the type a target computes in: the float32 gap of logits that rounding may turn around."""
+"""By the type a target computes in: the float32 gap of logits that rounding may reverse."""
 
 
 class Referee:
-    """Judges the texts of one target. The model is loaded when there is something to judge, and not before."""
+    """Judges the texts of one target. The model is loaded only when there is something to judge."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -53,9 +53,9 @@ class Referee:
 
 
 def score_gap(target: Target, prompt: list[int], one: list[int], other: list[int], sampling: SamplingParams) -> float:
-    """The float32 gap between the scores of the two tokens at the first difference; inf if one text is cut short.
+    """The float32 gap between the scores of the two tokens at the first difference; inf if one text ends there.
 
-    A score is what the draw takes the largest of: the logit under the repetition penalty, and at T > 0 the noise of
+    The draw takes the token with the largest score: the logit under the repetition penalty, plus at T > 0 the noise of
     that position, times T.
     """
     at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
@@ -76,8 +76,8 @@ def score_gap(target: Target, prompt: list[int], one: list[int], other: list[int
 
 
 def most_turned(exact: Any, rounded: Any, prompt: list[int], text: list[int]) -> float:
-    """The largest gap between two logits that rounding turns around along a text: wherever another token is the
-    likeliest for `rounded`, how far it is behind for `exact`. Both are transformers' models of the same weights.
+    """The largest gap between two logits that rounding reverses along a text: wherever another token is the likeliest
+    for `rounded`, how far it is behind for `exact`. Both are transformers' models of the same weights.
     """
     ids = torch.tensor([prompt + text], device=exact.device)
     with torch.inference_mode():

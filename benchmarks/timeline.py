@@ -1,4 +1,4 @@
-"""`talon timeline`: a trace drawn as two swim lanes, so that a person sees what overlaps and what waits."""
+"""`talon timeline`: a trace drawn as two swim lanes, to show what overlaps and what waits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def timeline(
 
 
 def draw(timeline: Timeline, out: Path, from_s: float | None = None, to_s: float | None = None) -> None:
-    """Draw the spans between two moments; without them, an excerpt that begins with the first round."""
+    """Draw the spans between two times; by default, an excerpt that begins with the first round."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch

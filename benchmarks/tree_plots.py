@@ -1,4 +1,4 @@
-"""Pictures of trees: their shapes, what they promised and what was accepted of them."""
+"""Pictures of trees: their shapes, and their promised and observed acceptance."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .shapes import Shape
 
 
 def accepted_lengths(rows: Sequence[Row], path: Path, most: int = 12) -> None:
-    """How many tokens a round emits: the share of rounds, for the contestants that accept most."""
+    """Share of rounds by tokens emitted, for the contestants that accept most."""
     table = [s for s in summaries(rows) if s.mean_accepted_tokens is not None and s.method != BASELINE]
     best = sorted(table, key=lambda s: -(s.mean_accepted_tokens or 0))[:5]
     figure, axis = plt.subplots(figsize=(7.5, 3.6))
@@ -63,7 +63,7 @@ def tree_shapes(
 
 
 def tree_sizes(rows: Sequence[Row], path: Path) -> None:
-    """Nodes and depth of the trees verified, suite by suite, for the fastest that draft."""
+    """Nodes and depth of the trees verified, suite by suite, for the fastest contestants that draft."""
     suites = list(dict.fromkeys(row.suite for row in rows))
     methods = drafting(rows)[: len(HATCHES)]
     names = [name for name in ("nodes", "depth") if any(getattr(row, name) for row in rows)] or ["nodes"]
@@ -91,7 +91,7 @@ def drafting(rows: Sequence[Row]) -> list[str]:
 
 
 def reliability(sources: Mapping[str, NDArray[np.float64]], path: Path) -> None:
-    """Promised against observed acceptance, a panel for each source; below, how many nodes were promised that much.
+    """Promised against observed acceptance, a panel for each source; below, the number of nodes by promised chance.
 
     sources: name -> [bins, 3], as `Reliability.by_source` gives it.
     """
@@ -127,7 +127,7 @@ def reliability(sources: Mapping[str, NDArray[np.float64]], path: Path) -> None:
 def growth_figure(
     grown: Sequence[Grown], speeds: Mapping[tuple[str, str], float], of_position: int, path: Path
 ) -> None:
-    """TALON's experiments: gate, budget, ungated layers, KV memory, a head that is too sure, and suite by suite."""
+    """TALON's experiments: gate, budget, ungated layers, KV memory, an overconfident head, and suite by suite."""
     figure, axes = plt.subplots(2, 3, figsize=(14, 7.6))
     flat = list(axes.flat)
     for axis, (group, title) in zip(
@@ -162,7 +162,7 @@ def growth_figure(
 
 
 def _two_scales(axis: Any, values: Sequence[str], mine: Sequence[Grown], speeds: Sequence[float]) -> None:
-    """MAT on the left, tokens per second on the right, over what is varied."""
+    """MAT on the left axis, tokens per second on the right, against the varied parameter."""
     axis.plot(values, [g.mean("emitted") for g in mine], "o-", color=OURS)
     axis.set_ylabel("MAT", color=OURS)
     right = axis.twinx()

@@ -1,4 +1,4 @@
-"""What a drafter is. It proposes; it never decides: a drafter that is wrong costs speed, never text."""
+"""The drafter interface. A drafter proposes and never decides: a wrong draft costs speed, never changes text."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Verdict:
     tokens below the root and the bonus token. features: [positions, layers, hidden] uint16 (`bfloat16_bits`), the
     target's hidden states of `Drafter.feature_layers` at the path's nodes (the whole prompt, for the verdict of the
     prefill), or None.
-    successors: [nodes, Drafter.successors] int32, the target's likeliest tokens behind each node of the tree, best
-    first, or None. rest: whether a draft model is to rest. token_s: the time that a token more is worth
-    at present.
+    successors: [nodes, Drafter.successors] int32, the target's likeliest tokens after each node of the tree, best
+    first, or None. rest: whether a draft model should rest. token_s: the time that one more token is currently
+    worth.
     """
 
     tree: TokenTree
@@ -43,33 +43,33 @@ Wanted = tuple[int, Sequence[int]]
 """A request and a continuation of its text, a possible outcome of the round under way."""
 
 BetweenSteps = Callable[[Callable[[], dict[int, TokenTree]]], None]
-"""Called with what gives the trees so far, by their place in what was wanted; it may raise to abandon the work."""
+"""Called with a function that returns the trees so far, by index into `wanted`; may raise to abandon the work."""
 
 
 class Drafter(ABC):
-    """Proposes token trees for the requests it was told of.
+    """Proposes token trees for the requests that were started.
 
-    One instance serves all requests of a worker, in turns, from one thread. `propose` may be asked for outcomes that
-    have not come true (and may never): it must not change what later calls return, except through caches.
+    One instance serves all requests of a worker in turn, from one thread. `propose` may be called for outcomes that
+    have not happened (and may never): it must not change what later calls return, except through caches.
     """
 
     feature_layers: tuple[int, ...] = ()
     """Hidden states wanted from the target: 0 is the embedding, i the output of layer i (as `output_hidden_states`)."""
 
     successors: int = 0
-    """How many of the target's likeliest tokens behind each verified node the verdicts are to carry."""
+    """How many of the target's likeliest tokens after each verified node the verdicts must carry."""
 
     calibrated: bool = False
-    """Whether c(v) is what acceptance was observed to be, so that the verifier may cut trees by what they cost."""
+    """Whether c(v) matches observed acceptance, so that the verifier may cut trees by their cost."""
 
     rests: bool = False
-    """Whether it has a draft model that rests where that is told: then it drafts what it can without, maybe nothing."""
+    """Whether it has a draft model that rests when told to; it then drafts without the model, possibly nothing."""
 
     together: int = 4
-    """How many outcomes, of all requests, to draft for in the same forwards: the more, the longer until they come."""
+    """How many outcomes, over all requests, to draft in the same forwards: more outcomes take longer."""
 
     source: int = 0
-    """The bit that marks its nodes, which the registry gives."""
+    """The bit that marks its nodes, assigned by the registry."""
 
     forward_s: float = 0.0
     """Seconds spent so far in a draft model's forwards; stays 0 for drafters without one."""
@@ -95,7 +95,7 @@ class Drafter(ABC):
     def following(self, wanted: Sequence[Wanted]) -> list[Following]:
         """The tokens that may follow each continuation, likeliest first, and their chances.
 
-        From this the outcomes of a round are ranked. A drafter that foresees nothing is not asked to draft ahead.
+        The outcomes of a round are ranked by these. A drafter that returns none is not asked to draft ahead.
         """
         trees = [self.propose(request, continuation) for request, continuation in wanted]
         return [
@@ -109,18 +109,18 @@ class Drafter(ABC):
         """The verdict's tokens are now the request's text. The first verdict of a request is the prefill's."""
 
     def settle(self) -> None:  # noqa: B027
-        """Do what verdicts have left to do and no tree waits for. Called when the next tree is on its way."""
+        """Deferred bookkeeping of verdicts, off the critical path. Called when the next tree is on its way."""
 
     @abstractmethod
     def finish(self, request: int) -> None:
         """Forget the request."""
 
     def learned(self) -> Learned:
-        """What it knows of how far its drafts can be trusted, for a later engine's drafter to `recall`."""
+        """What it has learned about how reliable its drafts are, for a later engine's drafter to `recall`."""
         return {}
 
     def save(self) -> None:  # noqa: B027
-        """Keep what is worth it for a later engine. Called when the worker has ended."""
+        """Save what is worth keeping for a later engine. Called when the worker has ended."""
 
     def recall(self, learned: Learned) -> None:  # noqa: B027
-        """Take over what an earlier drafter had learned, as far as it is there; ValueError if it makes no sense."""
+        """Load what an earlier drafter learned, as far as it is present; ValueError if it is invalid."""

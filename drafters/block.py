@@ -1,18 +1,18 @@
 """One-pass heads: a block of tokens from one forward. DFlash (arXiv 2602.06036), JetSpec (arXiv 2606.18394), DSpark
 (deepseek-ai/DeepSpec), and Talon's own block head, which is DSpark's with a draft vocabulary, a causal block and known
-beginnings.
+prefixes.
 
-A few Transformer layers over a block: row 0 holds the last committed token, the others a mask's embedding. Each layer
+A few Transformer layers over a block: row 0 holds the last committed token, the others the mask embedding. Each layer
 attends to the block and to the *context*: the target's hidden states, concatenated and fused by `fc` and `hidden_norm`,
-through that layer's own key and value projections. Talon's rows also begin with the last context vector (`entry` over
-the token's embedding and it); in the published layouts attention alone brings it. Embeddings and output matrix are the
-target's unless the file has its own (for DSpark it must).
+through that layer's own key and value projections. Talon's rows also start from the last context vector (`entry` maps
+the token's embedding and this vector); in the published layouts only attention supplies it. Embeddings and output
+matrix are the target's unless the file has its own (for DSpark it must).
 
 Which token a row predicts: DFlash and JetSpec fill in the masks, so row r >= 1 predicts the r-th token from the root,
-and row 0 nothing (`dflash_config.draft_shift` says otherwise). DSpark's row r predicts the token behind it.
+and row 0 nothing (unless `dflash_config.draft_shift` says otherwise). DSpark's row r predicts the token after it.
 
 The *link* (DSpark's Markov head) adds W2 W1[token before] to a row's logits, or W2 (gate * W1[token before]) with
-gate = sigmoid(gate_proj [row; W1[token before]]): the branches of a tree then differ though the rows are the same.
+gate = sigmoid(gate_proj [row; W1[token before]]): the branches of a tree then differ although they share the rows.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class BlockLayer:
         return self.decoder(self.qkv(self.input_norm(x)), x, positions, cache, at, mask)
 
     def read(self, context: Tensor, positions: Tensor, cache: KVCache, at: int) -> None:
-        """Enter the context's keys and values, [n, hidden] at `positions`, at the slots from `at` on."""
+        """Write the context's keys and values, [n, hidden] at `positions`, to the slots from `at` on."""
         cache.write(*self.decoder.keys_values(self.kv(context), positions), at)
 
 
 class Link:
-    """The Markov head. first: [vocab, rank]; second: [draft_vocab, rank]; product: with the whole of it."""
+    """The Markov head. first: [vocab, rank]; second: [draft_vocab, rank]; product: multiplies by all of `second`."""
 
     def __init__(self, checkpoint: Checkpoint, vocab: int, outputs: int, hidden: int, device: torch.device):
         place: Any = {"device": device, "dtype": small_dtype(device)}
@@ -78,7 +78,7 @@ class Link:
             self.gate = weight[:, :hidden].T.contiguous(), weight[:, hidden:].T.contiguous(), bias
 
     def __call__(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """states: [rows, hidden]; tokens: [rows, n] the target's ids -> [rows, n, rank], what `second` multiplies."""
+        """states: [rows, hidden]; tokens: [rows, n] the target's ids -> [rows, n, rank], the input of `second`."""
         linked = self.first[tokens]
         if self.gate is None:
             return linked
@@ -88,7 +88,7 @@ class Link:
 
 
 class BlockHead(Head):
-    """size: rows of a block. first: the row that predicts the token behind the root. depth: tokens predicted."""
+    """size: rows of a block. first: the row that predicts the token after the root. depth: tokens predicted."""
 
     method = "block"
     one_pass = True
@@ -108,7 +108,7 @@ class BlockHead(Head):
         self.first = 0 if shifted else 1
         self.depth = self.size - self.first
         self.causal = bool(options.get("causal", flash.get("causal_head", False)))
-        # a chain for DFlash and DSpark, for JetSpec the best paths of the seven best of each depth
+        # a chain for DFlash and DSpark; for JetSpec the best paths over the top seven tokens of each depth
         chain = Static([(0,) * depth for depth in range(1, self.depth + 1)])
         self.published_growth = Dynamic(self.depth - 1, 7, 128) if flash.get("causal_head", False) else chain
         vocab = checkpoint.number("draft_vocab_size", target.vocab_size)
@@ -180,12 +180,12 @@ class BlockHead(Head):
         return torch.sigmoid(said.float())
 
     def predicting(self, path: Sequence[int]) -> range:
-        """The rows of a block that predict something, if it begins with this path behind the root."""
+        """The rows that predict something in a block that starts with this path after the root."""
         return range(self.first + len(path), self.size)
 
     @cached_property
     def stack(self) -> Stack | None:
-        """The layers as a program, None where there can be none."""
+        """The layers as a program, None where a stack does not fit."""
         if not fits(self.hidden_size, self.layers[0].decoder):
             return None
         return Stack(
@@ -208,7 +208,7 @@ class BlockHead(Head):
 
 
 def _feature_layers(checkpoint: Checkpoint, flash: dict[str, Any], layers: int) -> tuple[int, ...]:
-    """The hidden states that the context is made of. The files name the layers whose outputs they are, -1 the input."""
+    """The hidden states that form the context. The files name the layers that output them; -1 is the input."""
     named = flash.get("target_layer_ids", checkpoint.config.get("target_layer_ids"))
     if named is None:
         named = _spread(layers, checkpoint.number("num_hidden_layers"))

@@ -1,8 +1,8 @@
-"""What a forward of a block head gave: rows, and what they say follows what.
+"""The result of a block head's forward: rows, and which tokens they predict after which.
 
-Blocks are turned into a table: for each depth, the likeliest tokens by the rows alone, and behind each of those what
-may follow it, with the link from it. To grow a tree is then to look things up. Where the head says how much of the
-target's probability its own covers (confidence c), the chance of a token is c * q: their common mass, shared out as q.
+Blocks become a table: for each depth, the likeliest tokens by the rows alone and, with the link, the likeliest tokens
+after each of them. Growing a tree then means table look-ups. Where the head predicts how much of the target's
+probability its own covers (confidence c), the chance of a token is c * q: the common mass, distributed as q.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from drafters.top import top
 if TYPE_CHECKING:
     from drafters.block import BlockHead
 
-_CANDIDATES = 48  # of each row, from which and to which links are computed
+_CANDIDATES = 48  # per row; links are computed from and to these
 
 
 @dataclass(eq=False)
 class BlockForward:
-    """What one forward gave for one session: of all blocks' rows behind what they know, one after the other.
+    """The result of one forward for one session: the rows after each block's known prefix, concatenated.
 
-    states: [rows, hidden]; logits: [rows, draft_vocab], with the link of the first row of each block; first: [blocks]
-    those rows; roots: the token before each. table: what follows what, once somebody asked.
+    states: [rows, hidden]; logits: [rows, draft_vocab], with the link in the first row of each block; first: [blocks]
+    those rows; roots: the token before each. table: built on first use.
     """
 
     states: Tensor
@@ -39,10 +39,10 @@ class BlockForward:
 
 
 class Table:
-    """What may follow each of the tokens that a forward's rows thought of.
+    """What may follow each candidate of a forward's rows.
 
-    ids: [rows, candidates], what each row thought of. alone: what it says without a link, [rows, k] tokens and chances.
-    linked: what the row behind it says behind each of its candidates, [rows, candidates, k]; None without a link.
+    ids: [rows, candidates] of each row. alone: each row's prediction without a link, [rows, k] tokens and chances.
+    linked: its prediction after each candidate of the row before, [rows, candidates, k]; None without a link.
     """
 
     def __init__(self, ids: Tensor, alone: tuple[Tensor, Tensor], linked: tuple[Tensor, Tensor] | None):
@@ -50,7 +50,7 @@ class Table:
         self._place: dict[int, dict[int, int]] = {}
 
     def following(self, row: int, token: int | None) -> Following:
-        """What the row says behind `token`, one of those that the row before thought of, or else by itself."""
+        """The row's prediction after `token` if that is a candidate of the row before, else the one without a link."""
         place = self._places(row - 1).get(token) if token is not None and self.linked is not None else None
         if place is None or self.linked is None:
             return self.alone[0][row].tolist(), self.alone[1][row].tolist()
@@ -69,7 +69,7 @@ def table_of(head: BlockHead, ranking: Ranking, forward: BlockForward, positions
     ids, peak = head.target_ids[best.indices], best.values[:, :1]
     likely = (best.values - peak).exp()
     rest = (best.totals - likely.sum(-1)).clamp(min=0)
-    before = ids.roll(1, 0)  # of each row's candidates, what the row before thought of
+    before = ids.roll(1, 0)  # the candidates of the row before
     before[forward.first] = torch.tensor(forward.roots, device=ids.device)[:, None]
     said = head.chance_of_overlap(states, before)
     sure = torch.ones(ids.shape, device=ids.device) if said is None else said

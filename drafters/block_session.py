@@ -1,7 +1,7 @@
-"""The session of one-pass heads: every tree hangs on a *block*, the rows behind one place of the text.
+"""The session of one-pass heads: every tree grows from a *block*, the rows after one place of the text.
 
 The context's keys and values fill the first cache slots, one for each position whose features are known. A block's rows
-come behind them and are dropped with the next features. All blocks that are wanted at once are one forward.
+follow them and are dropped when the next features come. All blocks wanted at once are computed in one forward.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from drafters.block import BlockHead
 
 _SYNC_CHUNK = 512  # positions of the context that are read at once
-_BLOCKS = 64  # behind one synced text, at most
+_BLOCKS = 64  # per synced text, at most
 
 
 @dataclass(eq=False)
 class _Block:
-    """known: the tokens behind the root that it begins with. states: [size, hidden]. forward: where its rows lie, from
-    `row` on, `rows` of them.
+    """known: the tokens after the root that it starts with. states: [size, hidden]. forward: holds its `rows` rows,
+    from `row` on.
     """
 
     root: int
@@ -45,7 +45,7 @@ class _Block:
 
 @dataclass
 class _Nodes:
-    """Parallel lists; node 0 is the root. A node's tokens are behind it in the block."""
+    """Parallel lists; node 0 is the root. The rows after a node in its block predict what follows it."""
 
     block: list[int] = field(default_factory=lambda: [0])
     depth: list[int] = field(default_factory=lambda: [0])
@@ -82,12 +82,12 @@ class BlockSession(Session):
         return self._linked(self.blocks[0])
 
     def begin(self, paths: Sequence[Sequence[int]]) -> list[int]:
-        """A node at the end of each path behind the root, with a block that begins with the path."""
+        """A node at the end of each path below the root, with a block that starts with the path."""
         self._begin(self.short(paths))
         return self.ends(paths)
 
     def short(self, paths: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-        """The paths that a block has room behind."""
+        """The paths that leave room in a block to predict more."""
         return [tuple(path) for path in paths if len(path) < self.head.depth]
 
     def ends(self, paths: Sequence[Sequence[int]]) -> list[int]:
@@ -132,7 +132,7 @@ class BlockSession(Session):
         begin([(self, paths)])
 
     def lacking(self, paths: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """Those of `paths`, and the root if there is none, that no block begins with yet; as many as there is room."""
+        """The `paths` that no block starts with yet, and the root if there is no block; as far as there is room."""
         if not self.blocks:
             paths = [(), *paths]  # the first block is the root's
         there = {block.known for block in self.blocks}
@@ -158,11 +158,11 @@ class BlockSession(Session):
         return head.forward(x, positions, self.caches, self.slots, mask)
 
     def positions(self, count: int) -> list[int]:
-        """Of the rows of so many blocks."""
+        """Positions of the rows of `count` blocks."""
         return list(range(self.synced, self.synced + self.head.size)) * count
 
     def rows(self, paths: list[tuple[int, ...]]) -> Rows:
-        """Their rows, for the stack. A row sees the context and its block, or what the block has up to it."""
+        """The blocks' rows, for the stack. A row sees the context and its block, or only the block's rows up to it."""
         assert self.cache is not None
         size, count = self.head.size, len(paths)
         blocks = [list(range(at, at + size)) for at in range(self.slots, self.slots + size * count, size)]
@@ -171,7 +171,7 @@ class BlockSession(Session):
         return Rows(self.cache, self.slots, [0] * n, self.positions(count), [self.slots] * n, sees)
 
     def add(self, paths: list[tuple[int, ...]], states: Tensor, logits: Tensor) -> None:
-        """New blocks. states: [blocks * size, hidden]; logits: [rows, draft_vocab] of the rows behind what is known."""
+        """New blocks. states: [blocks * size, hidden]; logits: [rows, draft_vocab] of rows after the known tokens."""
         head = self.head
         ends = list(accumulate(len(head.predicting(path)) for path in paths))
         firsts = [0, *ends[:-1]]
@@ -188,7 +188,7 @@ class BlockSession(Session):
         ]
 
     def unread(self) -> tuple[Tensor, list[int]] | None:
-        """The features that have come, [n, layers, hidden], and their positions; None if there are none."""
+        """The features not read yet, [n, layers, hidden], and their positions; None if there are none."""
         if not self._pending:
             return None
         positions = [position for start, _, tokens in self._pending for position in range(start, start + len(tokens))]
@@ -197,7 +197,7 @@ class BlockSession(Session):
         return features, positions
 
     def sync(self) -> None:
-        """Read the features that have come."""
+        """Read the pending features."""
         if (unread := self.unread()) is None:
             return
         head, (features, positions) = self.head, unread
@@ -212,10 +212,10 @@ class BlockSession(Session):
             self.slots += len(context)
             self.last = context[-1]
 
-    # What it says.
+    # Predictions.
 
     def _linked(self, block: _Block) -> Tensor:
-        """[1, draft_vocab]: logits of the token behind what is known."""
+        """[1, draft_vocab]: logits of the token after the known ones."""
         return block.forward.logits[block.row : block.row + 1]
 
     def _following(self, ranking: Ranking, node: int) -> Following:
@@ -234,8 +234,8 @@ class BlockSession(Session):
 
 
 def begin(asked: Sequence[tuple[BlockSession, list[tuple[int, ...]]]]) -> None:
-    """Blocks behind the roots of several sessions, beginning with these paths, in one forward; what is there already
-    is not computed again.
+    """Compute blocks for the roots of several sessions, starting with these paths, in one forward; existing blocks are
+    not computed again.
     """
     for session, _ in asked:
         session.sync()

@@ -1,7 +1,7 @@
-"""From scores to acceptance probabilities: what each kind of draft was worth when the target looked at it.
+"""From scores to acceptance probabilities: how often the target accepted each kind of draft.
 
-A kind is (depth, bucket), the bucket being a score's or a match's length. Its chance is the observed acceptance pulled
-towards a prior; old observations fade, so that a drafter that stops being right fades too.
+A kind is (depth, bucket); the bucket is that of a score or of a match's length. Its chance is the observed acceptance
+shrunk towards a prior. Old observations fade, so the chance falls when a drafter stops being right.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Calibrator:
         self._cells: dict[tuple[int, int], _Cell] = {}
 
     def chance(self, depth: int, bucket: int, prior: float) -> float:
-        """The chance that a node of this kind is accepted if its parent is. prior: the guess where nothing was seen."""
+        """The chance that a node of this kind is accepted if its parent is. prior: the estimate before observations."""
         cell = self._cells.get((min(depth, DEEPEST), bucket))
         if cell is None:
             return prior
@@ -49,12 +49,12 @@ class Calibrator:
         cell.seen += 1
 
     def cells(self) -> NDArray[np.float64]:
-        """[kinds, 4]: depth, bucket and the faded counts of accepted and seen, to be kept."""
+        """[kinds, 4]: depth, bucket and the faded counts of accepted and seen, for saving."""
         rows = [[c.depth, c.bucket, c.accepted, c.seen] for c in self._cells.values()]
         return np.asarray(rows, np.float64).reshape(-1, 4)
 
     def recall(self, cells: NDArray[np.float64]) -> None:
-        """Take over what `cells` gave; ValueError if it cannot have."""
+        """Load what `cells` returned; ValueError if it cannot be that."""
         if cells.ndim != 2 or cells.shape[1] != 4 or not (cells[:, 2] >= 0).all() or (cells[:, 2] > cells[:, 3]).any():
             raise ValueError("counts that no calibrator has")
         for depth, bucket, accepted, seen in cells.tolist():

@@ -1,7 +1,7 @@
 """Reading draft heads in their public layouts, and what they borrow from the target: embeddings and output matrix.
 
 Every tensor is asked for by name and shape and none may be left over, so a head in another layout or for another
-model is refused before a request meets it. Pickles are only ever opened with `weights_only=True`.
+model is refused before it serves a request. Pickles are only ever opened with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Checkpoint:
         self.tensors = {name: tensor for name, tensor in self.tensors.items() if not name.endswith(suffix)}
 
     def finish(self) -> None:
-        """Refuse what was not taken: a head with more in it than was read would draft wrongly."""
+        """Refuse leftover tensors: a head that was read only in part would draft wrongly."""
         if self.tensors:
             raise self.error(f"tensor {min(self.tensors)} is not part of the {self.method} layout")
 
@@ -113,7 +113,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class TargetWeights:
-    """What a head borrows. embedding: [vocab, hidden]. lm_head: [vocab, hidden], the embedding itself where tied."""
+    """What a head borrows. embedding: [vocab, hidden]. lm_head: [vocab, hidden], the embedding if tied."""
 
     embedding: Tensor
     lm_head: Tensor

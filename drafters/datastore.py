@@ -22,7 +22,7 @@ class DatastoreDrafter(Drafter):
     """As published: matches of `longest` down to `shortest` tokens, the trie's most frequent `budget` nodes.
 
     c(v): the share of continuations that go through the node, times the learned chance that a match of that length
-    tells the truth.
+    is right.
     """
 
     calibrated = True
@@ -44,7 +44,7 @@ class DatastoreDrafter(Drafter):
     @classmethod
     def from_config(cls, config: Config) -> DatastoreDrafter:
         drafter = cls(datastore_path(config), budget=config.drafter.budget, tokenizer=load_tokenizer(config.model))
-        drafter.store.prepare()  # before the worker is ready, not in a request
+        drafter.store.prepare()  # before the worker is ready, not during a request
         return drafter
 
     def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
@@ -61,7 +61,7 @@ class DatastoreDrafter(Drafter):
         if len(raw) > 1:
             known = [child for child in raw.children(0) if int(raw.tokens[child]) == verdict.tokens[0]]
             promised = float(raw.confidence[raw.children(0)].sum())
-            # one observation, of whether the match told the truth at all
+            # one observation: whether the match was right at all
             self.calibrator.observe(1, length, bool(known) and promised > 0)
         self.context[request] = (self.context[request] + list(verdict.tokens))[-self.longest :]
 
@@ -87,7 +87,7 @@ class DatastoreDrafter(Drafter):
         return length, TokenTree(tokens, parents, shares.astype(np.float32), np.zeros(len(tokens), np.uint32))
 
     def _calibrated(self, length: int, raw: TokenTree) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Each step of a path has to be true again: the trust in the match enters once for each."""
+        """Each step of a path must be right as well: the match's chance is multiplied in once per step."""
         trust = self.calibrator.chance(1, length, length / (length + 3))
         confidence: np.ndarray[Any, np.dtype[np.float32]] = (raw.confidence * trust**raw.depths).astype(np.float32)
         return confidence

@@ -1,10 +1,10 @@
 """EAGLE-3 (arXiv 2503.01840): three of the target's hidden states fused, an output matrix of its own, and a vocabulary
-of the tokens that occur most.
+of the most frequent tokens.
 
 Public layout: `fc.weight` [h, 3 * target hidden]; `midlayer.*`, a Llama layer whose attention reads the normalised
 embedding and feature, concatenated; `norm.weight`; `lm_head.weight` [draft_vocab, h]; `d2t` [draft_vocab], what to add
 to a draft id to get the target's; `t2d` [vocab], which target ids have one. Embeddings are the target's, unless the
-file has its own. The config may say otherwise of two things, as `speculators` heads do: `norm_before_residual` adds
+file has its own. The config may change two things, as in `speculators` heads: `norm_before_residual` adds
 the attention's output to the normalised feature, `eagle_aux_hidden_state_layer_ids` names the hidden states.
 """
 
@@ -27,7 +27,7 @@ def fused_layers(layers: int) -> tuple[int, int, int]:
 
 
 class Eagle3Head(FeatureHead):
-    """The layer's output before `norm` is the next feature of the same kind that `fuse` makes of true ones."""
+    """The layer's output before `norm` is the next feature, of the same kind as `fuse` makes from true ones."""
 
     method = "eagle3"
     published_growth = Dynamic()

@@ -1,6 +1,6 @@
-"""What a drafter has learned of its own worth, kept in a file from one engine to the next.
+"""What a drafter has learned about its own reliability, kept in a file from one engine to the next.
 
-The file also holds, for each source, what its trees promised and what came of it: the reliability that
+The file also holds, for each source, the promised and the observed acceptance of its trees: the reliability that
 `talon bench --calibration` draws.
 """
 
@@ -27,21 +27,21 @@ from engine.whole_file import whole_file
 VERSION = 2
 BINS = 10
 PROMISED, ACCEPTED, SEEN = 0, 1, 2
-_COUNTS = "reliability: "  # of a source, whose name follows
+_COUNTS = "reliability: "  # followed by a source's name
 
 Floats = NDArray[np.float64]
 
 
 class Reliability:
-    """counts: by source, [BINS, 3] float64, of the nodes below accepted ones, by promised chance: the sum of the
-    chances promised, how many were accepted, and how many there were. A chance is c(v) / c(parent)."""
+    """counts: by source, [BINS, 3] float64, over the children of accepted nodes, binned by promised chance: the sum of
+    the chances promised, how many were accepted, and how many were seen. A chance is c(v) / c(parent)."""
 
     def __init__(self, counts: Mapping[str, Floats] | None = None):
         self.counts: dict[str, Floats] = dict(counts or {})
 
     def add(self, verdict: Verdict) -> None:
-        """What a verdict says of its tree. The target's token behind every accepted node is known, so every child of
-        one was right or wrong, verified or not."""
+        """Count a verdict's tree. The target's token after every accepted node is known, so every child of such a node
+        was right or wrong, verified or not."""
         tree = verdict.tree
         drawn = np.full(len(tree), -1)
         drawn[verdict.path] = verdict.tokens
@@ -65,7 +65,7 @@ class Reliability:
         return Reliability({n: self.counts.get(n, none) + sign * other.counts.get(n, none) for n in names})
 
     def arrays(self) -> Learned:
-        """As they stand in the file."""
+        """The counts as stored in the file."""
         return {_COUNTS + name: counts for name, counts in self.counts.items()}
 
     @classmethod
@@ -75,7 +75,7 @@ class Reliability:
 
 
 class Experienced(Drafter):
-    """A drafter that begins with what the file at `path` holds, if there is one; `save` puts there what it knows."""
+    """A drafter that starts from the file at `path`, if there is one; `save` writes what it has learned there."""
 
     def __init__(self, drafter: Drafter, path: Path):
         self.drafter, self.path = drafter, path
@@ -118,8 +118,8 @@ class Experienced(Drafter):
         self.drafter.finish(request)
 
     def save(self) -> None:
-        """Write the file, all or nothing, with what other engines have put there since it was read: what they know of
-        sources that this one lacks, and their counts. Of what both have learned the last one's stays.
+        """Write the file atomically, merged with what other engines have written since it was read: what they learned
+        about sources that this one lacks, and their counts. Where both have learned something, the last writer wins.
         """
         theirs = self._read.arrays()
         with suppress(ConfigError):
@@ -130,7 +130,7 @@ class Experienced(Drafter):
 
 
 def check_file(path: Path) -> Learned | None:
-    """What the file holds, None if there is none yet; ConfigError if it is no such file, or could not be written."""
+    """The file's contents, None if it does not exist yet; ConfigError if it is not such a file or is not writable."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
@@ -141,7 +141,7 @@ def check_file(path: Path) -> Learned | None:
 
 
 def write(path: Path, learned: Learned) -> None:
-    """An .npz file; whoever reads it meanwhile sees the old one or the new one."""
+    """Write an .npz file; a concurrent reader sees the old one or the new one."""
     try:
         with whole_file(path) as file:
             np.savez(file, version=np.array(VERSION), allow_pickle=False, **learned)

@@ -1,8 +1,8 @@
 """The session of heads that draft by predicting the target's next feature (the EAGLE family).
 
-The feature f[i] of text position i is paired with the token t[i + 1] behind it; one layer turns the pair into a guess
+The feature f[i] of text position i is paired with the token t[i + 1] after it; one layer turns the pair into a guess
 at f[i + 1], from which the next token's logits come. Pairs with the target's true features fill the first cache
-slots; pairs of drafted nodes, whose features are the head's own guesses, come behind them and are dropped at the next
+slots; pairs of drafted nodes, whose features are the head's own guesses, follow them and are dropped at the next
 sync. A layer of the tree is one forward: a mask lets each node see the text and its ancestors.
 """
 
@@ -42,7 +42,7 @@ class FeatureHead(Head):
     def forward(
         self, features: Tensor, tokens: Tensor, positions: Tensor, cache: KVCache, at: int | Tensor, mask: Tensor | None
     ) -> Tensor:
-        """[n, hidden_size]: the features guessed behind (feature, token) pairs. at: their slots, as `KVCache.write`."""
+        """[n, hidden_size]: the features guessed after (feature, token) pairs. at: slots, as in `KVCache.write`."""
 
     @abstractmethod
     def logits(self, features: Tensor) -> Tensor:
@@ -54,19 +54,19 @@ class FeatureHead(Head):
 
     @abstractmethod
     def new_stack(self) -> Stack | None:
-        """The head's layer as a program, None where there can be none."""
+        """The head's layer as a program, None where a stack does not fit."""
 
     @abstractmethod
     def entered(self, features: Tensor, tokens: list[int]) -> tuple[Tensor, Tensor | None]:
-        """What the stack takes for these pairs: the residual and, if its layer has no input norm, the input."""
+        """The stack's input for these pairs: the residual and, if its layer has no input norm, the input."""
 
     @cached_property
     def stack(self) -> Stack | None:
         return self.new_stack()
 
     def guess(self, features: Tensor, parts: Sequence[Rows], chosen: Sequence[int] | None) -> Tensor:
-        """What `lm_head` takes, [chosen, hidden_size], behind the pairs of these features [rows, hidden_size] and the
-        parts' tokens. The guessed features are in `stack.residual`.
+        """The input of `lm_head`, [chosen, hidden_size], for the pairs of these features [rows, hidden_size] and the
+        parts' tokens. The guessed features are in `stack.residual` afterwards.
         """
         assert self.stack is not None
         residual, x = self.entered(features, [token for part in parts for token in part.tokens])
@@ -80,12 +80,12 @@ class FeatureHead(Head):
 
     @cached_property
     def records(self) -> bool:
-        """Whether draft steps are recorded (`engine.recorded`)."""
+        """Whether draft steps are captured as CUDA graphs (`engine.recorded`)."""
         return bool(self.device.type == "cuda")
 
     @cached_property
     def spare(self) -> Spare[FeatureSession]:
-        """Sessions that have ended."""
+        """Sessions that have ended, for reuse."""
         return Spare()
 
     def open(self, prompt: Sequence[int], capacity: int, scratch: int) -> Session:
@@ -101,15 +101,15 @@ class FeatureSession(Session):
 
     def __init__(self, head: FeatureHead, text: int, scratch: int):
         self.head, self.text, self.scratch = head, text, scratch
-        self.cache = head.new_cache(text + scratch + 1)  # in the last slot rows are written that fill up a bucket
+        self.cache = head.new_cache(text + scratch + 1)  # the last slot takes a bucket's padding rows
         if head.records:
-            self.cache.data.zero_()  # hidden is not unread: no slot may hold what is no number
+            self.cache.data.zero_()  # masked slots are still read (0 x NaN = NaN)
         self.slots = 0  # cache slots that hold true features
         self.nodes = 1
-        # per node: its predicted feature, the position its pair stands at, and what it may attend to
+        # per node: its predicted feature, the position of its pair, and what it may attend to
         self.features = torch.empty(scratch + 2, head.hidden_size, device=head.device, dtype=head.dtype)
         self.positions = [0] * (scratch + 1)
-        # one row per node over the cache slots, so that a layer's mask is a slice and costs no assembling
+        # one row per node over the cache slots, so that a layer's mask is a slice and need not be assembled
         self.visible = torch.zeros(scratch + 2, text + scratch + 1, dtype=torch.bool, device=head.device)
         self._steps: dict[int, Recorded] = {}  # by rows
         self._pending: list[tuple[int, Tensor, list[int]]] = []
@@ -117,7 +117,7 @@ class FeatureSession(Session):
 
     def commit(self, start: int, features: Tensor | None, tokens: list[int]) -> None:
         assert features is not None
-        # computed when first needed: a verdict whose next tree is ready already must not wait for it
+        # computed when first needed: a verdict whose next tree is already drafted must not wait for it
         self._pending.append((start, features, tokens))
         self.synced = start + len(tokens)
         self.nodes, self._root_logits = 1, None
@@ -160,7 +160,7 @@ class FeatureSession(Session):
     def _recorded_step(
         self, parents: list[int], tokens: list[int], positions: list[int], nodes: list[int], start: int
     ) -> Tensor:
-        """`extend` as recorded work. Rows that fill up the bucket are children of node 0 that nobody asks for."""
+        """`extend` as a CUDA graph. Rows that pad the bucket are unused children of node 0."""
         rows = bucket(len(nodes))
         slots = range(start, start + len(nodes))
         unused = (0, 0, 0, self.scratch + 1, self.text + self.scratch)
@@ -194,7 +194,7 @@ class FeatureSession(Session):
             self.head.spare.give((self.text, self.scratch), self)
 
     def _sync(self, positions: list[int], features: Tensor, tokens: list[int]) -> None:
-        """Pairs with true features for these positions of the text."""
+        """Read the pairs with true features at these positions of the text."""
         n, head = len(tokens), self.head
         guessed = head.forward(
             head.fuse(features.to(head.dtype)),

@@ -1,4 +1,4 @@
-"""The forwards of a head, each for several requests: what they draft is entered in the requests' tries."""
+"""The forwards of a head, each for several requests: their drafts are entered in the requests' tries."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Forwards:
         return nodes
 
     def descend(self, places: list[Place]) -> list[int]:
-        """The node at the end of each path, drafted where its request has not been there before."""
+        """The node at the end of each path, drafted where its request does not have it yet."""
         self._draft_roots(dict.fromkeys(trie for trie, _ in places if 0 not in trie.seen))
         nodes = [0] * len(places)
         for level in range(max((len(path) for _, path in places), default=0)):
@@ -44,7 +44,7 @@ class Forwards:
         return nodes
 
     def nodes(self, triples: list[tuple[Trie, int, int]]) -> list[int]:
-        """The nodes of (trie, parent, token); those not yet drafted are, in one forward."""
+        """The nodes of (trie, parent, token); missing ones are drafted in one forward."""
         new: dict[Trie, dict[tuple[int, int], None]] = {}
         for trie, parent, token in triples:
             if (parent, token) in trie.child:
@@ -71,7 +71,7 @@ class Forwards:
         return nodes
 
     def _draft_roots(self, tries: Iterable[Trie]) -> None:
-        """What the head sees behind node 0 of each."""
+        """Draft what may follow node 0 of each."""
         if not (new := list(tries)):
             return
         with self._counted():
@@ -80,7 +80,7 @@ class Forwards:
             trie.note([0], logits)
 
     def _extend(self, new: dict[Trie, list[tuple[int, int]]]) -> None:
-        """Draft these nodes, each of a parent and a token."""
+        """Draft these nodes, each given by its parent and token."""
         with self._counted():
             asked = [(trie.session, [p for p, _ in pairs], [t for _, t in pairs]) for trie, pairs in new.items()]
             extended = self.head.extend(asked)
@@ -92,7 +92,7 @@ class Forwards:
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """Around a forward."""
+        """Counts and times the forward inside."""
         started = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - started

@@ -1,8 +1,8 @@
-"""Growth policies: which draft nodes a tree gets, whatever head predicts them.
+"""Growth policies: which draft nodes a tree gets, independent of the head that predicts them.
 
-A policy is a generator: it yields a `Frontier` of nodes to expand, is sent the `Candidates` that a head sees behind
-them, and returns the finished `TokenTree`. So the head never knows the policy, several trees can grow in lockstep
-in the same forward passes, and heads that draft a whole tree in one call hand it to `trim` instead.
+A policy is a generator: it yields a `Frontier` of nodes to expand, is sent the `Candidates` that a head predicts
+after them, and returns the finished `TokenTree`. So the head never knows the policy, and several trees can grow in
+lockstep in the same forward passes. A one-pass head answers from the table that its single forward gave.
 A budget counts every node that is verified, the root included.
 """
 
@@ -51,10 +51,10 @@ class Frontier:
 
 @dataclass(frozen=True)
 class Candidates:
-    """What may follow each frontier node, most likely first.
+    """What may follow each frontier node, likeliest first.
 
     tokens: [frontier, k]. chance: [frontier, k], the probability that the token is accepted if its parent was. Rows
-    may be shorter, or empty where a head can see no further.
+    may be shorter, or empty where a head predicts no further.
     """
 
     tokens: list[list[int]]
@@ -88,7 +88,7 @@ class Sketch:
         return TokenTree.from_lists(self.tokens, self.parents, self.confidence)
 
     def children(self, frontier: Sequence[int], seen: Candidates) -> list[tuple[float, int, int]]:
-        """(path confidence, parent, token) of every candidate, best first; of equals the one found first."""
+        """(path confidence, parent, token) of every candidate, best first; ties in order of discovery."""
         found = [
             (self.confidence[node] * chance, node, token)
             for node, tokens, chances in zip(frontier, seen.tokens, seen.chance, strict=True)
@@ -98,9 +98,9 @@ class Sketch:
 
 
 class Policy(ABC):
-    """How a tree grows. budget: most nodes, root included. top_k: candidates wanted behind each node.
+    """How a tree grows. budget: maximum nodes, root included. top_k: candidates wanted after each node.
 
-    max_expansions: most nodes it ever yields in one growth, which is what a head must have room for.
+    max_expansions: the most nodes it yields in one growth, for which a head must have room.
     """
 
     budget: int
@@ -148,8 +148,8 @@ class Dynamic(Policy):
 
     depth: layers drafted below the root's own candidates, as the published code counts it, so paths have up to
     depth + 1 drafted tokens. Every candidate ever seen takes part in the final ranking, expanded or not. One that is
-    not among the best `budget` when it is seen never will be, nor will what is behind it, so it is left out at once:
-    the tree is the same, at a part of the steps and of the time.
+    not among the best `budget` when it is seen never will be, nor will its descendants, so it is dropped at once: the
+    tree is the same, in a fraction of the steps and the time.
     """
 
     def __init__(self, depth: int = 7, top_k: int = 10, budget: int = 60):
@@ -177,13 +177,13 @@ class Talon(Policy):
     """TALON (arXiv 2601.07353) to the letter, equations 2-5 and algorithm 2.
 
     The pool of a layer is every child of every node of the layer before. The first `ungated` layers keep its best
-    `width`; a deeper one keeps what reaches `mu` times the pool's best; what does not fit keeps its best. Growth ends
-    only with `budget` nodes, the root counted, so the layer that is cut is verified and never expanded.
+    `width`; a deeper one keeps what reaches `mu` times the pool's best; a layer that does not fit keeps its best.
+    Growth ends only at `budget` nodes, root included, so the layer that is cut is verified and never expanded.
     """
 
     def __init__(self, budget: int = 60, width: int = 10, mu: float = 0.03, ungated: int = 1):
         self.budget, self.width, self.mu, self.ungated = budget, width, mu, ungated
-        self.top_k = budget - 1  # no more children of one node than that can be kept: it is as if all were there
+        self.top_k = budget - 1  # no node can keep more children than that, so this is as good as all of them
         self.max_expansions = budget
 
     def steps(self, root: int) -> Steps:
@@ -191,7 +191,7 @@ class Talon(Policy):
         while len(sketch.tokens) < self.budget:
             seen = yield sketch.frontier(frontier)
             pool = sketch.children(frontier, seen)
-            if not pool:  # a head that sees no further
+            if not pool:  # the head predicts no further
                 break
             pool = pool[: self.width] if depth < self.ungated else _within(pool, self.mu)
             frontier = [sketch.add(parent, token, c) for c, parent, token in pool[: self.budget - len(sketch.tokens)]]
@@ -200,17 +200,17 @@ class Talon(Policy):
 
 
 def _within(pool: list[tuple[float, int, int]], share: float) -> list[tuple[float, int, int]]:
-    """Of a pool, best first, what reaches this share of the best."""
+    """The part of a pool, best first, that reaches this share of the best."""
     return [child for child in pool if child[0] >= share * pool[0][0]]
 
 
 class Adaptive(Policy):
-    """Our variant of TALON's rule: the gate may hold for c(v) itself, and growth stops where nothing passes it.
+    """Our variant of TALON's rule: the gate may apply to c(v) itself, and growth stops when nothing passes it.
 
     Layer 0 takes the best `top_k` ungated. A deeper candidate passes if c(v) >= mu (gate "path") or c(v) >= mu times
-    the best c of its layer (gate "layer"); `top_k` candidates behind each node are looked at. Growth stops when the
-    budget is spent or nothing passes, so size, depth and width follow the head's confidence; of a layer that does not
-    fit, the most confident nodes are kept. max_depth: an optional limit.
+    the best c of its layer (gate "layer"); `top_k` candidates of each node are considered. Growth stops when the
+    budget is spent or nothing passes, so size, depth and width follow the head's confidence; a layer that does not
+    fit keeps its most confident nodes. max_depth: an optional limit.
     """
 
     def __init__(
@@ -240,5 +240,5 @@ class Adaptive(Policy):
         return sketch.tree()
 
     def threshold(self, best: float) -> float:
-        """What a node must reach in a layer whose most confident candidate has confidence `best`."""
+        """The confidence a node needs in a layer whose most confident candidate has confidence `best`."""
         return self.mu if self.gate == "path" else self.mu * best

@@ -1,7 +1,7 @@
 """Draft heads: weights that predict a target's next tokens.
 
-A `Head` opens one `Session` per request. Its `HeadDrafter` joins it with a growth policy, which decides what a tree
-gets.
+A `Head` opens one `Session` per request. Its `HeadDrafter` joins it with a growth policy, which decides which nodes a
+tree gets.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Head(ABC):
     def open(self, prompt: Sequence[int], capacity: int, scratch: int) -> Session:
         """A session for a text of at most `capacity` tokens, `prompt` first, with room for `scratch` drafted nodes."""
 
-    # What several sessions are asked at once, which a head may compute in one forward.
+    # Calls for several sessions at once, which a head may compute in one forward.
 
     def roots(self, sessions: Sequence[Any]) -> list[Tensor | None]:
         """`Session.root` of each."""
@@ -68,5 +68,5 @@ class Head(ABC):
         return [session.extend(parents, tokens) for session, parents, tokens in asked]
 
     def begin(self, asked: Sequence[tuple[Any, list[list[int]]]]) -> list[list[int]]:
-        """`Session.begin` of each: (session, paths); of one-pass heads only."""
+        """`Session.begin` of each: (session, paths); one-pass heads only."""
         return [session.begin(paths) for session, paths in asked]

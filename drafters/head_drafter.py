@@ -1,4 +1,4 @@
-"""Draft heads as drafters: a head predicts, a growth policy decides what the tree gets, this module joins the two."""
+"""Draft heads as drafters: joins a head, which predicts, with a growth policy, which decides what the tree gets."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from engine.tree import TokenTree
 if TYPE_CHECKING:
     from drafters.head import Head
 
-_FORESEEN = 10  # candidates behind each node, for ranking outcomes where the policy wants fewer
-_USUAL_ROWS = 24  # a layer of a tree seldom has more nodes
-_TREES = 12  # as large as the policy's largest, that a request has room for: those of the likeliest outcomes
+_FORESEEN = 10  # candidates after each node, for ranking outcomes where the policy wants fewer
+_USUAL_ROWS = 24  # a layer of a tree rarely has more nodes
+_TREES = 12  # of the policy's largest size that a request has room for: those of the likeliest outcomes
 
 
 class HeadDrafter(Drafter):
-    """Drafts with a head and a growth policy, nothing while it rests. shared_noise: see `Ranking`."""
+    """Drafts with a head and a growth policy; drafts nothing while it rests. shared_noise: see `Ranking`."""
 
     rests = True
 
@@ -65,9 +65,9 @@ class HeadDrafter(Drafter):
     def propose_many(
         self, wanted: Sequence[Wanted], between_steps: BetweenSteps | None = None, advice: Sequence[Advice] = ()
     ) -> list[TokenTree]:
-        """One tree for each, grown in the same forward passes as far as there is room for all.
+        """One tree for each outcome, grown in the same forward passes as far as there is room for all.
 
-        advice: for each of them, if another source takes part.
+        advice: one for each outcome, if another source takes part.
         """
         places = [self._requests[request].place(path) for request, path in wanted]
         if self._resting:
@@ -90,8 +90,8 @@ class HeadDrafter(Drafter):
 
     @torch.inference_mode()
     def warm_up(self, hidden_size: int) -> None:
-        """Draft for a text of no meaning. On a CPU a product's kernel is made when a number of rows first occurs, 2 ms
-        for each; that is not to happen in a request. hidden_size: the target's.
+        """Draft for a dummy text. On a CPU a product's kernel is compiled when a number of rows first occurs, 2 ms
+        each; this must not happen during a request. hidden_size: the target's.
         """
         self.start(0, [0, 0], SamplingParams(max_tokens=1))
         features = np.zeros((2, len(self.feature_layers), hidden_size), np.uint16)
@@ -139,7 +139,7 @@ class HeadDrafter(Drafter):
             ended.session.close()
 
     def behind(self, request: int) -> int:
-        """Positions of the text that the head has not read, and will when it drafts next."""
+        """Positions of the text that the head has yet to read before it drafts next."""
         return self._requests[request].session.behind()
 
     def learned(self) -> Learned:
@@ -155,12 +155,12 @@ class HeadDrafter(Drafter):
         return self._requests[request].text[-1]
 
     def seen(self, request: int, continuation: Sequence[int]) -> list[Following]:
-        """What the head saw at the text's end and behind each token of `continuation`, as far as it has drafted."""
+        """What the head predicted after the text and after each token of `continuation`, as far as it has drafted."""
         return self._requests[request].seen_along(continuation)
 
     def _fitting(self, waiting: list[tuple[int, Place]]) -> list[int]:
-        """Of each request the first whose trees are sure to fit into its session's room, which is cleared if it is
-        short. None of a request that has nothing to draft from, or no room for even one.
+        """For each request, the first rows whose trees are sure to fit into its session, which is cleared if room is
+        short. None for a request that has nothing to draft from, or no room for even one.
         """
         room: dict[Trie, int] = {}
         fitting = []
@@ -171,7 +171,7 @@ class HeadDrafter(Drafter):
                     session.clear()
                     trie.forget_nodes()
                 room[trie] = session.room() if session.synced else -1
-            room[trie] = room[trie] - need if room[trie] >= need else -1  # nor what comes behind it
+            room[trie] = room[trie] - need if room[trie] >= need else -1  # nor any later row of the request
             if room[trie] >= 0:
                 fitting.append(row)
         return fitting

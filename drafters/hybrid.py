@@ -1,8 +1,8 @@
 """The hybrid drafter: what a draft model predicts and what retrieval remembers, in one confidence-gated tree.
 
-The growth policy asks for the candidates behind a node. Here they are those of the head and those of the retrieval tree
+The growth policy asks for the candidates after a node. Here they are those of the head and those of the retrieval tree
 at the same place, so a token that both propose is one node, the head drafts on below retrieved nodes, and the gate and
-the budget see the union. Where the head is not worth its time any more, retrieval goes on alone.
+the budget see the union. Where the head is no longer worth its time, retrieval continues alone.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class HybridDrafter(Drafter):
         self._rescue = 0.6
         self.rests = bool(self.memories)
         self._resting = False  # retrieval drafts alone for now
-        self._step_s = 0.001  # the time of a draft step, with all that goes with it
+        self._step_s = 0.001  # the time of a draft step, overhead included
         self._token_s = 0.01  # what a token is worth, by the verifier's cost model
         self._retrieved: dict[int, dict[tuple[int, ...], TokenTree]] = {}  # per request, by continuation
         self._unlearned: list[tuple[TokenTree, list[Following], list[int]]] = []
@@ -98,7 +98,7 @@ class HybridDrafter(Drafter):
         return trees
 
     def _time_steps(self, seconds: float) -> None:
-        """A step of the head took so long. It moves the estimate by a fixed factor, so that follows the median."""
+        """Update the estimated step time. Each measurement moves it by a fixed factor, so it follows the median."""
         self._step_s *= _NUDGE if seconds > self._step_s else 1 / _NUDGE
 
     def following(self, wanted: Sequence[Wanted]) -> list[Following]:
@@ -118,7 +118,7 @@ class HybridDrafter(Drafter):
     def observe(self, request: int, verdict: Verdict) -> None:
         self.settle()
         known, tokens = self._retrieved[request], verdict.tokens
-        if not self._resting:  # what retrieval drafts alone, its own calibration covers
+        if not self._resting:  # retrieval's own calibration covers what it drafts alone
             retrieved = known[()] if () in known else self._retrieve(request, ())
             self._unlearned.append((retrieved, self.head.seen(request, tokens[:-1]), tokens))
         self._retrieved[request] = {(): known[ahead]} if (ahead := tuple(tokens)) in known else {}
@@ -134,7 +134,7 @@ class HybridDrafter(Drafter):
         self._unlearned.clear()
 
     def _catch_up(self) -> None:
-        """Let the head know of the verdicts it has not heard: a tree without it need not wait for that."""
+        """Pass the head the verdicts it has not seen: a tree drafted without it need not wait for this."""
         while self._unread:
             self.head.observe(*self._unread.pop(0))
 
@@ -164,7 +164,7 @@ class HybridDrafter(Drafter):
         return reduce(TokenTree.union, trees)
 
     def _learn(self, retrieved: TokenTree, seen: list[Following], tokens: list[int]) -> None:
-        """What a verdict says of every candidate along the accepted path, the head's (`seen`) and retrieval's."""
+        """Learn from a verdict about every candidate along the accepted path, the head's (`seen`) and retrieval's."""
         behind, place = followings(retrieved), 0
         for depth, token in enumerate(tokens):
             model, memory = seen[depth] if depth < len(seen) else None, behind[place]
@@ -183,7 +183,7 @@ def _root_of(tree: TokenTree) -> Frontier:
 
 
 def _with_sources(tree: TokenTree, retrieved: TokenTree, head: int) -> TokenTree:
-    """The tree, its nodes marked with who proposed them: retrieval where it has them, the head for all others."""
+    """The tree with each node's source marked: retrieval where it has the node, the head for all others."""
     source = np.full(len(tree), head, np.uint32)
     place: list[int | None] = [0] * len(tree)
     source[0] = 0

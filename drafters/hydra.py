@@ -1,9 +1,9 @@
-"""Hydra (arXiv 2402.05109): Medusa's heads made sequential, each also reads the tokens drafted before it.
+"""Hydra (arXiv 2402.05109): Medusa's heads made sequential; each also reads the tokens drafted before it.
 
 Public layout, `hydra_lm_head.pt`: `hydra_mlp.{i}.{j}.linear|res_connection` and `hydra_lm_head.{i}`; the numbers j
-skip the places of dropout modules, and output matrices may stand inside one (`hydra_lm_head.{i}.1`). The first block of
+skip the places of dropout modules, and output matrices may be inside one (`hydra_lm_head.{i}.1`). The first block of
 head i is res_connection(x) + SiLU(linear(x)) over x = [hidden state, embeddings of the last token and the i drafted
-ones]; later blocks are x + SiLU(linear(x)). Read here: `hydra_head_arch: mlp` with `grounded_heads`. Heads trained here
+ones]; later blocks are x + SiLU(linear(x)). Supported: `hydra_head_arch: mlp` with `grounded_heads`. Heads trained here
 may share the target's output matrix (`"tie_lm_head": true`).
 """
 
@@ -39,7 +39,7 @@ class _Tower:
 
 
 class HydraHead(Head):
-    """Guesses the token behind a path from the hidden state before the path and the path's embeddings."""
+    """Guesses the token after a path from the hidden state before the path and the path's embeddings."""
 
     method = "hydra"
     published_growth = Static(MEDUSA_63)

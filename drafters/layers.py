@@ -23,19 +23,19 @@ TakeTensor = Callable[..., Tensor]
 
 
 def draft_dtype(device: torch.device) -> torch.dtype:
-    """What heads compute in: bfloat16 where it is multiplied fast, else float32."""
+    """What heads compute in: bfloat16 where its products are fast, else float32."""
     return torch.bfloat16 if device.type == "cuda" or multiplies(torch.bfloat16) else torch.float32
 
 
 def small_dtype(device: torch.device) -> torch.dtype:
-    """What heads compute in where torch itself multiplies: `draft_dtype`, but float32 where bfloat16 is slow."""
+    """What heads compute in where torch does the products: `draft_dtype`, but float32 where bfloat16 is slow."""
     return draft_dtype(device) if device.type == "cuda" or has_native_bfloat16() else torch.float32
 
 
 class Linear:
     """x [n, in] -> [n, out], with the weight laid out for few rows. weight: [out, in] as stored in checkpoints.
 
-    gated: the matrix is a gate's and then an up's, and silu(gate) * up comes out.
+    gated: the matrix stacks the gate and up projections; the result is silu(gate) * up.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, gated: bool = False):
@@ -57,10 +57,10 @@ class Linear:
 
 
 class PairLinear:
-    """(token, x [n, in]) -> [n, out]: a product over the token's embedding and x, side by side.
+    """(token, x [n, in]) -> [n, out]: a product over the token's embedding and x, concatenated.
 
-    The embedding's part is done once, for every token of the vocabulary: a step then reads a row of it instead of half
-    of the weight. embedding: [vocab, e]; weight: [out, e + in].
+    The embedding's part is computed once for the whole vocabulary: a step then reads a row of it instead of half of the
+    weight. embedding: [vocab, e]; weight: [out, e + in].
     """
 
     def __init__(self, embedding: Tensor, weight: Tensor, bias: Tensor | None = None):
@@ -91,11 +91,11 @@ class Rotary:
         self.module = LlamaRotaryEmbedding(config).to(device)
         self.device, self.dtype = device, dtype
         self.table = torch.empty(0, device=device)
-        self._outgrown: list[Tensor] = []  # recorded steps may read these still
+        self._outgrown: list[Tensor] = []  # CUDA graphs may still read these
         self.reserve(256)
 
     def reserve(self, positions: int) -> None:
-        """Have the cosines and sines of all positions below `positions`: table [positions, 2, 1, head_dim]."""
+        """Prepare the cosines and sines of all positions below `positions`: table [positions, 2, 1, head_dim]."""
         if positions <= len(self.table):
             return
         with torch.no_grad():
@@ -104,7 +104,7 @@ class Rotary:
             )
         self._outgrown.append(self.table)
         half = cos.shape[-1] // 2
-        sin = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)  # the sign of rotate_half, so that `roll` will do
+        sin = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)  # the sign of rotate_half, so that `roll` suffices
         self.table = torch.stack([cos[0], sin[0]], dim=1)[:, :, None].to(self.dtype)
 
     def halves(self, positions: int) -> Tensor:
@@ -129,8 +129,8 @@ class KVCache:
         self.capacity = capacity
 
     def write(self, keys: Tensor, values: Tensor, at: int | Tensor) -> tuple[Tensor, Tensor]:
-        """Enter states [kv_heads, n, head_dim] at the slots from `at` on, and return all up to them; or, for a recorded
-        step, at the slots [n] that the tensor `at` holds, and return the whole buffers.
+        """Write states [kv_heads, n, head_dim] to the slots from `at` on, and return all up to them; or, in a CUDA
+        graph, to the slots [n] that the tensor `at` holds, and return the whole buffers.
         """
         held_keys, held_values = self.data[0], self.data[1]
         if isinstance(at, Tensor):
@@ -141,9 +141,9 @@ class KVCache:
 
 
 def qkv_weights(config: LlamaConfig, take: TakeTensor, inputs: int) -> tuple[Tensor, Tensor | None]:
-    """What makes queries, keys and values of a layer's input: [(heads + 2 * kv_heads) * head_dim, inputs] and a bias.
+    """The weights of a layer's queries, keys and values: [(heads + 2 * kv_heads) * head_dim, inputs] and a bias.
 
-    take: gives the checkpoint's tensor of a name and shape. inputs: width of the attention's input.
+    take: returns the checkpoint's tensor of a name and shape. inputs: width of the attention's input.
     """
     heads = config.num_attention_heads
     kv_heads = config.num_key_value_heads or heads
@@ -157,9 +157,9 @@ def qkv_weights(config: LlamaConfig, take: TakeTensor, inputs: int) -> tuple[Ten
 
 
 class DecoderLayer:
-    """A Llama layer over a preallocated cache, given queries, keys and values: heads differ in what these are made of.
+    """A Llama layer over a preallocated cache, given queries, keys and values: heads differ in how they compute these.
 
-    take: gives the checkpoint's tensor of a name and shape.
+    take: returns the checkpoint's tensor of a name and shape.
     """
 
     def __init__(self, config: LlamaConfig, take: TakeTensor, device: torch.device, dtype: torch.dtype):

@@ -16,14 +16,14 @@ class Advice(Protocol):
     """Another source's part in the growth of one tree."""
 
     def worth_drafting(self, frontier: Frontier) -> bool:
-        """Whether the head is to expand these nodes, or the other source goes on alone."""
+        """Whether the head should expand these nodes, or the other source continues alone."""
 
     def candidates(self, node: int, parent: int, token: int, seen: Following | None) -> Following:
-        """What may follow a node of the growing tree, given what the head sees there (None: it did not look)."""
+        """What may follow a node of the growing tree, given the head's prediction there (None: not drafted)."""
 
 
 class Growth:
-    """A tree that grows from the node `root` of a trie, below `token`. known: its index in the tree -> the trie's."""
+    """A tree that grows from the node `root` of a trie, below `token`. known: node of the tree -> node of the trie."""
 
     def __init__(self, trie: Trie, root: int, token: int, policy: Policy, adviser: Advice | None):
         self.trie, self.policy, self.adviser = trie, policy, adviser
@@ -35,7 +35,7 @@ class Growth:
         return self.frontier.sketch.tree().prune(self.policy.budget)
 
     def undrafted(self) -> list[tuple[int, int, int]]:
-        """(node, its parent's node of the trie, token) of the frontier's nodes that are to be drafted."""
+        """(node, its parent's node of the trie, token) of the frontier's nodes to draft."""
         frontier, known = self.frontier, self.known
         if self.adviser is not None and frontier.parents[0] >= 0 and not self.adviser.worth_drafting(frontier):
             return []
@@ -61,7 +61,7 @@ class Growth:
 def grow(
     growths: dict[int, Growth], forwards: Forwards, trees: dict[int, TokenTree], between_steps: BetweenSteps | None
 ) -> None:
-    """Let them grow to their ends. trees: filled, by the numbers of the growths."""
+    """Grow all trees to completion. trees: filled in, by the keys of `growths`."""
     while growths:
         if between_steps is not None:
             between_steps(lambda: trees | {row: growth.so_far() for row, growth in growths.items()})

@@ -2,9 +2,9 @@
 
 A window of guesses, `columns` wide and up to `ngram` - 1 levels deep, is carried along as probe nodes of the tree:
 level 0 is a chain below the root, and each later level hangs below its own column, which gives every guess the position
-and the attention of the published mask. What the target says behind the last level is the next level, a column with it
-is an n-gram, and n-grams whose first token is the root's are drafted. Probes are nodes like any other: a right guess is
-accepted.
+and the attention of the published mask. The target's tokens after the last level are the next level. A column with its
+next token is an n-gram, and n-grams whose first token is the root's are drafted. Probes are nodes like any other: a
+right guess is accepted.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Lookahead(Drafter):
         del self.requests[request]
 
     def _said_behind(self, state: _Request, verdict: Verdict, column: int) -> int | None:
-        """What the target says behind a column's last guess; None if the round did not carry the window."""
+        """The target's token after a column's last guess; None if the round did not carry the window."""
         path = [*state.levels[0][: column + 1], *(level[column] for level in state.levels[1:])]
         node = 0
         for token in path:
@@ -107,7 +107,7 @@ class Lookahead(Drafter):
 
 
 class _Sketch:
-    """A tree under construction in which a token is one child of a node, whoever asks for it."""
+    """A tree under construction in which no two children of a node have the same token."""
 
     def __init__(self, root: int):
         self.tokens, self.parents, self.confidence = [root], [-1], [1.0]

@@ -1,5 +1,5 @@
-"""Medusa-1 (arXiv 2401.10774): k heads on the target's last hidden state, head i guesses the token i + 1 places behind
-the next one, none of them knowing what the others say.
+"""Medusa-1 (arXiv 2401.10774): k heads on the target's last hidden state; head i guesses the token i + 1 places after
+the next one, independently of the other heads.
 
 Public layout, `medusa_lm_head.pt`: residual blocks `{i}.{j}.linear.weight|bias`, x + SiLU(Wx + b), and the output
 matrix `{i}.{n}.weight` [vocab, h]. Heads trained here may share the target's output matrix instead of storing k of
@@ -79,7 +79,7 @@ class MedusaHead(Head):
 
 
 class MedusaSession(Session):
-    """Only the last true feature counts; a node is its depth, and continuations use up the heads."""
+    """Only the last true feature counts; a node is only its depth, and each token of a continuation uses up a head."""
 
     def __init__(self, head: MedusaHead):
         self.head, self.depth_limit = head, head.count

@@ -1,8 +1,8 @@
-"""What two sources say of a token, as one chance.
+"""Merges two sources' chances of a token into one.
 
 A head's softmax and an index's counts are not on one scale, and agreement says more than either. So the chance of a
-candidate is learned from verdicts for each pair (what the head says, what retrieval says); until enough was seen, the
-prior is that a token is right unless both are wrong.
+candidate is learned from verdicts for each pair (the head's chance, retrieval's chance). Until enough has been seen,
+the prior is that a token is right unless both are wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _EDGES = (1e-6, 0.01, 0.03, 0.07, 0.15, 0.25, 0.4, 0.55, 0.7, 0.82, 0.91, 0.97)
 
 
 class Merge:
-    """The chance of a token, given the head's and retrieval's; None: it says nothing of this place."""
+    """The chance of a token, given the head's and retrieval's; None: that source has no prediction here."""
 
     def __init__(self) -> None:
         self.calibrator = Calibrator(prior_weight=20.0, memory=5000.0)

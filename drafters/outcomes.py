@@ -2,7 +2,7 @@
 
 A round ends at node v if v is accepted and none of its children is; the token drawn there is then one that the drafter
 had left out. So the outcome (v, token) has the chance (c(v) - sum of c over v's children) * p(token | v, no child),
-where p comes from the drafter's own candidates behind v.
+where p comes from the drafter's own candidates after v.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def likeliest(
     limit: int,
     least: float = 0.005,
 ) -> list[Outcome]:
-    """The likeliest outcomes of the rounds over `trees`, by request, best first: `limit` of each request at most, those
-    of a chance below `least` left out.
+    """The likeliest outcomes of the rounds over `trees`, by request, best first: at most `limit` for each request, and
+    none with a chance below `least`.
 
     following: as `Drafter.following`.
     """

@@ -1,6 +1,6 @@
 """Sessions of feature heads on a CPU: all requests' rows go through the head in the same forwards.
 
-What `drafters.feature_session` says of slots and nodes holds here too. The differences: keys and values of all
+What `drafters.feature_session` says about slots and nodes holds here too. The differences: keys and values of all
 requests lie in one pool, a node lists the slots of its ancestors instead of having a mask, and features are float32.
 """
 
@@ -30,16 +30,16 @@ class PooledSession(Session):
         assert head.stack is not None
         self.head, self.scratch = head, scratch
         self.cache = PooledCache(head.stack.pool)
-        self.slots = 0  # that hold true features
+        self.slots = 0  # cache slots that hold true features
         self.features = torch.empty(scratch + 1, head.hidden_size)  # by node, as predicted
-        self.positions = [0]  # by node, where its pair stands
-        self.sees: list[list[int]] = [[]]  # by node, the slots behind the text that it sees
+        self.positions = [0]  # by node, the position of its pair
+        self.sees: list[list[int]] = [[]]  # by node, the slots after the text that it sees
         self._unread: list[tuple[int, Tensor, list[int]]] = []
-        self.logits: Tensor | None = None  # behind the text
+        self.logits: Tensor | None = None  # after the text
 
     def commit(self, start: int, features: Tensor | None, tokens: list[int]) -> None:
         assert features is not None
-        # read when first needed: a verdict whose next tree is ready already must not wait for it
+        # read when first needed: a verdict whose next tree is already drafted must not wait for it
         self._unread.append((start, features, tokens))
         self.synced = start + len(tokens)
         self.clear()
@@ -67,7 +67,7 @@ class PooledSession(Session):
         self.cache.release()
 
     def take(self, most: int) -> tuple[Tensor, Rows]:
-        """The next `most` positions of the text that were not read yet: their true features, and their rows."""
+        """The next unread positions of the text, at most `most`: their true features and their rows."""
         start, features, tokens = self._unread.pop(0)
         if len(tokens) > most:
             self._unread.insert(0, (start + most, features[most:], tokens[most:]))
@@ -77,7 +77,7 @@ class PooledSession(Session):
         return features, Rows(self.cache, self.slots, tokens, positions, [s + 1 for s in slots], [[]] * len(tokens))
 
     def took(self, rows: Rows, guessed: Tensor) -> None:
-        """The head has read these positions and guesses this feature behind the last."""
+        """The head has read these positions and guesses this feature after the last."""
         self.slots += len(rows)
         self.features[0], self.positions[0] = guessed, rows.positions[-1]
 
@@ -95,7 +95,7 @@ class PooledSession(Session):
 
 
 def roots(head: FeatureHead, sessions: Sequence[PooledSession]) -> list[Tensor | None]:
-    """Each session's logits behind its text, [1, draft_vocab], after what it has not read."""
+    """Each session's logits after its text, [1, draft_vocab]; unread positions are read first."""
     while reading := [session for session in sessions if session.unread]:
         taken: list[tuple[PooledSession, Tensor, Rows]] = []
         room = _READ
@@ -108,7 +108,7 @@ def roots(head: FeatureHead, sessions: Sequence[PooledSession]) -> list[Tensor |
 
 
 def _read(head: FeatureHead, taken: Sequence[tuple[PooledSession, Tensor, Rows]]) -> None:
-    """Positions of several texts in one forward."""
+    """Read positions of several texts in one forward."""
     assert head.stack is not None
     features = head.fuse(torch.cat([features for _, features, _ in taken]).to(head.dtype))
     parts = [rows for _, _, rows in taken]
@@ -122,7 +122,7 @@ def _read(head: FeatureHead, taken: Sequence[tuple[PooledSession, Tensor, Rows]]
 def extend(
     head: FeatureHead, asked: Sequence[tuple[PooledSession, list[int], list[int]]]
 ) -> list[tuple[list[int], Tensor | None]]:
-    """New nodes of several sessions in one forward."""
+    """Draft new nodes of several sessions in one forward."""
     assert head.stack is not None
     features = [session.features.index_select(0, torch.tensor(parents)) for session, parents, _ in asked]
     parts = [session.grow(parents, tokens) for session, parents, tokens in asked]

@@ -13,11 +13,11 @@ from engine.tree import TokenTree
 
 class PromptLookup(Drafter):
     """As published: n-grams of `max_ngram` down to `min_ngram` tokens, the first match in the context, a chain of
-    `length` tokens. first[n] maps each n-gram to the position behind its first occurrence.
+    `length` tokens. first[n] maps each n-gram to the position after its first occurrence.
     """
 
     acceptance = 0.6
-    """Chance of each next token before any was seen, for c(v) only: the published method has none."""
+    """Prior chance of each next token, for c(v) only: the published method has none."""
 
     calibrated = True
 

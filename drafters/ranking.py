@@ -1,15 +1,15 @@
 """Which tokens of a head's output become candidates, and how likely each is to be accepted.
 
 At temperature 0 that is the head's softmax. At T > 0 the target's draw is argmax(z / T + g) over its own logits z,
-with noise g that a drafter can compute too. Its logits being close to z, the best guess at the draw is the largest
+with noise g that a drafter can compute too. Since its logits are close to z, the best guess at the draw is the largest
 s = log q / T + g, not the largest q.
 
 How likely is that guess right? The target's logits differ from the head's by an error the head does not know. If the
 errors of the tokens were independent Gumbel variables of scale b, token i would win with probability
-softmax(s * T / b)_i (the Gumbel-max rule once more). So `chance` is that softmax: near 1 where the noise has settled
-the draw by more than the head's usual error, spread out where it has not, and it sums to one over the vocabulary. The
-scale b belongs to the head, not to the request; `ErrorScale` learns it from the draws that verdicts report, one step
-of gradient descent on their log loss each. Without the noise `chance` is softmax(log q / T).
+softmax(s * T / b)_i (the Gumbel-max rule again). So `chance` is that softmax: near 1 where the noise decides the
+draw by more than the head's usual error, spread out where it does not, and it sums to one over the vocabulary. The
+scale b belongs to the head, not to the request; `ErrorScale` learns it from the draws that verdicts report, with one
+gradient step on the log loss of each. Without the noise `chance` is softmax(log q / T).
 
 Both are raw scores: `drafters.calibration` maps them to observed acceptance.
 """
@@ -32,16 +32,16 @@ _KEPT_POSITIONS = 64
 class ErrorScale:
     """How far a head's logits usually miss the target's: b, in logits.
 
-    0.6 has the least log loss for a head that misses by a unit normal error, 0.3 for half of that, 0.8 for 1.5
-    (simulated, 8,192 tokens, T from 0.5 to 1). Real heads miss by more: a barely trained one was learnt to have 1.1
-    and was still too sure, hence the start.
+    For a head that misses by a normal error of standard deviation 0.5, 1 and 1.5 the least log loss is at 0.3, 0.6 and
+    0.8 (simulated, 8,192 tokens, T from 0.5 to 1). Real heads miss by more: for a barely trained one 1.1 was learned and
+    it was still overconfident, hence the initial value.
     """
 
     def __init__(self, value: float = 1.0):
         self.value = value
 
     def learn(self, surprise: float) -> None:
-        """surprise: how far the drawn token's s * T lay below what was expected of it, in units of b."""
+        """surprise: how far the drawn token's s * T lay below its expectation, in units of b."""
         self.value *= math.exp(max(-0.1, min(0.1, 0.05 * surprise)))
         self.value = max(0.05, min(5.0, self.value))
 
@@ -92,7 +92,7 @@ class Ranking:
         return 1 / self.error.value if self.shared_noise else 1 / temperature
 
     def learn(self, logits: Tensor, position: int, drawn: int) -> None:
-        """The target drew the token `drawn` at `position`, of which the head said `logits` [1, draft_vocab]."""
+        """The target drew the token `drawn` at `position`, for which the head predicted `logits` [1, draft_vocab]."""
         if not self.learns:
             return
         place = torch.nonzero(self.target_ids == drawn).flatten()
@@ -103,7 +103,7 @@ class Ranking:
             self.error.learn(float(expected - scores[place[0]]))
 
     def scores(self, logits: Tensor, positions: list[int]) -> Tensor:
-        """[n, draft_vocab]: candidates are ranked by it, and its softmax is their chance."""
+        """[n, draft_vocab]: candidates are ranked by these, and their softmax is the chance."""
         scores, temperature = logits.float(), self.sampling.temperature
         if temperature == 0:
             return scores
@@ -129,7 +129,7 @@ class Ranking:
         return scores
 
     def _noise_at(self, positions: list[int]) -> Tensor:
-        """[n or 1, draft_vocab]: the target's noise; all nodes of a layer share it, and rounds meet positions again."""
+        """[n or 1, draft_vocab]: the target's noise; all nodes of a layer share it, and later rounds need it again."""
         for position in set(positions) - self._noise.keys():
             noise = gumbel(self.sampling.seed, position, self.target_ids)
             self._noise[position] = noise.to(self.target_ids.device, torch.float32)

@@ -1,7 +1,7 @@
 """Token Recycling (Luo et al. 2024): each token's latest candidate successors, followed as a tree.
 
-The successors are the top 8 of the target's logits wherever the token was last verified; for tokens that were only
-read in a prompt, those that did follow, latest first.
+The successors are the top 8 of the target's logits where the token was last verified; for tokens seen only in a
+prompt, those that followed them, latest first.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from engine.tree import TokenTree
 
 
 class TokenRecycling(Drafter):
-    """The table is shared by all requests. Trees grow best-first by the learned chance of a successor's rank, where
-    the paper has a fixed shape of as many nodes: the best one for the ranks' chances.
+    """The table is shared by all requests. Trees grow best-first by the learned chance of a successor's rank; the paper
+    has a fixed shape of as many nodes, the best one for the ranks' chances.
     """
 
     calibrated = True
@@ -41,7 +41,7 @@ class TokenRecycling(Drafter):
         self.last[request] = prompt[-1]
 
     def recycle(self, token: int, successors: Sequence[int]) -> None:
-        """The target, having read `token`, ranked these next, best first."""
+        """The target ranked these highest after `token`, best first."""
         self.table[token] = list(successors[: self.width])
 
     def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:

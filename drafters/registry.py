@@ -76,7 +76,7 @@ def build(config: Config) -> Drafter:
 
 
 def build_for_worker(config: Config) -> Drafter:
-    """As `build`, with what an earlier engine's drafter has learned, where the configuration names a file for it."""
+    """As `build`, with what an earlier engine's drafter has learned, if the configuration names a file for it."""
     from drafters.experience import Experienced
 
     drafter, file = build(config), config.drafter.calibration
@@ -84,14 +84,14 @@ def build_for_worker(config: Config) -> Drafter:
 
 
 def check(config: Config) -> None:
-    """Raise, before anything loads, what the drafter of `config` would refuse at first sight."""
+    """Raise, before anything loads, the errors that the drafter of `config` would raise at once."""
     from drafters import requirements
 
     requirements.check(config)
 
 
 def check_vocabulary(config: Config, tokenizer: Any) -> None:
-    """Raise, once the target's tokenizer is there, if what drafts for it was made for another one."""
+    """Raise, once the target's tokenizer is loaded, if what drafts for it was made for another one."""
     from drafters import requirements
 
     requirements.check_vocabulary(config, tokenizer)

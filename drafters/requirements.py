@@ -1,7 +1,7 @@
-"""What a configuration's drafter reads from the disk, looked at before any model loads.
+"""Checks what a configuration's drafter reads from the disk, before any model loads.
 
 The drafter's worker reads all of it, and refuses what is damaged or was made for another target. That takes seconds of
-imports, so what is missing, or is something else altogether, is told here.
+imports, so files that are missing or of another kind are reported here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine.errors import ConfigError, ModelError
 
 
 def check(config: Config) -> None:
-    """Raise what the drafter of `config` would refuse at first sight, one line that names the key."""
+    """Raise what the drafter of `config` would refuse at once, in one line that names the key."""
     if find(config.method).drafter is None:
         return
     for part in _parts(config):
@@ -31,8 +31,8 @@ def check(config: Config) -> None:
 
 
 def check_vocabulary(config: Config, tokenizer: Any) -> None:
-    """ConfigError if the answers that `suffix` is to begin with are of another vocabulary than the target's. The
-    drafter's worker has no tokenizer to tell."""
+    """ConfigError if the answers that `suffix` starts with have another vocabulary than the target. The drafter's
+    worker has no tokenizer to check this."""
     answers = config.drafter.answers_folder
     if answers is None or config.remote or find(config.method).drafter is None:
         return
@@ -43,7 +43,7 @@ def check_vocabulary(config: Config, tokenizer: Any) -> None:
 
 
 def check_paths(config: Config) -> None:
-    """Raise what can be told of paths alone, in no time: no library of models is loaded for it."""
+    """Raise what the paths alone show; fast, since no model library is loaded for it."""
     find(config.method)
     _check_path("model", config.model)
     if config.remote:  # the drafter's files are on its machine
@@ -57,7 +57,7 @@ def check_paths(config: Config) -> None:
 
 
 def _indexes(part: Config) -> Iterator[tuple[str, str, Callable[[Path], Any]]]:
-    """The indexes that a method reads: the key that names one, its folder, and what opens it."""
+    """The indexes that a method reads: the key that names one, its folder, and the function that opens it."""
     options = part.drafter
     if part.method == "datastore":
         yield "drafter.datastore", datastore_path(part), _open_datastore
@@ -98,7 +98,7 @@ def datastore_path(config: Config) -> str:
 
 
 def check_weights(path: str, method: str) -> None:
-    """A directory, or a name the hub or its cache knows, with a config.json and a file of weights."""
+    """Require a directory, or a name the hub or its cache knows, with a config.json and a file of weights."""
     from drafters.checkpoint import find_folder, read_config
     from engine.model_hub import is_hub_id
 
@@ -111,7 +111,7 @@ def check_weights(path: str, method: str) -> None:
 
 
 def check_index(key: str, path: str, open_index: Callable[[Path], Any]) -> None:
-    """An index of the kind that the key is for, none of whose files is missing or cut short."""
+    """Require an index of the kind that the key is for, with no file missing or truncated."""
     from retrieval_index.datastore import DatastoreError
 
     try:

@@ -13,8 +13,8 @@ from engine.tree import TokenTree
 class RetrievalAdvice:
     """Retrieval's part in the growth of one tree (`drafters.lockstep.Advice`). retrieved: its tree over the same root.
 
-    needed: the accepted tokens that a draft step must bring to be worth its time. A step brings something where
-    retrieval misses the next token and the head has it, which it then does with the chance `rescue`.
+    needed: the accepted tokens that a draft step must yield to be worth its time. A step gains where retrieval misses
+    the next token and the head has it; `rescue` is the chance of the latter, given the former.
     """
 
     def __init__(self, merge: Merge, retrieved: TokenTree, needed: float, rescue: float):
@@ -26,7 +26,7 @@ class RetrievalAdvice:
         return self.surplus(frontier) > 0
 
     def surplus(self, frontier: Frontier) -> float:
-        """Accepted tokens that a step over these nodes is expected to bring beyond what it must."""
+        """Accepted tokens that a step over these nodes is expected to yield, less `needed`."""
         gain = 0.0
         for node, parent, token, confidence in zip(
             frontier.nodes, frontier.parents, frontier.tokens, frontier.confidence, strict=True
@@ -39,7 +39,7 @@ class RetrievalAdvice:
         return self.merge.following(seen, self._known(node, parent, token))
 
     def _known(self, node: int, parent: int, token: int) -> Following:
-        """What retrieval has at the same place."""
+        """What retrieval proposes at the same place."""
         if node not in self._place:
             above = self._place[parent]
             self._place[node] = None if above is None else self.retrieved.child(above, token)
@@ -48,7 +48,7 @@ class RetrievalAdvice:
 
 
 def followings(tree: TokenTree) -> list[Following]:
-    """The tokens that `tree` has behind each node, with the chance of each given that the node is right."""
+    """The tokens that `tree` has below each node, with the chance of each given that the node is right."""
     confidence = tree.confidence.tolist()
     found: list[Following] = [([], []) for _ in confidence]
     nodes = zip(tree.tokens.tolist(), tree.parents.tolist(), confidence, strict=True)

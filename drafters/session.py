@@ -26,7 +26,7 @@ class Session(ABC):
         """True features [m, layers, hidden] of the text's positions from `start` on; tokens: the m that follow them.
         None for a head without `feature_layers`.
 
-        Drops all drafted nodes. `start` is `synced` unless features got lost in between; then the head does without.
+        Drops all drafted nodes. `start` is `synced` unless features were lost in between; the head then lacks them.
         """
 
     def behind(self) -> int:
@@ -35,10 +35,10 @@ class Session(ABC):
 
     @abstractmethod
     def root(self) -> Tensor | None:
-        """Be ready to draft below node 0: its logits, [1, draft_vocab]; None where `rank` needs none."""
+        """Prepare to draft below node 0 and return its logits, [1, draft_vocab]; None where `rank` needs none."""
 
     def root_logits(self) -> Tensor:
-        """[1, draft_vocab], in any case."""
+        """Node 0's logits, [1, draft_vocab], never None."""
         logits = self.root()
         assert logits is not None
         return logits
@@ -50,8 +50,8 @@ class Session(ABC):
         """
 
     def begin(self, paths: Sequence[Sequence[int]]) -> list[int]:
-        """Nodes at the end of some paths behind node 0, drafted together; -1 for a path that is too long. Only of
-        one-pass heads: others `extend` one token at a time.
+        """Nodes at the end of some paths below node 0, drafted together; -1 for a path that is too long. One-pass heads
+        only: others `extend` one token at a time.
         """
         raise NotImplementedError
 

@@ -83,7 +83,7 @@ class SmallSession(Session):
 
     def root(self) -> Tensor:
         if self._root_logits is None:
-            self.cache.length += self.cache.pending  # what was node 0 the last time is text now
+            self.cache.length += self.cache.pending  # the previous node 0 is text now
             self.cache.pending = 0
             for at in range(0, len(self.unread), _CHUNK):
                 logits, _ = self.model.prefill(self.cache, self.unread[at : at + _CHUNK])
@@ -114,12 +114,12 @@ class SmallSession(Session):
 def level_by_level(widths: Sequence[int], budget: int) -> Static:
     """The tree in which every node of level i has widths[i] children, cut at `budget` nodes, root included."""
     paths = (path for depth in range(1, len(widths) + 1) for path in product(*map(range, widths[:depth])))
-    return Static(list(islice(paths, budget - 1)))  # of what may be more paths than memory holds
+    return Static(list(islice(paths, budget - 1)))  # there may be more paths than fit in memory
 
 
 @contextmanager
 def _told_of(path: str) -> Iterator[None]:
-    """What is wrong with the draft model is said of drafter.path, not of the target's key."""
+    """Errors of the draft model name drafter.path instead of the target's key."""
     try:
         yield
     except ModelError as error:

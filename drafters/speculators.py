@@ -1,7 +1,7 @@
 """The `speculators` format (vllm-project/speculators, `RedHatAI/*-speculator.eagle3`), which vLLM loads.
 
 It holds the tensors of the public layouts under other names, and the layer's configuration in a section of its own.
-So a head reads it by its own names: here is what they are called in the file, and the configuration it expects.
+A head asks for the public names: this module maps them to the file's, and gives the configuration that it expects.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any
 from torch import Tensor
 
 TYPE = "speculators_model_type"
-"""The key by which a config.json is known to be of this format; its value is the kind of head."""
+"""The key that marks a config.json as being of this format; its value is the kind of head."""
 
 PREFIXES = {
     "eagle": {"fc.": "fusion_fc.", "layers.0.": "transformer."},
     "eagle3": {"midlayer.": "layers.0."},
 }
-"""Per kind of head: the start of a public name, and what stands in the file instead."""
+"""Per kind of head: the prefix of a public name -> its prefix in the file."""
 
 _LAYER = "transformer_layer_config"
 
 
 def stored_name(name: str, kind: str | None) -> str:
-    """What the file calls the tensor `name` of the public layout. kind: None for a file in that layout itself."""
+    """The file's name for the tensor `name` of the public layout. kind: None for a file in the public layout."""
     for public, stored in PREFIXES.get(kind or "", {}).items():
         if name.startswith(public):
             return stored + name.removeprefix(public)
@@ -32,7 +32,7 @@ def stored_name(name: str, kind: str | None) -> str:
 
 
 def public_config(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The configuration as the public layout has it. Raises ValueError with what cannot be read."""
+    """The configuration as the public layout has it. Raises ValueError that names what cannot be read."""
     kind, layer = config[TYPE], config.get(_LAYER)
     if kind not in PREFIXES:
         raise ValueError(f"{TYPE}={kind!r} is none of {', '.join(PREFIXES)}")

@@ -2,7 +2,7 @@
 
 Rows are flat and belong to any requests; keys and values of all requests lie in one pool of blocks. A row sees the
 first `prefix` slots of its request and a list of others, so a tree needs no mask (`engine.model.attention`), and no
-row's result depends on the rows beside it. The residual stream and the features are float32.
+row's result depends on the other rows. The residual stream and the features are float32.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from engine.model.matmul_kernels import MATMUL
 from engine.model.simd import BFLOAT16, FLOAT32, LANES, add, int_at, load, store
 from engine.model.team import Program, address_of, kernel, member, members, words
 
-_BLOCKS = 256  # of the pool at first; it grows
-_ALONE = 8  # rows of a small kernel that are not worth waking the other threads
+_BLOCKS = 256  # of the pool initially; it grows
+_ALONE = 8  # rows of a small kernel that do not justify waking the other threads
 
 ADD_TOKENS = np.dtype([(name, "i8") for name in ("table", "tokens", "out", "rows", "columns", "width")])
 
@@ -48,7 +48,7 @@ def add_tokens_kernel(address: Any) -> None:
 
 @dataclass(frozen=True)
 class Layer:
-    """input_norm: None where the stack is given the input of its first product."""
+    """input_norm: None where the caller gives the input of the first product."""
 
     qkv: Linear
     decoder: DecoderLayer
@@ -59,13 +59,13 @@ class PooledCache(KVCache):
     """One request's keys and values in the pool of a stack."""
 
     def places(self, first: int, count: int) -> Int:
-        """[count] where the slots from `first` on lie in the pool."""
+        """[count]: places in the pool of the slots from `first` on."""
         self.reserve(first + count)
         return self._slots(np.arange(first, first + count, dtype=np.int32))
 
 
 class GrowingPool(KVPool):
-    """A pool that nobody has to wait for."""
+    """A pool that grows, so nobody has to wait for blocks."""
 
     def take(self, wanted: int) -> list[int]:
         if wanted > self.free:
@@ -82,7 +82,7 @@ class GrowingPool(KVPool):
 
 
 def fits(hidden: int, decoder: DecoderLayer) -> bool:
-    """Whether a stack can be made of such layers here."""
+    """Whether this machine can run such layers as a stack."""
     sizes = (hidden, decoder.gate_up.outputs, decoder.head_dim * (decoder.heads + 2 * decoder.kv_heads))
     return decoder.device.type == "cpu" and all(size % LANES == 0 for size in sizes)
 
@@ -90,8 +90,8 @@ def fits(hidden: int, decoder: DecoderLayer) -> bool:
 class Stack:
     """norm: over the last layer's output. of_token: [vocab, qkv], added to the first layer's queries, keys and values.
 
-    `residual` [capacity, hidden] holds the rows' residuals in and out, `x` [capacity, hidden] what the first product
-    takes (where the first layer has no input norm), and in the end the chosen rows' normalised outputs.
+    `residual` [capacity, hidden] holds the rows' residuals in and out, `x` [capacity, hidden] the first product's input
+    (where the first layer has no input norm) and, at the end, the chosen rows' normalised outputs.
     """
 
     def __init__(
@@ -110,20 +110,20 @@ class Stack:
         self._turns = first.rotary.halves(256)
         self._capacity, self._program = 0, Program()
         self._scratch, self._scratch_of_products = torch.zeros(0), NO_SCRATCH
-        self._keys = 0  # where the pool's keys are
+        self._keys = 0  # address of the pool's keys
 
     def reserve(self, rows: int, positions: int) -> None:
-        """Have room for so many rows, and turns for so many positions."""
+        """Allocate room for `rows` rows, and rotary turns for `positions` positions."""
         if positions > len(self._turns):
             self._turns = self.first.rotary.halves(2 * positions)
         if rows > self._capacity or self._keys != self.pool.keys.data_ptr():
             self._build(max(self._capacity, 1 << (rows - 1).bit_length()))
 
     def run(self, parts: Sequence[Rows], residual: Tensor, x: Tensor | None, chosen: Sequence[int] | None) -> Tensor:
-        """The normalised outputs of the chosen rows (None: all), [chosen, hidden], until the next call.
+        """The normalised outputs of the chosen rows (None: all), [chosen, hidden], valid until the next call.
 
-        residual: [rows, hidden]; x: what the first product takes, for layers without an input norm. A chosen row's
-        output before the norm is in `residual` afterwards.
+        residual: [rows, hidden]; x: the first product's input, for layers without an input norm. A chosen row's output
+        before the norm is in `residual` afterwards.
         """
         for part in parts:
             part.cache.reserve(part.first + len(part))
@@ -142,7 +142,7 @@ class Stack:
         return self.x[:count]
 
     def read(self, layer: int, kv: Tensor, positions: Sequence[int], cache: PooledCache, first: int) -> None:
-        """Put keys and values, [n, 2 * kv_heads * head_dim] as the layer's product gave them, into the slots from
+        """Write keys and values, [n, 2 * kv_heads * head_dim] as the layer's product returns them, to the slots from
         `first` on. positions: [n].
         """
         slots, at = cache.places(first, len(kv)), np.asarray(positions, np.int32)
@@ -154,13 +154,13 @@ class Stack:
         enter_kernel()(address_of(record), len(kv) // _ALONE)
 
     def _room(self) -> Tensor:
-        """A key for each thread."""
+        """Scratch: one key for each thread."""
         if self._scratch.numel() < (needed := torch.get_num_threads() * self.pool.shape.dims):
             self._scratch = torch.zeros(needed)
         return self._scratch
 
     def _set(self, rows: int, picked: Any, count: int, places: Places) -> None:
-        """What depends on the batch."""
+        """Set what depends on the batch."""
         self._norms["count"] = self._adds["rows"] = rows
         if self.norm is not None:
             self._norms["count"][-1] = count
@@ -172,7 +172,7 @@ class Stack:
         self._adds["tokens"] = places.tokens
 
     def _build(self, capacity: int) -> None:
-        """The program for up to `capacity` rows: its buffers and its records."""
+        """Build the program for up to `capacity` rows: its buffers and its records."""
         first, shape, width = self.first, self.pool.shape, self.dtype.itemsize
         self.attention = Attention(self.pool, first.heads // first.kv_heads)
         self._capacity, self._keys = capacity, self.pool.keys.data_ptr()
@@ -184,7 +184,7 @@ class Stack:
         self._adds, self._products = np.zeros(1, ADD_TOKENS), np.zeros(4 * len(self.layers), MATMUL)
         self._of_enter = words(self._enters, "positions", "rows")
         self._of_products = words(self._products, "rows", "tiles")
-        self._scales: list[Tensor] = []  # which the records point into
+        self._scales: list[Tensor] = []  # the records point into these
         self._norms["residual"], self._norms["out"] = self.residual.data_ptr(), self.x.data_ptr()
         self._norms["hidden"], self._norms["delta"][1:] = self.hidden, self._buffers["delta"].data_ptr()
         self._enters["qkv"], self._enters["kv_heads"] = self._buffers["qkv"].data_ptr(), shape.kv_heads
@@ -242,7 +242,7 @@ class Stack:
         add_product(self._program, self._products, index, linear, x, out, used)
 
     def _sum(self) -> None:
-        """The last step where no norm adds the last product."""
+        """The last step if no norm adds the last product."""
         rows = slice(self._rows) if self._picked is None else torch.from_numpy(self._picked)
         self.residual[: self._rows].add_(self._buffers["delta"][: self._rows])
         ends = self.residual[rows]

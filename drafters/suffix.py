@@ -1,6 +1,6 @@
 """Suffix drafting: trees from the session index, over the request's own text, earlier answers and, if there is a dense
-index, the passages most similar to the prompt: phrasing that the prompt only alludes to. Earlier answers may be there
-from the start: a datastore of what the target answered to prompts of all kinds."""
+index, the passages most similar to the prompt: phrasing that the prompt only alludes to. The index may start with
+earlier answers: a datastore of what the target answered to prompts of all kinds."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from retrieval_index.dense import DenseIndex
 
 WARM_UP = 512
-"""Tokens of an answer for which the room of a new request is too small."""
+"""Tokens of an answer that is too long for a new request's initial room."""
 
 
 class SuffixDrafter(Drafter):
-    """The likeliest `budget` nodes of the index's mixture; its probabilities are learned, so they are c(v) as they are.
+    """The likeliest `budget` nodes of the index's mixture; its probabilities are learned and serve as c(v) directly.
 
-    capacity: tokens of finished answers kept for later requests, beside `answers`, those to begin with; beyond it the
-    oldest go first, those of `answers` before all. 0 without `answers`: each request sees its own text only. dense:
-    where `passages` passages are looked up for each prompt, or None. shared_noise: where the target samples, rank by
-    the noise of its draw.
+    capacity: tokens of finished answers kept for later requests, besides the initial `answers`; beyond it the oldest
+    are evicted first, those of `answers` before all others. 0 without `answers`: each request sees only its own text.
+    dense: index in which `passages` passages are looked up for each prompt, or None. shared_noise: where the target
+    samples, rank by the noise of its draw.
     """
 
     calibrated = True
@@ -56,7 +56,7 @@ class SuffixDrafter(Drafter):
     def from_config(cls, config: Config) -> SuffixDrafter:
         warm_up = cls(budget=4)  # kernels are compiled when first called: before the worker is ready, not in a request
         warm_up.start(0, [1, 2, 1], SamplingParams(temperature=1.0))
-        warm_up.observe(0, Verdict(warm_up.propose(0, [2]), [0], [*range(WARM_UP)]))  # so many that its store grows
+        warm_up.observe(0, Verdict(warm_up.propose(0, [2]), [0], [*range(WARM_UP)]))  # enough that its store grows
         warm_up.finish(0)
         release_compiler()
         dense: DenseIndex | None = None
@@ -65,7 +65,7 @@ class SuffixDrafter(Drafter):
             from retrieval_index.dense import DenseIndex
 
             dense = DenseIndex(Path(path), load_tokenizer(config.model))
-            dense.query([0])  # so is faiss loaded
+            dense.query([0])  # loads faiss
         options = config.drafter
         answers = None if (folder := options.answers_folder) is None else Datastore(Path(folder))
         return cls(

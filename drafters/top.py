@@ -1,4 +1,4 @@
-"""The best of each row of scores, and what their softmax is over: one pass for each where torch takes five."""
+"""The best of each row of scores, and the softmax's denominator: one pass per row where torch takes five."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from engine.model.simd import (
 
 
 class Top(NamedTuple):
-    """values, indices: [rows, k], best first, of equals the first; totals: [rows], sum of exp(score - best score)."""
+    """values, indices: [rows, k], best first, ties by lower index; totals: [rows], sum of exp(score - best score)."""
 
     values: Tensor
     indices: Tensor
@@ -67,7 +67,7 @@ def _top(scores: int, width: int, columns: int, values: Any, indices: Any, total
 
 @njit
 def _enter(value: Any, column: int, best: Any, place: Any, count: int) -> int:
-    """Put the value in its place among the best, if it belongs there; how many there are."""
+    """Insert the value among the best, if it belongs there; returns how many there are."""
     k = len(best)
     if count == k and not value > best[k - 1]:
         return count

@@ -1,6 +1,6 @@
-"""What a head has drafted behind one request's text: a trie below the last synced token.
+"""What a head has drafted after one request's text: a trie below the last synced token.
 
-The tree of a round, and of any outcome that the engine asks about, reuse what was computed for their common paths.
+The tree of a round and those of all outcomes that the engine asks about share what was computed for common paths.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from drafters.session import Session
 
 @dataclass(eq=False)
 class Trie:
-    """A request's text and the nodes below it, numbered as its session does.
+    """A request's text and the nodes below it, numbered as in its session.
 
-    child: (node, token) -> the node behind it. depth: of each node. seen: what the head sees behind it.
+    child: (node, token) -> the child node. depth: of each node. seen: what the head predicts after it.
     """
 
     text: list[int]
@@ -39,7 +39,7 @@ class Trie:
         self.forget_nodes()
 
     def unsynced(self) -> list[int]:
-        """Tokens behind node 0 whose features have not come (yet): drafted like a continuation, with stand-ins."""
+        """Tokens after node 0 whose features have not come (yet): drafted like a continuation, from the head's own features."""
         return self.text[self.session.synced + 1 :] if self.session.synced else []
 
     def place(self, continuation: Sequence[int]) -> Place:
@@ -47,7 +47,7 @@ class Trie:
         return Place(self, [*self.unsynced(), *continuation])
 
     def seen_along(self, continuation: Sequence[int]) -> list[Following]:
-        """What the head saw at the text's end and behind each token of `continuation`, as far as it has drafted."""
+        """What the head predicted after the text and after each token of `continuation`, as far as it has drafted."""
         unsynced, nodes = self.unsynced(), [0]
         for token in [*unsynced, *continuation]:
             if (following := self.child.get((nodes[-1], token))) is None:
@@ -56,17 +56,17 @@ class Trie:
         return [self.seen[node] for node in nodes[len(unsynced) :] if node in self.seen]
 
     def sees_no_further(self, parent: int) -> bool:
-        """Whether the head predicts nothing behind this node's children."""
+        """Whether the head predicts nothing after this node's children."""
         limit = self.session.depth_limit
         return limit is not None and self.depth[parent] + 1 >= limit
 
     def end(self, parent: int, token: int) -> None:
-        """A new node behind which nothing is predicted. The session does not know it, so its number is negative."""
+        """A new node after which nothing is predicted. The session does not know it, so its number is negative."""
         node = self.child[parent, token] = -1 - len(self.child)
         self.depth[node], self.seen[node] = self.depth[parent] + 1, ([], [])
 
     def note(self, nodes: list[int], logits: Tensor | None) -> None:
-        """Remember what the head sees behind each node."""
+        """Store what the head predicts after each node."""
         first = nodes if logits is None else nodes[: len(logits)]
         positions = [self.session.synced + 1 + self.depth[node] for node in first]
         seen = self.session.rank(self.ranking, nodes, logits, positions)

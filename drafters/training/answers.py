@@ -1,6 +1,6 @@
-"""The training text: prompts from a file, answered by the target itself, since its own words are what a head must
-foresee. Answers are kept on disk as they come, so a killed run goes on where it stopped and the heads of one target
-share them. Lines that come with the target's answer, as token ids, are not asked again.
+"""The training text: prompts from a file, answered by the target itself, since a head must predict the target's own
+words. Answers are saved to disk as they come, so a killed run resumes where it stopped and the heads of one target
+share them. Lines that come with the target's answer, as token ids, are not answered again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Question:
 
 
 def read_questions(path: Path, tokenizer: Any, recipe: Recipe) -> list[Question]:
-    """The file's prompts, in an order that does not depend on the file's, without repetitions."""
+    """The file's prompts without duplicates, in an order that does not depend on the file's."""
     room = max(recipe.length - recipe.answer_tokens, recipe.length // 2)
     rows = {
         hashlib.blake2b(f"{recipe.seed}:{row.prompt}".encode(), digest_size=8).hexdigest(): row
@@ -101,7 +101,7 @@ def answer(
 
 
 def target_digest(target: Path) -> str:
-    """What tells the weights of targets apart."""
+    """A digest that tells the weights of targets apart."""
     digest = hashlib.blake2b(digest_size=8)
     for file in sorted(target.glob("*.safetensors")) + sorted(target.glob("*.bin")):
         digest.update(f"{file.name}:{file.stat().st_size}".encode())

@@ -1,8 +1,8 @@
-"""The block head as it trains (`drafters.block`): all draft steps of an anchor are rows of one block.
+"""The block head in training (`drafters.block`): all draft steps of an anchor are rows of one block.
 
-Row 0 holds the anchor's token, the others a mask's, save for *known beginnings*: in a share of the drafts the first
-tokens behind the anchor are given, as they are when the head drafts behind a retrieved passage or a possible outcome.
-Every row holds the last context vector as well (`entry`): attention alone takes long to learn to fetch it.
+Row 0 holds the anchor's token, the others the mask, except for *known prefixes*: in a share of the drafts the first
+tokens after the anchor are given, as they are when the head drafts after a retrieved passage or a possible outcome.
+Every row also holds the last context vector (`entry`): attention alone takes long to learn to fetch it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class BlockLayer(nn.Module):
 
 
 class MarkovLink(nn.Module):
-    """What the token before adds to a row's logits: markov_w2 (gate * w1[token]), gate = sigmoid(gate_proj [h; w1]).
+    """What the previous token adds to a row's logits: markov_w2 (gate * w1[token]), gate = sigmoid(gate_proj [h; w1]).
 
     markov_w1 is a linear map of the target's embedding, so that tokens too rare to be learned have a link as well.
     """
@@ -70,7 +70,7 @@ class MarkovLink(nn.Module):
         super().__init__()
         hidden = embedding.shape[1]
         _, sizes, axes = torch.linalg.svd(embedding - embedding.mean(0), full_matrices=False)
-        scale = (len(embedding) ** 0.5) / sizes[:rank]  # each of the main axes with variance one
+        scale = (len(embedding) ** 0.5) / sizes[:rank]  # gives each principal axis variance one
         self.axes = nn.Parameter(axes[:rank].T * scale)
         self.markov_w2 = nn.Linear(rank, outputs, bias=False)
         nn.init.zeros_(self.markov_w2.weight)
@@ -113,7 +113,7 @@ class BlockModule(HeadModule):
         self._begin_as(target)
 
     def _begin_as(self, target: Any) -> None:
-        """Start from the target's last layers, reading the deepest of the states: much of the work is the same."""
+        """Initialise from the target's last layers, reading the deepest state: much of the work is the same."""
         own = dict(self.named_parameters())
         hidden, last = self.config.hidden_size, target.base_model.layers[-self.recipe.layers :]
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The EAGLE family as it trains: a layer over pairs of a token and a feature, fed with its own features."""
+"""The EAGLE family in training: a layer over pairs of a token and a feature, fed with its own features."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FeatureModule(HeadModule):
 
     @abstractmethod
     def pair(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """The input of the layer's attention and the residual stream, of (token, feature) pairs."""
+        """The input of the layer's attention and the residual stream, for (token, feature) pairs."""
 
     def draft(self, texts: Texts, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
         fused, attention = self.fuse(texts.features), self.layer.self_attn

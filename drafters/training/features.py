@@ -1,9 +1,9 @@
-"""What the target thinks of the training text. A head is trained over several epochs and the heads of one target share
-the text, while the target's forward costs more than most heads' own: so its hidden states are kept on disk when they
-are first read.
+"""The target's hidden states of the training text. A head is trained for several epochs and the heads of one target
+share the text, while the target's forward costs more than most heads' own: so its hidden states are saved to disk when
+they are first read.
 
 One file per hidden state, [tokens, hidden] in bfloat16, and one of log-normalisers, float32: with these the target's
-probabilities over a draft vocabulary need no product over the whole one.
+probabilities over a draft vocabulary need no product over the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ _FORWARD_TOKENS = 2048  # padding included, which bounds a forward's memory
 
 
 def kept_states(layers: int) -> tuple[int, ...]:
-    """The hidden states of a target of so many layers that the heads trained here read between them."""
+    """The hidden states that the heads trained here read, all taken together. layers: the target's."""
     inner = {2, layers // 4 + 2, layers // 2, 3 * layers // 4 - 1, layers - 3}
     return (*sorted(state for state in inner if 0 < state < layers), layers)
 
 
 class Features:
-    """Computed anew whenever they are read, which takes no room on the disk."""
+    """Features recomputed at every read, which takes no disk space."""
 
     def __init__(self, target: Any, examples: Sequence[Example]):
         self.target, self.examples = target, examples
         self.lengths = [len(example.tokens) for example in examples]
 
     def read(self, chosen: Sequence[int], states: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Of some examples, zero behind each one's end.
+        """Features of some examples, zero after each one's end.
 
         Returns hidden states [examples, longest, states, hidden] bfloat16, and log-normalisers [examples, longest]
-        float32, which are there for an answer's tokens only.
+        float32, which are set for an answer's tokens only.
         """
         computed: tuple[Tensor, Tensor] = self._compute(chosen, states)
         return computed
@@ -113,7 +113,7 @@ def features_name(target: str, examples: Sequence[Example]) -> str:
 
 
 def _map(path: Path, dtype: Any, *shape: int) -> Any:
-    """A file as an array; zeros take no room until they are written."""
+    """A file as an array; zeros take no disk space until they are written."""
     with path.open("ab") as file:
         file.truncate(int(np.prod(shape)) * np.dtype(dtype).itemsize)
     return np.memmap(path, dtype, "r+", shape=shape)

@@ -1,8 +1,8 @@
-"""What a head is while it trains: a plain module whose state dict is the public checkpoint layout.
+"""A head in training: a plain module whose state dict is the public checkpoint layout.
 
 All share one indexing. Row i of a sequence stands for the text up to token t[i + 1]: the target's feature f[i] and the
-token behind it. Draft step k of row i has seen the tokens up to t[i + 1 + k] and predicts t[i + 2 + k]. Some rows of
-each text are *anchors*: from them drafts are made, the others are only their context.
+token after it. Draft step k of row i has seen the tokens up to t[i + 1 + k] and predicts t[i + 2 + k]. Some rows of
+each text are *anchors*: drafts start from them, the others are only their context.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Texts:
     """What a head drafts from. features: [batch, rows, states, hidden], true. tokens: [batch, rows + 1 + steps].
 
     embedded: [..., hidden], the tokens' embeddings (see `HeadModule.embed`). anchors: [batch, anchors], rows. known:
-    [batch, anchors], how many of the tokens to be drafted a block head is shown.
+    [batch, anchors], how many of the tokens to draft are given to a block head.
     """
 
     features: Tensor
@@ -34,7 +34,7 @@ class Texts:
     known: Tensor
 
     def at_anchors(self, values: Tensor, behind: int = 0) -> Tensor:
-        """values: [batch, rows or more, ...] -> [batch, anchors, ...], so many rows behind each anchor."""
+        """values: [batch, rows or more, ...] -> [batch, anchors, ...], `behind` rows after each anchor."""
         batch = torch.arange(len(values), device=values.device)[:, None]
         return values[batch, self.anchors + behind]
 
@@ -44,11 +44,11 @@ class Texts:
 
 
 class HeadModule(nn.Module, ABC):
-    """A head under training. draft_ids: [draft_vocab] the target's id of each output; None, all in order."""
+    """A head under training. draft_ids: [draft_vocab] the target's id of each output; None: all in order."""
 
     draft_ids: Tensor | None = None
     learns_prompts = False
-    """Whether it learns from the prompts' tokens too; the others only from the target's own words."""
+    """Whether it learns from the prompts' tokens too; other heads learn only from the target's own words."""
 
     def embed(self, tokens: Tensor, target: Any) -> Tensor:
         """tokens: [batch, n] -> their embeddings, the target's."""
@@ -57,17 +57,17 @@ class HeadModule(nn.Module, ABC):
 
     @abstractmethod
     def draft(self, texts: Texts, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Per draft step what is predicted behind every anchor, [batch, anchors, h], and the feature that became of it.
+        """Per draft step, the prediction after every anchor, [batch, anchors, h], and the feature it leads to.
 
-        Ends early where the head cannot draft so far.
+        Ends early where the head cannot draft that far.
         """
 
     @abstractmethod
     def factors(self, states: Tensor, step: int, previous: Tensor) -> Factors:
-        """What the logits of draft step `step` are the product of. states: [n, h]; previous: [n], the token before."""
+        """The factors of the logits of draft step `step`. states: [n, h]; previous: [n], the token before."""
 
     def confidence(self, states: Tensor, previous: Tensor) -> Tensor | None:
-        """[n] logits of the share of the target's probability that the draft's covers, if it says so."""
+        """[n] logits of the share of the target's probability that the draft's covers; None if not predicted."""
         return None
 
     @abstractmethod
@@ -76,7 +76,7 @@ class HeadModule(nn.Module, ABC):
 
 
 def llama_values(config: LlamaConfig) -> dict[str, Any]:
-    """What a head's config.json says of its layer."""
+    """What a head's config.json says about its layer."""
     keys = (
         "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
         "max_position_embeddings", "rms_norm_eps", "rope_parameters", "hidden_act",

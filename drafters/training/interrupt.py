@@ -11,7 +11,7 @@ from types import FrameType
 
 @contextmanager
 def noted(note: Callable[[], None]) -> Iterator[Callable[[], bool]]:
-    """Yields whether Ctrl-C was pressed. The first time calls `note`, the next one interrupts as usual.
+    """Yields a check whether Ctrl-C was pressed. The first press calls `note`, the next one interrupts as usual.
 
     Only the main thread can be interrupted; in any other nothing changes.
     """

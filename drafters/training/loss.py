@@ -1,5 +1,5 @@
 """The loss of a draft step over a vocabulary. Logits and their gradients are as large as all else together, so they are
-computed in one go, some rows at a time, and never kept: what backward needs are the gradients of the factors.
+computed together, some rows at a time, and never kept: backward needs only the gradients of the factors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Teacher:
 
 @dataclass(frozen=True)
 class Verdicts:
-    """Of each row: its loss, the likeliest draft id, and the overlap sum(min(p, q)) with the target. All [n]."""
+    """For each row: its loss, the likeliest draft id, and the overlap sum(min(p, q)) with the target. All [n]."""
 
     loss: Tensor
     best: Tensor
@@ -45,7 +45,7 @@ class Verdicts:
 
 
 def vocabulary_loss(factors: Factors, teacher: Teacher, entropy: float, distance: float) -> tuple[Tensor, Verdicts]:
-    """The mean over rows of entropy * cross-entropy + distance * sum(|p - q|), and what it consists of."""
+    """The mean over rows of entropy * cross-entropy + distance * sum(|p - q|), and its parts by row."""
     found: list[Verdicts] = []
     flat = [tensor for pair in factors for tensor in pair]
     with torch.autocast(flat[0].device.type, enabled=False):  # sums over the vocabulary stay in float32
@@ -88,7 +88,7 @@ class _Loss(torch.autograd.Function):
 
 
 def _gradient(p: Tensor, q: Tensor, mass: Tensor, entropy: float, distance: float) -> Tensor:
-    """Of the loss with respect to the logits, [rows, vocab]; overwrites p."""
+    """Gradient of the loss with respect to the logits, [rows, vocab]; overwrites p."""
     pull = None
     if distance:
         sign = (q - p).sign_()

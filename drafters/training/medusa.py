@@ -1,4 +1,4 @@
-"""Medusa and Hydra as they train: a stack of residual blocks for each draft step."""
+"""Medusa and Hydra in training: a stack of residual blocks for each draft step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from drafters.training.recipe import Recipe
 
 
 class ResidualBlock(nn.Module):
-    """x + SiLU(linear(x)), or res_connection(x) + ... where the input is wider; starts by passing its first part on."""
+    """x + SiLU(linear(x)), or res_connection(x) + ... where the input is wider; initially passes its first part on."""
 
     def __init__(self, hidden: int, parts: int = 1):
         super().__init__()
@@ -33,7 +33,7 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaModule(HeadModule):
-    """Reads nothing but the feature; `wide` gives each head the embeddings drafted before it, which makes it Hydra."""
+    """Reads only the feature; `wide` also gives each head the embeddings drafted before it, which makes it Hydra."""
 
     wide = False
 
@@ -79,7 +79,7 @@ class MedusaModule(HeadModule):
 
 
 class HydraModule(MedusaModule):
-    """Teacher forced: head i reads the true tokens where drafting will have guesses."""
+    """Teacher-forced: head i reads the true tokens where drafting will have guesses."""
 
     wide = True
 

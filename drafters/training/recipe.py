@@ -14,7 +14,7 @@ Method = Literal["eagle", "eagle3", "medusa", "hydra", "sps", "block"]
 
 
 class Recipe(BaseModel):
-    """Data: prompts: at most so many are used, held_out of them only for the acceptance table; answer_tokens,
+    """Data: prompts: the most that are used, held_out of them only for the acceptance table; answer_tokens,
     answer_batch, temperature: how the target answers them (0 is greedy); length: tokens of an example, prompt included.
 
     store_features: keep the target's hidden states on disk (StoredFeatures) instead of computing them in every epoch.
@@ -28,7 +28,7 @@ class Recipe(BaseModel):
     Head: intermediate_size of the layer; draft_vocab_size (EAGLE-3), 0 is all; heads and blocks (Medusa, Hydra);
     tie_lm_head: use the target's output matrix instead of training one per head (Medusa, Hydra). hidden_size, layers,
     attention_heads: of the small model (sps). layers, markov_rank: of the block head, whose rows are `unroll`;
-    known_share: of its drafts that begin with tokens given.
+    known_share: share of its drafts that start with given tokens.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

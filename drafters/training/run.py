@@ -30,7 +30,7 @@ from engine.loading import eos_tokens, has_native_bfloat16
 from engine.model.resolve import resolve
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
-_SAID_S = 60.0  # between two lines where no bar is shown
+_SAID_S = 60.0  # between two progress lines where no bar is shown
 RECIPES = Path(__file__).resolve().parents[2] / "configs" / "train"
 
 
@@ -65,7 +65,7 @@ def train(
     wanted_layers(plan, model)  # refused before hours of answering, not after
     questions = read_questions(data, tokenizer, plan)
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
-    figures = TextColumn("{task.fields[figures]}", table_column=Column(ratio=1, no_wrap=True))  # what there is room for
+    figures = TextColumn("{task.fields[figures]}", table_column=Column(ratio=1, no_wrap=True))  # if there is room
     with Progress(*columns, figures, console=console, expand=True) as progress:
         digest, kept = target_digest(folder), answers or out.parent / "answers"
         examples = _examples(questions, model, digest, plan, kept, progress)
@@ -113,7 +113,7 @@ def train(
 
 
 class _Stage:
-    """How far a stage is: a bar on a terminal, a line a minute elsewhere."""
+    """A stage's progress: a bar on a terminal, a line a minute elsewhere."""
 
     def __init__(self, progress: Progress, name: str, total: int, done: int = 0):
         self._progress, self._name, self._total = progress, name, total
@@ -129,8 +129,8 @@ class _Stage:
 
 
 def _keep_freed_memory() -> None:
-    """A step's temporaries are tens of megabytes each. glibc gives such blocks back to the system at once, and asking
-    for them anew took a third of a step's time.
+    """A step's temporaries are tens of megabytes each. glibc returns such blocks to the system at once, and allocating
+    them again took a third of a step's time.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -141,7 +141,7 @@ def _keep_freed_memory() -> None:
 def _examples(
     questions: list[Question], model: Any, digest: str, plan: Recipe, kept: Path, progress: Progress
 ) -> list[Example]:
-    """The training text; what has no answer yet is answered first."""
+    """The training text; prompts without an answer are answered first."""
     asked = [question.prompt for question in questions if question.answer is None]
     answered: list[Example] = []
     if asked:
@@ -168,7 +168,7 @@ def export(module: HeadModule, out: Path) -> None:
 
 
 def write_card(out: Path, plan: Recipe, step: int, tokens: int, score: Score) -> None:
-    """What the head is and how good, beside it: training.json."""
+    """Write training.json beside the head: what it is and how good."""
     card = {
         "method": plan.method,
         "steps": step,

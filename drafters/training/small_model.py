@@ -1,4 +1,4 @@
-"""A small causal LM as it trains."""
+"""A small causal LM in training."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SmallModule(HeadModule):
                 tie_word_embeddings=True,
             )
         )
-        # the target's embedding along its main axes: what words are alike is known from the first step
+        # the target's embedding along its principal axes: similar words are close from the first step
         torch.manual_seed(recipe.seed)
         axes = torch.pca_lowrank(target_embedding, q=hidden, niter=4)
         main = axes[0] * axes[1]

@@ -54,7 +54,7 @@ class Score:
         return [hits / max(count, 1) for hits, count in zip(self.hits, self.count, strict=True)]
 
     def mean_loss(self) -> float:
-        """Of all positions together."""
+        """Over all positions together."""
         return sum(self.loss) / max(1, sum(self.count))
 
     def chain_length(self) -> float:
@@ -64,8 +64,8 @@ class Score:
 
 class Trainer:
     """One run. target: a loaded causal LM; features: of its examples, training ones first, then `recipe.held_out` to
-    measure on. averaged: the head with the running mean of its weights, which is what is measured and kept: wherever a
-    run stops it is nearly as good as at the end of a schedule. best: the greatest held-out chain length, that of
+    measure on. averaged: the head with the running mean of its weights, which is measured and kept: wherever a run
+    stops, it is nearly as good as at the end of a schedule. best: the greatest held-out chain length, that of
     `best_state`.
     """
 
@@ -101,9 +101,9 @@ class Trainer:
         judged: Callable[[Score, bool], None],
         stopping: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Train to the last step, saving now and then and at the end. `report` is told of every step, `judged` of every
-        held-out score of `averaged` and whether it is the best so far. stopping: asked after every step; if it says so
-        the run is saved and ends with KeyboardInterrupt.
+        """Train to the last step, saving periodically and at the end. `report` is called after every step, `judged`
+        with every held-out score of `averaged` and whether it is the best so far. stopping: called after every step;
+        if true, the run is saved and ends with KeyboardInterrupt.
         """
         saved = time.monotonic()
         while self.step < self.recipe.steps:
@@ -166,7 +166,7 @@ class Trainer:
         replace_file(path, buffer.getbuffer(), f"the checkpoint before step {self.step} is intact")
 
     def load(self, path: Path) -> None:
-        """Go on from a checkpoint of the same recipe."""
+        """Resume from a checkpoint of the same recipe."""
         try:
             state = torch.load(path, map_location=self.device, weights_only=True)
         except (OSError, RuntimeError, EOFError) as error:
@@ -180,7 +180,7 @@ class Trainer:
         self.best, self.best_state = state["best"], state["best_state"]
 
     def _average(self) -> None:
-        """Move the averaged weights towards the present ones; at first the mean of all, then of the last 50 steps."""
+        """Move the averaged weights towards the current ones; at first the mean of all, then of the last 50 steps."""
         present = [p.detach() for p in self.module.parameters()]
         torch._foreach_lerp_(list(self.averaged.parameters()), present, max(0.02, 3 / (self.step + 3)))
 
@@ -237,7 +237,7 @@ class Trainer:
         return total
 
     def _anchors(self, examples: Sequence[Example], seed: int | None) -> tuple[Tensor, Tensor]:
-        """[batch, anchors] rows of the answers, in order, and which of them are no filling."""
+        """[batch, anchors] rows of the answers, in order, and which of them are not padding."""
         generator = torch.Generator().manual_seed(0 if seed is None else seed)
         learns_prompts = self.module.learns_prompts and seed is not None
         rows: list[list[int]] = []
@@ -251,7 +251,7 @@ class Trainer:
         return torch.tensor([row + row[-1:] * (most - len(row)) for row in rows], device=self.device), real
 
     def _known(self, anchors: Tensor, seed: int | None) -> Tensor:
-        """[batch, anchors] int64: in a share of the drafts, between 1 and all but one of the block's tokens."""
+        """[batch, anchors] int64, tokens given: in a share of the drafts, from 1 to all but one of the block's."""
         if seed is None or not self.recipe.known_share:
             return torch.zeros_like(anchors)
         generator = torch.Generator().manual_seed(seed)
@@ -279,7 +279,7 @@ def wanted_layers(recipe: Recipe, target: Any) -> tuple[int, ...]:
 
 
 def draft_vocabulary(examples: Sequence[Example], size: int, vocab: int) -> Tensor:
-    """[size] the target's most answered tokens, in order of id; ties go to the smaller id."""
+    """[size] the most frequent tokens of the target's answers, in order of id; ties go to the smaller id."""
     if size == 0 or size >= vocab:
         return torch.arange(vocab)
     counts = torch.zeros(vocab, dtype=torch.long)
@@ -296,7 +296,7 @@ def schedule(step: int, recipe: Recipe) -> float:
 
 
 def replace_file(path: Path, data: bytes | memoryview, intact: str) -> None:
-    """Write a file of a run; the old one is whole until the new one is."""
+    """Write a file of a run; the old one stays intact until the new one is complete."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, data)
