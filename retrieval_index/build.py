@@ -1,7 +1,7 @@
 """Building a datastore: tokenise, cut into shards, sort their suffixes.
 
-Every file appears whole or not at all, and each finished shard is noted with how far into the input it reaches: a
-build that was killed goes on there. The lock of a builder dies with its process.
+Every file appears whole or not at all, and the progress records how far into the input each finished shard reaches: a
+killed build resumes there. A builder's lock dies with its process.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ PROGRESS = "progress.json"
 
 
 class Begun(msgspec.Struct):
-    """The progress of a build. inputs: what is being built and how, to notice that it changed."""
+    """The progress of a build. inputs: what is being built and how, to detect changes."""
 
     inputs: list[str]
 
 
 class Progress(Begun):
-    """documents: how many the shards hold whole; tokens: of the next one, how many."""
+    """documents: how many whole documents the shards hold; tokens: how many tokens of the next one."""
 
     shards: list[Shard] = msgspec.field(default_factory=list)
     documents: int = 0
@@ -50,7 +50,7 @@ def build(
     shard_tokens: int = SHARD_TOKENS,
     report: Callable[[int], None] = lambda tokens: None,
 ) -> Header:
-    """Build, or go on building, the datastore `out` from text and JSON-lines files. report: called with tokens read."""
+    """Build, or resume, the datastore `out` from text and JSON-lines files. report: called with tokens read."""
     with building_in(out):
         return _build(tokenizer, inputs, out, shard_tokens, report)
 
@@ -67,7 +67,7 @@ def _build(
 
     def flush(document: int, token: int) -> None:
         nonlocal held
-        if not progress.shards:  # so that a first shard left half done is known to be this build's
+        if not progress.shards:  # so that a half-written first shard is known to be this build's
             write_whole(out / PROGRESS, msgspec.json.encode(progress))
         shard = write_shard(out, len(progress.shards), np.concatenate(buffer), width)
         progress.shards.append(shard)
@@ -96,12 +96,12 @@ def _build(
 
 
 def described(inputs: Sequence[Path]) -> list[str]:
-    """The input files, so that a later build can tell whether they are still the same."""
+    """The input files' paths, sizes and times, so that a later build can tell whether they are still the same."""
     return [f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in inputs]
 
 
 def resume(path: Path, fresh: P) -> P:
-    """The progress of an earlier run over the same inputs, or `fresh`; what another build left is not touched."""
+    """The progress of an earlier run over the same inputs, or `fresh`; another build's files are not touched."""
     if not path.exists():
         if any(path.parent.glob("*.tokens")) or (path.parent / HEADER).exists():
             raise DatastoreError(f"{path.parent}: holds another index: name an empty folder")
@@ -116,7 +116,7 @@ def resume(path: Path, fresh: P) -> P:
 
 
 def write_shard(out: Path, number: int, tokens: NDArray[np.uint32], width: int) -> Shard:
-    """Both files of a shard. Suffixes sort by their tokens' values: as the bytes do, the high one first."""
+    """Write both files of a shard. Suffixes are sorted by token values: as bytes, with the high byte first."""
     divsufsort = library("pydivsufsort").divsufsort
     stored = tokens.astype(f"<u{width}")
     suffixes = divsufsort(stored.astype(f">u{width}").view(np.uint8))
@@ -132,7 +132,7 @@ def write_shard(out: Path, number: int, tokens: NDArray[np.uint32], width: int) 
 
 @contextmanager
 def building_in(out: Path) -> Iterator[None]:
-    """The folder is there and ours alone; what goes wrong with its files is a DatastoreError that says what to do."""
+    """Creates the folder and locks it; an error with its files becomes a DatastoreError that says what to do."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with open(out / "lock", "a") as file:
@@ -142,7 +142,7 @@ def building_in(out: Path) -> Iterator[None]:
                 raise DatastoreError(
                     f"{out}: another process is building here: wait for it or name another folder"
                 ) from None
-            for half_written in out.glob("*.tmp"):  # by a builder that was killed
+            for half_written in out.glob("*.tmp"):  # by a killed builder
                 half_written.unlink()
             yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`talon index`: build, inspect and ask a datastore or a dense index."""
+"""`talon index`: build, inspect and query a datastore or a dense index."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def build(
     ] = False,
     passage_tokens: Annotated[int, typer.Option(help="Longest passage of a dense index.", min=8)] = 160,
 ) -> None:
-    """Build a datastore or a dense index. Run again after a crash, it goes on where it was."""
+    """Build a datastore or a dense index. Run again after a crash, it resumes where it stopped."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 

@@ -1,4 +1,4 @@
-"""The compiler of the kernels: 60 MB of code, of no use once they are loaded, in every worker that uses an index."""
+"""The kernels' compiler: 60 MB of code, useless once they are loaded, in every worker that uses an index."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ _MADV_DONTNEED = 4
 
 
 def release_compiler() -> None:
-    """Let the compiler's code go out of this process's memory. The file still has it: should another kernel have to be
-    compiled, its pages come back as they are used. Elsewhere than on Linux nothing happens."""
+    """Drop the compiler's code from this process's memory. If another kernel has to be compiled, its pages are read
+    back from the file as they are used. Does nothing outside Linux."""
     if sys.platform != "linux" or "llvmlite" not in sys.modules:
         return
     advise = ctypes.CDLL(None).madvise

@@ -24,11 +24,11 @@ _PIECE = 200_000  # characters of a document tokenised at a time
 
 
 class _Row(msgspec.Struct):
-    """A document's text, or a model's answer as token ids, with the prompt that it answers or without."""
+    """A document's text, or a model's answer as token ids, optionally with the prompt that it answers."""
 
     text: str | None = None
-    tokens: list[Annotated[int, msgspec.Meta(ge=0)]] | int | None = None  # a number counts the text's, and says nothing
-    prompt: Any = None  # a text, or chat messages; anything else says nothing
+    tokens: list[Annotated[int, msgspec.Meta(ge=0)]] | int | None = None  # a number is the text's count, and is ignored
+    prompt: Any = None  # a text, or chat messages; anything else is ignored
 
     def __post_init__(self) -> None:
         if self.text is None and not isinstance(self.tokens, list):
@@ -36,14 +36,14 @@ class _Row(msgspec.Struct):
 
 
 def tokenised(tokenizer: Any, inputs: Sequence[Path], skip: int, separator: int) -> Iterator[NDArray[np.uint32]]:
-    """The documents from number `skip` on as token ids, a separator at their ends."""
+    """The documents from number `skip` on as token ids, each ending with a separator."""
     documents = (row for path in inputs for row in _documents(path, len(tokenizer)))
     for row in islice(documents, skip, None):
         yield np.asarray([*_ids(tokenizer, row), separator], np.uint32)
 
 
 def _ids(tokenizer: Any, row: _Row) -> list[int]:
-    """An answer begins with the end of what the model read before it, so that its first tokens have a context."""
+    """A row's token ids. An answer begins with the end of its prompt, so that its first tokens have a context."""
     if isinstance(row.tokens, list):
         before = (
             encode_text(tokenizer, row.prompt)[-CONTEXT:] if row.prompt and isinstance(row.prompt, str | list) else []
@@ -55,7 +55,7 @@ def _ids(tokenizer: Any, row: _Row) -> list[int]:
 
 
 def _documents(path: Path, vocab: int) -> Iterator[_Row]:
-    """What is not blank in a file: each line of .jsonl, else the whole; .xz and .gz are unpacked."""
+    """A file's documents that are not blank: each line of .jsonl, else the whole file; .xz and .gz are unpacked."""
     unpack: Any = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
     name = path.name.removesuffix(path.suffix) if path.suffix in (".xz", ".gz") else path.name
     try:

@@ -1,7 +1,7 @@
 """The datastore: a static corpus of tokens on disk, memory-mapped, searched by suffix array.
 
 A directory holds `header.json`, written last, and for each shard `NNNN.tokens` and `NNNN.suffixes`. Any number of
-processes may open it; nothing ever writes to it after its header is there.
+processes may open it; nothing writes to it once its header exists.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Datastore:
         return sum(shard.tokens for shard in self.header.shards)
 
     def texts(self) -> Iterator[NDArray[np.int32]]:
-        """The corpus, shard by shard, -1 behind each text."""
+        """The corpus, shard by shard, -1 after each text."""
         for tokens, _ in self.shards:
             texts = tokens.astype(np.int32)
             texts[tokens == self.separator] = -1
@@ -106,7 +106,7 @@ class Datastore:
                     raise DatastoreError(f"{self.folder / shard.name}.{kind}: damaged: build the datastore again")
 
     def prepare(self) -> None:
-        """Load the kernels now, which takes a second, or ten the first time, and let go of what loaded them."""
+        """Load the kernels now, which takes a second, or ten the first time, and release their compiler."""
         from retrieval_index.suffix_search import likeliest
 
         tokens, _ = self.shards[0]
@@ -119,7 +119,7 @@ class Datastore:
     ) -> tuple[int, NDArray[np.int32]]:
         """What followed the longest suffix of `context`, of `longest` down to `shortest` tokens, that occurs.
 
-        Returns the length of that suffix, 0 if there is none, and [occurrences, depth] int32, sorted, -1 behind a
+        Returns the length of that suffix, 0 if there is none, and [occurrences, depth] int32, sorted, -1 after a
         text's end: at most `samples` of each shard, spread evenly.
         """
         from retrieval_index.suffix_search import longest_match, read

@@ -1,8 +1,8 @@
-"""The dense index: passages found by what they are about, where no wording of the question occurs in them.
+"""The dense index: finds passages by what they are about, even if none of the question's wording occurs in them.
 
 A directory holds `header.json`, written last, and the files named in FILES. `retrieval_index.embedding` says how texts
-become vectors; the index holds all that this takes, so a drafter's worker can ask without a model. It stays good for
-any target of the same tokenizer.
+become vectors; the index holds all that this needs, so a drafter's worker can query it without a model. It stays valid
+for any target with the same tokenizer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from retrieval_index.library import library
 VERSION = 1
 MAGIC = "talon-dense"
 FILES = ("passages.tokens", "passages.starts", "embedding.tokens", "embedding.common", "index.faiss")
-PROBED = 4  # a large index looks into one cell of so many: of 60,305 passages recall among 5 is 0.39; an eighth: 0.36
+PROBED = 4  # a large index probes one cell in so many: recall@5 of 60,305 passages is 0.39; with one in eight, 0.36
 
 
 class DenseHeader(msgspec.Struct):
@@ -49,7 +49,7 @@ class Passage:
 
 
 def is_dense(folder: Path) -> bool:
-    """Whether a folder says of itself that it is a dense index; opening it shows whether it is a sound one."""
+    """Whether a folder's header says that it is a dense index; opening it shows whether it is intact."""
     try:
         return bool(msgspec.json.decode((folder / HEADER).read_bytes())["magic"] == MAGIC)
     except (OSError, msgspec.DecodeError, TypeError, LookupError):
@@ -57,7 +57,7 @@ def is_dense(folder: Path) -> bool:
 
 
 class DenseIndex:
-    """The passages most similar to a text. Opening maps the tables; the vectors are read, after their checksum."""
+    """The passages most similar to a text. Opening maps the tables, and reads the vectors after their checksum."""
 
     def __init__(self, folder: Path, tokenizer: Any = None):
         self.folder = folder
@@ -120,7 +120,7 @@ def read_header(folder: Path) -> DenseHeader:
 
 def _read_faiss(path: Path) -> Any:
     faiss = library("faiss")
-    faiss.omp_set_num_threads(1)  # one question at a time; the cores are the target's
+    faiss.omp_set_num_threads(1)  # one query at a time; the cores belong to the target
     try:
         index = faiss.read_index(str(path))
     except RuntimeError:

@@ -1,7 +1,7 @@
 """Building a dense index: cut the corpus into passages, embed them, train and store the vectors.
 
-Reading and embedding go part by part, and each part is a file of its own until the index is whole: a build that was
-killed goes on behind the last one. What is done once, weighing the words and training, comes between and after them.
+Reading and embedding go part by part, and each part is its own file until the index is complete: a killed build resumes
+after the last one. What is done once, weighting the words and training, comes between and after them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from retrieval_index.library import library
 
 PASSAGE_TOKENS = 160
 PART_TOKENS = 1_000_000  # read, and embedded, at a time
-LARGE = 50_000  # passages; up to here all are compared (3 ms), beyond only those of the nearest cells, by their codes
+LARGE = 50_000  # passages; up to here all are compared (3 ms), beyond, only those of the nearest cells, by their codes
 
 Passages = list[NDArray[np.uint32]]
 
 
 class DenseProgress(Begun):
-    """parts: how many documents each part holds whose passages are on the disk. read: whether that is all of them."""
+    """parts: how many documents each part on the disk holds. read: whether these are all documents."""
 
     parts: list[int] = msgspec.field(default_factory=list)
     read: bool = False
@@ -50,7 +50,7 @@ def build_dense(
     large: int = LARGE,
     part_tokens: int = PART_TOKENS,
 ) -> DenseHeader:
-    """Build, or go on building, the dense index `out` from text and JSON-lines files. embedding: [vocabulary, hidden],
+    """Build, or resume, the dense index `out` from text and JSON-lines files. embedding: [vocabulary, hidden],
     the target's. report: called with tokens read."""
     if len(embedding) < len(tokenizer):
         raise DatastoreError(
@@ -82,7 +82,7 @@ def _read(
     part_tokens: int,
     report: Callable[[int], None],
 ) -> Iterator[Passages]:
-    """The parts that no earlier run has read, each on the disk before the next is begun."""
+    """The parts that no earlier run has read, each written to disk before the next begins."""
     part: Passages = []
     held = documents = 0
 
@@ -94,7 +94,7 @@ def _read(
         return part
 
     for document in tokenised(tokenizer, inputs, sum(progress.parts), 0):
-        text = document[:-1]  # the separator
+        text = document[:-1]  # without the separator
         report(len(text))
         part += _passages(text, longest)
         held, documents = held + len(text), documents + 1
@@ -166,7 +166,7 @@ def _write(tokenizer: Any, embedding: Floats, parts: list[Passages], out: Path, 
 
 
 def _fitted(tokenizer: Any, embedding: Floats, passages: Passages, out: Path) -> TextEmbedding:
-    """The words' vectors: of an earlier run, or weighed now."""
+    """The words' vectors: from an earlier run, or weighted now."""
     path = out / "embedding.tokens"
     if path.exists():
         tokens = _stored_rows(path, np.float16, len(tokenizer))
@@ -177,14 +177,14 @@ def _fitted(tokenizer: Any, embedding: Floats, passages: Passages, out: Path) ->
 
 
 def _directions(embed: TextEmbedding, part: Passages, path: Path) -> Floats:
-    """A part's directions: of an earlier run, or embedded now."""
+    """A part's directions: from an earlier run, or embedded now."""
     if not path.exists():
         write_whole(path, embed.directions(part).tobytes())
     return _stored_rows(path, np.float32, len(part))
 
 
 def _serialised(vectors: Floats, large: int) -> NDArray[np.uint8]:
-    """The faiss index over unit vectors: exact, or beyond `large` in cells, compressed."""
+    """The faiss index over unit vectors: exact, or compressed in cells if there are more than `large`."""
     faiss = library("faiss")
     dimensions = vectors.shape[1]
     if len(vectors) <= large:

@@ -1,11 +1,11 @@
-"""Texts as vectors, from the target's own token embeddings and numpy alone: whoever asks needs no model.
+"""Texts as vectors, from the target's own token embeddings and numpy alone: a query needs no model.
 
 The vector of a text is the sum of its words' vectors, each weighted by how rare the word is in the passages, less what
 all passages have in common. A word's vector is the mean of the target's embeddings of its spellings ("The", " the",
 "the"), whitened, so that the few directions in which all embeddings lie do not drown the rest.
 
-Chosen by measurement on the demo target: its share of nq_open's 300 questions whose own passage was the first, or among
-the first five, of 300 passages and (in brackets) of 4,070, the others from books and Spec-Bench:
+Chosen by measurement on the demo target: the share of nq_open's 300 questions whose own passage ranked first, or in the
+first five, among 300 passages and (in brackets) among 4,070, the others from books and Spec-Bench:
 
     last hidden state at a passage's end, best layer    0.03  0.08
     mean hidden state, best layer                       0.21  0.38
@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-WIDEST = 512  # dimensions kept; the targets' 4,096 would make an index of no use on disk
-_SMOOTHING = 10  # passages without direction that are thought to have been read too
+WIDEST = 512  # dimensions kept; the targets' 4,096 would make the index impractically large
+_SMOOTHING = 10  # passages without direction that are counted as if read too
 
 Floats = NDArray[np.float32]
 
@@ -39,8 +39,8 @@ class TextEmbedding:
 
     @classmethod
     def fit(cls, tokenizer: Any, embedding: Floats, passages: Sequence[NDArray[Any]]) -> TextEmbedding:
-        """Weigh the words; what the passages have in common is still to be learned. embedding: [vocabulary, hidden],
-        the target's, at least as many rows as the tokenizer has tokens."""
+        """Weight the words; `learn_common` still has to follow. embedding: [vocabulary, hidden], the target's, with at
+        least as many rows as the tokenizer has tokens."""
         word = spellings(tokenizer)
         rows = embedding[: len(word)].astype(np.float32)
         centre = rows.mean(0)
@@ -50,7 +50,7 @@ class TextEmbedding:
         return cls(tokens.astype(np.float16), np.zeros(tokens.shape[1], np.float32))
 
     def learn_common(self, parts: Iterable[Floats]) -> None:
-        """parts: the directions of all passages, part by part."""
+        """Learn what all passages have in common. parts: the directions of all passages, part by part."""
         total, count = np.zeros_like(self.common), 0
         for directions in parts:
             total += directions.sum(0)
@@ -75,7 +75,7 @@ class TextEmbedding:
 
 
 def spellings(tokenizer: Any) -> NDArray[np.int64]:
-    """[vocabulary]: the number of each token's word; tokens that are parts of a character are their own."""
+    """[vocabulary]: the number of each token's word; a token that is part of a character is its own word."""
     numbers: dict[str, int] = {}
     words = []
     for token, text in enumerate(tokenizer.batch_decode([[i] for i in range(len(tokenizer))])):

@@ -10,7 +10,7 @@ from retrieval_index.datastore import DatastoreError
 
 
 def check_library(name: str) -> None:
-    """Raises DatastoreError if the module of that name is not there; does not load it."""
+    """Raises DatastoreError if the module of that name is missing; does not load it."""
     try:
         found = find_spec(name) is not None
     except ValueError:  # it is None in sys.modules

@@ -1,4 +1,4 @@
-"""The session index: what this request and earlier answers said after the same words.
+"""The session index: what followed the same words in this request and in earlier answers.
 
 Two stores of counted n-grams (`retrieval_index.ngrams`): one per request with its prompt and output, and one bounded
 cache of finished answers for all requests. A token's chance is a mixture of what followed each context length in each
@@ -20,14 +20,14 @@ from engine.tree import TokenTree
 if TYPE_CHECKING:
     from retrieval_index.ngrams import Store
 
-BYTES_PER_TOKEN = 200  # of `capacity`: more the cache does not take, whatever the text; twice that while it grows
+BYTES_PER_TOKEN = 200  # of `capacity`: the cache takes no more, whatever the text; twice that while it grows
 GREEDY = SamplingParams()
 CONTEXT = 8  # last tokens of the prompt that are kept with an answer, so that its beginning has a context
 
 
 @dataclass
 class _Request:
-    """own: its text. passages, prompt: how many tokens stand before its prompt, and before its answer."""
+    """own: its text. passages, prompt: how many tokens come before its prompt, and before its answer."""
 
     own: Store
     passages: int
@@ -50,14 +50,14 @@ class SessionIndex:
         self._requests: dict[int, _Request] = {}
 
     def start(self, request: int, prompt: Sequence[int], passages: Sequence[Sequence[int]] = ()) -> None:
-        """Index a prompt, and passages as if they stood before it. Nothing is learned from them."""
+        """Index a prompt, and passages as if they came before it. Nothing is learned from them."""
         before = [token for passage in passages for token in (*passage, self._kernels.SEPARATOR)]
         text = [*before, *prompt]
         self._requests[request] = _Request(self._new_store(len(text) + 512), len(before), len(text))
         self._append(self._requests[request], np.asarray(text, np.int32), learn=False)
 
     def append(self, request: int, tokens: Sequence[int]) -> None:
-        """The request's answer goes on with `tokens`."""
+        """Append `tokens` to the request's answer."""
         self._append(self._requests[request], np.asarray(tokens, np.int32), learn=True)
 
     def draft(
@@ -93,7 +93,7 @@ class SessionIndex:
         self.remember(np.append(text, np.int32(self._kernels.SEPARATOR)))
 
     def remember(self, text: NDArray[np.int32]) -> None:
-        """Cache finished answers, SEPARATOR behind each, the oldest of all making room beyond `capacity`."""
+        """Cache finished answers, SEPARATOR after each, evicting the oldest tokens beyond `capacity`."""
         done = 0
         while done < len(text):
             done += self._kernels.remember(self.shared.arena, self.shared.state, text[done:], self.capacity)
@@ -121,7 +121,7 @@ class SessionIndex:
         return store
 
     def _grown(self, store: Store) -> Store:
-        """A copy with those parts doubled that are nearly full."""
+        """A copy in which the nearly full parts are doubled."""
         k = self._kernels
         state = store.state.tolist()
         slots, pool, ring, heads = state[k.SLOTS : k.HEADS + 1]

@@ -10,7 +10,7 @@ _jit = njit(cache=True, error_model="numpy")
 
 @_jit
 def _bound(tokens, suffixes, pattern, first, low, after):  # type: ignore[no-untyped-def]
-    """The first suffix at or behind `low` that is not less than pattern[first:], or with `after` is greater than it."""
+    """The first suffix at or after `low` that is not less than pattern[first:], or with `after` is greater than it."""
     high = len(suffixes)
     while low < high:
         middle = (low + high) // 2
@@ -63,7 +63,7 @@ def longest_match(tokens, suffixes, pattern, shortest):  # type: ignore[no-untyp
 
 @_jit
 def read(tokens, suffixes, first, last, skip, depth, samples, separator):  # type: ignore[no-untyped-def]
-    """[occurrences, depth] int32: the tokens `skip` behind at most `samples` of the suffixes [first, last)."""
+    """[occurrences, depth] int32: what follows `skip` tokens of at most `samples` of the suffixes [first, last)."""
     count = min(last - first, samples)
     rows = np.full((count, depth), -1, np.int32)
     for row in range(count):
@@ -77,7 +77,7 @@ def read(tokens, suffixes, first, last, skip, depth, samples, separator):  # typ
 
 @_jit
 def likeliest(rows, root, nodes):  # type: ignore[no-untyped-def]
-    """The `nodes` most frequent nodes, root included, of sorted rows' trie: tokens, parents and shares of rows."""
+    """The `nodes` most frequent nodes, root included, of the sorted rows' trie: tokens, parents and shares of rows."""
     occurrences, depth = rows.shape
     capacity = occurrences * depth + 1
     tokens, parents = np.empty(capacity, np.int32), np.empty(capacity, np.int32)

@@ -1,4 +1,4 @@
-"""Tiles of AMX for numba kernels: matrices of 16 rows of 64 bytes that one instruction multiplies.
+"""AMX tiles for numba kernels: matrices of 16 rows of 64 bytes that one instruction multiplies.
 
 A tile's number is part of the instruction, so it is a compile-time constant here. Every result is summed over its own
 inputs in one fixed order: a row of a tile has the same bits whatever the other rows hold, and however many there are.
@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 TILE_ROWS = 16
 TILE_BYTES = 1024
 LINE_BYTES = 64
-"""Of the processor's caches."""
+"""Of a cache line."""
 _BYTE, _INT = ir.IntType(8), ir.IntType(32)
 
 
 def tile_sizes(sizes: Sequence[tuple[int | None, int]]) -> NDArray[np.uint8]:
-    """[17, 64]: for each number of rows, from 0, what `configure_tiles` wants. sizes: rows, None for that number, and
-    bytes of a row of tiles 0, 1, ...
+    """[17, 64]: for each row count, from 0 on, the configuration for `configure_tiles`. sizes: for tiles 0, 1, ..., the
+    rows (None: the row count) and the bytes of a row.
     """
     table = np.zeros((TILE_ROWS + 1, 64), np.uint8)
     table[:, 0] = 1
@@ -36,19 +36,19 @@ def tile_sizes(sizes: Sequence[tuple[int | None, int]]) -> NDArray[np.uint8]:
 
 
 def call(builder: ir.IRBuilder, name: str, *args: ir.Value) -> None:
-    """Call an intrinsic of LLVM that returns nothing."""
+    """Call an LLVM intrinsic that returns nothing."""
     kind = ir.FunctionType(ir.VoidType(), [arg.type for arg in args])
     builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
 
 
 def pointer(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type = _BYTE) -> ir.Value:
-    """The pointer to that address."""
+    """A pointer to that address."""
     return builder.inttoptr(address, kind.as_pointer())
 
 
 def fetch_line(builder: ir.IRBuilder, address: ir.Value) -> None:
-    """Ask for the cache line at that address, which need not be anybody's, to have it when it is read: the processor
-    itself looks ahead no further than a page of 4 kB.
+    """Prefetch the cache line at that address, which need not be valid: the processor itself prefetches no further than
+    a page of 4 kB.
     """
     read, most_used, data = 0, 3, 1
     call(builder, "llvm.prefetch", pointer(builder, address), _INT(read), _INT(most_used), _INT(data))
@@ -67,7 +67,7 @@ def fetch(context: Any, address: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def configure_tiles(context: Any, sizes: Any) -> Any:
-    """Set the tiles' sizes. sizes: address of the 64 bytes that the processor wants."""
+    """Set the tiles' sizes. sizes: address of the processor's tile configuration, 64 bytes."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         call(builder, "llvm.x86.ldtilecfg", pointer(builder, args[0]))
@@ -78,7 +78,7 @@ def configure_tiles(context: Any, sizes: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def release_tiles(context: Any) -> Any:
-    """The thread's tiles are not needed any more."""
+    """Release the thread's tiles."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         call(builder, "llvm.x86.tilerelease")
@@ -99,7 +99,7 @@ def tile_zero(context: Any, tile: Any) -> Any:
 
 
 def _moving(name: str, tile: Any) -> Any:
-    """What the intrinsics below return: the instruction of that name between a tile and rows in memory."""
+    """What the intrinsics below return: the named instruction, which moves rows between a tile and memory."""
     number = _BYTE(tile.literal_value)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -111,13 +111,13 @@ def _moving(name: str, tile: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def tile_load(context: Any, tile: Any, address: Any, stride: Any) -> Any:
-    """Rows from memory, one every `stride` bytes."""
+    """Load a tile's rows from memory, one every `stride` bytes."""
     return _moving("llvm.x86.tileloadd64", tile)
 
 
 @intrinsic(prefer_literal=True)
 def tile_store(context: Any, tile: Any, address: Any, stride: Any) -> Any:
-    """Rows to memory, one every `stride` bytes."""
+    """Store a tile's rows to memory, one every `stride` bytes."""
     return _moving("llvm.x86.tilestored64", tile)
 
 

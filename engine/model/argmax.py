@@ -1,4 +1,4 @@
-"""The largest logit of every row, read in the type in which the model gives it."""
+"""The argmax of each row of logits, in the dtype that the model returns."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from numba import njit
 from torch import Tensor
 
 NAN = -1
-"""In a token's place where a row holds NaN, which compares with nothing."""
-_INFINITY = np.int16(0x7F80 - 0x7F)  # as `_ordered` has it
+"""Returned instead of a token if a row holds NaN, which compares with nothing."""
+_INFINITY = np.int16(0x7F80 - 0x7F)  # as `_ordered` encodes it
 _LEAST = np.int16(-0x8000)
 _PART = 1024  # numbers
 
 
 def argmax(logits: Tensor) -> list[int]:
-    """logits: [rows, vocab] -> each row's token of the largest logit, the first of equals; `NAN` where one is NaN."""
+    """logits: [rows, vocab] -> each row's token with the largest logit, the first on ties; `NAN` if a logit is NaN."""
     if logits.device.type != "cpu":
         return _in_torch(logits)
-    if logits.dtype == torch.bfloat16:  # as float32 numbers a row would be copied first, which takes ten times as long
+    if logits.dtype == torch.bfloat16:  # converting a row to float32 first would take ten times as long
         bits = logits.view(torch.int16).numpy()
         return [argmax_bfloat16(bits, row) for row in range(len(bits))]
     return _in_numpy(logits)
 
 
 def _in_numpy(logits: Tensor) -> list[int]:
-    """In a tenth of torch's time."""
+    """Takes a tenth of torch's time."""
     scores = logits.float().numpy()
     best = scores.argmax(axis=-1)
     largest = scores[np.arange(len(best)), best]
@@ -43,9 +43,9 @@ def _in_torch(logits: Tensor) -> list[int]:
 
 @njit(cache=True, nogil=True)
 def argmax_bfloat16(bits: Any, row: int) -> int:
-    """bits: [rows, vocab] int16, bfloat16 numbers -> the row's token, as `argmax` has it.
+    """bits: [rows, vocab] int16, the bits of bfloat16 numbers -> the row's token, as `argmax` returns it.
 
-    The largest of a part is found without a branch, many numbers at once; then that part alone is searched.
+    Each part's maximum is found without branches, many numbers at once; then only the best part is searched.
     """
     numbers, best, first = bits[row], _LEAST, 0
     for start in range(0, len(numbers), _PART):
@@ -63,6 +63,6 @@ def argmax_bfloat16(bits: Any, row: int) -> int:
 
 @njit(cache=True, nogil=True)
 def _ordered(bits: Any) -> Any:
-    """An integer in the order of the bfloat16 numbers with such bits; all NaN come behind infinity."""
+    """Maps bfloat16 bits to an integer of the same order; every NaN comes after infinity."""
     ordered = bits ^ ((bits >> 15) & np.int16(0x7FFF))  # below zero a larger magnitude is less
-    return np.int16(ordered - np.int16(0x7F))  # so far, that NaN below minus infinity wrap around to the other end
+    return np.int16(ordered - np.int16(0x7F))  # far enough that NaN below minus infinity wrap around to the top

@@ -1,10 +1,10 @@
 """Exact attention: a row's result depends on the keys that it sees, in the order of positions, and on nothing else.
 
-Not on the rows beside it, the slots that its keys lie in, padding, or threads. So a token's logits are the same bits
-whether it was decoded alone, verified in a tree with rejected siblings, or read with its prompt, beside any requests.
+It does not depend on other rows, the slots of its keys, padding, or threads. So a token's logits are the same bits
+whether it was decoded alone, verified in a tree with rejected siblings, or read with its prompt, in any batch.
 
-Keys and values lie in blocks of 16 positions (`engine.model.kv_pool`). `lane_attention` reads them
-on any processor; for bfloat16 `tile_attention` does where there is AMX, `pair_attention` where there is AVX512-BF16.
+Keys and values lie in blocks of 16 positions (`engine.model.kv_pool`). `lane_attention` reads them on any processor;
+for bfloat16, `tile_attention` does so with AMX and `pair_attention` with AVX512-BF16.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _paired_kernel() -> Kernel:
 
 
 def attention_kernels() -> list[Kernel]:
-    """Those that this processor can run."""
+    """The attention kernels that this processor can run."""
     return [lane_kernel(), _paired_kernel()] if has_pairs(torch.bfloat16) else [lane_kernel()]
 
 
@@ -54,7 +54,7 @@ class Rule:
 
 
 class Attention:
-    """Attention of one batch after the other over a pool. groups: query heads for each head of keys."""
+    """Attention over a pool, one batch at a time. groups: query heads per KV head."""
 
     def __init__(self, pool: KVPool, groups: int):
         self.pool, self.groups = pool, groups
@@ -64,7 +64,7 @@ class Attention:
             work[name] = value
         work["head_dim"], work["width"] = shape.head_dim, shape.dtype.itemsize
         self.kernel: Kernel = _paired_kernel() if shape.paired else lane_kernel()
-        self._queries = TILE_ROWS if shape.paired else VECTORS  # of a tile
+        self._queries = TILE_ROWS if shape.paired else VECTORS  # per tile
         work["tile_sizes"] = TILES.ctypes.data
         self._layer_bytes = [tensor[0].nbytes for tensor in (pool.keys, pool.values)]
         self.queries = torch.zeros(0, dtype=shape.dtype if shape.paired else torch.float32)
@@ -73,7 +73,7 @@ class Attention:
         self._numbers, self._numbers_at, self._tile_count = np.zeros(0, np.int32), 0, 0
 
     def begin(self, batch: Batch) -> Places:
-        """The batch that the next calls are about. Returns where its parts lie until the next one."""
+        """Set the batch for the next calls. Returns the addresses of its arrays, valid until the next batch."""
         shape, rows = self.pool.shape, len(batch)
         of_tile = max(1, self._queries // self.groups)
         tiles = batch.tiles(of_tile)
@@ -81,7 +81,7 @@ class Attention:
         if self.queries.numel() < (needed := rows * self.groups * shape.kv_heads * shape.dims):
             self.queries = self.queries.new_zeros(needed)
         vectors = min(of_tile, rows) * self.groups
-        # an odd number of lines of the processor's cache, so that rows do not fight for the same ones
+        # an odd number of cache lines, so that rows do not compete for the same ones
         step = (-(-max(map(len, batch.tables_of)) // 2) | 1) * 2 * BLOCK
         bytes_each = vectors * (step * 6 + shape.dims * 4 + 4) + self._own_bytes
         bytes_each = -(-bytes_each // 64) * 64 + 64
@@ -95,8 +95,8 @@ class Attention:
         return at
 
     def _put(self, numbers: list[int], tables: Sequence[Int]) -> tuple[int, int]:
-        """Where the numbers lie now, as int32, and the tables behind them. To ask an array for its address takes as
-        long as to fill it, so one is kept.
+        """Store the numbers as int32, and the tables after them; returns both addresses. Asking an array for its
+        address takes as long as filling it, so one array is kept.
         """
         ends = list(accumulate(map(len, tables), initial=len(numbers)))
         if len(self._numbers) < ends[-1]:
@@ -108,17 +108,17 @@ class Attention:
         return self._numbers_at, self._numbers_at + 4 * len(numbers)
 
     def layer_addresses(self, layer: int) -> tuple[int, int]:
-        """Where the layer's keys and values begin."""
+        """The addresses of the layer's keys and values."""
         keys, values = self._layer_bytes
         return self.pool.keys.data_ptr() + layer * keys, self.pool.values.data_ptr() + layer * values
 
     def attend(self, layer: int, rule: Rule, out: Tensor) -> None:
-        """What each row's query, in `queries`, finds in the layer's keys and values: [rows, heads * head_dim]."""
+        """Attend with each row's query, in `queries`, to the layer's keys and values. out: [rows, heads * head_dim]."""
         address = self.record(layer, rule, out)
         self.kernel(address, self._tile_count * self.pool.shape.kv_heads)
 
     def record(self, layer: int, rule: Rule, out: Tensor) -> int:
-        """The address of the kernel's record for this layer, which holds for the batches to come too."""
+        """The address of the kernel's record for this layer, which stays valid for later batches."""
         record = self._work[layer]
         record["keys"], record["values"] = self.layer_addresses(layer)
         record["window"], record["scale"], record["softcap"] = rule.window, rule.scale, rule.softcap

@@ -1,7 +1,7 @@
-"""What both kernels of exact attention share: the record of a layer's work, and the softmax.
+"""What the kernels of exact attention share: the record of a layer's work, and the softmax.
 
-A row sees the first `prefix` positions of its request's text and then a list of `others`, its ancestors in the tree:
-places in the request's slots. No mask is needed.
+A row sees the first `prefix` positions of its request's text and then a list of `others`, its ancestors in the tree,
+as slot numbers of the request. No mask is needed.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ ATTENTION = np.dtype(
             "rows_table",  # [rows] int32: where in `tables` the row's request begins
             "rows_prefix",  # [rows] int32
             "rows_others",  # [rows + 1] int32: where in `others` the row's list begins
-            "others",  # int32: places in the request's slots, ascending
+            "others",  # int32: slot numbers of the request, ascending
             "tiles",  # [tiles + 1] int32: the first row of each tile; a tile's rows are of one request
-            "queries",  # [kv_heads, rows, groups, dims] float32, for tiles bfloat16
+            "queries",  # [kv_heads, rows, groups, dims] float32, or bfloat16 if paired
             "scratch",  # [threads, scratch_bytes]
             # and sizes
             "scratch_bytes",
@@ -56,7 +56,7 @@ ATTENTION = np.dtype(
             "keys",  # one layer's part of the pool (`engine.model.kv_pool`)
             "values",
             "sinks",  # [heads] float32, or 0
-            "tile_sizes",  # for tiles: [17, 64], what the processor wants for tiles of so many queries
+            "tile_sizes",  # AMX: [17, 64], the tile configuration for each number of queries
             "out",  # [rows, heads * head_dim]
             # and sizes
             "kv_heads",
@@ -91,9 +91,9 @@ def last_slot(work: Any, row: int) -> Any:
 
 @njit
 def softmax(work: Any, row: int, head: int, scores: int, weights: int, width: int) -> Any:
-    """exp(score - largest) of each score the row sees, by position, to `weights`; returns their sum.
+    """Write exp(score - largest) of each score that the row sees to `weights`, by position; returns their sum.
 
-    scores: by slot, overwritten. Weights are float32 or bfloat16, by `width`, and fill whole vectors of 16 positions.
+    scores: by slot, overwritten. Weights are float32 or bfloat16, per `width`, and fill whole vectors of 16 positions.
     """
     start, seen = first_seen(work, row), _by_position(work, row, scores)
     low, high = start // LANES * LANES, (seen + LANES - 1) // LANES * LANES
@@ -124,7 +124,7 @@ def softmax(work: Any, row: int, head: int, scores: int, weights: int, width: in
 
 @njit
 def _by_position(work: Any, row: int, scores: int) -> Any:
-    """Move the ancestors' scores to their positions, hide what the row does not see; returns the positions' end."""
+    """Move the ancestors' scores to their positions and mask what the row does not see; returns its positions' end."""
     prefix, begin = int_at(work.rows_prefix + 4 * row), int_at(work.rows_others + 4 * row)
     seen = prefix + int_at(work.rows_others + 4 * row + 4) - begin
     for i in range(seen - prefix):  # their slots ascend and are never before their positions
@@ -144,7 +144,7 @@ def _cap(work: Any, scores: int, start: int, seen: int) -> None:
     for position in range(start // LANES * LANES, seen, LANES):
         raised = exp(multiply(load(scores + 4 * position, FLOAT32), ratio))
         x = multiply(cap, fma(splat(np.float32(-2)), divide(one, add(raised, one)), one))
-        if position < start or position + LANES > seen:  # what is not seen stays so
+        if position < start or position + LANES > seen:  # masked scores stay masked
             x = _hide(x, scores + 4 * position, position, start, seen)
         store(x, scores + 4 * position, FLOAT32)
 
@@ -160,7 +160,7 @@ def _hide(x: Any, place: int, position: int, start: int, seen: int) -> Any:
 
 @njit
 def put_shares(work: Any, sums: int, share: Any, place: int) -> None:
-    """The sums, each times `share`, to the output."""
+    """Write the sums, each times `share`, to the output."""
     whole = work.head_dim // LANES * LANES
     for i in range(0, whole, LANES):
         x = multiply(load(sums + 4 * i, FLOAT32), share)
@@ -168,7 +168,7 @@ def put_shares(work: Any, sums: int, share: Any, place: int) -> None:
             store(x, place + i * 2, BFLOAT16)
         else:
             store(x, place + i * 4, FLOAT32)
-    if whole < work.head_dim:  # the rest of a head size that 16 does not divide
+    if whole < work.head_dim:  # the remainder of a head size that 16 does not divide
         store(multiply(load(sums + 4 * whole, FLOAT32), share), sums + 4 * whole, FLOAT32)
         for i in range(whole, work.head_dim):
             if work.width == BFLOAT16:

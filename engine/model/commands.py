@@ -50,7 +50,7 @@ def list_command() -> None:
 
 @app.command("path")
 def path_command(name: NameArgument) -> None:
-    """Print the directory of a model that has been got; exit code 2 if it has not."""
+    """Print the directory of a downloaded model; exit code 2 if it is not there."""
     from engine.model.catalogue import find
     from engine.model.resolve import folder_of
 
@@ -63,7 +63,7 @@ def path_command(name: NameArgument) -> None:
 
 @app.command("remove")
 def remove_command(name: NameArgument) -> None:
-    """Remove a model that has been got, or a converted GGUF file; the file itself stays. It can be got again."""
+    """Remove a downloaded model or a converted GGUF file; the GGUF file itself stays. Both can be fetched again."""
     from engine.model.cache import home
     from engine.model.catalogue import CATALOGUE
     from engine.model.resolve import folder_of
@@ -78,7 +78,7 @@ def remove_command(name: NameArgument) -> None:
 
 
 def _converted(home: Path) -> list[Path]:
-    """The directories of GGUF files."""
+    """The directories of converted GGUF files."""
     return sorted((home / "gguf").glob("[!.]*"))
 
 

@@ -1,10 +1,10 @@
-"""The stock forward with exact attention on CUDA: always 64 rows, recorded as CUDA graphs. NOT RUN ON A GPU YET.
+"""The stock forward with exact attention on CUDA: always 64 rows, captured as CUDA graphs. NOT RUN ON A GPU YET.
 
-A GPU library picks a kernel, and with it the order in which it adds up, by the shapes that it is given. So all forwards
-have one shape: a batch is run in slices of 64 rows, and a slice that has fewer is filled up.
+A GPU library picks a kernel, and with it the order of summation, by the shapes that it is given. So all forwards have
+one shape: a batch is run in slices of 64 rows, and a slice with fewer rows is padded.
 
-One graph serves all requests, because their keys and values lie in one pool. Graphs differ in how long a text they can
-read, in powers of two of a chunk of attention, and in the layers whose features are asked.
+One graph serves all requests, because their keys and values lie in one pool. Graphs differ in the text length that they
+can read (attention chunks, in powers of two) and in the layers whose features are requested.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from engine.model.triton_attention import Rows, TritonAttention
 from engine.recorded import Recorded, bucket
 
 ROWS = 64
-"""Rows of every forward: then all products, norms and sums have one shape, and a row's bits cannot depend on how many
-rows stand beside it. A GPU does 64 in about the time of one, which is what reading the weights takes.
+"""Rows of every forward: all products, norms and sums then have one shape, and a row's bits cannot depend on how many
+other rows there are. A GPU does 64 in about the time of one, which is the time to read the weights.
 """
 
 
 class _Slice(NamedTuple):
-    """At most ROWS rows of a batch, and copies of the last that fill them up, as tensors.
+    """At most ROWS rows of a batch, padded with copies of the last one, as tensors.
 
-    tokens, positions: [ROWS]. sources: [ROWS] the row of which this one stores key and value; blocks, lanes: [ROWS]
+    tokens, positions: [ROWS]. sources: [ROWS] the row whose key and value this one stores; blocks, lanes: [ROWS]
     where. prefixes: [ROWS]; others: [ROWS + 1]; listed: [capacity]; see `engine.batch.Batch`. tables: [ROWS, blocks], a
-    table for each row, so that the size depends on nothing but the blocks; table_of: [ROWS] where it begins.
+    table for each row, so that the size depends only on the blocks; table_of: [ROWS] where it begins.
     """
 
     tokens: Tensor
@@ -53,10 +53,10 @@ class _Slice(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch, first: int, end: int) -> tuple[_Slice, int]:
-        """Rows `first` to `end` of the batch, and the chunks of attention that they need.
+        """Rows `first` to `end` of the batch, and the number of attention chunks that they need.
 
-        A row that fills up is the last one again. It stores the last one's key and value once more, so it changes
-        nothing, and it sees its text's first position alone, so it costs little.
+        A padding row repeats the last row. It stores the last row's key and value again, so it changes nothing, and it
+        sees only its text's first position, so it costs little.
         """
         sources = np.minimum(np.arange(ROWS), end - first - 1)
         rows = first + sources
@@ -67,7 +67,7 @@ class _Slice(NamedTuple):
         reach = 1 + max(int(batch.positions[first:end].max()), int(ancestors.max(initial=0)))
         chunks = bucket(-(-reach // triton_attention.CHUNK))
         width = chunks * triton_attention.CHUNK // BLOCK
-        # behind the end of a request's own table stands anything: no row reads it
+        # entries past the end of a request's own table are arbitrary: no row reads them
         places = np.minimum(batch.table_of[rows][:, None] + np.arange(width), len(batch.tables) - 1)
         indexes = batch.tokens[rows], batch.positions[rows], sources, *np.divmod(batch.slots[rows], BLOCK)
         seen = prefixes, begins - begins[0], _filled(ancestors), batch.tables[places], np.arange(0, ROWS * width, width)
@@ -75,8 +75,8 @@ class _Slice(NamedTuple):
 
 
 class CudaForward:
-    """Runs batches through a stock model whose attention is ours. records: whether as CUDA graphs; recorded: those by
-    chunks of attention, ancestors and feature layers.
+    """Runs batches through a stock model with our attention. records: whether as CUDA graphs; recorded: the graphs, by
+    attention chunks, ancestors and feature layers.
     """
 
     def __init__(self, model: Any, pool: KVPool, groups: int, records: bool):
@@ -84,13 +84,13 @@ class CudaForward:
         self._attention = TritonAttention(pool, groups)
         self._cache = NoCache(model.config.get_text_config().num_hidden_layers)
         self.recorded: dict[tuple[int, int, tuple[int, ...]], Recorded] = {}
-        self._slice: _Slice | None = None  # that is being run
+        self._slice: _Slice | None = None  # the one being run
         self._chunks = 0
 
     @classmethod
     def tried(cls, model: Any, pool: KVPool, groups: int) -> CudaForward:
-        """A forward that has run once. It records if that works: some models synchronise with the host, which a CUDA
-        graph cannot capture. Raises Unsupported where it does not run at all.
+        """A forward that has run once. It uses CUDA graphs if possible: some models synchronise with the host, which a
+        CUDA graph cannot capture. Raises Unsupported if it does not run at all.
         """
         cache = KVCache(pool)
         cache.reserve(2)
@@ -108,20 +108,20 @@ class CudaForward:
         return forward
 
     def __call__(self, batch: Batch, feature_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
-        """Logits of the chosen rows, [chosen, vocab], and features [rows, layers, hidden] if layers are asked."""
+        """Logits of the chosen rows, [chosen, vocab], and features [rows, layers, hidden] if layers are given."""
         logits: list[Tensor] = []
         features: list[Tensor] = []
         for first in range(0, len(batch), ROWS):
             end = min(first + ROWS, len(batch))
             found, *asked = self._forward(*_Slice.of(batch, first, end), tuple(feature_layers))
             chosen = batch.chosen[(batch.chosen >= first) & (batch.chosen < end)] - first
-            # copies, because the next slice's results come in the same tensors
+            # copies, because the next slice's results reuse these tensors
             logits.append(found.index_select(0, _longs(chosen).to(found.device)))
             features += [states[: end - first].clone() for states in asked]
         return torch.cat(logits), torch.cat(features) if features else None
 
     def attend(self, layer: int, rule: Rule, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As `engine.model.stock.Attends` says."""
+        """See `engine.model.stock.Attends`."""
         shape, rows = self.pool.shape, self._slice
         assert rows is not None
         if key.shape[1:] != (shape.kv_heads, ROWS, shape.head_dim) or value.shape != key.shape:
@@ -134,7 +134,7 @@ class CudaForward:
         return self._attention(seen, self._chunks, layer, rule, query[0].transpose(0, 1).contiguous())[None]
 
     def _forward(self, rows: _Slice, chunks: int, feature_layers: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """All logits, [ROWS, vocab], and [ROWS, layers, hidden] features if layers are asked."""
+        """All logits, [ROWS, vocab], and [ROWS, layers, hidden] features if layers are given."""
         device, work = self.pool.keys.device, partial(self._run, chunks, feature_layers)
         if not self.records:
             return work(*(given.to(device) for given in rows))
@@ -144,7 +144,7 @@ class CudaForward:
         return self.recorded[key](*rows)
 
     def _run(self, chunks: int, feature_layers: tuple[int, ...], *rows: Tensor) -> tuple[Tensor, ...]:
-        """A forward over tensors on the device: what is recorded."""
+        """A forward over tensors on the device: the part that a CUDA graph captures."""
         self._slice, self._chunks = _Slice(*rows), chunks
         out = self.model(
             input_ids=self._slice.tokens[None],
@@ -160,14 +160,14 @@ class CudaForward:
 
 
 def exact_products(model: Any) -> bool:
-    """Whether each linear layer, given ROWS rows, gives a row the same bits wherever it stands."""
+    """Whether each linear layer, given ROWS rows, gives a row the same bits at any place among them."""
     linears = [module for module in model.modules() if type(module) is nn.Linear]
     one_of_each = {(*module.weight.shape, module.weight.dtype, module.bias is None): module for module in linears}
     return all(_same_everywhere(linear) for linear in one_of_each.values())
 
 
 def _same_everywhere(linear: nn.Linear) -> bool:
-    """A few rows beside zeros, and in every place beside each other."""
+    """Compares a few rows padded with zeros to the same rows in every place among each other."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(ROWS // 4, linear.in_features, generator=generator).to(linear.weight)
     expected = linear(torch.cat([x, x.new_zeros(ROWS - len(x), linear.in_features)])[None])[0, : len(x)]
@@ -176,7 +176,7 @@ def _same_everywhere(linear: nn.Linear) -> bool:
 
 
 def _filled(ancestors: Int) -> Int:
-    """With zeros behind them: trees seldom need more than ROWS for each row, so the length is nearly always one."""
+    """Padded with zeros: trees seldom need more than ROWS for each row, so the length is nearly always the same."""
     listed = np.zeros(max(ROWS * ROWS, bucket(max(1, len(ancestors)))), np.int32)
     listed[: len(ancestors)] = ancestors
     return listed

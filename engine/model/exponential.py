@@ -1,4 +1,4 @@
-"""Powers of e and of two, of vectors for numba kernels."""
+"""Powers of e and of two, elementwise on vectors, for numba kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.model.simd import INTS, VECTOR, constant, fused, integers, vector
 
 
 def power_of_two(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """2 ** x for x <= 0, within two units in the last place; 0 from -127 on, for minus infinity too."""
+    """2 ** x for x <= 0, within two units in the last place; 0 from -127 down, minus infinity included."""
     low, magic = constant(-127.0), constant(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer
     x = builder.select(builder.fcmp_ordered("<", x, low), low, x)
     rounded = builder.fadd(x, magic)
@@ -21,12 +21,12 @@ def power_of_two(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     for coefficient in (1.339887440266574e-3, 9.618437357674640e-3, 5.550332471162809e-2, 2.402264791363012e-1):
         p = fused(builder, p, r, constant(coefficient))
     p = fused(builder, fused(builder, p, r, constant(6.931472028550421e-1)), r, constant(1.0))
-    power = builder.shl(builder.bitcast(rounded, INTS), integers(23))  # the integer to the exponent's place
+    power = builder.shl(builder.bitcast(rounded, INTS), integers(23))  # the integer, shifted into the exponent
     return builder.bitcast(builder.add(builder.bitcast(p, INTS), power), VECTOR)
 
 
 def exponential(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """exp(x), within two units in the last place for x <= 88; 0 below -87, for minus infinity too."""
+    """exp(x), within two units in the last place for x <= 88; 0 below -87, minus infinity included."""
     compare = builder.fcmp_ordered
     log2_e, magic = constant(math.log2(math.e)), constant(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer
     low, high = constant(-87.0), constant(88.0)

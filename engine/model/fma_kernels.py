@@ -1,8 +1,8 @@
-"""Matrix products in ordinary vectors, for processors that do not multiply bfloat16, and of float32: see `matmul`.
+"""Matrix products in ordinary vectors, for float32 and for processors that do not multiply bfloat16: see `matmul`.
 
 A panel's step is 32 inputs of 16 outputs: float32 as [32, 16]; bfloat16 in pairs, [16, 16, 2], whose second number is
 the upper half of a word and whose first becomes float32 by a shift. A sum takes one input after the other, each
-multiplied and added with one rounding. Rows of bfloat16 are widened first, some at a time, by each thread for itself.
+multiplied and added with one rounding. Each thread first widens rows of bfloat16 for itself, some at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.model.simd import BFLOAT16, FLOAT, FLOAT32, LANES, features, fused, 
 from engine.model.team import kernel, member, members
 
 WIDENED = 64
-"""Rows that a thread widens at once: of 1,536 inputs they fit into a core's second cache."""
+"""Rows that a thread widens at once: with 1,536 inputs they fit into a core's L2 cache."""
 _WORD = ir.IntType(64)
 _ROWS, _WIDE = (8, 2) if "+avx512f" in features() else (4, 1)
 """Rows and panels whose sums fit into the vector registers."""
@@ -28,7 +28,7 @@ _ROWS, _WIDE = (8, 2) if "+avx512f" in features() else (4, 1)
 
 @kernel(MATMUL)
 def fma_kernel(address: Any) -> None:
-    """Panels are multiplied by some rows at a time."""
+    """Multiply the thread's panels by some rows at a time."""
     work = carray(address, 1)[0]
     begin, end = first_panel(work, member(), members()), first_panel(work, member() + 1, members())
     steps, stride, room = work.inputs // STEP, work.inputs * 4, new_room()
@@ -58,7 +58,7 @@ def _sums_of(size: int) -> Any:
 
     @njit
     def sums(rows: int, width: int, x: int, stride: int, weights: int, steps: int, room: int) -> None:
-        """Sums of up to _ROWS rows with one or two panels."""
+        """Products of up to _ROWS rows with one or two panels."""
         if rows == 1 and width == 2:
             sum_fused(1, 2, size, rows, x, stride, weights, steps, room)
         elif rows <= 2 and width == 2:
@@ -79,11 +79,11 @@ def _sums_of(size: int) -> Any:
 def sum_fused(
     context: Any, most: Any, panels: Any, size: Any, rows: Any, x: Any, stride: Any, weights: Any, steps: Any, room: Any
 ) -> Any:
-    """Sums of up to `most` rows with `panels` panels: to `room`, [rows, 2 * 16] float32.
+    """Write the products of up to `most` rows with `panels` panels to `room`, [rows, 2 * 16] float32.
 
-    most, panels: compile-time constants, as `size`, bytes of a number of the matrix. x: address of the first of `rows`
-    rows of float32, one every `stride` bytes; the last one is summed in the place of those that are missing. weights:
-    address of the first panel.
+    most, panels, size: compile-time constants. size: bytes of a number of the matrix. x: address of the first of `rows`
+    rows of float32, one every `stride` bytes; the last row stands in for missing ones. weights: address of the first
+    panel.
     """
     count, width, of_number = most.literal_value, panels.literal_value, size.literal_value
     tile_bytes, pair_bytes = STEP * LANES * of_number, 2 * LANES * of_number

@@ -1,6 +1,6 @@
-"""What stands between a decoder layer's products: kernels that each do the work of some ten operations.
+"""The fused kernels between a decoder layer's products, each doing the work of some ten operations.
 
-Rows are independent: a row's result is the same bits beside any others. Numbers are added up in float32 and rounded
+Rows are independent: a row's result is the same bits whatever the other rows. Numbers are summed in float32 and rounded
 once, when they are stored.
 """
 
@@ -67,7 +67,7 @@ NORM = _record(
     "delta",  # [rows, hidden], or 0
     "weight",  # [hidden] float32
     "out",  # [count, hidden]: the norm of the sum
-    "chosen",  # [count] int32: the rows to do, or 0 for the first `count`
+    "chosen",  # [count] int32: the rows to compute, or 0 for the first `count`
     "kept",  # [rows, hidden], rows `stride` bytes apart: a copy of the sum, or 0
     "stride",
     "count",
@@ -145,17 +145,17 @@ ENTER = _record(
     "dims",
     "rotated",
     "width",
-    "paired",  # 1: the pool's layout is (`engine.model.kv_pool`)
+    "paired",  # 1: the pool's layout is paired (`engine.model.kv_pool`)
     floats=("epsilon",),
 )
 
 
 @kernel(ENTER)
 def enter_kernel(address: Any) -> None:
-    """Normalise and turn queries and keys, and enter keys and values into the pool.
+    """Normalise and rotate queries and keys, and write keys and values to the pool.
 
-    A thread has neighbouring rows of one head: sixteen keys of a head lie among one another in a block's cache lines,
-    and two cores that write to the same ones wait for each other.
+    A thread has neighbouring rows of one head: sixteen keys of a head are interleaved in a block's cache lines, and two
+    cores that write to the same lines wait for each other.
     """
     work = carray(address, 1)[0]
     size, heads = work.head_dim * work.width, work.groups * work.kv_heads
@@ -179,7 +179,7 @@ def enter_kernel(address: Any) -> None:
 
 @njit
 def _turned(work: Any, row: int, x: int, weight: int, out: int) -> None:
-    """One head's query or key, normalised if there is a weight, turned by its position: [dims] float32."""
+    """One head's query or key, normalised if there is a weight, rotated by its position: [dims] float32."""
     whole, lanes = work.head_dim // LANES * LANES, splat(np.float32(0))
     for i in range(0, whole, LANES):
         numbers = numbers_at(x + i * work.width, work.width)
@@ -239,7 +239,7 @@ STORE = _record(
 
 @kernel(STORE)
 def store_kernel(address: Any) -> None:
-    """Enter keys and values that a stock model has made into the pool, and lay out its queries."""
+    """Write a stock model's keys and values to the pool, and lay out its queries."""
     work = carray(address, 1)[0]
     size, heads = work.head_dim * work.width, work.groups * work.kv_heads
     key = work.scratch + member() * work.dims * 4
@@ -265,13 +265,13 @@ def store_kernel(address: Any) -> None:
 
 @njit
 def _key_place(i: int, lane: int, paired: int) -> Any:
-    """Where in a block's keys dimension i of a key lies."""
+    """The index of a key's dimension i within a block's keys."""
     return i // 2 * 2 * LANES + lane * 2 + i % 2 if paired != 0 else i * LANES + lane
 
 
 @njit
 def _value_place(i: int, lane: int, paired: int, dims: int) -> Any:
-    """Where in a block's values dimension i of a value lies."""
+    """The index of a value's dimension i within a block's values."""
     if paired != 0:
         return i // LANES * LANES * LANES + lane // 2 * 2 * LANES + i % LANES * 2 + lane % 2
     return lane * dims + i
@@ -279,7 +279,7 @@ def _value_place(i: int, lane: int, paired: int, dims: int) -> Any:
 
 @njit
 def _put_key(work: Any, key: int, block: int, lane: int) -> None:
-    """One head's key, [dims] float32, which is overwritten, to its lane of a block."""
+    """Write one head's key, [dims] float32, to its lane of a block. The source is overwritten."""
     if work.paired != 0:
         _put_halves(key, work.dims, key)
         for i in range(0, work.dims, 2):  # a pair is four bytes
@@ -298,7 +298,7 @@ def _put_value(work: Any, value: int, block: int, lane: int) -> None:
 
 @njit
 def _copy(source: int, place: int, width: int) -> None:
-    """One number."""
+    """Copy one number."""
     if width == BFLOAT16:
         copy_half(source, place)
     else:
@@ -307,7 +307,7 @@ def _copy(source: int, place: int, width: int) -> None:
 
 @njit
 def _put_halves(x: int, count: int, place: int) -> None:
-    """`count` float32 numbers, a multiple of 16, to bfloat16, perhaps in their own place."""
+    """Convert `count` float32 numbers, a multiple of 16, to bfloat16, possibly in place."""
     for i in range(0, count, LANES):
         store(load(x + 4 * i, FLOAT32), place + 2 * i, BFLOAT16)
 
@@ -329,7 +329,7 @@ MOVE = _record(
 
 @kernel(MOVE)
 def move_kernel(address: Any) -> None:
-    """Copy keys and values from slots to others, one after the other."""
+    """Copy keys and values from slots to other slots, in order."""
     work = carray(address, 1)[0]
     for layer in range(member(), work.layers, members()):
         for i in range(work.count):

@@ -15,15 +15,15 @@ from engine.model.gguf_file import GgufFile, read_gguf
 from engine.model.progress import Report
 
 _FORMAT = 3
-"""Raise it when a conversion comes to differ: files are then converted again."""
+"""Raise it when the conversion changes: files are then converted again."""
 _STEP = re.compile(rb"(\d+)/(\d+) \[")
 _TOKENIZER_BYTES = 30_000_000
 
 
 def converted(file: Path, field: str, report: Report) -> Path:
-    """The directory made of a GGUF file, once for each state of it: path, size and time of change.
+    """The directory converted from a GGUF file, once for each path, size and modification time of the file.
 
-    field: `KEY=VALUE`, for errors. Raises ModelError if the file cannot be used or the cache not written.
+    field: `KEY=VALUE`, for errors. Raises ModelError if the file cannot be used or the cache cannot be written.
     """
     try:
         state = file.stat()
@@ -43,12 +43,12 @@ def converted(file: Path, field: str, report: Report) -> Path:
 
 
 def room_for(gguf: GgufFile) -> int:
-    """Bytes of the directory that the file becomes, at most: bfloat16, and blocks of up to 10 bits a weight."""
+    """Upper bound on the converted directory's bytes: bfloat16, and blocks of up to 10 bits a weight."""
     return gguf.elements * (16 + 10) // 8 + _TOKENIZER_BYTES
 
 
 def convert(gguf: GgufFile, folder: Path, field: str, title: str, origin: str, report: Report) -> None:
-    """Fill `folder` with the model as bfloat16. title, origin: of its card. Raises ModelError."""
+    """Fill `folder` with the model as bfloat16. title, origin: for its card. Raises ModelError."""
     stage, done = f"converting {title} to bfloat16", 0.0
     command = [sys.executable, "-m", "engine.model.dequantise", str(gguf.path), str(folder), title, origin]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
@@ -61,7 +61,7 @@ def convert(gguf: GgufFile, folder: Path, field: str, title: str, origin: str, r
         try:
             while heard := os.read(process.stdout.fileno(), 1 << 16):
                 said += heard
-                for step, steps in _STEP.findall(heard):  # the bars of transformers, one after the other
+                for step, steps in _STEP.findall(heard):  # transformers' progress bars, one after the other
                     done = max(done, int(step) / max(int(steps), 1))
                 report(stage, done, 1)
         except BaseException:

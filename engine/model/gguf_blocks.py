@@ -1,7 +1,7 @@
-"""The matrices of a GGUF file in the blocks that it has them in, for `engine.model.quantised`.
+"""The matrices of a GGUF file in its own blocks, for `engine.model.quantised`.
 
-Which tensor of the file a weight was made of, and in which order of rows, is found by comparing rows, not by names:
-transformers renames tensors and turns the rows of some. What is not the weight, bit for bit, is left out.
+The tensor that a weight was made from, and the order of its rows, are found by comparing rows, not names: transformers
+renames tensors and permutes the rows of some. A matrix that is not the weight, bit for bit, is left out.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Bytes = NDArray[np.uint8]
 
 
 def quantised_weights(gguf: Path, model: Any) -> Iterator[tuple[str, Quantised]]:
-    """The model's weights that the file has in blocks of one of the formats below, by name, one after the other: all
-    together may be more than the memory holds.
+    """The model's weights that the file has in blocks of one of the formats below, by name, one at a time: together
+    they may not fit into memory.
     """
     tensors = [tensor for tensor in GGUFReader(gguf).tensors if _is_known(tensor)]
-    rows: dict[int, tuple[int, int]] = {}  # by a row's hash: the tensor it is of, and its place there
+    rows: dict[int, tuple[int, int]] = {}  # by a row's hash: its tensor, and its place there
     for number, tensor in enumerate(tensors):
         rows |= {row: (number, place) for place, row in enumerate(_hashes(_read(tensor).values()))}
     for name, weight in model.named_parameters():
@@ -48,7 +48,7 @@ def _read(tensor: Any) -> Quantised:
 
 
 def _of_rows(weight: Tensor, rows: dict[int, tuple[int, int]], tensors: Sequence[Any]) -> Quantised | None:
-    """The weight as rows of one of the tensors."""
+    """The weight as rows of one of the tensors; None if it is not that."""
     places = [rows.get(row) for row in _hashes(weight)]
     there = [place for place in places if place is not None]
     if len(there) < len(places) or len({tensor for tensor, _ in there}) != 1:
@@ -58,7 +58,7 @@ def _of_rows(weight: Tensor, rows: dict[int, tuple[int, int]], tensors: Sequence
 
 
 def _hashes(matrix: Tensor) -> list[int]:
-    """Of each row; zeros of both signs count as the same."""
+    """A hash of each row; zeros of both signs count as equal."""
     matrix = matrix + 0.0
     return [hash(row.tobytes()) for row in matrix.contiguous().view(torch.uint16).numpy()]
 
@@ -69,7 +69,7 @@ def _half(raw: Bytes, at: int) -> Tensor:
 
 
 def _bits(raw: Bytes, bits: int, together: int) -> Bytes:
-    """[outputs, blocks, bytes] -> [outputs, blocks, codes]: of some bytes together, the lowest bits of each first."""
+    """[outputs, blocks, bytes] -> [outputs, blocks, codes]: of `together` bytes, the lowest bits of each come first."""
     groups = raw.reshape(*raw.shape[:2], -1, 1, together)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     parts: Bytes = np.right_shift(groups, shifts) & np.uint8((1 << bits) - 1)
@@ -125,8 +125,8 @@ def _q6_k(raw: Bytes) -> Quantised:
 
 
 def _scales_and_offsets(raw: Bytes) -> tuple[Tensor, Tensor]:
-    """[outputs, inputs / 32] float32. Blocks of 256 inputs begin with two float16 and their factors, of 6 bits for each
-    32 inputs.
+    """[outputs, inputs / 32] float32. Blocks of 256 inputs begin with two float16 and, for each 32 inputs, a 6-bit
+    factor of each.
     """
     factors = Q4_K.get_scale_min(np.ascontiguousarray(raw[:, :, 4:16]).reshape(-1, 12))
     scales, offsets = (
@@ -146,4 +146,4 @@ _FORMATS: dict[str, tuple[int, Callable[[Bytes], Quantised]]] = {
     "Q5_K": (256, _q5_k),
     "Q6_K": (256, _q6_k),
 }
-"""By the type's name: inputs of a block, and what reads matrices of it."""
+"""By the type's name: inputs of a block, and the function that reads such matrices."""

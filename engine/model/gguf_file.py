@@ -1,6 +1,6 @@
-"""What the head of a GGUF file says: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""The header of a GGUF file: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
-Read here, with every length checked, before the file is given to code that trusts it.
+It is read here, with every length checked, before the file is given to code that trusts it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ALIGNMENTS = {2**power for power in range(3, 17)}
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """shape: as ggml has it, the fastest dimension first. offset: from the start of the data."""
+    """shape: in ggml's order, the fastest dimension first. offset: from the start of the data."""
 
     name: str
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """metadata: scalars and strings as they are, of an array only its length. start: the byte where the data begins."""
+    """metadata: scalars and strings as they are, an array as its length. start: the byte where the data begins."""
 
     path: Path
     metadata: dict[str, Any]
@@ -62,7 +62,7 @@ class GgufFile:
 
     @property
     def elements(self) -> int:
-        """Of all tensors."""
+        """The elements of all tensors."""
         return sum(tensor.elements for tensor in self.tensors)
 
     def values(self, name: str) -> NDArray[np.float32] | None:
@@ -80,9 +80,9 @@ class GgufFile:
 
 
 def read_gguf(path: Path, field: str) -> GgufFile:
-    """The head of the file at `path`. field: `KEY=VALUE`, for errors.
+    """The header of the file at `path`. field: `KEY=VALUE`, for errors.
 
-    Raises ModelError if there is no such file or it is no GGUF file, cut short, or one of several parts.
+    Raises ModelError if the file does not exist, is not a GGUF file, is cut short, or is one of several parts.
     """
     try:
         with path.open("rb") as file:
@@ -95,7 +95,7 @@ def read_gguf(path: Path, field: str) -> GgufFile:
 
 
 class _Reader:
-    """Walks through the head. at: the byte that is read next."""
+    """Walks through the header. at: the byte that is read next."""
 
     def __init__(self, path: Path, field: str, content: mmap.mmap):
         self.path, self.field, self.content = path, field, content

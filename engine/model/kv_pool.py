@@ -1,13 +1,13 @@
 """Keys and values of all requests in blocks of 16 positions, in one pool.
 
-A request has a table of blocks. Blocks are counted references, and a full block is known by the text it ends: requests
-whose texts begin alike share their blocks, at the same time or one after the other. Blocks that nobody holds stay known
-until the room is needed; the one unused for longest goes first.
+A request has a block table. Blocks are reference-counted, and a full block is known by the text it ends (a prefix
+cache): requests whose texts begin alike share blocks, at the same time or one after the other. Unreferenced blocks stay
+cached until their room is needed; the least recently used goes first.
 
 Layout: keys [layers, blocks, kv_heads, dims, 16], so that 16 keys are read at once, and values [layers, blocks,
-kv_heads, 16, dims]; dims is the head size rounded up to a multiple of 16, filled with zeros. Paired, as instructions
-that multiply pairs of bfloat16 want them: a block's keys are [dims / 2, 16, 2], its values [dims / 16, 8, 16, 2] with
-the pairs of neighbouring positions, and dims is a multiple of 32.
+kv_heads, 16, dims]; dims is the head size rounded up to a multiple of 16, padded with zeros. Paired, for instructions
+that multiply pairs of bfloat16: a block's keys are [dims / 2, 16, 2], its values [dims / 16, 8, 16, 2] with the pairs
+of neighbouring positions, and dims is a multiple of 32.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from engine.model.fused import MOVE, move_kernel
 
 _CPU = torch.device("cpu")
 Ending = tuple[int, tuple[int, ...]]
-"""What a full block ends: the number of the text before it (0: none), and its own 16 tokens."""
+"""The text that a full block ends: the number of the text before it (0: none), and its own 16 tokens."""
 
 
 @dataclass(frozen=True)
 class KVShape:
-    """What the keys and values of a model need."""
+    """The shape and dtype of a model's keys and values."""
 
     layers: int
     kv_heads: int
@@ -43,7 +43,7 @@ class KVShape:
 
     @property
     def dims(self) -> int:
-        """head_dim, rounded up to a multiple of 16, paired of 32."""
+        """head_dim, rounded up to a multiple of 16, or of 32 if paired."""
         whole = 32 if self.paired else 16
         return -(-self.head_dim // whole) * whole
 
@@ -54,7 +54,7 @@ class KVShape:
 
 
 class KVPool:
-    """`blocks` blocks. On a CPU, memory is taken from the system when a block is first written; on a GPU at once."""
+    """A pool of `blocks` blocks. On a CPU, a block takes memory when it is first written; on a GPU, all do at once."""
 
     def __init__(self, shape: KVShape, blocks: int, device: torch.device = _CPU):
         self.shape, self.blocks = shape, blocks
@@ -63,18 +63,18 @@ class KVPool:
         self.values = _untouched((shape.layers, blocks, of_block[0], BLOCK, shape.dims), shape.dtype, device)
         self._free = list(range(blocks - 1, -1, -1))
         self._references = [0] * blocks
-        self._idle: OrderedDict[int, None] = OrderedDict()  # known and held by nobody, unused for longest first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # cached and unreferenced, least recently used first
         self._known: dict[Ending, tuple[int, int]] = {}  # the block, and the number of the text that it ends
         self._ending: dict[int, Ending] = {}
         self._numbers = count(1)
 
     @property
     def free(self) -> int:
-        """Blocks that nobody holds."""
+        """The number of unreferenced blocks."""
         return len(self._free) + len(self._idle)
 
     def take(self, wanted: int) -> list[int]:
-        """So many blocks, or OutOfBlocks and none."""
+        """Take `wanted` blocks; OutOfBlocks, and none is taken, if fewer are free."""
         if wanted > self.free:
             raise OutOfBlocks(f"verifier.kv_memory: {wanted} more blocks are needed and {self.free} are free; raise it")
         taken = [self._free.pop() if self._free else self._forget_oldest() for _ in range(wanted)]
@@ -83,7 +83,7 @@ class KVPool:
         return taken
 
     def give(self, blocks: Sequence[int]) -> None:
-        """One holder less of each."""
+        """Drop one reference to each block."""
         for block in blocks:
             self._references[block] -= 1
             if self._references[block]:
@@ -94,7 +94,7 @@ class KVPool:
                 self._free.append(block)
 
     def find(self, ending: Ending) -> tuple[int, int] | None:
-        """The block that ends this text, now held once more, and the text's number."""
+        """The block that ends this text, with one more reference, and the text's number."""
         if (known := self._known.get(ending)) is None:
             return None
         block, _ = known
@@ -103,7 +103,7 @@ class KVPool:
         return known
 
     def publish(self, ending: Ending, block: int) -> int:
-        """The block, now full, ends this text; returns the text's number. Of two blocks the first stays."""
+        """Register the full block that ends this text; returns the text's number. Of two blocks the first stays."""
         if ending not in self._known:
             self._known[ending] = block, next(self._numbers)
             self._ending[block] = ending
@@ -128,7 +128,7 @@ class KVPool:
         move_kernel()(work.ctypes.data, shape.layers)
 
 
-@torch.inference_mode()  # in which a target makes its pool
+@torch.inference_mode()  # the mode in which a target makes its pool
 def move_by_index(keys: Tensor, values: Tensor, sources: Int, places: Int) -> None:
     """What `KVPool.move` does, for a pool on any device."""
     slots = torch.from_numpy(np.stack([sources, places]).astype(np.int64)).to(keys.device)
@@ -138,7 +138,7 @@ def move_by_index(keys: Tensor, values: Tensor, sources: Int, places: Int) -> No
 
 
 def _untouched(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that take no memory of a CPU until they are written: `torch.zeros` would touch all of it."""
+    """Zeros that take no CPU memory until they are written; `torch.zeros` would touch all of it."""
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
     bytes_of: int = math.prod(size) * dtype.itemsize
@@ -146,7 +146,7 @@ def _untouched(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
 
 
 class KVCache:
-    """One request's keys and values. length: committed positions; pending: rows behind them that are still drafts."""
+    """One request's keys and values. length: committed positions; pending: rows after them that are still drafts."""
 
     def __init__(self, pool: KVPool):
         self.pool = pool
@@ -156,11 +156,11 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """Positions it has blocks for."""
+        """The positions that it has blocks for."""
         return len(self.table) * BLOCK
 
     def reserve(self, positions: int) -> None:
-        """Have blocks for so many positions; OutOfBlocks if there are not enough."""
+        """Take blocks for at least `positions` positions; OutOfBlocks if there are not enough."""
         missing = -(-positions // BLOCK) - len(self.table)
         if missing > 0:
             self.table = np.concatenate([self.table, np.asarray(self.pool.take(missing), np.int32)])
@@ -176,14 +176,14 @@ class KVCache:
         self.length += len(path)
 
     def next_ending(self, text: Sequence[int]) -> Ending | None:
-        """What the block behind the committed positions will end; None unless it begins there and `text` fills it."""
+        """What the block after the committed positions will end; None unless it begins there and `text` fills it."""
         at = len(self._texts)
         if self.length != at * BLOCK or len(text) < self.length + BLOCK:
             return None
         return (self._texts[-1] if at else 0), tuple(text[self.length : self.length + BLOCK])
 
     def adopt(self, text: Sequence[int]) -> None:
-        """Take over what is known already of `text`, block by block."""
+        """Reuse the cached blocks of `text`, one by one."""
         while (ending := self.next_ending(text)) is not None and (known := self.pool.find(ending)) is not None:
             block, number = known
             at = len(self._texts)
@@ -196,13 +196,13 @@ class KVCache:
             self.length += BLOCK
 
     def publish(self, text: Sequence[int]) -> None:
-        """Let others find the blocks that are full. text: at least the committed positions."""
+        """Let other requests find the full blocks. text: at least the committed positions."""
         for at in range(len(self._texts), self.length // BLOCK):
             ending = (self._texts[-1] if at else 0), tuple(text[at * BLOCK : (at + 1) * BLOCK])
             self._texts.append(self.pool.publish(ending, int(self.table[at])))
 
     def release(self) -> None:
-        """Give the blocks back."""
+        """Return the blocks to the pool."""
         self.pool.give(self.table.tolist())
         self.table, self._texts = np.zeros(0, np.int32), []
         self.length = self.pending = 0

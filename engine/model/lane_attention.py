@@ -1,7 +1,7 @@
 """Exact attention in vectors of 16 float32 numbers, for any processor and both types.
 
-Scores are computed for 16 keys at once, each lane adding over the dimensions in their order; values are added one by
-one in the order of positions. Queries of the heads that share keys, and of neighbouring rows, share the loads.
+Scores are computed for 16 keys at once, each lane summing over the dimensions in order; values are added one by one in
+the order of positions. Queries of the heads that share keys, and of neighbouring rows, share the loads.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ in which up to 6 queries' values are summed.
 
 @kernel(ATTENTION)
 def lane_kernel(address: Any) -> None:
-    """Units of work are pairs of a tile and a head of keys."""
+    """A unit of work is a tile with one KV head."""
     work = carray(address, 1)[0]
     team = members()
     for unit in range(member(), work.tile_count * work.kv_heads, team):
@@ -46,7 +46,7 @@ def lane_kernel(address: Any) -> None:
 
 @njit
 def _attend(work: Any, tile: int, head: int, scratch: int) -> None:
-    """All rows of a tile with one head of keys and the query heads that share it."""
+    """Attend with all rows of a tile to one KV head, for the query heads that share it."""
     first, end = int_at(work.tiles + 4 * tile), int_at(work.tiles + 4 * tile + 4)
     count = (end - first) * work.groups
     scores, step = scratch, work.step * 4
@@ -54,7 +54,7 @@ def _attend(work: Any, tile: int, head: int, scratch: int) -> None:
     queries = work.queries + (head * work.rows + first) * work.groups * work.dims * 4
     table = work.tables + 4 * int_at(work.rows_table + 4 * first)
 
-    low, high, reach = 1 << 40, 0, 1 << 40  # positions that some row sees, slots it looks at; reach: of common prefix
+    low, high, reach = 1 << 40, 0, 1 << 40  # low: first position seen; high: end of slots read; reach: common prefix
     lows = 0
     for row in range(first, end):
         start = first_seen(work, row)
@@ -78,7 +78,7 @@ def _attend(work: Any, tile: int, head: int, scratch: int) -> None:
                 store(splat(np.float32(0)), sums + (vector * work.dims + i) * 4, FLOAT32)
             put_float(sums + (count * work.dims + vector) * 4, sum_of)
 
-    for row in range(first, end):  # from the row's own start to where all rows see what follows
+    for row in range(first, end):  # from the row's own start to the positions that all rows see
         vector = (row - first) * work.groups
         stop = min(lows, int_at(work.rows_prefix + 4 * row))
         _add_values(work, table, head, work.groups, first_seen(work, row), stop, scores, step, sums, vector)
@@ -123,13 +123,13 @@ def _scores_of(size: int) -> Any:
 def _sums_of(size: int) -> Any:
     @njit
     def sums(dims: int, count: int, weights: int, step: int, many: int, values: int, sums: int) -> None:
-        """Add `many` values, weighed, to the sums of `count` queries."""
+        """Add `many` weighted values to the sums of `count` queries."""
         slab = _SLAB * LANES
         for first in range(0, dims, slab):
             done, here = 0, values + first * size
             while done < count:
                 of, place = weights + done * step, sums + (done * dims + first) * 4
-                if dims - first < slab:  # a narrower rest, 16 dimensions at a time
+                if dims - first < slab:  # a narrower remainder, 16 dimensions at a time
                     for i in range(0, dims - first, LANES):
                         weigh(1, 1, size, dims, of, step, many, here + i * size, place + 4 * i)
                     done += 1
@@ -154,7 +154,7 @@ _sums_of_halves, _sums_of_floats = _sums_of(BFLOAT16), _sums_of(FLOAT32)
 def _add_values(
     work: Any, table: int, head: int, count: int, start: int, end: int, scores: int, step: int, sums: int, vector: int
 ) -> None:
-    """Add the values at positions start to end, weighed, to the sums of `count` queries from `vector` on."""
+    """Add the weighted values at positions start to end to the sums of `count` queries from `vector` on."""
     position = start
     while position < end:
         block, lane = position // LANES, position % LANES
@@ -167,7 +167,7 @@ def _add_values(
 def _add_value(
     work: Any, table: int, head: int, slot: int, position: int, scores: int, step: int, sums: int, vector: int
 ) -> None:
-    """Add the value in `slot`, weighed by the score at `position`, to the sums of one row's queries."""
+    """Add the value in `slot`, weighted by the score at `position`, to the sums of one row's queries."""
     _weigh(work, table, head, slot // LANES, slot % LANES, 1, work.groups, position, scores, step, sums, vector)
 
 

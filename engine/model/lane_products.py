@@ -11,15 +11,15 @@ from numba.extending import intrinsic
 
 from engine.model.simd import FLOAT, FLOAT32, LANES, VECTOR, constant, fused, literal, pointer, read, spread, write
 
-_UNROLLED = 4  # dimensions of one turn of the loop; keys are padded to a multiple of LANES
+_UNROLLED = 4  # dimensions per iteration of the loop; keys are padded to a multiple of LANES
 
 
 @intrinsic(prefer_literal=True)
 def scores_of(context: Any, rows: Any, width: Any, dims: Any, q: Any, keys: Any, scores: Any, step: Any) -> Any:
     """Dot products of `rows` queries with 16 keys. rows, width: compile-time constants.
 
-    q: address of [rows, dims] float32; keys: address of [dims, 16]; scores: where the first row's 16 go, each other
-    row's `step` bytes further. Each is the sum over the dimensions in their order.
+    q: address of [rows, dims] float32; keys: address of [dims, 16]; scores: where the first row's 16 go, each following
+    row's `step` bytes further. Each score is the sum over the dimensions in order.
     """
     m, size = literal(rows), literal(width)
 
@@ -59,10 +59,10 @@ def weigh(
     values: Any,
     sums: Any,
 ) -> Any:
-    """Add `count` values, each times its weight, to each row's sum, in their order.
+    """Add `count` values, each times its weight, to each row's sum, in order.
 
     rows, width, vectors: compile-time constants; `16 * vectors` dimensions are summed. weights: address of the first
-    row's float32 weights, each other row's `step` bytes further; values: address in [count, dims]; sums: address in
+    row's float32 weights, each following row's `step` bytes further; values: address in [count, dims]; sums: address in
     [rows, dims] float32.
     """
     m, size, width_v = literal(rows), literal(width), literal(vectors)

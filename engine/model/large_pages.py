@@ -1,7 +1,7 @@
 """Memory in pages of 2 MB, where Linux has them, for matrices that every forward reads.
 
-A forward over pages of 4 kB waits for tens of thousands of addresses to be looked up. numpy asks Linux for large pages
-where an array has 4 MB or more, so matrices are put beside one another in such arrays.
+A forward over pages of 4 kB waits for tens of thousands of address translations. numpy asks Linux for large pages for
+arrays of 4 MB or more, so matrices are packed into such arrays.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import Tensor
 
 _PAGE, _LINE = 2 << 20, 64  # bytes
 _ARRAY = 32 << 20  # bytes; a page of it takes memory when it is first written
-_OWN = 4 << 20  # bytes of a matrix that has an array of its own, which goes when it goes
+_OWN = 4 << 20  # bytes from which a matrix has its own array, freed with it
 
 
 class _Array:
-    """The array that small matrices are put into, one behind the other; it goes when the last of them does."""
+    """The array that small matrices are packed into, one after the other; it is freed with the last of them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._rest = torch.empty(0, dtype=torch.uint8)
 
     def take(self, size: int) -> Tensor:
-        """So many bytes, which begin with a cache line."""
+        """`size` bytes, aligned to a cache line."""
         if size >= _OWN:
             return _bytes(size)
         with self._lock:
@@ -36,7 +36,7 @@ class _Array:
 
 
 def _bytes(size: int) -> Tensor:
-    """So many, which begin with a page."""
+    """`size` bytes, aligned to a page."""
     whole = np.empty(size + _PAGE, np.uint8)
     start = -whole.ctypes.data % _PAGE
     return torch.from_numpy(whole[start : start + size])
@@ -46,6 +46,6 @@ _array = _Array()
 
 
 def in_large_pages(matrix: Tensor) -> Tensor:
-    """A copy that lies there."""
+    """A copy of the matrix in large pages."""
     place = _array.take(matrix.nbytes).view(matrix.dtype).view(matrix.shape)
     return place.copy_(matrix)

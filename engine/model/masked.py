@@ -1,7 +1,7 @@
-"""The stock forward with its own attention, for models that exact attention does not serve: one segment at a time.
+"""The stock forward with its own attention, for models that exact attention does not support: one segment at a time.
 
-What a row sees goes in through the 4-D mask and the position ids. A row's bits then depend on the rows beside it, so a
-target that runs like this is not exact. On a GPU, verifications are recorded as CUDA graphs.
+The 4-D mask and the position ids say what a row sees. A row's bits then depend on the other rows, so a target that runs
+like this is not exact. On a GPU, verifications are captured as CUDA graphs.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class MaskedForward:
         return MaskedCache(self.layers, capacity, fixed=True) if spare is None else spare
 
     def release(self, cache: MaskedCache) -> None:
-        """The request is over. What was recorded over its cache is good for another's text."""
+        """Take back a finished request's cache. Its CUDA graphs are reused by later requests."""
         if cache.fixed:
             cache.length = cache.pending = 0
             self._spare.give(cache.capacity, cache)
 
     def __call__(self, segments: Sequence[Segment], feature_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
-        """Logits of the rows wanted, [chosen, vocab], and features [rows, layers, hidden] if layers are asked."""
+        """Logits of the wanted rows, [chosen, vocab], and features [rows, layers, hidden] if layers are given."""
         done = [self._segment(segment, tuple(feature_layers)) for segment in segments]
         logits = torch.cat([logits for logits, _ in done])
         features = [features for _, features in done if features is not None]
@@ -126,7 +126,7 @@ class MaskedForward:
     def _tree_recorded(
         self, cache: MaskedCache, tree: TokenTree, positions: NDArray[np.int32], feature_layers: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
-        """A tree's forward, recorded. Rows that fill up the bucket see the text and are seen by nobody."""
+        """A tree's forward as a CUDA graph. Rows that pad the bucket see the text and are seen by no row."""
         past, n, rows = cache.length, len(tree), bucket(len(tree))
         ids, places = torch.zeros(1, rows, dtype=torch.int64), torch.full((1, rows), past)
         ids[0, :n], places[0, :n] = torch.from_numpy(tree.tokens), torch.from_numpy(positions)
@@ -180,7 +180,7 @@ class MaskedForward:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def check_recording(self) -> None:
-        """Find out whether forwards can be recorded: some models synchronise with the host, which a graph cannot."""
+        """Find out whether graphs work: some models synchronise with the host, which a CUDA graph cannot capture."""
         if self.records:
             try:
                 cache = self.new_cache(16)

@@ -1,10 +1,10 @@
 """Keys and values of one request of a model that attends through masks, in two buffers allocated once.
 
-A forward writes its nodes behind the committed positions; the verdict then moves the accepted path's entries together
+A forward writes its nodes after the committed positions; the verdict then moves the accepted path's entries together
 by index. Nothing is concatenated or reallocated while decoding.
 
-For recorded forwards (`engine.recorded`) a cache is `fixed`: the slots to write come as a tensor, and attention sees
-the whole buffers, of which the mask hides what is not the text's.
+For CUDA graphs (`engine.recorded`) a cache is `fixed`: the slots to write come as a tensor, and attention sees the
+whole buffers, in which the mask hides what does not belong to the text.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from engine.recorded import Recorded
 class MaskedCache(Cache):
     """Room for `capacity` positions in each of `layers` layers.
 
-    `length`: committed positions. `pending`: entries behind them that the next forward leaves alone (a tree's earlier
-    levels, while a draft model grows it). keys, values: [layers, 1, kv_heads, capacity, head_dim], made at the first
-    forward from the shapes the model hands over. slots: [nodes] int64, where a recorded forward writes.
+    `length`: committed positions. `pending`: entries after them that the next forward leaves alone (a tree's earlier
+    levels, while a draft model grows it). keys, values: [layers, 1, kv_heads, capacity, head_dim], allocated at the
+    first forward from the shapes that the model passes. slots: [nodes] int64, where a recorded forward writes.
     """
 
     def __init__(self, layers: int, capacity: int, fixed: bool = False):
@@ -39,7 +39,7 @@ class MaskedCache(Cache):
 
     def allocate(self, keys: Tensor, values: Tensor) -> None:
         """Make the buffers for states shaped like `keys` and `values`: [1, kv_heads, tokens, head_dim]."""
-        make = torch.zeros if self.fixed else torch.empty  # hidden is not unread: no slot may hold what is no number
+        make = torch.zeros if self.fixed else torch.empty  # masked slots are still read (0 x NaN = NaN)
         self.keys, self.values = (
             make((len(self.layers), *s.shape[:2], self.capacity, s.shape[3]), dtype=s.dtype, device=s.device)
             for s in (keys, values)
@@ -60,7 +60,7 @@ class MaskedCache(Cache):
 
 
 class _KVLayer(CacheLayerMixin):
-    """What one attention layer sees of a MaskedCache."""
+    """One attention layer's view of a MaskedCache."""
 
     is_croppable = False
 
@@ -69,7 +69,7 @@ class _KVLayer(CacheLayerMixin):
         self.cache, self.index = cache, index
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is held by the layer itself."""
+        """The layer itself holds nothing."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object

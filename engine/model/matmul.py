@@ -1,14 +1,14 @@
 """Matrix products at the speed of memory, whose rows do not depend on each other.
 
-A matrix of bfloat16 lies in panels of 16 outputs, and a panel in steps of 32 inputs: [panels, steps, 16 pairs, 16
-outputs, 2]. Both instructions that multiply bfloat16 read that: a tile of AMX is a step, a vector of AVX512-BF16 is a
-pair. Processors without them multiply as float32 what they read as bfloat16, which takes half of float32's memory.
-Float32 itself lies as [panels, steps, 32 inputs, 16 outputs]. The threads share the panels, so that each reads its part
-of the matrix once and in order, whatever the number of rows; without those instructions, once for every 64 rows.
+A bfloat16 matrix is stored in panels of 16 outputs, and a panel in steps of 32 inputs: [panels, steps, 16 pairs, 16
+outputs, 2]. Both instructions that multiply bfloat16 read this layout: an AMX tile is a step, an AVX512-BF16 vector is
+a pair. Processors without them read bfloat16, which takes half of float32's memory, and multiply it as float32. Float32
+itself is stored as [panels, steps, 32 inputs, 16 outputs]. The threads share the panels, so that each reads its part of
+the matrix once and in order, whatever the row count; without those instructions, once for every 64 rows.
 
-Every result is one fixed sequence of operations over the inputs: a row of a tile is summed without regard to the other
-rows, and vectors take one input or pair after the other. So a row's bits are the same in a product of any number of
-rows. Units sum in different orders; a machine takes the same one for all numbers of rows.
+Every result is one fixed sequence of operations over the inputs: a row of a tile is summed independently of the other
+rows, and vectors take one input or pair after the other. So a row's bits are the same for any row count. Units sum in
+different orders; a machine uses the same unit for all row counts.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from engine.model.team import Kernel, Program, address_of
 
 
 class Unit(Enum):
-    """What multiplies."""
+    """The instructions that multiply."""
 
     AMX = "amx"
     VECTORS = "avx512_bf16"
     FMA = "fma"
 
     def kernel(self, form: Form) -> Kernel:
-        """What multiplies matrices of that form. FMA has one kernel, which is told the matrix' type."""
+        """The kernel for matrices of that form. FMA has one kernel, which reads the matrix's type from its record."""
         if (self, form) not in _KERNELS:
             _KERNELS[self, form] = fma_kernel() if self is Unit.FMA else _OF_PAIRS[self](form)
         return _KERNELS[self, form]
@@ -61,7 +61,7 @@ _KERNELS: dict[tuple[Unit, Form], Kernel] = {}
 
 
 def product_kernels() -> list[Kernel]:
-    """Those that the matrices of this process have asked for so far."""
+    """The kernels that the matrices of this process have needed so far."""
     return list(_KERNELS.values())
 
 
@@ -78,7 +78,7 @@ def units(dtype: torch.dtype = torch.bfloat16) -> tuple[Unit, ...]:
     there = features()
     found = []
     if {"+amx-tile", "+amx-bf16", "+avx512bf16"} <= there:  # blocks are unpacked in vectors
-        process = ctypes.CDLL(None)  # Linux keeps the tiles from processes that have not asked for them
+        process = ctypes.CDLL(None)  # Linux denies tiles to processes that have not asked for them
         if process.syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0:
             found.append(Unit.AMX)
     if {"+avx512f", "+avx512bf16"} <= there:
@@ -89,7 +89,7 @@ def units(dtype: torch.dtype = torch.bfloat16) -> tuple[Unit, ...]:
 
 
 _CONFIGURATIONS = tile_sizes([*[(None, 64)] * 6, *[(TILE_ROWS, 64)] * 2])
-"""0 to 3 are sums, 4 and 5 rows, 6 and 7 hold the matrix."""
+"""Tiles 0 to 3 hold sums, 4 and 5 rows, 6 and 7 the matrix."""
 _CONFIGURATIONS_AT = int(_CONFIGURATIONS.ctypes.data)
 
 
@@ -105,8 +105,8 @@ class Multiplies(Protocol):
 class Matmul:
     """x [rows, inputs] times a matrix [outputs, inputs] of bfloat16 or float32, plus the bias.
 
-    gated: the matrix is a gate's and then an up's, of a multiple of 16 outputs each, and silu(gate) * up comes out.
-    quantised: the same matrix, kept in place of `weight` if that is what it stands for, bit for bit, and the unit
+    gated: the matrix is a gate and then an up projection, of a multiple of 16 outputs each, and the result is
+    silu(gate) * up. quantised: the same matrix, kept instead of `weight` if it equals it, bit for bit, and the unit
     multiplies pairs.
     """
 
@@ -151,25 +151,25 @@ class Matmul:
 
     @property
     def bytes(self) -> int:
-        """Of memory that the matrix takes."""
+        """Bytes of memory that the matrix takes."""
         taken: int = self._weights.nbytes
         return taken
 
     @property
     def padded(self) -> int:
-        """Inputs of a row of x as the kernel reads it."""
+        """Inputs that the kernel reads of each row of x."""
         return -(-self.inputs // STEP) * STEP
 
     @property
     def scratch_bytes(self) -> int:
-        """Room that each thread needs."""
+        """Scratch that each thread needs."""
         if self._widens:
             return WIDENED * self.padded * 4
         return PANELS * self.padded * LANES * 2 if self.form is not Form.BFLOAT16 else 0
 
     def record(self, rows: int, x: int, out: int) -> np.ndarray[Any, Any]:
-        """A record for the kernel, but for its scratch. x: address of [rows, padded]; out: of [rows, outputs]. At least
-        one row.
+        """A record for the kernel, without its scratch, for at least one row. x: address of [rows, padded]; out: of
+        [rows, outputs].
         """
         made = np.zeros(1, MATMUL)
         record = made[0]
@@ -181,7 +181,7 @@ class Matmul:
         return made
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [rows, inputs]. Raises RuntimeError for another shape or type: the kernel believes what it is told."""
+        """x: [rows, inputs]. Raises RuntimeError for another shape or type: the kernel does not check them."""
         if x.shape[1] != self.inputs or x.itemsize != self._itemsize:
             raise RuntimeError(f"x is {list(x.shape)} {x.dtype}, the matrix takes {self.inputs} inputs of its own type")
         out = x.new_empty(len(x), self.outputs)
@@ -190,7 +190,7 @@ class Matmul:
             record = self.record(len(x), x.data_ptr(), out.data_ptr())
             scratch = give_scratch(record, NO_SCRATCH)
             self.kernel(address_of(record), self.outputs // LANES)
-            del scratch  # it had to last
+            del scratch  # it had to outlive the call
         return out
 
 
@@ -203,8 +203,8 @@ def add_product(
     out: Tensor,
     used: Callable[[], tuple[Tensor, Tensor]],
 ) -> None:
-    """The next step multiplies x into out: a kernel, described by the record at `index`, if the product is one that
-    takes rows as they lie in x. used: the rows of both that a run is about, for any other product.
+    """Add a step that multiplies x into out: a kernel, described by the record at `index`, if the product takes rows as
+    they lie in x. used: the rows of x and out in the current run, for any other product.
     """
     matmul = product.matmul
     if matmul is not None and matmul.padded == matmul.inputs:
@@ -223,7 +223,7 @@ NO_SCRATCH = torch.empty(0, dtype=torch.uint8)
 
 
 def give_scratch(records: np.ndarray[Any, Any], held: Tensor) -> Tensor:
-    """Give the records the scratch that they need, which must be kept while they run: `held` if it is large enough."""
+    """Give the records their scratch, which must be kept while they run: `held` if it is large enough."""
     needed = torch.get_num_threads() * int(records["scratch_bytes"].max())
     scratch = held if len(held) >= needed else held.new_empty(needed)
     records["scratch"] = scratch.data_ptr()
@@ -231,7 +231,7 @@ def give_scratch(records: np.ndarray[Any, Any], held: Tensor) -> Tensor:
 
 
 def row_words(rows: int) -> tuple[int, int]:
-    """A record's `rows` and `tiles` for so many rows."""
+    """A record's `rows` and `tiles` for that row count."""
     return rows, _CONFIGURATIONS_AT + 64 * min(rows, TILE_ROWS)
 
 

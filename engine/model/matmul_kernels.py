@@ -44,7 +44,7 @@ MATMUL = np.dtype(
             "width",  # bytes of a number of x and out, and of the matrix if it is not quantised
             "inputs",  # a multiple of 32
             "outputs",
-            "gated",  # 1: panels of gate and up alternate, and silu(gate) * up comes out
+            "gated",  # 1: panels of gate and up alternate, and the result is silu(gate) * up
         )
     ]
 )
@@ -52,7 +52,7 @@ MATMUL = np.dtype(
 
 @njit
 def first_panel(work: Any, part: int, parts: int) -> Any:
-    """Where a thread's panels begin. A gate and its up are never parted."""
+    """Where a thread's panels begin. A gate panel and its up panel are never separated."""
     panels = (work.outputs + LANES - 1) // LANES
     return panels // 2 * part // parts * 2 if work.gated != 0 else panels * part // parts
 
@@ -81,7 +81,7 @@ def _tile_sums(
     size: int,
     room: int,
 ) -> None:
-    """Sums of up to four tiles of rows with one or two panels. form: a constant; size: bytes of its tiles."""
+    """Products of up to four tiles of rows with one or two panels. form: a constant; size: bytes of its tiles."""
     form = literally(form)
     if tiles == 1 and width == 2:
         sum_tiles(1, 2, form, x, last, stride, weights, steps, room)
@@ -101,8 +101,8 @@ def _tile_sums(
 
 
 def amx_kernel(form: Form) -> Kernel:
-    """For matrices of that form. Tiles are of min(rows, 16) rows each. The last ones may do rows again that others have
-    done. Of up to four tiles of rows the codes are unpacked on the way, for more of them before.
+    """The AMX kernel for matrices of that form. A tile has min(rows, 16) rows, and the last may repeat rows of others.
+    For up to four tiles of rows, codes are unpacked during the product; for more, before it.
     """
     number, size = int(form), form.tile_bytes
 
@@ -116,7 +116,7 @@ def amx_kernel(form: Form) -> Kernel:
         most = min(work.rows, TILE_ROWS)
         once = work.rows <= TILES * TILE_ROWS
         tiles = (work.rows + TILE_ROWS - 1) // TILE_ROWS if once else 2
-        last = min(work.rows, tiles * TILE_ROWS) - most  # where the last tile of some begins
+        last = min(work.rows, tiles * TILE_ROWS) - most  # where the last tile of a group begins
         configure_tiles(work.tiles)
         while panel < end:
             width = min(end - panel, PANELS)
@@ -152,7 +152,7 @@ def _vector_sums(
     room: int,
     place: int,
 ) -> None:
-    """Sums of up to AT_ONCE rows with one or two panels. form, keep: constants."""
+    """Products of up to AT_ONCE rows with one or two panels. form, keep: constants."""
     form, keep = literally(form), literally(keep)
     if width == 1:
         sum_vectors(8, 1, form, keep, rows, x, stride, weights, steps, room, ROW_BYTES, place)
@@ -165,7 +165,7 @@ def _vector_sums(
 
 
 def vector_kernel(form: Form) -> Kernel:
-    """For matrices of that form. Codes are unpacked while the first rows are multiplied; others take what is kept."""
+    """The vector kernel for matrices of that form. The first rows' product unpacks the codes; later rows reuse them."""
     number, size, coded = int(form), form.tile_bytes, form is not Form.BFLOAT16
     kept = int(coded)
 
@@ -193,7 +193,7 @@ def vector_kernel(form: Form) -> Kernel:
 
 @njit
 def put_sums(work: Any, first: int, rows: int, panel: int, width: int, room: int) -> None:
-    """The sums in `room`, [rows, 2 * 16], plus the bias, to the output."""
+    """Write the sums in `room`, [rows, 2 * 16], plus the bias, to the output."""
     for row in range(first, first + rows):
         for i in range(width):
             column = (panel + i) * LANES

@@ -1,4 +1,4 @@
-"""The sums of a matrix product, of as many rows and panels as fit into a processor's registers: see `matmul`."""
+"""The sums of a matrix product, for as many rows and panels as fit into a processor's registers: see `matmul`."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from engine.model.simd import LANES
 
 STEP = 32
 """Inputs of one tile: the number of inputs is rounded up to a multiple of it."""
-PANELS = 2  # that are multiplied at once
-TILES = 4  # of rows, that are multiplied at once
+PANELS = 2  # multiplied at once
+TILES = 4  # of rows, multiplied at once
 ROW_BYTES = 64 * PANELS  # of a row of sums
-BUFFER = TILES * TILE_ROWS * ROW_BYTES  # in front of it in a thread's room: sums
-_AHEAD = 8  # steps ahead of which tiles are asked for
+BUFFER = TILES * TILE_ROWS * ROW_BYTES  # its offset in a thread's room, after the sums
+_AHEAD = 8  # steps by which tiles are prefetched ahead
 _BYTE, _INT, _WORD = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 SUMS, _PAIRS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(_INT, LANES)
 
 
 @intrinsic(prefer_literal=True)
 def new_room(context: Any) -> Any:
-    """The address of room for the sums of four tiles of rows with two panels, and then for two tiles of each panel; it
-    lasts until the caller returns.
+    """The address of room for the sums of four tiles of rows with two panels, then for two tiles of each panel. It is
+    valid until the caller returns.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -54,11 +54,12 @@ def sum_tiles(
     steps: Any,
     room: Any,
 ) -> Any:
-    """Sums of `tiles` tiles of rows with `panels` panels, at most four pairs: to `room`, [tiles * 16, 2 * 16] float32.
+    """Products of `tiles` tiles of rows with `panels` panels, at most four pairs, in `room`: [tiles * 16, 2 * 16]
+    float32.
 
     tiles, panels, form: compile-time constants. x: address of the first row, one every `stride` bytes; the last tile's
     rows begin `last` bytes further. weights: address of the first panel, of that form. A step's codes are unpacked
-    while the step before is multiplied.
+    while the previous step is multiplied.
     """
     count, width, of = tiles.literal_value, panels.literal_value, Form(form.literal_value)
     size, coded = of.tile_bytes, of is not Form.BFLOAT16
@@ -70,7 +71,7 @@ def sum_tiles(
         panel_bytes = builder.mul(steps, _WORD(size))
 
         def tiles_of(step: ir.Value) -> list[ir.Value]:
-            """Where the bfloat16 of a step's panels is, or comes to be."""
+            """Where the bfloat16 tiles of a step's panels are, or will be unpacked."""
             if coded:
                 parity = builder.mul(builder.and_(step, _WORD(1)), _WORD(PANELS * TILE_BYTES))
                 buffer = builder.add(builder.add(room, _WORD(BUFFER)), parity)
@@ -83,7 +84,7 @@ def sum_tiles(
             return [builder.add(first, builder.mul(panel_bytes, _WORD(panel))) for panel in range(width)]
 
         def prepare(step: ir.Value) -> None:
-            """Unpack a step's codes, and ask for those of a later step: behind the last, for the next panels'."""
+            """Unpack a step's codes, and prefetch those of a later step; after the last step, the next panels'."""
             fetch_later(builder, step, steps, weights, size, width)
             for at, place in zip(in_matrix(step), tiles_of(step), strict=True):
                 unpack(builder, of, at, place)
@@ -134,12 +135,12 @@ def sum_vectors(
     room_stride: Any,
     place: Any,
 ) -> Any:
-    """Sums of up to `most` rows with `panels` panels: to `room`, [rows, panels * 16] float32, one every `room_stride`
-    bytes.
+    """Products of up to `most` rows with `panels` panels, in `room`: [rows, panels * 16] float32, one row every
+    `room_stride` bytes.
 
     most, panels, form, keep: compile-time constants. x: address of the first of `rows` rows, one every `stride` bytes;
-    the last one is summed in the place of those that are missing. weights: address of the first panel, of that form.
-    keep: 1 to leave what codes were unpacked to at `place`, panel behind panel.
+    the last row stands in for missing ones. weights: address of the first panel, of that form. keep: 1 to store the
+    unpacked panels at `place`, one after the other.
     """
     count, width, of, kept = most.literal_value, panels.literal_value, Form(form.literal_value), keep.literal_value
 
@@ -147,8 +148,8 @@ def sum_vectors(
         *where, place = args[4:]
         _, _, _, weights, steps, *_ = where
         with sums_in_registers(builder, count, width, of.tile_bytes, 2, *where) as (step, tiles, here, sums):
-            if width > 1:  # attention has one panel, and asks for blocks itself: they do not follow each other
-                with builder.if_then(builder.icmp_unsigned("!=", weights, place)):  # what was kept is near
+            if width > 1:  # attention has one panel, and prefetches its blocks itself: they are not contiguous
+                with builder.if_then(builder.icmp_unsigned("!=", weights, place)):  # kept panels are cached
                     fetch_later(builder, step, steps, weights, of.tile_bytes, width)
             matrices = zip(*(pair_vectors(builder, of, tile) for tile in tiles), strict=True)
             for pair, matrix in enumerate(matrices):
@@ -181,10 +182,10 @@ def sums_in_registers(
     room: ir.Value,
     room_stride: ir.Value,
 ) -> Iterator[tuple[ir.Value, list[ir.Value], list[ir.Value], list[list[ir.Value]]]]:
-    """Code that adds up one step, in its loop: what is written inside runs for each of `steps`.
+    """Emits the loop over `steps`: code emitted inside the context adds up one step.
 
     tile_size, number_size: bytes of a panel's tile and of a number of a row. The rest is as in `sum_vectors`. Yields
-    the step, where its tiles and the rows' inputs are, and where the sums are, by row and panel.
+    the step, the addresses of its tiles and of the rows' inputs, and where the sums are, by row and panel.
     """
     sums = [[cgutils.alloca_once(builder, SUMS) for _ in range(panels)] for _ in range(most)]
     for cell in itertools.chain(*sums):
@@ -203,7 +204,7 @@ def sums_in_registers(
 
 
 def row_starts(builder: ir.IRBuilder, count: int, rows: ir.Value, first: ir.Value, stride: ir.Value) -> list[ir.Value]:
-    """Addresses of `count` rows, of which the last of `rows` stands for those that are missing."""
+    """Addresses of `count` rows; the last of `rows` stands in for missing ones."""
     last, starts = builder.sub(rows, _WORD(1)), []
     for row in range(count):
         there = builder.icmp_signed("<", _WORD(row), last)
@@ -224,8 +225,8 @@ def pair_vectors(builder: ir.IRBuilder, form: Form, tile: ir.Value) -> Iterator[
 def dot(builder: ir.IRBuilder, sums: Sequence[ir.Value], matrix: Sequence[ir.Value], row: ir.Value, pair: int) -> Any:
     """sums + the products of both inputs of a row's pair, for each panel. row: where its inputs begin.
 
-    Written out: LLVM spreads the pair by the instruction of the other domain (`vbroadcastss`), with which a product of
-    eight rows takes a quarter longer (Zen 4), and spreads many at a time, for which there are no registers.
+    In assembly, because LLVM broadcasts the pair with the floating-point instruction (`vbroadcastss`), which makes a
+    product of eight rows take a quarter longer (Zen 4), and broadcasts more pairs at a time than registers can hold.
     """
     panels = len(sums)  # operands: new sums, the pair, then the matrix, the row's address, and the sums as they were
     lines = [f"vpbroadcastd {4 * pair}(${2 * panels + 1}), ${panels}"]
@@ -240,7 +241,7 @@ def dot(builder: ir.IRBuilder, sums: Sequence[ir.Value], matrix: Sequence[ir.Val
 def fetch_later(
     builder: ir.IRBuilder, step: ir.Value, steps: ir.Value, weights: ir.Value, size: int, width: int
 ) -> None:
-    """Ask for the tiles of a later step of `width` panels: behind the last, for the next panels'."""
+    """Prefetch the tiles of a later step of `width` panels; after the last step, the next panels'."""
     later = builder.add(step, _WORD(_AHEAD))
     others = builder.select(builder.icmp_signed(">=", later, steps), steps, _WORD(0))
     first = builder.add(later, builder.mul(others, _WORD(width - 1)))

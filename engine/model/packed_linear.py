@@ -1,8 +1,8 @@
 """Linear layers on a CPU: weights laid out once, and results that do not depend on the other rows.
 
 Verifying a tree multiplies every weight matrix by some tens of rows, a draft step by about ten. A stock product then
-spends as long on bringing the matrix into the layout it computes in as on computing; oneDNN can keep it in that
-layout. Measured for all matrices of a model of 17 M parameters on one core with AVX512-BF16, milliseconds:
+takes as long to convert the matrix to its compute layout as to compute; oneDNN can keep it in that layout. Measured for
+all matrices of a model of 17 M parameters on one core with AVX512-BF16, milliseconds:
 
     rows                  1      8     16     32     60
     bfloat16  stock     4.4    5.6    7.1    9.6   14.3
@@ -10,14 +10,14 @@ layout. Measured for all matrices of a model of 17 M parameters on one core with
     float32   stock     6.5   10.7   13.6   19.1   29.7
               packed    5.3    5.8    7.6   12.6   21.6
 
-Where `engine.model.matmul` runs it is as fast or faster, and takes any number of rows; this is for other processors.
+Where `engine.model.matmul` runs, it is as fast or faster, and takes any row count; this is for other processors.
 
-oneDNN chooses a kernel by the number of rows, and kernels add up in different orders. Which numbers of rows give the
-same bits is measured here, on this machine, for each shape: with AVX512-BF16 all from 2 rows on, with AMX from 1 to 32.
-`exact_rows` finds that range, and `Product` stays inside it: fewer rows are filled up, more are done in chunks.
+oneDNN chooses a kernel by the row count, and kernels sum in different orders. Which row counts give the same bits is
+measured here, on this machine, for each shape: with AVX512-BF16 all from 2 rows on, with AMX from 1 to 32.
+`exact_rows` finds that range, and `Product` stays inside it: fewer rows are padded, more are split into chunks.
 
-oneDNN also makes and keeps what it needs for each shape and number of rows: about 1 ms and 0.5 MB, up to 1,024 of them.
-Trees come in every number of rows, so rows are filled up to one of few numbers (`filled`).
+oneDNN also creates and caches what it needs for each shape and row count: about 1 ms and 0.5 MB, up to 1,024 of them.
+Trees have any number of rows, so rows are padded to one of a few counts (`filled`).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from engine.model.simd import LANES
 _ANCHOR = 16  # rows of the product that the others are compared with
 _MOST_TRIED = 512
 _ANY_TRIED = (*range(1, 41), 48, 63, 64, 65, 96, 128, 200, 256, 300, 384, _MOST_TRIED)
-_SHIFT = 5  # rows are tried in other places than in the anchor's
+_SHIFT = 5  # rows are tried at other places than in the anchor
 
 
 class Rows(NamedTuple):
-    """From `least` to `most` rows a product gives each row the same bits."""
+    """With `least` to `most` rows, a product gives each row the same bits."""
 
     least: int
     most: int
@@ -51,13 +51,13 @@ ANY_ROWS = Rows(1, 1 << 40)
 
 
 def filled(rows: int) -> int:
-    """The rows that a packed product computes for so many: any number up to 16, then 8 between two powers of two."""
+    """The padded row count of a packed product of `rows` rows: any up to 16, then 8 between two powers of two."""
     step = 1 << max(0, (rows - 1).bit_length() - 4)
     return -(-rows // step) * step
 
 
 def pack(weight: Tensor) -> Tensor | None:
-    """The matrix [out, in] in oneDNN's layout, for `product`; None where there is none for it."""
+    """The matrix [out, in] in oneDNN's layout, for `product`; None if it has none."""
     if weight.device.type != "cpu" or not _can_pack(weight.dtype):
         return None
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
@@ -71,10 +71,10 @@ def product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class Product:
-    """x [rows, in] times a matrix [out, in], plus the bias; each row's bits are its own if `rows` is known.
+    """x [rows, in] times a matrix [out, in], plus the bias; a row's bits are independent of others if `rows` is known.
 
-    gated: the matrix is a gate's and then an up's. Where `gated` stays true, silu(gate) * up comes out. quantised: the
-    same matrix in fewer bits.
+    gated: the matrix is a gate and then an up projection. If `gated` stays true, the result is silu(gate) * up.
+    quantised: the same matrix in fewer bits.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Product:
 
     @property
     def bytes(self) -> int:
-        """Of memory that the matrix takes."""
+        """Bytes of memory that the matrix takes."""
         return self.outputs * self.inputs * self._itemsize if self.matmul is None else self.matmul.bytes
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ class Product:
 
 
 class PackedLinear(nn.Module):
-    """Does what the `nn.Linear` does whose place it takes."""
+    """Does what the `nn.Linear` that it replaces does."""
 
     def __init__(self, linear: nn.Linear, product: Product):
         super().__init__()
@@ -128,7 +128,7 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(model: Any) -> bool:
-    """Put a PackedLinear in the place of every `nn.Linear` of a loaded model. Whether all their rows are exact."""
+    """Replace every `nn.Linear` of a loaded model by a PackedLinear. Returns whether all their rows are exact."""
     exact = True
     for name, linear in [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]:
         packed = PackedLinear(linear, Product(linear.weight, linear.bias))
@@ -141,8 +141,8 @@ def pack_linears(model: Any) -> bool:
 
 
 def exact_rows(weight: Tensor, biased: bool) -> Rows | None:
-    """The numbers of rows for which a product of this shape and type gives a row the same bits, with one thread,
-    with all of torch's and with half of them; None if there are none.
+    """The row counts for which a product of this shape and type gives a row the same bits, with one thread, with all of
+    torch's and with half of them; None if there are none.
     """
     found: Rows | None = _measure(weight.shape[0], weight.shape[1], weight.dtype, biased, torch.get_num_threads())
     return found
@@ -161,13 +161,13 @@ def _measure(outputs: int, inputs: int, dtype: torch.dtype, biased: bool, thread
 def _equal_rows(
     multiply: Callable[[Tensor], Tensor], x: Tensor, threads: int, tried: Sequence[int] = _ANY_TRIED
 ) -> Rows | None:
-    """The numbers of rows, around that of x, for which each row is multiplied to the same bits. tried: ascending, with
-    all up to that of x.
+    """The row counts, around that of x, for which each row's product has the same bits. tried: ascending, with all up
+    to that of x.
     """
     expected = multiply(x)
     equal = dict.fromkeys(tried, True)
     try:
-        for count in {1, threads // 2, threads - threads // 2, threads} - {0}:  # with and without a drafter beside
+        for count in {1, threads // 2, threads - threads // 2, threads} - {0}:  # with and without a drafter running
             torch.set_num_threads(count)
             for rows in tried:
                 order = (torch.arange(rows) + _SHIFT) % _ANCHOR
@@ -182,8 +182,8 @@ def _equal_rows(
 
 
 def _cancelling(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x [anchor, inputs] and a weight whose products are 0: what comes out is the rounding alone, which shows every
-    change of the order in which a kernel adds up.
+    """x [anchor, inputs] and a weight whose products are 0: the result is only rounding, which shows every change of a
+    kernel's summation order.
     """
     generator = torch.Generator().manual_seed(0)
     half, block = inputs // 2, min(outputs, 512)
@@ -199,7 +199,7 @@ def _cancelling(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, 
 
 
 def can_multiply(weight: Tensor) -> bool:
-    """Whether `Matmul` does for this matrix. On one thread, in milliseconds for all matrices of a model of 135 M
+    """Whether `Matmul` can multiply this matrix. On one thread, in milliseconds for all matrices of a model of 135 M
     parameters; with AVX2 for those of its layers, on a slower processor; float32 with AVX512 was not measured:
 
         rows                              1      8     16     32     64    512
@@ -217,8 +217,8 @@ def can_multiply(weight: Tensor) -> bool:
 @cache
 @torch.inference_mode()
 def multiplies(dtype: torch.dtype) -> bool:
-    """Whether `Matmul` works on this processor: it gives what the plain product does, and the same bits for any number
-    of rows.
+    """Whether `Matmul` works on this processor: it agrees with the plain product, and gives the same bits for any row
+    count.
     """
     if dtype not in (torch.bfloat16, torch.float32) or not units(dtype):
         return False
@@ -231,7 +231,7 @@ def multiplies(dtype: torch.dtype) -> bool:
 
 @cache
 def _can_pack(dtype: torch.dtype) -> bool:
-    """Whether this build of torch and this processor have the product, and it gives what the plain one does."""
+    """Whether this build of torch and this processor have the product, and it agrees with the plain one."""
     if dtype not in (torch.float32, torch.bfloat16):
         return False
     weight, x = torch.randn(24, 16).to(dtype), torch.randn(8, 16).to(dtype)

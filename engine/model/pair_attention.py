@@ -1,4 +1,4 @@
-"""Exact attention of bfloat16 in vectors of AVX512-BF16, for processors that have no tiles: see `paired_attention`."""
+"""Exact bfloat16 attention in AVX512-BF16 vectors, for processors without AMX tiles: see `paired_attention`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from engine.model.simd import FLOAT32, LANES, splat, store
 from engine.model.team import kernel
 
 _SCORED = 16  # queries whose scores are kept in registers
-_WEIGHED, _PANELS = 6, 4  # queries, and panels of 16 dimensions, whose sums are
+_WEIGHED, _PANELS = 6, 4  # queries, and panels of 16 dimensions, whose sums are kept there
 _WORD = ir.IntType(64)
 
 
@@ -82,7 +82,7 @@ def _weigh_all(
 
 @njit
 def _add(work: Any, begin: int, some: int, block: int, values: int, weights: int, sums: int) -> None:
-    """Add a block's values, weighed, to the sums of some queries from `begin` on."""
+    """Add a block's weighted values to the sums of `some` queries from `begin` on."""
     step, stride = work.step * 2, work.dims * 4
     of, panels = weights + begin * step + block * WEIGHT_BYTES, work.dims // LANES
     for panel in range(0, panels, _PANELS):
@@ -109,10 +109,10 @@ def _add_values(
     sums: Any,
     stride: Any,
 ) -> Any:
-    """Add 16 values, weighed, to the sums of up to `most` rows, of 16 dimensions for each of the panels.
+    """Add 16 weighted values to the sums of up to `most` rows, of 16 dimensions for each of the panels.
 
     most, panels: compile-time constants. weights: address of the first of `rows` rows' weights, one every `step` bytes;
-    sums: of its sums, one every `stride` bytes. The last row is summed in the place of those that are missing.
+    sums: of its sums, one every `stride` bytes. The last row stands in for missing ones.
     """
     count, width = most.literal_value, panels.literal_value
 

@@ -1,11 +1,11 @@
-"""What both exact attentions of bfloat16 share, whose keys and values lie in pairs: see `tile_attention`, for AMX, and
+"""What both exact bfloat16 attentions over paired keys and values share: see `tile_attention`, for AMX, and
 `pair_attention`, for AVX512-BF16.
 
 A tile holds the queries of up to 16 neighbouring rows and of the heads that share keys. Scores are its products with
-blocks of 16 keys, sums of values are products of its weights, rounded to bfloat16, with blocks of 16 values, one block
-of positions after the other. A block that all rows see is read where it lies. Behind these each row has blocks of its
-own, gathered from its ancestors' slots, with zeros for what it does not see: they add nothing, not even a rounding, so
-that a row's sums are the same bits whichever blocks its neighbours let it share.
+blocks of 16 keys; sums of values are products of its weights, rounded to bfloat16, with blocks of 16 values, one block
+of positions after the other. A block that all rows see is read in place. After these, each row has its own blocks,
+gathered from its ancestors' slots, with zeros for what it does not see. Zeros add nothing, not even a rounding, so a
+row's sums are the same bits whichever blocks it shares with its neighbours.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from engine.model.simd import BFLOAT16, LANES, divide, float_at, int_at, put_flo
 from engine.model.team import member, members
 
 PANEL_BYTES = 512
-"""Of 16 dimensions of a block's values."""
+"""Bytes of 16 dimensions of a block's values."""
 WEIGHT_BYTES = 2 * LANES
-"""Of a row of weights in a block."""
-_AHEAD = 4  # blocks ahead of which one is asked for
+"""Bytes of a row of weights in a block."""
+_AHEAD = 4  # blocks by which one is prefetched ahead
 _INT = ir.IntType(32)
 _INTS = ir.VectorType(_INT, LANES)
 
 
 def attending(score: Any, weigh: Any) -> Any:
-    """What a thread does of a layer, as a function for kernels. Units of work are pairs of a tile and a head of keys:
+    """A thread's share of a layer's attention, as a function for kernels. A unit of work is a tile with one KV head:
     all rows of the tile with that head and the query heads that share it.
 
     score(work, queries, count, table, head, low, high, scores): the products of `count` queries with the blocks from
     low to high. weigh(work, table, head, first, end, low, common, weights, sums, own): the sums of values times weights
-    for the rows from first to end, of which all see the blocks from low to common.
+    for the rows from first to end, all of which see the blocks from low to common.
     """
 
     @njit
@@ -48,7 +48,7 @@ def attending(score: Any, weigh: Any) -> Any:
         table = work.tables + 4 * int_at(work.rows_table + 4 * first)
         scores, weights, sums, shares, own = _places(work, count, scratch)
 
-        low, high, common = 1 << 40, 0, 1 << 40  # blocks: the first that a row sees, the end, the end of what all see
+        low, high, common = 1 << 40, 0, 1 << 40  # blocks: the first that a row sees, the end, the end of those all see
         for row in range(first, end):
             low = min(low, first_seen(work, row) // LANES)
             high = max(high, last_slot(work, row) // LANES + 1)
@@ -83,14 +83,14 @@ def attending(score: Any, weigh: Any) -> Any:
 
 @njit
 def _place_of(work: Any, keys_or_values: int, table: int, block: int, head: int) -> Any:
-    """Where a head's part of a block of 16 positions lies."""
+    """The address of a head's part of a block of 16 positions."""
     return keys_or_values + (int_at(table + 4 * block) * work.kv_heads + head) * work.dims * WEIGHT_BYTES
 
 
 @njit
 def next_block(work: Any, keys_or_values: int, table: int, block: int, end: int, head: int) -> Any:
-    """Where that part lies, of a block that is read now; one further on, before `end`, is asked for ahead of its turn,
-    since the blocks of a text lie anywhere.
+    """The address of a head's part of the block to read now. A later block, before `end`, is prefetched, since the
+    blocks of a text lie anywhere.
     """
     ahead = _place_of(work, keys_or_values, table, min(block + _AHEAD, end - 1), head)
     for line in range(0, work.dims * WEIGHT_BYTES, LINE_BYTES):
@@ -100,7 +100,7 @@ def next_block(work: Any, keys_or_values: int, table: int, block: int, end: int,
 
 @njit
 def _places(work: Any, count: int, scratch: int) -> Any:
-    """Where in `scratch` things lie: scores, weights, sums, their shares, a row's own block with its weights."""
+    """Addresses within `scratch`: scores, weights, sums, their shares, a row's own block with its weights."""
     weights = scratch + count * work.step * 4
     own = weights + count * work.step * 2
     sums = own + scratch_of_own(work.dims)
@@ -109,13 +109,13 @@ def _places(work: Any, count: int, scratch: int) -> Any:
 
 @njit
 def scratch_of_own(dims: int) -> Any:
-    """Bytes: the zeros of a vector, one row's weights between those of the others, which are zeros, its values."""
+    """Bytes for a vector of zeros, a tile's weights (zeros except for one row's), and that row's values."""
     return 2 * WEIGHT_BYTES + TILE_ROWS * WEIGHT_BYTES + dims * WEIGHT_BYTES
 
 
 @njit
 def own_blocks(work: Any, row: int, common: int) -> Any:
-    """A row's blocks behind those that all rows of its tile see: the first, the end, and the end of its positions."""
+    """A row's blocks after those that all rows of its tile see: the first, the end, and the end of its positions."""
     prefix, begun = int_at(work.rows_prefix + 4 * row), int_at(work.rows_others + 4 * row)
     seen = prefix + int_at(work.rows_others + 4 * row + 4) - begun
     return max(common, first_seen(work, row) // LANES), (seen + LANES - 1) // LANES, seen
@@ -134,7 +134,7 @@ def gather(
     place: int,
     zeros: int,
 ) -> None:
-    """The values at 16 positions of a row, laid out as a block's are."""
+    """Gather the values at 16 positions of a row, laid out like a block's."""
     for pair in range(LANES // 2):
         even, even_half = _value_at(work, table, head, row, position + 2 * pair, seen, panel)
         odd, odd_half = _value_at(work, table, head, row, position + 2 * pair + 1, seen, panel)
@@ -146,7 +146,7 @@ def gather(
 
 @njit
 def _value_at(work: Any, table: int, head: int, row: int, position: int, seen: int, panel: int) -> Any:
-    """Address of the vector of pairs that holds the value, 0 if the row does not see it; bits that it is shifted."""
+    """Address of the vector of pairs that holds the value, 0 if the row does not see it; bits to shift it by."""
     if position >= seen:
         return 0, 0
     prefix = int_at(work.rows_prefix + 4 * row)
@@ -159,7 +159,7 @@ def _value_at(work: Any, table: int, head: int, row: int, position: int, seen: i
 
 @intrinsic(prefer_literal=True)
 def _join(context: Any, even: Any, even_half: Any, odd: Any, odd_half: Any, place: Any) -> Any:
-    """16 pairs to `place`: of one half each of those at `even` and `odd`, 0 for the lower half, 16 for the upper."""
+    """Write 16 pairs to `place`, each of a half at `even` and one at `odd`: 0 for the lower half, 16 for the upper."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         even, even_half, odd, odd_half, place = args

@@ -14,7 +14,7 @@ Report = Callable[[str, float, float], None]
 
 @contextmanager
 def shown() -> Iterator[Report]:
-    """A bar for each stage on a terminal, a line for each elsewhere, nothing while nothing is reported."""
+    """Shows a bar for each stage on a terminal, a line for each elsewhere, and nothing until a stage is reported."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     tasks: dict[str, TaskID] = {}

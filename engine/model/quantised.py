@@ -1,12 +1,12 @@
-"""Matrices that were quantised in blocks, kept as they were: fewer bytes to read than the bfloat16 they stand for.
+"""Matrices that were quantised in blocks, kept quantised: fewer bytes to read than the bfloat16 they stand for.
 
 A GGUF file's weights are `scale * code + offset` in blocks of 32 neighbouring inputs, or `scale * code` in blocks of
-16, rounded to bfloat16 when the model is made of them. Rebuilt just before they are multiplied they are the same
-bfloat16, bit for bit, so no answer changes; a forward over a few rows, which takes as long as reading its matrices
-takes, gets faster. Scales have so few significant bits that a scale times a code is exact in float32: one rounding
-follows, whether the offset is added by the same instruction or by another.
+16, rounded to bfloat16 when the model is converted. Dequantised just before they are multiplied, they are the same
+bfloat16, bit for bit, so no answer changes. A forward over a few rows takes as long as reading its matrices, so it gets
+faster. Scales have so few significant bits that a scale times a code is exact in float32: one rounding follows, whether
+the offset is added by the same instruction or by another.
 
-Tiles are laid out as `engine.model.matmul` wants them, 16 outputs by 32 inputs: first 16 scales and 16 offsets, or the
+Tiles are laid out as `engine.model.matmul` reads them, 16 outputs by 32 inputs: first 16 scales and 16 offsets, or the
 scales of the first half of the inputs and those of the second. Codes of 8 bits follow pair by pair of inputs, for
 outputs 0 to 7 and then 8 to 15, inputs alternating. Codes of 4 bits lie in words of 32 bits, one for each output and
 input of a pair. A word holds the codes of eight pairs, so one shift brings those of a pair to its lower end.
@@ -30,34 +30,34 @@ from engine.model.amx import TILE_BYTES, pointer
 from engine.model.simd import LANES, fused, integers
 
 BLOCK_INPUTS = 32
-_PAIRS_OF_WORD = 8  # whose codes of 4 bits a word holds
+_PAIRS_OF_WORD = 8  # pairs whose codes of 4 bits a word holds
 _BYTE, _INT, _FLOAT, _WORD = ir.IntType(8), ir.IntType(32), ir.FloatType(), ir.IntType(64)
 _LANES_OF_FLOATS, _LANES_OF_INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
 
 
 class Form(IntEnum):
-    """How a matrix's tiles lie: a constant of kernels."""
+    """The layout of a matrix's tiles: a compile-time constant of kernels."""
 
     BFLOAT16 = 0
     FOUR = 1
     EIGHT = 2  # as int8
-    FOUR_WIDE = 3  # scales and offsets as float32, in others as float16
+    FOUR_WIDE = 3  # scales and offsets as float32; FOUR and EIGHT have float16
     EIGHT_WIDE = 4
     EIGHT_HALVES = 5  # two scales of float32, of 16 inputs each, and no offsets
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits of a code."""
         return 4 if self in (Form.FOUR, Form.FOUR_WIDE) else 8
 
     @property
     def wide(self) -> bool:
-        """Whether a tile begins with float32."""
+        """Whether a tile's scales are float32."""
         return self in (Form.FOUR_WIDE, Form.EIGHT_WIDE, Form.EIGHT_HALVES)
 
     @property
     def head_bytes(self) -> int:
-        """Of a tile, before its codes."""
+        """Bytes of a tile before its codes."""
         return 2 * LANES * (4 if self.wide else 2)
 
     @property
@@ -70,8 +70,8 @@ class Form(IntEnum):
 @dataclass(frozen=True)
 class Quantised:
     """A matrix [outputs, inputs]. codes: [outputs, inputs] int8, or [outputs, inputs / 2] uint8 of two codes of 4 bits,
-    the first one's below. scales, offsets: [outputs, inputs / 32] float16 or float32 or, where there are no offsets,
-    scales [outputs, inputs / 16] float32.
+    the first in the lower bits. scales, offsets: [outputs, inputs / 32] float16 or float32; without offsets, scales:
+    [outputs, inputs / 16] float32.
     """
 
     codes: Tensor
@@ -94,7 +94,7 @@ class Quantised:
 
     @property
     def whole(self) -> bool:
-        """Whether the shapes of its parts go together."""
+        """Whether the shapes of its parts match."""
         outputs, inputs = self.shape
         numbers = outputs, inputs // (BLOCK_INPUTS // 2 if self.offsets is None else BLOCK_INPUTS)
         return all(part.shape == numbers for part in (self.scales, self.offsets) if part is not None)
@@ -108,13 +108,13 @@ class Quantised:
         return whole.flatten(1).to(torch.bfloat16)
 
     def _codes(self) -> Tensor:
-        """[outputs, inputs], a byte each."""
+        """[outputs, inputs], one byte per code."""
         if self.form.bits == 8:
             return self.codes
         return torch.stack([self.codes & 15, self.codes >> 4], dim=2).flatten(1)
 
     def rows(self, order: Tensor) -> Quantised:
-        """Those of its outputs, in that order."""
+        """The matrix of these outputs, in that order."""
         offsets = None if self.offsets is None else self.offsets[order]
         return Quantised(self.codes[order], self.scales[order], offsets)
 
@@ -148,7 +148,7 @@ class Quantised:
 
 @intrinsic(prefer_literal=True)
 def unpack_tiles(context: Any, form: Any, tiles: Any, count: Any, place: Any) -> Any:
-    """`count` tiles that follow each other at `tiles`, as bfloat16 to `place`, 1024 bytes each. form: a constant."""
+    """Unpack `count` consecutive tiles at `tiles` as bfloat16 to `place`, 1024 bytes each. form: a constant."""
     of = Form(form.literal_value)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -162,7 +162,7 @@ def unpack_tiles(context: Any, form: Any, tiles: Any, count: Any, place: Any) ->
 
 
 def unpack(builder: ir.IRBuilder, form: Form, tile: ir.Value, place: ir.Value) -> None:
-    """The tile at that address, as bfloat16 to `place`."""
+    """Unpack the tile at that address as bfloat16 to `place`."""
     for pair, numbers in enumerate(unpacked_pairs(builder, form, tile)):
         at = pointer(builder, builder.add(place, _WORD(64 * pair)), numbers.type)
         builder.store(numbers, at, align=4)
@@ -212,7 +212,7 @@ def _codes(builder: ir.IRBuilder, codes: ir.Value, pair: int, bits: int) -> tupl
 
 
 def _number(builder: ir.IRBuilder, codes: ir.Value) -> ir.Value:
-    """The lower four bits of each lane, as float32: looked up, since conversions want the units that multiply."""
+    """The lower four bits of each lane, as float32: looked up, since conversions occupy the units that multiply."""
     kind = ir.FunctionType(_LANES_OF_FLOATS, [_LANES_OF_FLOATS, _LANES_OF_INTS])
     look_up = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.permvar.sf.512")
     return builder.call(look_up, [ir.Constant(_LANES_OF_FLOATS, [float(i) for i in range(LANES)]), codes])

@@ -1,6 +1,6 @@
-"""`quantised.blocks`, beside a model's bfloat16 weights: its matrices in the blocks that they were made of.
+"""`quantised.blocks`, next to a model's bfloat16 weights: its matrices in the blocks that they were made from.
 
-A safetensors file by another name: vLLM takes every *.safetensors of a folder for weights.
+A safetensors file under another name: vLLM loads every *.safetensors of a folder as weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAME = "quantised.blocks"
 
 
 def write_quantised(folder: Path, matrices: Iterable[tuple[str, Quantised]]) -> None:
-    """matrices: with the name of the weight that each stands for. Nothing is written if there are none."""
+    """matrices: each with the name of the weight that it stands for. Nothing is written if there are none."""
     stored: dict[str, Tensor] = {}
     for name, matrix in matrices:
         stored |= {f"{name}.codes": matrix.codes, f"{name}.scales": matrix.scales}
@@ -30,10 +30,10 @@ def write_quantised(folder: Path, matrices: Iterable[tuple[str, Quantised]]) -> 
 
 
 def read_quantised(folder: Path, model: Any) -> dict[int, Quantised]:
-    """The matrices of the file beside the model's weights, by where the weight lies; none if there is no such file."""
+    """The matrices of the file next to the model's weights, by the weight's address; none if there is no such file."""
     try:
         stored = load_file(folder / NAME)
-    except (OSError, SafetensorError):  # it only saves time: without it the weights are there all the same
+    except (OSError, SafetensorError):  # it only saves time: the weights are complete without it
         return {}
     found = {}
     for name, weight in model.named_parameters():

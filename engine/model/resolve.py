@@ -1,4 +1,4 @@
-"""From what a configuration calls a model to the directory that it is loaded from."""
+"""Resolves a configuration's name of a model to the directory that it is loaded from."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from engine.model.progress import shown
 
 
 def resolve(model: str, key: str = "model") -> str:
-    """The directory of a model that the catalogue names or that a GGUF file holds, made now if it is not there.
+    """The directory of a model that the catalogue names or that a GGUF file holds, made now if it does not exist.
 
-    Anything else, a directory or a hub id, stays as it is. key: of the configuration, for errors. Takes as long as a
-    download or a conversion. Raises ModelError, one line that says what to do.
+    Anything else, a directory or a hub id, is returned unchanged. key: the configuration's key, for errors. Takes as
+    long as a download or a conversion. Raises ModelError, one line that says what to do.
     """
     if (folder := Path(model)).is_dir():
         if not (folder / "config.json").exists() and (files := sorted(folder.glob("*.gguf"))):
@@ -42,8 +42,8 @@ def resolved(config: Config) -> Config:
 
 
 def with_own(config: Config) -> Config:
-    """The configuration with the answers and heads that come with a model which the catalogue names, where it leaves
-    them to Talon. A directory of that name comes first, as in `resolve`.
+    """The configuration with the answers and heads that come with a catalogue model, where it leaves them to Talon. A
+    directory of that name takes precedence, as in `resolve`.
     """
     drafter, model = config.drafter, None if Path(config.model).is_dir() else CATALOGUE.get(config.model)
     answers = model.answers if model is not None and model.answers.is_dir() else None
@@ -56,7 +56,7 @@ def with_own(config: Config) -> Config:
 
 
 def folder_of(model: KnownModel) -> Path:
-    """Where the model is once it has been got."""
+    """The model's directory once it has been downloaded."""
     return home() / "models" / model.name
 
 

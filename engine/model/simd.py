@@ -1,11 +1,11 @@
-"""Vectors of 16 floats for numba kernels, and the operations that the exact attention is made of.
+"""Vectors of 16 floats for numba kernels, and the operations that exact attention uses.
 
-LLVM may not reorder any of these operations: a lane's result is the same bits whatever stands in the other lanes,
-whichever loop it is computed in and however the loop was unrolled. On processors without 512-bit registers LLVM splits
-a vector in two or four, which changes no lane.
+LLVM may not reorder any of these operations: a lane's result is the same bits whatever the other lanes hold, whichever
+loop computes it and however that loop is unrolled. On processors without 512-bit registers LLVM splits a vector in two
+or four, which changes no lane.
 
-Addresses are plain integers (`Tensor.data_ptr()`): a numba argument that is an array costs thirty times as much to pass
-as a number, and a forward makes a hundred of these calls.
+Addresses are plain integers (`Tensor.data_ptr()`): passing an array to numba costs thirty times as much as passing a
+number, and a forward makes a hundred of these calls.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VECTOR, INTS = ir.VectorType(FLOAT, LANES), ir.VectorType(_INT, LANES)
 _HALVES = ir.VectorType(ir.IntType(16), LANES)
 
 BFLOAT16, FLOAT32 = 2, 4
-"""How numbers lie in memory: their bytes each."""
+"""How numbers are stored in memory: bytes per number."""
 
 
 class Float16Lanes(types.Type):
@@ -79,7 +79,7 @@ def read(builder: ir.IRBuilder, address: ir.Value, width: int) -> ir.Value:
 
 
 def write(builder: ir.IRBuilder, x: ir.Value, address: ir.Value, width: int) -> None:
-    """The numbers to memory; to bfloat16 they are rounded to the nearest, ties to even, and NaN stays NaN."""
+    """Write the numbers to memory; as bfloat16 they are rounded to nearest, ties to even, and NaN stays NaN."""
     if width == FLOAT32:
         builder.store(x, pointer(builder, address, VECTOR), align=4)
         return
@@ -119,7 +119,7 @@ def load(context: Any, address: Any, width: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def store(context: Any, x: Any, address: Any, width: Any) -> Any:
-    """The 16 numbers to `address`."""
+    """Store the 16 numbers at `address`."""
     size = literal(width)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -167,7 +167,7 @@ def maximum(context: Any, a: Any, b: Any) -> Any:
 
 
 def _across(builder: ir.IRBuilder, x: ir.Value, join: Any) -> ir.Value:
-    """All lanes joined, in halves: lane i with lane i + 8, then with i + 4, ..."""
+    """All lanes reduced, by halves: lane i with lane i + 8, then with i + 4, ..."""
     step = LANES // 2
     while step:
         order = [(lane + step) % LANES for lane in range(LANES)]
@@ -215,7 +215,7 @@ def float_at(context: Any, address: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def put_float(context: Any, address: Any, x: Any) -> Any:
-    """x to the float32 at `address`."""
+    """Store x as the float32 at `address`."""
     return types.void(types.int64, types.float32), _cell(FLOAT)[1]
 
 
@@ -232,7 +232,7 @@ def half_at(context: Any, address: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def put_half(context: Any, address: Any, x: Any) -> Any:
-    """x, rounded, to the bfloat16 at `address`."""
+    """Store x, rounded, as the bfloat16 at `address`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         address, x = args
@@ -248,7 +248,7 @@ def put_half(context: Any, address: Any, x: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def copy_half(context: Any, source: Any, place: Any) -> Any:
-    """The two bytes at `source`, as they are, to `place`."""
+    """Copy the two bytes at `source` unchanged to `place`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         bits = builder.load(pointer(builder, args[0], ir.IntType(16)))
@@ -266,7 +266,7 @@ def int_at(context: Any, address: Any) -> Any:
 
 @njit
 def number_at(address: int, width: int) -> Any:
-    """The number at `address`, as float32. width: BFLOAT16 or FLOAT32, known when it runs."""
+    """The number at `address`, as float32. width: BFLOAT16 or FLOAT32, known only at run time."""
     return half_at(address) if width == BFLOAT16 else float_at(address)
 
 
@@ -280,7 +280,7 @@ def numbers_at(address: int, width: int) -> Any:
 
 @njit
 def put_numbers(x: Any, address: int, width: int) -> None:
-    """x to the 16 numbers at `address`."""
+    """Store x as the 16 numbers at `address`."""
     if width == BFLOAT16:
         store(x, address, BFLOAT16)
     else:
@@ -289,7 +289,7 @@ def put_numbers(x: Any, address: int, width: int) -> None:
 
 @njit
 def put_number(address: int, x: Any, width: int) -> None:
-    """x to the number at `address`."""
+    """Store x as the number at `address`."""
     if width == BFLOAT16:
         put_half(address, x)
     else:

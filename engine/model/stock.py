@@ -1,7 +1,7 @@
 """The stock forward of a `transformers` model, with exact attention through its own `AttentionInterface`.
 
-Nothing of a model family's code is copied or patched. What a layer does (its scale, window, soft cap, sinks) is what
-its own code hands to the attention function; a window comes from the mask that the model asks for.
+No model family's code is copied or patched. A layer's scale, window, soft cap and sinks are what its own code passes to
+the attention function; a window comes from the mask that the model asks for.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.model.fused import STORE, store_kernel
 from engine.model.kv_pool import KVCache, KVPool, KVShape
 
 NAME = "talon"
-"""What `attn_implementation` calls our attention."""
+"""The name of our attention for `attn_implementation`."""
 
 
 class Unsupported(Exception):
@@ -29,7 +29,7 @@ class Unsupported(Exception):
 
 
 class Attends(Protocol):
-    """A forward, as its layers know it."""
+    """A forward, as its attention layers see it."""
 
     def attend(self, layer: int, rule: Rule, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query: [1, heads, rows, head_dim]; key, value: [1, kv_heads, rows, head_dim].
@@ -40,7 +40,7 @@ class Attends(Protocol):
 
 
 class StockForward:
-    """Runs batches through a stock model. rules: what its layers asked of attention in the latest forward."""
+    """Runs batches through a stock model. rules: the attention rule of each layer in the latest forward."""
 
     def __init__(self, model: Any, pool: KVPool, groups: int):
         self.model, self.pool = model, pool
@@ -50,7 +50,7 @@ class StockForward:
         self._entry = _Entry(self.attention)
 
     def __call__(self, batch: Batch, feature_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
-        """Logits of the chosen rows, [chosen, vocab], and features [rows, layers, hidden] if layers are asked."""
+        """Logits of the chosen rows, [chosen, vocab], and features [rows, layers, hidden] if layers are given."""
         self._entry.begin(batch)
         out = self.model(
             input_ids=torch.from_numpy(batch.tokens.astype(np.int64))[None],
@@ -66,13 +66,13 @@ class StockForward:
         return out.logits[0], torch.stack([out.hidden_states[layer][0] for layer in feature_layers], dim=1)
 
     def attend(self, layer: int, rule: Rule, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As `Attends` says."""
+        """See `Attends`."""
         self.rules[layer] = rule
         return self._entry(layer, rule, query, key, value)
 
 
 class _Entry:
-    """Enters what a stock layer made into the pool, and attends."""
+    """Writes a stock layer's keys and values to the pool, and attends."""
 
     def __init__(self, attention: Attention):
         self.attention = attention
@@ -120,7 +120,7 @@ def _attention_function(
     exact: Attends | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What `transformers` calls. Without `exact`, as in `generate`, keys and values are a whole text's, in order."""
+    """Called by `transformers`. Without `exact`, as in `generate`, keys and values are a whole text's, in order."""
     if kwargs.get("position_bias") is not None or kwargs.get("indexer_mask") is not None:
         raise Unsupported("its attention adds a bias")
     rule = Rule(
@@ -137,7 +137,7 @@ def _attention_function(
 
 
 def _whole_text(rule: Rule, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention of a text's last rows over all of it, none of it in a pool. query: [heads, rows, head_dim]."""
+    """Attention of a text's last rows over all of it, in a pool of its own. query: [heads, rows, head_dim]."""
     heads, rows, head_dim = query.shape
     kv_heads, length, _ = key.shape
     pool = KVPool(KVShape(1, kv_heads, head_dim, query.dtype, has_pairs(query.dtype)), -(-length // BLOCK))
@@ -153,7 +153,7 @@ def _whole_text(rule: Rule, query: Tensor, key: Tensor, value: Tensor) -> Tensor
 def _window_marker(
     batch_size: int, q_length: int, kv_length: int, *args: Any, local_size: int | None = None, **kwargs: Any
 ) -> Tensor:
-    """In a mask's place: the window that the model asked for, 0 for none. [1, 1, 1, 1] int64."""
+    """Returned instead of a mask: the window that the model asked for, 0 for none. [1, 1, 1, 1] int64."""
     padding = kwargs.get("attention_mask")
     if padding is not None and not bool(padding.all()):
         raise Unsupported("padding")
@@ -169,7 +169,7 @@ def _window(marker: Tensor | None) -> int:
 
 
 class NoCache(Cache):
-    """Stands where a model wants a cache; keys and values go to the pool."""
+    """A stand-in for the model's cache; keys and values go to the pool."""
 
     def __init__(self, layers: int):
         super().__init__(layers=[_NoCacheLayer() for _ in range(layers)])
@@ -179,7 +179,7 @@ class _NoCacheLayer(CacheLayerMixin):
     is_croppable = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is held."""
+        """The layer holds nothing."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return key_states, value_states

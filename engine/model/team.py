@@ -1,13 +1,13 @@
 """Kernels on all threads of torch's own OpenMP pool.
 
-A second pool would fight torch's for the cores: threads spin between operations just when the other pool computes. So
-a kernel is handed to the OpenMP runtime that torch has loaded; where torch uses another one it runs on the caller.
+A second pool would compete with torch's for the cores: its threads would spin while the other pool computes. So a
+kernel is given to the OpenMP runtime that torch has loaded; if torch uses another runtime, it runs on the caller.
 
-A kernel is a compiled function of one argument, the address of a record (a numpy structured scalar). It shares the
-work among `members()` by its own number. What a unit of work gives must not depend on who does it.
+A kernel is a compiled function of one argument, the address of a record (a numpy structured scalar). The `members()`
+threads share the work, each by its own number. The result of a unit of work must not depend on which thread does it.
 
-Calling the threads together and letting them go costs some ten microseconds, as long as a small matrix takes. A
-`Program` does it once for many kernels, which run one after the other with a barrier between them.
+Waking and releasing the threads costs some ten microseconds, as long as a small matrix takes. A `Program` does it once
+for many kernels, which run one after the other with a barrier between them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _SOURCES = (
     "simd.py", "exponential.py", "lane_products.py", "amx.py", "attention_work.py", "quantised.py", "matmul_sums.py",
     "matmul_kernels.py", "paired_attention.py",
 )  # fmt: skip
-"""Of what kernels in other files are made."""
+"""Files whose code is compiled into kernels of other files."""
 
 
 class Kernel:
@@ -82,7 +82,7 @@ class Kernel:
         self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)
 
     def __call__(self, record: int, units: int) -> None:
-        """Do the work that the record at that address describes; it has so many units that can be shared."""
+        """Do the work that the record at that address describes; `units` of it can be shared."""
         if units < 2 or not _PARALLEL or (threads := torch.get_num_threads()) < 2:
             self._alone(record)
         else:
@@ -92,9 +92,9 @@ class Kernel:
 def kernel(record: np.dtype[Any], name: str = "") -> Callable[[Callable[[Any], None]], Callable[[], Kernel]]:
     """Decorator: `work(address of a record)` as a kernel, compiled when first asked for and cached on disk.
 
-    Numba's cache sees changes of the file that `work` stands in, and of the signature: a last field, which nobody
-    reads, has the checksum of the other sources in its name. name: of one of several kernels that one function makes.
-    Two processes may write to the cache at a time, so no two kernels may share a file there.
+    Numba's cache notices changes only of the file that defines `work` and of the signature. So a last field, which is
+    never read, has the checksum of the other sources in its name. name: of one of several kernels that one function
+    makes. Two processes may write to the cache at a time, so no two kernels may share a file there.
     """
 
     def decorate(work: Callable[[Any], None]) -> Callable[[], Kernel]:
@@ -117,13 +117,13 @@ def _sources() -> int:
 
 
 def address_of(records: np.ndarray[Any, Any], index: int = 0) -> int:
-    """Where a record of an array lies, which must be kept as long as the address is used."""
+    """The address of a record of an array, which must be kept as long as the address is used."""
     return int(records.ctypes.data) + index * records.itemsize
 
 
 def words(records: np.ndarray[Any, Any], first: str, last: str) -> NDArray[np.int64]:
     """[records, words] the neighbouring integers of each record from `first` to `last`, which can be set all at once:
-    to look up a field takes as long as to set it.
+    looking up a field takes as long as setting it.
     """
     fields = records.dtype.fields
     assert fields is not None
@@ -173,7 +173,7 @@ def _program_kernel(address: Any) -> None:
 
 class Timed:
     """When the steps of a call began and the last ended. kernels: of all steps, the address of each and of its record;
-    the call is about those from `start` to `end`.
+    the call runs those from `start` to `end`.
     """
 
     def __init__(self, kernels: list[tuple[int, int]], start: int, end: int):
@@ -181,14 +181,14 @@ class Timed:
         self.times = np.zeros((end - start + 1, 2), np.int64)
 
     def seconds(self) -> list[tuple[int, float]]:
-        """Of each step, beside its kernel's address."""
+        """The seconds of each step, after its kernel's address."""
         taken = np.diff(self.times @ [1_000_000_000, 1]) / 1e9
         steps = self._kernels[self._start : self._start + len(taken)]
         return [(address, took) for (address, _), took in zip(steps, taken.tolist(), strict=True)]
 
 
 class Program:
-    """Steps that are done one after the other. Runs of kernels between Python functions are one call."""
+    """Steps that run one after the other. Consecutive kernels between Python functions are one call."""
 
     def __init__(self) -> None:
         self._functions: list[Callable[[], None] | None] = []
@@ -203,19 +203,19 @@ class Program:
         return len(self._functions)
 
     def add(self, kernel: Kernel, record: int, alone_below: int = 0) -> None:
-        """The next step is a kernel. With fewer rows than `alone_below` it is not worth waking the other threads."""
+        """Add a kernel as the next step. With fewer rows than `alone_below` it is not worth waking other threads."""
         self._functions.append(None)
         self._kernels.append((kernel.address, record))
         self._alone_below.append(alone_below)
 
     def call(self, function: Callable[[], None]) -> None:
-        """The next step is a function."""
+        """Add a function as the next step."""
         self._functions.append(function)
         self._kernels.append((0, 0))
         self._alone_below.append(0)
 
     def run(self, rows: int, start: int, stop: int, timed: list[Timed] | None = None) -> None:
-        """Do the steps from `start` to `stop`. timed: gets a `Timed` for each stretch of kernels."""
+        """Run the steps from `start` to `stop`. timed: gets a `Timed` for each stretch of kernels."""
         if len(self._table) != len(self):
             self._table = np.array(self._kernels, np.int64).reshape(-1, 2)
             self._table_at = int(self._table.ctypes.data)
@@ -234,7 +234,7 @@ class Program:
             start = end
 
     def _stretch(self, start: int, stop: int) -> tuple[int, int]:
-        """Where the kernels from `start` on end, and from how many rows on they are worth waking other threads."""
+        """Where the stretch of kernels from `start` ends, and the row count from which waking other threads pays."""
         if (found := self._stretches.get((start, stop))) is None:
             functions = (at for at in range(start, stop) if self._functions[at] is not None)
             end = next(functions, stop)

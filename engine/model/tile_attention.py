@@ -1,4 +1,4 @@
-"""Exact attention of bfloat16 in tiles of AMX, for processors that have them: see `paired_attention`."""
+"""Exact bfloat16 attention in AMX tiles, for processors that have them: see `paired_attention`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PANELS = 4  # of 16 dimensions, whose sums are kept in tiles at once
 _KEYS = 1024  # bytes of 32 dimensions of a block's keys
 
 TILES = tile_sizes([*[(None, 64)] * 5, (TILE_ROWS, 64), (None, WEIGHT_BYTES), (LANES // 2, 64)])
-"""0 to 3 are sums, 4 is queries of 32 dimensions, 5 keys, 6 weights of 16 positions, 7 values."""
+"""Tiles 0 to 3 hold sums, 4 queries of 32 dimensions, 5 keys, 6 weights of 16 positions, 7 values."""
 
 
 @njit
@@ -44,7 +44,7 @@ def _score_all(work: Any, queries: int, count: int, table: int, head: int, low: 
     size = min(count, TILE_ROWS)
     configure_tiles(work.tile_sizes + size * 64)
     for start in range(0, count, TILE_ROWS):
-        begin = min(start, count - size)  # the last queries may be done again
+        begin = min(start, count - size)  # the last tile may repeat queries
         for block in range(low, high):
             at = next_block(work, work.keys, table, block, high, head)
             place = scores + begin * work.step * 4 + 4 * LANES * block
@@ -175,7 +175,7 @@ def _end_sums(place: int, stride: int, panels: int) -> None:
 
 @intrinsic(prefer_literal=True)
 def _copy_row(context: Any, source: Any, place: Any) -> Any:
-    """A row of weights."""
+    """Copy a row of weights."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.VectorType(ir.IntType(16), LANES)

@@ -1,17 +1,17 @@
 """The exact attention of `engine.model.attention` on CUDA, as Triton kernels. NOT RUN ON A GPU YET.
 
 It reads the same pool and the same arrays of a batch, and gives the same guarantee: a row's result is a function of its
-own visible keys in the order of positions, and of nothing else. One program serves one row, one head of keys and one
-chunk of 512 positions, counted from position 0; within it tiles of a fixed size follow each other. A second kernel
-joins a row's chunks in their order. So neither the rows beside it nor the lengths of other texts change what is added
-to what. A position is a place in the row's own sequence, the text first and then its ancestors in the tree, so it makes
-no difference which of the two a key belongs to, nor in which slot it lies.
+own visible keys in the order of positions, and of nothing else. One program computes one row, one KV head and one chunk
+of 512 positions, counted from position 0, in tiles of a fixed size. A second kernel joins a row's chunks in order. So
+neither the other rows nor the lengths of other texts change the order of summation. A position is a place in the row's
+own sequence, first the text and then its ancestors in the tree, so it does not matter which of the two a key belongs
+to, nor in which slot it lies.
 
 CUDA builds of torch bring Triton; without a GPU the tests run these kernels through Triton's interpreter.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# Triton allows a parameter of a kernel no annotation but constexpr.
+# Triton allows only constexpr annotations on a kernel's parameters.
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -28,15 +28,15 @@ from engine.model.kv_pool import KVPool
 CHUNK = 512
 """Positions that one program adds up: fixed, so that a row's sum does not depend on how long other texts are."""
 
-_LEAST = 16  # rows of a product that tensor cores take
-_TILE_BYTES = 16384  # of keys; as much again of values, twice, fits into the shared memory of every GPU of today
+_LEAST = 16  # fewest rows of a product on tensor cores
+_TILE_BYTES = 16384  # of keys; with as much of values, twice, it fits into any current GPU's shared memory
 _CHUNKED = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
 _JOINED = {"num_warps": 1, "enable_fp_fusion": False}
 _INTERPRETED = bool(triton.knobs.runtime.interpret)  # the interpreter multiplies the bits of bfloat16 as integers
 
 
 class Rows(NamedTuple):
-    """What attention knows of a batch's rows, on the device, int32; see `engine.batch.Batch`."""
+    """What attention needs to know of a batch's rows, on the device, int32; see `engine.batch.Batch`."""
 
     prefixes: Tensor
     others: Tensor
@@ -64,7 +64,7 @@ def _attend_chunk(
     listed,
     peaks,  # out: [rows, heads, chunks] float32, the largest score
     totals,  # out: [rows, heads, chunks] float32, the sum of exp(score - peak)
-    sums,  # out: [rows, heads, chunks, dims] float32, the values times those
+    sums,  # out: [rows, heads, chunks, dims] float32, the sum of values times exp(score - peak)
     chunks,
     window,
     scale,
@@ -81,7 +81,7 @@ def _attend_chunk(
     CAPPED: tl.constexpr,
     WIDENED: tl.constexpr,
 ):
-    """One chunk of what a row's queries find in the keys and values of one head."""
+    """Attention of a row's queries to one chunk of one KV head."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     chunk = tl.program_id(2)
@@ -114,7 +114,7 @@ def _attend_chunk(
         block = tl.load(table + slot // BLOCK, mask=visible, other=0).to(tl.int64)
         place = (block * KV_HEADS + head) * (DIMS * BLOCK)
         offset = slot % BLOCK
-        # What is masked is not read: a slot that nobody has written may hold NaN, and 0 x NaN is NaN.
+        # Masked slots are not read: a slot that was never written may hold NaN, and 0 x NaN is NaN.
         key = tl.load(
             keys + place[None, :] + dim[:, None] * BLOCK + offset[None, :],
             mask=visible[None, :] & (dim < HEAD_DIM)[:, None],
@@ -124,7 +124,7 @@ def _attend_chunk(
         if CAPPED:  # cap * tanh(score / cap)
             score = softcap * (1.0 - 2.0 / (tl.exp(2.0 * (score / softcap)) + 1.0))
         score = tl.where(visible[None, :], score, float("-inf"))
-        higher = tl.maximum(peak, tl.max(score, 1))  # of a tile at least one position is visible
+        higher = tl.maximum(peak, tl.max(score, 1))  # at least one position of a tile is visible
         weight = tl.exp(score - higher[:, None])
         kept = tl.exp(peak - higher)
         value = tl.load(
@@ -161,7 +161,7 @@ def _attend_joined(
     CHUNK: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Join the chunks of one row and one head of queries, in their order."""
+    """Join the chunks of one row and one query head, in order."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     seen = tl.load(prefixes + row) + tl.load(others + row + 1) - tl.load(others + row)
@@ -188,7 +188,7 @@ def _attend_joined(
 
 
 class TritonAttention:
-    """Attention over a pool. groups: query heads for each head of keys."""
+    """Attention over a pool. groups: query heads per KV head."""
 
     def __init__(self, pool: KVPool, groups: int):
         self.pool, self.groups = pool, groups
@@ -198,9 +198,9 @@ class TritonAttention:
         self._tile = max(_LEAST, min(64, _TILE_BYTES // row_bytes))  # divides CHUNK: both are powers of two
 
     def __call__(self, rows: Rows, chunks: int, layer: int, rule: Rule, query: Tensor) -> Tensor:
-        """What each row's queries find in the layer's keys and values. query: [rows, heads, head_dim], as the result.
+        """Attend with each row's queries to the layer's keys and values. query, result: [rows, heads, head_dim].
 
-        chunks: at least as many as the row that sees most needs.
+        chunks: at least as many as the row with the most visible keys needs.
         """
         shape, (count, heads, _) = self.pool.shape, query.shape
         scratch = query.new_empty(count, heads, chunks, shape.dims, dtype=torch.float32)

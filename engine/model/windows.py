@@ -1,7 +1,7 @@
-"""Windows of attention, tried on a short text.
+"""Attention windows, tested on a short text.
 
-Real windows are of thousands of positions, more than a check at load can read. What a layer does at a window's edge
-does not depend on its size, so models are tried with short ones.
+Real windows span thousands of positions, more than a check at load can read. What a layer does at a window's edge does
+not depend on the window's size, so models are tested with short ones.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 
 SHORT = 8
-_KEYS = ("sliding_window", "attention_chunk_size")  # what models ask for their masks by, at every forward
+_KEYS = ("sliding_window", "attention_chunk_size")  # what models read for their masks at every forward
 
 
 @contextmanager
 def short_windows(config: Any) -> Iterator[bool]:
-    """While this lasts every window that the configuration names is SHORT positions. Yields whether it names any."""
+    """In this context, every window that the configuration names is SHORT positions. Yields whether it names any."""
     named = {key: value for key in _KEYS if isinstance(value := getattr(config, key, None), int) and value > SHORT}
     for key in named:
         setattr(config, key, SHORT)

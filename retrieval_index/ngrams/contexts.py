@@ -28,7 +28,7 @@ def high_bits(key):  # type: ignore[no-untyped-def]
 
 @kernel
 def find_slot(slots, key):  # type: ignore[no-untyped-def]
-    """The slot of `key`, or of the gap where it would be."""
+    """The slot of `key`, or the empty slot where it would go."""
     mask = len(slots) - 1
     low, high = low_bits(key), high_bits(key)
     i = np.int64(low) & mask
@@ -39,7 +39,7 @@ def find_slot(slots, key):  # type: ignore[no-untyped-def]
 
 @kernel
 def fill_keys(text, start, position, keys):  # type: ignore[no-untyped-def]
-    """Fill keys[o] with the context of o tokens before `position`; returns how many there are."""
+    """Fill keys[o] with the key of the o tokens before `position`; returns how many keys there are."""
     mask = len(text) - 1
     keys[0] = EMPTY
     for order in range(1, ORDERS):
@@ -52,7 +52,7 @@ def fill_keys(text, start, position, keys):  # type: ignore[no-untyped-def]
 
 @kernel
 def look_up(slots, keys, n, found, store):  # type: ignore[no-untyped-def]
-    """Fill found[2 * order + store] with slots, -1 where the context is unknown (so are then all longer ones)."""
+    """Fill found[2 * order + store] with slots, -1 where the context is unknown (then all longer ones are, too)."""
     for order in range(ORDERS):
         found[2 * order + store] = -1
     for order in range(n):

@@ -11,9 +11,9 @@ from retrieval_index.ngrams.matches import MATCH, follow, next_of
 from retrieval_index.ngrams.mixture import bucket_of, match_bucket_of
 from retrieval_index.ngrams.store import END, ORDERS, SHARED_MATCH, parts
 
-HOPE = 0.5  # a node is asked for followers only if one of this chance would get into the tree
-FAINT = 0.1  # and one context's share of them this fraction
-CARELESS = 0.5  # candidates' chances may lack this fraction of what would get a node into the tree
+HOPE = 0.5  # a node is expanded only if a follower of this chance would get into the tree
+FAINT = 0.1  # one context offers followers down to this fraction of the chance that would get into the tree
+CARELESS = 0.5  # candidates' chances may lack this fraction of the chance that would get into the tree
 TAIL = 64  # tokens before a draft that are looked at; a power of two
 
 
@@ -24,14 +24,14 @@ def draft(  # type: ignore[no-untyped-def]
     """Fill `tree`, [2, budget] int32: tokens and parents, and `confidence`, [budget] float32, likeliest node first.
 
     Returns the number of nodes, root included. Nodes less likely than `least` are left out. noise: [depth] uint64, the
-    keys of the target's noise behind the root and below. temperature: 0 to 1, how much of it counts.
+    keys of the target's noise for the tokens after the root. temperature: 0 to 1, how much of it counts.
     """
     o_slots, o_pool, o_text, o_heads = parts(own_arena, own)
     s_slots, s_pool, s_text, s_heads = parts(shared_arena, shared)
     budget = tree.shape[1]
     end, tail = own[END], np.full(TAIL, -1, np.int32)
     for i in range(TAIL):
-        back = TAIL - i - len(continuation)  # of the text's end
+        back = TAIL - i - len(continuation)  # from the text's end
         if back <= 0:
             tail[i] = continuation[len(continuation) - TAIL + i]
         elif back <= end:

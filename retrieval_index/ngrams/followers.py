@@ -1,4 +1,4 @@
-"""What followed each context: lists in blocks of the pool, most frequent first, the later of two equals first."""
+"""What followed each context: lists in blocks of the pool, most frequent first, the later first on ties."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def count_follower(slots, pool, state, key, token):  # type: ignore[no-untyped-d
 
 @kernel
 def uncount_follower(slots, pool, state, key, token):  # type: ignore[no-untyped-def]
-    """Take back one `count_follower`; a follower that had lost its place in a full list is only taken off the total."""
+    """Undo one `count_follower`; a follower evicted from a full list is only subtracted from the total."""
     i = find_slot(slots, key)
     if slots[i, 2] == 0:
         return
@@ -74,7 +74,7 @@ def uncount_follower(slots, pool, state, key, token):  # type: ignore[no-untyped
 
 @kernel
 def share_of(slots, pool, i, token):  # type: ignore[no-untyped-def]
-    """How often, of its occurrences, the context in slot `i` was followed by `token`."""
+    """The share of its occurrences in which the context in slot `i` was followed by `token`."""
     length, block = slots[i, 3] & 63, np.int64(slots[i, 1])
     if length == 0:
         return 1.0 if block == token else 0.0
@@ -124,7 +124,7 @@ def _shorten(slots, pool, state, i, length):  # type: ignore[no-untyped-def]
 
 @kernel
 def _close_gap(slots, state, gap):  # type: ignore[no-untyped-def]
-    """Empty a slot and move back what had been displaced over it."""
+    """Empty a slot and move back the entries that had been displaced past it."""
     mask = len(slots) - 1
     state[USED] -= 1
     i = gap

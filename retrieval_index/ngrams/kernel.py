@@ -1,8 +1,8 @@
-"""How the kernels of this folder are compiled, once on a machine.
+"""How the kernels of this folder are compiled, once per machine.
 
-Numba's cache notices a change of the file that a kernel stands in, and of no other; a kernel that is compiled into
-another one would stay there as it was. So a kernel's name in the cache has the checksum of all files of this folder.
-Of others only `bits_of` is compiled in, which may never change.
+Numba's cache notices changes only of the file that defines a kernel; a kernel compiled into another one would stay
+there as it was. So a kernel's name in the cache has the checksum of all files of this folder. From other folders only
+`bits_of` is compiled in, which may never change.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def kernel(work: Callable[..., Any]) -> Any:
 
 
 def inlined(work: Callable[..., Any]) -> Any:
-    """Decorator: a kernel whose body comes to stand where it is called."""
+    """Decorator: a kernel that is inlined where it is called."""
     return njit(cache=True, error_model="numpy", inline="always")(_versioned(work))
 
 

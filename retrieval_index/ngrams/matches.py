@@ -1,4 +1,4 @@
-"""Matches: the latest place of a text whose last tokens were the same, followed for as long as it agrees."""
+"""Matches: the latest place in a text after the same last tokens, followed for as long as it agrees."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def match_hash(text, position, start):  # type: ignore[no-untyped-def]
 
 @kernel
 def follow(text, heads, state, tail, position, start, match, length):  # type: ignore[no-untyped-def]
-    """Move a match (where, how long) past the token at `position - 1` of `tail`, or find one if it is lost."""
+    """Advance a match (where, how long) past the token at `position - 1` of `tail`, or find a new one if it is lost."""
     mask, tail_mask = len(text) - 1, len(tail) - 1
     if length > 0 and state[START] <= match < state[END] and text[match & mask] == tail[(position - 1) & tail_mask]:
         return match + 1, length + 1

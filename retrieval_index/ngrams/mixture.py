@@ -1,4 +1,4 @@
-"""What each context and match counts in a token's chance: weights, learned from the tokens that came."""
+"""How much each context and match counts in a token's chance: weights, learned from the tokens that came."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RATE, PRIOR = 0.01, 20.0  # slowest step of the weights, and how many observatio
 
 @kernel
 def bucket_of(slots, pool, i):  # type: ignore[no-untyped-def]
-    """How much a context has been seen (8 steps), and how sure it is of its first follower (4 steps)."""
+    """How often a context has been seen (8 steps), and how sure it is of its first follower (4 steps)."""
     total = slots[i, 2]
     seen = total - 1 if total <= 4 else 4 + (total > 8) + (total > 16) + (total > 64)
     share = 1.0

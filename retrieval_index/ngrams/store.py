@@ -1,4 +1,4 @@
-"""Where counted n-grams lie: one text with what followed its contexts, in flat arrays."""
+"""Storage of counted n-grams: one text with what followed its contexts, in flat arrays."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ ROOM = 64 * ORDERS  # pool entries that one token may need
 START, END, USED, TOP = 0, 1, 2, 3  # of the text, slots in use, end of the pool's used part
 SLOTS, POOL, RING, HEADS = 4, 5, 6, 7  # sizes of the parts of the arena
 FREE = 8  # FREE + c: first free block of 2 << c followers, -1: none
-SHARED_MATCH, OWN_MATCH = 13, 15  # position behind the agreeing tokens, and how many agree
+SHARED_MATCH, OWN_MATCH = 13, 15  # position after the agreeing tokens, and how many agree
 STATE = 17
 
 
 class Store(NamedTuple):
-    """One array each: every array handed to a kernel costs half a microsecond.
+    """One array of each type, because every array passed to a kernel costs half a microsecond.
 
-    arena: int32, one after the other slots [SLOTS, 4], a hash table of contexts: key, follower or block, occurrences,
-    key and list length (0: the one follower itself stands in the slot); pool [POOL, 2], blocks of followers: token,
-    count; text [RING]; heads [HEADS], hash of 6 tokens -> the position behind their latest occurrence.
+    arena: int32, one after the other: slots [SLOTS, 4], a hash table of contexts: key, follower or block, occurrences,
+    key and list length (0: the slot holds the only follower itself); pool [POOL, 2], blocks of followers: token,
+    count; text [RING]; heads [HEADS], hash of 6 tokens -> the position after their latest occurrence.
     state: [STATE] int64, see the names above.
     """
 

@@ -25,8 +25,8 @@ from retrieval_index.ngrams.store import (
 
 @kernel
 def append(own_arena, own, shared_arena, shared, weights, tokens, learn):  # type: ignore[no-untyped-def]
-    """Append to a request's text until its store is full; returns how many tokens were. With `learn` the weights are
-    adjusted to what came. weights: [COMPONENTS, BUCKETS, 2] float64, weight and how often it was adjusted.
+    """Append to a request's text until its store is full; returns how many tokens were appended. With `learn` they
+    adjust the weights. weights: [COMPONENTS, BUCKETS, 2] float64, weight and how often it was adjusted.
     """
     o_slots, o_pool, o_text, o_heads = parts(own_arena, own)
     s_slots, s_pool, s_text, s_heads = parts(shared_arena, shared)
@@ -67,7 +67,7 @@ def append(own_arena, own, shared_arena, shared, weights, tokens, learn):  # typ
 
 @kernel
 def remember(arena, state, tokens, bound):  # type: ignore[no-untyped-def]
-    """Append a finished text to the shared store, the oldest tokens making room beyond `bound`; returns as `append`."""
+    """Append a finished text to the shared store, evicting the oldest tokens beyond `bound`; returns as `append`."""
     slots, pool, text, heads = parts(arena, state)
     keys = np.empty(ORDERS, np.uint64)
     for done in range(len(tokens)):
