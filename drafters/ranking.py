@@ -32,8 +32,8 @@ _KEPT_POSITIONS = 64
 class ErrorScale:
     """How far a head's logits usually miss the target's: b, in logits.
 
-    For a head that misses by a normal error of standard deviation 0.5, 1 and 1.5 the least log loss is at 0.3, 0.6 and
-    0.8 (simulated, 8,192 tokens, T from 0.5 to 1). Real heads miss by more: for a barely trained one 1.1 was learned and
+    For heads that miss by a normal error of standard deviation 0.5, 1 and 1.5 the least log loss is at 0.3, 0.6 and 0.8
+    (simulated, 8,192 tokens, T from 0.5 to 1). Real heads miss by more: for a barely trained one 1.1 was learned and
     it was still overconfident, hence the initial value.
     """
 

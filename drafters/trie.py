@@ -39,7 +39,7 @@ class Trie:
         self.forget_nodes()
 
     def unsynced(self) -> list[int]:
-        """Tokens after node 0 whose features have not come (yet): drafted like a continuation, from the head's own features."""
+        """Tokens after node 0 whose features have not come (yet): drafted like a continuation, without them."""
         return self.text[self.session.synced + 1 :] if self.session.synced else []
 
     def place(self, continuation: Sequence[int]) -> Place:

@@ -2,7 +2,7 @@
 
 Numba's cache notices changes only of the file that defines a kernel; a kernel compiled into another one would stay
 there as it was. So a kernel's name in the cache has the checksum of all files of this folder. From other folders only
-`bits_of` is compiled in, which may never change.
+functions of `engine.noise_bits` are compiled in, which may never change.
 """
 
 from __future__ import annotations
