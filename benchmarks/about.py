@@ -19,13 +19,20 @@ def write_about(folder: Path, config: Config, samplings: Sequence[SamplingParams
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     temperatures = ", ".join(f"{sampling.temperature:g}" for sampling in samplings)
     lines = [
-        f"Machine: {_processor()}, {cores()} cores, {platform.system()}{_gpu()}",
+        f"Machine: {_processor()}, {cores()} cores, {_instructions()}, {platform.system()}{_gpu()}",
         f"Versions: Python {platform.python_version()}, {versions}",
         f"Configuration: model {Path(config.model).name}, dtype {config.dtype}, device {config.device}, transport "
         f"{config.transport}{config.simulation}; answers of at most {samplings[0].max_tokens} tokens, T = "
         f"{temperatures}, seed {samplings[0].seed}, repeats {repeats}",
     ]
     (folder / ABOUT).write_text("\n".join(lines) + "\n", encoding="utf8")
+
+
+def _instructions() -> str:
+    """What multiplies on a CPU: it decides how much a further row costs."""
+    from engine.model.matmul import units
+
+    return next((unit.value for unit in units()), "no kernels of our own")
 
 
 def _gpu() -> str:

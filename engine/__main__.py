@@ -1,7 +1,7 @@
-"""The `talon` command, `python -m engine`: its first seconds are imports.
+"""The `talon` command, `python -m engine`, whose first seconds are imports.
 
-Until they are done there is nothing to clean up, and an exception in the middle of them may end up anywhere: Ctrl-C
-ends the process at once, with the exit code that it has later.
+Until they are done there is nothing to clean up, and an exception raised inside an import may surface anywhere. So
+Ctrl-C ends the process at once, with the same exit code as later.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ INTERRUPTED = 130
 
 def main() -> None:
     """Entry point of the `talon` command."""
-    heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a shell's background job ignores it
+    heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a shell's background jobs ignore SIGINT
     if heeded:
         signal.signal(signal.SIGINT, _end)
     from engine.cli import assemble

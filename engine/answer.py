@@ -1,4 +1,4 @@
-"""What a caller gets: pieces while an answer is under way, then the whole of it and how it came about."""
+"""What a caller gets: pieces while an answer is generated, then the whole answer and its metrics."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from engine.sampling import SamplingParams
 from engine.text import TextStream
 
 GRAMMAR = 1 << 32
-"""Of `Tokens.sources`: forced by the request's grammar. The bits below are the drafters' own, as in a `TokenTree`."""
+"""Bit of `Tokens.sources`: forced by the request's grammar. The lower bits are the drafters', as in a `TokenTree`."""
 
 
 class SpeculativeDecoding(msgspec.Struct, frozen=True):
-    """What drafting brought, as servers count it. drafts: trees verified; draft_tokens: their nodes below the roots;
-    accepted_tokens: those of them that the target drew; accepted_per_position: by depth, the first below the root.
+    """What drafting gained, as servers count it. drafts: trees verified; draft_tokens: their nodes below the roots;
+    accepted_tokens: drafted nodes that the target drew; accepted_per_position: by depth, starting just below the root.
     """
 
     drafts: int
@@ -29,13 +29,13 @@ class SpeculativeDecoding(msgspec.Struct, frozen=True):
 
 
 class Metrics(msgspec.Struct, frozen=True):
-    """How an answer came about.
+    """How an answer was produced.
 
     mean_accepted_tokens: tokens per round, bonus included; the first token is the prefill's and not counted.
-    tokens_per_second: of the answer, from the call to the last token. verifier_busy: share of the decoding time
-    that the verifier spent in target forwards, for whichever request. draft_hit_rate: rounds whose tree was there
-    when the verdict before fell. cached_tokens: of the prompt, which other requests had read before. exact: the
-    text is that of plain decoding, bit for bit; inexact: why that is not certain.
+    tokens_per_second: of the answer, from the call to the last token. verifier_busy: share of the decoding time that
+    the verifier spent in target forwards, for any request. draft_hit_rate: share of rounds whose tree had arrived by
+    the previous verdict. cached_tokens: prompt tokens found in the prefix cache. exact: the text is that of plain
+    decoding, bit for bit; inexact: why that is not certain.
     """
 
     mean_accepted_tokens: float
@@ -51,8 +51,8 @@ class Metrics(msgspec.Struct, frozen=True):
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """New text of a streamed answer, and the tokens that arrived with it. sources, logprobs: of each token, and
-    prompt_logprobs, with the first piece: as in `Result`.
+    """New text of a streamed answer, and the tokens that arrived with it. sources, logprobs: one per token, as in
+    `Result`; prompt_logprobs: likewise, only with the first piece.
     """
 
     text: str
@@ -65,9 +65,8 @@ class Piece(msgspec.Struct, frozen=True):
 class Result(msgspec.Struct, frozen=True):
     """A finished answer. finish_reason: "eos", "length" or "stop". rounds: what each round emitted and cost.
 
-    sources: who had proposed each token: "head", "retrieval", "grammar", or "target" if nobody had. logprobs: of each
-    token, None unless asked for. prompt_logprobs: of each token of the prompt, None in the first one's place, which has
-    nothing before it.
+    sources: who proposed each token: "head", "retrieval", "grammar", or "target" if no drafter did. logprobs: one per
+    token, None unless requested. prompt_logprobs: one per prompt token; the first is None, since nothing precedes it.
     """
 
     text: str
@@ -82,8 +81,8 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class Answer:
-    """Collects the rounds of one answer. started_s: when it was asked for, on the clock of `time.perf_counter`.
-    inexact: of the target that gives it. sampling: what was asked for.
+    """Collects the rounds of one answer. started_s: when it was requested, on the `time.perf_counter` clock. inexact:
+    the target's. sampling: the request's.
     """
 
     def __init__(self, text: TextStream, prompt_tokens: int, started_s: float, inexact: str, sampling: SamplingParams):
@@ -95,7 +94,7 @@ class Answer:
         self.finish_reason: str | None = None
 
     def add(self, round_: Tokens) -> Piece:
-        """Take in a round; what comes after a stop string is dropped."""
+        """Add a round; tokens after a stop string are dropped."""
         self.last_s = time.perf_counter()
         self.first_s = self.first_s or self.last_s
         self.rounds.append(round_)
@@ -148,7 +147,7 @@ class Answer:
 
 
 def speculative_decoding(rounds: Sequence[Tokens]) -> SpeculativeDecoding:
-    """Counts over the rounds behind the prompt's."""
+    """Counts over the rounds after the prefill."""
     accepted = [len(round_.tokens) - 1 for round_ in rounds]
     return SpeculativeDecoding(
         drafts=sum(round_.nodes > 1 for round_ in rounds),
@@ -160,7 +159,7 @@ def speculative_decoding(rounds: Sequence[Tokens]) -> SpeculativeDecoding:
 
 @cache
 def source_name(bits: int) -> str:
-    """Who is to be named for a token: a grammar before a head before retrieval."""
+    """The source named for a token: grammar takes precedence over a head, a head over retrieval."""
     if bits & GRAMMAR:
         return "grammar"
     models = [METHODS[name].has_model for name in source_names(bits)]

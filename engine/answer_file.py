@@ -1,4 +1,4 @@
-"""`talon answer`: the model's answers to a file of prompts, as lines that an index or a training can read."""
+"""`talon answer`: the model's answers to a file of prompts, as JSON lines for index builds and training."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 
 class AnswerRow(msgspec.Struct, kw_only=True):
-    """A line of the file. tokens: of the answer, the end-of-sequence token included if it ended there; text: theirs,
-    without special tokens."""
+    """A line of the file. tokens: the answer's, including the end-of-sequence token if it ended with one; text: the
+    same without special tokens.
+    """
 
     prompt: str
     temperature: float
@@ -34,12 +35,13 @@ class AnswerRow(msgspec.Struct, kw_only=True):
     tokens: list[int]
 
 
-_BEGINNING = b'{"prompt":"'  # of every line that is written here
+_BEGINNING = b'{"prompt":"'  # of every line written here
 
 
 def open_answers(path: Path, sampling: SamplingParams) -> set[str]:
-    """Make the file if it is not there; the prompts that it answers already, with that sampling. Half a line at its
-    end, of a killed run, is cut off. ConfigError for any other file."""
+    """Create the file if it does not exist; return the prompts that it already answers with this sampling. A partial
+    last line, left by a killed run, is cut off. Raises ConfigError for any other file.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+b") as file:
@@ -70,9 +72,9 @@ async def answer_all(
     at_once: int,
     report: Callable[[int], None] = lambda done: None,
 ) -> dict[str, str]:
-    """Append an AnswerRow to `out` for each prompt, in the order in which they end, `at_once` under way at a time.
+    """Append an AnswerRow to `out` for each prompt, in order of completion, `at_once` running at a time.
 
-    Returns why prompts were refused, by prompt: those beyond the model's context, say. report: called with how many
+    Returns the reason for each refused prompt (one beyond the model's context, say). report: called with how many
     are done.
     """
     refused: dict[str, str] = {}
@@ -116,10 +118,10 @@ def answer(
     at_once: Annotated[int, typer.Option(help="Requests under way at a time.", min=1)] = 16,
     set_: SetOption = None,
 ) -> None:
-    """Answer a file of prompts, many at once. Run again after a crash, it goes on where it was.
+    """Answer a file of prompts, many at once. After a crash, run it again to continue where it stopped.
 
-    With `talon index build --input OUT` the answers become a datastore for drafter.answers, with `talon train block
-    --data OUT` what a head learns from.
+    `talon index build --input OUT` turns the answers into a datastore for drafter.answers;
+    `talon train block --data OUT` trains a head on them.
     """
 
     async def main() -> None:
@@ -128,7 +130,7 @@ def answer(
         asked = dict.fromkeys(row.prompt for row in read_prompts(prompts, "prompts"))
         done = open_answers(out, sampling)
         left = [prompt for prompt in asked if prompt not in done]
-        from engine.api import Engine  # takes seconds, which a wrong option need not wait for
+        from engine.api import Engine  # takes seconds, so options are checked first
         from engine.model.progress import shown
 
         refused: dict[str, str] = {}

@@ -33,10 +33,11 @@ from engine.worker import settled
 
 
 class Stream:
-    """An answer under way: iterate over its pieces; `result` is there when the iteration has ended.
+    """An answer being generated: iterate over its pieces; `result` is set once the iteration has ended.
 
-    `async with engine.stream(...) as stream` cancels the request when the block is left, be it early. Without it a
-    `break` only pauses the iteration: the request runs on until `aclose`, or until the stream is garbage.
+    `async with engine.stream(...) as stream` cancels the request when the block is left, even early. Without it,
+    `break` only pauses the iteration: the request keeps running until `aclose`, or until the stream is
+    garbage-collected.
     """
 
     def __init__(self, engine: Engine, prompt: Prompt, sampling: SamplingParams, raw: bool):
@@ -92,7 +93,7 @@ class Engine:
         try:
             if why is not None:
                 print(f"talon: {why}", file=sys.stderr)
-            if engine.config.trace is not None:  # that it cannot be written is not to be found out at the end
+            if engine.config.trace is not None:  # fail now, not at the end, if it cannot be written
                 engine.timeline.write(Path(engine.config.trace))
             await engine._supervisor.launch(engine._load_tokenizer)
         except BaseException:
@@ -134,14 +135,14 @@ class Engine:
     async def generate_choices(
         self, prompt: Prompt, n: int, sampling: SamplingParams | None = None, *, raw: bool = False
     ) -> list[Result]:
-        """`n` answers to one prompt at once, with seeds that count on from `sampling.seed`; they share its blocks."""
+        """`n` answers to one prompt at once, with consecutive seeds from `sampling.seed`; they share its blocks."""
         if not is_integer(n) or n < 1:
             raise RequestError(f"n={n!r}: ask for one answer or more")
         sampling = (sampling or SamplingParams()).validate()
         return await gather(self.generate(prompt, sampling.of_choice(i), raw=raw) for i in range(n))
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, *, raw: bool = False) -> Stream:
-        """As `generate`, piece by piece: `async with engine.stream(...) as stream: async for piece in stream: ...`.
+        """Like `generate`, piece by piece: `async with engine.stream(...) as stream: async for piece in stream: ...`.
 
         Leaving the `async with` cancels a request that has not ended.
         """
@@ -204,32 +205,32 @@ class Engine:
             raise self.failed
         if self._supervisor.closed:
             raise EngineClosed("the engine is closed; start a new one")
-        if asyncio.get_running_loop() is not self._loop:  # what it waits for arrives in the other
+        if asyncio.get_running_loop() is not self._loop:  # messages arrive in the other loop
             raise EngineClosed("the engine belongs to the event loop that started it; use it there or start a new one")
 
-    # How it is.
+    # State.
 
     @property
     def tokenizer(self) -> Any:
-        """The target's, of `transformers`."""
+        """The target's `transformers` tokenizer."""
         return self._tokenizer
 
     @property
     def target(self) -> Ready:
-        """What the verifier says of its target: the size of its vocabulary and context, whether it is exact."""
+        """The verifier's facts about its target: vocabulary size, context, whether it is exact."""
         return self._supervisor.target
 
     @property
     def ready(self) -> bool:
-        """Whether a request would begin now. While a verifier is started again, requests under way wait for it."""
+        """Whether a new request would start at once. While a verifier restarts, running requests wait for it."""
         return self._ready["verifier"].is_set() and not self._supervisor.closed and self.failed is None
 
     @property
     def failed(self) -> TalonError | None:
-        """Why the engine cannot go on, if so: only a new one helps."""
+        """Why the engine cannot continue, None if it can. Only a new engine helps."""
         return self._supervisor.failed
 
     @property
     def requests(self) -> int:
-        """Requests accepted and not answered yet, and those that wait for a place in the queue."""
+        """Requests accepted and not answered yet, plus those waiting for a place in the queue."""
         return len(self._flights) + self._places.statistics().tasks_waiting

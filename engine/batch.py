@@ -1,6 +1,6 @@
-"""What one forward computes, of the target or a draft head: rows of several requests, each a token, as flat arrays.
+"""The input of one forward of the target or a draft head: rows of several requests, one token each, as flat arrays.
 
-No padding, no mask: a row says which positions of its own request it sees, and attention reads just those.
+No padding, no mask: each row names the positions of its own request that it sees, and attention reads only those.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Wanted = Literal["all", "last", "none"]
 class Rows:
     """One request's rows of a forward, at the slots from `first` on.
 
-    cache: with the `table` of the request's blocks. tokens, positions: [rows]. prefixes: the slots from 0 on that each
-    row sees; others: further ones, ascending, the row's own among them unless its prefix has it.
+    cache: holds the `table` of the request's blocks. tokens, positions: [rows]. prefixes: how many slots from 0 on each
+    row sees; others: further slots, ascending, including the row's own unless its prefix covers it.
     """
 
     cache: Any
@@ -42,7 +42,7 @@ class Rows:
 
     @property
     def slots(self) -> list[int]:
-        """[rows] where in the pool they lie."""
+        """[rows] the rows' places in the pool."""
         low, end = self.first // BLOCK, self.first + len(self)
         blocks = self.cache.table[low : -(-end // BLOCK)].tolist()
         return [blocks[slot // BLOCK - low] * BLOCK + slot % BLOCK for slot in range(self.first, end)]
@@ -52,9 +52,9 @@ class Rows:
 class Segment:
     """One request's part of a forward: a tree's nodes, or a chunk of its prompt.
 
-    tokens: [rows] int32. tree: None for a chunk. cache: where the request's keys and values are; past: its committed
-    positions. pending: the tree's nodes that earlier forwards have done (a draft model grows its tree level by level).
-    wanted: the rows whose logits are asked for.
+    tokens: [rows] int32. tree: None for a chunk. cache: holds the request's keys and values; past: its committed
+    positions. pending: tree nodes done by earlier forwards (a draft model grows its tree level by level). wanted: the
+    rows whose logits are needed.
     """
 
     tokens: Int
@@ -79,20 +79,20 @@ class Segment:
 
     @property
     def wanted_rows(self) -> int:
-        """How many of its rows' logits are asked for."""
+        """Number of rows whose logits are wanted."""
         return len(self) if self.wanted == "all" else int(self.wanted == "last")
 
     @property
     def rows(self) -> Rows:
-        """As a batch takes them."""
+        """The rows in the form that a `Batch` takes."""
         prefixes, others = self.sight
         positions = [prefix + len(rest) - 1 for prefix, rest in zip(prefixes, others, strict=True)]
         return Rows(self.cache, self.past + self.pending, self.tokens.tolist(), positions, prefixes, others)
 
     @property
     def sight(self) -> tuple[list[int], list[list[int]]]:
-        """For each row: how many positions of the text it sees, its own path included as far as that lies in order
-        behind the text; and the slots of the rest of its path.
+        """For each row: the length of the prefix it sees (the text, plus its own path as far as that directly follows
+        the text), and the slots of the rest of its path.
         """
         start = self.past + self.pending
         if self.tree is None:
@@ -112,7 +112,7 @@ class Segment:
 
 
 class Places(NamedTuple):
-    """Where in memory the parts of a batch lie, in their order, and behind them its tiles."""
+    """Where the parts of a batch lie in memory, in order, followed by its tiles."""
 
     tokens: int
     positions: int
@@ -126,29 +126,29 @@ class Places(NamedTuple):
 
 
 class _Part:
-    """One of the arrays of a batch, made when it is first asked for."""
+    """One array of a batch, built on first access."""
 
     def __init__(self, index: int):
         self._index, self._name = index, Places._fields[index]
 
     def __get__(self, batch: Batch, owner: type[Batch]) -> Int:
         part = batch.numbers[batch.starts[self._index] : batch.starts[self._index + 1]]
-        array = batch.__dict__[self._name] = np.array(part, np.int32)  # found there from now on
+        array = batch.__dict__[self._name] = np.array(part, np.int32)  # later accesses find it there
         return array
 
 
 class Batch:
-    """Flat arrays over the rows of all requests, in their order, all int32.
+    """Flat int32 arrays over the rows of all requests, in order.
 
-    tokens, positions, slots: [rows]; a slot is a place in the pool. prefixes: [rows] positions of its text that a row
-    sees; others: [rows + 1] where in `listed` the places of the rest of its path begin. table_of: [rows] where in
-    `tables` its request's blocks begin. chosen: rows whose logits are wanted, so many as `wanted` says.
+    tokens, positions, slots: [rows]; a slot is a place in the pool. prefixes: [rows] how many positions of its text a
+    row sees; others: [rows + 1] where in `listed` the rest of its path begins. table_of: [rows] where in `tables` its
+    request's blocks begin. chosen: [wanted] rows whose logits are wanted.
 
-    spans: each request's first row and the one behind its last. tables_of: each request's table. reach: what all
-    positions are below; vocabulary: from the lowest token to the highest.
+    spans: each request's first row and one past its last. tables_of: each request's table. reach: one more than the
+    largest position; vocabulary: the range from the lowest token to the highest.
 
-    All but the tables are parts of one list, `numbers`, each from its place in `starts` on, and become arrays for who
-    asks: behind a forward nothing is in the processor's caches, and to make a dozen took as long as a small layer.
+    All but the tables are slices of one list, `numbers`, that begin at `starts`. They become arrays on first access:
+    after a forward the processor's caches are cold, and building a dozen arrays took as long as a small layer.
     """
 
     tokens, positions, slots, prefixes, table_of, others, chosen, listed = map(_Part, range(8))
@@ -192,7 +192,7 @@ class Batch:
         return np.concatenate(self.tables_of)
 
     def tiles(self, most: int) -> list[int]:
-        """[tiles + 1] the first row of each group of at most `most` rows of one request, as even as can be."""
+        """[tiles + 1] the first row of each group of at most `most` rows of one request, groups as even as possible."""
         tiles: list[int] = []
         for first, end in self.spans:
             rows, groups = end - first, -(-(end - first) // most)

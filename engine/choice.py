@@ -1,21 +1,22 @@
-"""Two ways of going on, tried in turns: the one that brings more is gone, and the other tried again now and then.
+"""Chooses between two options by trial: keeps the one that yields more and retries the other at growing intervals.
 
-For questions whose answer nobody can work out beforehand, because the ways compete for cores or caches.
+For questions that nobody can answer beforehand, because the options compete for cores or caches.
 """
 
 from __future__ import annotations
 
-_TRIED = 3  # blocks of each way before they are compared
-_RETRIED = 16  # blocks until the other way is tried again, twice as many each time that this changes nothing
-_SELDOM = 8  # times as long, at most
-_KEPT = 0.95  # of what was measured, with every block
+_TRIED = 3  # blocks of each option before they are compared
+_RETRIED = 16  # blocks until the other option is retried, doubled each time that the retry changes nothing
+_SELDOM = 8  # times `_RETRIED` is the longest interval
+_KEPT = 0.95  # share of earlier measurements kept with every block
 
 
 class Choice:
-    """second: whether the second way is gone. settled: it stays as it is.
+    """second: whether the second option is in use. settled: the choice is fixed.
 
-    block: rounds in a row that one way is gone; the first does not count, since it still pays for the change. first:
-    rounds before anything counts. gain: the share of the first way's time for which the second has to bring as much.
+    block: consecutive rounds of one option; the first is not counted, since it still pays for the switch. first: rounds
+    before anything counts. gain: the second option must take less than this share of the first's time for the same
+    yield.
     """
 
     def __init__(self, block: int, first: int = 0, gain: float = 1.0, second: bool = False, settled: bool = False):
@@ -25,7 +26,7 @@ class Choice:
         self._brought, self._taken = {False: 0.0, True: 0.0}, {False: 0.0, True: 0.0}
 
     def observe(self, brought: float, taken: float) -> bool:
-        """A round brought so much, in so much time. Returns whether the way changes."""
+        """A round yielded `brought` in `taken` time. Returns whether the choice changes."""
         self._rounds += 1
         if self.settled or self._rounds <= 0:
             return False

@@ -40,7 +40,7 @@ _MEASUREMENTS = (
     *(("studies", name) for name in ("shapes", "growth", "profile", "pauses")),
     *((name, name) for name in ("evidence", "replay", "timeline")),
 )
-"""Commands of the package of benchmarks, by the module they are in."""
+"""Commands of the benchmarks package, as (module, command)."""
 
 
 def _show_version(wanted: bool) -> None:
@@ -133,7 +133,7 @@ def generate(
         if not as_json and (logprobs is not None or prompt_logprobs is not None):
             raise RequestError("--logprobs, --prompt-logprobs: are shown with --json; add it")
         given = overrides(set_, method=method, mode=mode, trace=str(trace) if trace else None)
-        # for one answer nobody stands by: its imports would take the time that the answer needs
+        # no standby for one answer: its imports would take time that the answer needs
         settings = configuration.load(config, {"drafter.standby": False} | given)
         check_paths(with_own(settings))
         asked = sys.stdin.read() if prompt == "-" else prompt
@@ -145,7 +145,7 @@ def generate(
             print("talon: temperature 0 gives the same answer n times; set --temperature", file=sys.stderr)
         if sys.stderr.isatty():
             print(f"talon: loading {settings.model}", file=sys.stderr)
-        from engine.api import Engine  # takes seconds, which a wrong option need not wait for
+        from engine.api import Engine  # takes seconds, so options are checked first
 
         async with await Engine.start(settings) as engine:
             if n == 1 and not as_json:

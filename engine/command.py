@@ -1,4 +1,4 @@
-"""What the subcommands of `talon` share: options, overrides of the configuration, errors of one line."""
+"""What the subcommands of `talon` share: options, overrides of the configuration, one-line errors."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ MODELS_OWN = "the model's own"
 
 
 def overrides(assignments: list[str] | None, **named: Any) -> dict[str, Any]:
-    """Configuration overrides from --set and from options that name a key; what was not given is left out."""
+    """Configuration overrides from --set and from options that name a key; options not given are left out."""
     values = dict(configuration.parse_assignment(text) for text in assignments or [])
     return values | {key: value for key, value in named.items() if value is not None}
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Errors of ours are one line and exit code 2, Ctrl-C is exit code 130."""
+    """Turns Talon's errors into one line and exit code 2, Ctrl-C into exit code 130."""
     try:
         yield
     except TalonError as error:
@@ -57,6 +57,6 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 def _forget_output() -> None:
-    """What is still to be written to standard output would fail once more when the process ends."""
+    """Discard buffered standard output: writing it would fail again when the process ends."""
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())

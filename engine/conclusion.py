@@ -1,6 +1,6 @@
-"""What came of a round for each request: its trees are walked down, what was read of prompts is committed.
+"""The outcome of a round for each request: its tree is walked down, prompt chunks are committed.
 
-A request whose draw fails, because its logits are not numbers, is handed to `fail`; the others go on.
+A request whose draw fails, because its logits are not numbers, is handed to `fail`; the others continue.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Fail = Callable[[Request, Exception], None]
 
 @dataclass(frozen=True)
 class Conclusion:
-    """draft: the tree's number. path: accepted nodes of the tree drafted; tokens: emitted. nodes: verified, or read.
-    hit: the tree that was verified was there when the round before ended.
+    """draft: the tree's number. path: accepted nodes of the drafted tree; tokens: emitted. nodes: verified, or read.
+    hit: the verified tree had arrived when the previous round ended.
 
-    features: [path, layers, hidden]; successors: [nodes drafted, k] int32. sources, logprobs: of the tokens. grafts: as
-    of the round.
+    features: [path, layers, hidden]; successors: [nodes drafted, k] int32. sources, logprobs: one per token. grafts:
+    the round's.
     """
 
     request: Request
@@ -51,7 +51,7 @@ class Conclusion:
 def conclude_trees(
     rounds: Sequence[Round], logits: Tensor, features: Tensor | None, successors: int, fail: Fail
 ) -> Iterator[Conclusion]:
-    """Walk down one tree after the other. successors: of each node, asked for by the drafter.
+    """Walk down each tree in turn. successors: how many the drafter wants per node.
 
     logits: [rows, vocab], features: [rows, layers, hidden], the trees' rows first.
     """
@@ -71,7 +71,7 @@ def conclude_trees(
 def _conclude(
     round_: Round, path: list[int], tokens: list[int], features: Tensor | None, successors: Array | None
 ) -> Conclusion:
-    """Note in the request how the round ended. path: accepted nodes of the tree verified."""
+    """Record in the request how the round ended. path: accepted nodes of the verified tree."""
     request, own = round_.request, len(round_.proposal.tree)
     if not round_.grafts:
         request.trust.learn(float(round_.worth[round_.kept].sum()), len(tokens))
@@ -98,7 +98,7 @@ def _conclude(
 
 
 def _successors(round_: Round, logits: Tensor, count: int) -> Array:
-    """[nodes, count] int32: the target's likeliest tokens behind every drafted node, -1 for those cut off."""
+    """[nodes, count] int32: the target's likeliest tokens after every drafted node, -1 for nodes that were cut."""
     ranked = np.full((len(round_.drafted), count), -1, np.int32)
     ranked[round_.kept] = logits.topk(count).indices.cpu().numpy()
     return ranked
@@ -107,7 +107,7 @@ def _successors(round_: Round, logits: Tensor, count: int) -> Array:
 def conclude_chunks(
     readers: Sequence[Request], chunks: Sequence[Segment], logits: Tensor, features: Tensor | None, fail: Fail
 ) -> list[Conclusion]:
-    """Commit what was read; behind the last of a prompt, draw the first token.
+    """Commit the chunks; after the last one of a prompt, draw the first token.
 
     logits: [rows wanted, vocab], features: [rows, layers, hidden], the chunks' rows last.
     """

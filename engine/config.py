@@ -25,10 +25,10 @@ class _Section(BaseModel):
 class GrowthConfig(_Section):
     """How a draft head's tree grows (`drafters.growth`).
 
-    policy: published is the one of the method's paper; None: adaptive for heads, the chain for sps. tree: of `static`.
-    depth: layers of `dynamic`. top_k: candidates behind each node (`talon`: width of the ungated layers). mu: of the
-    gates of `talon`, the rule of its paper, and of `adaptive`, our variant; gate: `adaptive` compares with mu, or with
-    mu times the layer's best. ungated: the first layers that `talon` does not gate.
+    policy: published is that of the method's paper; None: adaptive for heads, the chain for sps. tree: for `static`.
+    depth: layers of `dynamic`. top_k: candidates after each node (`talon`: width of the ungated layers). mu: gate
+    threshold of `talon`, the rule of its paper, and of `adaptive`, our variant; gate: `adaptive` compares with mu, or
+    with mu times the layer's best. ungated: number of first layers that `talon` does not gate.
     """
 
     policy: Literal["published", "static", "dynamic", "talon", "adaptive"] | None = None
@@ -43,19 +43,18 @@ class GrowthConfig(_Section):
 class DrafterConfig(_Section):
     """Options of the drafter named by `method`; each method reads those that concern it.
 
-    budget: most nodes of a tree, root included. path: the draft model or head, where {method} stands for the method's
-    name; auto: those that come with a model that Talon knows by name. threads: of its torch pool, None: an even share
-    of the machine's cores; in turns the verifier's are used. length: tokens of a drafted chain, None: 10 for pld and 5
-    for sps, whose tokens cost a forward each. branches: width of the SPS tree at each level, e.g. [3, 2, 1]; empty
-    drafts a chain. max_ngram, min_ngram: context lengths tried. growth: of draft heads. shared_noise: heads and
+    budget: maximum nodes of a tree, root included. path: the draft model or head, with {method} for the method's name;
+    auto: those that come with a model that Talon knows by name. threads: size of its torch pool, None: an even share of
+    the machine's cores; in sequential mode the verifier's are used. length: tokens of a drafted chain, None: 10 for pld
+    and 5 for sps, whose tokens cost a forward each. branches: width of the SPS tree at each level, e.g. [3, 2, 1];
+    empty drafts a chain. max_ngram, min_ngram: context lengths tried. growth: of draft heads. shared_noise: heads and
     `suffix` rank candidates by the noise of the target's own draw. head, memories: the methods that `hybrid` merges,
-    one draft model and any number of retrieval drafters. datastore: a folder that "talon index build" has made.
-    answers: another, of the target's own answers, which `suffix` takes for earlier answers of its own; auto: those that
-    come with a model that Talon knows by name; null: none. dense: one made with --dense, whose `passages` passages most
-    similar to the prompt are read by `suffix` as if they stood before it. calibration: a file that keeps what was
-    learned of each source's worth from one engine to the next; written when the engine closes, engines may share it.
-    standby: have a process ready that a draft model's successor is forked from, at once instead of after seconds of
-    imports.
+    one draft model and any number of retrieval drafters. datastore: a folder made by "talon index build". answers: a
+    datastore of the target's own answers, which `suffix` treats like its earlier answers; auto: that of a model that
+    Talon knows by name; null: none. dense: a datastore made with --dense; `suffix` reads its `passages` passages most
+    similar to the prompt as if they preceded it. calibration: a file that carries what was learned about each source's
+    worth from one engine to the next; written when the engine closes, engines may share it. standby: keep a process
+    ready from which a draft model's successor is forked, at once instead of after seconds of imports.
     """
 
     budget: int = Field(60, ge=2, le=1024)
@@ -78,11 +77,11 @@ class DrafterConfig(_Section):
 
     @property
     def answers_folder(self) -> str | None:
-        """Of the answers; None where there are none, or where `auto` is not resolved."""
+        """The folder of answers; None if there are none, or while `auto` is not resolved."""
         return None if self.answers == AUTO else self.answers
 
     def weights(self, method: str) -> str | None:
-        """Where the weights of that head or draft model are; None if nobody says, or while `auto` is not resolved."""
+        """Path of the weights of that head or draft model; None if not set, or while `auto` is not resolved."""
         return None if self.path is None or self.path == AUTO else self.path.replace("{method}", method)
 
     @model_validator(mode="after")
@@ -96,13 +95,13 @@ class DrafterConfig(_Section):
 
 
 class VerifierConfig(_Section):
-    """threads: of its torch pool, None: the cores the drafter leaves. prefill_chunk: prompt tokens read in one forward;
-    fewer where others decode meanwhile. max_running: requests that share forwards; the others wait. kv_memory: bytes
-    for keys and values of all of them, None: a quarter of the memory that is free. draft_timeout_s: after this
-    long without an answer the drafter is taken for hung and requests go on without it until it speaks again. cut: of
-    calibrated drafters' trees, verify only the nodes that pay for their time, and let a draft model rest that does not.
-    simulated_latency_ms: a wait that uses no CPU behind every forward of the target, in place of an accelerator's time;
-    what is measured with it is a simulation.
+    """threads: size of its torch pool, None: the cores the drafter leaves. prefill_chunk: prompt tokens read in one
+    forward; fewer while others decode. max_running: requests that share forwards; the others wait. kv_memory: bytes for
+    keys and values of all requests, None: a quarter of free memory. draft_timeout_s: after this long without an answer
+    the drafter counts as hung, and requests continue without it until its next message. cut: verify only those nodes of
+    calibrated drafters' trees that pay for their time, and rest a draft model that does not. simulated_latency_ms: a
+    wait that uses no CPU after every forward of the target, in place of an accelerator's time; what is measured with it
+    is a simulation.
     """
 
     threads: int | None = Field(None, ge=1)
@@ -115,11 +114,11 @@ class VerifierConfig(_Section):
 
 
 class TcpConfig(_Section):
-    """The link of verifier and drafter with `transport: tcp`.
+    """The link between verifier and drafter with `transport: tcp`.
 
-    endpoint: the verifier binds it, tcp://ADDRESS:PORT; 0.0.0.0 is every address of the machine. keys: a folder that
-    "talon keys" made. insecure: go without keys; whoever reaches the port can then read every prompt. remote: drafters
-    come from elsewhere ("talon drafter"); otherwise the engine starts one here.
+    endpoint: the verifier binds it, tcp://ADDRESS:PORT; 0.0.0.0 is every address of the machine. keys: a folder made by
+    "talon keys". insecure: run without keys; anyone who reaches the port can then read every prompt. remote: drafters
+    connect from other machines ("talon drafter"); otherwise the engine starts one here.
     """
 
     endpoint: str = Field("tcp://127.0.0.1:7777", pattern=r"^tcp://[^/\s]+:[1-9][0-9]{0,4}$")
@@ -129,7 +128,7 @@ class TcpConfig(_Section):
 
 
 class QueueConfig(_Section):
-    """size: requests accepted at once. full: whether `generate` then waits or raises QueueFull."""
+    """size: requests accepted at once. full: whether a further `generate` waits or raises QueueFull."""
 
     size: int = Field(256, ge=1)
     full: Literal["wait", "refuse"] = "wait"
@@ -139,11 +138,11 @@ class Config(_Section):
     """Everything `Engine.start` needs.
 
     model: a Hugging Face directory or hub id, a GGUF file, or a name that `talon models list` knows. method: which
-    drafter (`drafters.registry`). mode: drafter and verifier in turns (sequential), both at once (async), or what
+    drafter (`drafters.registry`). mode: drafter and verifier in turns (sequential), both at once (async), or whichever
     proves faster (auto). transport: workers as threads (inproc), as processes (ipc), or as processes of which the
-    drafter may be on another machine (tcp). trace: a file for what each worker did when; of a drafter elsewhere it
-    shows nothing. start_timeout_s: for the workers to load. heartbeat_timeout_s: a worker that is silent for longer is
-    killed and replaced; workers make themselves heard every 0.5 s, and not during a forward.
+    drafter may be on another machine (tcp). trace: a file for a timeline of the workers, without remote drafters.
+    start_timeout_s: for the workers to load. heartbeat_timeout_s: a worker that is silent for longer is killed and
+    replaced; workers send a heartbeat every 0.5 s, but not during a forward.
     """
 
     model: str = "smollm2-135m"
@@ -168,12 +167,12 @@ class Config(_Section):
 
     @property
     def remote(self) -> bool:
-        """Whether the drafter has a machine of its own."""
+        """Whether the drafter runs on another machine."""
         return self.transport == "tcp" and self.tcp.remote
 
     @property
     def simulation(self) -> str:
-        """What to add wherever a number is shown: empty unless the target's latency is simulated."""
+        """Suffix for every number shown: empty unless the target's latency is simulated."""
         latency_ms = self.verifier.simulated_latency_ms
         return f", simulated target latency +{latency_ms:g} ms" if latency_ms else ""
 

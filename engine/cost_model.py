@@ -1,9 +1,9 @@
-"""What time buys: the one place where "is it worth it" is answered.
+"""The cost model: the one place that decides whether work is worth its time.
 
-A forward over `rows` rows that see `keys` keys in all takes t(rows, keys) seconds: measured at start-up, kept up to
-date by every forward. A round of R requests emits R * g tokens and takes the forward and some time around it, so a
-second is worth rate(R) tokens; whatever brings more expected tokens than it costs at this rate is done. Probabilities
-stay with their sources: the model is only told how many tokens are expected.
+A forward over `rows` rows that see `keys` keys in total takes t(rows, keys) seconds, measured at start-up and updated
+by every forward. A round of R requests emits R * g tokens and takes the forward plus some time around it, so a second
+is worth rate(R) tokens. Work is done if it yields more expected tokens than it costs at this rate. Probabilities stay
+with their sources: the model only receives expected numbers of tokens.
 """
 
 from __future__ import annotations
@@ -19,54 +19,54 @@ from engine.choice import Choice
 from engine.messages import Rates
 
 SIZES = (1, 4, 8, 16, 32, 48, 64, 128, 256)
-"""Rows at which a forward's time is known."""
+"""Row counts at which a forward's time is known."""
 _NEW = 0.1  # weight of the latest measurement
-_CLIP = 0.25  # of one measurement's relative error: an interrupted forward must not make a size expensive for good
+_CLIP = 0.25  # clip of one sample's relative error: an interrupted forward must not make a size expensive for good
 _ELSEWHERE = 0.03  # weight for the other sizes: what slows one forward slows them all
-_PASSES, _REPEATED = 3, 64  # over the sizes up to this, at start-up
-_STEEP = 6.0  # the first size that takes so many times as long as the fastest is the last that start-up tries
-_SLOW_S = 0.5  # a size that takes longer is tried once or twice
-_LONG = 512  # keys behind which the time that keys take is measured
-_RETRIED = 0.99  # of what is held against drafts, with each round that does not wait for them
-_HOPED = 0.5  # tokens that drafting for a request is thought to gain before it was seen
+_PASSES, _REPEATED = 3, 64  # start-up: passes over the sizes up to this
+_STEEP = 6.0  # start-up stops at the first size that takes this many times as long as the fastest
+_SLOW_S = 0.5  # a size that takes longer is measured once or twice
+_LONG = 512  # past positions at which the time per key is measured
+_RETRIED = 0.99  # decay of the evidence against waiting for drafts, per round that does not wait
+_HOPED = 0.5  # tokens that drafting for a request is assumed to gain before any was observed
 _LEAST_WAIT_S = 0.002
-_CLEARLY = 0.97  # drafting ahead must take less than this share of the time in turns for a token
-_WORTH = 0.2  # of a round outside of the forward: where it is less, drafting ahead is not worth a trial
-_PAUSE = 2.0  # a round with a chunk of a prompt in it may take so many times as long as without
+_CLEARLY = 0.97  # drafting ahead must take less than this share of the sequential time per token
+_WORTH = 0.2  # share of a round outside the forward, below which drafting ahead is not worth a trial
+_PAUSE = 2.0  # a round with a prompt chunk may take this many times as long as one without
 
 
 class CostModel:
     """t(rows, keys) and the rates that follow from it.
 
-    seconds: of a forward over so many rows, keys left out. key_s: of one row looking at one key. ahead: whether drafts
-    are made while rounds run, which takes cores from them, or in turns. rest: whether a draft model rests, so that
-    retrieval or plain decoding goes on without it.
+    seconds: time of a forward by row count, without keys. key_s: time of one row per key. ahead: choice between
+    drafting while rounds run, which takes cores from them, and drafting in turns. rest: choice whether a draft model
+    rests while retrieval or plain decoding continues without it.
     """
 
     def __init__(self, seconds: dict[int, float], key_s: float = 0.0, mode: str = "sequential"):
         self._sizes = sorted(seconds)
         self._seconds, self._key_s = [seconds[size] for size in self._sizes], key_s
         self._least = _rising(self._seconds)
-        self._plain_s = self._seconds  # as measured first: what is compared by it does not move it
+        self._plain_s = self._seconds  # as first measured: a fixed baseline for comparisons
         self.ahead = Choice(16, 24, _CLEARLY, second=mode == "async", settled=mode != "auto")
         self.rest = Choice(4)
-        self._tokens = 1.0  # that a request emits in a round
-        self._rows = 1.0  # that a request has in a round
-        self._around_s = 0.0  # of a round, outside the forward
-        self._gain = _HOPED  # tokens that drafting for a request brings, less what its rows cost
-        self._wait_s = 0.0  # of a round for its drafts
+        self._tokens = 1.0  # per request and round
+        self._rows = 1.0  # per request and round
+        self._around_s = 0.0  # time of a round outside the forward
+        self._gain = _HOPED  # tokens that drafting for a request gains, less the cost of its rows
+        self._wait_s = 0.0  # time that a round waits for its drafts
 
     @classmethod
     def measure(cls, forward_s: Callable[[int, int], float], largest: int, mode: str = "sequential") -> CostModel:
-        """forward_s: runs a forward over so many rows behind so many positions and returns its time."""
+        """forward_s: called with rows and past positions, runs such a forward and returns its time."""
         seconds: dict[int, float] = {}
         for size in [size for size in SIZES if size < largest] + [largest]:
-            seconds[size] = forward_s(size, 0)  # also makes what the first forward of a size has to make
+            seconds[size] = forward_s(size, 0)  # includes the one-time setup of a size's first forward
             if seconds[size] > _STEEP * min(seconds.values()):
                 seconds[size] = min(seconds[size], forward_s(size, 0))
                 if seconds[size] > _STEEP * min(seconds.values()):
                     break
-        # in turns, so that what else the machine does meanwhile (the drafter loads) does not fall on one size
+        # round-robin, so that other load (the drafter is loading) does not fall on a single size
         quick = [size for size, taken in seconds.items() if size <= _REPEATED and taken <= _SLOW_S]
         for _ in range(_PASSES):
             for size in quick:
@@ -76,18 +76,18 @@ class CostModel:
         short_s, long_s = map(min, zip(*pairs, strict=True))
         return cls(seconds, max(0.0, long_s - short_s) / (rows * _LONG), mode)
 
-    # The forward. Several times in a round, on few numbers: in plain Python, which numpy takes ten times as long for.
+    # The forward. Called several times a round on few numbers: plain Python, since numpy takes ten times as long.
 
     def seconds(self, rows: int, keys: float = 0.0) -> float:
-        """t(rows, keys). keys: seen by all rows together. Between two sizes on a line, beyond the largest in proportion
-        to it. Larger sizes cost no less than smaller ones.
+        """t(rows, keys). keys: total over all rows. Linear between two sizes, proportional beyond the largest. Larger
+        sizes cost no less than smaller ones.
         """
         above, near = self._place(rows)
         below_s, above_s = self._least[max(0, above - 1)], self._least[above]
         return (below_s + near * (above_s - below_s)) * max(1.0, rows / self._sizes[-1]) + self._key_s * keys
 
     def observe_forward(self, rows: int, keys: float, seconds: float) -> None:
-        """A forward took so long."""
+        """Learn from a forward that took `seconds`."""
         error = max(-_CLIP, min(_CLIP, seconds / self.seconds(rows, keys) - 1))
         above, near = self._place(rows)
         weights = [_ELSEWHERE] * len(self._sizes)
@@ -97,7 +97,7 @@ class CostModel:
         self._least = _rising(self._seconds)
 
     def _place(self, rows: int) -> tuple[int, float]:
-        """The index of the next larger size, or of the largest, and how far it is to it from the size below, 0 to 1."""
+        """The index of the next larger size, or the largest, and how far `rows` is on the way to it, 0 to 1."""
         above = min(bisect_left(self._sizes, rows), len(self._sizes) - 1)
         if not above or rows >= self._sizes[above]:
             return above, 1.0
@@ -107,28 +107,28 @@ class CostModel:
     # Rounds.
 
     def observe_round(self, requests: int, rows: int, tokens: int, around_s: float) -> None:
-        """A round verified the trees of so many requests, `rows` nodes together, and emitted so many tokens.
+        """A round verified the trees of `requests` requests, `rows` nodes in total, and emitted `tokens` tokens.
 
-        around_s: from the round before to this one's end, less the forward.
+        around_s: from the previous round's end to this one's, less the forward.
         """
         self._tokens += _NEW * (tokens / requests - self._tokens)
         self._rows += _NEW * (rows / requests - self._rows)
         self._around_s += _NEW * (around_s - self._around_s)
 
     def rate(self, requests: int) -> float:
-        """Tokens a second that a round of so many requests brings at present."""
+        """Tokens per second that a round of `requests` requests yields at present."""
         rows = max(requests, round(requests * self._rows))
         return requests * self._tokens / (self.seconds(rows) + max(0.0, self._around_s))
 
     def rates(self, requests: int, alone: bool) -> Rates:
-        """What the drafter is told. alone: the round to come verifies the root alone."""
+        """The rates sent to the drafter. alone: the next round verifies the root alone."""
         rows = requests if alone else max(requests, round(requests * self._rows))
         around_s = 0.0 if alone else max(0.0, self._around_s)
         return Rates(self.seconds(rows) + around_s, self._tokens, 1 / self.rate(requests))
 
     def nodes_worth(self, worth: NDArray[np.float32], requests: int, keys_each: float = 0.0) -> int:
-        """How many of the nodes to verify. worth: [nodes] expected tokens of each, the most first; the first `requests`
-        are the trees' roots, which are verified whatever they cost. keys_each: that one row sees on average.
+        """How many of the nodes to verify. worth: [nodes] expected tokens of each, in descending order; the first
+        `requests` are the trees' roots, which are always verified. keys_each: average number of keys that a row sees.
         """
         rows = np.arange(requests, len(worth) + 1)
         expected = np.cumsum(worth, dtype=np.float64)[requests - 1 :]
@@ -137,9 +137,9 @@ class CostModel:
         return int(rows[np.argmax(expected - self.rate(requests) * taken_s)])
 
     def observe_ways(self, requests: int, tokens: int, round_s: float, rests: bool) -> None:
-        """A round took so long, the wait for its drafts included. rests: its drafter has a model that can rest.
+        """A round took `round_s`, including the wait for its drafts. rests: its drafter has a model that can rest.
 
-        Rounds of different sizes are compared by what plain decoding would have taken.
+        Times are relative to plain decoding's, so that rounds of different sizes can be compared.
         """
         brought, taken = tokens / requests, round_s / self._plain_s[self._place(requests)[0]]
         if rests:
@@ -150,22 +150,22 @@ class CostModel:
     # Drafts.
 
     def observe_drafts(self, asked: int, requests: int, rows: int, tokens: int) -> None:
-        """A round of so many requests, `asked` of which had been drafted for, verified so many rows for its tokens.
+        """A round of `requests` requests, `asked` of which were drafted for, verified `rows` rows and emitted `tokens`.
 
-        What the drafts gained is the tokens beyond plain decoding's, less what the time of their rows is worth.
+        The drafts' gain is the tokens beyond plain decoding's, less what the time of their rows is worth.
         """
         more_s = self.seconds(rows) - self.seconds(requests)
         gained = tokens - requests - self.rate(requests) * more_s
         self._gain += _NEW * (gained / asked - self._gain)
 
     def observe_wait(self, seconds: float) -> None:
-        """A round waited so long for its drafts."""
+        """A round waited `seconds` for its drafts."""
         self._wait_s += _NEW * (min(seconds, self.patience_s()) - self._wait_s)
 
     def worth_waiting(self, requests: int, missing: int) -> bool:
-        """Whether a round of so many requests should wait for the drafts of those that have none.
+        """Whether a round of `requests` requests should wait for the drafts of the `missing` ones.
 
-        Where that costs more than the drafts bring it should not, but then it is tried again some time.
+        It should not if waiting costs more than the drafts gain, but this evidence decays, so waiting is tried again.
         """
         worth = self._wait_s * self.rate(requests) <= missing * self._gain
         if not worth:
@@ -180,9 +180,9 @@ class CostModel:
     # Prompts.
 
     def chunk_rows(self, requests: int, most: int, keys: float = 0.0, past: int = 0) -> int:
-        """Rows of prompts that may ride along with a round of so many requests, so that it is not held up for long.
+        """Prompt rows that may join a round of `requests` decoding requests without delaying it for long.
 
-        keys: positions that those who decode have behind them, all together; past: that the prompt has.
+        keys: past positions of all decoding requests together; past: of the prompt.
         """
         if requests == 0:
             return most
@@ -190,13 +190,13 @@ class CostModel:
         return max(1, self._fitting(_PAUSE * self.seconds(rows, seen), rows, seen, most, past))
 
     def rows_while_waiting(self, waited_s: float, most: int, past: int = 0) -> int:
-        """Rows of prompts that can be read while all wait for drafts, and have waited so long already: none where the
-        drafts will be there before.
+        """Prompt rows that can be read while all requests wait for drafts and have waited `waited_s`: none if the
+        drafts will arrive first.
         """
         return self._fitting(self._wait_s - waited_s, 0, 0.0, most, past)
 
     def _fitting(self, seconds: float, rows: int, keys: float, most: int, past: int) -> int:
-        """The largest chunk, up to `most` rows behind `past` positions, that a forward over other rows takes along."""
+        """The largest chunk, up to `most` rows after `past` positions, that with `rows` other rows takes `seconds`."""
 
         def taken_s(chunk: int) -> float:
             return self.seconds(rows + chunk, keys + chunk * (past + chunk / 2))
@@ -205,5 +205,5 @@ class CostModel:
 
 
 def _rising(seconds: Sequence[float]) -> list[float]:
-    """No number larger than one behind it."""
+    """The numbers, each lowered to the smallest that follows it, so that they never decrease."""
     return [*accumulate(reversed(seconds), min)][::-1]

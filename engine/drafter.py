@@ -1,8 +1,8 @@
-"""The drafter worker: owns the drafter, hears every verdict, and has the next tree ready before it is asked for.
+"""The drafter worker: owns the drafter, receives every verdict, and has the next tree ready before it is needed.
 
-When a verdict names the tree that the next round verifies, or once it has sent one, the worker ranks that round's
-outcomes and drafts for the likeliest, a few at a time, each sent as soon as it is there. What has arrived is read
-before anything is drafted, so that no draft is made for an outcome already overtaken.
+Once the tree of the next round is known (named by a verdict, or just sent), the worker ranks that round's outcomes and
+drafts for the likeliest, a few at a time, and sends each draft as soon as it is ready. Messages are read before
+anything is drafted, so that no draft is made for an outcome already overtaken.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from engine.tree import GRAFT_CHANCE, TokenTree
 FROM_VERIFIER = (Start, Verdict, Finish)
 FROM_FRONT_END = (Stop,)
 HEARTBEAT_S = 0.5
-OUTCOMES = 24  # drafted for in one round at most
-_ENOUGH = 0.75  # of the tokens that rounds usually bring: with so many a tree goes out unfinished if it is waited for
+OUTCOMES = 24  # maximum drafted for in one round
+_ENOUGH = 0.75  # share of a round's usual tokens at which a tree that is waited for is sent unfinished
 
 
 class Overtaken(Exception):
-    """A verdict has come, or is due: what is being drafted ahead goes out as it is or is not wanted any more."""
+    """A verdict has arrived or is due: the trees being drafted ahead are set aside, or sent as they are."""
 
 
 class DrafterWorker:
@@ -67,7 +67,7 @@ class DrafterWorker:
         self.trace.flush()
 
     def turn(self) -> None:
-        """Take in what has arrived, and draft what is waited for or may be."""
+        """Process the messages that have arrived, then draft what is wanted now or may be wanted next."""
         if self.verdicts.joined():
             self._join()
         for message, arrays in self.verdicts.received():
@@ -75,7 +75,7 @@ class DrafterWorker:
         self._work()
 
     def _join(self) -> None:
-        """Tell the verifier who drafts; it then names every request anew, so what an earlier one said is forgotten."""
+        """Introduce the drafter. The verifier then announces every request anew, so the known ones are dropped."""
         for _ in self.verdicts.received():
             pass
         for number in list(self.requests):
@@ -91,7 +91,7 @@ class DrafterWorker:
         )
 
     def _work(self) -> None:
-        """The trees that are waited for; if there are none, one batch of those that may be."""
+        """Draft the trees that are waited for; if there are none, one batch of trees for possible outcomes."""
         if waited_for := self._wanted():
             self._draft(waited_for)
         elif idle := self._idle():
@@ -104,7 +104,7 @@ class DrafterWorker:
         return [number for number, request in self.requests.items() if request.idle is not None]
 
     def _attempt(self, work: Callable[[list[int]], None], numbers: list[int]) -> None:
-        """Work for these requests together; if the drafter cannot, for each alone, which shows the one at fault."""
+        """Work for these requests together; if the drafter fails, for each alone, which isolates the faulty one."""
         try:
             work(numbers)
         except Exception as error:
@@ -117,7 +117,7 @@ class DrafterWorker:
     # What arrives.
 
     def _hear(self, message: Any, arrays: list[Array]) -> None:
-        """Take in a message; one that makes no sense is counted and dropped."""
+        """Process a message; an invalid one is counted and dropped."""
         request = self.requests.get(message.request)
         try:
             if isinstance(message, Start):
@@ -129,7 +129,7 @@ class DrafterWorker:
                 self._observe(message, arrays, request)
         except ProtocolError:
             self.verdicts.malformed += 1
-        except Exception as error:  # a token or a feature that the drafter cannot digest: the others go on
+        except Exception as error:  # a token or a feature that the drafter cannot process: the others continue
             self._give_up(message.request, error)
 
     def _start(self, message: Start, text: list[int]) -> None:
@@ -158,7 +158,7 @@ class DrafterWorker:
         self.trace.span("sync (miss)" if waited_for else "sync", started, message.request)
 
     def _give_up(self, number: int, error: Exception) -> None:
-        """The drafter cannot go on with this request: it gets root-only trees, which is plain decoding."""
+        """The drafter failed on this request: it gets root-only trees, which is plain decoding."""
         print(f"talon: drafter: request {number}: {type(error).__name__}: {error}; not drafted for", file=sys.stderr)
         if (request := self.requests.get(number)) is not None:
             request.given_up = True
@@ -168,7 +168,7 @@ class DrafterWorker:
     # What is drafted.
 
     def _draft(self, numbers: list[int]) -> None:
-        """The trees that the verifier waits for."""
+        """Draft and send the trees that the verifier waits for."""
         started = time.perf_counter_ns()
         before_s = self.drafter.forward_s
         begun = {number: self.requests[number].begun for number in numbers}
@@ -189,11 +189,11 @@ class DrafterWorker:
         self._attempt(lambda of: self.drafter.settle(), numbers)
 
     def _enough(self, tree: TokenTree) -> bool:
-        """Whether the tree may go out as it is."""
+        """Whether the tree may be sent as it is."""
         return len(tree) > 1 and float(tree.confidence.sum()) > _ENOUGH * self.rates.tokens
 
     def _draft_ahead(self, numbers: list[int]) -> None:
-        """Trees for the next few of the likeliest outcomes of the rounds under way."""
+        """Draft trees for the next few likeliest outcomes of the running rounds."""
         started = time.perf_counter_ns()
         running = {number: idle for number in numbers if (idle := self.requests[number].idle) is not None}
         batch = self._next(running)
@@ -213,7 +213,7 @@ class DrafterWorker:
             if self.poller.poll(0):
                 for row, tree in so_far().items():
                     running[batch[row].request].begun[outcomes[row]] = tree
-                for guess in reversed(batch):  # for those of other requests than the message's there is time yet
+                for guess in reversed(batch):  # other requests than the message's still have time
                     running[guess.request].put_back(guess)
                 raise Overtaken
             if any(now_ns <= running[guess.request].due_ns < now_ns + step_ns for guess in batch):
@@ -232,7 +232,7 @@ class DrafterWorker:
         self.trace.span("draft ahead", started, min((guess.request for guess in batch), default=0), what)
 
     def _next(self, running: dict[int, Running]) -> list[Guess]:
-        """The outcomes to draft for now, taken off those of their requests, which are ranked before if need be."""
+        """The outcomes to draft for now, removed from their requests' lists, which are ranked first if needed."""
         unranked = {number: state.under.tree for number, state in running.items() if state.guesses is None}
         outcomes = likeliest(unranked, self.drafter.following, OUTCOMES) if unranked else []
         for number in unranked:
@@ -265,7 +265,7 @@ class DrafterWorker:
 
 
 def _follows(tree: TokenTree, path: list[int], tokens: list[int]) -> bool:
-    """Whether a verdict is one on this tree: a path from the root, its tokens, and one more."""
+    """Whether a verdict fits this tree: a path from the root, its tokens, and one more."""
     if not path or path[0] != 0 or len(tokens) != len(path):
         return False
     steps = zip(path, path[1:], tokens, strict=False)

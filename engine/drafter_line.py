@@ -24,8 +24,9 @@ _KEPT_DRAFTS = 64  # per request
 
 
 class DrafterLine:
-    """hub: drafters connect to it; the one that said hello last drafts. budget: nodes that a tree may have. timeout_s:
-    after which a drafter that owes a draft is late, until it speaks again. weighed: whether drafts have to pay.
+    """hub: drafters connect to it; the one that sent the latest Hello drafts. budget: maximum nodes of a tree.
+    timeout_s: a drafter that owes a draft for longer is late, until its next message. weighed: whether drafts must pay
+    for their cost.
     """
 
     def __init__(
@@ -80,16 +81,16 @@ class DrafterLine:
             return
         wants = msgspec.structs.replace(hello, rests=hello.rests and self.weighed)
         self.drafter, self._late, self.wants = peer, False, wants
-        self.requests.shares_prefixes = not hello.feature_layers  # what is shared is not read, so it has no features
+        self.requests.shares_prefixes = not hello.feature_layers  # shared text is not forwarded: no features
         for request in self.requests:
             request.drafts, request.alone, request.asked_ns = {}, False, time.perf_counter_ns()
             request.outcome = (request.round + 1 if request.has_answer else 0, 0, 0, request.text[-1])
             self.introduce(request)
 
     def _keep(self, message: Draft, arrays: list[Array]) -> None:
-        """File a draft under the outcome it is for; what is for an earlier round, or unknown, is dropped.
+        """File a draft under the outcome it is for; drafts for an earlier round or an unknown request are dropped.
 
-        Most drafts made ahead are never used, so a tree is looked at when its outcome has come true.
+        Most drafts made ahead are never used, so a tree is validated only once its outcome has come true.
         """
         request = self.requests.find(message.request)
         if request is None or message.round <= request.round or len(request.drafts) >= _KEPT_DRAFTS:
@@ -117,10 +118,10 @@ class DrafterLine:
         fits = len(request.text) + int(tree.depths.max()) <= self.target.context
         return Proposal(draft.draft, tree, draft.draft_us) if fits else root
 
-    # What is told.
+    # What is sent.
 
     def rests(self, costs: CostModel) -> bool:
-        """Whether the drafter leaves out its model for now."""
+        """Whether the drafter's model rests for now."""
         return self.wants.rests and costs.rest.second
 
     def introduce(self, request: Request) -> None:
@@ -132,8 +133,8 @@ class DrafterLine:
         self.hub.send(self.drafter, start, [np.asarray(request.text)])
 
     def tell(self, conclusion: Conclusion, costs: CostModel, requests: int) -> None:
-        """The verdict on a round of so many requests, with the features of all positions since any were sent: a head
-        that rests gets them when it is woken.
+        """Send the verdict on a round of `requests` requests, with the features of all positions not sent yet: a
+        resting head gets them when it wakes.
         """
         if self.drafter is None:
             return

@@ -1,6 +1,6 @@
-"""A request as the drafter worker sees it: three states, and what leads from one to the next.
+"""A request as the drafter worker sees it: three states and their transitions.
 
-Reading   its prompt is read; there is nothing to draft for.
+Reading   its prompt is being read; there is nothing to draft for.
 Wanted    the verifier waits for a tree, or will look for one when its turn comes.
 Running   the verifier runs a round; trees for its outcomes can be drafted ahead.
 
@@ -21,7 +21,7 @@ from engine.tree import TokenTree
 
 
 class Outcome(NamedTuple):
-    """What a draft is for, as a `Draft` names it: tree `draft` was verified, up to `node`, and `token` was drawn."""
+    """What a draft is for, as a `Draft` names it: tree `draft` was accepted up to `node`, then `token` was drawn."""
 
     draft: int
     node: int
@@ -42,7 +42,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Wanted:
-    """begun: what there is of the tree, from drafting ahead that this outcome has overtaken."""
+    """begun: the partial tree, if drafting ahead was interrupted by this outcome."""
 
     outcome: Outcome
     begun: TokenTree | None = None
@@ -50,9 +50,9 @@ class Wanted:
 
 @dataclass
 class Running:
-    """under: the tree that is verified, number 0 for the root alone. due_ns: when its verdict is to be expected, inf if
-    that is not known. guesses: outcomes that are to be drafted for, None before they are ranked. ahead: the trees sent
-    for outcomes. begun: those whose drafting was broken off.
+    """under: the tree being verified, number 0 for the root alone. due_ns: when its verdict is expected, inf if
+    unknown. guesses: outcomes to draft for, None before they are ranked. ahead: the trees sent, by outcome. begun:
+    trees whose drafting was interrupted.
     """
 
     under: Sent
@@ -62,12 +62,12 @@ class Running:
     begun: dict[Outcome, TokenTree] = field(default_factory=dict)
 
     def take(self, guess: Guess) -> None:
-        """It is drafted for."""
+        """Remove an outcome that is being drafted for."""
         assert self.guesses is not None
         self.guesses.remove(guess)
 
     def put_back(self, guess: Guess) -> None:
-        """It could not be drafted for yet."""
+        """Return an outcome that could not be drafted for yet."""
         assert self.guesses is not None
         self.guesses.appendleft(guess)
 
@@ -76,8 +76,8 @@ State = Reading | Wanted | Running
 
 
 def after_verdict(state: State, outcome: Outcome, alone: bool, due_ns: float) -> State:
-    """The outcome came true. alone: the next round is under way and verifies its token alone. due_ns: when
-    that round ends, if it is under way.
+    """The state after an outcome came true. alone: the next round is already running and verifies its root alone.
+    due_ns: when that round ends, if it is running.
     """
     if alone:
         return Running(Sent(0, TokenTree.root_only(outcome.token)), due_ns)
@@ -89,8 +89,8 @@ def after_verdict(state: State, outcome: Outcome, alone: bool, due_ns: float) ->
 
 
 class Request:
-    """round: the one under way. last_token: of its text. drafts: trees sent so far. ahead: whether the verifier wants
-    trees while it runs a round. given_up: the drafter failed at it, so only roots are sent.
+    """round: the current one. last_token: of its text. drafts: trees sent so far. ahead: whether the verifier wants
+    trees while it runs a round. given_up: the drafter failed on it, so only roots are sent.
     """
 
     def __init__(self, round_: int, last_token: int):
@@ -112,11 +112,11 @@ class Request:
 
     @property
     def begun(self) -> TokenTree | None:
-        """What there is of the tree that is waited for."""
+        """The partial tree that is waited for, if there is one."""
         return self.state.begun if isinstance(self.state, Wanted) else None
 
     def verified(self, draft: int) -> TokenTree:
-        """The tree of that number, which a verdict is about."""
+        """The tree with the number that a verdict names."""
         if draft == 0:
             return self.root
         if isinstance(self.state, Running) and self.state.under.draft == draft:
@@ -129,14 +129,14 @@ class Request:
         self.state = after_verdict(self.state, Outcome(draft, path[-1], tokens[-1]), alone, due_ns)
 
     def answer(self, tree: TokenTree) -> tuple[Outcome, Sent]:
-        """The tree that was waited for: with it the round runs."""
+        """Number the tree that was waited for; its round now runs."""
         assert isinstance(self.state, Wanted)
         outcome, sent = self.state.outcome, self._number(tree)
         self.state = Running(sent, math.inf)
         return outcome, sent
 
     def add(self, outcome: Outcome, tree: TokenTree) -> Sent:
-        """A tree for an outcome of the round under way."""
+        """Add a tree for an outcome of the running round."""
         assert isinstance(self.state, Running)
         sent = self.state.ahead[outcome] = self._number(tree)
         return sent

@@ -22,7 +22,7 @@ class DrafterMismatch(ModelError):
 
 
 class RequestFailed(TalonError):
-    """The verifier could not go on with this request (out of memory, say); others are not affected."""
+    """The verifier could not continue this request (out of memory, say); others are not affected."""
 
 
 class NotANumber(RequestFailed):
@@ -46,4 +46,4 @@ class ProtocolError(TalonError):
 
 
 class OutOfBlocks(TalonError):
-    """The pool of keys and values has not so many free blocks; the request waits, or another gives way."""
+    """The pool of keys and values has too few free blocks; the request waits, or another is preempted."""

@@ -1,20 +1,20 @@
-"""How much memory of this machine, or of the container, a process can take without swapping."""
+"""How much memory a process can take on this machine, or in its container, without swapping."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-_UNKNOWN = 4 << 30  # where Linux does not tell
+_UNKNOWN = 4 << 30  # if Linux does not say
 _CGROUPS = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
-"""Of both versions: the files of the limit and of what is used, and what of that is page cache not used lately."""
+"""For both cgroup versions: the files of the limit and of the usage, and the entry for page cache not used lately."""
 
 
 def free_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes. The page cache counts as free, as Linux gives it up when memory is needed."""
+    """Free bytes. The page cache counts as free, since Linux releases it when memory is needed."""
     found = re.search(r"^MemAvailable:\s*(\d+) kB", _text(proc / "meminfo"), re.MULTILINE)
     free = int(found[1]) * 1024 if found else _UNKNOWN
     for limit, used, stat, name in _CGROUPS:

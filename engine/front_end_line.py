@@ -21,11 +21,11 @@ from engine.transport import Line
 
 FROM_FRONT_END = (Submit, Cancel, Stop)
 HEARTBEAT_S = 0.5
-_GRAMMAR_S = 0.005  # between looks at whether a grammar has been read
+_GRAMMAR_S = 0.005  # between checks whether a grammar has been read
 
 
 class FrontEndLine:
-    """budget: nodes that a tree may have, for which a request keeps room."""
+    """budget: maximum nodes of a tree, for which a request reserves room."""
 
     def __init__(self, line: Line, target: Target, config: Config):
         self.line, self.target, self.budget = line, target, config.drafter.budget
@@ -44,7 +44,7 @@ class FrontEndLine:
     # What arrives.
 
     def received(self) -> Iterator[Request | Cancel | Stop]:
-        """New requests, and orders. A request that cannot be is refused at once."""
+        """New requests, and control messages. An invalid request is refused at once."""
         for message, arrays in self.line.received():
             if not isinstance(message, Submit):
                 if isinstance(message, Cancel):
@@ -57,7 +57,7 @@ class FrontEndLine:
         yield from self._matched()
 
     def _matched(self) -> Iterator[Request]:
-        """Those whose grammar has been read."""
+        """Requests whose grammar has been read."""
         waiting, self._unmatched = self._unmatched, []
         for message, arrays, future in waiting:
             if not future.done():
@@ -73,14 +73,14 @@ class FrontEndLine:
             if not prompt or min(prompt) < 0 or max(prompt) >= self.target.vocab_size:
                 raise ProtocolError(f"a prompt of token ids from 0 to {self.target.vocab_size - 1} was expected")
             request = Request(message.request, prompt, answer, message.sampling, self.target, self.budget, matcher)
-        except Exception as error:  # whatever one request brings, the others go on
+        except Exception as error:  # whatever is wrong with one request, the others continue
             return self.refuse(message.request, error)
         yield request
 
-    # What is told.
+    # What is sent.
 
     def tell_ready(self) -> None:
-        """What the front end is to know of the target."""
+        """Send the front end the facts about the target."""
         target = self.target
         own = target.model.generation_config
         if ignored := not_applied(own):
@@ -99,7 +99,7 @@ class FrontEndLine:
         self.line.send(ready)
 
     def tell(self, conclusion: Conclusion, forward_ns: int, busy_ns: int, now_ns: int) -> None:
-        """forward_ns: of this round's forward; busy_ns: of all so far."""
+        """Send the tokens of a round. forward_ns: of this round's forward; busy_ns: of all so far."""
         request = conclusion.request
         tokens = Tokens(
             request=request.number,
@@ -123,7 +123,7 @@ class FrontEndLine:
         self.line.send(tokens)
 
     def refuse(self, number: int, error: BaseException) -> None:
-        """The request of that number ends with an error."""
+        """End the request of that number with an error."""
         reason = (str(error) or "no reason given").splitlines()[0]
         refused = isinstance(error, RequestError)
         text = reason if refused else f"request {number}: {type(error).__name__} in the target: {reason}"
@@ -131,7 +131,7 @@ class FrontEndLine:
         self.line.send(Failed(request=number, kind=kind, text=text))
 
     def beat(self, requests: Scheduler) -> bool:
-        """Say that the verifier is alive, if it is time to. Returns whether it was."""
+        """Send a heartbeat if one is due. Returns whether it was."""
         now = time.perf_counter_ns()
         if now - self._beaten_ns <= HEARTBEAT_S * 1e9:
             return False

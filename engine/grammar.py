@@ -1,7 +1,7 @@
-"""Grammar: what a request's answer must look like, as the caller says it. `engine.matcher` enforces it.
+"""Grammar: what a request's answer must look like, as the caller specifies it. `engine.matcher` enforces it.
 
 The library is llguidance: no dependencies, nothing compiled ahead, limits of its own against hostile grammars, and
-errors that stay with the request. It is imported where a grammar is used: the extra `grammar` brings it.
+errors that stay with the request. It is imported only when a grammar is used; the extra `grammar` installs it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _LARGEST = 1 << 20  # characters; longer ones cost seconds before the library re
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
-    """Exactly one of four ways to say it.
+    """Exactly one of four ways to specify it.
 
     json_object: any JSON object. json_schema: a JSON schema, as a dict or as JSON text. regex: a regular expression in
     the syntax of Rust's `regex` crate that the whole answer matches. grammar: a context-free grammar in llguidance's
-    variant of Lark, or in the GBNF of llama.cpp, which is told by its `::=`.
+    variant of Lark, or in the GBNF of llama.cpp, which is recognised by its `::=`.
     """
 
     json_object: bool = False
@@ -32,7 +32,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     def validate(self) -> Grammar:
         """Return it with the schema as text. Raises RequestError naming the field that is wrong.
 
-        Whether the library takes it is what `source` and `engine.matcher.check` tell.
+        Whether the library accepts it is for `engine.matcher.check` to find out.
         """
         given = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
         if len(given) != 1:
@@ -51,7 +51,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _schema_text(schema: Any) -> str:
-    """The schema as JSON text; the order of its properties, which is that of the answer, stays."""
+    """The schema as JSON text. The order of its properties is kept, since the answer follows it."""
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
         if not isinstance(json.loads(text), dict):

@@ -1,5 +1,5 @@
-"""One draw from softmax(scores) by the Gumbel-max rule, compiled whole: behind a forward nothing is in the caches, and
-each of the dozen calls to torch and numpy that it took otherwise cost ten times what its numbers did.
+"""One draw from softmax(scores) by the Gumbel-max rule, compiled as a whole. After a forward the caches are cold, and
+each of the dozen torch and numpy calls that it replaces cost ten times as much as its arithmetic.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from engine.model.argmax import NAN
 from engine.noise_bits import UNIT, bits_of, noise_of
 
-_CERTAIN = 1 - 1e-4  # far more than float32 can err in `draw`, whose proof needs three times that error
+_CERTAIN = 1 - 1e-4  # far above the float32 error in `draw`, whose proof needs three times that error
 _REACH = 41.0  # noise lies in [-3.61, 36.74], so a token 40.36 below the best score never wins
-_NEAR = 8.0  # below the best score: of the tokens further down only those with rare noise are looked at
-_PART, _SEARCHED = 32, 1024  # tokens looked at together
+_NEAR = 8.0  # below the best score: of tokens further below, only those with rare noise are examined
+_PART, _SEARCHED = 32, 1024  # tokens processed together
 
 
 @njit(cache=True, nogil=True)
@@ -27,9 +27,9 @@ def draw(key: Any, scores: Any) -> Any:
     With noise -log(-log u) and w = exp(score - best score), the largest score + noise is the largest w / -log u. As
     1 - u <= -log u <= (1 - u) / u, that lies between w / (1 - u) - w and w / (1 - u), and a token whose upper bound is
     below another's lower bound cannot win. The first lower bound is that of the best score: far below it a token needs
-    a 1 - u so small that few have it. What the bounds leave, mostly one or two, is compared exactly. Within `_REACH`
-    float32 makes w wrong by less than one part in 10^5, for which `_CERTAIN` makes up; for what adding noise to a huge
-    score rounds off (equals then abound), the exponential.
+    a 1 - u so small that few have it. The tokens that the bounds leave, mostly one or two, are compared exactly. Within
+    `_REACH` the float32 error of w is less than one part in 10^5, which `_CERTAIN` covers. The exponential covers the
+    rounding when noise is added to a huge score (ties are then frequent).
     """
     best = _first_best(scores)
     peak = scores[best]
@@ -66,7 +66,7 @@ def draw_bfloat16(key: Any, logits: Any, row: int, temperature: float) -> Any:
 def _plausible(key: Any, scores: Any, peak: Any, rare: Any) -> Any:
     """The tokens whose 1 - u is less than `rare`, or whose score is near the peak: their ids, ascending, w and 1 - u.
 
-    Most parts have none, which is found without a branch, many tokens at a time. No array is written whole.
+    Most parts have none, which is determined without branches, many tokens at a time. No array is written in full.
     """
     count, near = len(scores), peak - np.float32(_NEAR)
     tokens, weight, rest = np.empty(count, np.int64), np.empty(count, np.float32), np.empty(count, np.float32)
@@ -86,8 +86,8 @@ def _plausible(key: Any, scores: Any, peak: Any, rare: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def _first_best(scores: Any) -> Any:
-    """The first token of the largest score, or a NaN. The largest of a part is found without a branch, many
-    numbers at once; then that part alone is searched.
+    """The first token with the largest score, or with a NaN. The largest of each part is found without branches, many
+    numbers at once; then only the best part is searched.
     """
     bits = scores.view(np.int32)
     best, first = np.int32(-0x80000000), 0
@@ -105,9 +105,9 @@ def _first_best(scores: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def _ordered(bits: Any) -> Any:
-    """An integer in the order of the float32 numbers with such bits; all NaN come behind infinity."""
+    """An integer that orders like the float32 number with these bits; every NaN comes after infinity."""
     ordered = bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))  # below zero a larger magnitude is less
-    return np.int32(ordered - np.int32(0x7FFFFF))  # so far, that NaN below minus infinity wrap around to the other end
+    return np.int32(ordered - np.int32(0x7FFFFF))  # shifted so far that NaN below minus infinity wraps to the top
 
 
 @njit

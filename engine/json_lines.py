@@ -1,7 +1,7 @@
-"""JSON lines as other people write them: checked line by line, whatever a line holds.
+"""JSON lines from elsewhere, checked line by line.
 
-Lines end at "\\n" and nowhere else: U+2028 and its like may stand in a text. Blank lines and the mark that some editors
-put before UTF-8 are passed over. Half characters (lone surrogates) are no text.
+Lines end at "\\n" and nowhere else: U+2028 and the like may occur in a text. Blank lines and a byte order mark at the
+start are skipped. Lone surrogates are not valid text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Row = TypeVar("Row")
 
 
 class BadLine(ValueError):
-    """A line is not of the form asked for. number: from 1."""
+    """A line does not have the expected form. number: from 1."""
 
     def __init__(self, number: int, reason: str):
         super().__init__(f"line {number}: {reason}")

@@ -1,7 +1,7 @@
-"""CURVE keys of the tcp link: only drafters whose public key the verifier holds get in, and they trust only it.
+"""CURVE keys of the tcp link: the verifier admits only drafters whose public key it holds; they trust only it.
 
 A folder of keys holds `verifier.key`, `drafter.key` (public) and `verifier.key_secret`, `drafter.key_secret`. The
-verifier reads its own pair and lets in every `*.key` of the folder; a drafter needs its own pair and `verifier.key`.
+verifier reads its own pair and admits every `*.key` of the folder; a drafter needs its own pair and `verifier.key`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Keys(NamedTuple):
 
 
 def create(folder: Path) -> None:
-    """Make a key pair for each side in a new folder (0700, secrets 0600). What is there is never overwritten."""
+    """Make a key pair for each side in a new folder (0700, secrets 0600). Existing files are never overwritten."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if any(folder.iterdir()):
@@ -46,7 +46,7 @@ def load(folder: Path, side: str) -> Keys:
     public, secret = _read(folder, f"{side}.key_secret")
     verifier, _ = _read(folder, "verifier.key")
     if side == "verifier":
-        for file in sorted(folder.glob("*.key")):  # one that holds none would keep all others out
+        for file in sorted(folder.glob("*.key")):  # one without a key would keep all others out
             _read(folder, file.name)
     if secret is None:
         raise ConfigError(f"tcp.keys={folder}: {side}.key_secret holds no secret key; copy it again")
@@ -65,7 +65,7 @@ def secure_verifier(context: zmq.Context[Any], socket: zmq.Socket[bytes], keys: 
 
 
 def secure_drafter(socket: zmq.Socket[bytes], keys: Keys) -> None:
-    """Connect only to the verifier of that key, and prove who we are."""
+    """Connect only to the verifier with that key, and prove our own identity."""
     socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
     socket.curve_serverkey = keys.verifier
 

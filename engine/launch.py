@@ -28,13 +28,13 @@ from engine.worker import WorkerSpec, load_keys, run_worker, share_cores, shares
 
 STOP_S = 5.0
 POOL_WAITS = {"GOMP_SPINCOUNT": "3000"}
-"""How long a pool's threads look for work before they sleep: 3,000 turns, some 0.1 ms, from one step of a forward to
-the next. A third of that costs a forward 5%, since threads have to be woken between its parts. Three times as long
-costs 3%: a core is kept from the drafter that a verdict has just woken. Where another program takes a core, a thread
-spins for one that cannot run: a forward of 7 ms takes 18, 25 or 53 at 1,000, 3,000 or 10,000 turns.
+"""How long a pool's idle threads spin before they sleep: 3,000 turns, some 0.1 ms, from one step of a forward to the
+next. With a third of that a forward takes 5% longer, since threads have to be woken between its parts. Three times as
+long costs 3%: a core is kept from the drafter that a verdict has just woken. If another program takes a core, threads
+spin for one that cannot run: a forward of 7 ms takes 18, 25 or 53 ms at 1,000, 3,000 or 10,000 turns.
 """
 _BACK_OFF_S = (0.0, 0.0, 0.2, 0.5)  # before the first, second, ... restart in a row
-_STABLE_S = 30.0  # a worker that lived this long starts the row afresh
+_STABLE_S = 30.0  # a worker that lived this long resets the count
 
 
 class Worker(Protocol):
@@ -45,12 +45,12 @@ class Worker(Protocol):
     def alive(self) -> bool: ...
 
     def end(self, timeout_s: float) -> None:
-        """Wait for a worker that was told to stop, and make an end of it."""
+        """Wait for a worker that was told to stop; kill it if it does not."""
 
 
 class ProcessWorker:
-    """`python -m engine.worker ROLE`, which ends by itself when its standard input closes. It waits for its orders; a
-    verifier imports what it needs before. name: "" until it has them.
+    """`python -m engine.worker ROLE`, which exits when its standard input closes. It waits for its spec; a verifier
+    does its imports before. name: "" until it has a spec.
     """
 
     def __init__(self, role: str, config: Config):
@@ -62,7 +62,7 @@ class ProcessWorker:
     def begin(self, spec: WorkerSpec) -> None:
         self.name = spec.name
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it ended at once, which is seen as it is at any other time
+        with contextlib.suppress(BrokenPipeError):  # it ended at once, which `alive` will show
             self._process.stdin.write(json.dumps(msgspec.to_builtins(spec)).encode() + b"\n")
             self._process.stdin.flush()
 
@@ -80,12 +80,12 @@ class ProcessWorker:
             self._process.kill()
             self._process.wait()
         if self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # orders that it did not live to read
+            with contextlib.suppress(BrokenPipeError):  # a spec that it did not live to read
                 self._process.stdin.close()
 
 
 def _environment(config: Config, role: str) -> dict[str, str]:
-    """What a worker's process, and the pools of its libraries, are told."""
+    """The environment of a worker's process and of its libraries' thread pools."""
     shares = share_cores(config)
     threads = str(shares.verifier_alone if role == "verifier" else shares.drafter)
     paths = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
@@ -99,7 +99,7 @@ def _environment(config: Config, role: str) -> dict[str, str]:
 
 
 def begin_imports(config: Config) -> ProcessWorker | None:
-    """A verifier that imports what it needs, seconds' worth, while the front end does; None if it is to be a thread."""
+    """A verifier that does its imports (seconds) while the front end does its own; None if workers are threads."""
     return None if config.transport == "inproc" else ProcessWorker("verifier", config)
 
 
@@ -119,9 +119,9 @@ class ThreadWorker:
 
 
 class Workers:
-    """The workers of one engine by role, and where they meet. Every start gets a name of its own.
+    """The workers of one engine by role, and their endpoints. Every start gets a new name.
 
-    first_verifier: a process started early, still without orders.
+    first_verifier: a process started early, still without a spec.
     """
 
     def __init__(self, config: Config, context: zmq.Context[Any], first_verifier: ProcessWorker | None = None):
@@ -139,7 +139,7 @@ class Workers:
 
     @property
     def roles(self) -> list[str]:
-        """Those that are started on this machine."""
+        """Roles that are started on this machine."""
         return ["verifier", "drafter"] if self._drafts_here and not shares_loop(self.config) else ["verifier"]
 
     @property
@@ -152,31 +152,31 @@ class Workers:
         return self.method.drafter is not None and not self.config.remote
 
     def check(self) -> None:
-        """Raise what is wrong with keys, the tcp endpoint or the drafter's files, before a worker loads."""
+        """Raise what is wrong with keys, tcp endpoint or the drafter's files, before a worker loads."""
         for role in self.roles:
             load_keys(self.config, role)
-        if self.config.transport == "tcp":  # else the drafter would join whoever has the port
+        if self.config.transport == "tcp":  # else the drafter would join whatever holds the port
             with zmq.Context() as context, closing(Hub(context, self.config.tcp.endpoint, ())):
                 pass
         if self._drafts_here:
             check(self.config)
 
     def check_target(self) -> None:
-        """Raise what the verifier would refuse. Takes seconds of imports; reads no weights."""
+        """Raise the error that the verifier would raise. Takes seconds of imports; reads no weights."""
         from engine.loading import find_device, load_config
 
-        importlib.import_module("transformers.models.auto.tokenization_auto")  # before threads import beside each other
+        importlib.import_module("transformers.models.auto.tokenization_auto")  # before threads import concurrently
         load_config(self.config.model)
         find_device(self.config.device)
 
     def start(self, role: str) -> None:
-        """Start a worker; with a new verifier comes a new meeting point, so the drafter must be started after it."""
+        """Start a worker. A new verifier gets a new endpoint for drafters, so the drafter must be started after it."""
         self._starts += 1
         if role == "verifier":
             self._meeting = self._meeting_point()
         spec = WorkerSpec(
             role=role,
-            name=f"{role}-{self._starts}-{uuid.uuid4().hex[:12]}",  # over tcp engines may meet
+            name=f"{role}-{self._starts}-{uuid.uuid4().hex[:12]}",  # unique: engines may meet over tcp
             control=self.control,
             drafts=self._meeting if role == "verifier" else reachable(self._meeting),
             config=self.config.model_dump(mode="json"),
@@ -196,14 +196,15 @@ class Workers:
         return process
 
     def stand_by(self) -> None:
-        """Prepare for the end of a draft model: its next worker is forked from one that has imported all it needs."""
+        """Prepare for a draft model's end: its next worker is forked from a process that has done the imports."""
         wanted = self.method.has_model and self.config.drafter.standby
         if wanted and self.folder is not None and "drafter" in self.roles:
             self._nursery = Nursery(self.config, _environment(self.config, "drafter"))
 
     def dead(self, role: str, patience_s: float, now_s: float) -> str | None:
-        """Why the worker must be replaced, or None while it is well. patience_s: how long it may be silent. now_s: on
-        the clock of `time.monotonic`."""
+        """Why the worker must be replaced, or None if it is healthy. patience_s: how long it may be silent. now_s: on
+        the `time.monotonic` clock.
+        """
         worker = self.running.get(role)
         if worker is None:
             return None
@@ -214,11 +215,11 @@ class Workers:
         return None
 
     def forgive_silence(self, now_s: float) -> None:
-        """Count silence from now on: nobody was listening."""
+        """Measure silence from now on: nobody was listening."""
         self.heard_s = dict.fromkeys(self.heard_s, now_s)
 
     def back_off_s(self, role: str) -> float:
-        """How long to wait before the next start of `role`, longer each time it fails soon."""
+        """How long to wait before the next start of `role`, longer each time it fails early."""
         started, failures = self._history[role]
         failures = 0 if time.monotonic() - started > _STABLE_S else failures
         self._history[role] = (started, failures + 1)
@@ -230,7 +231,7 @@ class Workers:
             worker.end(timeout_s)
 
     def close(self) -> None:
-        """Leave nothing behind, once all have ended."""
+        """Clean up, once all workers have ended."""
         if self._first_verifier is not None:
             self._first_verifier.end(0)
         if self._nursery is not None:
@@ -239,7 +240,7 @@ class Workers:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _meeting_point(self) -> str:
-        """Where the verifier meets drafters. Over tcp always at the same place: one from elsewhere knows no other."""
+        """The endpoint for drafters. Over tcp it is always the same, the only one that remote drafters know."""
         return self.config.tcp.endpoint if self.config.transport == "tcp" else self._endpoint(f"drafts-{self._starts}")
 
     def _endpoint(self, name: str) -> str:
@@ -249,5 +250,5 @@ class Workers:
 
 
 def reachable(endpoint: str) -> str:
-    """Where to connect on this machine to what is bound at `endpoint`."""
+    """The address at which this machine reaches what is bound at `endpoint`."""
     return endpoint.replace("tcp://*:", "tcp://127.0.0.1:").replace("tcp://0.0.0.0:", "tcp://127.0.0.1:")

@@ -1,4 +1,4 @@
-"""From a path to a model of `transformers` on its device, and what its files say."""
+"""Loads a model of `transformers` onto its device, and reads what its files say."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from engine.errors import ConfigError, ModelError
 from engine.model.catalogue import suggestion
 from engine.model_hub import hub_answers, is_hub_id, is_local
 
-# Workers that are threads load target and draft model at once; `transformers` was seen to leave tied weights out then.
+# Threads as workers load target and draft model at once; `transformers` was seen to leave out tied weights then.
 _LOADING = threading.Lock()
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
 def load_model(path: str, dtype: str, device: torch.device) -> Any:
-    """The model in a directory or of a hub id, all of whose weights are there and are numbers."""
+    """The model of a directory or hub id, with all of its weights present and finite."""
     transformers_logging.disable_progress_bar()
     config = load_config(path)
     try:
@@ -43,7 +43,7 @@ def load_model(path: str, dtype: str, device: torch.device) -> Any:
 
 
 def load_config(path: str) -> Any:
-    """The model's `transformers` configuration; ModelError if there is none or it is no decoder-only model."""
+    """The model's `transformers` configuration; ModelError if there is none or it is not a decoder-only model."""
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=is_local(path))
     except (OSError, ValueError, KeyError) as error:
@@ -75,7 +75,7 @@ def find_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
     """The type a model with that `transformers` configuration is loaded in."""
     if dtype != "auto":
         return DTYPES[dtype]
-    from engine.model.packed_linear import multiplies  # with all kernels, which the front end does not need
+    from engine.model.packed_linear import multiplies  # imports all kernels, which the front end does not need
 
     stored = config.get_text_config().dtype or torch.float32
     if device.type == "cpu" and (stored == torch.float16 or (stored == torch.bfloat16 and not multiplies(stored))):
@@ -84,12 +84,12 @@ def find_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
 
 
 def has_native_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 itself; where it does not, torch's own products of it are slow."""
+    """Whether this CPU multiplies bfloat16 natively; if not, torch's own bfloat16 products are slow."""
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Such as "bfloat16"."""
+    """The type's name, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -100,8 +100,8 @@ def eos_tokens(generation_config: GenerationConfig) -> frozenset[int]:
 
 
 def steady_context(config: Any, context: int) -> int:
-    """The positions over which a token's key stays what it is. LongRoPE turns all of them otherwise as soon as a text
-    outgrows the original length, which makes keys that are in the cache wrong.
+    """The positions over which a token's key stays valid. LongRoPE rotates all keys differently as soon as a text
+    outgrows the original length, which invalidates cached keys.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
@@ -118,5 +118,5 @@ def _check_numbers(model: Any, path: str) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Of its message; its type where it has none."""
+    """The first line of the error's message; its type if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,7 +1,7 @@
-"""Log-probabilities of the model's own distribution, the same bits in every forward that gives the same logits.
+"""Log-probabilities of the model's own distribution, bit-identical in every forward that gives the same logits.
 
-They come from one row of logits at a time, on the CPU, in an order of summation that depends on nothing but the length
-of the row: neither on the rows beside it nor on threads. So they are as exact as the logits are.
+They are computed from one row of logits at a time, on the CPU. The order of summation depends only on the length of the
+row, not on other rows or threads, so they are as exact as the logits.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from engine.messages import TokenLogprob
 
 
 def token_logprob(logits: Tensor, token: int, alternatives: int) -> TokenLogprob:
-    """Of `token`, and of the likeliest tokens; of equals the lower id goes first. logits: [vocab], before penalties,
-    grammar and temperature."""
+    """The log-probability of `token`, and of the likeliest tokens; ties go to the lower id. logits: [vocab], before
+    penalties, grammar and temperature.
+    """
     row: NDArray[np.float32] = logits.float().cpu().numpy()
     peak = row.max()
     log_sum = float(peak) + math.log(float(np.exp(row - peak).sum(dtype=np.float64)))
@@ -29,7 +30,7 @@ def token_logprob(logits: Tensor, token: int, alternatives: int) -> TokenLogprob
 
 
 def token_logprobs(rows: Tensor, tokens: Sequence[int], alternatives: int) -> list[TokenLogprob]:
-    """Of each token behind its row, [rows, vocab]; a row behind which no token stands is left out."""
+    """`token_logprob` of each token after its row of [rows, vocab]; rows without a token are left out."""
     return [token_logprob(row, token, alternatives) for row, token in zip(rows, tokens, strict=False)]
 
 

@@ -1,7 +1,7 @@
-"""Matcher: where an answer stands in its grammar, and which tokens may come next.
+"""Matcher: the state of an answer in its grammar, and which tokens may come next.
 
 Making one takes milliseconds, seconds for the largest grammars and a second more for a process's first (the tokenizer
-has to be read), so `Matchers` makes them in a thread of its own: a request waits for its grammar, others do not.
+has to be read). So `Matchers` makes them in its own thread: a request waits for its grammar, others do not.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from engine.tree import TokenTree
 _KEPT = 32  # grammars
 _ANY_OBJECT = '{"type": "object"}'
 _WHITESPACE = {"whitespace_pattern": r"( |\n[ \t]{0,64})?"}
-"""Between the parts of JSON: what `json.dumps` writes, indented or not. Without a bound a model may never stop."""
+"""Whitespace in JSON: what `json.dumps` writes, indented or not. Without a bound a model may never stop."""
 _STYLES = ((", ", ": "), (",", ":"))
-"""Separators of JSON that is guessed at: with them nearly all of it that is no value follows from the schema."""
+"""Separators assumed when guessing JSON: with them nearly everything but the values follows from the schema."""
 _FORESEEN = 16  # tokens
 
 
@@ -45,7 +45,7 @@ class Matchers:
         self._tokenizer: Any = None
 
     def begin(self, grammar: Grammar, answer: Sequence[int]) -> Future[Matcher]:
-        """A matcher that has followed `answer`, when it is made."""
+        """A matcher that has consumed `answer`, once it is made."""
         self._thread = self._thread or ThreadPoolExecutor(1, "grammars")
         return self._thread.submit(self._make, grammar, list(answer))
 
@@ -77,9 +77,9 @@ class Matchers:
 
 
 class Matcher:
-    """One answer's. The end-of-sequence tokens are the sampler's: they are allowed where the grammar is `complete`.
+    """One answer's matcher. End-of-sequence tokens are the sampler's: they are allowed where the grammar is `complete`.
 
-    state: the library's. guides: of grammars that allow less, to guess from: each as long as the answer keeps to it.
+    state: the library's. guides: states of stricter grammars, used to guess, each until the answer departs from it.
     """
 
     def __init__(self, state: Any, guides: list[Any], vocab_size: int):
@@ -87,7 +87,7 @@ class Matcher:
         self._bits = np.zeros((vocab_size + 31) // 32, np.uint32)
 
     def copy(self) -> Matcher:
-        """Another one at the same place."""
+        """A copy in the same state."""
         return Matcher(self._state.deep_copy(), [guide.deep_copy() for guide in self._guides], self._vocab_size)
 
     @property
@@ -102,7 +102,7 @@ class Matcher:
 
     @property
     def trouble(self) -> str:
-        """Why the library could not go on, "" if it can."""
+        """Why the library could not continue, "" if it can."""
         return _first_line(self._state.get_error())
 
     def allows(self, token: int) -> bool:
@@ -118,20 +118,20 @@ class Matcher:
         return bits.view(np.bool_)
 
     def accept(self, token: int) -> None:
-        """`token` was drawn. Raises RequestFailed where the library gives up on the text."""
+        """Advance by the drawn `token`. Raises RequestFailed if the library gives up on the text."""
         if not self._state.consume_token(token):
             raise RequestFailed(f"the grammar could not be followed: {self.trouble or 'the answer has left it'}")
         self._guides = [guide for guide in self._guides if guide.consume_token(token)]
 
     def foreseen(self) -> list[int]:
-        """Tokens that most probably come next, because little else may: a guess, for a draft."""
+        """Tokens that most probably come next, because the grammar allows little else: a guess, for a draft."""
         for state in (*self._guides, self._state):
             if tokens := state.compute_ff_tokens()[:_FORESEEN]:
                 return list(tokens[: self._state.validate_tokens(tokens)])
         return []
 
     def admitted(self, tree: TokenTree) -> NDArray[np.bool_]:
-        """[nodes]: those of a draft that the grammar lets come, the root among them."""
+        """[nodes]: whether the grammar allows each node of a draft; the root always is."""
         admitted = np.zeros(len(tree), np.bool_)
         admitted[0] = True
         for leaf in np.setdiff1d(np.arange(1, len(tree)), tree.parents).tolist():
@@ -142,7 +142,7 @@ class Matcher:
 
 
 def _source(grammar: Grammar) -> str:
-    """In the library's own form. Raises RequestError for text that cannot be brought into it."""
+    """The grammar in the library's own form. Raises RequestError for text that cannot be converted."""
     library = _library()
     if grammar.regex is not None:
         return str(library.LLMatcher.grammar_from_regex(grammar.regex))
@@ -150,12 +150,12 @@ def _source(grammar: Grammar) -> str:
         if grammar.grammar is not None:
             return str(library.grammar_from("grammar", grammar.grammar))
         return str(library.LLMatcher.grammar_from_json_schema(_schema(grammar), _WHITESPACE))
-    except Exception as error:  # the converter of GBNF raises what it likes
+    except Exception as error:  # the GBNF converter may raise anything
         raise _refused(grammar, str(error) or type(error).__name__) from None
 
 
 def _guides(grammar: Grammar) -> list[str]:
-    """JSON as people write it on one line."""
+    """Grammars of JSON in the usual one-line styles."""
     if grammar.regex is not None or grammar.grammar is not None:
         return []
     return [
@@ -185,7 +185,7 @@ def _tokens(tokenizer: Any, vocab_size: int, eos_tokens: list[int]) -> Any:
 def _refused(grammar: Grammar, reason: str) -> RequestError:
     field = next(name for name in grammar.__struct_fields__ if getattr(grammar, name))
     first, *others = [line.strip() for line in reason.splitlines() if line.strip()] or [""]
-    why = next((line for line in others if line.startswith("error:")), "")  # behind a drawing of the place
+    why = next((line for line in others if line.startswith("error:")), "")  # after a drawing of the place
     return RequestError(f"grammar.{field}: {first[:300]} {why}".rstrip())
 
 
@@ -194,8 +194,8 @@ def _first_line(text: str) -> str:
 
 
 def _limits() -> Any:
-    """A state of the lexer takes 1 to 2 kB, and the library's own limit is five times as many. Reasons are for callers
-    and logs, which the text of answers is not for.
+    """A lexer state takes 1 to 2 kB, and the library's own limit is five times as many. Errors go to callers and logs,
+    so they must not quote answers.
     """
     return _library().LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 

@@ -1,4 +1,4 @@
-"""Forwards that are run at start-up for the time that they take."""
+"""Forwards run at start-up to measure their time."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from engine.recorded import wait
 from engine.target import Target
 from engine.tree import TokenTree
 
-BESIDE = 8  # positions before the rows, at least
+BESIDE = 8  # minimum positions before the rows
 
 
 class MeasuredForward:
-    """seconds(rows, past) of a forward over a tree. most: rows, at most.
+    """seconds(rows, past) of a forward over a tree. most: maximum rows.
 
     A forward's time depends on the length of the text, not on its tokens, so one token's keys and values are copied.
     """
@@ -25,7 +25,7 @@ class MeasuredForward:
         self._cache: Any = None
 
     def seconds(self, rows: int, past: int) -> float:
-        """Of a forward over a chain of so many nodes behind a text of that length."""
+        """Time of a forward over a chain of `rows` nodes after a text of `past` positions."""
         cache = self._behind(min(past + BESIDE, self._target.context // 2))
         chain = Segment.of_tree(TokenTree.chain(0, [0] * (rows - 1), [1.0] * (rows - 1)), cache)
         started = time.perf_counter()
@@ -34,7 +34,7 @@ class MeasuredForward:
         return time.perf_counter() - started
 
     def close(self) -> None:
-        """Give back the room of the text."""
+        """Release the text's cache."""
         if self._cache is not None:
             self._target.release(self._cache)
         self._past, self._cache = 0, None

@@ -5,12 +5,12 @@
     front end -> drafter    Stop                      drafter  -> front end   Ready, Failed, Heartbeat, Spans
 
 A message is a msgpack frame, [struct, shapes], and, if it carries arrays, a second one with their numbers,
-little-endian, one array behind the other. ARRAYS says which arrays a struct carries; lengths, types and shapes are
+little-endian, one array after the other. ARRAYS says which arrays a struct carries; lengths, types and shapes are
 checked before anything is used. Nothing is pickled.
 
 Rounds count from 1 per request; round 0 is the prefill, whose verdict carries the first token. A `Draft` names the
 outcome it is for: tree `parent` was verified in round - 1, the path ended at `node` and the target then drew `token`.
-Drafts may come before their verdict: the verifier keeps those of coming outcomes and drops what did not come true.
+Drafts may arrive before their verdict: the verifier keeps those of possible outcomes, drops those that did not happen.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Stop(Message, frozen=True, kw_only=True):
 
 
 class Ready(Message, frozen=True, kw_only=True):
-    """The worker has loaded. The target's facts are the verifier's to tell, and left out by a drafter.
+    """The worker has loaded. Only the verifier fills in the facts about the target.
 
-    defaults: what the target's files say of sampling (`own_defaults`). inexact: why a token's logits may depend on what
-    stands beside it in the forward, "" where they do not. weight_bytes, kv_bytes: of memory, for the weights as they
-    are laid out and at most for keys and values, 0 where these are not pooled.
+    defaults: the sampling settings in the target's files (`own_defaults`). inexact: why a token's logits may depend on
+    the other rows of the forward, "" if they do not. weight_bytes, kv_bytes: memory of the weights as they are laid
+    out, and at most of keys and values, 0 if these are not pooled.
     """
 
     vocab_size: int = 0
@@ -82,11 +82,11 @@ class Tokens(Message, frozen=True, kw_only=True):
     """What a round emitted, and what it cost.
 
     finish_reason: "eos" or "length" with the last tokens, else None. nodes, depth: of the tree verified. hit: the tree
-    was at hand when the last verdict fell. round_us: since the last verdict (or arrival). forward_us: of the target in
+    had arrived by the previous verdict. round_us: since the previous verdict (or arrival). forward_us: of the target in
     this round, draft_us: of a draft model. busy_us: of all target forwards since the verifier started. at_us: the
-    verifier's clock. sources: of each token, the bits of the drafters that had proposed it, 0 if none had. logprobs:
-    of each token, where asked for. prompt_logprobs: with the first tokens, of all tokens of the prompt but the first.
-    cached: positions of the text that were in the cache already when the request came.
+    verifier's clock. sources: for each token, the bits of the drafters that proposed it, 0 if none did. logprobs: one
+    per token, if requested. prompt_logprobs: with the first tokens, for all prompt tokens but the first. cached:
+    positions of the text found in the prefix cache.
     """
 
     request: int
@@ -116,7 +116,7 @@ class Failed(Message, frozen=True, kw_only=True):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """The worker's loop turns. Of the verifier, what it has at hand: requests that run and that wait for blocks, and
+    """The worker's loop is alive. From the verifier, also its load: requests running and waiting for blocks, and the
     blocks of keys and values that requests hold, of all that there are (0: each request has a cache of its own).
     """
 
@@ -137,15 +137,16 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Spans(Message, frozen=True, kw_only=True):
-    """What the worker did since it last said so; sent only where a trace is wanted."""
+    """What the worker did since its last Spans; sent only when tracing."""
 
     spans: tuple[Span, ...]
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """A drafter has joined. feature_layers: hidden states of the target it wants; successors: how many of the target's
-    likeliest next tokens behind every verified node. calibrated: its trees may be cut by their confidence. rests: it
-    leaves its model out where it is told to."""
+    """A drafter has joined. feature_layers: hidden states of the target that it needs; successors: how many of the
+    target's likeliest next tokens it needs for every verified node. calibrated: its trees may be cut by their
+    confidence. rests: its model can rest when told to.
+    """
 
     feature_layers: tuple[int, ...] = ()
     successors: int = 0
@@ -154,7 +155,7 @@ class Hello(Message, frozen=True, kw_only=True):
 
 
 class Start(Message, frozen=True, kw_only=True):
-    """A request begins (round 0: its prefill is under way), or a drafter joins it and is to draft for `round`.
+    """A request begins (round 0: its prefill is running), or a drafter joins later and drafts from `round` on.
 
     Arrays: the text so far.
     """
@@ -168,8 +169,8 @@ Figure = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 
 
 class Rates(msgspec.Struct, frozen=True, array_like=True):
-    """What the verifier's cost model says at present. round_s: how long the round to come takes, until its verdict.
-    tokens: that a request gets from a round. token_s: the time that a token more is worth.
+    """The present estimates of the verifier's cost model. round_s: time of the next round until its verdict. tokens:
+    per request and round. token_s: the time that one more token is worth.
     """
 
     round_s: Figure = 0.1
@@ -178,13 +179,13 @@ class Rates(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Verdict(Message, frozen=True, kw_only=True):
-    """What became of `draft` (0: a tree the verifier made itself) in `round`.
+    """The verdict on `draft` (0: a tree the verifier made itself) in `round`.
 
-    following: the draft the next round uses, 0 while it is not known. ahead: whether to draft for the outcomes of that
-    round while it runs. alone: the next round verifies the root alone rather than wait for a draft. rest: a draft model
-    is to rest. rates: for the drafter to judge what is worth its time. Arrays: path, tokens, successors, the tokens
-    that the verifier had grafted onto the draft (`TokenTree.grafted`), and features (the bits of bfloat16 numbers:
-    heads need no more, and the prompt's take megabytes).
+    following: the draft that the next round uses, 0 if not known yet. ahead: whether to draft for the outcomes of that
+    round while it runs. alone: the next round verifies the root alone rather than wait for a draft. rest: whether a
+    draft model should rest. rates: for the drafter to judge what is worth its time. Arrays: path, tokens, successors,
+    the tokens that the verifier grafted onto the draft (`TokenTree.grafted`), and features (as bfloat16 bits: heads
+    need no more precision, and a prompt's features take megabytes).
     """
 
     request: int
@@ -204,7 +205,7 @@ class Finish(Message, frozen=True, kw_only=True):
 
 
 class Draft(Message, frozen=True, kw_only=True):
-    """A tree for `round`, for one outcome of the round before. Arrays: those of the TokenTree.
+    """A tree for `round`, for one outcome of the previous round. Arrays: those of the TokenTree.
 
     draft: its number, from 1. draft_us: spent in the draft model's forwards.
     """
@@ -222,7 +223,7 @@ AnyMessage = Union[  # noqa: UP007 - msgspec reads the union at run time, on Pyt
     Submit, Cancel, Stop, Ready, Tokens, Failed, Heartbeat, Spans, Hello, Start, Verdict, Finish, Draft
 ]
 
-# dtype and dimensions; each array begins at a multiple of its numbers' size, as long as the smaller numbers come last
+# dtype and dimensions; arrays stay aligned as long as smaller numbers come last
 ARRAYS: dict[type, tuple[tuple[str, int], ...]] = {
     Submit: (("int32", 1), ("int32", 1)),
     Start: (("int32", 1),),

@@ -1,4 +1,4 @@
-"""What rounds take: the verifier's clock, from which its cost model learns."""
+"""Measures the time of rounds, from which the verifier's cost model learns."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from engine.target import Target
 from engine.trace import Trace
 from engine.worker import Threads
 
-_MEASURED_ROWS = 256  # of a forward, at most, whose time is measured at start-up
+_MEASURED_ROWS = 256  # maximum rows of the forwards measured at start-up
 
 
 class Meter:
-    """busy_ns: of all forwards so far. forward_ns: of the latest."""
+    """busy_ns: time of all forwards so far. forward_ns: of the latest."""
 
     def __init__(self, config: Config, target: Target, threads: Threads, trace: Trace):
         self.config, self.target, self.threads, self.trace = config, target, threads, trace
@@ -35,7 +35,7 @@ class Meter:
     # At start-up.
 
     def measure(self) -> None:
-        """Find out what forwards take."""
+        """Measure the time of forwards."""
         most = self._most_rows()
         forward = MeasuredForward(self.target, most)
         simulated_s = self.config.verifier.simulated_latency_ms / 1000
@@ -45,21 +45,21 @@ class Meter:
         forward.close()
 
     def _most_rows(self) -> int:
-        """Of the forwards to measure."""
+        """Maximum rows of the forwards to measure."""
         drafted = 1 if self.config.method == "none" else self.config.drafter.budget
         room = _MEASURED_ROWS if self.target.pool is None else self.target.pool.blocks * BLOCK - BESIDE
         return max(2, min(_MEASURED_ROWS, room, drafted * self.config.verifier.max_running))
 
-    # Of every round.
+    # In every round.
 
     def observe_wait(self, decoding: Sequence[Request]) -> None:
-        """The round begins: learn how long its drafts were waited for, unless a prompt was read meanwhile."""
+        """Start of a round: learn how long it waited for its drafts, unless a prompt was read meanwhile."""
         asked_ns = [r.asked_ns for r in decoding if r.drafted and not (r.hit or r.alone)]
         if asked_ns and min(asked_ns) >= self._ended_ns:
             self.costs.observe_wait((time.perf_counter_ns() - min(asked_ns)) / 1e9)
 
     def end_forward(self, started_ns: int, segments: Sequence[Segment]) -> None:
-        """Wait for the forward's end, the simulated accelerator's included."""
+        """Wait for the end of the forward, including the simulated accelerator's time."""
         wait(self.target.device)
         if self.config.verifier.simulated_latency_ms:
             time.sleep(self.config.verifier.simulated_latency_ms / 1000)
@@ -71,7 +71,7 @@ class Meter:
     def observe_round(
         self, concluded: Sequence[Conclusion], rounds: Sequence[Round], segments: Sequence[Segment], drafts: DrafterLine
     ) -> None:
-        """The round ends; if it read a prompt, or lost a request, it says nothing of rates."""
+        """End of a round. Rounds that read a prompt or lost a request are not used to learn rates."""
         now, forward_s = time.perf_counter_ns(), self.forward_ns / 1e9
         rows = sum(map(len, segments))
         self.costs.observe_forward(rows, sum(len(s) * s.past for s in segments), forward_s)
@@ -89,8 +89,8 @@ class Meter:
                 self._observe_ways(len(rounds), tokens, round_s, drafts.wants.rests)
 
     def _observe_ways(self, requests: int, tokens: int, round_s: float, rests: bool) -> None:
-        """A round, all of whose requests are drafted for, went the ways that are being gone. rests: the drafter has a
-        model that it can leave out.
+        """Let the choices learn from a round whose requests are all drafted for. rests: the drafter has a model that
+        can rest.
         """
         ahead = self.costs.ahead.second
         self.costs.observe_ways(requests, tokens, round_s, rests)

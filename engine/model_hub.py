@@ -1,7 +1,7 @@
-"""Whether a model is read from this machine alone: it is a directory, or the hub cannot be reached.
+"""Whether a model is read only from this machine: it is a directory, or the hub cannot be reached.
 
-Asked of the network once and shortly. Every file of a hub id is otherwise tried six times, half a minute in all, also
-where the cache has it.
+The network is asked once, with a short timeout. Otherwise every file of a hub id is tried six times, half a minute in
+all, even if it is in the cache.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ def is_local(model: str) -> bool:
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether it can be a name on the hub, and no path: NAME or OWNER/NAME."""
+    """Whether `model` can be a name on the hub rather than a path: NAME or OWNER/NAME."""
     return not model.startswith((".", "/", "~")) and model.count("/") <= 1 and bool(model)
 
 
 def hub_answers() -> bool:
-    """Whether the hub, or the mirror that HF_ENDPOINT names, says anything at all. Asked anew after a while."""
+    """Whether the hub, or the mirror that HF_ENDPOINT names, answers at all. Checked again after a while."""
     return _ask(int(time.monotonic() / _REMEMBERED_S))
 
 

@@ -24,7 +24,7 @@ def gumbel(seed: int, position: int, tokens: Tensor) -> Tensor:
 def gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
     """argmax over tokens of scores + noise, the first of equals: one draw from softmax(scores), exactly.
 
-    scores: [vocab] float32, logits / T; -inf marks a token that may not be drawn. `NAN` where one is NaN.
+    scores: [vocab] float32, logits / T; -inf marks a token that may not be drawn. `NAN` if one is NaN.
     """
     if scores.device.type == "cpu":
         return int(draw(key_of(seed, position), scores.numpy()))
@@ -36,7 +36,7 @@ def gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
 
 
 def _rivals_on_device(scores: Tensor, seed: int, position: int) -> Tensor:
-    """The tokens that may win, ascending: on an accelerator logarithms are cheap, but may differ from the CPU's in
+    """The tokens that may win, ascending. Logarithms are cheap on an accelerator, but may differ from the CPU's in
     their last bits.
     """
     tokens = torch.arange(len(scores), device=scores.device)

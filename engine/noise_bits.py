@@ -1,6 +1,6 @@
 """The bits behind the noise of sampling: a pure function of (seed, position, token id), compiled, without torch.
 
-The splitmix64 finaliser on wrapping 64-bit integers. The texts of all seeds hang on these bits: they may never change.
+The splitmix64 finaliser on wrapping 64-bit integers. All sampled texts depend on these bits: they must never change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ UNIT = 2.0**-52
 
 
 def key_of(seed: int, position: int) -> np.uint64:
-    """What the bits of all tokens at an absolute position share. seed: 64 bits, signed or not."""
+    """The key that the bits of all tokens at an absolute position share. seed: 64 bits, signed or not."""
     key: np.uint64 = np.uint64(_key(np.uint64(seed % 2**64), position))
     return key
 

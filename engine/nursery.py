@@ -1,7 +1,7 @@
-"""Drafters that start in a moment: a process imports what a draft model needs, seconds' worth, and forks when one dies.
+"""The fork server for drafters: a process does a draft model's imports, which take seconds, and forks when one dies.
 
-It computes nothing, so that its forks are safe, and imports at a low priority, beside an engine that is at work. A
-fork is an ordinary worker: its end of a socket pair is its standard input.
+It computes nothing, so its forks are safe, and it imports at a low priority while the engine works. A fork is an
+ordinary worker: its end of a socket pair is its standard input.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from engine.config import Config
 from engine.worker import WorkerSpec
 
 _NICENESS = 10
-_FORKED_S = 1.0  # from the order of a fork to its first words
-_REAPED_S = 1.0  # from its end to the end of its process
+_FORKED_S = 1.0  # from the request for a fork to its first message
+_REAPED_S = 1.0  # from the end of a fork to the end of its process
 
 
 class Nursery:
-    """The front end's side."""
+    """The front end's side of the fork server."""
 
     def __init__(self, config: Config, environment: dict[str, str]):
         self._socket, theirs = socket.socketpair()
@@ -48,7 +48,7 @@ class Nursery:
         return self._ready
 
     def fork(self, spec: WorkerSpec) -> ForkedWorker | None:
-        """The worker of that spec; None while the imports are under way, or if the nursery has died."""
+        """A worker of that spec; None while the imports are running, or if the fork server has died."""
         if not self.ready():
             return None
         ours, theirs = socket.socketpair()
@@ -64,7 +64,7 @@ class Nursery:
 
 
 class ForkedWorker:
-    """A fork of the nursery. It says its process id; when its files are closed it has ended."""
+    """A fork of the fork server. It sends its process id; when its connection closes, it has ended."""
 
     def __init__(self, spec: WorkerSpec, connection: socket.socket):
         self.name = spec.name
@@ -73,7 +73,7 @@ class ForkedWorker:
 
     @property
     def pid(self) -> int:
-        """0 while the nursery has not forked it."""
+        """0 until it has been forked."""
         if not self._pid:
             self._hear(_FORKED_S)
         return self._pid
@@ -122,12 +122,12 @@ def main() -> None:
         with contextlib.suppress(BlockingIOError):
             if not orders.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
                 os._exit(0)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that ended leave nothing behind
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended forks leave no zombies
     orders.send(b"r")
     while True:
         try:
             order, files, _, _ = socket.recv_fds(orders, 1, 1)
-        except ConnectionError:  # it went before it had read that all is ready
+        except ConnectionError:  # the front end ended before it read that all is ready
             return
         if not order:
             return
@@ -142,8 +142,8 @@ def main() -> None:
 
 
 def _warm_up(config: Config) -> None:
-    """Import what the drafter is made of: its own modules, and those of its model's family if it has one."""
-    os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)  # on Linux, of this thread
+    """Import the drafter's own modules, and those of its model's family if it has one."""
+    os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)  # on Linux, only of this thread
     importlib.import_module("engine.drafter")
     if "suffix" in parts(config):
         importlib.import_module("retrieval_index.ngrams")
@@ -151,7 +151,7 @@ def _warm_up(config: Config) -> None:
         where = METHODS[method].drafter
         assert where is not None
         importlib.import_module(where.partition(":")[0])
-    with contextlib.suppress(Exception):  # no draft model, or one whose code has no place of its own
+    with contextlib.suppress(Exception):  # no draft model, or one whose code has no module of its own
         from engine.loading import load_config
 
         family = load_config(config.drafter.weights("sps") or "").model_type

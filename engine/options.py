@@ -1,4 +1,4 @@
-"""Command-line options that say how one request is answered, and what becomes of them."""
+"""Command-line options for one request, and what they are converted to."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def grammar_of(json_object: bool, json_schema: str | None, regex: str | None, gr
 
 
 def speculation_of(off: bool, budget: int | None) -> Speculation | None:
-    """What the options say of drafting, None if nothing."""
+    """The drafting options, None if none is given."""
     return Speculation(off=off, budget=budget) if off or budget is not None else None
 
 
@@ -101,7 +101,7 @@ def bias_of(assignments: list[str] | None) -> dict[int, float]:
 
 
 def _text(option: str, given: str | None) -> str | None:
-    """The text itself, or that of the file behind an @."""
+    """The text itself, or that of the file named after an @."""
     if given is None or not given.startswith("@"):
         return given
     try:

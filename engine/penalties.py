@@ -1,4 +1,4 @@
-"""Penalties and bias: what a request does to the model's logits before its grammar, its temperature and its draw."""
+"""Penalties and bias: a request's changes to the model's logits before grammar, temperature and draw."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.sampling import SamplingParams
 
 
 class Penalties:
-    """A request's own, in this order: repetition penalty, frequency and presence penalty, logit bias.
+    """A request's penalties, in this order: repetition penalty, frequency and presence penalty, logit bias.
 
     The first covers prompt and answer and scales logits, as `transformers` does; the next two cover the answer and are
     subtracted, as OpenAI's API says; the bias comes last, so that none of them scales it.
@@ -37,7 +37,7 @@ class Penalties:
         return self._seen is not None or self._counts is not None or self._bias is not None
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """`logits` [vocab] float32 with all of it done."""
+        """`logits` [vocab] float32 with all of them applied."""
         if self._seen is not None:
             seen = self._seen = self._seen.to(logits.device)
             logits = penalised(logits, seen, self._repetition)
@@ -50,7 +50,7 @@ class Penalties:
         return logits
 
     def saw(self, token: int) -> None:
-        """`token` was drawn."""
+        """Count a drawn `token`."""
         if self._seen is not None:
             self._seen[token] = True
         if self._counts is not None:

@@ -1,4 +1,4 @@
-"""Files of prompts: JSON lines with a `prompt`, a text, and perhaps the target's answer to it as token ids."""
+"""Prompt files: JSON lines with a `prompt` text, and optionally the target's answer to it as token ids."""
 
 from __future__ import annotations
 

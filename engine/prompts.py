@@ -1,4 +1,4 @@
-"""What a request may ask for: prompts become token ids, and what this engine cannot do is refused, each in one line."""
+"""Checks requests: prompts become token ids, and what this engine cannot do is refused with a one-line error."""
 
 from __future__ import annotations
 
@@ -75,5 +75,5 @@ def check_sampling(sampling: SamplingParams, config: Config, target: Ready) -> N
 
 
 def is_integer(value: Any) -> TypeGuard[int]:
-    """Of Python or of numpy."""
+    """Whether `value` is an integer of Python or numpy."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)

@@ -1,8 +1,8 @@
-"""Work of fixed shapes, recorded once as a CUDA graph and replayed from then on.
+"""Work of fixed shapes, captured once as a CUDA graph and replayed from then on.
 
-A GPU computes a small forward faster than its host can ask for it kernel by kernel; a graph is one request. What is
-recorded must not change in shape or place, so rows are filled up to a bucket's and texts live in caches of fixed size.
-On a CPU the same work is called each time, which is how the tests look at it. Not run on a GPU yet.
+A GPU computes a small forward faster than its host can launch it kernel by kernel; a graph is one launch. Captured
+tensors must not change in shape or address, so rows are padded to a bucket's size and texts live in caches of fixed
+size. On a CPU the same work is called directly each time, which is what the tests exercise. Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 
 Work = Callable[..., tuple[Tensor, ...]]
 Buffers = TypeVar("Buffers")
-_ROUND, _SPARE = 256, 4  # lengths of texts to record over are multiples; so many buffers wait for a request
-_WARM_UPS = 3  # calls before recording, in which libraries make what they need once
+_ROUND, _SPARE = 256, 4  # buffer lengths are multiples of the first; so many spare buffers are kept
+_WARM_UPS = 3  # calls before capture, in which libraries do their one-time setup
 
 
 def bucket(rows: int) -> int:
-    """The rows of a recorded piece of work that is to do for `rows`: the next power of two."""
+    """The row count of the graph that serves `rows` rows: the next power of two."""
     return 1 << (rows - 1).bit_length()
 
 
@@ -55,18 +55,18 @@ class Recorded:
                 self._work(*inputs)
         torch.cuda.current_stream(self._device).wait_stream(aside)
         self._graph = torch.cuda.CUDAGraph()
-        # of this thread alone: over inproc the other worker goes on meanwhile
+        # this thread only: over inproc the other worker keeps running
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._outputs = self._work(*inputs)
 
 
 def rounded(length: int) -> int:
-    """The length of the buffers for a text of at most `length` positions: few lengths, so that they serve again."""
+    """The buffer length for a text of at most `length` positions: few different lengths, so that buffers are reused."""
     return -(-length // _ROUND) * _ROUND
 
 
 class Spare(Generic[Buffers]):
-    """Buffers whose request is over: what was recorded over them is good for another of their size."""
+    """Buffers of finished requests: graphs captured over them serve another request of the same size."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[object, Buffers]] = []
@@ -83,20 +83,20 @@ class Spare(Generic[Buffers]):
         return found[1]
 
     def give(self, size: object, buffers: Buffers) -> None:
-        """Have them wait, once, the oldest giving way."""
+        """Return buffers to the pool; evict the oldest."""
         if all(buffers is not other for _, other in self._waiting):
             self._waiting = [*self._waiting, (size, buffers)][-_SPARE:]
 
 
 def wait(device: torch.device) -> None:
-    """Until this thread's work is done: a GPU has only been asked for it, which says nothing of the time it takes."""
+    """Wait until this thread's work is done: GPU launches are asynchronous and say nothing of the time it takes."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 @contextmanager
 def own_stream(device: torch.device, urgent: bool) -> Iterator[None]:
-    """On a GPU this thread's work goes to a stream of its own, so that it overlaps with the other worker's. urgent: it
+    """On a GPU, run this thread's work in a stream of its own, so that it overlaps with the other worker's. urgent: it
     goes first where both have work: a draft step is short, and a verification waits for it.
     """
     if device.type != "cuda":

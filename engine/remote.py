@@ -1,7 +1,7 @@
 """`talon keys` and `talon drafter`: a drafter on another machine, joined to the verifier over tcp.
 
-The drafter is on its own there: this process is front end to it, starts it as a thread, and says what it says. ZeroMQ
-connects again whenever the verifier has been away.
+On that machine this process is the drafter's front end: it starts the drafter as a thread and prints its messages.
+ZeroMQ reconnects whenever the verifier has been away.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ _POLL_S = 0.2
 
 
 def keys(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")]) -> None:
-    """Make the keys of a tcp link. To the drafter's machine go verifier.key and drafter.key_secret, over a safe way."""
+    """Make the keys of a tcp link. Send verifier.key and drafter.key_secret to the drafter's machine over a safe
+    channel.
+    """
 
     async def main() -> None:
         create(folder)
@@ -61,7 +63,7 @@ def drafter(
 
 
 async def serve(config: Config) -> None:
-    """Draft for the verifier at `config.tcp.endpoint`. Raises what ends the drafter."""
+    """Draft for the verifier at `config.tcp.endpoint`. Raises the error that ends the drafter."""
     load_keys(config, "drafter")
     check(config)
     name = f"drafter-{uuid.uuid4().hex[:12]}"
@@ -72,7 +74,7 @@ async def serve(config: Config) -> None:
         try:
             alive = True
             while alive:
-                alive = worker.alive()  # asked first: its last words are still heard
+                alive = worker.alive()  # checked first: its last messages are still read
                 for _, message, _ in hub.received():
                     if isinstance(message, Ready):
                         print(f"talon: {config.method} is ready and joins {config.tcp.endpoint}", file=sys.stderr)

@@ -22,13 +22,13 @@ Outcome = tuple[int, int, int, int]
 
 
 class Request:
-    """A text that grows. text: prompt and answer; the cache holds all of it but the last token, the root.
+    """A growing text. text: prompt and answer; the cache holds all of it but the last token, the root.
 
-    answer: tokens that an earlier verifier, or this one before the request was preempted, has emitted: they are read
-    like the prompt, and decoding goes on behind them. read_to: the position up to which the text has to be read before
-    it is decoded; cached: positions of it that others had read before. matcher: of its grammar. drafted: whether it
-    wants drafts. drafts: by outcome; those of outcomes that did not come true are dropped every round. features: of
-    positions read, until a verdict takes them along.
+    answer: tokens already emitted, by an earlier verifier or before a preemption: they are read like the prompt, and
+    decoding continues after them. read_to: the position up to which the text must be read before it is decoded; cached:
+    positions of it found in the prefix cache. matcher: of its grammar. drafted: whether it wants drafts. drafts: by
+    outcome; those of outcomes that did not come true are dropped every round. features: of positions read, until a
+    verdict sends them.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class Request:
         self.drafts: dict[Outcome, tuple[Draft, list[Array]]] = {}
         self.features: list[Array] = []
         self.since_ns = self.asked_ns = time.perf_counter_ns()
-        self.kept_path: list[int] = []  # of the latest tree, whose keys and values are to be committed
-        self.hit = False  # the tree was there when the last verdict fell
-        self.alone = False  # the round to come verifies the root alone
+        self.kept_path: list[int] = []  # accepted path of the latest tree, to be committed to the cache
+        self.hit = False  # the next tree had arrived at the last verdict
+        self.alone = False  # the next round verifies the root alone
 
     def go_on(self, draft: int, node: int, tokens: list[int]) -> None:
-        """A round emitted these tokens; its path through the tree of that number ended at that node."""
+        """A round emitted `tokens`; its path through tree `draft` ended at `node`."""
         self.text.extend(tokens)
         self.outcome = (self.round + 1, draft, node, tokens[-1])
         self.hit = self.has_draft
@@ -76,30 +76,30 @@ class Request:
 
     @property
     def reads_all(self) -> bool:
-        """Whether the logits behind every token of its prompt are asked for."""
+        """Whether the logits after every token of its prompt are requested."""
         return self.sampling.prompt_logprobs is not None and not self.has_answer
 
     @property
     def to_share(self) -> list[int]:
-        """What it has to read that others may have read: of a prompt not the last token, whose logits it draws from."""
+        """The text to read that others may have read: of a prompt all but the last token, whose logits are needed."""
         return self.text[: self.read_to - (not self.has_answer)]
 
     def chunk(self, count: int) -> Segment:
-        """The next tokens of its text to read; behind the last of a prompt, logits are wanted to draw from."""
+        """The next `count` tokens to read; after the last one of a prompt, logits are wanted to draw from."""
         start: int = self.cache.length
         last = start + count == self.read_to and not self.has_answer
         wanted: Wanted = "all" if self.reads_all else "last" if last else "none"
         return Segment.of_text(self.text[start : start + count], self.cache, wanted)
 
     def grafts(self, tree: TokenTree) -> list[int]:
-        """Tokens to graft onto a draft: what the grammar makes follow, as far as the drafter's budget goes."""
+        """Tokens to graft onto a draft: those that the grammar implies, within the drafter's budget."""
         if self.matcher is None or not self.drafted:
             return []
         room = min(self.draft_room - len(tree), self.target.context - len(self.text))
         return self.matcher.foreseen()[: max(0, room)]
 
     def admitted(self, tree: TokenTree) -> Array:
-        """The nodes of a draft that may be verified: those the grammar lets come, as many as the request's budget."""
+        """The nodes of a draft that may be verified: those the grammar allows, at most the request's budget."""
         nodes = np.arange(len(tree)) if self.matcher is None else np.flatnonzero(self.matcher.admitted(tree))
         say = self.sampling.speculation
         if say is None or say.budget is None or len(nodes) <= say.budget:
@@ -109,13 +109,13 @@ class Request:
 
     @property
     def has_draft(self) -> bool:
-        """Whether the tree of the round to come is there."""
+        """Whether the next round's tree has arrived."""
         return self.outcome in self.drafts
 
     def preempt(self) -> None:
-        """Give the blocks back; the text is read again when there is room."""
+        """Release the blocks; the text is read again when there is room."""
         self.cache.release()
         if self.has_answer:
             self.read_to = len(self.text) - 1
         else:
-            self.features, self.prompt_logprobs, self.cached = [], [], 0  # they come again with the positions
+            self.features, self.prompt_logprobs, self.cached = [], [], 0  # recomputed with the positions

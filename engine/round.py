@@ -17,7 +17,7 @@ from engine.tree import GRAFT_CHANCE, TokenTree
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a drafter has sent for the round. number: of the draft, 0 for the root alone. draft_us: of a draft model."""
+    """What a drafter has sent for the round. number: of the draft, 0 for the root alone. draft_us: of its model."""
 
     number: int
     tree: TokenTree
@@ -26,8 +26,8 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Round:
-    """proposal: as it was drafted. drafted: the same with `grafts`, tokens that the grammar makes follow. worth:
-    [nodes drafted] float32, expected tokens of each. kept: the nodes that are verified.
+    """proposal: the tree as sent. drafted: the same with `grafts`, tokens that the grammar implies. worth: [nodes
+    drafted] float32, expected tokens of each. kept: the nodes that are verified.
     """
 
     request: Request
@@ -39,14 +39,14 @@ class Round:
 
     @classmethod
     def of(cls, request: Request, proposal: Proposal) -> Round:
-        """With what the request's grammar adds to the tree, and without what that, or the request, rules out."""
+        """The proposal plus what the request's grammar grafts, minus what the grammar or the request rules out."""
         grafts = request.grafts(proposal.tree)
         tree = proposal.tree.grafted(grafts, GRAFT_CHANCE)
         return cls(request, proposal, grafts, tree, request.trust.worth(tree), request.admitted(tree))
 
     @cached_property
     def tree(self) -> TokenTree:
-        """What is verified."""
+        """The tree that is verified."""
         return self.drafted if len(self.kept) == len(self.drafted) else self.drafted.keep(self.kept)
 
     @property
@@ -55,13 +55,13 @@ class Round:
         return len(self.kept) > 1
 
     def root_only(self) -> Round:
-        """The same, with no node verified but the root."""
+        """The same round, with only the root verified."""
         return replace(self, kept=self.kept[:1])
 
 
 def cut(rounds: Sequence[Round], costs: CostModel) -> list[Round]:
-    """The rounds with the nodes that pay, of all trees together. With every node its ancestors are kept, since worth
-    never grows along a path.
+    """The rounds cut to the nodes that pay, chosen over all trees together. A kept node's ancestors are kept too, since
+    worth never grows along a path.
     """
     if not any(round_.is_speculative for round_ in rounds):
         return [*rounds]

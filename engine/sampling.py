@@ -18,13 +18,13 @@ NOT_APPLIED = (
     "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty", "min_length", "min_new_tokens",
     "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff", "num_beams", "guidance_scale", "stop_strings",
 )  # fmt: skip
-"""What else in a generation_config.json would change the text, and Talon does not do."""
+"""Settings of a generation_config.json that would change the text and that Talon does not apply."""
 
 
 class Speculation(msgspec.Struct, frozen=True, kw_only=True):
-    """A request's own say in how it is drafted for: its speed, never its text.
+    """A request's own drafting options: they affect its speed, never its text.
 
-    off: plain decoding. budget: most nodes of a tree, root included, up to the engine's drafter.budget. method: the
+    off: plain decoding. budget: maximum nodes of a tree, root included, up to the engine's drafter.budget. method: the
     engine's own method, or "off"; None is the engine's own.
     """
 
@@ -33,7 +33,9 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     method: str | None = None
 
     def validate(self) -> Speculation:
-        """Return it with every value of its type, "off" as `off`. Raises RequestError naming the wrong field."""
+        """Return it with every value converted to its type, and method "off" as `off`. Raises RequestError naming the
+        wrong field.
+        """
         values = _converted(self, "speculation.")
         if values["budget"] is not None and values["budget"] < 2:
             raise RequestError(f"speculation.budget={self.budget!r}: use 2 nodes or more, or off=True")
@@ -51,14 +53,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     and answer. These four are None by default: the value in the model's generation_config.json, or off if it has none;
     0, 1.0, 0.0 and 1.0 turn them off whatever it says.
     max_tokens, min_tokens: of the answer. stop: texts that end the answer and are not part of it.
-    ignore_eos: go on after the end-of-sequence token (benchmarks of fixed length).
+    ignore_eos: continue after the end-of-sequence token (benchmarks of fixed length).
 
-    presence_penalty, frequency_penalty: taken from the logits of tokens in the answer, once each and once an
+    presence_penalty, frequency_penalty: subtracted from the logits of tokens in the answer, once per token and once per
     occurrence; the prompt does not count. logit_bias: added to the logits of these token ids, after the penalties.
-    grammar: what the answer must look like; the end-of-sequence token may come only where it is complete. All of them
-    come before the temperature.
-    logprobs: None, or how many alternatives to return beside each token and its log-probability. prompt_logprobs: the
-    same for the tokens of the prompt. They are those of the model's own distribution, before anything here changes it.
+    grammar: what the answer must look like; the end-of-sequence token may come only where it is complete. All of these
+    apply before the temperature.
+    logprobs: None, or how many alternatives to return with each token and its log-probability. prompt_logprobs: the
+    same for the tokens of the prompt. Both are of the model's own distribution, before anything here changes it.
     speculation: whether and how far to draft for this request.
     """
 
@@ -81,7 +83,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     speculation: Speculation | None = None
 
     def validate(self) -> SamplingParams:
-        """Return the parameters with every value of its type, or raise RequestError naming the first wrong field."""
+        """Return the parameters with every value converted to its type, or raise RequestError naming the first wrong
+        field.
+        """
         values = _converted(self)
         for name in ("grammar", "speculation"):
             if values[name] is not None:
@@ -89,11 +93,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return SamplingParams(**values)._in_range()
 
     def of_choice(self, index: int) -> SamplingParams:
-        """Of the answer `index` of `n` to one prompt: with the seed that many further on."""
+        """The parameters of answer `index` of `n` to one prompt: the seed is advanced by `index`."""
         return msgspec.structs.replace(self, seed=(self.seed + index + 2**63) % 2**64 - 2**63)
 
     def over(self, defaults: SamplingParams) -> SamplingParams:
-        """The same, with the model's `own_defaults` where these parameters leave it the choice."""
+        """The same, with the model's `own_defaults` for the fields left open."""
         left = {name: getattr(defaults, name) for name in FROM_MODEL if getattr(self, name) is None}
         return msgspec.structs.replace(self, **left)
 
@@ -150,7 +154,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _converted(params: msgspec.Struct, prefix: str = "") -> dict[str, Any]:
-    """The fields of `params`, each of its declared type; RequestError naming the first that cannot be."""
+    """The fields of `params`, converted to their declared types; RequestError names the first that cannot be."""
     values = {}
     for field in _fields(type(params)):
         value = getattr(params, field.name)
@@ -166,7 +170,7 @@ def _converted(params: msgspec.Struct, prefix: str = "") -> dict[str, Any]:
 
 @functools.cache
 def _fields(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
-    """Of a struct; finding out their types takes longer than checking them."""
+    """The fields of a struct; resolving their types takes longer than checking them."""
     return msgspec.structs.fields(kind)
 
 
@@ -175,8 +179,8 @@ def _is_count(logprobs: int | None) -> bool:
 
 
 def own_defaults(generation_config: Any, model: str) -> SamplingParams:
-    """What a model's generation_config.json, as `transformers` loads it, says of the fields that a request may leave
-    to it. Raises ModelError naming a value that makes no sense.
+    """The values in a model's generation_config.json, as `transformers` loads it, of the fields that a request may
+    leave open. Raises ModelError naming an invalid value.
     """
     values: dict[str, Any] = {name: getattr(generation_config, name, None) for name in FROM_MODEL}
     try:

@@ -1,8 +1,8 @@
 """Which requests take part in the next forward: no I/O, no tensors, no clock of its own.
 
-All requests that decode go together: a forward over eight rows costs little more than over one, so leaving one out
-saves nothing. The question is only how long to wait for a tree that is not there yet. Prompts are read in chunks that
-ride along, in the order in which they came.
+All decoding requests share each forward: eight rows cost little more than one, so leaving a request out saves nothing.
+The only question is how long to wait for a missing tree. Prompts are read in chunks that join these forwards, in order
+of arrival.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from engine.request import Request
 
 @dataclass(frozen=True)
 class Plan:
-    """decoding: requests whose trees are verified; reading: requests and how many tokens of theirs are read.
+    """decoding: requests whose trees are verified; reading: requests and how many of their tokens are read.
 
-    wait_s: how long nothing but a message can change that there is nothing to do.
+    wait_s: if there is nothing to do, how long only a message can change that.
     """
 
     decoding: list[Request] = field(default_factory=list)
@@ -33,19 +33,19 @@ class Plan:
 
     @property
     def members(self) -> list[Request]:
-        """Those who take part."""
+        """All requests that take part."""
         return [*self.decoding, *(request for request, _ in self.reading)]
 
     def of(self, request: Request) -> Plan:
-        """That request's part of it."""
+        """The part of the plan that concerns one request."""
         return Plan([r for r in self.decoding if r is request], [part for part in self.reading if part[0] is request])
 
 
 class Scheduler:
     """waiting: requests not admitted yet; running: the others, the oldest first.
 
-    most: requests that run at once; chunk: tokens of prompts read in one forward. shares_prefixes: whether texts that
-    begin alike share their blocks.
+    most: maximum requests that run at once; chunk: maximum prompt tokens read in one forward. shares_prefixes: whether
+    texts with a common prefix share its blocks.
     """
 
     def __init__(self, most: int, chunk: int, draft_timeout_s: float):
@@ -63,14 +63,14 @@ class Scheduler:
         return next((request for request in self if request.number == number), None)
 
     def remove(self, request: Request) -> None:
-        """It is over."""
+        """Remove a finished request."""
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
 
     def plan(self, now_ns: int, costs: CostModel, drafted: bool) -> Plan:
-        """What to do now. drafted: a drafter is there and speaks."""
+        """What to do now. drafted: a drafter is present and responding."""
         self._admit()
         self._adopt(now_ns)
         decoding = [request for request in self.running if not request.reading]
@@ -91,16 +91,16 @@ class Scheduler:
         return Plan(decoding, reading) if decoding or reading else Plan(wait_s=self.draft_timeout_s)
 
     def waits(self, costs: CostModel, missing: int) -> bool:
-        """Whether the next round waits for the drafts of so many requests. A lonely request that is drafted for in
-        turns has nothing else to do.
+        """Whether the next round waits for `missing` drafts. A single request that is drafted for in turns always
+        waits: it has nothing else to do.
         """
         running = len(self.running)
         return (running == 1 and not costs.ahead.second) or costs.worth_waiting(max(1, running), missing)
 
     def reserve(self, plan: Plan, rows: Callable[[Request], int]) -> Plan:
-        """The plan, with blocks for all of it: where there are too few, the youngest gives its own back and waits.
+        """The plan with blocks reserved for it. If there are too few, the youngest request is preempted and waits.
 
-        rows: that the request has in this forward. Raises OutOfBlocks if one request alone does not fit.
+        rows: of a request in this forward. Raises OutOfBlocks if one request alone does not fit.
         """
         members = plan.members
         if members[0].target.pool is None:  # a cache of its own for each request
@@ -125,7 +125,7 @@ class Scheduler:
         self.waiting.appendleft(youngest)
 
     def _admit(self) -> None:
-        """Let requests in for whose texts there is room, beside what those who run have yet to read."""
+        """Admit requests whose texts fit, in addition to what the running requests have yet to read."""
         while self.waiting and len(self.running) < self.most:
             request = self.waiting[0]
             pool = request.target.pool
@@ -136,8 +136,8 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
 
     def _adopt(self, now_ns: int) -> None:
-        """What others have read of the same text need not be read again: a preempted request may go on at once, and
-        its draft is waited for from now on.
+        """Reuse what others have read of the same text: a preempted request may then continue at once, and the wait for
+        its draft starts now.
         """
         for request in self.running:
             if request.reading and self._shares(request):
@@ -151,7 +151,7 @@ class Scheduler:
         return self.shares_prefixes and not request.reads_all and request.target.pool is not None
 
     def _chunks(self, rows: int) -> list[tuple[Request, int]]:
-        """Who reads how much. A request whose next block another one reads just now waits for that."""
+        """Which requests read how much. A request waits if another is reading its next block in this forward."""
         chunks: list[tuple[Request, int]] = []
         under_way = set()
         for request in self.running:

@@ -1,6 +1,6 @@
 """The front end's side of the workers: starts them, hears them, and replaces those that died or fell silent.
 
-Requests wait meanwhile, and go on with the new verifier where the old one stopped.
+Requests wait meanwhile, and continue with the new verifier where the old one stopped.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from engine.worker import oversubscription
 
 FROM_WORKERS = (Ready, Tokens, Failed, Heartbeat, Spans)
 _WATCH_S = 0.05
-_TRIES = 3  # of starting a worker again in a row
+_TRIES = 3  # failed starts of a worker in a row
 _LOOK_S = 0.01
-_LAST_WORDS_LOOKS = 200  # at most, for what a worker said before it ended
+_LAST_WORDS_LOOKS = 200  # maximum polls for what a worker said before it ended
 _LAST_SPANS_S = 0.05
-_ABSENT_S = 0.5  # the loop stood still, and the workers maybe with it (a frozen container): silence says nothing
+_ABSENT_S = 0.5  # the loop itself paused (a frozen container), perhaps with the workers: silence says nothing
 
 
 class Supervisor:
-    """ready: by role, whether a worker serves. target: what the verifier says of it. failed: why there will be no
-    verifier any more, if so. first_verifier: a process started early, still without orders.
+    """ready: by role, whether a worker serves. target: the verifier's facts about it. failed: why there will be no
+    verifier any more, else None. first_verifier: a process started early, still without a spec.
     """
 
     def __init__(self, config: Config, flights: Flights, first_verifier: ProcessWorker | None = None):
@@ -61,7 +61,7 @@ class Supervisor:
         self._failed_starts: Counter[str] = Counter()  # in a row, by role
 
     async def launch(self, meanwhile: Callable[[], Awaitable[None]]) -> None:
-        """Start the workers, and wait until they serve and `meanwhile` is done. Raises why one of them cannot."""
+        """Start the workers, and wait until they serve and `meanwhile` is done. Raises the error of one that cannot."""
         if (warning := oversubscription(self.config)) is not None:
             print(f"talon: {warning}", file=sys.stderr)
         await self._start_checked()
@@ -79,12 +79,12 @@ class Supervisor:
         self._keep_running(self._watch())
 
     async def _start_checked(self) -> None:
-        """A verifier of its own process begins to load while the target is checked here."""
+        """A verifier in a process of its own begins to load while the target is checked here."""
         workers = self.workers
         try:
             await anyio.to_thread.run_sync(workers.check)
         except TalonError:
-            await anyio.to_thread.run_sync(workers.check_target)  # if the target is wrong too, that is what to tell
+            await anyio.to_thread.run_sync(workers.check_target)  # if the target is wrong too, report that instead
             raise
         if not workers.in_threads:
             workers.start("verifier")
@@ -105,7 +105,7 @@ class Supervisor:
                 raise said or WorkerDied(f"the {role} died while loading {self.config.model}")
 
     def _keep_running(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` until the engine closes; should it fail, so does every request, rather than wait forever."""
+        """Run `work` until the engine closes; if it fails, so does every request, rather than wait forever."""
 
         def ended(task: asyncio.Task[None]) -> None:
             if task.cancelled():
@@ -122,7 +122,7 @@ class Supervisor:
     # Requests.
 
     def hand_over(self) -> None:
-        """Give the verifier the requests that it is to have; while there is none, they wait for the next."""
+        """Submit the due requests to the verifier; while there is none, they wait for the next."""
         if not self.ready["verifier"].is_set():
             return
         verifier = self.workers.running["verifier"].name
@@ -131,25 +131,25 @@ class Supervisor:
             self.hub.send(verifier, *flight.submission(self.target.defaults))
 
     def cancel(self, flight: Flight) -> None:
-        """The front end has done with the request."""
+        """Tell the verifier that the front end no longer needs the request."""
         if not self.closed and flight.verifier:
             self.hub.send(flight.verifier, Cancel(request=flight.number))
 
     # What the workers say.
 
     async def _listen(self) -> None:
-        """Hand what the workers say to the requests it is for."""
+        """Pass the workers' messages to the requests that they are for."""
         while True:
             arrival = self.hub.open(await self.hub.socket.recv_multipart())  # type: ignore[misc]
             if arrival is None:
                 continue
             name, message, _ = arrival
             role = name.partition("-")[0]
-            if isinstance(message, Spans):  # its last ones come when it has ended
+            if isinstance(message, Spans):  # the last ones arrive after it has ended
                 self.timeline.add(role, message)
             if (worker := self.workers.running.get(role)) is not None and worker.name == name:
                 self.workers.heard_s[role] = time.monotonic()
-                self._hear(role, message)  # not the last words of a worker already replaced
+                self._hear(role, message)  # not late messages of a worker already replaced
 
     def _hear(self, role: str, message: object) -> None:
         if isinstance(message, Tokens):
@@ -176,7 +176,7 @@ class Supervisor:
             self.flights.hear(message.request, error)
 
     async def _last_words(self, role: str) -> TalonError | None:
-        """Why a worker that has ended could not start, if it said so: on a busy machine that arrives after its end."""
+        """Why a worker that has ended could not start, if it said so; on a busy machine this arrives after its end."""
         for _ in range(_LAST_WORDS_LOOKS):
             if role in self._said:
                 break
@@ -190,12 +190,12 @@ class Supervisor:
         looked_s = time.monotonic()
         while True:
             await asyncio.sleep(_WATCH_S)
-            now_s = time.monotonic()  # the only look at the clock: it may jump between two
+            now_s = time.monotonic()  # read once: the clock may jump between two reads
             if now_s - looked_s > _ABSENT_S:
                 self.workers.forgive_silence(now_s)
             looked_s = now_s
             self.hub.restore()
-            self.hand_over()  # to those that waited until a suspected one had shown itself
+            self.hand_over()  # those that waited while a suspected one ran alone
             for role in self.workers.roles:
                 loading = not self.ready[role].is_set()
                 patience_s = self.config.start_timeout_s if loading else self.config.heartbeat_timeout_s
@@ -203,7 +203,7 @@ class Supervisor:
                     await self._replace(role, reason)
 
     async def _replace(self, role: str, reason: str) -> None:
-        """Start the worker again, if that makes sense. With a new verifier goes a new drafter."""
+        """Restart the worker, unless it keeps failing. A new verifier needs a new drafter."""
         loading = not self.ready[role].is_set()
         said = await self._last_words(role) if loading else self._said.pop(role, None)
         self.ready[role].clear()
@@ -212,7 +212,7 @@ class Supervisor:
             self._stop_workers()
             self.flights.lose(self.workers.running[role].name)
         await anyio.to_thread.run_sync(self.workers.end, role, 0.0)
-        self.ready[role].clear()  # should it have said so before it died: from here on nobody hears it
+        self.ready[role].clear()  # in case it became ready before it died: from here on nobody hears it
         self._failed_starts[role] += loading
         if self._failed_starts[role] >= _TRIES:
             return self._go_without(role, f"the {role} cannot be started again: {said or reason}")
@@ -232,7 +232,7 @@ class Supervisor:
             print(f"talon: {why}; answers go on without drafts", file=sys.stderr)
 
     def _give_up(self, error: TalonError) -> None:
-        """The engine cannot go on: requests in flight and later ones fail with the reason."""
+        """The engine cannot continue: requests in flight and later ones fail with the reason."""
         self.failed = error
         self.flights.fail(error)
 
@@ -241,7 +241,7 @@ class Supervisor:
     async def close(self) -> None:
         """Stop the workers, remove what they left."""
         self.closed = True
-        listener, others = self._tasks[:1], self._tasks[1:]  # the workers' last words are still heard
+        listener, others = self._tasks[:1], self._tasks[1:]  # the workers' last messages are still heard
         await cancel(others)
         self._stop_workers()
         for role in list(self.workers.running):
@@ -255,8 +255,8 @@ class Supervisor:
             self.timeline.write(Path(self.config.trace))
 
     def _abandon(self) -> None:
-        """The event loop ends, and nobody has closed the engine. What it holds would stop the garbage collector later:
-        a ZeroMQ context waits for its sockets.
+        """The event loop ended, and nobody closed the engine. What it holds would block the garbage collector later: a
+        ZeroMQ context waits for its sockets.
         """
         print("talon: the engine was not closed; use `async with await Engine.start(...)`", file=sys.stderr)
         self.closed = True
@@ -276,11 +276,11 @@ class Supervisor:
             self.hub.send(worker.name, Stop())
 
     def _hears(self, role: str) -> bool:
-        """Whether the worker will end when told to. A process that still loads does not, and has nothing to save."""
+        """Whether the worker will end when told to. A process that still loads will not, and has nothing to save."""
         return self.ready[role].is_set() or self.workers.in_threads
 
 
 @functools.cache
 def _say_once(line: str) -> None:
-    """On standard error; a benchmark starts many engines of one target."""
+    """Print a line once on standard error: a benchmark starts many engines of one target."""
     print(line, file=sys.stderr)

@@ -1,8 +1,8 @@
 """A loaded Hugging Face causal language model that verifies token trees, of many requests in one forward.
 
-Three ways to run it, the first that serves the model: the lean decoder (`engine.model.decoder`), the stock forward with
-exact attention (`engine.model.stock`, on CUDA `engine.model.cuda_forward`), and the stock forward with masks
-(`engine.model.masked`). Which one does is found by trying (`engine.trial`).
+Three ways to run it, of which the first that works is used: the lean decoder (`engine.model.decoder`), the stock
+forward with exact attention (`engine.model.stock`, on CUDA `engine.model.cuda_forward`), and the stock forward with
+masks (`engine.model.masked`). Which one works is found by trial (`engine.trial`).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
     Forward = LeanDecoder | StockForward | CudaForward
 
-_POOL_SHARE = 0.25  # of the memory that is free, for keys and values
+_POOL_SHARE = 0.25  # share of free memory for keys and values
 
 
 class Target:
     """A model, and the facts about it that decoding needs.
 
-    context: the most positions it can hold. eos_tokens: the ids that end an answer. exact: whether a token's logits are
-    the same bits whatever stands beside it in the forward; inexact: why not, "" if it is exact.
+    context: the maximum positions. eos_tokens: the ids that end an answer. exact: whether a token's logits have the
+    same bits whatever other rows are in the forward; inexact: why not, "" if it is exact.
     """
 
     def __init__(
@@ -68,16 +68,16 @@ class Target:
         self._masked: MaskedForward | None = None
         self._quantised = quantised or {}
         self._choose_forward(kv_memory)
-        self._quantised = {}  # what the forward took of it, it has laid out its own way
+        self._quantised = {}  # the forward holds what it uses in its own layout
 
     @classmethod
     def load(cls, path: str, dtype: str = "auto", device: str = "auto", kv_memory: int | None = None) -> Target:
-        """Load a checkpoint directory or hub id. kv_memory: bytes for keys and values, None for a share of the free."""
+        """Load a checkpoint directory or hub id. kv_memory: bytes for keys and values, None: a share of free memory."""
         model = load_model(path, dtype, find_device(device))
-        coded = model.device.type == "cpu" and has_pairs(model.dtype)  # elsewhere codes are not unpacked
+        coded = model.device.type == "cpu" and has_pairs(model.dtype)  # codes are unpacked nowhere else
         target = cls(model, path, kv_memory, read_quantised(Path(path), model) if coded else None)
         if isinstance(target._forward, LeanDecoder):
-            model.model.layers = torch.nn.ModuleList()  # the decoder has copies, laid out its own way
+            model.model.layers = torch.nn.ModuleList()  # the decoder has copies in its own layout
         return target
 
     @property
@@ -91,7 +91,7 @@ class Target:
 
     @property
     def weight_bytes(self) -> int:
-        """Of memory that the weights take as they are laid out."""
+        """Memory of the weights as they are laid out."""
         if isinstance(self._forward, LeanDecoder):
             return self._forward.weight_bytes
         packed = (module.product.bytes for module in self.model.modules() if isinstance(module, PackedLinear))
@@ -100,7 +100,7 @@ class Target:
 
     @property
     def matrix_bytes(self) -> int | None:
-        """Of memory that a forward reads of the weights; None where their layout is not ours."""
+        """Bytes of the weights that a forward reads; None if their layout is not ours."""
         return self._forward.matrix_bytes if isinstance(self._forward, LeanDecoder) else None
 
     def new_cache(self, capacity: int) -> Any:
@@ -120,7 +120,7 @@ class Target:
         return KVCache(self.pool) if self.pool is not None else self.new_cache(most)
 
     def release(self, cache: Any) -> None:
-        """The request is over."""
+        """Release the cache of a finished request."""
         if self._masked is not None:
             self._masked.release(cache)
         else:
@@ -131,7 +131,7 @@ class Target:
         """One forward over all segments; the caller commits.
 
         Returns the logits of the rows wanted, in the segments' order, [chosen, vocab] in the model's type, and
-        [rows, layers, hidden] features if layers are asked.
+        [rows, layers, hidden] features if layers are requested.
         """
         if self._masked is not None:
             return self._masked(segments, feature_layers)
@@ -143,9 +143,10 @@ class Target:
     def prefill(
         self, cache: Any, tokens: Sequence[int], feature_layers: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor | None]:
-        """Commit `tokens` behind what the cache holds.
+        """Forward `tokens` and commit them after what the cache holds.
 
-        Returns the last position's logits, [vocab] float32, and [tokens, layers, hidden] features if layers are asked.
+        Returns the last position's logits, [vocab] float32, and [tokens, layers, hidden] features if layers are
+        requested.
         """
         logits, features = self.run([Segment.of_text(tokens, cache)], feature_layers)
         cache.commit(range(len(tokens)))
@@ -157,7 +158,7 @@ class Target:
         """One forward over the tree's nodes from `first` on; the caller commits the accepted path.
 
         The nodes before `first` were forwarded already (a draft model grows its tree level by level).
-        Returns [nodes, vocab] float32 logits and [nodes, layers, hidden] features if layers are asked.
+        Returns [nodes, vocab] float32 logits and [nodes, layers, hidden] features if layers are requested.
         """
         logits, features = self.run([Segment.of_tree(tree, cache, first)], feature_layers)
         return logits.float(), features
@@ -186,7 +187,7 @@ class Target:
             raise refusal(self.model, self.name)
 
     def _try_exact(self, trial: Trial, kv_memory: int | None) -> str:
-        """Set up a forward with exact attention; says what stands against it."""
+        """Set up a forward with exact attention. Returns why the target is not exact, "" if it is."""
         if self.dtype not in (torch.float32, torch.bfloat16):
             return f"its type is {name_of(self.dtype)}"
         if self.accelerated:
@@ -224,7 +225,7 @@ class Target:
         return "" if trial.equal_bits(self) else "a token's logits depend on the rows beside it"
 
     def _try_attention(self, make: Callable[[Any, KVPool, int], Forward], trial: Trial, kv_memory: int | None) -> str:
-        """Set up the stock forward that `make` makes; says what stands against it, and then all is as it was."""
+        """Set up the stock forward that `make` makes. Returns why that failed, with everything restored, or ""."""
         usual = self.model.config._attn_implementation
         try:
             self.model.set_attn_implementation(NAME)
@@ -243,7 +244,7 @@ class Target:
         return reason
 
     def _try_lean(self, trial: Trial) -> bool:
-        """Take the lean decoder if the model has its structure and it computes the same.
+        """Use the lean decoder if the model has its structure and the logits agree.
 
         Returns whether its products are exact.
         """
@@ -252,7 +253,7 @@ class Target:
         try:
             groups = stock.attention.groups
             lean = LeanDecoder(self.model, self.pool, groups, stock.rules, self._quantised)
-        except (OtherStructure, AttributeError):  # a part that the structure has is not there
+        except (OtherStructure, AttributeError):  # a part of the structure is missing
             return False
         self._forward = lean
         if not trial.agrees(self, trial.expected):
@@ -283,7 +284,7 @@ def _other_matrix(model: Any) -> str | None:
 
 
 def _free_memory(device: torch.device) -> int:
-    """Bytes of the device that can be taken."""
+    """Free bytes of the device."""
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
         return free

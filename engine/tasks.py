@@ -1,4 +1,4 @@
-"""Work that goes on at once in one event loop, and ends together."""
+"""Concurrent work in one event loop that ends together."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ T = TypeVar("T")
 
 
 async def cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancel them and wait for their end, whatever they raise."""
+    """Cancel the tasks and wait for them to end, whatever they raise."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def gather(work: Iterable[Awaitable[T]]) -> list[T]:
-    """Do all of it at once; should one fail, or the caller leave, the others end too."""
+    """Do all of the work concurrently; if one fails, or the caller leaves, the others end too."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return await asyncio.gather(*tasks)
@@ -26,7 +26,7 @@ async def gather(work: Iterable[Awaitable[T]]) -> list[T]:
 
 
 async def keep_under_way(places: int, work: Iterable[T], do: Callable[[T], Awaitable[object]]) -> None:
-    """Do all of the work, so many pieces at a time: the next begins when one has ended."""
+    """Do all of the work, `places` pieces at a time: the next begins when one has ended."""
     waiting = iter(work)
 
     async def place() -> None:

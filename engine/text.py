@@ -1,4 +1,4 @@
-"""Text to tokens and back. Back goes in pieces: whole characters only, nothing that may begin a stop string."""
+"""Text to tokens and back. The text comes back in pieces of whole characters that cannot begin a stop string."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def load_tokenizer(model: str) -> Any:
     """The model's own tokenizer; ModelError if it has none."""
     if not is_hub_id(model) and not Path(model).is_dir():
         raise ModelError(f"model={model}: no such directory; name a model directory, a hub id or a GGUF file")
-    from transformers import AutoTokenizer  # takes seconds, in which the verifier begins to import too
+    from transformers import AutoTokenizer  # takes seconds, while the verifier imports too
 
     try:
         return AutoTokenizer.from_pretrained(model, local_files_only=is_local(model))
-    except Exception as error:  # a file that is none of its library's raises what it likes
+    except Exception as error:  # an invalid file may raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"model={model}: has no usable tokenizer: {reason}") from error
 
@@ -80,7 +80,7 @@ class TextStream:
         return self.stopped
 
     def take(self, final: bool = False) -> str:
-        """Text not taken yet. `final`: nothing follows, so keep nothing back."""
+        """Text not taken yet. `final`: nothing follows, so hold nothing back."""
         if final and not self.stopped:
             self._append(self._decode(len(self._tokens))[len(self._decode(self._read)) :])
         end = len(self.text) - (0 if final or self.stopped else self._held_back())

@@ -1,4 +1,4 @@
-"""What an engine has done since it started, counted from what its workers say: for metrics."""
+"""Counters of what an engine has done since it started, from its workers' messages: for metrics."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from engine.messages import Heartbeat, Tokens
 class Totals:
     """Counters that only grow, and the verifier's latest state.
 
-    prompt_tokens: of requests that were accepted. rounds: of all requests, prefills not counted; hits: those whose
-    tree was there when the verdict before fell. nodes: verified, roots included. drafts: rounds with a draft;
-    draft_tokens, accepted: of these; accepted_at: rounds that accepted a token at each place of the draft, the first
-    place first. busy_s: of target forwards. state: running and waiting requests, blocks of keys and values.
+    prompt_tokens: of accepted requests. rounds: of all requests, without prefills; hits: rounds whose tree had arrived
+    by the previous verdict. nodes: verified, roots included. drafts: rounds with a draft; draft_tokens, accepted: of
+    these; accepted_at: rounds that accepted a token at each place of the draft, in order. busy_s: of target forwards.
+    state: running and waiting requests, blocks of keys and values.
     """
 
     prompt_tokens: int = 0
@@ -28,7 +28,7 @@ class Totals:
     accepted_at: list[int] = field(default_factory=list)
     busy_s: float = 0.0
     state: Heartbeat = field(default_factory=Heartbeat)
-    _busy_us: int = 0  # as the verifier under way has counted it
+    _busy_us: int = 0  # as counted by the current verifier
 
     def add(self, round_: Tokens) -> None:
         """Count a round, or a prefill."""
@@ -51,5 +51,5 @@ class Totals:
             self.accepted_at[place] += 1
 
     def new_verifier(self) -> None:
-        """Its counts begin at nothing."""
+        """A new verifier's counts begin at zero."""
         self._busy_us, self.state = 0, Heartbeat()

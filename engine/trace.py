@@ -1,4 +1,4 @@
-"""What each worker did when, for a person to look at: spans, and the Chrome/Perfetto file they are written to."""
+"""A timeline of the workers for a person to look at: spans, and the Chrome/Perfetto file they are written to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.transport import Line
 
 
 class Trace:
-    """A worker's spans, sent to the front end now and then; costs one comparison where tracing is off."""
+    """A worker's spans, sent to the front end from time to time; costs one comparison if tracing is off."""
 
     def __init__(self, control: Line, wanted: bool):
         self._control, self._wanted = control, wanted

@@ -1,10 +1,9 @@
 """ZeroMQ sockets that speak `engine.messages`.
 
 Every link has one side that binds (a Hub, a ROUTER that serves named peers) and one that connects (a Line, a DEALER).
-The front end is the workers' hub; the verifier is the drafter's. Messages that do not follow the protocol are
-counted and dropped; a peer that is gone loses what was sent to it, and nobody blocks. Over tcp a peer may go and come
-back at any time: ZeroMQ connects again by itself, pings find connections that died without a word, and keys keep
-strangers out.
+The front end is the workers' hub; the verifier is the drafter's. Messages that do not follow the protocol are counted
+and dropped; what is sent to a peer that is gone is lost, and nobody blocks. Over tcp a peer may leave and return at any
+time: ZeroMQ reconnects by itself, pings detect connections that died silently, and keys keep strangers out.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from engine.errors import ConfigError, ProtocolError
 from engine.keys import Keys, secure_drafter, secure_verifier
 from engine.messages import Array, Message, decode, encode
 
-_PING_MS, _SILENT_MS = 1000, 5000  # over tcp, how often to ask, and after what silence a connection is dead
+_PING_MS, _SILENT_MS = 1000, 5000  # over tcp: how often to ping, and after what silence a connection is dead
 _HANDSHAKES = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -30,8 +29,8 @@ _HANDSHAKES = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 _REFUSALS = 5  # in a row
-_LAST_WORDS_MS = 1000  # at most, in which a line that closes hands over what was sent: a busy machine takes its time
-_LARGEST = 1 << 20  # bytes of a message that a hub takes over tcp: a tree of 1024 nodes has 14 kB
+_LAST_WORDS_MS = 1000  # maximum time for a closing line to flush what was sent: on a busy machine it takes long
+_LARGEST = 1 << 20  # maximum bytes of a message to a hub over tcp: a tree of 1024 nodes has 14 kB
 
 
 class Line:
@@ -55,7 +54,7 @@ class Line:
             _ping(self.socket)
             self.monitor = self.socket.get_monitor_socket(_HANDSHAKES)
         self._refusals = 0
-        self._joined = self.monitor is None  # the others' hubs live as long as they do
+        self._joined = self.monitor is None  # over other transports the hub lives as long as the line
         if keys is not None:
             secure_drafter(self.socket, keys)
         self.socket.connect(endpoint)
@@ -82,7 +81,7 @@ class Line:
         return joined
 
     def _shook_hands(self, event: int) -> bool:
-        """Whether that event says so. ConfigError if it says that the keys will never do."""
+        """Whether the event is a successful handshake. ConfigError if it says that the keys can never match."""
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._refusals = 0
             return True
@@ -91,7 +90,7 @@ class Line:
             problem, fix = "goes with keys and this drafter without, or the reverse", "give both keys, or neither"
         elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             self._refusals += 1
-            if self._refusals < _REFUSALS:  # a verifier that ends while it is being greeted does the same, once
+            if self._refusals < _REFUSALS:  # a verifier that ends during the handshake does the same, once
                 return False
             problem, fix = "has another key than this drafter's verifier.key", "copy verifier.key from it again"
         raise ConfigError(f"tcp.keys: {self.endpoint} {problem}; {fix}")
@@ -111,7 +110,7 @@ class Hub:
         self.socket.set_hwm(0)
         if endpoint.startswith("tcp:"):
             _ping(self.socket)
-            self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # of a peer that is back before its old connection ended
+            self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # for a peer that is back before its old connection ended
             self.socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST)
         self._authenticator = None if keys is None else secure_verifier(context, self.socket, keys)
         self.endpoint, self.expected = endpoint, expected
@@ -129,7 +128,7 @@ class Hub:
             raise ConfigError(f"{field}{self.endpoint}: cannot be bound: {reason}; free it or name another") from None
 
     def restore(self) -> None:
-        """Should somebody have removed the socket's file (a cleaner of temporary files, say), be found again."""
+        """Bind again if the socket's file was removed (by a cleaner of temporary files, say)."""
         if self._file is not None and not self._file.exists():
             self._file.parent.mkdir(mode=0o700, exist_ok=True)
             self._bind()
@@ -160,7 +159,7 @@ class Hub:
 
 
 def _arrived(socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
-    """The frames of each message. To ask first costs half of the exception that says there are no more."""
+    """The frames of each message. Asking first costs half as much as the exception that says there are no more."""
     while socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[arg-type,operator]
         yield socket.recv_multipart(flags=zmq.NOBLOCK)
 

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from engine.errors import ProtocolError
 
 Int = NDArray[np.int32]
-GRAFT_CHANCE = 0.8  # of a token that a grammar makes follow: the model may write it in another way
+GRAFT_CHANCE = 0.8  # of a token that a grammar implies: the model may write it in another way
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +74,7 @@ class TokenTree:
     @cached_property
     def ancestor_mask(self) -> NDArray[np.bool_]:
         """[nodes, nodes] bool: row v is true at v and at v's ancestors, the nodes that v may attend to."""
-        rows: list[int] = []  # as the bits of integers, four times as fast as rows of an array
+        rows: list[int] = []  # as bits of integers, four times as fast as array rows
         for node, parent in enumerate(self.parents.tolist()):
             rows.append(1 << node | (rows[parent] if parent >= 0 else 0))
         n, width = len(rows), (len(rows) + 7) // 8
@@ -109,7 +109,7 @@ class TokenTree:
         return [int(token) for token in self.tokens[self.path(node)]]
 
     def keep(self, nodes: ArrayLike) -> TokenTree:
-        """The tree of `nodes` alone: the root among them, and with each node its parent."""
+        """The tree of `nodes` alone, which must include the root and each node's parent."""
         kept = np.sort(np.asarray(nodes, dtype=np.int64))
         new_index = np.full(len(self) + 1, -1, dtype=np.int32)  # the last entry maps the root's parent, -1
         new_index[kept] = np.arange(len(kept), dtype=np.int32)
@@ -128,7 +128,7 @@ class TokenTree:
         """The trie merge of two trees over the same root.
 
         A node that both propose is accepted unless both are wrong: the chances of its last step, c(v)/c(parent),
-        combine as 1 - (1 - p)(1 - q), and its source bits are joined.
+        combine as 1 - (1 - p)(1 - q), and its source bits are merged.
         """
         if self.tokens[0] != other.tokens[0]:
             raise ValueError(f"trees of different roots: {self.tokens[0]} and {other.tokens[0]}")
@@ -156,14 +156,14 @@ class TokenTree:
         return TokenTree(tree.tokens, tree.parents, tree.confidence, np.asarray(source, dtype=np.uint32))
 
     def marked(self, source: int) -> TokenTree:
-        """The tree, the bit `source` on every node below the root that no drafter is named for yet."""
+        """The tree with the bit `source` set on every node below the root that names no drafter yet."""
         bits = np.where(self.source == 0, np.uint32(source), self.source)
         bits[0] = 0
         return TokenTree(self.tokens, self.parents, self.confidence, bits)
 
     def grafted(self, tokens: Sequence[int], chance: float) -> TokenTree:
-        """The tree with the chain of `tokens` below its root: those of its nodes that it has already stay as they are,
-        the others come behind all of them. chance: of each token.
+        """The tree with the chain of `tokens` below its root: nodes that it already has stay as they are, new ones are
+        appended. chance: of each new token.
         """
         confidence, parents, node = self.confidence.tolist(), self.parents.tolist(), 0
         new: list[int] = []
@@ -185,10 +185,10 @@ class TokenTree:
         )
 
     def validate(self, vocab_size: int) -> TokenTree:
-        """Return the tree itself if it is well formed, as trees from another process must be shown to be.
+        """Return the tree itself if it is well formed; trees from another process must be checked.
 
-        Raises ProtocolError for an empty tree, arrays of different lengths, a parent that does not stand before its
-        child, two equal siblings, a token outside the vocabulary or a confidence that is not a path confidence.
+        Raises ProtocolError for an empty tree, arrays of different lengths, a parent that does not precede its child,
+        two equal siblings, a token outside the vocabulary or a confidence that is not a path confidence.
         """
         n = len(self)
         if n == 0 or not n == len(self.parents) == len(self.confidence) == len(self.source):

@@ -1,6 +1,6 @@
-"""The short text that a model is tried with when it is loaded.
+"""Tries a model with a short text when it is loaded.
 
-Logits are compared with those of the model as it was loaded, and the bits of a token alone with those in a batch.
+Logits are compared with those of the model as it was loaded, and a token's bits alone with those in a batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TOKENS = 24
 
 class Trial:
     """expected: [tokens, vocab] float32, the logits of the model as it was loaded; beyond: those with short windows,
-    None if it names no windows.
+    None if the model names no windows.
     """
 
     def __init__(self, model: Any, name: str):
@@ -43,11 +43,11 @@ class Trial:
 
     @property
     def heeds_windows(self) -> bool:
-        """Whether the windows that the configuration names, if it names any, are what the model attends by."""
+        """Whether the model attends by the windows that its configuration names, if any."""
         return self.beyond is None or not torch.equal(self.beyond, self.expected)
 
     def agrees(self, target: Target, expected: Tensor) -> bool:
-        """Whether the text, read in two parts, the second as a tree of two branches, has those logits."""
+        """Whether the text gives the expected logits when read in two parts, the second as a tree of two branches."""
         tokens, split = self.tokens, _TOKENS - 4
         cache = target.new_cache(_TOKENS + 8)
         try:

@@ -1,4 +1,4 @@
-"""Lossless verification: draw the target's own next token and walk down the tree while it has it.
+"""Lossless verification: draw the target's own next token and walk down the tree while it contains that token.
 
 Every draw is emitted, so the walk is plain decoding; the tree only decides how many draws one forward pays for.
 """
@@ -29,8 +29,8 @@ _COLDEST = 1e-30  # logits divided by less than this overflow float32, and all i
 
 @dataclass(frozen=True)
 class Choices:
-    """What the target says of a tree's nodes. rows: [nodes, vocab] in any type. settled: that they are drawn from as
-    they are, whatever came before.
+    """The target's logits at a tree's nodes. rows: [nodes, vocab] in any type. settled: that tokens are drawn from them
+    unchanged, whatever came before.
     """
 
     rows: Tensor
@@ -40,7 +40,7 @@ class Choices:
         return Choice(self, node)
 
     def best(self, node: int) -> int:
-        """The argmax of its logits, `NAN` where they hold NaN."""
+        """The argmax of a node's logits, `NAN` if they hold NaN."""
         if self.rows.device.type == "cpu":  # few nodes are drawn from: the others' logits need not be read
             return argmax(self.rows[node : node + 1])[0]
         return self._best[node]
@@ -52,7 +52,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Choice:
-    """What `Sampler.draw` takes: one node's."""
+    """One node's choices, as `Sampler.draw` takes them."""
 
     choices: Choices
     node: int
@@ -71,7 +71,7 @@ class Choice:
         return self.choices.rows[self.node].float()
 
     def sampled(self, temperature: float, seed: int, position: int) -> int:
-        """A draw from softmax(logits / temperature), `NAN` where they hold NaN."""
+        """A draw from softmax(logits / temperature), `NAN` if they hold NaN."""
         rows = self.choices.rows
         if rows.device.type == "cpu" and rows.dtype == torch.bfloat16:
             bits = rows.view(torch.int16).numpy()
@@ -80,12 +80,12 @@ class Choice:
 
 
 class Sampler:
-    """Draws a request's tokens one after the other: penalties and bias, minimum length, grammar, temperature, top-k,
+    """Draws a request's tokens one after another: penalties and bias, minimum length, grammar, temperature, top-k,
     top-p, min-p (as `transformers` does), and then Gumbel-max (DESIGN: noise keyed by seed, position and token, not by
     history).
 
     answer: tokens drawn already, by an earlier sampler; the matcher has followed them. finish_reason: None while the
-    request runs, then "eos" or "length". logprobs: of the tokens drawn since they were last taken, where asked for.
+    request runs, then "eos" or "length". logprobs: of the tokens drawn since they were last taken, if requested.
     """
 
     def __init__(
@@ -109,11 +109,11 @@ class Sampler:
         self._truncates = bool(params.top_k or (params.top_p or 1) < 1 or params.min_p)
 
     def choices(self, logits: Tensor) -> Choices:
-        """The choices that `logits` [nodes, vocab] leave, in any type."""
+        """The choices that `logits`, [nodes, vocab] in any type, leave."""
         return Choices(logits, settled=not self._penalties and self.drawn >= self.params.min_tokens)
 
     def draw(self, choice: Choice) -> int:
-        """The next token. Raises NotANumber if the logits are no distribution."""
+        """The next token. Raises NotANumber if the logits are not a distribution."""
         token = self._choose(choice)
         if token == NAN:
             raise NotANumber(
@@ -136,7 +136,7 @@ class Sampler:
         return token
 
     def take_logprobs(self) -> tuple[TokenLogprob, ...]:
-        """Those of the tokens drawn since the last call."""
+        """The log-probabilities of the tokens drawn since the last call."""
         taken, self.logprobs = tuple(self.logprobs), []
         return taken
 
@@ -144,13 +144,13 @@ class Sampler:
         if self._matcher is None:
             return self._best(choice, None)
         if self._greedy or not self._truncates:
-            token = self._best(choice, None)  # what wins among all wins among those that may be drawn
+            token = self._best(choice, None)  # what wins among all tokens also wins among the allowed ones
             if token == NAN or self._may_come(token):
                 return token
         return self._best(choice, self._allowed(choice.logits))
 
     def _may_come(self, token: int) -> bool:
-        """Whether the grammar lets `token` come next."""
+        """Whether the grammar allows `token` next."""
         assert self._matcher is not None
         if token in self._eos:
             return self._matcher.complete and not self.params.ignore_eos
@@ -161,7 +161,7 @@ class Sampler:
         assert self._matcher is not None
         allowed = self._matcher.allowed()
         allowed[self._eos] = self._matcher.complete and self._may_end
-        if not allowed.any():  # nothing goes on from here, so the answer may end before min_tokens
+        if not allowed.any():  # nothing can follow, so the answer may end before min_tokens
             if not (self._eos and self._matcher.complete):
                 raise RequestFailed(
                     f"the grammar lets none of the model's tokens come at position {self._position}: "
@@ -175,7 +175,7 @@ class Sampler:
         return self.drawn >= self.params.min_tokens and not self.params.ignore_eos
 
     def _best(self, choice: Choice, allowed: Tensor | None) -> int:
-        """The draw from those that are `allowed`, all if None."""
+        """The draw from the tokens that are `allowed`, all if None."""
         params, temperature = self.params, max(self.params.temperature, _COLDEST)
         if allowed is None and choice.settled and (self._greedy or not self._truncates):
             return choice.best if self._greedy else choice.sampled(temperature, params.seed, self._position)
@@ -190,7 +190,7 @@ class Sampler:
         return gumbel_argmax(scores, params.seed, self._position)
 
     def _changed(self, logits: Tensor, allowed: Tensor | None) -> Tensor:
-        """[vocab] float32: with penalties, and without the tokens that may not come."""
+        """[vocab] float32: with penalties, and with tokens that may not come masked."""
         if self._penalties:
             logits = self._penalties(logits)
         if allowed is not None:

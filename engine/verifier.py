@@ -41,7 +41,7 @@ __all__ = ["FROM_DRAFTER", "FROM_FRONT_END", "Verifier"]
 
 class Verifier:
     """The worker's loop. control: the line to the front end; drafts: the hub drafters connect to. beside: a drafter
-    that has its turns in this loop.
+    that takes turns with the verifier in this loop.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Verifier:
         return self.requests.plan(time.perf_counter_ns(), self.meter.costs, self.drafter.present)
 
     def _step(self, plan: Plan) -> None:
-        """Run one forward over the trees and chunks of the plan, and tell everybody what came of it."""
+        """Run one forward over the trees and chunks of the plan, and send the results."""
         if self.drafter.drafter is not None:
             self.meter.observe_wait(plan.decoding)
         rounds = self._rounds(plan.decoding)
@@ -122,7 +122,7 @@ class Verifier:
             return self._blame(plan, error)
         self.meter.end_forward(started_ns, segments)
         if self.meter.costs.ahead.second:
-            self.drafter.hear()  # what was pushed meanwhile
+            self.drafter.hear()  # drafts that arrived meanwhile
         trees = conclude_trees(rounds, logits, features, self.drafter.wants.successors, self._fail)
         chunks = self._read(plan, segments[len(rounds) :], logits, features)
         concluded = self._tell_drafter(plan, chain(trees, chunks))
@@ -138,8 +138,8 @@ class Verifier:
         return cut(rounds, self.meter.costs) if cuts else rounds
 
     def _reserve(self, plan: Plan, rounds: list[Round]) -> tuple[Plan, list[Round]]:
-        """What of the plan there are blocks for. Drafts never decide whether a request fits: where the last one that
-        runs has no room for its tree, its root goes alone. Raises OutOfBlocks if not even that fits.
+        """The part of the plan that there are blocks for. Drafts never decide whether a request fits: if the last
+        running request has no room for its tree, its root alone is verified. Raises OutOfBlocks if not even that fits.
         """
         rows = {round_.request: len(round_.kept) for round_ in rounds} | dict(plan.reading)
         try:
@@ -152,7 +152,7 @@ class Verifier:
         return plan, [round_ for round_ in rounds if round_.request in plan.decoding]
 
     def _read(self, plan: Plan, chunks: list[Segment], logits: Tensor, features: Tensor | None) -> Iterator[Conclusion]:
-        """Commit the chunks; those whose prompt ends there draw their first token."""
+        """Commit the chunks; requests whose prompt ends there draw their first token."""
         readers = [request for request, _ in plan.reading]
         yield from conclude_chunks(readers, chunks, logits, features, self._fail)
         for request in readers:
@@ -160,8 +160,8 @@ class Verifier:
                 self._publish(request)
 
     def _tell_drafter(self, plan: Plan, conclusions: Iterable[Conclusion]) -> list[Conclusion]:
-        """What becomes of the requests, told as soon as it is known: retrieval drafts for one while the next tree is
-        walked down. But a model drafts for all of them in one forward, and hears of all at once.
+        """Send each verdict as soon as it is known: retrieval drafts for one request while the next tree is walked
+        down. But a model drafts for all of them in one forward, and gets all verdicts at once.
         """
         if not self.method.has_model or self.drafter.rests(self.meter.costs):
             requests, missing = len(plan.members), sum(request.drafted for request in plan.decoding)
@@ -176,13 +176,13 @@ class Verifier:
         return concluded
 
     def _go_alone(self, missing: int) -> bool:
-        """Whether so many requests that have no tree yet go on with their roots."""
+        """Whether the `missing` requests, which have no tree yet, continue with their roots alone."""
         if self.drafter.rests(self.meter.costs) and not self.method.merges:
             return True  # nobody else drafts
         return missing > 0 and self.drafter.present and not self.requests.waits(self.meter.costs, missing)
 
     def _tell_of(self, conclusion: Conclusion, requests: int, alone: bool) -> None:
-        """alone: whether it goes on with its root if it has no tree yet."""
+        """Send a verdict. alone: whether the request continues with its root if it has no tree yet."""
         request = conclusion.request
         request.alone = alone and request.drafted and not request.hit
         if request.drafted and request.sampler.finish_reason is None:
@@ -197,7 +197,7 @@ class Verifier:
             request.since_ns = request.asked_ns = now_ns
 
     def _commit(self, conclusion: Conclusion) -> None:
-        """Last, when the drafter is at work already: keep the accepted path's keys and values, or let go of all."""
+        """Keep the accepted path's keys and values, or release all. Done last, while the drafter already works."""
         request = conclusion.request
         if request.sampler.finish_reason is not None:
             return self._forget(request)
@@ -206,7 +206,7 @@ class Verifier:
             self._publish(request)
 
     def _publish(self, request: Request) -> None:
-        """Let others find what was committed."""
+        """Let other requests find the committed blocks."""
         if self.requests.shares_prefixes and self.target.pool is not None:
             request.cache.publish(request.text)
 
@@ -223,12 +223,12 @@ class Verifier:
     # When a request ends, or something fails.
 
     def _blame(self, plan: Plan, error: Exception) -> None:
-        """A forward failed: find out whose part of it does so alone, and end those requests only."""
+        """A forward failed: run each request's part alone, and end only the requests that fail."""
         members = plan.members
         if len(members) == 1:
             return self._fail(members[0], error)
         for request in members:
-            if request in self.requests.running:  # not preempted, nor failed, by the step of one before it
+            if request in self.requests.running:  # not preempted or failed by the step of an earlier one
                 self._step(plan.of(request))
 
     def _fail(self, request: Request, error: Exception) -> None:

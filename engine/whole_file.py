@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all: a kill, a full disk or a power cut never leaves half of one under its name."""
+"""Files that appear whole or not at all: a kill, a full disk or a power cut never leaves part of one under its name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Write a file. It gets its name when all of it is on the disk; until then what stood there stays.
+    """Write a file. It gets its name once all of it is on disk; until then the old file stays.
 
     Processes and threads may write the same path at once: the last one to finish wins. A killed process leaves a `.tmp`
     file.
@@ -31,6 +31,6 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: Path, content: bytes | memoryview) -> None:
-    """The same where all of it is at hand."""
+    """The same for content that is complete."""
     with whole_file(path) as file:
         file.write(content)

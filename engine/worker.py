@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
-    """Everything a worker is told. control: the front end's endpoint; drafts: the verifier's for drafters."""
+    """Everything a worker needs to start. control: the front end's endpoint; drafts: the verifier's for drafters."""
 
     role: str
     name: str
@@ -67,7 +67,7 @@ def _run_verifier(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -
 
 
 def _hub(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -> Hub | LoopHub:
-    """Where drafters are."""
+    """The hub that drafters connect to."""
     from engine.verifier import FROM_DRAFTER
 
     return LoopHub() if shares_loop(config) else Hub(context, spec.drafts, FROM_DRAFTER, load_keys(config, "verifier"))
@@ -77,7 +77,7 @@ def _hub(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -> Hub | L
 def _beside(
     spec: WorkerSpec, config: Config, context: zmq.Context[Any], drafts: Hub | LoopHub
 ) -> Iterator[DrafterWorker | None]:
-    """The drafter that takes turns with the verifier in its own loop, if that is how this one is run."""
+    """The drafter that takes turns with the verifier in its own loop; None if it runs elsewhere."""
     if isinstance(drafts, LoopHub):
         with (
             closing(Line(context, spec.control, f"drafter-of-{spec.name}", ())) as control,
@@ -111,7 +111,7 @@ def _run_drafter(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) ->
 
 @contextmanager
 def _drafter(config: Config, control: Line, verdicts: Line | LoopLine) -> Iterator[DrafterWorker]:
-    """The drafter, loaded; what it has learnt is saved behind."""
+    """The loaded drafter; what it has learnt is saved at the end."""
     from drafters.registry import build_for_worker
     from engine.drafter import DrafterWorker
 
@@ -121,8 +121,8 @@ def _drafter(config: Config, control: Line, verdicts: Line | LoopLine) -> Iterat
 
 
 def shares_loop(config: Config) -> bool:
-    """Whether the verifier's worker runs the drafter too. In turns one of the two always waits for the other: between
-    processes it has to be woken, between threads it fights for Python's lock, and a draft model has half of the cores.
+    """Whether the verifier's worker also runs the drafter. In turns one of the two always waits for the other: a
+    process has to be woken, a thread contends for Python's lock, and a draft model has half of the cores.
     """
     from drafters.registry import find
 
@@ -131,28 +131,28 @@ def shares_loop(config: Config) -> bool:
 
 @contextmanager
 def _reporting(control: Line) -> Iterator[Line]:
-    """The line to the front end, which is told in one line what has ended the worker."""
+    """The line to the front end, which is told in one line why the worker ended."""
     with closing(control):
         try:
             yield control
         except zmq.ContextTerminated:
-            pass  # the engine was closed while this one, a thread, still loaded: there is nobody to tell
+            pass  # the engine was closed while this thread was still loading: there is nobody to tell
         except TalonError as error:
             control.send(Failed(request=None, kind=type(error).__name__, text=str(error)))
 
 
 def load_keys(config: Config, side: str) -> Keys | None:
-    """The keys of one side of a tcp link; None where there is none, or it goes without."""
+    """The keys of one side of a tcp link; None without such a link or without keys."""
     if config.transport != "tcp" or config.tcp.keys is None:
         return None
     return load(Path(config.tcp.keys), side)
 
 
-_BOTH_CORES = 4  # with fewer, what a drafter takes while the target runs slows that down more than it brings
+_BOTH_CORES = 4  # with fewer, drafting during the target's forward slows it down more than it gains
 
 
 def settled(config: Config) -> tuple[Config, str | None]:
-    """The configuration with `mode: auto` as `sequential` where both at once cannot pay, and a line that says so.
+    """The configuration with `mode: auto` set to `sequential` if overlap cannot pay, and a line that says so.
 
     On two cores drafting ahead was 0.4 times (`hybrid`) to 0.9 times (`block`) as fast as turns in one loop.
     """
@@ -176,13 +176,13 @@ class Threads(NamedTuple):
     drafter: int
 
     def verifier(self, ahead: bool) -> int:
-        """The target's. ahead: drafts are made while it runs."""
+        """Threads of the target. ahead: drafts are made while it runs."""
         return self.verifier_beside if ahead else self.verifier_alone
 
 
 def share_cores(config: Config) -> Threads:
-    """A draft model in a worker of its own gets half of the cores, in the verifier's loop it has the verifier's; any
-    other drafter needs none. More threads than cores are refused: two workers of two threads each on two cores were
+    """A draft model in its own worker gets half of the cores; in the verifier's loop it uses the verifier's threads.
+    Any other drafter needs none. More threads than cores are refused: two workers of two threads each on two cores were
     measured to run 6 to 8 times slower.
     """
     from drafters.registry import find
@@ -200,7 +200,7 @@ def share_cores(config: Config) -> Threads:
 
 
 def oversubscription(config: Config) -> str | None:
-    """A line for people whose configuration asks for threads that it does not get; None for all others."""
+    """A warning if the configuration asks for threads that it does not get, else None."""
     given, asked = share_cores(config), config.drafter.threads
     if shares_loop(config) and asked is not None and asked != given.drafter:
         return f"drafter.threads={asked}: {given.drafter} used, those of the verifier, in whose loop the drafter works"
@@ -218,7 +218,7 @@ def oversubscription(config: Config) -> str | None:
 
 
 def main() -> None:
-    """Read the spec from standard input; when that closes the front end is gone: leave nothing behind and end."""
+    """Read the spec from standard input. When that closes, the front end is gone: clean up and exit."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the front end's to handle
     if not (line := sys.stdin.readline()):
         return

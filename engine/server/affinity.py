@@ -9,7 +9,7 @@ import msgspec
 
 SESSION_HEADER = "x-session-id"
 _BEGINNING = 1024
-"""Characters of a prompt that decide. Later turns of a conversation begin alike, other questions seldom do."""
+"""Leading characters of a prompt that decide. Turns of one conversation begin alike, other questions seldom do."""
 
 
 def session_of(header: str | None, body: bytes) -> str:
@@ -20,7 +20,7 @@ def session_of(header: str | None, body: bytes) -> str:
 
 
 def _beginning(body: bytes) -> str:
-    """Of the first prompt, or of the messages one behind the other; of anything else its own text."""
+    """The beginning of the first prompt, or of the messages joined; of anything else, of its own text."""
     try:
         asked: Any = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -1,4 +1,4 @@
-"""What a client gets: OpenAI's objects, and Talon's figures beside them."""
+"""What a client gets: OpenAI's objects, plus Talon's own figures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Usage(BaseModel):
 
 
 class TopLogprob(BaseModel):
-    """A token that might have been drawn. bytes: its UTF-8, of which a character may have several tokens."""
+    """A token that might have been drawn. bytes: its UTF-8; one character may span several tokens."""
 
     token: str
     logprob: float
@@ -36,7 +36,7 @@ class ChatLogprobs(BaseModel):
 
 
 class TextLogprobs(BaseModel):
-    """Of a text completion. Of a prompt's first token there is none."""
+    """Log-probabilities of a text completion. The prompt's first token has none."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -82,8 +82,8 @@ class SpeculativeDecoding(BaseModel):
 
 
 class AnswerMetrics(BaseModel):
-    """How an answer, or several choices together, came about. decoding_s: from the first token to the last, by the
-    verifier's clock; of several choices the longest. exact: the text is that of plain decoding.
+    """How an answer, or several choices together, was produced. decoding_s: from the first token to the last, by the
+    verifier's clock; the longest of several choices. exact: the text is that of plain decoding.
     """
 
     rounds: int
@@ -141,7 +141,7 @@ class Status(BaseModel):
 
 
 class ErrorDetail(BaseModel):
-    """param: the field that is wrong, where one is."""
+    """param: the field that is wrong, if any."""
 
     message: str
     type: str

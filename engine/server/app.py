@@ -49,7 +49,7 @@ _STREAM: Responses = {
 
 
 def create_app(serving: Serving) -> FastAPI:
-    """The application of one engine, which has been started."""
+    """The application of one engine that has been started."""
     engine, settings = serving.engine, serving.settings
     app = FastAPI(title="Talon", version=VERSION, redoc_url=None, separate_input_output_schemas=False)
     app.state.serving = serving
@@ -72,7 +72,7 @@ def create_app(serving: Serving) -> FastAPI:
 
     @app.post("/v1/completions", response_model=TextCompletion, responses=_STREAM | _REFUSALS)
     async def complete(body: CompletionRequest, request: Request) -> Response:
-        """Go on with a text, or with several."""
+        """Continue a text, or several."""
         serving.check()
         wanted = await text_choices(body, engine, settings, serving.vocabulary)
         format_ = TextFormat(settings.model, wanted, serving.vocabulary, body.includes_usage, body.return_sources)
@@ -101,25 +101,25 @@ def create_app(serving: Serving) -> FastAPI:
 
     @app.get("/health", responses=_only(503))
     async def health() -> Status:
-        """Whether this process can go on: 503 asks for a new one."""
+        """Whether this process can continue: 503 asks for a new one."""
         if engine.failed is not None:
             raise engine.failed
         return Status(status="ok")
 
     @app.get("/ready", responses=_only(503))
     async def ready() -> Status:
-        """Whether a request would be begun now: 503 while workers return, and before the end."""
+        """Whether a request would start now: 503 while workers restart and during shutdown."""
         serving.check()
         return Status(status="ready")
 
     @app.get("/version")
     async def version_() -> Version:
-        """Talon's."""
+        """Talon's version."""
         return Version(version=VERSION)
 
     @app.get("/metrics", response_class=Response, responses=_TEXT | _only(401))
     async def metrics() -> Response:
-        """For Prometheus."""
+        """Metrics for Prometheus."""
         return Response(generate_latest(serving.registry), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
@@ -147,7 +147,7 @@ def _handle_errors(app: FastAPI, serving: Serving) -> None:
 
 
 def _http_error(error: HTTPException) -> ApiError:
-    """Of FastAPI itself: no such path, another method, a body that cannot be read or is too long."""
+    """Errors of FastAPI itself: no such path, another method, a body that cannot be read or is too long."""
     return ApiError(error.status_code, str(error.detail))
 
 

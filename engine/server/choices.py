@@ -1,4 +1,4 @@
-"""Several answers at once: what comes of each, in the order in which it comes."""
+"""Several answers at once: the events of each, in order of arrival."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from engine.server.translate import Wanted
 from engine.tasks import cancel
 
 Event = tuple[int, Piece | Result]
-"""What came, and the number of the choice that it belongs to."""
+"""The number of a choice, and what arrived for it."""
 Events = AsyncGenerator[Event]
 
 
 async def run(engine: Engine, wanted: Sequence[Wanted], latencies: Latencies) -> Events:
-    """(choice, piece) as they come and (choice, result) when one has ended. Closing it cancels all; should one fail,
-    the others end too.
+    """Yields (choice, piece) as they arrive and (choice, result) when a choice has ended. Closing it cancels all; if
+    one fails, the others end too.
     """
     arrivals: asyncio.Queue[tuple[int, Piece | Result | Exception]] = asyncio.Queue()
     started_s = time.perf_counter()

@@ -80,7 +80,7 @@ def serve(
 
 
 def read_keys(file: Path | None) -> tuple[str, ...]:
-    """The keys of the file and of the environment; blank lines and lines that begin with # say nothing."""
+    """The keys of the file and of the environment; blank lines and lines that begin with # are ignored."""
     lines = os.environ.get(KEYS_VARIABLE, "").split(",")
     if file is not None:
         try:
@@ -94,5 +94,5 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
 
 
 def short_name(model: str) -> str:
-    """A hub id or a name of the catalogue as it is; of a path its last part."""
+    """A hub id or a catalogue name as it is; of a path its last part."""
     return Path(model).resolve().name if Path(model).exists() else model

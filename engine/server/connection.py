@@ -1,4 +1,4 @@
-"""What happens when a client goes away: its work ends, be it a stream or a plain call."""
+"""When a client disconnects, its work ends, whether it is a stream or a plain call."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ T = TypeVar("T")
 
 
 class ClientGone(Exception):
-    """There is nobody to answer."""
+    """The client has disconnected."""
 
 
 async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`. When the client goes away before, it is cancelled and ClientGone raised."""
+    """The result of `work`. If the client disconnects first, `work` is cancelled and ClientGone raised."""
     return await _first(work, request.receive)
 
 
 class EventStream(Response):
-    """Server-sent events. `events` is closed when they end and when the client goes away, within a round."""
+    """Server-sent events. `events` is closed when it ends and, within a round, when the client disconnects."""
 
     media_type = "text/event-stream"
 
@@ -39,7 +39,7 @@ class EventStream(Response):
         async with contextlib.aclosing(self.events):
             try:
                 await _first(self._send(send), receive)
-            except ClientGone:  # its status has been sent: the log says that it did not stay
+            except ClientGone:  # the status has been sent: the log notes the disconnect
                 scope["state"]["record"]["client_left"] = True
 
     async def _send(self, send: Send) -> None:
@@ -62,6 +62,6 @@ async def _first(work: Coroutine[Any, Any, T], receive: Receive) -> T:
 
 
 async def _gone(receive: Receive) -> None:
-    """Until the client has gone; its body has been read."""
+    """Wait until the client disconnects; its body has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass

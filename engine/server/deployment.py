@@ -1,8 +1,8 @@
-"""More than one machine: Ray Serve runs replicas of the server, `serve run configs/serve-ray.yaml` (extra `ray`).
+"""Several machines: Ray Serve runs replicas of the server, `serve run configs/serve-ray.yaml` (extra `ray`).
 
 A front door hands each request to the replica that consistent hashing gives its session, so that a conversation finds
-its suffix cache and its prompt's blocks again. A replica that dies is replaced; requests of which nothing was sent yet
-go to another one.
+its suffix cache and its prompt's blocks again. A replica that dies is replaced; its requests go to another one if none
+of their answer was sent yet.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ ROUTER = RequestRouterConfig(
     request_router_class="ray.serve.experimental.consistent_hash_router.ConsistentHashRouter",
     request_router_kwargs={"num_fallback_replicas": 2},
 )
-_TRIES = 3  # replicas that a request may be given to until one begins to answer
-_PAUSE_S = 0.3  # before the second try, twice as long before the third: until the dead are known
+_TRIES = 3  # replicas tried for a request until one begins to answer
+_PAUSE_S = 0.3  # before the second try, twice as long before the third: until dead replicas are known
 _MOST_BODY = 4 << 20  # bytes
 _LOST = (RayError, RayServeException)
 
@@ -104,7 +104,7 @@ class FrontDoor:
         self.replicas = replicas
 
     async def __call__(self, request: Request) -> Response:
-        """Pass the request on, and what its replica answers back."""
+        """Pass the request on, and its replica's answer back."""
         body = b""
         async for part in request.stream():
             body += part
@@ -125,7 +125,7 @@ class FrontDoor:
 
 
 async def _rest(parts: Any) -> AsyncGenerator[bytes]:
-    """The body of an answer that has begun; where its replica dies, an event says so and the stream ends."""
+    """The body of an answer that has begun; if its replica dies, an event says so and the stream ends."""
     try:
         async for part in parts:
             yield part

@@ -42,7 +42,7 @@ class ApiError(TalonError):
 
 
 def api_error(error: Exception) -> ApiError:
-    """What a client is told of an error. Of one that nobody expected only that it happened: its text is for the log."""
+    """The error as a client sees it. Of an unexpected one it learns only that it happened: the text is for the log."""
     match error:
         case ApiError():
             return error
@@ -60,7 +60,7 @@ def api_error(error: Exception) -> ApiError:
 
 
 def returning() -> ApiError:
-    """The engine is on its way back."""
+    """The engine's workers are being restarted."""
     return ApiError(503, "the workers are being started again; try again soon", "server_error", "unavailable")
 
 
@@ -88,7 +88,7 @@ def _validation(error: RequestValidationError) -> ApiError:
 
 
 def _path(location: Sequence[int | str]) -> str:
-    """messages[1].content: what stands at that place of the body, without pydantic's names of a union's branches."""
+    """A location in the body as messages[1].content, without pydantic's names of a union's branches."""
     path = ""
     for above, part in zip(("", *location), location, strict=False):
         if isinstance(part, int):
@@ -99,7 +99,7 @@ def _path(location: Sequence[int | str]) -> str:
 
 
 def _said(error: dict[str, Any]) -> str:
-    """What is wrong, in words that do not name pydantic's."""
+    """What is wrong, without pydantic's own terms."""
     more = error.get("ctx", {})
     kind = more.get("discriminator", "").strip("'")
     match error["type"]:

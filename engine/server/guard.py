@@ -1,4 +1,4 @@
-"""What every request passes before it reaches a route: its number, its key, the size of its body, a line in the log."""
+"""What every request passes before it reaches a route: its id, API key check, body size limit and log line."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from engine.server.settings import Settings
 from engine.server.traces import Traces
 
 OPEN = ("/", "/health", "/ready", "/version")
-"""Paths that need no key: they tell nothing of anybody's requests."""
+"""Paths that need no key: they reveal nothing about requests."""
 CLIENT_GONE = 499
-_MOST_NUMBER = 64  # characters of an X-Request-Id that is taken over
+_MOST_NUMBER = 64  # maximum characters of an X-Request-Id that is kept
 
 
 class Guard:
-    """ASGI middleware. refused: told of every answer that is an error."""
+    """ASGI middleware. refused: called with the status of every answer that is an error."""
 
     def __init__(self, app: ASGIApp, settings: Settings, log: Log, traces: Traces, refused: Callable[[int], None]):
         self.app, self.max_body_bytes = app, settings.max_body_bytes
@@ -50,11 +50,11 @@ class Guard:
         try:
             self._check(scope["path"], headers)
             await self.app(scope, self._limited(receive), answer)
-        except Exception as error:  # a wrong key, or what no route expects
+        except Exception as error:  # a wrong key, or an unexpected error
             refusal = api_error(error)
             if not isinstance(error, ApiError):
                 self.log.failed(number, error)
-            if status != CLIENT_GONE:  # the answer has begun, and can only end
+            if status != CLIENT_GONE:  # the answer has begun, so it can only end
                 raise
             await refusal.response()(scope, receive, answer)
         finally:
@@ -66,7 +66,7 @@ class Guard:
                 self.traces.request(headers, record)
 
     def _check(self, path: str, headers: Headers) -> None:
-        """Raises ApiError for a missing or wrong key, and for a body that says itself that it is too long."""
+        """Raises ApiError for a missing or wrong key, and for a body whose Content-Length is too long."""
         if self._keys and path not in OPEN and not self._lets_in(headers.get("authorization", "")):
             raise ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
         length = headers.get("content-length", "")
@@ -74,21 +74,21 @@ class Guard:
             raise self._too_long()
 
     def _lets_in(self, authorization: str) -> bool:
-        """Compares with every key, in a time that depends on none."""
+        """Compares with every key, in a time that does not depend on the keys."""
         scheme, _, key = authorization.partition(" ")
         given = _digest(key.strip())
         fits = [hmac.compare_digest(given, known) for known in self._keys]
         return scheme.lower() == "bearer" and any(fits)
 
     def _limited(self, receive: Receive) -> Receive:
-        """`receive`, which refuses a body that grows too long."""
+        """`receive` that refuses a body once it grows too long."""
         received = 0
 
         async def limited() -> Message:
             nonlocal received
             message = await receive()
             received += len(message.get("body", b""))
-            if received > self.max_body_bytes:  # what FastAPI lets through, where it reads a body
+            if received > self.max_body_bytes:  # the exception that FastAPI lets through while it reads a body
                 error = self._too_long()
                 raise HTTPException(error.status, str(error))
             return message
@@ -104,6 +104,6 @@ def _digest(key: str) -> bytes:
 
 
 def _number(given: str | None) -> str:
-    """The client's own number of a request, if it is a plain one."""
+    """The client's own id of a request, if it is plain text, else a new one."""
     plain = given is not None and len(given) <= _MOST_NUMBER and given.isascii() and given.isprintable() and given
     return plain or uuid.uuid4().hex

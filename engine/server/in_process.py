@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Scope
 
 
 class HttpRequest(msgspec.Struct, frozen=True):
-    """A request, its body read to the end."""
+    """A request with its complete body."""
 
     method: str
     path: str
@@ -20,14 +20,16 @@ class HttpRequest(msgspec.Struct, frozen=True):
 
 
 class HttpHead(msgspec.Struct, frozen=True):
-    """What comes before an answer's body."""
+    """What precedes an answer's body."""
 
     status: int
     headers: list[tuple[bytes, bytes]]
 
 
 async def answer(app: ASGIApp, request: HttpRequest) -> AsyncGenerator[bytes]:
-    """The HttpHead as MessagePack, then the parts of the body as they come. Closing it is the client's going away."""
+    """The HttpHead as MessagePack, then the parts of the body as they come. Closing it counts as the client's
+    disconnect.
+    """
     parts: asyncio.Queue[bytes | None] = asyncio.Queue()
     gone = asyncio.Event()
     unread = [request.body]

@@ -26,7 +26,7 @@ class JsonLines(logging.Formatter):
 
 
 class Log:
-    """prompts: whether what people write and read may stand in it."""
+    """prompts: whether prompts and answers may appear in it."""
 
     def __init__(self, prompts: bool = False):
         self.prompts = prompts
@@ -37,16 +37,16 @@ class Log:
         self._logger.info("request", extra={"fields": fields})
 
     def started(self, url: str, model: str, target: Ready) -> None:
-        """Requests are taken from now on."""
+        """Requests are accepted from now on."""
         megabytes = {"weights_mb": target.weight_bytes // 10**6, "kv_mb": target.kv_bytes // 10**6}
         self._logger.info("serving", extra={"fields": {"url": url, "model": model} | megabytes})
 
     def warn(self, text: str) -> None:
-        """Something that whoever runs the server should know."""
+        """Something that the operator should know."""
         self._logger.warning(text)
 
     def failed(self, number: str, error: BaseException) -> None:
-        """Something went wrong that nobody expected."""
+        """An unexpected error."""
         self._logger.error("internal error", exc_info=error, extra={"fields": {"id": number}})
 
 

@@ -18,7 +18,7 @@ _REQUEST_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class Latencies:
-    """What each answer takes, as seen by the server."""
+    """The latencies of each answer, as seen by the server."""
 
     def __init__(self, registry: CollectorRegistry, model: str):
         def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
@@ -37,7 +37,7 @@ class Latencies:
         self._model = model
 
     def emitted(self, before_s: float, tokens: int, first: bool) -> float:
-        """So many tokens came, the ones before at `before_s` (time.perf_counter). Returns when these came."""
+        """`tokens` tokens arrived, the previous ones at `before_s` (time.perf_counter). Returns when these arrived."""
         now_s = time.perf_counter()
         if first:
             self._first.observe(now_s - before_s)
@@ -57,7 +57,7 @@ class Latencies:
 
 
 class EngineCollector(Collector):
-    """The engine's counters, read when they are asked for."""
+    """The engine's counters, read on request."""
 
     def __init__(self, engine: Engine, model: str):
         self.engine, self.model = engine, model
@@ -99,6 +99,6 @@ class EngineCollector(Collector):
     def _accepted_per_position(self, accepted_at: list[int]) -> Metric:
         name = "vllm:spec_decode_num_accepted_tokens_per_pos"
         family = CounterMetricFamily(name, "Of these, by place in the draft.", labels=["model_name", "position"])
-        for position, count in enumerate(accepted_at or [0]):  # a scraper finds the name before the first is accepted
+        for position, count in enumerate(accepted_at or [0]):  # the name exists before the first is accepted
             family.add_metric([self.model, str(position)], count)
         return family

@@ -1,4 +1,4 @@
-"""From what the engine emits to OpenAI's objects: the chunks of a stream, and whole answers."""
+"""Turns what the engine emits into OpenAI's objects: the chunks of a stream, and whole answers."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ class Format(Protocol):
     """One of the two kinds of answers."""
 
     def opening(self) -> list[Chunk]:
-        """What comes before the first token."""
+        """Chunks before the first token."""
 
     def piece(self, choice: int, piece: Piece) -> Chunk:
-        """A round of one choice."""
+        """The chunk of one round of a choice."""
 
     def closing(self, choice: int, result: Result) -> Chunk:
-        """The end of a choice."""
+        """The chunk that ends a choice."""
 
     def whole(self, results: Sequence[Result]) -> BaseModel:
-        """All choices at once."""
+        """The whole answer with all choices."""
 
     def usage(self, results: Sequence[Result]) -> Chunk:
-        """The chunk behind all choices that counts tokens."""
+        """The chunk after all choices, which counts tokens."""
 
 
 class _Format:
-    """kind: of the chunks' `object`. counted: put `usage: null` into chunks, as OpenAI does where usage follows."""
+    """kind: the chunks' `object`. counted: put `usage: null` into chunks, as OpenAI does where usage follows."""
 
     kind, letters = "", ""
 
@@ -74,7 +74,7 @@ class _Format:
         return {**self._head, "choices": [], **figures}
 
     def _usage(self, results: Sequence[Result]) -> Usage:
-        """A prompt counts once, however many choices it has: those stand side by side."""
+        """A prompt counts once, however many choices it has; its choices are adjacent."""
         prompts = sum(len(prompt) for prompt, _ in itertools.groupby(one.prompt for one in self.wanted))
         shown = zip(self.wanted, results, strict=True)
         answers = sum(len(result.token_ids) for wanted, result in shown if not wanted.silent)
@@ -150,7 +150,7 @@ class TextFormat(_Format):
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
-        self._offsets = [0] * len(self.wanted)  # of the text that is out, for each choice
+        self._offsets = [0] * len(self.wanted)  # length of the text sent so far, for each choice
 
     def opening(self) -> list[Chunk]:
         return []
@@ -182,7 +182,7 @@ class TextFormat(_Format):
         return self._chunk({"index": choice, "text": text, "logprobs": None, "finish_reason": None} | more)
 
     def _shown(self, choice: int, arrival: Piece | Result, text: str, before: bool) -> tuple[str, TextLogprobs | None]:
-        """The text, and its tokens' log-probabilities. before: nothing is out yet, so an echo comes first."""
+        """The text, and its tokens' log-probabilities. before: nothing has been sent yet, so an echo comes first."""
         wanted = self.wanted[choice]
         echo = (wanted.echo or "") if before else ""
         text = echo + ("" if wanted.silent else text)
@@ -212,13 +212,13 @@ class TextFormat(_Format):
         )
 
     def _top(self, one: Logprob) -> dict[str, float]:
-        """Of tokens that look alike, the likeliest counts; the token itself is always there."""
+        """Of tokens with the same text, the likeliest counts; the token itself is always included."""
         ranked = {self.vocabulary.text(token): logprob for token, logprob in reversed(one.top)}
         return {self.vocabulary.text(one.token): one.logprob} | ranked
 
 
 def _metrics(results: Sequence[Result]) -> AnswerMetrics:
-    """Of all choices together, which went on at once."""
+    """Metrics of all choices together, which ran concurrently."""
     rounds = [round_ for result in results for round_ in result.rounds[1:]]
     tokens = sum(len(result.token_ids) for result in results)
     longest_s = max(len(result.token_ids) / result.metrics.tokens_per_second for result in results)

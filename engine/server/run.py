@@ -29,7 +29,7 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True)
 class Listening:
-    """Where to listen. certificate, key: PEM files for TLS. drain_s: that answers under way have at the end."""
+    """Where to listen. certificate, key: PEM files for TLS. drain_s: time for running answers at shutdown."""
 
     host: str
     port: int
@@ -39,7 +39,7 @@ class Listening:
 
 
 async def run_server(config: Config, settings: Settings, where: Listening) -> None:
-    """Serve until SIGTERM or Ctrl-C; then end the answers under way, and the engine."""
+    """Serve until SIGTERM or Ctrl-C; then finish the running answers and close the engine."""
     to_standard_error()
     _tell(f"loading {config.model}")
     with listen(where) as listener, _ended_by_sigterm():
@@ -52,13 +52,13 @@ async def run_server(config: Config, settings: Settings, where: Listening) -> No
 
 
 def _tell(line: str) -> None:
-    """A line for a person, where one watches; the log is for programs."""
+    """A line for a person, if standard error is a terminal; the log is for programs."""
     if sys.stderr.isatty():
         print(f"talon: {line}", file=sys.stderr)
 
 
 def listen(where: Listening) -> socket.socket:
-    """The socket, bound before a model is loaded: that it cannot be is known at once."""
+    """The socket, bound before a model is loaded, so that a failure shows at once."""
     family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -93,7 +93,7 @@ def _uvicorn(serving: Serving, where: Listening) -> uvicorn.Config:
 
 
 class _Server(uvicorn.Server):
-    """Says where it is, and drains when told to end; a second Ctrl-C does not wait."""
+    """Announces its address, and drains when told to end; a second Ctrl-C does not wait."""
 
     def __init__(self, config: uvicorn.Config, serving: Serving):
         super().__init__(config)
@@ -113,7 +113,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Uvicorn's own would send the signal once more at the end, before the engine is closed."""
+        """Replaces uvicorn's own, which would send the signal once more at the end, before the engine is closed."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.handle_exit, number, None)

@@ -1,4 +1,4 @@
-"""What a client may ask for. A field that is not here, or that this engine cannot honour, is refused by its name.
+"""What a client may ask for. Fields not defined here, or that this engine cannot honour, are refused by name.
 
 Names and defaults are OpenAI's; those below "beyond OpenAI" are vLLM's where vLLM has one.
 """
@@ -22,7 +22,7 @@ _ABSENT: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
 }
-"""Fields that are not supported, and values of theirs that ask for nothing."""
+"""Unsupported fields, and their values that ask for nothing."""
 
 
 class _Body(BaseModel):
@@ -31,7 +31,7 @@ class _Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_what_asks_for_nothing(cls, values: Any) -> Any:
-        """Clients send null for what they leave open, and empty lists of tools."""
+        """Clients send null for fields they leave open, and empty lists of tools."""
         if not isinstance(values, dict):
             return values
         unknown = values.keys() - cls.model_fields.keys()
@@ -53,7 +53,7 @@ class Message(_Body):
     content: str | Annotated[list[TextPart], Field(min_length=1)]
 
     def plain(self) -> dict[str, str]:
-        """As chat templates take it."""
+        """The message as chat templates take it."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
@@ -96,7 +96,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 
 class StructuredOutputs(_Body):
-    """What an answer must be, as vLLM names it: one of a JSON schema, a regular expression, a choice or a grammar."""
+    """What an answer must be, with vLLM's names: one of a JSON schema, a regular expression, a choice or a grammar."""
 
     json_: dict[str, Any] | None = Field(None, alias="json")
     regex: str | None = None
@@ -111,7 +111,7 @@ class StructuredOutputs(_Body):
 
 
 class Speculation(_Body):
-    """Drafts for this request. off: plain decoding. budget: most nodes of a tree. The text is the same."""
+    """Drafting options of this request. off: plain decoding. budget: maximum nodes of a tree. The text is the same."""
 
     off: bool = False
     budget: int | None = Field(None, ge=2, le=1024)

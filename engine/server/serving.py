@@ -1,4 +1,4 @@
-"""What the routes share: a request is asked of the engine, and its answer is whole or a stream of one chunk a round."""
+"""What the routes share: a request goes to the engine; its answer is whole or a stream, one chunk a round."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _FIRST = (
     SamplingParams(max_tokens=8, temperature=1.0, logprobs=1, ignore_eos=True),
     SamplingParams(max_tokens=8, grammar=Grammar(json_object=True)),
 )
-"""Between them they need what is made when it is first needed: the chat template, noise, a grammar's tokenizer."""
+"""Together they need everything made on first use: the chat template, noise, a grammar's tokenizer."""
 
 
 class Serving:
-    """What the routes share. draining: the server is about to end, and takes nothing new."""
+    """What the routes share. draining: the server is about to end, and accepts no new requests."""
 
     def __init__(self, engine: Engine, settings: Settings):
         self.engine, self.settings = engine, settings
@@ -50,13 +50,13 @@ class Serving:
         self.draining = False
 
     async def warm_up(self) -> None:
-        """Do what a first request would wait for. What this model cannot do is refused when it is asked for."""
+        """Do the work that a first request would wait for. What this model cannot do is refused when asked for."""
         for sampling in _FIRST:
             with suppress(RequestError, RequestFailed):
                 await self.engine.generate("Say yes.", sampling)
 
     def check(self) -> None:
-        """Raise ApiError unless a request would be begun now."""
+        """Raise ApiError unless a request would start now."""
         if self.draining:
             raise ApiError(503, "this server is about to end; ask another one", "server_error", "draining")
         if (failed := self.engine.failed) is not None:
@@ -65,7 +65,7 @@ class Serving:
             raise returning()
 
     async def answer(self, request: Request, body: Any, wanted: Sequence[Wanted], format_: Format) -> Response:
-        """Errors before the first token have a status of their own, so nothing is sent before it."""
+        """Errors before the first token get their own HTTP status, so nothing is sent before it."""
         events = choices.run(self.engine, wanted, self.latencies)
         record = request.state.record
         record |= {"model": body.model, "stream": body.stream, "choices": len(wanted)}
@@ -102,7 +102,7 @@ class Serving:
 
 
 class Results:
-    """The results of a request's choices, as they come; they are counted, and stand in its record for the log."""
+    """The results of a request's choices as they arrive, counted and added to its record for the log."""
 
     def __init__(self, latencies: Latencies, record: dict[str, Any], texts: bool, choices: int):
         self.latencies, self.record, self.texts = latencies, record, texts
@@ -114,7 +114,7 @@ class Results:
         return [result for result in self._results if result is not None]
 
     async def collect(self, events: choices.Events) -> None:
-        """To the end."""
+        """Collect all events to the end."""
         async with aclosing(events):
             async for event in events:
                 self._see(event)

@@ -1,4 +1,4 @@
-"""How a server is run: what `talon serve` was told, beside the engine's own configuration."""
+"""The options of `talon serve`, in addition to the engine's own configuration."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Settings:
-    """model: the name that clients use. api_keys: any of them lets in, none: everybody. cors_origins: pages of these
-    origins may call, none: no page of another origin. max_body_bytes: of a request. max_prompt_tokens: None: what the
-    context holds. max_choices: answers of one request, over all of its prompts. log_prompts: put prompts and answers
-    into the log. traces: an OTLP endpoint for OpenTelemetry, such as http://localhost:4318/v1/traces.
+    """model: the name that clients use. api_keys: any of them grants access; empty: everyone has access. cors_origins:
+    pages of these origins may call; empty: no page of another origin. max_body_bytes: of a request. max_prompt_tokens:
+    None: what the context holds. max_choices: maximum answers of one request, over all of its prompts. log_prompts: put
+    prompts and answers into the log. traces: an OTLP endpoint for OpenTelemetry, such as
+    http://localhost:4318/v1/traces.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""OpenTelemetry, where it is asked for: a span for every request, a child of the client's own if it names one."""
+"""OpenTelemetry, if enabled: a span for every request, a child of the client's own if it names one."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _NAMES = {
     "method": "http.request.method",
     "path": "url.path",
 }
-"""The log's fields by the names that semantic conventions, or vLLM, give them."""
+"""The log's fields with their names in the semantic conventions, or in vLLM."""
 
 
 class Traces:
-    """endpoint: where spans are sent, over OTLP and HTTP; None: nowhere."""
+    """endpoint: where spans are sent, as OTLP over HTTP; None: nowhere."""
 
     def __init__(self, endpoint: str | None):
         self._provider = None if endpoint is None else _provider(endpoint)

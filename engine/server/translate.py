@@ -1,4 +1,4 @@
-"""From a client's request to what the engine is asked: prompts as token ids, and the parameters of every choice."""
+"""Translates a client's request for the engine: prompts as token ids, and the parameters of every choice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SEEDS = 2**63
 
 @dataclass(frozen=True)
 class Wanted:
-    """One choice: an answer to a prompt. echo: the prompt's text, to come first. silent: the answer is not shown."""
+    """One choice: an answer to a prompt. echo: the prompt's text, shown first. silent: the answer is not shown."""
 
     prompt: list[int]
     sampling: SamplingParams
@@ -41,7 +41,7 @@ async def chat_choices(body: ChatRequest, engine: Engine, settings: Settings) ->
 async def text_choices(
     body: CompletionRequest, engine: Engine, settings: Settings, vocabulary: Vocabulary
 ) -> list[Wanted]:
-    """The choices of a text completion, all of the first prompt first. Raises RequestError or ApiError."""
+    """The choices of a text completion, those of the first prompt first. Raises RequestError or ApiError."""
     _check(body, body.n * len(body.prompts), settings)
     more = {
         "max_tokens": max(1, body.max_tokens),
@@ -76,8 +76,8 @@ def _check(body: Generation, choices: int, settings: Settings) -> None:
 
 
 def _sampling(body: Generation, **more: Any) -> SamplingParams:
-    """The parameters that all choices share. What the client leaves open is the model's own; sampling is the default,
-    with a seed that nobody knows.
+    """The parameters that all choices share. Fields left open take the model's own values; sampling is the default,
+    with a random seed.
     """
     values = {
         "temperature": body.temperature,

@@ -11,7 +11,7 @@ _INCOMPLETE = "\ufffd"
 
 
 class Vocabulary:
-    """tokenizer: of `transformers`. A token may be part of a character: its text shows U+FFFD, its bytes do not."""
+    """tokenizer: of `transformers`. A token may be part of a character: its text is U+FFFD then, its bytes exact."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
@@ -19,7 +19,7 @@ class Vocabulary:
         self.bytes = lru_cache(maxsize=1 << 16)(self._bytes)
 
     def texts(self, tokens: list[int]) -> str:
-        """What tokens say together, special ones included."""
+        """The text of several tokens together, special ones included."""
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
@@ -39,8 +39,8 @@ class Vocabulary:
 
 @lru_cache(maxsize=1)
 def _byte_level() -> dict[str, int]:
-    """The letter that stands for each byte in byte-level vocabularies, as GPT-2 chose them: printable bytes stand for
-    themselves, the others for what follows U+00FF.
+    """The byte of each letter in byte-level vocabularies, as GPT-2 chose them: printable bytes stand for themselves,
+    the others for the characters after U+00FF.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
