@@ -20,9 +20,17 @@ def progress_bar(console: Console) -> Progress:
 class _Shown(Progress):
     _said_s = 0.0
 
-    def add_task(self, description: str, *args: Any, total: float | None = 100.0, **fields: Any) -> TaskID:
+    def add_task(
+        self,
+        description: str,
+        start: bool = True,
+        total: float | None = 100.0,
+        completed: int = 0,
+        visible: bool = True,
+        **fields: Any,
+    ) -> TaskID:
         self._say(f"{description}: {total:g} to do" if total else description)
-        return super().add_task(description, *args, total=total, **fields)
+        return super().add_task(description, start, total, completed, visible, **fields)
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
         super().advance(task_id, advance)

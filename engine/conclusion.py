@@ -29,8 +29,7 @@ class Conclusion:
     """draft: the tree's number. path: accepted nodes of the drafted tree; tokens: emitted. nodes: verified, or read.
     hit: the verified tree had arrived when the previous round ended.
 
-    features: [path, layers, hidden]; successors: [nodes drafted, k] int32. sources, logprobs: one per token. grafts:
-    the round's.
+    successors: [nodes drafted, k] int32. sources, logprobs: one per token. grafts: the round's.
     """
 
     request: Request
@@ -41,7 +40,6 @@ class Conclusion:
     hit: bool = False
     depth: int = 0
     draft_us: int = 0
-    features: Tensor | None = None
     successors: Array | None = None
     sources: tuple[int, ...] = (0,)
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -79,6 +77,8 @@ def _conclude(
     request.kept_path = path
     hit, accepted = request.hit, round_.kept[path].tolist()
     request.go_on(round_.proposal.number, accepted[-1], tokens)
+    if features is not None:
+        request.features.add(request.cache.length, bfloat16_bits(features), unsent=request.drafted)
     sources = (GRAMMAR if node >= own else int(round_.drafted.source[node]) for node in accepted[1:])
     return Conclusion(
         request,
@@ -89,7 +89,6 @@ def _conclude(
         hit,
         int(round_.tree.depths.max()),
         round_.proposal.draft_us,
-        features,
         successors,
         (*sources, 0),
         request.sampler.take_logprobs(),
@@ -120,8 +119,9 @@ def conclude_chunks(
             behind = request.text[chunk.past + 1 : chunk.past + 1 + len(chunk)]
             request.prompt_logprobs += token_logprobs(rows, behind, request.sampling.prompt_logprobs or 0)
         request.cache.commit(range(len(chunk)))
-        if features is not None and not request.has_answer:
-            request.features.append(bfloat16_bits(features[row : row + len(chunk)]))
+        if features is not None:
+            unsent = request.drafted and not request.has_answer
+            request.features.add(chunk.past, bfloat16_bits(features[row : row + len(chunk)]), unsent)
         row += len(chunk)
         if request.reading or request.has_answer:
             request.asked_ns = time.perf_counter_ns()

@@ -15,12 +15,13 @@ from engine.messages import Array, Draft, Finish, Hello, Start, Verdict
 from engine.request import Request
 from engine.round import Proposal
 from engine.scheduler import Scheduler
-from engine.target import Target, bfloat16_bits
+from engine.target import Target
 from engine.transport import Hub
 from engine.tree import TokenTree
 
 FROM_DRAFTER = (Hello, Draft)
 _KEPT_DRAFTS = 64  # per request
+_NONE = np.zeros((0, 0, 0), np.uint16)
 
 
 class DrafterLine:
@@ -80,12 +81,21 @@ class DrafterLine:
             self.hub.malformed += 1
             return
         wants = msgspec.structs.replace(hello, rests=hello.rests and self.weighed)
+        if wants.feature_layers != self.wants.feature_layers:
+            self._forget_states()
         self.drafter, self._late, self.wants = peer, False, wants
-        self.requests.shares_prefixes = not hello.feature_layers  # shared text is not forwarded: no features
+        self.requests.needs_states = bool(wants.feature_layers)
         for request in self.requests:
             request.drafts, request.alone, request.asked_ns = {}, False, time.perf_counter_ns()
             request.outcome = (request.round + 1 if request.has_answer else 0, 0, 0, request.text[-1])
             self.introduce(request)
+
+    def _forget_states(self) -> None:
+        """The hidden states that are kept are of other layers than the new drafter wants."""
+        if self.target.pool is not None:
+            self.target.pool.forget_states()
+        for request in self.requests:
+            request.forget_states()
 
     def _keep(self, message: Draft, arrays: list[Array]) -> None:
         """File a draft under the outcome it is for; drafts for an earlier round or an unknown request are dropped.
@@ -139,12 +149,8 @@ class DrafterLine:
         if self.drafter is None:
             return
         request = conclusion.request
-        if conclusion.features is not None:
-            request.features.append(bfloat16_bits(conclusion.features))
-        rest, waiting = self.rests(costs), [np.zeros((0, 0, 0), np.uint16)]
-        if request.features and not rest:
-            waiting, request.features = request.features, []
-        features = waiting[0] if len(waiting) == 1 else np.concatenate(waiting)
+        rest = self.rests(costs)
+        features = _NONE if rest else request.features.take()
         verdict = Verdict(
             request=request.number,
             round=request.round,

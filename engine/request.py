@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from engine.batch import Segment, Wanted
+from engine.features import Features
 from engine.matcher import Matcher
 from engine.messages import Array, Draft, TokenLogprob
 from engine.sampling import SamplingParams
@@ -27,8 +28,8 @@ class Request:
     answer: tokens already emitted, by an earlier verifier or before a preemption: they are read like the prompt, and
     decoding continues after them. read_to: the position up to which the text must be read before it is decoded; cached:
     positions of it found in the prefix cache. matcher: of its grammar. drafted: whether it wants drafts. drafts: by
-    outcome; those of outcomes that did not come true are dropped every round. features: of positions read, until a
-    verdict sends them.
+    outcome; those of outcomes that did not come true are dropped every round. features: hidden states of its
+    positions, for a draft head.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Request:
         self.round = 0
         self.outcome: Outcome = (1, 0, 0, self.text[-1]) if answer else (0, 0, 0, 0)
         self.drafts: dict[Outcome, tuple[Draft, list[Array]]] = {}
-        self.features: list[Array] = []
+        self.forget_states()
         self.since_ns = self.asked_ns = time.perf_counter_ns()
         self.kept_path: list[int] = []  # accepted path of the latest tree, to be committed to the cache
         self.hit = False  # the next tree had arrived at the last verdict
@@ -83,6 +84,28 @@ class Request:
     def to_share(self) -> list[int]:
         """The text to read that others may have read: of a prompt all but the last token, whose logits are needed."""
         return self.text[: self.read_to - (not self.has_answer)]
+
+    def forget_states(self) -> None:
+        """Drop the hidden states kept so far."""
+        self.features = Features(shared=self.target.pool is not None)
+
+    @property
+    def shares(self) -> bool:
+        """Whether it may share blocks with other requests."""
+        return not self.reads_all and self.target.pool is not None
+
+    def adopt(self, with_states: bool) -> None:
+        """Reuse what others have read of its text. with_states: its drafter needs the hidden states too; of a text that
+        is read again it has them, or begins without them.
+        """
+        needed = with_states and self.drafted and not self.has_answer
+        for states in self.cache.adopt(self.to_share, needed):
+            self.features.adopt(states)
+
+    def publish(self) -> None:
+        """Let other requests find its committed blocks."""
+        if self.target.pool is not None:
+            self.cache.publish(self.text, self.features.of_block)
 
     def chunk(self, count: int) -> Segment:
         """The next `count` tokens to read; after the last one of a prompt, logits are wanted to draw from."""
@@ -118,4 +141,5 @@ class Request:
         if self.has_answer:
             self.read_to = len(self.text) - 1
         else:
-            self.features, self.prompt_logprobs, self.cached = [], [], 0  # recomputed with the positions
+            self.forget_states()
+            self.prompt_logprobs, self.cached = [], 0  # recomputed with the positions

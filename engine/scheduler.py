@@ -44,15 +44,15 @@ class Plan:
 class Scheduler:
     """waiting: requests not admitted yet; running: the others, the oldest first.
 
-    most: maximum requests that run at once; chunk: maximum prompt tokens read in one forward. shares_prefixes: whether
-    texts with a common prefix share its blocks.
+    most: maximum requests that run at once; chunk: maximum prompt tokens read in one forward. needs_states: whether
+    requests that are drafted for need the hidden states of blocks that they share.
     """
 
     def __init__(self, most: int, chunk: int, draft_timeout_s: float):
         self.most, self.chunk, self.draft_timeout_s = most, chunk, draft_timeout_s
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.shares_prefixes = True
+        self.needs_states = False
 
     def __iter__(self) -> Iterator[Request]:
         yield from self.running
@@ -140,15 +140,12 @@ class Scheduler:
         its draft starts now.
         """
         for request in self.running:
-            if request.reading and self._shares(request):
+            if request.reading and request.shares:
                 known = request.cache.length
-                request.cache.adopt(request.to_share)
+                request.adopt(self.needs_states)
                 request.cached += request.cache.length - known
                 if not request.reading:
                     request.asked_ns = now_ns
-
-    def _shares(self, request: Request) -> bool:
-        return self.shares_prefixes and not request.reads_all and request.target.pool is not None
 
     def _chunks(self, rows: int) -> list[tuple[Request, int]]:
         """Which requests read how much. A request waits if another is reading its next block in this forward."""
@@ -159,7 +156,7 @@ class Scheduler:
                 break
             if not request.reading:
                 continue
-            if self._shares(request):
+            if request.shares:
                 ending = request.cache.next_ending(request.to_share)
                 if ending is not None and ending in under_way:
                     continue

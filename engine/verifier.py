@@ -157,7 +157,7 @@ class Verifier:
         yield from conclude_chunks(readers, chunks, logits, features, self._fail)
         for request in readers:
             if request in self.requests.running:  # not failed
-                self._publish(request)
+                request.publish()
 
     def _tell_drafter(self, plan: Plan, conclusions: Iterable[Conclusion]) -> list[Conclusion]:
         """Send each verdict as soon as it is known: retrieval drafts for one request while the next tree is walked
@@ -203,12 +203,7 @@ class Verifier:
             return self._forget(request)
         if request.round:
             request.cache.commit(request.kept_path)
-            self._publish(request)
-
-    def _publish(self, request: Request) -> None:
-        """Let other requests find the committed blocks."""
-        if self.requests.shares_prefixes and self.target.pool is not None:
-            request.cache.publish(request.text)
+            request.publish()
 
     def _beat(self) -> None:
         if self.front_end.beat(self.requests):

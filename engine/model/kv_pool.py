@@ -2,7 +2,8 @@
 
 A request has a block table. Blocks are reference-counted, and a full block is known by the text it ends (a prefix
 cache): requests whose texts begin alike share blocks, at the same time or one after the other. Unreferenced blocks stay
-cached until their room is needed; the least recently used goes first.
+cached until their room is needed; the least recently used goes first. For a draft head a block's hidden states are
+kept with it.
 
 Layout: keys [layers, blocks, kv_heads, dims, 16], so that 16 keys are read at once, and values [layers, blocks,
 kv_heads, 16, dims]; dims is the head size rounded up to a multiple of 16, padded with zeros. Paired, for instructions
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -24,9 +25,11 @@ from torch import Tensor
 
 from engine.batch import BLOCK, Int
 from engine.errors import OutOfBlocks
+from engine.features import States
 from engine.model.fused import MOVE, move_kernel
 
 _CPU = torch.device("cpu")
+_STATES_SHARE = 4  # hidden states may take one part in so many of what keys and values take, beside them
 Ending = tuple[int, tuple[int, ...]]
 """The text that a full block ends: the number of the text before it (0: none), and its own 16 tokens."""
 
@@ -66,6 +69,8 @@ class KVPool:
         self._idle: OrderedDict[int, None] = OrderedDict()  # cached and unreferenced, least recently used first
         self._known: dict[Ending, tuple[int, int]] = {}  # the block, and the number of the text that it ends
         self._ending: dict[int, Ending] = {}
+        self._states: OrderedDict[int, States] = OrderedDict()  # of known blocks, used longest ago first
+        self._states_room = blocks * shape.block_bytes // _STATES_SHARE
         self._numbers = count(1)
 
     @property
@@ -93,25 +98,50 @@ class KVPool:
             else:
                 self._free.append(block)
 
-    def find(self, ending: Ending) -> tuple[int, int] | None:
-        """The block that ends this text, with one more reference, and the text's number."""
-        if (known := self._known.get(ending)) is None:
+    def find(self, ending: Ending, with_states: bool = False) -> tuple[int, int] | None:
+        """The block that ends this text, with one more reference, and the text's number. with_states: only if its
+        hidden states are there too.
+        """
+        if (known := self._known.get(ending)) is None or (with_states and known[0] not in self._states):
             return None
         block, _ = known
         self._idle.pop(block, None)
         self._references[block] += 1
         return known
 
-    def publish(self, ending: Ending, block: int) -> int:
-        """Register the full block that ends this text; returns the text's number. Of two blocks the first stays."""
+    def publish(self, ending: Ending, block: int, states: States | None = None) -> int:
+        """Register the full block that ends this text; returns the text's number. Of two blocks the first stays.
+
+        states: the block's hidden states, if a draft head wants them. Those used longest ago make room for new ones.
+        """
         if ending not in self._known:
             self._known[ending] = block, next(self._numbers)
             self._ending[block] = ending
-        return self._known[ending][1]
+        known, number = self._known[ending]
+        if states is not None and known not in self._states:
+            self._keep_states(known, states)
+        return number
+
+    def _keep_states(self, block: int, states: States) -> None:
+        room = self._states_room // states.nbytes
+        while self._states and len(self._states) >= room:
+            self._states.popitem(last=False)
+        if room:
+            self._states[block] = states
+
+    def states(self, block: int) -> States:
+        """The hidden states of a block that was found with them."""
+        self._states.move_to_end(block)
+        return self._states[block]
+
+    def forget_states(self) -> None:
+        """Drop all hidden states: another draft head wants those of other layers."""
+        self._states.clear()
 
     def _forget_oldest(self) -> int:
         block, _ = self._idle.popitem(last=False)
         del self._known[self._ending.pop(block)]
+        self._states.pop(block, None)
         return block
 
     def move(self, sources: Int, places: Int) -> None:
@@ -182,10 +212,13 @@ class KVCache:
             return None
         return (self._texts[-1] if at else 0), tuple(text[self.length : self.length + BLOCK])
 
-    def adopt(self, text: Sequence[int]) -> None:
-        """Reuse the cached blocks of `text`, one by one."""
-        while (ending := self.next_ending(text)) is not None and (known := self.pool.find(ending)) is not None:
+    def adopt(self, text: Sequence[int], with_states: bool = False) -> list[States]:
+        """Reuse the cached blocks of `text`, one by one. Returns their hidden states if these are needed."""
+        states = []
+        while (ending := self.next_ending(text)) and (known := self.pool.find(ending, with_states)):
             block, number = known
+            if with_states:
+                states.append(self.pool.states(block))
             at = len(self._texts)
             if at < len(self.table):
                 self.pool.give([int(self.table[at])])
@@ -194,16 +227,19 @@ class KVCache:
                 self.table = np.append(self.table, np.int32(block))
             self._texts.append(number)
             self.length += BLOCK
+        return states
 
-    def publish(self, text: Sequence[int]) -> None:
-        """Let other requests find the full blocks. text: at least the committed positions."""
+    def publish(self, text: Sequence[int], states_of: Callable[[int], States | None] = lambda at: None) -> None:
+        """Let other requests find the full blocks. text: at least the committed positions. states_of: the hidden states
+        of a block, if they are known.
+        """
         for at in range(len(self._texts), self.length // BLOCK):
             ending = (self._texts[-1] if at else 0), tuple(text[at * BLOCK : (at + 1) * BLOCK])
-            self._texts.append(self.pool.publish(ending, int(self.table[at])))
+            self._texts.append(self.pool.publish(ending, int(self.table[at]), states_of(at)))
 
     def release(self) -> None:
         """Return the blocks to the pool."""
-        self.pool.give(self.table.tolist())
+        self.pool.give(self.table[::-1].tolist())  # evicted from its end: without its beginning a text is not found
         self.table, self._texts = np.zeros(0, np.int32), []
         self.length = self.pending = 0
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from drafters.base import Verdict
 from drafters.checkpoint import TargetWeights
@@ -82,6 +84,34 @@ def test_shared_noise_makes_even_an_untrained_head_agree_with_more_draws(
     without = decode(model, params, HeadDrafter(head, Adaptive(budget=12, top_k=4), shared_noise=False))
     assert with_noise[0] == without[0]
     assert with_noise[1] < without[1]
+
+
+async def test_a_prompt_found_in_the_prefix_cache_reaches_the_head_with_all_its_hidden_states(
+    target_dir: Path, target: TargetWeights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a passage that another request has read are the ones that it would have computed itself."""
+    passage = [3 + i % 50 for i in range(70)]
+    seen: list[NDArray[np.uint16]] = []
+    observe = HeadDrafter.observe
+
+    def spy(drafter: HeadDrafter, request: int, verdict: Verdict) -> None:
+        if verdict.features is not None and len(verdict.features) > len(passage):
+            seen.append(verdict.features)
+        observe(drafter, request, verdict)
+
+    monkeypatch.setattr(HeadDrafter, "observe", spy)
+    eagle3(tmp_path, target)
+    settings = {"model": str(target_dir), "transport": "inproc", "drafter": {"path": str(tmp_path)}}
+    settings |= {"method": "eagle3", "dtype": "float32", "verifier": {"threads": 1, "cut": False}}
+    found = {}
+    for prompts in ([[*passage, 7]], [[*passage, 8], [*passage, 7]]):
+        async with await Engine.start(settings) as engine:
+            results = [await engine.generate(prompt, SamplingParams(max_tokens=12)) for prompt in prompts]
+        found[len(prompts)] = results[-1], seen[-1]
+    (alone, whole), (shared, joined) = found[1], found[2]
+    assert (alone.metrics.cached_tokens, shared.metrics.cached_tokens) == (0, 64)
+    assert alone.token_ids == shared.token_ids
+    assert len(whole) == len(passage) + 1 and np.array_equal(whole, joined)
 
 
 @pytest.mark.parametrize(

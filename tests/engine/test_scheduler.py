@@ -3,6 +3,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from engine.cost_model import CostModel
 from engine.errors import OutOfBlocks
 from engine.model.kv_pool import KVCache, KVPool, KVShape
 from engine.request import Request
-from engine.sampling import SamplingParams
+from engine.sampling import SamplingParams, Speculation
 from engine.scheduler import Plan, Scheduler
 
 FORWARDS = {1: 0.010, 8: 0.012, 16: 0.014, 32: 0.018, 64: 0.030}
@@ -421,14 +422,39 @@ def test_caches_of_their_own_are_neither_shared_nor_reserved() -> None:
     assert requests.reserve(found, lambda r: 20) is found
 
 
-def test_what_others_have_read_is_read_again_where_features_are_wanted() -> None:
-    """A head needs the features of every position, and known blocks have none."""
+PASSAGE = list(range(32))
+
+
+def test_what_others_have_read_is_read_again_where_its_hidden_states_are_missing() -> None:
+    """A head needs those of every position."""
+    stage, requests = after_reading(PASSAGE)
+    requests.needs_states = True
+    second = request(stage, 2, [*PASSAGE, 8])
+    requests.running = [second]
+    assert plan(requests).reading == [(second, 33)]
+
+
+def test_what_others_have_read_with_its_hidden_states_is_shared_with_them() -> None:
     stage, requests = Stage(), scheduler(chunk=64)
-    requests.shares_prefixes = False
-    passage = list(range(32))
-    first, second = request(stage, 1, [*passage, 7]), request(stage, 2, [*passage, 8])
-    requests.waiting += [first, second]
-    assert plan(requests).reading == [(first, 33), (second, 31)]
+    requests.needs_states = True
+    first, second = request(stage, 1, [*PASSAGE, 7]), request(stage, 2, [*PASSAGE, 8])
+    requests.running = [first]
+    states = np.arange(33, dtype=np.uint16)[:, None, None]
+    for reader, count in requests.reserve(plan(requests), lambda r: 33).reading:
+        reader.features.add(0, states, unsent=True)
+        reader.cache.commit(range(count))
+        reader.publish()
+    requests.running = [second]
+    assert plan(requests).reading == [(second, 1)] and second.cached == 32
+    assert np.array_equal(second.features.take(), states[:32])
+
+
+def test_a_request_without_drafts_shares_what_has_no_hidden_states() -> None:
+    stage, requests = after_reading(PASSAGE)
+    requests.needs_states = True
+    plain = Request(2, [*PASSAGE, 8], [], SamplingParams(speculation=Speculation(off=True)), stage, 0)
+    requests.running = [plain]
+    assert plan(requests).reading == [(plain, 1)]
 
 
 def test_a_request_whose_prompt_just_fits_is_let_in() -> None:

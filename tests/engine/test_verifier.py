@@ -188,9 +188,81 @@ def test_a_head_that_rests_gets_the_features_of_all_its_rounds_when_it_is_woken(
     assert [(verdict.rest, arrays[-1].size) for verdict, arrays in told] == [(True, 0), (True, 0)]
     rest.second = False
     stage.step()
-    [(verdict, (*_, features))] = stage.verdicts()
-    read = torch.from_numpy(features).view(torch.bfloat16).flatten().tolist()
-    assert not verdict.rest and read == [10, 11, 12, 13, 14]
+    [(verdict, _)] = told = stage.verdicts()
+    assert not verdict.rest and positions_sent(told) == [10, 11, 12, 13, 14]
+
+
+HEAD = Hello(feature_layers=(1,))
+
+
+def positions_sent(told: Sequence[tuple[Verdict, list[Any]]], number: int = 1) -> list[int]:
+    """The tokens whose hidden states the verdicts on that request carry."""
+    of = [torch.from_numpy(arrays[-1]).view(torch.bfloat16).flatten() for one, arrays in told if one.request == number]
+    return [int(token) for token in torch.cat(of).tolist()]
+
+
+def after_a_block(stage: Stage) -> Request:
+    """A request of which trees have filled a block: 12 tokens of prompt, four of two rounds."""
+    request = stage.submit(1, [*range(10, 22)])
+    stage.step()
+    for number in (1, 2):
+        stage.draft(request, bushy(request.text[-1], 0.5, 0.5), number)
+        stage.step()
+    assert request.cache.length == 16 and request.text == [*range(10, 27)]
+    stage.verdicts()
+    return request
+
+
+def test_a_head_gets_the_hidden_states_of_what_others_have_read_and_written() -> None:
+    stage = Stage(HEAD)
+    after_a_block(stage)
+    other = stage.submit(2, [*range(10, 27)])
+    stage.step()
+    assert other.cached == 16 and positions_sent(stage.verdicts(), 2) == [*range(10, 27)]
+
+
+def test_a_head_gets_no_hidden_states_again_after_a_preemption() -> None:
+    stage = Stage(HEAD)
+    request = after_a_block(stage)
+    stage.draft(request, TokenTree.root_only(26), 3)
+    stage.verifier.requests._preempt_youngest()
+    stage.step()
+    assert request.cached == 16 and positions_sent(stage.verdicts()) == [26]
+
+
+def test_what_is_read_again_after_a_preemption_is_not_sent_again() -> None:
+    stage = Stage(HEAD)
+    request = stage.submit(1, [*range(10, 22)])
+    stage.step()
+    stage.verdicts()
+    stage.draft(request, TokenTree.root_only(22))
+    stage.verifier.requests._preempt_youngest()
+    while not (told := stage.verdicts()):
+        stage.step()
+    assert request.cached == 0 and positions_sent(told) == [22]
+
+
+def test_a_prompt_that_was_interrupted_is_sent_once() -> None:
+    stage = Stage(HEAD)
+    stage.verifier.requests.chunk = 5
+    stage.submit(1, [*range(10, 22)])
+    stage.step()
+    stage.verifier.requests._preempt_youngest()
+    while not (told := stage.verdicts()):
+        stage.step()
+    assert positions_sent(told) == [*range(10, 22)]
+
+
+def test_a_drafter_that_wants_other_layers_gets_none_of_the_hidden_states_kept_for_another() -> None:
+    stage = Stage(HEAD)
+    after_a_block(stage)
+    stage.drafts.inbox.append((DRAFTER, Hello(feature_layers=(2,)), []))
+    stage.verifier._receive()
+    other, told = stage.submit(2, [*range(10, 27)]), stage.verdicts()
+    while not other.has_answer:
+        stage.step()
+        told += stage.verdicts()
+    assert other.cached == 0 and positions_sent(told, 2) == [*range(10, 27)]
 
 
 def test_while_a_head_rests_that_drafts_alone_nobody_waits_for_it() -> None:

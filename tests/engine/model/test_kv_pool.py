@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.batch import BLOCK
 from engine.errors import OutOfBlocks
+from engine.features import States
 from engine.model.kv_pool import KVCache, KVPool, KVShape, move_by_index
 from tests.engine.model.pool_layout import contents, fill
 
@@ -204,6 +205,78 @@ def test_a_text_read_in_steps_is_published_block_by_block_and_each_once() -> Non
     again = KVCache(pool)
     again.adopt(text)
     assert again.table.tolist() == cache.table.tolist()
+
+
+def states_of(block: int) -> States:
+    return np.full((BLOCK, 1, 2), block, np.uint16)
+
+
+def written(pool: KVPool, text: list[int], states: States) -> None:
+    """A request of one block came, was published with these states, and went."""
+    cache = KVCache(pool)
+    cache.reserve(BLOCK)
+    cache.length = BLOCK
+    cache.publish(text, lambda block: states)
+    cache.release()
+
+
+def test_blocks_are_found_with_their_hidden_states_as_far_as_these_are_there() -> None:
+    pool, text = pool_of(8), text_of(3)
+    cache = KVCache(pool)
+    cache.reserve(len(text))
+    cache.length = len(text)
+    cache.publish(text, lambda block: states_of(block) if block < 2 else None)
+    head, plain = KVCache(pool), KVCache(pool)
+    found = head.adopt(text, with_states=True)
+    assert head.length == 2 * BLOCK and np.array_equal(np.stack(found), np.stack([states_of(0), states_of(1)]))
+    assert plain.adopt(text) == [] and plain.length == 3 * BLOCK
+
+
+def test_hidden_states_may_come_after_the_block() -> None:
+    """Whoever read it first had no head; of two blocks the first stays, and gets the states of the second."""
+    pool, text = pool_of(8), text_of(1)
+    read(pool, text)
+    second, third = KVCache(pool), KVCache(pool)
+    second.adopt(text, with_states=True)
+    assert second.length == 0
+    second.reserve(BLOCK)
+    second.length = BLOCK
+    second.publish(text, states_of)
+    assert np.array_equal(third.adopt(text, with_states=True)[0], states_of(0))
+
+
+def test_hidden_states_take_a_quarter_of_the_pool_at_most_and_the_newest_stay() -> None:
+    pool, texts = pool_of(8), [text_of(1, 100 * i) for i in range(4)]
+    large = np.zeros((BLOCK, 1, pool.shape.block_bytes // BLOCK // 2), np.uint16)  # as a block of keys and values
+    for text in texts[:2]:
+        written(pool, text, large)
+    assert KVCache(pool).adopt(texts[0], with_states=True)  # used again, so the second is now the oldest
+    for text in texts[2:3]:
+        written(pool, text, large)
+    found = [bool(KVCache(pool).adopt(text, with_states=True)) for text in texts]
+    assert found == [True, False, True, False]
+    without = KVCache(pool)
+    without.adopt(texts[1])
+    assert without.length == BLOCK
+
+
+def test_hidden_states_go_with_their_block_and_when_other_layers_are_wanted() -> None:
+    pool, text, other = pool_of(1), text_of(1), text_of(1, 500)
+    written(pool, text, states_of(1))
+    written(pool, other, states_of(2))  # in the only block there is
+    cache = KVCache(pool)
+    assert np.array_equal(cache.adopt(other, with_states=True)[0], states_of(2))
+    pool.forget_states()
+    assert KVCache(pool).adopt(other, with_states=True) == []
+
+
+def test_of_a_text_that_nobody_holds_the_end_is_forgotten_first() -> None:
+    pool, text = pool_of(3), text_of(3)
+    read(pool, text).release()
+    KVCache(pool).reserve(BLOCK)
+    again = KVCache(pool)
+    again.adopt(text)
+    assert again.length == 2 * BLOCK
 
 
 def test_a_request_gives_back_its_own_block_for_one_that_is_known() -> None:
