@@ -94,7 +94,7 @@ async def test_three_hundred_requests_each_get_the_text_that_they_get_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["none", "suffix"])
+@pytest.mark.parametrize("method", ["none", "suffix", "hybrid"])
 async def test_three_hundred_requests_of_the_real_model_each_get_the_text_that_they_get_alone(
     smollm2: str, method: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
