@@ -37,7 +37,7 @@ def test_an_interrupt_while_it_imports_ends_it_without_a_traceback(tiny: str, im
     assert not [line for line in rest.splitlines() if line and not line.startswith("import time:")]
 
 
-@pytest.mark.parametrize("file", ["results.jsonl", "about.txt", "report.md", "suites.png"])
+@pytest.mark.parametrize("file", ["results.jsonl", "about.txt", "report.md", "headline.png"])
 def test_a_disk_that_fills_during_a_benchmark_is_one_line(tiny: str, tmp_path: Path, file: str) -> None:
     questions = tmp_path / "questions.jsonl"
     questions.write_text(json.dumps({"question_id": 1, "category": "test", "turns": ["count"]}) + "\n")
