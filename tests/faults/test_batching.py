@@ -18,6 +18,7 @@ import torch
 from engine import Engine, SamplingParams
 from engine.batch import Segment
 from engine.errors import NotANumber, RequestFailed, WorkerDied
+from engine.places import ROOT
 from engine.request import Request
 from engine.target import Target
 from engine.tree import TokenTree
@@ -98,11 +99,17 @@ async def test_three_hundred_requests_each_get_the_text_that_they_get_alone(
 async def test_three_hundred_requests_of_the_real_model_each_get_the_text_that_they_get_alone(
     smollm2: str, method: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    await ask_three_hundred(smollm2, method, 20.0, monkeypatch, capfd)
+    heads = {"drafter.head": "block", "drafter.path": str(ROOT / "models" / "smollm2-135m")}
+    await ask_three_hundred(smollm2, method, 20.0, monkeypatch, capfd, **(heads if method == "hybrid" else {}))
 
 
 async def ask_three_hundred(
-    model: str, method: str, span_s: float, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    model: str,
+    method: str,
+    span_s: float,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    **drafter: str,
 ) -> None:
     """They arrive within `span_s` and share a pool that is too small for them; a fifth of them are cancelled."""
     rng = random.Random(300)
@@ -114,7 +121,9 @@ async def ask_three_hundred(
     preempted: list[int] = []
     preempt = Request.preempt
     monkeypatch.setattr(Request, "preempt", lambda request: (preempted.append(request.number), preempt(request))[1])
-    options = THREADS | {"verifier.kv_memory": small, "verifier.max_running": 16, "verifier.prefill_chunk": 64}
+    options = (
+        THREADS | {"verifier.kv_memory": small, "verifier.max_running": 16, "verifier.prefill_chunk": 64} | drafter
+    )
     answered = cancelled = 0
     async with await Engine.start({"model": model}, method=method, transport="inproc", **options) as engine:
 
