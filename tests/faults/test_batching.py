@@ -99,7 +99,7 @@ async def test_three_hundred_requests_each_get_the_text_that_they_get_alone(
 async def test_three_hundred_requests_of_the_real_model_each_get_the_text_that_they_get_alone(
     smollm2: str, method: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    heads = {"drafter.head": "block", "drafter.path": str(ROOT / "models" / "smollm2-135m")}
+    heads = {"drafter.head": "block", "drafter.path": str(ROOT / "models" / "smollm2-135m" / "block")}
     await ask_three_hundred(smollm2, method, 20.0, monkeypatch, capfd, **(heads if method == "hybrid" else {}))
 
 
