@@ -127,14 +127,9 @@ def _draw(run: Run, folder: Path) -> list[tuple[str, str]]:
         made.append((HEADLINE, "Speed-up over all suites"))
     if run.single:
         asked = first_turns(run.greedy)
-        drafts = bool(tree_plots.drafting(asked))
+        drafts = bool(tree_plots.drafting(asked))  # without rivals the headline is the picture of speed-ups
         for name, title, draw, told in (
-            (
-                "speed-up.png",
-                "Speed-up over all suites",
-                speed_plots.summary_bars,
-                bool(run.rivals),
-            ),  # else shown above
+            ("speed-up.png", "Speed-up over all suites", speed_plots.summary_bars, bool(run.rivals)),
             ("suites.png", "Speed-up per suite", speed_plots.speed_up_bars, len(_suites(run.greedy)) > 1),
             ("accepted.png", "Tokens emitted in a round", tree_plots.accepted_lengths, drafts),
             ("cost.png", "Cost curve of the target", cost_curve, True),

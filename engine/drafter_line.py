@@ -10,6 +10,7 @@ import numpy as np
 from engine.conclusion import Conclusion
 from engine.cost_model import CostModel
 from engine.errors import ProtocolError
+from engine.features import NO_STATES
 from engine.loop_link import LoopHub
 from engine.messages import Array, Draft, Finish, Hello, Start, Verdict
 from engine.request import Request
@@ -21,7 +22,6 @@ from engine.tree import TokenTree
 
 FROM_DRAFTER = (Hello, Draft)
 _KEPT_DRAFTS = 64  # per request
-_NONE = np.zeros((0, 0, 0), np.uint16)
 
 
 class DrafterLine:
@@ -150,7 +150,7 @@ class DrafterLine:
             return
         request = conclusion.request
         rest = self.rests(costs)
-        features = _NONE if rest else request.features.take()
+        features = NO_STATES if rest else request.features.take()
         verdict = Verdict(
             request=request.number,
             round=request.round,

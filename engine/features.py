@@ -9,6 +9,7 @@ from engine.batch import BLOCK
 
 States = NDArray[np.uint16]
 """[positions, layers, hidden], the bits of bfloat16 numbers."""
+NO_STATES: States = np.zeros((0, 0, 0), np.uint16)
 
 
 class Features:
@@ -41,7 +42,7 @@ class Features:
         """The states that were not sent yet, in the order of their positions."""
         waiting, self._unsent = self._unsent, []
         if not waiting:
-            return np.zeros((0, 0, 0), np.uint16)
+            return NO_STATES
         return waiting[0] if len(waiting) == 1 else np.concatenate(waiting)
 
     def of_block(self, index: int) -> States | None:
