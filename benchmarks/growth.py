@@ -1,7 +1,7 @@
 """`talon growth`: the TALON paper's experiments on its growth rule, with a real head and target.
 
-A few answers are decoded once, with the target's hidden states. Every policy then drafts for the same recorded answers:
-a round accepts the path that the answer follows, as the target would (greedy). So a policy costs only its drafting.
+A few greedy answers are decoded once, with the target's hidden states. Every policy then drafts for the same answers
+(`known_answers`), so a policy costs only its drafting.
 
 The experiments: the gate mu, the budget N, the number of ungated layers k; a tree's KV memory compared with fixed
 trees; and whether calibration by verdicts corrects a head that is overconfident at depth.
@@ -18,38 +18,26 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from drafters.base import Verdict
 from drafters.calibration import Calibrator
 from drafters.growth import EAGLE_25, MEDUSA_63, Adaptive, Dynamic, Frontier, Policy, Static, Talon
 from drafters.head import Head
 from drafters.head_drafter import HeadDrafter
 from drafters.outcomes import Following
 from engine.errors import ConfigError
-from engine.sampling import SamplingParams
 from engine.target import Target
 from engine.tree import TokenTree
 
-from .shapes import answer
+from .known_answers import Known, follow
 
 MUS = (0.003, 0.01, 0.03, 0.1, 0.3)
 BUDGETS = (16, 32, 60, 96, 128)
 UNGATED = (0, 1, 2, 3)
 OVERCONFIDENCE = 0.5  # at depth d a chance p becomes p ** (1 / (1 + 0.5 d))
 _BUCKETS = 16  # of chances, for the calibrator
-_ROWS = (1, 8, 16, 32, 64, 128)  # numbers of nodes whose verification is timed
-
-
-class Recorded(NamedTuple):
-    """features: [prompt + answer - 1, layers, hidden] uint16, as a `Verdict` carries them."""
-
-    suite: str
-    prompt: list[int]
-    tokens: list[int]
-    features: NDArray[np.uint16]
+ROWS = (1, 8, 16, 32, 64, 128)  # numbers of nodes whose verification is timed
 
 
 class Setting(NamedTuple):
@@ -108,12 +96,16 @@ def settings() -> Iterator[Setting]:
 
 
 class Doubt:
-    """Changes the head's chances in one tree (`drafters.lockstep.Advice`): they are raised with the depth, then
+    """Changes the head's chances in a tree (`drafters.lockstep.Advice`): they are raised with the depth, then
     calibrated. said: (node, token) -> the depth and the bucket of a chance before it was calibrated.
     """
 
     def __init__(self, overconfident: float, calibrator: Calibrator | None):
         self.overconfident, self.calibrator = overconfident, calibrator
+        self.begin()
+
+    def begin(self) -> None:
+        """The next tree."""
         self.said: dict[tuple[int, int], tuple[int, int]] = {}
         self._depth = {-1: -1}
 
@@ -142,67 +134,34 @@ class Doubt:
                         self.calibrator.observe(*kind, token == said)
 
 
-def record(
-    target: Target, head: Head, suites: dict[str, list[list[int]]], max_tokens: int, console: Console
-) -> list[Recorded]:
-    """Greedy answers with the hidden states that the head reads."""
-    drafter, found = HeadDrafter(head, Adaptive()), []
-    with console.status("answers"):
-        for suite, prompts in suites.items():
-            for prompt in prompts:
-                if len(prompt) + max_tokens + 60 > target.context:
-                    continue
-                verdicts = list(answer(target, drafter, prompt, SamplingParams(max_tokens=max_tokens), 60))
-                tokens = [token for verdict in verdicts for token in verdict.tokens]
-                features = np.concatenate([v.features for v in verdicts if v.features is not None])
-                found.append(Recorded(suite, prompt, tokens, features))
-    return found
-
-
-def replay(head: Head, setting: Setting, answers: Sequence[Recorded]) -> Grown:
+def replay(head: Head, setting: Setting, answers: Sequence[Known]) -> Grown:
     """One policy over all answers."""
-    drafter = HeadDrafter(head, setting.policy)
-    calibrator = Calibrator() if setting.calibrated else None
-    rounds: list[Round] = []
+    drafter, rounds = HeadDrafter(head, setting.policy), list[Round]()
+    doubt = Doubt(setting.overconfident, Calibrator() if setting.calibrated else None)
+    advice = [doubt] if setting.overconfident or setting.calibrated else []
+
+    def propose(request: int) -> TokenTree:
+        doubt.begin()
+        trees: list[TokenTree] = drafter.propose_many([(request, ())], advice=advice)
+        return trees[0]
+
     for number, known in enumerate(answers):
-        drafter.start(number, known.prompt, SamplingParams(max_tokens=len(known.tokens) + 1))
-        read, position = len(known.prompt), 1
-        first = Verdict(TokenTree.root_only(known.prompt[-1]), [0], known.tokens[:1], known.features[:read])
-        drafter.observe(number, first)
-        while position < len(known.tokens):
-            doubt = Doubt(setting.overconfident, calibrator)
-            plain = not setting.overconfident and calibrator is None
-            started, steps = time.perf_counter(), drafter.steps
-            (tree,) = drafter.propose_many([(number, ())], advice=[] if plain else [doubt])
-            draft_s = time.perf_counter() - started
-            path = accepted(tree, known.tokens[position:])
-            tokens = known.tokens[position : position + len(path)]
-            doubt.learn(tree, path, tokens)
-            promised = float(tree.confidence.sum())
-            depth = int(tree.depths.max())
-            rounds.append(Round(known.suite, len(tree), depth, len(tokens), promised, draft_s, drafter.steps - steps))
-            drafter.observe(number, Verdict(tree, path, tokens, known.features[read : read + len(path)]))
-            read, position = read + len(path), position + len(tokens)
-        drafter.finish(number)
+        steps = drafter.steps
+        for verdict, draft_s in follow(drafter, number, known, propose):
+            tree, emitted = verdict.tree, len(verdict.tokens)
+            doubt.learn(tree, verdict.path, verdict.tokens)
+            promised, depth = float(tree.confidence.sum()), int(tree.depths.max())
+            rounds.append(Round(known.suite, len(tree), depth, emitted, promised, draft_s, drafter.steps - steps))
+            steps = drafter.steps
     return Grown(setting.group, setting.value, rounds)
 
 
-def accepted(tree: TokenTree, answer: Sequence[int]) -> list[int]:
-    """The nodes, root first, that the answer follows; at its end one token is left for the bonus."""
-    path = [0]
-    for token in answer[:-1]:
-        if (child := tree.child(path[-1], token)) is None:
-            break
-        path.append(child)
-    return path
-
-
 def time_rounds(target: Target) -> list[float]:
-    """Seconds that the target takes to verify `_ROWS` nodes after 256 tokens."""
-    cache = target.new_cache(256 + _ROWS[-1])
+    """Seconds that the target takes to verify `ROWS` nodes after 256 tokens."""
+    cache = target.new_cache(256 + ROWS[-1])
     target.prefill(cache, [1] * 256)
     found = []
-    for rows in _ROWS:
+    for rows in ROWS:
         tree, took = TokenTree.chain(1, [1] * (rows - 1), [1.0] * (rows - 1)), []
         for _ in range(5):
             started = time.perf_counter()
@@ -216,7 +175,7 @@ def speed(grown: Grown, round_s: Sequence[float]) -> float:
     """Tokens per second, drafting and verifying in turns, every tree verified whole. Uses the median of the drafting
     times, which a busy machine changes least.
     """
-    verify_s = np.interp([r.nodes for r in grown.rounds], _ROWS, round_s)
+    verify_s = np.interp([r.nodes for r in grown.rounds], ROWS, round_s)
     return grown.mean("emitted") / (grown.draft_s + float(verify_s.mean()))
 
 
@@ -264,7 +223,7 @@ def write(out: Path, grown: Sequence[Grown], round_s: Sequence[float], of_positi
     Console(width=120).print(table(grown, round_s, of_position))
     try:
         out.mkdir(parents=True, exist_ok=True)
-        kept: dict[str, Any] = {"rows": _ROWS, "round_s": list(round_s), "position_bytes": of_position, "grown": grown}
+        kept: dict[str, Any] = {"rows": ROWS, "round_s": list(round_s), "position_bytes": of_position, "grown": grown}
         (out / "growth.json").write_bytes(msgspec.json.encode(kept))
         growth_figure(grown, {(g.group, g.value): speed(g, round_s) for g in grown}, of_position, out / "growth.png")
     except OSError as error:

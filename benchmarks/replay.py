@@ -22,9 +22,9 @@ from drafters.experience import Reliability
 from engine.errors import ConfigError, TalonError
 from engine.json_lines import BadLine, json_lines
 from engine.sampling import SamplingParams
-from engine.tree import TokenTree
 from retrieval_index.commands import find_tokenizer
 
+from .known_answers import accepted
 from .options import names_in
 from .out_folder import draw_calibration
 
@@ -93,7 +93,7 @@ def replay_drafter(
             begin = time.perf_counter()
             tree = drafter.propose(request)
             drafted = time.perf_counter()
-            path = _accepted(tree, answer[position:])
+            path = accepted(tree, answer[position:])
             tokens = answer[position : position + len(path)]
             verdict = Verdict(tree, path, tokens)
             verified = time.perf_counter()
@@ -114,17 +114,6 @@ def replay_drafter(
         sorted(query_us)[int(0.99 * len(query_us))],
         statistics.median(append_us),
     )
-
-
-def _accepted(tree: TokenTree, answer: list[int]) -> list[int]:
-    """The nodes, root first, that the answer follows; at its end one token is left for the bonus."""
-    path = [0]
-    for token in answer[:-1]:
-        child = tree.child(path[-1], token)
-        if child is None:
-            break
-        path.append(child)
-    return path
 
 
 def replay(

@@ -1,4 +1,4 @@
-"""`talon shapes`, `growth`, `profile`, `pauses` and `index speed`: studies of a single part."""
+"""`talon shapes`, `growth`, `acceptance`, `profile`, `pauses` and `index speed`: studies of a single part."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.command import ConfigOption, SetOption, one_line_errors, overrides, 
 from engine.errors import ConfigError
 from engine.sampling import SamplingParams
 
-from .options import HeadsOption, QuestionsOption, question_files
+from .options import HeadsOption, QuestionsOption, names_in, question_files
 
 
 def shapes(
@@ -82,7 +82,9 @@ def growth(
         from engine.target import Target
         from engine.text import encode_text, load_tokenizer
 
-        from .growth import position_bytes, record, replay, settings, time_rounds, write
+        from .growth import position_bytes, replay, settings, time_rounds, write
+        from .known_answers import record
+        from .progress import progress_bar
         from .questions import read_questions
 
         named = {"method": method} | ({} if path is None else {"drafter.path": str(path)})
@@ -96,13 +98,67 @@ def growth(
             raise ConfigError(f"--method={method}: reads no hidden states: name a head that does")
         target = Target.load(config_.model, config_.dtype, config_.device)
         round_s = time_rounds(target)
-        answers = record(target, drafter.head, suites, max_tokens, console)
-        grown = []
-        with console.status("") as status:
-            for setting in settings():
-                status.update(f"{setting.group} {setting.value}")
+        grown, asked = [], [*settings()]
+        with progress_bar(console) as progress:
+            answers = record(target, drafter.feature_layers, suites, SamplingParams(max_tokens=max_tokens), progress)
+            task = progress.add_task("drafting", total=len(asked))
+            for setting in asked:
                 grown.append(replay(drafter.head, setting, answers))
+                progress.advance(task)
         write(out, grown, round_s, position_bytes(target))
+
+    run(main())
+
+
+def acceptance(
+    questions: QuestionsOption = None,
+    methods: Annotated[
+        str, typer.Option(help="Comma-separated; `block+suffix`: a head merged with retrieval.")
+    ] = "eagle3,block,eagle,hydra,medusa,sps,pld,suffix,block+suffix,eagle3+suffix",
+    limit: Annotated[int | None, typer.Option(help="Questions per file.", show_default="all", min=1)] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=2)] = 128,
+    temperature: Annotated[
+        list[float] | None, typer.Option(help="May be given again. 0 is greedy.", show_default="0")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder of acceptance.json, .md and .png.")] = Path("acceptance"),
+    config: ConfigOption = configuration.DEMO,
+    set_: SetOption = None,
+) -> None:
+    """How far the target follows every method: by position, at the same budget, and cut to what pays.
+
+    The target answers once, then all draft for the same answers, so this takes minutes where `talon bench` takes
+    hours. Tokens a round are those that a run would have; speed-ups are computed from the times of drafting and of
+    forwards, and leave out prompts and what happens around a round.
+    """
+
+    async def main() -> None:
+        files = question_files(questions)
+        from engine.model.resolve import resolved
+        from engine.target import Target
+        from engine.text import encode_text, load_tokenizer
+
+        from .acceptance import accept_all, layers_read, ways, write
+        from .growth import ROWS, time_rounds
+        from .known_answers import record
+        from .progress import progress_bar
+        from .questions import read_questions
+
+        chosen, console = ways(names_in(methods)), Console(stderr=True)
+        settings = resolved(configuration.load(config, overrides(set_)))
+        layers = layers_read(chosen, settings)
+        tokenizer = load_tokenizer(settings.model)
+        suites = {f.stem: [encode_text(tokenizer, q.prompt) for q in read_questions(f, limit)] for f in files}
+        target = Target.load(settings.model, settings.dtype, settings.device)
+        seconds = dict(zip(ROWS, time_rounds(target), strict=True))
+        answers = {}
+        with progress_bar(console) as progress:
+            for t in temperature or [0.0]:
+                sampling = SamplingParams(max_tokens=max_tokens, temperature=t, seed=seed).validate()
+                answers[t] = record(target, layers, suites, sampling, progress)
+            found = accept_all(chosen, settings, answers, seconds, progress)
+        for table in write(out, found):
+            Console().print(table.rich())
 
     run(main())
 

@@ -11,6 +11,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from numpy.typing import NDArray
 
+from .acceptance import Accepted
 from .figures import BASELINE, Row, summaries
 from .growth import Grown
 from .plot_style import BASELINES, COLOURS, HATCHES, MARKERS, OURS, PEERS, line_style, save
@@ -121,6 +122,36 @@ def reliability(sources: Mapping[str, NDArray[np.float64]], path: Path) -> None:
         if place % columns == 0:
             above.set_ylabel("observed acceptance")
             below.set_ylabel("nodes")
+    save(figure, path)
+
+
+def acceptance_figure(found: Sequence[Accepted], path: Path) -> None:
+    """Left: what chains accept at each position. Right: tokens a round of chain and tree, and cut trees' speed-up."""
+    temperatures = list(dict.fromkeys(one.temperature for one in found))
+    figure, axes = plt.subplots(len(temperatures), 3, figsize=(14, 3.8 * len(temperatures)), squeeze=False)
+    for (left, middle, right), temperature in zip(axes, temperatures, strict=True):
+        mine = [one for one in found if one.temperature == temperature]
+        for place, one in enumerate(one for one in mine if one.way == "chain"):
+            shares = one.by_position()
+            left.plot(range(1, len(shares) + 1), shares, **line_style(place), label=one.method)
+        left.set(
+            title=f"Chain, T = {temperature:g}", xlabel="position", ylabel="accepted, all before were", ylim=(0, 1)
+        )
+        left.legend(fontsize=8)
+        methods = list(dict.fromkeys(one.method for one in mine))
+        for place, way in enumerate(("chain", "tree", "cut")):
+            bars = {methods.index(one.method) + 0.27 * (place - 1): one.mat for one in mine if one.way == way}
+            looks = {"color": COLOURS[place], "hatch": HATCHES[place], "edgecolor": "white", "label": way}
+            middle.bar([*bars], [*bars.values()], 0.27, **looks)
+        middle.set(title=f"Tokens a round, T = {temperature:g}")
+        middle.set_xticks(range(len(methods)), methods)
+        middle.legend(fontsize=8)
+        cut = [one for one in mine if one.way == "cut"]
+        right.bar([one.method for one in cut], [one.speed_up for one in cut], color=OURS)
+        right.axhline(1, color="black", linewidth=0.8)
+        right.set(title=f"Speed-up of trees cut to what pays (computed), T = {temperature:g}")
+        for axis in (middle, right):
+            axis.tick_params(axis="x", labelrotation=30, labelsize=8)
     save(figure, path)
 
 

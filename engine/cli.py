@@ -37,7 +37,7 @@ app = typer.Typer(
 _MEASUREMENTS = (
     ("bench_command", "bench"),
     *(("commands", name) for name in ("check", "report", "qa")),
-    *(("studies", name) for name in ("shapes", "growth", "profile", "pauses")),
+    *(("studies", name) for name in ("shapes", "growth", "acceptance", "profile", "pauses")),
     *((name, name) for name in ("evidence", "replay", "timeline")),
 )
 """Commands of the benchmarks package, as (module, command)."""

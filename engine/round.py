@@ -60,15 +60,21 @@ class Round:
 
 
 def cut(rounds: Sequence[Round], costs: CostModel) -> list[Round]:
-    """The rounds cut to the nodes that pay, chosen over all trees together. A kept node's ancestors are kept too, since
-    worth never grows along a path.
-    """
+    """The rounds cut to the nodes that pay, chosen over all trees together."""
     if not any(round_.is_speculative for round_ in rounds):
         return [*rounds]
-    owner = np.repeat(np.arange(len(rounds)), [len(round_.kept) for round_ in rounds])
-    node = np.concatenate([np.arange(len(round_.kept)) for round_ in rounds])
-    worth = np.concatenate([round_.worth[round_.kept] for round_ in rounds])
-    order = np.argsort(np.where(node == 0, -np.inf, -worth), kind="stable")
     keys_each = sum(round_.request.cache.length for round_ in rounds) / len(rounds)
-    best = order[: costs.nodes_worth(worth[order], len(rounds), keys_each)]
-    return [replace(r, kept=r.kept[np.sort(node[best[owner[best] == i]])]) for i, r in enumerate(rounds)]
+    pay = paying([round_.worth[round_.kept] for round_ in rounds], costs, keys_each)
+    return [replace(round_, kept=round_.kept[nodes]) for round_, nodes in zip(rounds, pay, strict=True)]
+
+
+def paying(worth: Sequence[NDArray[np.float32]], costs: CostModel, keys_each: float = 0.0) -> list[Array]:
+    """Per tree, the nodes that pay, ascending: the root, and nodes with all of their ancestors, since worth never grows
+    along a path. worth: of each tree, [nodes] expected tokens; keys_each: average number of keys that a row sees.
+    """
+    owner = np.repeat(np.arange(len(worth)), [len(tree) for tree in worth])
+    node = np.concatenate([np.arange(len(tree)) for tree in worth])
+    all_worth = np.concatenate([*worth])
+    order = np.argsort(np.where(node == 0, -np.inf, -all_worth), kind="stable")
+    best = order[: costs.nodes_worth(all_worth[order], len(worth), keys_each)]
+    return [np.sort(node[best[owner[best] == tree]]) for tree in range(len(worth))]

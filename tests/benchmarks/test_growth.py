@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Console
+from rich.progress import Progress
 
-from benchmarks.growth import Doubt, Grown, Round, Setting, record, replay, settings, table
+from benchmarks.growth import Doubt, Grown, Round, Setting, replay, settings, table
+from benchmarks.known_answers import record
 from benchmarks.shapes import answer
 from benchmarks.tree_plots import growth_figure
 from drafters.calibration import Calibrator
@@ -28,9 +29,10 @@ def test_a_replayed_answer_has_the_rounds_that_the_target_gives(
     target: TargetWeights,  # noqa: F811
 ) -> None:
     model, head = Target.load(str(target_dir), "float32"), eagle3(tmp_path, target)
-    (known,) = record(model, head, {"one": [PROMPT]}, 24, Console(stderr=True))
+    sampling = SamplingParams(max_tokens=24)
+    (known,) = record(model, head.feature_layers, {"one": [PROMPT]}, sampling, Progress(disable=True))
     setting = Setting("N", "20", Talon(budget=20))
-    true = list(answer(model, HeadDrafter(head, setting.policy), PROMPT, SamplingParams(max_tokens=24), 20))
+    true = list(answer(model, HeadDrafter(head, setting.policy), PROMPT, sampling, 20))
     assert known.tokens == [token for verdict in true for token in verdict.tokens]
     rounds = replay(head, setting, [known]).rounds
     assert [(r.nodes, r.emitted) for r in rounds] == [(len(v.tree), len(v.tokens)) for v in true[1:]]

@@ -1,0 +1,103 @@
+"""Answers of the target, kept with its hidden states: drafters run over them without it.
+
+The target's draw at a position depends on the text before it alone, so a round accepts the path that the answer
+follows, at any temperature, and what it emits is what the target would have emitted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.progress import Progress
+
+from drafters.base import Drafter, Verdict
+from drafters.prompt_lookup import PromptLookup
+from engine.sampling import SamplingParams, own_defaults
+from engine.target import Target
+from engine.tree import TokenTree
+
+from .shapes import answer
+
+_ROOM = 64  # positions that the largest tree takes beyond the answer
+
+
+@dataclass(frozen=True)
+class Known:
+    """layers: whose hidden states are kept. states: [prompt + answer - 1, layers, hidden] uint16, or None."""
+
+    suite: str
+    prompt: list[int]
+    tokens: list[int]
+    sampling: SamplingParams
+    layers: tuple[int, ...] = ()
+    states: NDArray[np.uint16] | None = None
+
+    def features(self, layers: Sequence[int], start: int, end: int) -> NDArray[np.uint16] | None:
+        """The states of some of the kept layers at these positions, as a `Verdict` carries them."""
+        if not layers or self.states is None:
+            return None
+        return self.states[start:end, [self.layers.index(layer) for layer in layers]]
+
+
+def record(
+    target: Target,
+    layers: Iterable[int],
+    suites: dict[str, list[list[int]]],
+    sampling: SamplingParams,
+    progress: Progress,
+) -> list[Known]:
+    """The target's answers. Prompts that leave no room in the context are left out."""
+    task = progress.add_task(f"answers, T = {sampling.temperature:g}", total=sum(map(len, suites.values())))
+    drafter, found = PromptLookup(), []
+    drafter.feature_layers = tuple(sorted(set(layers)))
+    sampling = sampling.over(own_defaults(target.model.generation_config, target.name))
+    for suite, prompts in suites.items():
+        for prompt in prompts:
+            progress.advance(task)
+            if len(prompt) + sampling.max_tokens + _ROOM > target.context:
+                continue
+            verdicts = list(answer(target, drafter, prompt, sampling, _ROOM))
+            tokens = [token for verdict in verdicts for token in verdict.tokens]
+            states = [verdict.features for verdict in verdicts if verdict.features is not None]
+            kept = np.concatenate(states) if states else None
+            found.append(Known(suite, prompt, tokens, sampling, drafter.feature_layers, kept))
+    return found
+
+
+def follow(
+    drafter: Drafter, request: int, known: Known, propose: Callable[[int], TokenTree]
+) -> Iterator[tuple[Verdict, float]]:
+    """Every round after the prefill, before the drafter has seen its verdict, and the seconds that drafting took.
+
+    propose: called with the request, returns the tree to verify.
+    """
+    drafter.start(request, known.prompt, known.sampling)
+    read, position, layers = len(known.prompt), 1, drafter.feature_layers
+    root = TokenTree.root_only(known.prompt[-1])
+    drafter.observe(request, Verdict(root, [0], known.tokens[:1], known.features(layers, 0, read)))
+    while position < len(known.tokens):
+        started = time.perf_counter()
+        tree = propose(request)
+        draft_s = time.perf_counter() - started
+        path = accepted(tree, known.tokens[position:])
+        tokens = known.tokens[position : position + len(path)]
+        verdict = Verdict(tree, path, tokens, known.features(layers, read, read + len(path)))
+        yield verdict, draft_s
+        drafter.observe(request, verdict)
+        drafter.settle()
+        read, position = read + len(path), position + len(tokens)
+    drafter.finish(request)
+
+
+def accepted(tree: TokenTree, answer: Sequence[int]) -> list[int]:
+    """The nodes, root first, that the answer follows; at its end one token is left for the bonus."""
+    path = [0]
+    for token in answer[:-1]:
+        if (child := tree.child(path[-1], token)) is None:
+            break
+        path.append(child)
+    return path
