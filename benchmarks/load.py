@@ -194,6 +194,7 @@ class _Bench:
             emitted=emitted,
             output_equal=stream.result.token_ids == self.texts[tuple(one.prompt)],
             exact=stream.result.metrics.exact,
+            busy=stream.result.metrics.verifier_busy,
         )
         self.rows.append(row)
         self.results.write(msgspec.json.encode(row).decode() + "\n")

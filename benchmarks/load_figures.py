@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import msgspec
 
 from .cells import Cells, Where, interval
 from .figures import BASELINE
-from .tables import Table, p50_p95
+from .tables import Table, known, p50_p95
 
 ROWS = "load.jsonl"
 
@@ -24,7 +24,7 @@ class LoadRow(msgspec.Struct, frozen=True):
 
     concurrency: requests at once, None where they arrive at random; arrivals: in that case, their share of plain
     decoding's capacity. emitted: when tokens came, and how many. output_equal: the text is that of the same prompt
-    alone. exact: any difference is an error.
+    alone. exact: any difference is an error. busy: share of its decoding time that the verifier spent in forwards.
     """
 
     suite: str
@@ -37,6 +37,7 @@ class LoadRow(msgspec.Struct, frozen=True):
     emitted: list[tuple[float, int]]
     output_equal: bool
     exact: bool
+    busy: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -111,7 +112,7 @@ def _speeds(rows: Iterable[LoadRow]) -> dict[tuple[int, str, int], float]:
 class Level(msgspec.Struct, frozen=True):
     """A method at one level of concurrency. over_plain: median over repeats of tokens/s over plain decoding's at the
     same level, low and high: its 95% interval; over_one: over plain decoding of one request at a time, None where
-    that was not measured.
+    that was not measured. busy: mean share of the time that the verifier spent in forwards, None for other servers.
     """
 
     concurrency: int
@@ -121,6 +122,7 @@ class Level(msgspec.Struct, frozen=True):
     low: float
     high: float
     over_one: float | None
+    busy: float | None
     first_s: list[float]
     pauses_s: list[float]
     equal: int
@@ -148,6 +150,7 @@ def levels(rows: Iterable[LoadRow]) -> list[Level]:
                     median(over),
                     *interval(over),
                     median(ones) if ones else None,
+                    mean(busy) if (busy := [row.busy for row in answers if row.busy is not None]) else None,
                     [row.first_token_s for row in answers],
                     [pause for row in answers for pause in row.pauses_s],
                     sum(row.output_equal for row in answers),
@@ -161,7 +164,7 @@ def level_table(lines: Sequence[Level]) -> Table:
     """p50/p95 of the time to the first token and of the pauses between emissions."""
     return Table(
         "Requests at once (n)",
-        ("n", "method", "tokens/s", "speed-up", "95%", "over 1", "first ms", "pause ms", "same"),
+        ("n", "method", "tok/s", "speed-up", "95%", "over 1", "busy", "first ms", "pause ms", "same"),
         [
             [
                 str(line.concurrency),
@@ -170,6 +173,7 @@ def level_table(lines: Sequence[Level]) -> Table:
                 f"{line.over_plain:.2f}x",
                 f"{line.low:.2f}-{line.high:.2f}",
                 "-" if line.over_one is None else f"{line.over_one:.2f}x",
+                known(line.busy, ".0%"),
                 p50_p95(line.first_s, 1000),
                 p50_p95(line.pauses_s, 1000),
                 f"{line.equal}/{line.answers}",

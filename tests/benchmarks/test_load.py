@@ -47,6 +47,7 @@ async def test_every_request_is_asked_and_has_the_text_that_it_has_alone(
     rows = await run_load(config, ["pld"], files, tmp_path, None, what, None, Console(quiet=True))
     assert {row.method for row in rows} == {"none", "pld"}
     assert all(row.output_equal and row.exact and row.tokens <= 12 for row in rows)
+    assert all(row.busy is not None and 0 < row.busy <= 1 for row in rows if row.tokens > 1)
     counts = {level: sum(row.concurrency == level for row in rows) for level in (1, 2, 16)}
     assert counts == {1: 2 * 2 * 4, 2: 2 * 2 * 8, 16: 2 * 2 * 64}
     assert sum(row.arrivals == 0.5 for row in rows) == 2 * 2 * 64
@@ -75,6 +76,13 @@ def test_tokens_a_second_are_those_of_the_time_in_which_every_place_is_taken() -
 def test_a_round_of_several_tokens_is_one_pause() -> None:
     assert row(1, [(2, 1), (2.5, 7), (4, 1)]).pauses_s == [0.5, 1.5]
     assert row(1, [(2, 1)]).first_token_s == 1
+
+
+def test_a_level_is_as_busy_as_its_answers_in_the_mean_and_other_servers_do_not_say() -> None:
+    rows = [row(0, [(1, 2), (2, 2)], busy=busy) for busy in (0.9, 0.8)] + [row(0, [(1, 1)], "other")]
+    plain, other = levels(rows + [row(0, [(1, 1)], "other")])
+    assert plain.busy == pytest.approx(0.85) and other.busy is None
+    assert [line[6] for line in level_table([plain, other]).rows] == ["85%", "-"]
 
 
 def test_goodput_leaves_out_answers_that_came_too_late() -> None:
