@@ -21,10 +21,12 @@ from engine.config import Config, load
 from engine.cost_model import CostModel
 from engine.errors import ConfigError
 from engine.round import paying
+from engine.target import Target
 from engine.tree import TokenTree
 from engine.trust import Trust
 
 from .contestants import AS_PUBLISHED
+from .growth import ROWS, time_rounds
 from .known_answers import Known, follow
 from .tables import Table
 
@@ -97,8 +99,11 @@ class Accepted(msgspec.Struct, frozen=True):
     plain_s: float
     rounds: list[Drafted]
 
-    def of(self, suite: str) -> Accepted:
-        return msgspec.structs.replace(self, rounds=[r for r in self.rounds if r.suite == suite])
+    def by_suite(self) -> list[Accepted]:
+        """The rounds of each suite, then all of them."""
+        suites = dict.fromkeys(r.suite for r in self.rounds)
+        parts = [msgspec.structs.replace(self, rounds=[r for r in self.rounds if r.suite == s]) for s in suites]
+        return [*parts, self]
 
     @property
     def mat(self) -> float:
@@ -157,16 +162,13 @@ def _rounds(drafter: Drafter, request: int, known: Known, costs: CostModel, cut:
 
 
 def accept_all(
-    ways: Sequence[Way],
-    config: Config,
-    answers: Mapping[float, Sequence[Known]],
-    seconds: Mapping[int, float],
-    progress: Progress,
+    ways: Sequence[Way], config: Config, target: Target, answers: Mapping[float, Sequence[Known]], progress: Progress
 ) -> list[Accepted]:
-    """answers: by temperature."""
+    """answers: by temperature. Forwards are timed before each way, since a machine's speed changes."""
     asked = [(way, some) for some in answers.values() for way in ways]
     task, found = progress.add_task("drafting", total=len(asked)), []
     for way, some in asked:
+        seconds = dict(zip(ROWS, time_rounds(target), strict=True))
         found.append(accept(way, config, some, seconds))
         progress.advance(task)
     return found
@@ -194,24 +196,33 @@ def positions_table(found: Sequence[Accepted]) -> Table:
 
 
 def suites_table(found: Sequence[Accepted], way: str) -> Table:
-    """Tokens a round suite by suite, and, of trees that are cut, the computed speed-up."""
-    mine = [one for one in found if one.way == way]
-    suites = list(dict.fromkeys(r.suite for one in mine for r in one.rounds))
+    """Tokens a round, suite by suite."""
+    rows = [
+        [one.method, f"{one.temperature:g}", *[f"{part.mat:.2f}" for part in one.by_suite()], f"{one.nodes:.1f}"]
+        for one in found
+        if one.way == way
+    ]
+    title = f"Tokens a round, trees of {BUDGET}" if way == "tree" else "Tokens a round, trees cut to what pays"
+    return Table(title, ("method", "T", *_suites(found), "all", "nodes"), rows)
+
+
+def speeds_table(found: Sequence[Accepted]) -> Table:
+    """The computed speed-up of trees that are cut, suite by suite."""
     rows = []
-    for one in mine:
-        cells = [_cell(one.of(suite), way) for suite in suites]
-        rows.append([one.method, f"{one.temperature:g}", *cells, _cell(one, way), f"{one.nodes:.1f}"])
-    said = ", speed-up computed" if way == "cut" else f" of {BUDGET} nodes"
-    return Table(f"Tokens a round, {way}{said}", ("method", "T", *suites, "all", "nodes"), rows)
+    for one in (one for one in found if one.way == "cut"):
+        speeds = [f"{part.speed_up:.2f}x" for part in one.by_suite()]
+        rows.append([one.method, f"{one.temperature:g}", *speeds, f"{1e3 * one.draft_s:.1f}"])
+    title = "Computed speed-up over plain decoding, trees cut to what pays"
+    return Table(title, ("method", "T", *_suites(found), "all", "draft ms"), rows)
 
 
-def _cell(one: Accepted, way: str) -> str:
-    return f"{one.mat:.2f} {one.speed_up:.2f}x" if way == "cut" else f"{one.mat:.2f}"
+def _suites(found: Sequence[Accepted]) -> list[str]:
+    return list(dict.fromkeys(r.suite for r in found[0].rounds))
 
 
 def write(out: Path, found: Sequence[Accepted]) -> list[Table]:
     """The tables; the rounds and a picture go to the folder."""
-    tables = [positions_table(found), suites_table(found, "tree"), suites_table(found, "cut")]
+    tables = [positions_table(found), suites_table(found, "tree"), suites_table(found, "cut"), speeds_table(found)]
     tables = [table for table in tables if table.rows]
     try:
         from .tree_plots import acceptance_figure

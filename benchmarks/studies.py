@@ -139,7 +139,6 @@ def acceptance(
         from engine.text import encode_text, load_tokenizer
 
         from .acceptance import accept_all, layers_read, ways, write
-        from .growth import ROWS, time_rounds
         from .known_answers import record
         from .progress import progress_bar
         from .questions import read_questions
@@ -150,13 +149,12 @@ def acceptance(
         tokenizer = load_tokenizer(settings.model)
         suites = {f.stem: [encode_text(tokenizer, q.prompt) for q in read_questions(f, limit)] for f in files}
         target = Target.load(settings.model, settings.dtype, settings.device)
-        seconds = dict(zip(ROWS, time_rounds(target), strict=True))
         answers = {}
         with progress_bar(console) as progress:
             for t in temperature or [0.0]:
                 sampling = SamplingParams(max_tokens=max_tokens, temperature=t, seed=seed).validate()
                 answers[t] = record(target, layers, suites, sampling, progress)
-            found = accept_all(chosen, settings, answers, seconds, progress)
+            found = accept_all(chosen, settings, target, answers, progress)
         for table in write(out, found):
             Console().print(table.rich())
 

@@ -60,7 +60,10 @@ class BlockLayer:
 
 
 class Link:
-    """The Markov head. first: [vocab, rank]; second: [draft_vocab, rank]; product: multiplies by all of `second`."""
+    """The Markov head. first: [vocab, rank]; second: [draft_vocab, rank]; product: multiplies by all of `second`.
+
+    gate: of a state, [hidden, rank], and of each token, [vocab, rank], computed once; None if the head has no gate.
+    """
 
     def __init__(self, checkpoint: Checkpoint, vocab: int, outputs: int, hidden: int, device: torch.device):
         place: Any = {"device": device, "dtype": small_dtype(device)}
@@ -71,20 +74,19 @@ class Link:
         self.first = checkpoint.take("markov_head.markov_w1.weight", vocab, rank).to(**place)
         self.second = checkpoint.take("markov_head.markov_w2.weight", outputs, rank).to(**place)
         self.product = Linear(self.second)
-        self.gate: tuple[Tensor, Tensor, Tensor] | None = None
+        self.gate: tuple[Tensor, Tensor] | None = None
         if kind == "gated":
             weight = checkpoint.take("markov_head.gate_proj.weight", rank, hidden + rank).to(**place)
             bias = checkpoint.take("markov_head.gate_proj.bias", rank).to(**place)
-            self.gate = weight[:, :hidden].T.contiguous(), weight[:, hidden:].T.contiguous(), bias
+            self.gate = weight[:, :hidden].T.contiguous(), self.first @ weight[:, hidden:].T + bias
 
     def __call__(self, states: Tensor, tokens: Tensor) -> Tensor:
         """states: [rows, hidden]; tokens: [rows, n] the target's ids -> [rows, n, rank], the input of `second`."""
         linked = self.first[tokens]
         if self.gate is None:
             return linked
-        of_state, of_token, bias = self.gate
-        states = states.to(of_state.dtype)
-        return torch.sigmoid((states @ of_state + bias)[:, None] + linked @ of_token) * linked
+        of_state, of_token = self.gate
+        return torch.sigmoid((states.to(of_state.dtype) @ of_state)[:, None] + of_token[tokens]) * linked
 
 
 class BlockHead(Head):
@@ -139,8 +141,14 @@ class BlockHead(Head):
         self.confidence: tuple[Tensor, Tensor] | None = None
         if options.get("enable_confidence_head", False):
             width = hidden + (rank if options.get("confidence_head_with_markov", False) else 0)
-            weight, bias = take("confidence_head.proj.weight", 1, width)[0], take("confidence_head.proj.bias", 1)
-            self.confidence = weight.to(small_dtype(device)), bias.to(small_dtype(device))
+            weight = take("confidence_head.proj.weight", 1, width)[0].to(small_dtype(device))
+            bias = take("confidence_head.proj.bias", 1).to(small_dtype(device))
+            of_token = (
+                self.link.first @ weight[hidden:] + bias
+                if self.link and width > hidden
+                else bias.expand(target.vocab_size)
+            )
+            self.confidence = weight[:hidden], of_token
         checkpoint.ignore("rotary_emb.inv_freq")
         checkpoint.finish()
 
@@ -172,12 +180,8 @@ class BlockHead(Head):
         """The confidence head: [rows, n] for the target's ids `tokens` [rows, n] before each row, None without one."""
         if self.confidence is None:
             return None
-        weight, bias = self.confidence
-        hidden = states.shape[-1]
-        said = (states.to(weight.dtype) @ weight[:hidden] + bias)[:, None].expand(tokens.shape)
-        if self.link is not None and len(weight) > hidden:
-            said = said + self.link.first[tokens] @ weight[hidden:]
-        return torch.sigmoid(said.float())
+        of_state, of_token = self.confidence
+        return torch.sigmoid(((states.to(of_state.dtype) @ of_state)[:, None] + of_token[tokens]).float())
 
     def predicting(self, path: Sequence[int]) -> range:
         """The rows that predict something in a block that starts with this path after the root."""

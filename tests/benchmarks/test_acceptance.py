@@ -15,6 +15,7 @@ from benchmarks.acceptance import (
     accept,
     layers_read,
     positions_table,
+    speeds_table,
     suites_table,
     ways,
     write,
@@ -133,9 +134,12 @@ def test_tables_and_picture_name_every_head_and_suite(tmp_path: Path) -> None:
     assert [row[0] for row in positions.rows] == ["block", "eagle3"]
     assert all(len(row) == len(positions.columns) for row in positions.rows)
     assert positions.rows[0][2 : 2 + POSITIONS] == ["0.67", "0.50", "1.00", "0.00", "-", "-", "-"]
-    cut = suites_table(found, "cut")
+    cut, speeds = suites_table(found, "cut"), speeds_table(found)
     assert [row[0] for row in cut.rows] == ["block", "eagle3", "block+suffix"] and cut.columns[2:4] == ("gsm8k", "qa")
-    assert len(write(tmp_path / "out", found)) == 3
+    assert [row[2:5] for row in cut.rows] == [["2.33"] * 3] * 3 and [row[2:5] for row in speeds.rows] == [
+        ["1.94x"] * 3
+    ] * 3
+    assert len(write(tmp_path / "out", found)) == 4
     assert {file.name for file in (tmp_path / "out").iterdir()} == {
         "acceptance.json",
         "acceptance.md",

@@ -59,6 +59,8 @@ def test_generate_json_is_exactly_one_object(tiny: str) -> None:
         (["report", "nowhere", "--against", "elsewhere"], "nowhere"),
         (["shapes"], "--questions"),
         (["shapes", "--contestant", "none"], "drafts no trees"),
+        (["acceptance"], "--questions"),
+        (["acceptance", "--questions", "README.md", "--methods", "pld,nobody"], "'nobody' drafts nothing"),
         (["timeline", "pyproject.toml"], "is no trace"),
         (["replay", "--trace", "nowhere.jsonl", "--tokenizer", "."], "nowhere.jsonl"),
         (["index", "info", "nowhere"], "nowhere"),

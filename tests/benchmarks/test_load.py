@@ -79,8 +79,8 @@ def test_a_round_of_several_tokens_is_one_pause() -> None:
 
 
 def test_a_level_is_as_busy_as_its_answers_in_the_mean_and_other_servers_do_not_say() -> None:
-    rows = [row(0, [(1, 2), (2, 2)], busy=busy) for busy in (0.9, 0.8)] + [row(0, [(1, 1)], "other")]
-    plain, other = levels(rows + [row(0, [(1, 1)], "other")])
+    rows = [row(0, [(1, 2), (2, 2)], busy=busy) for busy in (0.9, 0.8)]
+    plain, other = levels([*rows, row(0, [(1, 1)], "other")])
     assert plain.busy == pytest.approx(0.85) and other.busy is None
     assert [line[6] for line in level_table([plain, other]).rows] == ["85%", "-"]
 

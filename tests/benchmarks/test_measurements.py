@@ -154,6 +154,27 @@ def test_where_no_contestant_can_start_nothing_is_measured(tiny: str, questions:
     assert done.exit_code == 2 and "none of eagle3 can be started here" in done.stderr
 
 
+def test_acceptance_compares_methods_on_the_same_answers(
+    tiny: str, tiny_draft: str, questions: str, tmp_path: Path
+) -> None:
+    done = talon(
+        "acceptance", "--questions", questions, "--limit", "2", "--methods", "sps,pld,sps+pld", "--max-tokens", "12",
+        "--temperature", "0", "--temperature", "1", "--out", str(tmp_path),
+        "--set", f"model={tiny}", "--set", f"drafter.path={tiny_draft}",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    found = json.loads((tmp_path / "acceptance.json").read_text())
+    ways = [("sps", "chain"), ("sps", "tree"), ("sps", "cut"), ("pld", "cut"), ("sps+pld", "cut")]
+    assert [(one["method"], one["way"], one["temperature"]) for one in found] == [
+        (*way, temperature) for temperature in (0.0, 1.0) for way in ways
+    ]
+    emitted = {one["temperature"]: set[int]() for one in found}
+    for one in found:
+        emitted[one["temperature"]].add(sum(round_["emitted"] for round_ in one["rounds"]))
+    assert all(len(totals) == 1 for totals in emitted.values())  # every method writes the same answers
+    assert "Tokens a round" in done.stdout and (tmp_path / "acceptance.png").exists()
+
+
 def test_a_trace_is_drawn(tiny: str, tmp_path: Path) -> None:
     trace, picture = tmp_path / "trace.json", tmp_path / "lanes.png"
     options = ["--set", f"model={tiny}", "--set", "transport=inproc", "--set", "verifier.simulated_latency_ms=1"]
