@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +30,7 @@ from drafters.checkpoint import WEIGHT_FILES, Checkpoint, TargetWeights
 from drafters.growth import Dynamic, Policy, Static
 from drafters.head import Head
 from drafters.layers import DecoderLayer, KVCache, Linear, RMSNorm, draft_dtype, llama_config, qkv_weights, small_dtype
+from drafters.markov_link import Floats, Integers, Link
 from drafters.stack import Layer, Stack, fits
 from engine.errors import DrafterMismatch
 
@@ -59,34 +61,30 @@ class BlockLayer:
         cache.write(*self.decoder.keys_values(self.kv(context), positions), at)
 
 
-class Link:
-    """The Markov head. first: [vocab, rank]; second: [draft_vocab, rank]; product: multiplies by all of `second`.
+class Confidence:
+    """How much of the target's probability a row's covers, from its state and the token before it.
 
-    gate: of a state, [hidden, rank], and of each token, [vocab, rank], computed once; None if the head has no gate.
+    of_state: [hidden]; of_token: [vocab] float32, the bias included.
     """
 
-    def __init__(self, checkpoint: Checkpoint, vocab: int, outputs: int, hidden: int, device: torch.device):
-        place: Any = {"device": device, "dtype": small_dtype(device)}
-        rank = checkpoint.number("markov_rank")
-        kind = checkpoint.config.get("markov_head_type", "vanilla")
-        if kind not in ("vanilla", "gated"):
-            raise checkpoint.error(f"config.json: markov_head_type={kind!r} is not supported, vanilla and gated are")
-        self.first = checkpoint.take("markov_head.markov_w1.weight", vocab, rank).to(**place)
-        self.second = checkpoint.take("markov_head.markov_w2.weight", outputs, rank).to(**place)
-        self.product = Linear(self.second)
-        self.gate: tuple[Tensor, Tensor] | None = None
-        if kind == "gated":
-            weight = checkpoint.take("markov_head.gate_proj.weight", rank, hidden + rank).to(**place)
-            bias = checkpoint.take("markov_head.gate_proj.bias", rank).to(**place)
-            self.gate = weight[:, :hidden].T.contiguous(), self.first @ weight[:, hidden:].T + bias
+    def __init__(self, weight: Tensor, bias: Tensor, hidden: int, vocab: int, link: Link | None):
+        """weight: [hidden], or [hidden + rank] with the link's `first` of the token."""
+        self.of_state, of_link = weight[:hidden], weight[hidden:].cpu()
+        self.of_token = bias.float().cpu().expand(vocab).numpy()
+        if link is not None and len(of_link):
+            self.of_token = (
+                self.of_token + (link.first[:, : len(of_link)] @ of_link.to(link.first.dtype)).float().numpy()
+            )
 
-    def __call__(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """states: [rows, hidden]; tokens: [rows, n] the target's ids -> [rows, n, rank], the input of `second`."""
-        linked = self.first[tokens]
-        if self.gate is None:
-            return linked
-        of_state, of_token = self.gate
-        return torch.sigmoid((states.to(of_state.dtype) @ of_state)[:, None] + of_token[tokens]) * linked
+    def of_states(self, states: Tensor) -> Floats:
+        """[rows]: the states' part."""
+        said: Floats = (states.to(self.of_state.dtype) @ self.of_state).float().cpu().numpy()
+        return said
+
+    def chance(self, of_states: Floats, tokens: Integers) -> Floats:
+        """[n] float32. of_states: [n]; tokens: [n], the target's ids of those before."""
+        chance: Floats = 1 / (1 + np.exp(-(of_states + self.of_token[tokens])))
+        return chance
 
 
 class BlockHead(Head):
@@ -138,17 +136,11 @@ class BlockHead(Head):
         rank = options.get("markov_rank") or 0
         if rank:
             self.link = Link(checkpoint, target.vocab_size, vocab, hidden, device)
-        self.confidence: tuple[Tensor, Tensor] | None = None
+        self.confidence: Confidence | None = None
         if options.get("enable_confidence_head", False):
             width = hidden + (rank if options.get("confidence_head_with_markov", False) else 0)
-            weight = take("confidence_head.proj.weight", 1, width)[0].to(small_dtype(device))
-            bias = take("confidence_head.proj.bias", 1).to(small_dtype(device))
-            of_token = (
-                self.link.first @ weight[hidden:] + bias
-                if self.link and width > hidden
-                else bias.expand(target.vocab_size)
-            )
-            self.confidence = weight[:hidden], of_token
+            weight, bias = take("confidence_head.proj.weight", 1, width)[0], take("confidence_head.proj.bias", 1)
+            self.confidence = Confidence(weight.to(small_dtype(device)), bias, hidden, target.vocab_size, self.link)
         checkpoint.ignore("rotary_emb.inv_freq")
         checkpoint.finish()
 
@@ -175,13 +167,6 @@ class BlockHead(Head):
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, positions, cache, at, mask)
         return self.norm(x)
-
-    def chance_of_overlap(self, states: Tensor, tokens: Tensor) -> Tensor | None:
-        """The confidence head: [rows, n] for the target's ids `tokens` [rows, n] before each row, None without one."""
-        if self.confidence is None:
-            return None
-        of_state, of_token = self.confidence
-        return torch.sigmoid(((states.to(of_state.dtype) @ of_state)[:, None] + of_token[tokens]).float())
 
     def predicting(self, path: Sequence[int]) -> range:
         """The rows that predict something in a block that starts with this path after the root."""

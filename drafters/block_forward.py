@@ -1,85 +1,92 @@
-"""The result of a block head's forward: rows, and which tokens they predict after which.
+"""The result of a block head's forward, and what it predicts after any token.
 
-Blocks become a table: for each depth, the likeliest tokens by the rows alone and, with the link, the likeliest tokens
-after each of them. Growing a tree then means table look-ups. Where the head predicts how much of the target's
-probability its own covers (confidence c), the chance of a token is c * q: the common mass, distributed as q.
+A row predicts by itself, and by its link with the token before it, whichever that is: a node of the tree, a retrieved
+token. Where the head says how much of the target's probability its own covers (confidence c), the chance of a token is
+c * q: the common mass, distributed as q.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+import numpy as np
 from torch import Tensor
 
+from drafters.markov_link import Floats, Integers, likeliest
 from drafters.outcomes import Following
 from drafters.ranking import Ranking
-from drafters.top import top
 
 if TYPE_CHECKING:
     from drafters.block import BlockHead
 
-_CANDIDATES = 48  # per row; links are computed from and to these
+_CANDIDATES = 48  # per row, by the row alone
+
+
+class Asked(NamedTuple):
+    """A prediction that is wanted. before: the token before the row. is_linked: the row's logits have its link."""
+
+    row: int
+    before: int
+    is_linked: bool
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The likeliest tokens of every row. scores: [rows, candidates] below the best one's; rest: [rows], the sum of
+    exp(score) of all other tokens; ids: [rows, candidates] of the draft vocabulary; tokens: the target's ids; gates,
+    sure: the states' parts in the link's gate, [rows, rank], and in the confidence, [rows].
+    """
+
+    scores: Floats
+    rest: Floats
+    ids: Integers
+    tokens: Integers
+    gates: Floats | None
+    sure: Floats | None
+
+    @classmethod
+    def of(cls, head: BlockHead, ranking: Ranking, forward: BlockForward) -> Candidates:
+        states, logits = forward.states, forward.logits
+        best = ranking.top(logits, forward.positions, min(_CANDIDATES, logits.shape[1]))
+        scores = (best.values - best.values[:, :1]).cpu().numpy()
+        rest = np.maximum(0, best.totals.cpu().numpy() - np.exp(scores).sum(-1))
+        gates = None if head.link is None else head.link.gates(states)
+        sure = None if head.confidence is None else head.confidence.of_states(states)
+        return cls(scores, rest, best.indices.cpu().numpy(), head.target_ids[best.indices].cpu().numpy(), gates, sure)
 
 
 @dataclass(eq=False)
 class BlockForward:
     """The result of one forward for one session: the rows after each block's known prefix, concatenated.
 
-    states: [rows, hidden]; logits: [rows, draft_vocab], with the link in the first row of each block; first: [blocks]
-    those rows; roots: the token before each. table: built on first use.
+    states: [rows, hidden]; logits: [rows, draft_vocab], with the link in the first row of each block; positions:
+    [rows], of the tokens that they predict. candidates: of all rows, found on first use.
     """
 
     states: Tensor
     logits: Tensor
-    first: list[int]
-    roots: list[int]
-    table: Table | None = None
+    positions: list[int]
+    candidates: Candidates | None = None
 
-
-class Table:
-    """What may follow each candidate of a forward's rows.
-
-    ids: [rows, candidates] of each row. alone: each row's prediction without a link, [rows, k] tokens and chances.
-    linked: its prediction after each candidate of the row before, [rows, candidates, k]; None without a link.
-    """
-
-    def __init__(self, ids: Tensor, alone: tuple[Tensor, Tensor], linked: tuple[Tensor, Tensor] | None):
-        self.ids, self.alone, self.linked = ids, alone, linked
-        self._place: dict[int, dict[int, int]] = {}
-
-    def following(self, row: int, token: int | None) -> Following:
-        """The row's prediction after `token` if that is a candidate of the row before, else the one without a link."""
-        place = self._places(row - 1).get(token) if token is not None and self.linked is not None else None
-        if place is None or self.linked is None:
-            return self.alone[0][row].tolist(), self.alone[1][row].tolist()
-        return self.linked[0][row, place].tolist(), self.linked[1][row, place].tolist()
-
-    def _places(self, row: int) -> dict[int, int]:
-        if row not in self._place:
-            self._place[row] = {token: place for place, token in enumerate(self.ids[row].tolist())}
-        return self._place[row]
-
-
-def table_of(head: BlockHead, ranking: Ranking, forward: BlockForward, positions: list[int]) -> Table:
-    """positions: of the tokens that the rows predict."""
-    states = forward.states
-    best = ranking.top(forward.logits, positions, min(_CANDIDATES, forward.logits.shape[1]))
-    ids, peak = head.target_ids[best.indices], best.values[:, :1]
-    likely = (best.values - peak).exp()
-    rest = (best.totals - likely.sum(-1)).clamp(min=0)
-    before = ids.roll(1, 0)  # the candidates of the row before
-    before[forward.first] = torch.tensor(forward.roots, device=ids.device)[:, None]
-    said = head.chance_of_overlap(states, before)
-    sure = torch.ones(ids.shape, device=ids.device) if said is None else said
-    k = ranking.top_k
-    alone = ids[:, :k], (likely / best.totals[:, None] * sure.mean(1, keepdim=True))[:, :k]
-    if head.link is None:
-        return Table(ids, alone, None)
-    link = (head.link(states, before) @ head.link.second[best.indices].transpose(1, 2)).float() * ranking.gain
-    linked = top((best.values[:, None] + link - peak[:, None]).flatten(0, 1), min(k, ids.shape[1]))
-    values, places = (x.unflatten(0, ids.shape) for x in (linked.values, linked.indices))
-    first, totals = values[..., :1], linked.totals.view(ids.shape)[..., None]
-    chance = (values - first).exp() / (totals + rest[:, None, None] * (-first).exp()) * sure[..., None]
-    return Table(ids, alone, (ids[:, None].expand(-1, ids.shape[1], -1).gather(2, places), chance))
+    def following(self, head: BlockHead, ranking: Ranking, asked: Sequence[Asked]) -> list[Following]:
+        """What the head predicts in each case."""
+        if self.candidates is None:
+            self.candidates = Candidates.of(head, ranking, self)
+        found, rows = self.candidates, np.array([one.row for one in asked])
+        before = np.array([one.before for one in asked])
+        scores = found.scores[rows]
+        new = np.flatnonzero([not one.is_linked for one in asked])
+        if head.link is not None and found.gates is not None and len(new):
+            linked, at = scores[new], rows[new]
+            head.link.add(linked, found.ids[at], found.gates[at], before[new], ranking.gain)
+            scores[new] = linked
+        sure = np.ones(len(asked), np.float32)
+        if head.confidence is not None and found.sure is not None:
+            sure = head.confidence.chance(found.sure[rows], before)
+        k = min(ranking.top_k, scores.shape[1])
+        places, chances = np.zeros((len(asked), k), np.int64), np.empty((len(asked), k), np.float32)
+        likeliest(scores, found.rest[rows], sure, places, chances)
+        tokens = np.take_along_axis(found.tokens[rows], places, 1)
+        return list(zip(tokens.tolist(), chances.tolist(), strict=True))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from drafters.block_forward import BlockForward, Table, table_of
+from drafters.block_forward import Asked, BlockForward
 from drafters.growth import Candidates
 from drafters.outcomes import Following
 from drafters.ranking import Ranking
@@ -107,7 +107,16 @@ class BlockSession(Session):
         return added, None
 
     def rank(self, ranking: Ranking, nodes: list[int], logits: Tensor | None, positions: list[int]) -> Candidates:
-        found = [self._following(ranking, node) for node in nodes]
+        found: list[Following] = [([], [])] * len(nodes)
+        asked: dict[BlockForward, dict[int, Asked]] = {}
+        for place, node in enumerate(nodes):
+            block, depth, token = self.blocks[self.nodes.block[node]], self.nodes.depth[node], self.nodes.token[node]
+            if (row := depth - len(block.known)) < block.rows:
+                one = Asked(block.row + row, token if row else block.root, is_linked=row == 0)
+                asked.setdefault(block.forward, {})[place] = one
+        for forward, some in asked.items():
+            for place, following in zip(some, forward.following(self.head, ranking, [*some.values()]), strict=True):
+                found[place] = following
         return Candidates([tokens for tokens, _ in found], [chances for _, chances in found])
 
     def room(self) -> int:
@@ -179,9 +188,9 @@ class BlockSession(Session):
         blocks = states.unflatten(0, (len(paths), head.size))
         rows = torch.cat([states_of[head.first + len(path) :] for states_of, path in zip(blocks, paths, strict=True)])
         if head.link is not None:  # the token before a block's first row is known: the whole vocabulary is linked
-            tokens = torch.tensor(roots, device=head.device)[:, None]
-            logits[firsts] += head.link.product(head.link(rows[firsts], tokens)[:, 0])
-        forward = BlockForward(rows, logits, firsts, roots)
+            logits[firsts] += head.link.product(head.link(rows[firsts], torch.tensor(roots)))
+        positions = [self.synced + 1 + len(path) + row for path in paths for row in range(len(head.predicting(path)))]
+        forward = BlockForward(rows, logits, positions)
         self.blocks += [
             _Block(root, path, of_block, forward, first, end - first)
             for root, path, of_block, first, end in zip(roots, paths, blocks, firsts, ends, strict=True)
@@ -217,20 +226,6 @@ class BlockSession(Session):
     def _linked(self, block: _Block) -> Tensor:
         """[1, draft_vocab]: logits of the token after the known ones."""
         return block.forward.logits[block.row : block.row + 1]
-
-    def _following(self, ranking: Ranking, node: int) -> Following:
-        block, depth, token = self.blocks[self.nodes.block[node]], self.nodes.depth[node], self.nodes.token[node]
-        if block.forward.table is None:
-            block.forward.table = self._table(ranking, block.forward)
-        place = depth - len(block.known)
-        if place >= block.rows:
-            return [], []
-        return block.forward.table.following(block.row + place, token if place else None)
-
-    def _table(self, ranking: Ranking, forward: BlockForward) -> Table:
-        blocks = [block for block in self.blocks if block.forward is forward]
-        positions = [self.synced + 1 + len(b.known) + row for b in blocks for row in range(b.rows)]
-        return table_of(self.head, ranking, forward, positions)
 
 
 def begin(asked: Sequence[tuple[BlockSession, list[tuple[int, ...]]]]) -> None:

@@ -52,9 +52,9 @@ def _top(scores: int, width: int, columns: int, values: Any, indices: Any, total
             if count == k and not largest(numbers_at(at + first * width, width)) > best[k - 1]:
                 continue
             for column in range(first, first + LANES):
-                count = _enter(number_at(at + column * width, width), column, best, place, count)
+                count = enter(number_at(at + column * width, width), column, best, place, count)
         for column in range(whole, columns):
-            count = _enter(number_at(at + column * width, width), column, best, place, count)
+            count = enter(number_at(at + column * width, width), column, best, place, count)
         peak = best[0]
         sums, down = splat(np.float32(0)), splat(-peak)
         for first in range(0, whole, LANES):
@@ -66,7 +66,7 @@ def _top(scores: int, width: int, columns: int, values: Any, indices: Any, total
 
 
 @njit
-def _enter(value: Any, column: int, best: Any, place: Any, count: int) -> int:
+def enter(value: Any, column: int, best: Any, place: Any, count: int) -> int:
     """Insert the value among the best, if it belongs there; returns how many there are."""
     k = len(best)
     if count == k and not value > best[k - 1]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -228,17 +229,14 @@ def test_the_confidence_head_says_what_a_plain_product_gives(
 ) -> None:
     kind, weights, head = pair
     states, _, _ = rows_of(kind, weights, target, [])
-    tokens = torch.tensor([[5, 6]] * SIZE)
-    said = head.chance_of_overlap(states, tokens)
     if not kind.startswith("dspark"):
-        assert said is None
+        assert head.confidence is None
         return
-    for row in range(SIZE):
-        for column, token in enumerate((5, 6)):
-            assert said is not None
-            assert float(said[row, column]) == pytest.approx(
-                plain_confidence(kind, weights, states[row], token), abs=1e-5
-            )
+    assert head.confidence is not None
+    for token in (5, 6):
+        said = head.confidence.chance(head.confidence.of_states(states), np.full(SIZE, token))
+        plain = [plain_confidence(kind, weights, state, token) for state in states]
+        assert said.tolist() == pytest.approx(plain, abs=1e-5)
 
 
 @torch.inference_mode()

@@ -218,9 +218,9 @@ def test_a_block_is_drafted_as_it_was_trained(known: int, copying: tuple[Any, li
     session.begin([tokens[row + 2 : row + 2 + known]])
     for step, (states, _) in enumerate(module.draft(texts, 5)):
         torch.testing.assert_close(session.blocks[-1].states[step], states[0, 1], atol=1e-4, rtol=1e-4)
-        previous = torch.tensor([[tokens[row + 1 + step]]])
-        [_, (link, second)] = module.factors(states[0, 1:], step, previous[0])
-        torch.testing.assert_close(head.link(states[0, 1:], previous)[0] @ head.link.second.T, link @ second.T)
+        previous = torch.tensor([tokens[row + 1 + step]])
+        [_, (link, second)] = module.factors(states[0, 1:], step, previous)
+        torch.testing.assert_close(head.link(states[0, 1:], previous) @ head.link.second.T, link @ second.T)
 
 
 def test_features_kept_on_disk_are_those_computed_anew(copying: tuple[Any, list[Example]], tmp_path: Path) -> None:
