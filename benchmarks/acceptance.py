@@ -6,7 +6,7 @@ minutes. Speeds are computed, not measured: from the times of drafting in this p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -15,18 +15,15 @@ from typing import Any
 import msgspec
 from rich.progress import Progress
 
-from drafters.base import Drafter
 from drafters.registry import METHODS, build, check
 from engine.config import Config, load
 from engine.cost_model import CostModel
 from engine.errors import ConfigError
 from engine.round import paying
-from engine.target import Target
 from engine.tree import TokenTree
 from engine.trust import Trust
 
 from .contestants import AS_PUBLISHED
-from .growth import ROWS, time_rounds
 from .known_answers import Known, follow
 from .tables import Table
 
@@ -50,7 +47,7 @@ class Way:
 
 
 def ways(methods: Sequence[str]) -> list[Way]:
-    """Heads draft in all three ways, `name+suffix` is a head merged with retrieval; what has no model is cut only."""
+    """A head drafts in three ways. Merged heads (`name+suffix`) and methods without a model: cut only."""
     found = []
     for name in methods:
         head, _, memory = name.partition("+")
@@ -70,16 +67,26 @@ def ways(methods: Sequence[str]) -> list[Way]:
 
 
 def layers_read(ways: Sequence[Way], config: Config) -> set[int]:
-    """The target's hidden states that their heads read. Raises what a head that cannot be loaded raises."""
-    settings = [load(config, dict(way.keys)) for way in ways]
-    for one in settings:
+    """The hidden states that their heads read. ConfigError or ModelError for what cannot be compared."""
+    settings = {way.method: load(config, dict(way.keys)) for way in ways if way.is_cut}
+    for one in settings.values():
         check(one)
-    return {layer for one in settings if METHODS[one.method].merges for layer in build(one).feature_layers}
+    layers: set[int] = set()
+    for name, one in settings.items():
+        drafter = build(one)
+        if drafter.successors:
+            raise ConfigError(
+                f"--methods: {name!r} reads the target's likeliest tokens, which are not kept; leave it out"
+            )
+        layers.update(drafter.feature_layers)
+    return layers
 
 
 class Drafted(msgspec.Struct, frozen=True):
     """One round. nodes, depth: of the tree verified; room: the most tokens it could have accepted before the answer
-    ended; emitted: the bonus included. verify_s: the forward of `nodes` rows, by the cost model."""
+    ended; emitted: the bonus included. verify_s, plain_s: forwards of `nodes` rows and of one, between measured sizes.
+    is_first: of its answer, in which a head reads the prompt.
+    """
 
     suite: str
     nodes: int
@@ -88,20 +95,20 @@ class Drafted(msgspec.Struct, frozen=True):
     emitted: int
     draft_s: float
     verify_s: float
+    plain_s: float
+    is_first: bool = False
 
 
 class Accepted(msgspec.Struct, frozen=True):
-    """A method's rounds, in one way and at one temperature. plain_s: a round of plain decoding."""
+    """A method's rounds, in one way and at one temperature."""
 
     method: str
     way: str
     temperature: float
-    plain_s: float
     rounds: list[Drafted]
 
-    def by_suite(self) -> list[Accepted]:
+    def by_suite(self, suites: Sequence[str]) -> list[Accepted]:
         """The rounds of each suite, then all of them."""
-        suites = dict.fromkeys(r.suite for r in self.rounds)
         parts = [msgspec.structs.replace(self, rounds=[r for r in self.rounds if r.suite == s]) for s in suites]
         return [*parts, self]
 
@@ -121,9 +128,9 @@ class Accepted(msgspec.Struct, frozen=True):
 
     @property
     def speed_up(self) -> float:
-        """Over plain decoding, rounds consisting of drafting and the forward alone."""
-        taken_s = sum(r.draft_s + r.verify_s for r in self.rounds)
-        return sum(r.emitted for r in self.rounds) * self.plain_s / taken_s
+        """Over plain decoding, after the first round, rounds consisting of drafting and the forward alone."""
+        later = [r for r in self.rounds if not r.is_first] or self.rounds
+        return sum(r.emitted * r.plain_s for r in later) / sum(r.draft_s + r.verify_s for r in later)
 
     def by_position(self) -> list[float]:
         """The share of right tokens at each position, given that all before were right."""
@@ -136,40 +143,55 @@ class Accepted(msgspec.Struct, frozen=True):
         return found
 
 
-def accept(way: Way, config: Config, answers: Sequence[Known], seconds: Mapping[int, float]) -> Accepted:
-    """One method, in one way, over all answers. seconds: of a forward, by its rows."""
-    drafter, costs = build(load(config, dict(way.keys))), CostModel(dict(seconds))
-    plain_s, rounds = costs.seconds(1), list[Drafted]()
-    for request, known in enumerate(answers):
-        rounds += _rounds(drafter, request, known, costs, way.is_cut)
-    return Accepted(way.method, way.kind, answers[0].sampling.temperature, plain_s, rounds)
+class Follower:
+    """A method that drafts, in one way, for one answer after the other. costs: of this machine's forwards."""
 
+    def __init__(self, way: Way, config: Config, seconds: Mapping[int, float]):
+        """seconds: of a forward, by its rows."""
+        self.way, self.costs = way, CostModel(dict(seconds))
+        self.drafter = build(load(config, dict(way.keys)))
 
-def _rounds(drafter: Drafter, request: int, known: Known, costs: CostModel, cut: bool) -> Iterator[Drafted]:
-    trust = Trust()
+    def rounds(self, request: int, known: Known) -> Iterator[Drafted]:
+        costs, trust, room = self.costs, Trust(), len(known.tokens) - 2
 
-    def propose(request: int) -> TokenTree:
-        tree = drafter.propose(request)
-        return tree.keep(paying([trust.worth(tree)], costs)[0]) if cut else tree
+        def propose(request: int) -> TokenTree:
+            tree = self.drafter.propose(request)
+            return tree.keep(paying([trust.worth(tree)], costs)[0]) if self.way.is_cut else tree
 
-    room = len(known.tokens) - 2
-    for verdict, draft_s in follow(drafter, request, known, propose):
-        tree, emitted = verdict.tree, len(verdict.tokens)
-        trust.learn(float(trust.worth(tree).sum()), emitted)
-        costs.observe_round(1, len(tree), emitted, draft_s)
-        yield Drafted(known.suite, len(tree), int(tree.depths.max()), room, emitted, draft_s, costs.seconds(len(tree)))
-        room -= emitted
+        whole = room
+        for verdict, draft_s in follow(
+            self.drafter, request, known, propose, lambda: costs.rates(1, alone=False).token_s
+        ):
+            tree, emitted = verdict.tree, len(verdict.tokens)
+            trust.learn(float(trust.worth(tree).sum()), emitted)
+            costs.observe_round(1, len(tree), emitted, draft_s)
+            shape = len(tree), int(tree.depths.max()), room, emitted
+            yield Drafted(
+                known.suite, *shape, draft_s, costs.seconds(len(tree)), costs.seconds(1), is_first=room == whole
+            )
+            room -= emitted
 
 
 def accept_all(
-    ways: Sequence[Way], config: Config, target: Target, answers: Mapping[float, Sequence[Known]], progress: Progress
+    ways: Sequence[Way],
+    config: Config,
+    answers: Sequence[Known],
+    round_s: Callable[[], Mapping[int, float]],
+    progress: Progress,
 ) -> list[Accepted]:
-    """answers: by temperature. Forwards are timed before each way, since a machine's speed changes."""
-    asked = [(way, some) for some in answers.values() for way in ways]
-    task, found = progress.add_task("drafting", total=len(asked)), []
-    for way, some in asked:
-        seconds = dict(zip(ROWS, time_rounds(target), strict=True))
-        found.append(accept(way, config, some, seconds))
+    """Every answer by all methods in turn, since a machine's speed changes. answers: of one temperature; round_s: times
+    a forward of each of some numbers of rows.
+    """
+    temperature = answers[0].sampling.temperature
+    followers = [Follower(way, config, round_s()) for way in ways]
+    found = [Accepted(way.method, way.kind, temperature, []) for way in ways]
+    task = progress.add_task(f"drafting, T = {temperature:g}", total=len(answers))
+    for request, known in enumerate(answers):
+        seconds = round_s()
+        for follower, accepted in zip(followers, found, strict=True):
+            for rows, taken in seconds.items():
+                follower.costs.observe_forward(rows, 0, taken)
+            accepted.rounds.extend(follower.rounds(request, known))
         progress.advance(task)
     return found
 
@@ -191,33 +213,34 @@ def positions_table(found: Sequence[Accepted]) -> Table:
                 f"{1e3 * tree.draft_s:.1f}",
             ]
         )
-    columns = ("head", "T", *map(str, range(1, POSITIONS + 1)), "chain", "tree", "ms", "tree ms")
+    columns = ("head", "T", *map(str, range(1, POSITIONS + 1)), "chain", "tree", "chain ms", "tree ms")
     return Table(f"Accepted by position of a chain; tokens a round of a chain and of a tree of {BUDGET}", columns, rows)
 
 
 def suites_table(found: Sequence[Accepted], way: str) -> Table:
     """Tokens a round, suite by suite."""
-    rows = [
-        [one.method, f"{one.temperature:g}", *[f"{part.mat:.2f}" for part in one.by_suite()], f"{one.nodes:.1f}"]
-        for one in found
-        if one.way == way
-    ]
+    suites = _suites(found)
+    rows = []
+    for one in (one for one in found if one.way == way):
+        cells = [f"{part.mat:.2f}" if part.rounds else "-" for part in one.by_suite(suites)]
+        rows.append([one.method, f"{one.temperature:g}", *cells, f"{one.nodes:.1f}"])
     title = f"Tokens a round, trees of {BUDGET}" if way == "tree" else "Tokens a round, trees cut to what pays"
-    return Table(title, ("method", "T", *_suites(found), "all", "nodes"), rows)
+    return Table(title, ("method", "T", *suites, "all", "nodes"), rows)
 
 
 def speeds_table(found: Sequence[Accepted]) -> Table:
     """The computed speed-up of trees that are cut, suite by suite."""
+    suites = _suites(found)
     rows = []
     for one in (one for one in found if one.way == "cut"):
-        speeds = [f"{part.speed_up:.2f}x" for part in one.by_suite()]
-        rows.append([one.method, f"{one.temperature:g}", *speeds, f"{1e3 * one.draft_s:.1f}"])
+        cells = [f"{part.speed_up:.2f}x" if part.rounds else "-" for part in one.by_suite(suites)]
+        rows.append([one.method, f"{one.temperature:g}", *cells, f"{1e3 * one.draft_s:.1f}"])
     title = "Computed speed-up over plain decoding, trees cut to what pays"
-    return Table(title, ("method", "T", *_suites(found), "all", "draft ms"), rows)
+    return Table(title, ("method", "T", *suites, "all", "draft ms"), rows)
 
 
 def _suites(found: Sequence[Accepted]) -> list[str]:
-    return list(dict.fromkeys(r.suite for r in found[0].rounds))
+    return list(dict.fromkeys(r.suite for one in found for r in one.rounds))
 
 
 def write(out: Path, found: Sequence[Accepted]) -> list[Table]:
@@ -225,14 +248,14 @@ def write(out: Path, found: Sequence[Accepted]) -> list[Table]:
     tables = [positions_table(found), suites_table(found, "tree"), suites_table(found, "cut"), speeds_table(found)]
     tables = [table for table in tables if table.rows]
     try:
-        from .tree_plots import acceptance_figure
-    except ImportError as error:
-        raise ConfigError(f"no picture: {error}; pip install 'talon-decoding[bench]'") from None
-    try:
         out.mkdir(parents=True, exist_ok=True)
         (out / "acceptance.json").write_bytes(msgspec.json.encode(found))
         (out / "acceptance.md").write_text("\n\n".join(f"{t.title}\n\n{t.markdown()}" for t in tables) + "\n", "utf8")
+        from .tree_plots import acceptance_figure
+
         acceptance_figure(found, out / "acceptance.png")
+    except ImportError as error:
+        raise ConfigError(f"no picture: {error}; pip install 'talon-decoding[bench]'") from None
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot be written ({error.strerror}): name another folder") from None
     return tables

@@ -16,6 +16,7 @@ from rich.progress import Progress
 
 from drafters.base import Drafter, Verdict
 from drafters.prompt_lookup import PromptLookup
+from engine.errors import ConfigError
 from engine.sampling import SamplingParams, own_defaults
 from engine.target import Target
 from engine.tree import TokenTree
@@ -50,7 +51,7 @@ def record(
     sampling: SamplingParams,
     progress: Progress,
 ) -> list[Known]:
-    """The target's answers. Prompts that leave no room in the context are left out."""
+    """The target's answers. Prompts that leave no room in the context are left out; ConfigError if all do."""
     task = progress.add_task(f"answers, T = {sampling.temperature:g}", total=sum(map(len, suites.values())))
     drafter, found = PromptLookup(), []
     drafter.feature_layers = tuple(sorted(set(layers)))
@@ -65,15 +66,24 @@ def record(
             states = [verdict.features for verdict in verdicts if verdict.features is not None]
             kept = np.concatenate(states) if states else None
             found.append(Known(suite, prompt, tokens, sampling, drafter.feature_layers, kept))
+    if left_out := sum(map(len, suites.values())) - len(found):
+        progress.console.print(f"{left_out} prompts are left out: with {sampling.max_tokens} tokens they do not fit")
+    if not found:
+        raise ConfigError(f"--questions: no prompt fits into {target.context} tokens; lower --max-tokens")
     return found
 
 
 def follow(
-    drafter: Drafter, request: int, known: Known, propose: Callable[[int], TokenTree]
+    drafter: Drafter,
+    request: int,
+    known: Known,
+    propose: Callable[[int], TokenTree],
+    token_s: Callable[[], float] = lambda: Verdict.token_s,
 ) -> Iterator[tuple[Verdict, float]]:
     """Every round after the prefill, before the drafter has seen its verdict, and the seconds that drafting took.
 
-    propose: called with the request, returns the tree to verify.
+    propose: called with the request, returns the tree to verify. token_s: the time that one more token is worth.
+    Drafters that read the target's likeliest tokens (`Drafter.successors`) cannot follow; a model never rests.
     """
     drafter.start(request, known.prompt, known.sampling)
     read, position, layers = len(known.prompt), 1, drafter.feature_layers
@@ -85,7 +95,8 @@ def follow(
         draft_s = time.perf_counter() - started
         path = accepted(tree, known.tokens[position:])
         tokens = known.tokens[position : position + len(path)]
-        verdict = Verdict(tree, path, tokens, known.features(layers, read, read + len(path)))
+        features = known.features(layers, read, read + len(path))
+        verdict = Verdict(tree, path, tokens, features, token_s=token_s())
         yield verdict, draft_s
         drafter.observe(request, verdict)
         drafter.settle()

@@ -97,7 +97,7 @@ def growth(
         if not drafter.feature_layers:
             raise ConfigError(f"--method={method}: reads no hidden states: name a head that does")
         target = Target.load(config_.model, config_.dtype, config_.device)
-        round_s = time_rounds(target)
+        round_s = [*time_rounds(target).values()]
         grown, asked = [], [*settings()]
         with progress_bar(console) as progress:
             answers = record(target, drafter.feature_layers, suites, SamplingParams(max_tokens=max_tokens), progress)
@@ -129,7 +129,7 @@ def acceptance(
 
     The target answers once, then all draft for the same answers, so this takes minutes where `talon bench` takes
     hours. Tokens a round are those that a run would have; speed-ups are computed from the times of drafting and of
-    forwards, and leave out prompts and what happens around a round.
+    forwards. They leave out prompts and what happens around a round, and no model rests.
     """
 
     async def main() -> None:
@@ -138,23 +138,26 @@ def acceptance(
         from engine.target import Target
         from engine.text import encode_text, load_tokenizer
 
-        from .acceptance import accept_all, layers_read, ways, write
+        from .acceptance import Accepted, accept_all, layers_read, ways, write
+        from .growth import time_rounds
         from .known_answers import record
         from .progress import progress_bar
         from .questions import read_questions
 
-        chosen, console = ways(names_in(methods)), Console(stderr=True)
+        chosen, console, found = ways(names_in(methods)), Console(stderr=True), list[Accepted]()
+        samplings = [
+            SamplingParams(max_tokens=max_tokens, temperature=t, seed=seed).validate()
+            for t in dict.fromkeys(temperature or [0.0])
+        ]
         settings = resolved(configuration.load(config, overrides(set_)))
         layers = layers_read(chosen, settings)
         tokenizer = load_tokenizer(settings.model)
         suites = {f.stem: [encode_text(tokenizer, q.prompt) for q in read_questions(f, limit)] for f in files}
         target = Target.load(settings.model, settings.dtype, settings.device)
-        answers = {}
         with progress_bar(console) as progress:
-            for t in temperature or [0.0]:
-                sampling = SamplingParams(max_tokens=max_tokens, temperature=t, seed=seed).validate()
-                answers[t] = record(target, layers, suites, sampling, progress)
-            found = accept_all(chosen, settings, target, answers, progress)
+            for sampling in samplings:
+                answers = record(target, layers, suites, sampling, progress)
+                found += accept_all(chosen, settings, answers, lambda: time_rounds(target), progress)
         for table in write(out, found):
             Console().print(table.rich())
 

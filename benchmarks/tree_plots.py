@@ -135,7 +135,7 @@ def acceptance_figure(found: Sequence[Accepted], path: Path) -> None:
             shares = one.by_position()
             left.plot(range(1, len(shares) + 1), shares, **line_style(place), label=one.method)
         left.set(
-            title=f"Chain, T = {temperature:g}", xlabel="position", ylabel="accepted, all before were", ylim=(0, 1)
+            title=f"Chain, T = {temperature:g}", xlabel="position", ylabel="accepted, given all before", ylim=(0, 1)
         )
         left.legend(fontsize=8)
         methods = list(dict.fromkeys(one.method for one in mine))
@@ -143,13 +143,13 @@ def acceptance_figure(found: Sequence[Accepted], path: Path) -> None:
             bars = {methods.index(one.method) + 0.27 * (place - 1): one.mat for one in mine if one.way == way}
             looks = {"color": COLOURS[place], "hatch": HATCHES[place], "edgecolor": "white", "label": way}
             middle.bar([*bars], [*bars.values()], 0.27, **looks)
-        middle.set(title=f"Tokens a round, T = {temperature:g}")
+        middle.set(title=f"Tokens a round, T = {temperature:g}", ylim=(1, None))
         middle.set_xticks(range(len(methods)), methods)
         middle.legend(fontsize=8)
         cut = [one for one in mine if one.way == "cut"]
         right.bar([one.method for one in cut], [one.speed_up for one in cut], color=OURS)
         right.axhline(1, color="black", linewidth=0.8)
-        right.set(title=f"Speed-up of trees cut to what pays (computed), T = {temperature:g}")
+        right.set(title=f"Cut to what pays: computed speed-up, T = {temperature:g}")
         for axis in (middle, right):
             axis.tick_params(axis="x", labelrotation=30, labelsize=8)
     save(figure, path)

@@ -62,7 +62,7 @@ class BlockLayer:
 
 
 class Confidence:
-    """How much of the target's probability a row's covers, from its state and the token before it.
+    """How much of the target's probability a row's own distribution covers, by its state and the token before it.
 
     of_state: [hidden]; of_token: [vocab] float32, the bias included.
     """
@@ -83,7 +83,8 @@ class Confidence:
 
     def chance(self, of_states: Floats, tokens: Integers) -> Floats:
         """[n] float32. of_states: [n]; tokens: [n], the target's ids of those before."""
-        chance: Floats = 1 / (1 + np.exp(-(of_states + self.of_token[tokens])))
+        said = (of_states + self.of_token[tokens]).clip(-80, 80)  # beyond, exp overflows
+        chance: Floats = 1 / (1 + np.exp(-said))
         return chance
 
 

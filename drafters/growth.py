@@ -2,7 +2,7 @@
 
 A policy is a generator: it yields a `Frontier` of nodes to expand, is sent the `Candidates` that a head predicts
 after them, and returns the finished `TokenTree`. So the head never knows the policy, and several trees can grow in
-lockstep in the same forward passes. A one-pass head answers from the table that its single forward gave.
+lockstep in the same forward passes. A one-pass head answers from the rows of its single forward.
 A budget counts every node that is verified, the root included.
 """
 

@@ -93,7 +93,7 @@ class HeadDrafter(Drafter):
         """Draft for a dummy text. On a CPU a product's kernel is compiled when a number of rows first occurs, 2 ms
         each; this must not happen during a request. hidden_size: the target's.
         """
-        self.start(0, [0, 0], SamplingParams(max_tokens=1))
+        self.start(0, [0, 0], SamplingParams(max_tokens=1, temperature=1.0))
         features = np.zeros((2, len(self.feature_layers), hidden_size), np.uint16)
         self.observe(0, Verdict(TokenTree.root_only(0), [0], [0], features if self.feature_layers else None))
         session = self._requests[0].session
@@ -102,6 +102,8 @@ class HeadDrafter(Drafter):
             for rows in range(1, min(self.policy.max_expansions, _USUAL_ROWS) + 1):
                 session.clear()
                 session.extend([0] * rows, [0] * rows)
+            session.clear()
+        self.propose(0)
         self.finish(0)
 
     @torch.inference_mode()

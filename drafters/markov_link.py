@@ -1,13 +1,13 @@
 """The Markov link of one-pass heads: what the token before a row adds to the row's logits, as in DSpark.
 
-A row's logits are second @ (gate * first[token]), gate = sigmoid(of_state @ state + of_token[token]) or 1. Over the
-whole vocabulary this is computed behind a tree's root alone. Further down only the row's candidates are linked, for the
-nodes that a tree grows from: on the CPU whatever computes the head, since these are few numbers from large tables.
+It adds second @ (gate * first[token]), where gate = sigmoid(of_state @ state + of_token[token]), or 1 without a gate.
+In each block's first row this is computed for the whole vocabulary. In the others only the row's candidates are linked,
+for the nodes that a tree grows from: on the CPU whatever computes the head, since these are few numbers from large
+tables.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from drafters.checkpoint import Checkpoint
 from drafters.layers import Linear, small_dtype
-from drafters.top import enter
 from engine.model.exponential import exp
 from engine.model.simd import FLOAT32, LANES, add, divide, fma, load, multiply, numbers_at, splat, store, total
 
@@ -48,16 +47,15 @@ class Link:
         kind = checkpoint.config.get("markov_head_type", "vanilla")
         if kind not in ("vanilla", "gated"):
             raise checkpoint.error(f"config.json: markov_head_type={kind!r} is not supported, vanilla and gated are")
-        first = checkpoint.take("markov_head.markov_w1.weight", vocab, rank).to(dtype)
-        self.first = _whole(first)
+        first = checkpoint.take("markov_head.markov_w1.weight", vocab, rank).to(device, dtype)
+        self.first = _whole(first).cpu()
         self.second = _whole(checkpoint.take("markov_head.markov_w2.weight", outputs, rank).to(dtype))
         self.product = Linear(self.second.to(device))
         self.gate: Gate | None = None
         if kind == "gated":
-            weight = checkpoint.take("markov_head.gate_proj.weight", rank, hidden + rank).to(dtype)
-            bias = checkpoint.take("markov_head.gate_proj.bias", rank).to(dtype)
-            of_state = _whole(weight[:, :hidden].T).to(device)
-            self.gate = Gate(of_state, _whole(first @ weight[:, hidden:].T + bias))
+            weight = checkpoint.take("markov_head.gate_proj.weight", rank, hidden + rank).to(device, dtype)
+            bias = checkpoint.take("markov_head.gate_proj.bias", rank).to(device, dtype)
+            self.gate = Gate(_whole(weight[:, :hidden].T), _whole(first @ weight[:, hidden:].T + bias).cpu())
 
     def __call__(self, states: Tensor, tokens: Tensor) -> Tensor:
         """states: [rows, hidden]; tokens: [rows] the target's ids -> [rows, rank], the input of `second`."""
@@ -81,7 +79,8 @@ class Link:
         """
         of_token = 0 if self.gate is None else self.gate.of_token.data_ptr()
         first, second, width = self.first.data_ptr(), self.second.data_ptr(), self.first.itemsize
-        _add(scores, candidates, gates, tokens, np.float32(gain), first, of_token, second, width)
+        linked = np.empty(gates.shape[1], np.float32)  # of one row; its address is used, so it has to outlive the call
+        _add(scores, candidates, gates, tokens, np.float32(gain), linked, first, of_token, second, width)
 
 
 def _whole(weight: Tensor) -> Tensor:
@@ -90,11 +89,18 @@ def _whole(weight: Tensor) -> Tensor:
 
 @njit(cache=True, nogil=True)
 def _add(
-    scores: Any, candidates: Any, gates: Any, tokens: Any, gain: Any, first: int, of_token: int, second: int, width: int
+    scores: Any,
+    candidates: Any,
+    gates: Any,
+    tokens: Any,
+    gain: Any,
+    linked: Any,
+    first: int,
+    of_token: int,
+    second: int,
+    width: int,
 ) -> None:
-    rank, one = gates.shape[1], splat(np.float32(1))
-    linked = np.empty(rank, np.float32)
-    place = linked.ctypes.data
+    rank, one, place = gates.shape[1], splat(np.float32(1)), linked.ctypes.data
     for row in range(len(scores)):
         at, gate = tokens[row] * rank, gates.ctypes.data + 4 * row * rank
         for lane in range(0, rank, LANES):
@@ -109,22 +115,3 @@ def _add(
                 weights = numbers_at(second + (of_candidate + lane) * width, width)
                 sums = fma(load(place + 4 * lane, FLOAT32), weights, sums)
             scores[row, column] += gain * total(sums)
-
-
-@njit(cache=True, nogil=True)
-def likeliest(scores: Any, rest: Any, sure: Any, places: Any, chances: Any) -> None:
-    """The best k of each row's scores, and their chances.
-
-    scores: [n, candidates]; rest: [n], the sum of exp(score) of what is no candidate; sure: [n], by which the chances
-    are multiplied. Written: places, [n, k] int64, best first, and chances, [n, k] float32.
-    """
-    k = places.shape[1]
-    for row in range(len(scores)):
-        best, count = np.empty(k, np.float32), 0
-        for column in range(scores.shape[1]):
-            count = enter(scores[row, column], column, best, places[row], count)
-        sums = rest[row] * math.exp(-best[0])
-        for column in range(scores.shape[1]):
-            sums += math.exp(scores[row, column] - best[0])
-        for column in range(k):
-            chances[row, column] = sure[row] * math.exp(best[column] - best[0]) / sums

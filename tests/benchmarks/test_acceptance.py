@@ -12,7 +12,7 @@ from benchmarks.acceptance import (
     POSITIONS,
     Accepted,
     Drafted,
-    accept,
+    accept_all,
     layers_read,
     positions_table,
     speeds_table,
@@ -66,6 +66,12 @@ def test_a_prompt_that_leaves_no_room_in_the_context_is_left_out(target_dir: Pat
     ] == [PROMPT]
 
 
+def test_where_no_prompt_fits_that_is_an_error_in_one_line(target_dir: Path) -> None:  # noqa: F811
+    model = Target.load(str(target_dir), "float32")
+    with pytest.raises(ConfigError, match="--questions: no prompt fits"):
+        record(model, (), {"one": [[1] * model.context]}, SamplingParams(max_tokens=4), Progress(disable=True))
+
+
 def test_a_verdict_carries_the_states_of_the_layers_that_its_drafter_reads() -> None:
     states = np.arange(2 * 3 * 1, dtype=np.uint16).reshape(2, 3, 1)
     known = Known("one", [1], [2, 3], SamplingParams(), (0, 4, 8), states)
@@ -89,23 +95,53 @@ def test_rounds_of_an_answer_add_up_to_it() -> None:
 
 def test_trees_are_cut_to_what_forwards_of_this_machine_make_worth_it() -> None:
     config, (way,) = load({"model": "any"}), ways(["pld"])
-    cheap, dear = (accept(way, config, [REPEATING], seconds) for seconds in (CHEAP, DEAR))
+    (cheap,), (dear,) = (
+        accept_all([way], config, [REPEATING] * 2, lambda seconds=seconds: seconds, Progress(disable=True))
+        for seconds in (CHEAP, DEAR)
+    )
     assert cheap.nodes > dear.nodes and cheap.mat > dear.mat
-    assert sum(r.emitted for r in cheap.rounds) == sum(r.emitted for r in dear.rounds) == len(REPEATING.tokens) - 1
+    assert (
+        sum(r.emitted for r in cheap.rounds) == sum(r.emitted for r in dear.rounds) == 2 * (len(REPEATING.tokens) - 1)
+    )
+
+
+def test_forwards_are_timed_again_for_every_answer_for_all_methods() -> None:
+    plain_s = iter([1.0, 1.0, 1.0, 1.25])
+    config, both = load({"model": "any"}), ways(["pld", "pld"])
+    found = accept_all(both, config, [REPEATING] * 2, lambda: {1: next(plain_s), 64: 2.0}, Progress(disable=True))
+    for one in found:
+        assert one.rounds[0].plain_s == 1.0 < one.rounds[-1].plain_s <= 1.25
+
+
+def test_rounds_that_promise_much_and_emit_little_shrink_the_trees_of_an_answer() -> None:
+    config, (way,) = load({"model": "any"}), ways(["pld"])
+    tokens = [token for new in range(10, 50) for token in (1, 2, new)]  # what follows 1, 2 is always new
+    failing = Known("one", [1, 2, 3, 1, 2], tokens, SamplingParams(max_tokens=200))
+    (found,) = accept_all([way], config, [failing], lambda: {1: 1.0, 64: 20.0}, Progress(disable=True))
+    drafted = [r.nodes for r in found.rounds if r.nodes > 1]
+    assert drafted and sum(drafted[:5]) > sum(drafted[-5:])
+
+
+def test_the_first_round_of_an_answer_does_not_count_for_speed() -> None:
+    first = Drafted("one", 1, 0, 9, 1, draft_s=9.0, verify_s=1.0, plain_s=1.0, is_first=True)
+    later = Drafted("one", 2, 1, 8, 2, draft_s=0.0, verify_s=1.0, plain_s=1.0)
+    assert Accepted("head", "cut", 0.0, [first, later]).speed_up == 2.0
+    (found,) = accept_all(ways(["pld"]), load({"model": "any"}), [REPEATING] * 2, lambda: CHEAP, Progress(disable=True))
+    assert sum(r.is_first for r in found.rounds) == 2 and found.rounds[0].is_first
 
 
 def test_the_speed_up_counts_drafting_and_the_rows_of_a_forward() -> None:
-    rounds = [Drafted("one", 4, 3, 9, emitted, draft_s=0.5, verify_s=1.5) for emitted in (1, 3)]
-    one = Accepted("head", "cut", 0.0, 1.0, rounds)
+    rounds = [Drafted("one", 4, 3, 9, emitted, draft_s=0.5, verify_s=1.5, plain_s=1.0) for emitted in (1, 3)]
+    one = Accepted("head", "cut", 0.0, rounds)
     assert (one.mat, one.nodes, one.draft_s, one.speed_up) == (2.0, 4.0, 0.5, 1.0)
 
 
 def test_a_position_counts_rounds_whose_tokens_before_it_were_right_and_that_could_have_held_it() -> None:
     def drafted(emitted: int, depth: int = 3, room: int = 9) -> Drafted:
-        return Drafted("one", depth + 1, depth, room, emitted, 0.0, 1.0)
+        return Drafted("one", depth + 1, depth, room, emitted, 0.0, 1.0, 1.0)
 
     # of four, three are right at once; of these one goes on, one is too shallow and one answer ends
-    one = Accepted("head", "chain", 0.0, 1.0, [drafted(1), drafted(3), drafted(2, depth=1), drafted(2, room=1)])
+    one = Accepted("head", "chain", 0.0, [drafted(1), drafted(3), drafted(2, depth=1), drafted(2, room=1)])
     assert one.by_position() == [0.75, 1.0, 0.0]
 
 
@@ -122,14 +158,19 @@ def test_what_is_no_method_that_drafts_is_refused_with_the_heads_there_are(name:
         ways(["pld", name])
 
 
+def test_a_method_that_reads_the_targets_likeliest_tokens_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--methods: 'recycling' reads the target's likeliest tokens"):
+        layers_read(ways(["pld", "recycling"]), load({"model": "any"}))
+
+
 def test_a_head_without_weights_is_refused_before_the_target_answers(tmp_path: Path) -> None:
     with pytest.raises((ConfigError, ModelError), match="drafter"):
         layers_read(ways(["eagle3"]), load({"model": "any", "drafter": {"path": str(tmp_path / "gone")}}))
 
 
 def test_tables_and_picture_name_every_head_and_suite(tmp_path: Path) -> None:
-    rounds = [Drafted(suite, 8, 7, 9, emitted, 0.002, 0.01) for suite in ("gsm8k", "qa") for emitted in (1, 2, 4)]
-    found = [Accepted(way.method, way.kind, 0.0, 0.01, rounds) for way in ways(["block", "eagle3", "block+suffix"])]
+    rounds = [Drafted(suite, 8, 7, 9, emitted, 0.002, 0.01, 0.01) for suite in ("gsm8k", "qa") for emitted in (1, 2, 4)]
+    found = [Accepted(way.method, way.kind, 0.0, rounds) for way in ways(["block", "eagle3", "block+suffix"])]
     positions = positions_table(found)
     assert [row[0] for row in positions.rows] == ["block", "eagle3"]
     assert all(len(row) == len(positions.columns) for row in positions.rows)
