@@ -31,6 +31,7 @@ from engine.errors import ConfigError, ModelError
 from engine.sampling import SamplingParams
 from engine.target import Target
 from engine.tree import TokenTree
+from engine.trust import Trust
 from tests.drafters.conftest import _float32_heads, target, target_dir  # noqa: F401
 from tests.drafters.test_eagle import eagle3
 
@@ -120,6 +121,21 @@ def test_rounds_that_promise_much_and_emit_little_shrink_the_trees_of_an_answer(
     (found,) = accept_all([way], config, [failing], lambda: {1: 1.0, 64: 20.0}, Progress(disable=True))
     drafted = [r.nodes for r in found.rounds if r.nodes > 1]
     assert drafted and sum(drafted[:5]) > sum(drafted[-5:])
+
+
+def test_an_answers_trust_learns_from_every_round_what_the_verified_tree_promised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    learned: list[tuple[float, int]] = []
+
+    class Noting(Trust):
+        def learn(self, promised: float, emitted: int) -> None:
+            learned.append((promised, emitted))
+
+    monkeypatch.setattr("benchmarks.acceptance.Trust", Noting)
+    (found,) = accept_all(ways(["pld"]), load({"model": "any"}), [REPEATING], lambda: CHEAP, Progress(disable=True))
+    assert [emitted for _, emitted in learned] == [r.emitted for r in found.rounds]
+    assert all(1 <= promised <= r.nodes for (promised, _), r in zip(learned, found.rounds, strict=True))
 
 
 def test_the_first_round_of_an_answer_does_not_count_for_speed() -> None:
