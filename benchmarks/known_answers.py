@@ -21,6 +21,7 @@ from engine.sampling import SamplingParams, own_defaults
 from engine.target import Target
 from engine.tree import TokenTree
 
+from .replay import accepted
 from .shapes import answer
 
 _ROOM = 64  # positions that the largest tree takes beyond the answer
@@ -102,13 +103,3 @@ def follow(
         drafter.settle()
         read, position = read + len(path), position + len(tokens)
     drafter.finish(request)
-
-
-def accepted(tree: TokenTree, answer: Sequence[int]) -> list[int]:
-    """The nodes, root first, that the answer follows; at its end one token is left for the bonus."""
-    path = [0]
-    for token in answer[:-1]:
-        if (child := tree.child(path[-1], token)) is None:
-            break
-        path.append(child)
-    return path

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,9 +22,9 @@ from drafters.experience import Reliability
 from engine.errors import ConfigError, TalonError
 from engine.json_lines import BadLine, json_lines
 from engine.sampling import SamplingParams
+from engine.tree import TokenTree
 from retrieval_index.commands import find_tokenizer
 
-from .known_answers import accepted
 from .options import names_in
 from .out_folder import draw_calibration
 
@@ -114,6 +114,16 @@ def replay_drafter(
         sorted(query_us)[int(0.99 * len(query_us))],
         statistics.median(append_us),
     )
+
+
+def accepted(tree: TokenTree, answer: Sequence[int]) -> list[int]:
+    """The nodes, root first, that the answer follows; at its end one token is left for the bonus."""
+    path = [0]
+    for token in answer[:-1]:
+        if (child := tree.child(path[-1], token)) is None:
+            break
+        path.append(child)
+    return path
 
 
 def replay(

@@ -20,7 +20,8 @@ from benchmarks.acceptance import (
     ways,
     write,
 )
-from benchmarks.known_answers import Known, accepted, follow, record
+from benchmarks.known_answers import Known, follow, record
+from benchmarks.replay import accepted
 from benchmarks.shapes import answer
 from drafters.checkpoint import TargetWeights
 from drafters.growth import Dynamic
