@@ -158,17 +158,14 @@ class Follower:
             tree = self.drafter.propose(request)
             return tree.keep(paying([trust.worth(tree)], costs)[0]) if self.way.is_cut else tree
 
-        whole = room
-        for verdict, draft_s in follow(
-            self.drafter, request, known, propose, lambda: costs.rates(1, alone=False).token_s
-        ):
+        followed = follow(self.drafter, request, known, propose, lambda: costs.rates(1, alone=False).token_s)
+        for number, (verdict, draft_s) in enumerate(followed):
             tree, emitted = verdict.tree, len(verdict.tokens)
             trust.learn(float(trust.worth(tree).sum()), emitted)
             costs.observe_round(1, len(tree), emitted, draft_s)
             shape = len(tree), int(tree.depths.max()), room, emitted
-            yield Drafted(
-                known.suite, *shape, draft_s, costs.seconds(len(tree)), costs.seconds(1), is_first=room == whole
-            )
+            verify_s, plain_s = costs.seconds(len(tree)), costs.seconds(1)
+            yield Drafted(known.suite, *shape, draft_s, verify_s, plain_s, is_first=number == 0)
             room -= emitted
 
 
@@ -182,8 +179,8 @@ def accept_all(
     """Every answer by all methods in turn, since a machine's speed changes. answers: of one temperature; round_s: times
     a forward of each of some numbers of rows.
     """
-    temperature = answers[0].sampling.temperature
-    followers = [Follower(way, config, round_s()) for way in ways]
+    temperature, seconds = answers[0].sampling.temperature, round_s()
+    followers = [Follower(way, config, seconds) for way in ways]
     found = [Accepted(way.method, way.kind, temperature, []) for way in ways]
     task = progress.add_task(f"drafting, T = {temperature:g}", total=len(answers))
     for request, known in enumerate(answers):
@@ -219,28 +216,28 @@ def positions_table(found: Sequence[Accepted]) -> Table:
 
 def suites_table(found: Sequence[Accepted], way: str) -> Table:
     """Tokens a round, suite by suite."""
-    suites = _suites(found)
-    rows = []
-    for one in (one for one in found if one.way == way):
-        cells = [f"{part.mat:.2f}" if part.rounds else "-" for part in one.by_suite(suites)]
-        rows.append([one.method, f"{one.temperature:g}", *cells, f"{one.nodes:.1f}"])
     title = f"Tokens a round, trees of {BUDGET}" if way == "tree" else "Tokens a round, trees cut to what pays"
-    return Table(title, ("method", "T", *suites, "all", "nodes"), rows)
+    return _by_suite(title, found, way, lambda one: f"{one.mat:.2f}", "nodes", lambda one: f"{one.nodes:.1f}")
 
 
 def speeds_table(found: Sequence[Accepted]) -> Table:
     """The computed speed-up of trees that are cut, suite by suite."""
-    suites = _suites(found)
-    rows = []
-    for one in (one for one in found if one.way == "cut"):
-        cells = [f"{part.speed_up:.2f}x" if part.rounds else "-" for part in one.by_suite(suites)]
-        rows.append([one.method, f"{one.temperature:g}", *cells, f"{1e3 * one.draft_s:.1f}"])
     title = "Computed speed-up over plain decoding, trees cut to what pays"
-    return Table(title, ("method", "T", *suites, "all", "draft ms"), rows)
+    draft_ms = ("draft ms", lambda one: f"{1e3 * one.draft_s:.1f}")
+    return _by_suite(title, found, "cut", lambda one: f"{one.speed_up:.2f}x", *draft_ms)
 
 
-def _suites(found: Sequence[Accepted]) -> list[str]:
-    return list(dict.fromkeys(r.suite for one in found for r in one.rounds))
+Cell = Callable[[Accepted], str]
+
+
+def _by_suite(title: str, found: Sequence[Accepted], way: str, cell: Cell, last: str, last_cell: Cell) -> Table:
+    """A line for each method: `cell` of each suite and of all rounds, then the column `last`."""
+    suites = list(dict.fromkeys(r.suite for one in found for r in one.rounds))
+    rows = []
+    for one in (one for one in found if one.way == way):
+        cells = [cell(part) if part.rounds else "-" for part in one.by_suite(suites)]
+        rows.append([one.method, f"{one.temperature:g}", *cells, last_cell(one)])
+    return Table(title, ("method", "T", *suites, "all", last), rows)
 
 
 def write(out: Path, found: Sequence[Accepted]) -> list[Table]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -19,6 +20,9 @@ from engine.errors import ConfigError
 from engine.sampling import SamplingParams
 
 from .options import HeadsOption, QuestionsOption, names_in, question_files
+
+if TYPE_CHECKING:
+    from .questions import Question
 
 
 def shapes(
@@ -41,7 +45,7 @@ def shapes(
             raise ConfigError(f"contestant={contestant!r}: drafts no trees; known: {', '.join(CONTESTANTS)}")
         files = question_files(questions)
         from engine.model.resolve import resolved
-        from engine.text import encode_text, load_tokenizer
+        from engine.text import load_tokenizer
 
         from .questions import read_questions
         from .shapes import draw, measure, table
@@ -51,7 +55,7 @@ def shapes(
         read = {file.stem: read_questions(file, limit) for file in files}
         settings = resolved(settings)
         tokenizer = load_tokenizer(settings.model)
-        suites = {suite: [encode_text(tokenizer, q.prompt) for q in some] for suite, some in read.items()}
+        suites = {suite: _prompts(tokenizer, some) for suite, some in read.items()}
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature).validate()
         answers = measure(settings, suites, sampling, Console(stderr=True))
         straight = [a for a in answers if not a.loops]
@@ -60,6 +64,12 @@ def shapes(
         draw(straight or answers, out)
 
     run(main())
+
+
+def _prompts(tokenizer: Any, questions: Sequence[Question]) -> list[list[int]]:
+    from engine.text import encode_text
+
+    return [encode_text(tokenizer, question.prompt) for question in questions]
 
 
 def growth(
@@ -80,7 +90,7 @@ def growth(
         from drafters.registry import build
         from engine.model.resolve import resolved
         from engine.target import Target
-        from engine.text import encode_text, load_tokenizer
+        from engine.text import load_tokenizer
 
         from .growth import position_bytes, replay, settings, time_rounds, write
         from .known_answers import record
@@ -90,7 +100,7 @@ def growth(
         named = {"method": method} | ({} if path is None else {"drafter.path": str(path)})
         config_ = resolved(configuration.load(config, named | overrides(set_)))
         console, tokenizer = Console(stderr=True), load_tokenizer(config_.model)
-        suites = {f.stem: [encode_text(tokenizer, q.prompt) for q in read_questions(f, limit)] for f in files}
+        suites = {f.stem: _prompts(tokenizer, read_questions(f, limit)) for f in files}
         drafter = build(config_)
         if not isinstance(drafter, HeadDrafter):
             raise ConfigError(f"--method={method}: is no draft head; known: block, eagle3, eagle, medusa, hydra, sps")
@@ -136,7 +146,7 @@ def acceptance(
         files = question_files(questions)
         from engine.model.resolve import resolved
         from engine.target import Target
-        from engine.text import encode_text, load_tokenizer
+        from engine.text import load_tokenizer
 
         from .acceptance import Accepted, accept_all, layers_read, ways, write
         from .growth import time_rounds
@@ -152,7 +162,7 @@ def acceptance(
         settings = resolved(configuration.load(config, overrides(set_)))
         layers = layers_read(chosen, settings)
         tokenizer = load_tokenizer(settings.model)
-        suites = {f.stem: [encode_text(tokenizer, q.prompt) for q in read_questions(f, limit)] for f in files}
+        suites = {f.stem: _prompts(tokenizer, read_questions(f, limit)) for f in files}
         target = Target.load(settings.model, settings.dtype, settings.device)
         with progress_bar(console) as progress:
             for sampling in samplings:

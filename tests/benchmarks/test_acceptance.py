@@ -108,7 +108,7 @@ def test_trees_are_cut_to_what_forwards_of_this_machine_make_worth_it() -> None:
 
 
 def test_forwards_are_timed_again_for_every_answer_for_all_methods() -> None:
-    plain_s = iter([1.0, 1.0, 1.0, 1.25])
+    plain_s = iter([1.0, 1.0, 1.25])
     config, both = load({"model": "any"}), ways(["pld", "pld"])
     found = accept_all(both, config, [REPEATING] * 2, lambda: {1: next(plain_s), 64: 2.0}, Progress(disable=True))
     for one in found:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from drafters.block import BlockHead
-from drafters.block_forward import likeliest
 from drafters.block_session import BlockSession
 from drafters.checkpoint import TargetWeights
 from drafters.growth import Adaptive
 from drafters.head_drafter import HeadDrafter
-from drafters.markov_link import Gate, Link
 from drafters.ranking import Ranking
 from engine.errors import DrafterMismatch, ModelError
 from engine.sampling import SamplingParams
@@ -322,36 +318,6 @@ def test_a_draft_vocabulary_is_linked_with_any_token_before_it(
         expected = scores.softmax(-1)[0].topk(5)
         assert seen.tokens[0] == head.target_ids[expected.indices].tolist()
         torch.testing.assert_close(torch.tensor(seen.chance[0]), expected.values * sure, atol=1e-5, rtol=1e-2)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("rank", [6, 32])
-def test_a_link_adds_what_a_plain_product_gives(rank: int, gated: bool, dtype: torch.dtype, tmp_path: Path) -> None:
-    drawn = torch.Generator().manual_seed(2)
-    first, second, said = (torch.randn(n, rank, generator=drawn).to(dtype) for n in (30, 20, 30))
-    link = object.__new__(Link)
-    link.first, link.second = (F.pad(one, (0, -rank % 16)) for one in (first, second))
-    link.gate = Gate(torch.empty(0), F.pad(said, (0, -rank % 16))) if gated else None
-    gates, tokens = torch.randn(3, rank, generator=drawn), torch.tensor([29, 0, 7])
-    candidates = torch.tensor([[19, 0, 3, 4], [5, 6, 7, 8], [1, 1, 2, 2]])
-    scores = np.ones((3, 4), np.float32)
-    link.add(scores, candidates.numpy(), F.pad(gates, (0, -rank % 16)).numpy(), tokens.numpy(), 2.0)
-    linked = first[tokens].float()
-    if gated:
-        linked = torch.sigmoid(gates + said[tokens].float()) * linked
-    expected = 1 + 2 * (second[candidates].float() @ linked[:, :, None])[:, :, 0]
-    torch.testing.assert_close(torch.from_numpy(scores), expected, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("scores", [[-200.0, -300.0, -250.0], [0.0, -torch.inf, -1.0], [90.0, 60.0, 89.0]])
-@pytest.mark.parametrize("rest", [0.0, 2.0])
-def test_chances_are_a_softmax_however_far_apart_scores_are(scores: list[float], rest: float) -> None:
-    places, chances = np.zeros((1, 2), np.int64), np.empty((1, 2), np.float32)
-    given = np.array([scores], np.float32)
-    likeliest(given, np.array([rest], np.float32), np.array([0.5], np.float32), places, chances)
-    exact = torch.tensor([*scores, math.log(rest) if rest else -torch.inf], dtype=torch.float64).softmax(0)
-    assert places[0, 0] == 0 and chances[0].tolist() == pytest.approx((0.5 * exact[places[0]]).tolist(), abs=1e-6)
 
 
 def test_layouts_that_cannot_be_drafted_with_are_refused_by_key(tmp_path: Path, target: TargetWeights) -> None:
