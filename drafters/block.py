@@ -19,20 +19,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from drafters.block_session import BlockSession, begin
 from drafters.checkpoint import WEIGHT_FILES, Checkpoint, TargetWeights
+from drafters.context import ContextReader
 from drafters.growth import Dynamic, Policy, Static
 from drafters.head import Head
 from drafters.layers import DecoderLayer, KVCache, Linear, RMSNorm, draft_dtype, llama_config, qkv_weights, small_dtype
 from drafters.markov_link import Floats, Integers, Link
 from drafters.stack import Layer, Stack, fits
 from engine.errors import DrafterMismatch
+from engine.model.simd import LANES
 
 
 class BlockLayer:
@@ -76,16 +79,21 @@ class Confidence:
                 self.of_token + (link.first[:, : len(of_link)] @ of_link.to(link.first.dtype)).float().numpy()
             )
 
-    def of_states(self, states: Tensor) -> Floats:
-        """[rows]: the states' part."""
-        said: Floats = (states.to(self.of_state.dtype) @ self.of_state).float().cpu().numpy()
-        return said
-
     def chance(self, of_states: Floats, tokens: Integers) -> Floats:
-        """[n] float32. of_states: [n]; tokens: [n], the target's ids of those before."""
+        """[n] float32. of_states: [n], the states' part; tokens: [n], the target's ids of those before."""
         said = (of_states + self.of_token[tokens]).clip(-80, 80)  # beyond, exp overflows
         chance: Floats = 1 / (1 + np.exp(-said))
         return chance
+
+
+class Outputs(NamedTuple):
+    """What comes of rows' states in one product. logits: [rows, draft_vocab], without links; gates: [rows, rank], the
+    states' part in the link's gate, zero without one; sure: [rows], their part in the confidence, if the head has one.
+    """
+
+    logits: Tensor
+    gates: Tensor
+    sure: Tensor
 
 
 class BlockHead(Head):
@@ -121,8 +129,7 @@ class BlockHead(Head):
         embedding = checkpoint.take_optional("embed_tokens.weight", target.vocab_size, hidden)
         self.embedding = (target.embedding if embedding is None else embedding).to(device, self.dtype)
         lm_head = checkpoint.take_optional("lm_head.weight", vocab, hidden)
-        self.lm_head = Linear(target.lm_head[self.target_ids.cpu()].to(device, self.dtype) if lm_head is None
-                              else lm_head.to(device, self.dtype))  # fmt: skip
+        multiplied = [target.lm_head[self.target_ids.cpu()] if lm_head is None else lm_head]
         self.mask = self._mask(checkpoint, flash)
         self.fc = Linear(take("fc.weight", hidden, len(self.feature_layers) * hidden))
         self.hidden_norm = RMSNorm(take("hidden_norm.weight", hidden), config.rms_norm_eps)
@@ -142,6 +149,12 @@ class BlockHead(Head):
             width = hidden + (rank if options.get("confidence_head_with_markov", False) else 0)
             weight, bias = take("confidence_head.proj.weight", 1, width)[0], take("confidence_head.proj.bias", 1)
             self.confidence = Confidence(weight.to(small_dtype(device)), bias, hidden, target.vocab_size, self.link)
+        if self.link is not None and self.link.gate is not None:
+            multiplied.append(self.link.gate.of_state.T)
+        if self.confidence is not None:
+            multiplied.append(self.confidence.of_state[None])
+        joined = torch.cat([weight.to(device, self.dtype) for weight in multiplied])
+        self.output = Linear(F.pad(joined, (0, 0, 0, -len(joined) % LANES)))
         checkpoint.ignore("rotary_emb.inv_freq")
         checkpoint.finish()
 
@@ -169,6 +182,14 @@ class BlockHead(Head):
             x = layer(x, positions, cache, at, mask)
         return self.norm(x)
 
+    def outputs(self, multiplied: Tensor) -> Outputs:
+        """multiplied: [rows, outputs], states times `output`."""
+        vocab, rank = len(self.target_ids), 0 if self.link is None else self.link.first.shape[1]
+        gated = self.link is not None and self.link.gate is not None
+        ends = vocab, vocab + (rank if gated else 0)
+        logits, gates, sure = multiplied.tensor_split(ends, dim=1)
+        return Outputs(logits, gates if gated else logits.new_zeros(len(logits), rank), sure[:, :1].flatten())
+
     def predicting(self, path: Sequence[int]) -> range:
         """The rows that predict something in a block that starts with this path after the root."""
         return range(self.first + len(path), self.size)
@@ -178,9 +199,13 @@ class BlockHead(Head):
         """The layers as a program, None where a stack does not fit."""
         if not fits(self.hidden_size, self.layers[0].decoder):
             return None
-        return Stack(
-            [Layer(layer.qkv, layer.decoder, layer.input_norm) for layer in self.layers], self.dtype, self.norm
-        )
+        layers = [Layer(layer.qkv, layer.decoder, layer.input_norm) for layer in self.layers]
+        return Stack(layers, self.dtype, self.output, self.norm, entry=self.entry)
+
+    @cached_property
+    def reader(self) -> ContextReader | None:
+        """Reads the context into the stack's pool."""
+        return None if self.stack is None else ContextReader(self, self.stack)
 
     def roots(self, sessions: Sequence[Any]) -> list[Tensor | None]:
         begin([(session, [()]) for session in sessions])

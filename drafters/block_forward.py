@@ -1,8 +1,8 @@
 """The result of a block head's forward, and what it predicts after any token.
 
-A row predicts by itself, and by its link with the token before it, whichever that is: a node of the tree, a retrieved
-token. Where the head says how much of the target's probability its own covers (confidence c), the chance of a token is
-c * q: the common mass, distributed as q.
+A row predicts by itself, and by its link with the token before it, whichever that is: the text's last token, a node of
+the tree, a retrieved token. Where the head says how much of the target's probability its own covers (confidence c), the
+chance of a token is c * q: the common mass, distributed as q.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ from drafters.ranking import Ranking
 from drafters.top import enter
 
 if TYPE_CHECKING:
-    from drafters.block import BlockHead
+    from drafters.block import BlockHead, Outputs
 
-_CANDIDATES = 48  # per row, by the row alone
+_CANDIDATES = 128  # per row, by the row alone; a link often lifts one that is far down
 
 
 class Asked(NamedTuple):
-    """One prediction to compute. before: the token before the row. is_linked: the row's logits contain its link."""
+    """One prediction to compute. before: the token before the row."""
 
     row: int
     before: int
-    is_linked: bool
 
 
 @dataclass(frozen=True)
@@ -40,27 +39,25 @@ class Rows:
     """The likeliest tokens of every row, by the row alone.
 
     scores: [rows, candidates] below the best one's; rest: [rows], the sum of exp(score) of all other tokens; ids:
-    [rows, candidates] of the draft vocabulary; tokens: the target's ids; gates, sure: the states' parts in the link's
-    gate, [rows, rank], and in the confidence, [rows]; gain: of a link.
+    [rows, candidates] of the draft vocabulary; tokens: the target's ids; gates, [rows, rank], and sure, [rows]: the
+    states' parts in the link's gate and in the confidence; gain: of a link.
     """
 
     scores: Floats
     rest: Floats
     ids: Integers
     tokens: Integers
-    gates: Floats | None
-    sure: Floats | None
+    gates: Floats
+    sure: Floats
     gain: float
 
     @classmethod
-    def of(cls, head: BlockHead, ranking: Ranking, forward: BlockForward) -> Rows:
-        states, logits = forward.states, forward.logits
-        best = ranking.top(logits, forward.positions, min(_CANDIDATES, logits.shape[1]))
+    def of(cls, ranking: Ranking, outputs: Outputs, positions: list[int]) -> Rows:
+        best = ranking.top(outputs.logits, positions, min(_CANDIDATES, outputs.logits.shape[1]))
         scores = (best.values - best.values[:, :1]).cpu().numpy()
         rest = np.maximum(0, best.totals.cpu().numpy() - np.exp(scores).sum(-1))
-        gates = None if head.link is None else head.link.gates(states)
-        sure = None if head.confidence is None else head.confidence.of_states(states)
-        tokens = head.target_ids[best.indices].cpu().numpy()
+        tokens = ranking.target_ids[best.indices].cpu().numpy()
+        gates, sure = (part.float().cpu().contiguous().numpy() for part in (outputs.gates, outputs.sure))
         return cls(scores, rest, best.indices.cpu().numpy(), tokens, gates, sure, ranking.gain)
 
 
@@ -68,34 +65,39 @@ class Rows:
 class BlockForward:
     """The result of one forward for one session: the rows after each block's known prefix, concatenated.
 
-    states: [rows, hidden]; logits: [rows, draft_vocab], with the link in the first row of each block; positions:
-    [rows], of the tokens that they predict. rows: what they predict by themselves, found on first use.
+    outputs: of these rows; positions: [rows], of the tokens that they predict. rows: what they predict by themselves,
+    found on first use.
     """
 
-    states: Tensor
-    logits: Tensor
+    outputs: Outputs
     positions: list[int]
     rows: Rows | None = None
 
     def following(self, head: BlockHead, ranking: Ranking, asked: Sequence[Asked]) -> list[Following]:
         """What the head predicts in each case."""
-        if self.rows is None:
-            self.rows = Rows.of(head, ranking, self)
-        found, rows = self.rows, np.array([one.row for one in asked])
-        before = np.array([one.before for one in asked])
+        found = self.rows = self.rows or Rows.of(ranking, self.outputs, self.positions)
+        rows, before = np.array([one.row for one in asked]), np.array([one.before for one in asked])
         scores, sure = found.scores[rows], np.ones(len(asked), np.float32)
-        new = np.flatnonzero([not one.is_linked for one in asked])
-        if head.link is not None and found.gates is not None:
-            linked, at = scores[new], rows[new]
-            head.link.add(linked, found.ids[at], found.gates[at], before[new], found.gain)
-            scores[new] = linked
-        if head.confidence is not None and found.sure is not None:
+        if head.link is not None:
+            head.link.add(scores, found.ids[rows], found.gates[rows], before, found.gain)
+        if head.confidence is not None:
             sure = head.confidence.chance(found.sure[rows], before)
         k = min(ranking.top_k, scores.shape[1])
         places, chances = np.zeros((len(asked), k), np.int64), np.empty((len(asked), k), np.float32)
         likeliest(scores, found.rest[rows], sure, places, chances)
         tokens = np.take_along_axis(found.tokens[rows], places, 1)
         return list(zip(tokens.tolist(), chances.tolist(), strict=True))
+
+    def linked(self, head: BlockHead, one: Asked) -> Tensor:
+        """[1, draft_vocab] float32: the logits of a row that has been asked for, its candidates' with their links."""
+        assert self.rows is not None
+        row = slice(one.row, one.row + 1)
+        logits, ids = self.outputs.logits[row].float().cpu(), self.rows.ids[row]
+        if head.link is not None:
+            linked = np.take_along_axis(logits.numpy(), ids, 1)
+            head.link.add(linked, ids, self.rows.gates[row], np.array([one.before]), 1.0)
+            np.put_along_axis(logits.numpy(), ids, linked, 1)
+        return logits.to(head.device)
 
 
 @njit(cache=True, nogil=True)

@@ -20,10 +20,10 @@ from drafters.outcomes import Following
 from drafters.ranking import Ranking
 from drafters.session import Session
 from drafters.stack import PooledCache
-from engine.batch import Rows
+from engine.batch import Int, Rows
 
 if TYPE_CHECKING:
-    from drafters.block import BlockHead
+    from drafters.block import BlockHead, Outputs
 
 _SYNC_CHUNK = 512  # positions of the context that are read at once
 _BLOCKS = 64  # per synced text, at most
@@ -31,13 +31,10 @@ _BLOCKS = 64  # per synced text, at most
 
 @dataclass(eq=False)
 class _Block:
-    """known: the tokens after the root that it starts with. states: [size, hidden]. forward: holds its `rows` rows,
-    from `row` on.
-    """
+    """known: the tokens after the root that it starts with. forward: holds its `rows` rows, from `row` on."""
 
     root: int
     known: tuple[int, ...]
-    states: Tensor
     forward: BlockForward
     row: int
     rows: int
@@ -79,7 +76,8 @@ class BlockSession(Session):
 
     def root_logits(self) -> Tensor:
         self.root()
-        return self._linked(self.blocks[0])
+        block = self.blocks[0]
+        return block.forward.linked(self.head, Asked(block.row, block.root))
 
     def begin(self, paths: Sequence[Sequence[int]]) -> list[int]:
         """A node at the end of each path below the root, with a block that starts with the path."""
@@ -112,7 +110,7 @@ class BlockSession(Session):
         for place, node in enumerate(nodes):
             block, depth, token = self.blocks[self.nodes.block[node]], self.nodes.depth[node], self.nodes.token[node]
             if (row := depth - len(block.known)) < block.rows:
-                one = Asked(block.row + row, token if row else block.root, is_linked=row == 0)
+                one = Asked(block.row + row, token if row else block.root)
                 asked.setdefault(block.forward, {})[place] = one
         for forward, some in asked.items():
             for place, following in zip(some, forward.following(self.head, ranking, [*some.values()]), strict=True):
@@ -147,23 +145,23 @@ class BlockSession(Session):
         there = {block.known for block in self.blocks}
         return [path for path in dict.fromkeys(paths) if path not in there][: _BLOCKS - len(self.blocks)]
 
-    def embedded(self, paths: list[tuple[int, ...]]) -> Tensor:
-        """[blocks * size, hidden]: the rows of blocks that begin with the root and these tokens."""
+    def begun(self, paths: list[tuple[int, ...]]) -> Tensor:
+        """[blocks * size, inputs]: what the rows of blocks that begin with the root and these tokens start from."""
         head, size = self.head, self.head.size
-        tokens = torch.tensor(
-            [([self._root_token, *path] + [-1] * size)[:size] for path in paths], device=head.device
-        ).flatten()
-        x = head.embedding.index_select(0, tokens.clamp(min=0))
-        x[tokens < 0] = head.mask
-        return x if head.entry is None else head.entry(torch.cat([x, self.last.expand_as(x)], dim=1))
+        known = [(block * size + row, token) for block, path in enumerate(paths)
+                 for row, token in zip(range(size), (self._root_token, *path), strict=False)]  # fmt: skip
+        rows, tokens = torch.tensor(known, device=head.device).unbind(1)
+        x = head.mask.repeat(size * len(paths), 1).index_copy_(0, rows, head.embedding.index_select(0, tokens))
+        return x if head.entry is None else torch.cat([x, self.last.expand_as(x)], dim=1)
 
     def computed(self, x: Tensor, paths: list[tuple[int, ...]]) -> Tensor:
-        """[blocks * size, hidden]: the rows' states, computed for this session alone."""
+        """[blocks * size, hidden]: the states of the rows that start from x, computed for this session alone."""
         head, count = self.head, len(paths)
         own = torch.ones(head.size, head.size, dtype=torch.bool, device=head.device)
         own = torch.block_diag(*[own.tril() if head.causal else own] * count).bool()
         mask = torch.cat([own.new_ones(len(x), self.slots), own], dim=1)
         positions = torch.tensor(self.positions(count), device=head.device)
+        x = x if head.entry is None else head.entry(x)
         return head.forward(x, positions, self.caches, self.slots, mask)
 
     def positions(self, count: int) -> list[int]:
@@ -179,22 +177,22 @@ class BlockSession(Session):
         n = size * count
         return Rows(self.cache, self.slots, [0] * n, self.positions(count), [self.slots] * n, sees)
 
-    def add(self, paths: list[tuple[int, ...]], states: Tensor, logits: Tensor) -> None:
-        """New blocks. states: [blocks * size, hidden]; logits: [rows, draft_vocab] of rows after the known tokens."""
+    def add(self, paths: list[tuple[int, ...]], outputs: Outputs) -> None:
+        """New blocks. outputs: of the rows after the known tokens."""
         head = self.head
         ends = list(accumulate(len(head.predicting(path)) for path in paths))
-        firsts = [0, *ends[:-1]]
         roots = [path[-1] if path else self._root_token for path in paths]
-        blocks = states.unflatten(0, (len(paths), head.size))
-        rows = torch.cat([states_of[head.first + len(path) :] for states_of, path in zip(blocks, paths, strict=True)])
-        if head.link is not None:  # the token before a block's first row is known: the whole vocabulary is linked
-            logits[firsts] += head.link.product(head.link(rows[firsts], torch.tensor(roots)))
         positions = [self.synced + 1 + len(path) + row for path in paths for row in range(len(head.predicting(path)))]
-        forward = BlockForward(rows, logits, positions)
+        forward = BlockForward(outputs, positions)
         self.blocks += [
-            _Block(root, path, of_block, forward, first, end - first)
-            for root, path, of_block, first, end in zip(roots, paths, blocks, firsts, ends, strict=True)
+            _Block(root, path, forward, first, end - first)
+            for root, path, first, end in zip(roots, paths, [0, *ends[:-1]], ends, strict=True)
         ]
+
+    def places(self, count: int) -> Int:
+        """[count]: places in the pool of the next slots."""
+        assert self.cache is not None
+        return self.cache.places(self.slots, count)
 
     def unread(self) -> tuple[Tensor, list[int]] | None:
         """The features not read yet, [n, layers, hidden], and their positions; None if there are none."""
@@ -205,51 +203,53 @@ class BlockSession(Session):
         self._pending.clear()
         return features, positions
 
-    def sync(self) -> None:
-        """Read the pending features."""
-        if (unread := self.unread()) is None:
-            return
-        head, (features, positions) = self.head, unread
+    def read(self, features: Tensor, positions: list[int]) -> None:
+        """Read features into this session's caches alone."""
         for at in range(0, len(positions), _SYNC_CHUNK):
-            context = head.fuse(features[at : at + _SYNC_CHUNK])
-            places = positions[at : at + _SYNC_CHUNK]
-            for index, layer in enumerate(head.layers):
-                if self.cache is None or head.stack is None:
-                    layer.read(context, torch.tensor(places, device=head.device), self.caches[index], self.slots)
-                else:
-                    head.stack.read(index, layer.kv(context), places, self.cache, self.slots)
-            self.slots += len(context)
-            self.last = context[-1]
+            context = self.head.fuse(features[at : at + _SYNC_CHUNK])
+            places = torch.tensor(positions[at : at + _SYNC_CHUNK], device=self.head.device)
+            for layer, cache in zip(self.head.layers, self.caches, strict=True):
+                layer.read(context, places, cache, self.slots)
+            self.has_read(context)
 
-    # Predictions.
-
-    def _linked(self, block: _Block) -> Tensor:
-        """[1, draft_vocab]: logits of the token after the known ones."""
-        return block.forward.logits[block.row : block.row + 1]
+    def has_read(self, context: Tensor) -> None:
+        """The keys and values of this context, [n, hidden], are in the next slots."""
+        self.slots += len(context)
+        self.last = context[-1].clone()
 
 
 def begin(asked: Sequence[tuple[BlockSession, list[tuple[int, ...]]]]) -> None:
     """Compute blocks for the roots of several sessions, starting with these paths, in one forward; existing blocks are
     not computed again.
     """
-    for session, _ in asked:
-        session.sync()
+    head = asked[0][0].head
+    _read(head, [session for session, _ in asked])
     new = [(session, lacking) for session, paths in asked if (lacking := session.lacking(paths))]
     if not new:
         return
-    head = new[0][0].head
-    x = [session.embedded(paths) for session, paths in new]
-    if head.stack is None:
-        parts = [session.computed(rows, paths) for (session, paths), rows in zip(new, x, strict=True)]
-        states = torch.cat(parts)
-    else:
-        rows = [session.rows(paths) for session, paths in new]
-        states = head.stack.run(rows, torch.cat(x), None, None).clone()
-    kept, starts = [], list(accumulate((len(paths) * head.size for _, paths in new), initial=0))
+    starts, kept = accumulate((len(paths) * head.size for _, paths in new), initial=0), []
     for (_, paths), start in zip(new, starts, strict=False):
         kept.append([start + i * head.size + row for i, path in enumerate(paths) for row in head.predicting(path)])
-    logits = head.lm_head(states[[row for rows_of in kept for row in rows_of]])
-    for (session, paths), of_session, of_rows in zip(
-        new, states.split([len(paths) * head.size for _, paths in new]), logits.split(list(map(len, kept))), strict=True
-    ):
-        session.add(paths, of_session, of_rows)
+    chosen = [row for rows in kept for row in rows]
+    begun = [session.begun(paths) for session, paths in new]
+    if head.stack is None:
+        parts = [session.computed(x, paths) for (session, paths), x in zip(new, begun, strict=True)]
+        multiplied = head.output(torch.cat(parts)[chosen])
+    else:
+        multiplied = head.stack.run([session.rows(paths) for session, paths in new], torch.cat(begun), None, chosen)
+    for (session, paths), of_session in zip(new, multiplied.split(list(map(len, kept))), strict=True):
+        session.add(paths, head.outputs(of_session))
+
+
+def _read(head: BlockHead, sessions: Sequence[BlockSession]) -> None:
+    """Read the features that have come, those of all sessions together where the head has a program for it."""
+    unread = [(session, *pending) for session in sessions if (pending := session.unread()) is not None]
+    if head.reader is None:
+        for session, features, positions in unread:
+            session.read(features, positions)
+    elif unread:
+        slots = [session.places(len(positions)) for session, _, positions in unread]
+        features = torch.cat([features for _, features, _ in unread]).flatten(1)
+        context = head.reader.read(features, [at for _, _, positions in unread for at in positions], slots)
+        for (session, _, _), own in zip(unread, context.split(list(map(len, slots))), strict=True):
+            session.has_read(own)

@@ -69,7 +69,9 @@ class EagleHead(FeatureHead):
         return KVCache(self.layer, capacity)
 
     def new_stack(self) -> Stack | None:
-        return Stack([Layer(self.qkv, self.layer, None)], self.dtype) if fits(self.hidden_size, self.layer) else None
+        if not fits(self.hidden_size, self.layer):
+            return None
+        return Stack([Layer(self.qkv, self.layer, None)], self.dtype, self.lm_head)
 
     def entered(self, features: Tensor, tokens: list[int]) -> tuple[Tensor, Tensor | None]:
         x = self.fc(torch.tensor(tokens), features.to(self.dtype))

@@ -102,7 +102,7 @@ class Eagle3Head(FeatureHead):
         if not fits(self.hidden_size, self.layer):
             return None
         layer = Layer(self.qkv.linear, self.layer, None if self.norm_before_residual else self.feature_norm)
-        return Stack([layer], self.dtype, self.norm, self.qkv.of_token)
+        return Stack([layer], self.dtype, self.lm_head, self.norm, self.qkv.of_token)
 
     def entered(self, features: Tensor, tokens: list[int]) -> tuple[Tensor, Tensor | None]:
         if not self.norm_before_residual:

@@ -65,8 +65,8 @@ class FeatureHead(Head):
         return self.new_stack()
 
     def guess(self, features: Tensor, parts: Sequence[Rows], chosen: Sequence[int] | None) -> Tensor:
-        """The input of `lm_head`, [chosen, hidden_size], for the pairs of these features [rows, hidden_size] and the
-        parts' tokens. The guessed features are in `stack.residual` afterwards.
+        """Logits [chosen, draft_vocab] after the pairs of these features [rows, hidden_size] and the parts' tokens. The
+        guessed features are in `stack.residual` afterwards.
         """
         assert self.stack is not None
         residual, x = self.entered(features, [token for part in parts for token in part.tokens])

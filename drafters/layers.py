@@ -15,8 +15,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.errors import ModelError
 from engine.loading import has_native_bfloat16
-from engine.model.matmul import Matmul
+from engine.model.matmul import Matmul, units
 from engine.model.packed_linear import can_multiply, multiplies, pack, product
+from engine.model.quantised import BLOCK_INPUTS, Quantised
 from engine.model.simd import LANES
 
 TakeTensor = Callable[..., Tensor]
@@ -35,14 +36,16 @@ def small_dtype(device: torch.device) -> torch.dtype:
 class Linear:
     """x [n, in] -> [n, out], with the weight laid out for few rows. weight: [out, in] as stored in checkpoints.
 
-    gated: the matrix stacks the gate and up projections; the result is silu(gate) * up.
+    gated: the matrix stacks the gate and up projections; the result is silu(gate) * up. A draft step over a few rows
+    takes as long as reading its matrices, so on a CPU they are kept in 8 bits where its instructions multiply bfloat16.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, gated: bool = False):
         self.bias, self.gated = bias, gated
+        self.inputs: int = weight.shape[1]
         self.outputs: int = len(weight) // (2 if gated else 1)
         whole = not gated or len(weight) % (2 * LANES) == 0
-        self.matmul = Matmul(weight, bias, gated) if whole and can_multiply(weight) else None
+        self.matmul = _multiplied(weight, bias, gated) if whole and can_multiply(weight) else None
         self.packed = None if self.matmul else pack(weight)
         self.weight = weight if self.matmul is None and self.packed is None else weight.new_empty(0)
 
@@ -54,6 +57,14 @@ class Linear:
             return out
         gate, up = out.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+
+def _multiplied(weight: Tensor, bias: Tensor | None, gated: bool) -> Matmul:
+    outputs, inputs = weight.shape
+    if weight.dtype != torch.bfloat16 or not units()[0].paired or outputs % LANES or inputs % BLOCK_INPUTS:
+        return Matmul(weight, bias, gated)
+    codes = Quantised.nearest(weight)
+    return Matmul(codes.values(), bias, gated, quantised=codes)
 
 
 class PairLinear:

@@ -1,9 +1,8 @@
 """The Markov link of one-pass heads: what the token before a row adds to the row's logits, as in DSpark.
 
 It adds second @ (gate * first[token]), where gate = sigmoid(of_state @ state + of_token[token]), or 1 without a gate.
-In each block's first row this is computed for the whole vocabulary. In the others only the row's candidates are linked,
-for the nodes that a tree grows from: on the CPU whatever computes the head, since these are few numbers from large
-tables.
+Only a row's candidates are linked, for the nodes that a tree grows from: on the CPU whatever computes the head, since
+these are few numbers from large tables.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from drafters.checkpoint import Checkpoint
-from drafters.layers import Linear, small_dtype
+from drafters.layers import small_dtype
 from engine.model.exponential import exp
 from engine.model.simd import FLOAT32, LANES, add, divide, fma, load, multiply, numbers_at, splat, store, total
 
@@ -36,10 +35,7 @@ class Gate:
 
 
 class Link:
-    """first: [vocab, rank], second: [draft_vocab, rank], both on the CPU, the rank filled up to whole vectors.
-
-    product: multiplies by all of `second`, on the head's device.
-    """
+    """first: [vocab, rank], second: [draft_vocab, rank], both on the CPU, the rank filled up to whole vectors."""
 
     def __init__(self, checkpoint: Checkpoint, vocab: int, outputs: int, hidden: int, device: torch.device):
         dtype = small_dtype(device)
@@ -49,33 +45,18 @@ class Link:
             raise checkpoint.error(f"config.json: markov_head_type={kind!r} is not supported, vanilla and gated are")
         first = checkpoint.take("markov_head.markov_w1.weight", vocab, rank).to(device, dtype)
         self.first = _whole(first).cpu()
-        self.second = _whole(checkpoint.take("markov_head.markov_w2.weight", outputs, rank).to(dtype))
-        self.product = Linear(self.second.to(device))
+        self.second = _whole(checkpoint.take("markov_head.markov_w2.weight", outputs, rank).to(dtype)).cpu()
         self.gate: Gate | None = None
         if kind == "gated":
             weight = checkpoint.take("markov_head.gate_proj.weight", rank, hidden + rank).to(device, dtype)
             bias = checkpoint.take("markov_head.gate_proj.bias", rank).to(device, dtype)
             self.gate = Gate(_whole(weight[:, :hidden].T), _whole(first @ weight[:, hidden:].T + bias).cpu())
 
-    def __call__(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """states: [rows, hidden]; tokens: [rows] the target's ids -> [rows, rank], the input of `second`."""
-        tokens = tokens.cpu()
-        linked = self.first[tokens].to(states.device)
-        if self.gate is None:
-            return linked
-        said = states.to(linked.dtype) @ self.gate.of_state + self.gate.of_token[tokens].to(states.device)
-        return torch.sigmoid(said) * linked
-
-    def gates(self, states: Tensor) -> Floats:
-        """[rows, rank]: the states' part in the gate."""
-        if self.gate is None:
-            return np.zeros((len(states), self.first.shape[1]), np.float32)
-        return np.ascontiguousarray((states.to(self.gate.of_state.dtype) @ self.gate.of_state).float().cpu().numpy())
-
     def add(self, scores: Floats, candidates: Integers, gates: Floats, tokens: Integers, gain: float) -> None:
         """Add the link, times `gain`, to the scores of each row's candidates.
 
-        scores, candidates: [n, k], the draft vocabulary's ids; gates: [n, rank]; tokens: [n] before each row.
+        scores, candidates: [n, k], the draft vocabulary's ids; gates: [n, rank], the states' part in the gate, zero
+        without one; tokens: [n] before each row.
         """
         of_token = 0 if self.gate is None else self.gate.of_token.data_ptr()
         first, second, width = self.first.data_ptr(), self.second.data_ptr(), self.first.itemsize

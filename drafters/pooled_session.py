@@ -113,7 +113,7 @@ def _read(head: FeatureHead, taken: Sequence[tuple[PooledSession, Tensor, Rows]]
     features = head.fuse(torch.cat([features for _, features, _ in taken]).to(head.dtype))
     parts = [rows for _, _, rows in taken]
     last = [end - 1 for end in accumulate(map(len, parts))]
-    logits = head.lm_head(head.guess(features, parts, last))
+    logits = head.guess(features, parts, last)
     for (session, _, rows), row, of_session in zip(taken, last, logits.split(1), strict=True):
         session.took(rows, head.stack.residual[row])
         session.logits = of_session
@@ -126,7 +126,7 @@ def extend(
     assert head.stack is not None
     features = [session.features.index_select(0, torch.tensor(parents)) for session, parents, _ in asked]
     parts = [session.grow(parents, tokens) for session, parents, tokens in asked]
-    logits = head.lm_head(head.guess(features[0] if len(features) == 1 else torch.cat(features), parts, None))
+    logits = head.guess(features[0] if len(features) == 1 else torch.cat(features), parts, None)
     found: list[tuple[list[int], Tensor | None]] = []
     at = 0
     for (session, _, _), part in zip(asked, parts, strict=True):

@@ -88,42 +88,46 @@ def fits(hidden: int, decoder: DecoderLayer) -> bool:
 
 
 class Stack:
-    """norm: over the last layer's output. of_token: [vocab, qkv], added to the first layer's queries, keys and values.
+    """head: multiplies the last layer's output, or its `norm`. of_token: [vocab, qkv], added to the first layer's
+    queries, keys and values. entry: makes the residual from the rows' inputs.
 
     `residual` [capacity, hidden] holds the rows' residuals in and out, `x` [capacity, hidden] the first product's input
-    (where the first layer has no input norm) and, at the end, the chosen rows' normalised outputs.
+    (where the first layer has no input norm) and, at the end, the head's.
     """
 
     def __init__(
         self,
         layers: Sequence[Layer],
         dtype: torch.dtype,
+        head: Linear,
         norm: RMSNorm | None = None,
         of_token: Tensor | None = None,
+        entry: Linear | None = None,
     ):
         self.layers, self.dtype, self.norm, self.of_token = list(layers), dtype, norm, of_token
+        self.head, self.entry = head, entry
         first = self.first = layers[0].decoder
         self.hidden, self.inner = first.out.outputs, first.gate_up.outputs
         self.qkv = (first.heads + 2 * first.kv_heads) * first.head_dim
         shape = KVShape(len(layers), first.kv_heads, first.head_dim, dtype, has_pairs(dtype))
         self.pool = GrowingPool(shape, _BLOCKS)
-        self._turns = first.rotary.halves(256)
+        self.turns = first.rotary.halves(256)  # [positions, head_dim], as the kernels read them
         self._capacity, self._program = 0, Program()
         self._scratch, self._scratch_of_products = torch.zeros(0), NO_SCRATCH
         self._keys = 0  # address of the pool's keys
 
     def reserve(self, rows: int, positions: int) -> None:
         """Allocate room for `rows` rows, and rotary turns for `positions` positions."""
-        if positions > len(self._turns):
-            self._turns = self.first.rotary.halves(2 * positions)
+        if positions > len(self.turns):
+            self.turns = self.first.rotary.halves(2 * positions)
         if rows > self._capacity or self._keys != self.pool.keys.data_ptr():
             self._build(max(self._capacity, 1 << (rows - 1).bit_length()))
 
-    def run(self, parts: Sequence[Rows], residual: Tensor, x: Tensor | None, chosen: Sequence[int] | None) -> Tensor:
-        """The normalised outputs of the chosen rows (None: all), [chosen, hidden], valid until the next call.
+    def run(self, parts: Sequence[Rows], begun: Tensor, x: Tensor | None, chosen: Sequence[int] | None) -> Tensor:
+        """The head's outputs for the chosen rows (None: all), [chosen, outputs].
 
-        residual: [rows, hidden]; x: the first product's input, for layers without an input norm. A chosen row's output
-        before the norm is in `residual` afterwards.
+        begun: the rows' residuals [rows, hidden], or what `entry` makes them from; x: the first product's input, for
+        layers without an input norm. A chosen row's output before the norm is in `residual` afterwards.
         """
         for part in parts:
             part.cache.reserve(part.first + len(part))
@@ -131,27 +135,20 @@ class Stack:
         rows = len(batch)
         self.reserve(rows, batch.reach)
         places = self.attention.begin(batch)
-        self.residual[:rows] = residual
+        if self.entry is None:
+            self.residual[:rows] = begun
+        else:
+            self._buffers["entering"][:rows] = begun
+            self.residual[:rows] = 0
         if x is not None:
             self.x[:rows] = x
         picked = None if chosen is None else np.asarray(chosen, np.int32)
         count = rows if picked is None else len(picked)
         self._rows, self._picked = rows, picked
+        out = self._out = self.x.new_empty(count, self.head.outputs)
         self._set(rows, picked, count, places)
         self._program.run(rows, 0, len(self._program))
-        return self.x[:count]
-
-    def read(self, layer: int, kv: Tensor, positions: Sequence[int], cache: PooledCache, first: int) -> None:
-        """Write keys and values, [n, 2 * kv_heads * head_dim] as the layer's product returns them, to the slots from
-        `first` on. positions: [n].
-        """
-        slots, at = cache.places(first, len(kv)), np.asarray(positions, np.int32)
-        self.reserve(1, max(positions) + 1)
-        record, kv = self._enters[layer : layer + 1].copy(), kv.contiguous()
-        record["groups"], record["qkv"], record["rows"] = 0, kv.data_ptr(), len(kv)
-        record["positions"], record["slots"] = at.ctypes.data, slots.ctypes.data
-        record["turns"], record["scratch"] = self._turns.data_ptr(), self._room().data_ptr()
-        enter_kernel()(address_of(record), len(kv) // _ALONE)
+        return out
 
     def _room(self) -> Tensor:
         """Scratch: one key for each thread."""
@@ -165,10 +162,11 @@ class Stack:
         if self.norm is not None:
             self._norms["count"][-1] = count
             self._norms["chosen"][-1] = 0 if picked is None else picked.ctypes.data
-        self._of_products[:] = row_words(rows)
+        self._of_products[:], self._of_products[-1] = row_words(rows), row_words(count)
+        self._products["out"][-1] = self._out.data_ptr()
         self._scratch_of_products = give_scratch(self._products, self._scratch_of_products)
         room = self.attention.queries.data_ptr(), self._room().data_ptr()
-        self._of_enter[:] = places.positions, places.slots, self._turns.data_ptr(), *room, rows
+        self._of_enter[:] = places.positions, places.slots, self.turns.data_ptr(), *room, rows
         self._adds["tokens"] = places.tokens
 
     def _build(self, capacity: int) -> None:
@@ -178,15 +176,17 @@ class Stack:
         self._capacity, self._keys = capacity, self.pool.keys.data_ptr()
         sizes = {"x": self.hidden, "qkv": self.qkv, "attended": first.heads * first.head_dim}
         sizes |= {"inner": self.inner, "delta": self.hidden}
+        if self.entry is not None:
+            sizes["entering"] = self.entry.inputs
         self._buffers = {name: torch.zeros(capacity, size, dtype=self.dtype) for name, size in sizes.items()}
         self.x, self.residual = self._buffers["x"], torch.zeros(capacity, self.hidden)
         self._norms, self._enters = np.zeros(2 * len(self.layers) + 1, NORM), np.zeros(len(self.layers), ENTER)
-        self._adds, self._products = np.zeros(1, ADD_TOKENS), np.zeros(4 * len(self.layers), MATMUL)
+        self._adds, self._products = np.zeros(1, ADD_TOKENS), np.zeros(4 * len(self.layers) + 2, MATMUL)
         self._of_enter = words(self._enters, "positions", "rows")
         self._of_products = words(self._products, "rows", "tiles")
         self._scales: list[Tensor] = []  # the records point into these
         self._norms["residual"], self._norms["out"] = self.residual.data_ptr(), self.x.data_ptr()
-        self._norms["hidden"], self._norms["delta"][1:] = self.hidden, self._buffers["delta"].data_ptr()
+        self._norms["hidden"], self._norms["delta"] = self.hidden, self._buffers["delta"].data_ptr()
         self._enters["qkv"], self._enters["kv_heads"] = self._buffers["qkv"].data_ptr(), shape.kv_heads
         self._enters["groups"], self._enters["head_dim"] = self.attention.groups, shape.head_dim
         self._enters["dims"], self._enters["rotated"] = shape.dims, shape.head_dim
@@ -194,13 +194,22 @@ class Stack:
         self._adds["out"], self._adds["columns"] = self._buffers["qkv"].data_ptr(), self.qkv
         for records in (self._norms, self._enters, self._adds):
             records["width"] = width
-        self._program = Program()
+        self._program, last = Program(), 4 * len(self.layers)
+        if self.entry is None:
+            self._norms["delta"][0] = 0
+        else:
+            self._add_product(last, self.entry, "entering", "delta")
         for index, layer in enumerate(self.layers):
             self._add_layer(index, layer)
         if self.norm is not None:
             self._add_norm(2 * len(self.layers), self.norm)
         else:
             self._program.call(self._sum)
+        self._out = self.x.new_empty(0, self.head.outputs)
+        add_product(
+            self._program, self._products, last + 1, self.head, self.x, self._out,
+            lambda: (self.x[: len(self._out)], self._out),
+        )  # fmt: skip
 
     def _add_layer(self, index: int, layer: Layer) -> None:
         decoder = layer.decoder

@@ -1,4 +1,7 @@
-"""The best of each row of scores, and the softmax's denominator: one pass per row where torch takes five."""
+"""The best of each row of scores, and the softmax's denominator, in a fraction of torch's time.
+
+Of k groups' largest scores none is below the k-th largest of all groups, so only scores that reach it are ordered.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,15 @@ from engine.model.exponential import exp
 from engine.model.simd import (
     LANES,
     add,
+    larger,
     largest,
     number_at,
     numbers_at,
     splat,
     total,
 )
+
+_GROUPS = 4  # per score wanted
 
 
 class Top(NamedTuple):
@@ -34,25 +40,36 @@ def top(scores: Tensor, k: int) -> Top:
     if scores.device.type != "cpu" or scores.dtype not in (torch.bfloat16, torch.float32):
         best = scores.float().topk(k)
         return Top(best.values, best.indices, (scores.float() - best.values[:, :1]).exp().sum(-1))
-    scores = scores.contiguous()
+    scores = scores if scores.stride(1) == 1 else scores.contiguous()
     values = np.full((len(scores), k), -np.inf, np.float32)
     indices = np.zeros((len(scores), k), np.int64)
     totals = np.zeros(len(scores), np.float32)
-    _top(scores.data_ptr(), scores.itemsize, scores.shape[1], values, indices, totals)
+    _top(scores.data_ptr(), scores.stride(0), scores.itemsize, scores.shape[1], values, indices, totals)
     return Top(torch.from_numpy(values), torch.from_numpy(indices), torch.from_numpy(totals))
 
 
 @njit(cache=True, nogil=True)
-def _top(scores: int, width: int, columns: int, values: Any, indices: Any, totals: Any) -> None:
-    k, whole = values.shape[1], columns // LANES * LANES
+def _top(scores: int, stride: int, width: int, columns: int, values: Any, indices: Any, totals: Any) -> None:
+    k, vectors = values.shape[1], columns // LANES
+    whole, together = vectors * LANES, max(1, vectors // (_GROUPS * k))  # vectors of a group
+    peaks = np.empty(vectors // together, np.float32)
     for row in range(len(values)):
-        at, best, place = scores + row * columns * width, values[row], indices[row]
+        at, best, place = scores + row * stride * width, values[row], indices[row]
+        for group in range(len(peaks)):
+            peak = numbers_at(at + group * together * LANES * width, width)
+            for vector in range(group * together + 1, (group + 1) * together):
+                peak = larger(numbers_at(at + vector * LANES * width, width), peak)
+            peaks[group] = largest(peak)
+        least = np.partition(peaks, len(peaks) - k)[len(peaks) - k] if len(peaks) >= k else -np.inf
         count = 0
-        for first in range(0, whole, LANES):
-            if count == k and not largest(numbers_at(at + first * width, width)) > best[k - 1]:
+        for vector in range(vectors):
+            first = vector * LANES
+            if not largest(numbers_at(at + first * width, width)) >= (best[k - 1] if count == k else least):
                 continue
             for column in range(first, first + LANES):
-                count = enter(number_at(at + column * width, width), column, best, place, count)
+                value = number_at(at + column * width, width)
+                if value >= least:
+                    count = enter(value, column, best, place, count)
         for column in range(whole, columns):
             count = enter(number_at(at + column * width, width), column, best, place, count)
         peak = best[0]

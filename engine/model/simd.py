@@ -186,12 +186,22 @@ def total(context: Any, x: Any) -> Any:
     return types.float32(vector), generate
 
 
+def _larger(builder: Any, a: Any, b: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+@intrinsic(prefer_literal=True)
+def larger(context: Any, a: Any, b: Any) -> Any:
+    """The larger of each lane."""
+    return vector(vector, vector), lambda context, builder, signature, args: _larger(builder, *args)
+
+
 @intrinsic(prefer_literal=True)
 def largest(context: Any, x: Any) -> Any:
     """The largest lane."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _across(builder, args[0], lambda a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
+        return _across(builder, args[0], lambda a, b: _larger(builder, a, b))
 
     return types.float32(vector), generate
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafters.block import BlockHead
+from drafters.block import BlockHead, Outputs
 from drafters.block_session import BlockSession
 from drafters.checkpoint import TargetWeights
 from drafters.growth import Adaptive
@@ -198,6 +198,13 @@ def rows_of(
     return states, weights.get("lm_head.weight", target.lm_head), 0 if kind.startswith("dspark") else 1
 
 
+def outputs_of(session: BlockSession, known: list[int]) -> Outputs:
+    """The outputs of the block that begins with these tokens."""
+    [block] = [block for block in session.blocks if block.known == tuple(known)]
+    rows = slice(block.row, block.row + block.rows)
+    return Outputs(*(part[rows] for part in block.forward.outputs))
+
+
 def features_of_shape() -> Tensor:
     return torch.randn(len(TEXT) - 1, len(READ), HIDDEN, generator=torch.Generator().manual_seed(5))
 
@@ -234,7 +241,7 @@ def test_the_confidence_head_says_what_a_plain_product_gives(
         return
     assert head.confidence is not None
     for token in (5, 6):
-        said = head.confidence.chance(head.confidence.of_states(states), np.full(SIZE, token))
+        said = head.confidence.chance(head.outputs(head.output(states)).sure.numpy(), np.full(SIZE, token))
         plain = [plain_confidence(kind, weights, state, token) for state in states]
         assert said.tolist() == pytest.approx(plain, abs=1e-5)
 
@@ -248,9 +255,8 @@ def test_blocks_begun_together_are_those_begun_alone(pair: tuple[str, dict[str, 
     for path in paths:
         alone = opened(head, features_of(head), TEXT)
         alone.begin([path])
-        [one] = [block for block in alone.blocks if block.known == tuple(path)]
-        [other] = [block for block in together.blocks if block.known == tuple(path)]
-        torch.testing.assert_close(one.states, other.states, atol=1e-5, rtol=1e-4)
+        for one, other in zip(outputs_of(alone, path), outputs_of(together, path), strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
 def test_the_head_reads_the_outputs_of_the_layers_that_the_file_names(
@@ -308,13 +314,12 @@ def test_a_draft_vocabulary_is_linked_with_any_token_before_it(
         [node] = session.begin([known])
         [node], _ = session.extend([node], [before])
         seen = session.rank(ranking, [node], None, [])
-        [of_block] = [one for one in session.blocks if one.known == tuple(known)]
-        state = of_block.states[head.first + len(known) + 1][None]
-        logits = (
-            head.lm_head(state).float() + head.link(state, torch.tensor([before])).float() @ head.link.second.T.float()
-        )
+        logits, gates, said = (part[1:2].float() for part in outputs_of(session, known))
+        assert head.link.gate is not None
+        gate = torch.sigmoid(gates + head.link.gate.of_token[before].float())
+        logits = logits + (gate * head.link.first[before].float()) @ head.link.second.T.float()
         scores = ranking.scores(logits, [len(TEXT) + 1 + len(known)])
-        sure = head.confidence.chance(head.confidence.of_states(state), np.array([before]))[0]
+        sure = head.confidence.chance(said.numpy(), np.array([before]))[0]
         expected = scores.softmax(-1)[0].topk(5)
         assert seen.tokens[0] == head.target_ids[expected.indices].tolist()
         torch.testing.assert_close(torch.tensor(seen.chance[0]), expected.values * sure, atol=1e-5, rtol=1e-2)

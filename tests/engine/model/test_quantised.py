@@ -154,6 +154,17 @@ def test_parts_that_do_not_go_together_are_passed_over(tmp_path: Path) -> None:
         assert read_quantised(tmp_path, model) == {}
 
 
+def test_the_nearest_codes_miss_a_matrix_by_half_a_step_at_most() -> None:
+    matrix = torch.randn(48, 96, generator=torch.Generator().manual_seed(3)).bfloat16()
+    matrix[5, 32:64] = 0  # a block without a scale
+    codes = Quantised.nearest(matrix)
+    assert codes.form is Form.EIGHT and codes.whole
+    step = matrix.float().unflatten(1, (-1, 32)).abs().amax(-1, keepdim=True) / 127
+    missed = (codes.values().float() - matrix.float()).unflatten(1, (-1, 32)).abs()
+    rounded = matrix.float().abs().unflatten(1, (-1, 32)) / 256  # to bfloat16
+    assert (missed <= 0.51 * step + rounded).all() and codes.values()[5, 32:64].eq(0).all()
+
+
 def test_matrices_of_one_form_are_joined_and_others_are_not() -> None:
     four, eight = random_matrix(Form.FOUR, 16, 64), random_matrix(Form.EIGHT, 16, 64)
     halves = random_matrix(Form.EIGHT_HALVES, 16, 64)
