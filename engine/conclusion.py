@@ -14,8 +14,10 @@ from torch import Tensor
 
 from engine.answer import GRAMMAR
 from engine.batch import Segment
+from engine.features import States
 from engine.logprobs import token_logprobs
 from engine.messages import Array, TokenLogprob
+from engine.model.argmax import argmax
 from engine.request import Request
 from engine.round import Round
 from engine.target import bfloat16_bits
@@ -53,23 +55,26 @@ def conclude_trees(
 
     logits: [rows, vocab], features: [rows, layers, hidden], the trees' rows first.
     """
-    first = 0
+    count, first = sum(len(round_.kept) for round_ in rounds), 0
+    # one call for all: after a forward the caches are cold, and a call takes longer than a row's argmax
+    best = argmax(logits[:count]) if any(round_.request.sampling.temperature == 0 for round_ in rounds) else None
+    states = None if features is None else bfloat16_bits(features[:count])
     for round_ in rounds:
         rows, first = slice(first, first + len(round_.kept)), first + len(round_.kept)
         try:
-            path, tokens = verify(round_.tree, logits[rows], round_.request.sampler)
+            path, tokens = verify(round_.tree, logits[rows], round_.request.sampler, best and best[rows])
         except Exception as error:  # logits that are not numbers
             fail(round_.request, error)
             continue
         ranked = _successors(round_, logits[rows], successors) if successors else None
-        walked = None if features is None else features[rows][path]
+        walked = None if states is None else states[rows][path]
         yield _conclude(round_, path, tokens, walked, ranked)
 
 
 def _conclude(
-    round_: Round, path: list[int], tokens: list[int], features: Tensor | None, successors: Array | None
+    round_: Round, path: list[int], tokens: list[int], states: States | None, successors: Array | None
 ) -> Conclusion:
-    """Record in the request how the round ended. path: accepted nodes of the verified tree."""
+    """Record in the request how the round ended. path: accepted nodes of the verified tree; states: theirs."""
     request, own = round_.request, len(round_.proposal.tree)
     if not round_.grafts:
         request.trust.learn(float(round_.worth[round_.kept].sum()), len(tokens))
@@ -77,8 +82,8 @@ def _conclude(
     request.kept_path = path
     hit, accepted = request.hit, round_.kept[path].tolist()
     request.go_on(round_.proposal.number, accepted[-1], tokens)
-    if features is not None:
-        request.features.add(request.cache.length, bfloat16_bits(features), unsent=request.drafted)
+    if states is not None:
+        request.features.add(request.cache.length, states, unsent=request.drafted)
     sources = (GRAMMAR if node >= own else int(round_.drafted.source[node]) for node in accepted[1:])
     return Conclusion(
         request,
@@ -87,7 +92,7 @@ def _conclude(
         tokens,
         len(round_.kept),
         hit,
-        int(round_.tree.depths.max()),
+        int(round_.tree.depths.max()) if round_.is_speculative else 0,
         round_.proposal.draft_us,
         successors,
         (*sources, 0),

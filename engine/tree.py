@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -35,6 +35,7 @@ class TokenTree:
     source: NDArray[np.uint32]
 
     @classmethod
+    @lru_cache(4096)  # several are needed per request and round without a draft
     def root_only(cls, token: int) -> TokenTree:
         """A tree that drafts nothing: verifying it is plain decoding."""
         return cls.from_lists([token], [-1], [1.0])

@@ -30,24 +30,20 @@ _COLDEST = 1e-30  # logits divided by less than this overflow float32, and all i
 @dataclass(frozen=True)
 class Choices:
     """The target's logits at a tree's nodes. rows: [nodes, vocab] in any type. settled: that tokens are drawn from them
-    unchanged, whatever came before.
+    unchanged, whatever came before. known: `best`, if it is known.
     """
 
     rows: Tensor
     settled: bool
+    known: Sequence[int] | None = None
 
     def __getitem__(self, node: int) -> Choice:
         return Choice(self, node)
 
-    def best(self, node: int) -> int:
-        """The argmax of a node's logits, `NAN` if they hold NaN."""
-        if self.rows.device.type == "cpu":  # few nodes are drawn from: the others' logits need not be read
-            return argmax(self.rows[node : node + 1])[0]
-        return self._best[node]
-
     @cached_property
-    def _best(self) -> list[int]:
-        return argmax(self.rows)
+    def best(self) -> Sequence[int]:
+        """[nodes] the argmax of each node's logits, `NAN` if they hold NaN."""
+        return argmax(self.rows) if self.known is None else self.known
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,7 @@ class Choice:
 
     @property
     def best(self) -> int:
-        return self.choices.best(self.node)
+        return self.choices.best[self.node]
 
     @property
     def logits(self) -> Tensor:
@@ -108,9 +104,9 @@ class Sampler:
         self._greedy = params.temperature == 0
         self._truncates = bool(params.top_k or (params.top_p or 1) < 1 or params.min_p)
 
-    def choices(self, logits: Tensor) -> Choices:
-        """The choices that `logits`, [nodes, vocab] in any type, leave."""
-        return Choices(logits, settled=not self._penalties and self.drawn >= self.params.min_tokens)
+    def choices(self, logits: Tensor, best: Sequence[int] | None = None) -> Choices:
+        """The choices that `logits`, [nodes, vocab] in any type, leave. best: the argmax of each node's, if known."""
+        return Choices(logits, not self._penalties and self.drawn >= self.params.min_tokens, best)
 
     def draw(self, choice: Choice) -> int:
         """The next token. Raises NotANumber if the logits are not a distribution."""
@@ -215,12 +211,15 @@ def truncate(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
     return scores
 
 
-def verify(tree: TokenTree, logits: Tensor, sampler: Sampler) -> tuple[list[int], list[int]]:
-    """Accept the drawn path. logits: [nodes, vocab] in any type, the target's after each node.
+def verify(
+    tree: TokenTree, logits: Tensor, sampler: Sampler, best: Sequence[int] | None = None
+) -> tuple[list[int], list[int]]:
+    """Accept the drawn path. logits: [nodes, vocab] in any type, the target's after each node; best: as for
+    `Sampler.choices`.
 
     Returns the accepted nodes, root first, and the tokens emitted: the path's below the root, then the bonus token.
     """
-    choices = sampler.choices(logits)
+    choices = sampler.choices(logits, best)
     node: int | None = 0
     path, tokens = [], []
     while node is not None:
