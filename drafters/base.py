@@ -22,9 +22,9 @@ class Verdict:
     """What the target said of one round.
 
     tree: the tree it verified. path: the accepted nodes, root first. tokens: what the round emitted, the path's
-    tokens below the root and the bonus token. features: [positions, layers, hidden] uint16 (`bfloat16_bits`), the
-    target's hidden states of `Drafter.feature_layers` at the path's nodes (the whole prompt, for the verdict of the
-    prefill), or None.
+    tokens below the root and the bonus token; of a model that rested, all that was emitted meanwhile.
+    features: [positions, layers, hidden] uint16 (`bfloat16_bits`), the target's hidden states of
+    `Drafter.feature_layers` at the path's nodes (the whole prompt, for the verdict of the prefill), or None.
     successors: [nodes, Drafter.successors] int32, the target's likeliest tokens after each node of the tree, best
     first, or None. rest: whether a draft model should rest. token_s: the time that one more token is currently
     worth.

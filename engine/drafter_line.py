@@ -139,12 +139,13 @@ class DrafterLine:
         if self.drafter is None or not request.drafted:
             return
         round_ = request.round + 1 if request.has_answer else 0
+        request.told = len(request.text)
         start = Start(request=request.number, round=round_, sampling=request.sampling)
         self.hub.send(self.drafter, start, [np.asarray(request.text)])
 
     def tell(self, conclusion: Conclusion, costs: CostModel, requests: int) -> None:
-        """Send the verdict on a round of `requests` requests, with the features of all positions not sent yet: a
-        resting head gets them when it wakes.
+        """Send the verdict on a round of `requests` requests, with the tokens and features of all positions not sent
+        yet: a resting head gets them when it wakes.
         """
         if self.drafter is None:
             return
@@ -163,7 +164,9 @@ class DrafterLine:
         )
         successors = np.zeros((0, 0), np.int32) if conclusion.successors is None else conclusion.successors
         grafts = np.asarray(conclusion.grafts, np.int32)
-        arrays = [np.asarray(conclusion.path), np.asarray(conclusion.tokens), successors, grafts, features]
+        missed = np.asarray(request.text[request.told : -len(conclusion.tokens)], np.int32)
+        request.told = len(request.text)
+        arrays = [np.asarray(conclusion.path), np.asarray(conclusion.tokens), successors, grafts, missed, features]
         self.hub.send(self.drafter, verdict, arrays)
 
     def finish(self, request: Request) -> None:

@@ -123,6 +123,12 @@ class Request:
             return self.state.under.tree
         raise ProtocolError("verdict is about a draft that the round under way does not verify")
 
+    def catch_up(self, round_: int, last_token: int) -> None:
+        """Rounds before `round_` ended without a verdict, the last of them with this token."""
+        if round_ <= self.round:
+            raise ProtocolError("verdict with tokens of earlier rounds is of a known round")
+        self.round, self.last_token, self.state = round_, last_token, Reading()
+
     def conclude(self, draft: int, path: list[int], tokens: list[int], alone: bool, due_ns: float) -> None:
         """A verdict: the round ended at path's last node, and the next one begins."""
         self.round, self.last_token = self.round + 1, tokens[-1]

@@ -184,8 +184,9 @@ class Verdict(Message, frozen=True, kw_only=True):
     following: the draft that the next round uses, 0 if not known yet. ahead: whether to draft for the outcomes of that
     round while it runs. alone: the next round verifies the root alone rather than wait for a draft. rest: whether a
     draft model should rest. rates: for the drafter to judge what is worth its time. Arrays: path, tokens, successors,
-    the tokens that the verifier grafted onto the draft (`TokenTree.grafted`), and features (as bfloat16 bits: heads
-    need no more precision, and a prompt's features take megabytes).
+    the tokens that the verifier grafted onto the draft (`TokenTree.grafted`), tokens of earlier rounds of which there
+    was no verdict, since a draft model that rests alone is told nothing, and features (as bfloat16 bits: heads need no
+    more precision, and a prompt's features take megabytes).
     """
 
     request: int
@@ -227,7 +228,7 @@ AnyMessage = Union[  # noqa: UP007 - msgspec reads the union at run time, on Pyt
 ARRAYS: dict[type, tuple[tuple[str, int], ...]] = {
     Submit: (("int32", 1), ("int32", 1)),
     Start: (("int32", 1),),
-    Verdict: (("int32", 1), ("int32", 1), ("int32", 2), ("int32", 1), ("uint16", 3)),
+    Verdict: (("int32", 1), ("int32", 1), ("int32", 2), ("int32", 1), ("int32", 1), ("uint16", 3)),
     Draft: (("int32", 1), ("int32", 1), ("float32", 1), ("uint32", 1)),
 }
 

@@ -62,6 +62,7 @@ class Request:
         self.kept_path: list[int] = []  # accepted path of the latest tree, to be committed to the cache
         self.hit = False  # the next tree had arrived at the last verdict
         self.alone = False  # the next round verifies the root alone
+        self.told = 0  # tokens of the text that the drafter knows
 
     def go_on(self, draft: int, node: int, tokens: list[int]) -> None:
         """A round emitted `tokens`; its path through tree `draft` ended at `node`."""

@@ -177,15 +177,22 @@ class Verifier:
 
     def _go_alone(self, missing: int) -> bool:
         """Whether the `missing` requests, which have no tree yet, continue with their roots alone."""
-        if self.drafter.rests(self.meter.costs) and not self.method.merges:
-            return True  # nobody else drafts
+        if self._nobody_drafts:
+            return True
         return missing > 0 and self.drafter.present and not self.requests.waits(self.meter.costs, missing)
 
+    @property
+    def _nobody_drafts(self) -> bool:
+        """Whether the drafter is a model alone, and rests."""
+        return self.drafter.rests(self.meter.costs) and not self.method.merges
+
     def _tell_of(self, conclusion: Conclusion, requests: int, alone: bool) -> None:
-        """Send a verdict. alone: whether the request continues with its root if it has no tree yet."""
+        """Send a verdict, if there is anyone to draft. alone: whether the request continues with its root if it has no
+        tree yet.
+        """
         request = conclusion.request
         request.alone = alone and request.drafted and not request.hit
-        if request.drafted and request.sampler.finish_reason is None:
+        if request.drafted and request.sampler.finish_reason is None and not (request.alone and self._nobody_drafts):
             self.drafter.tell(conclusion, self.meter.costs, requests)
 
     def _tell_front_end(self, concluded: list[Conclusion]) -> None:

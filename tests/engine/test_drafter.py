@@ -79,11 +79,19 @@ class Verifier:
         return message, TokenTree(*arrays)
 
     def verdict(
-        self, round_: int, draft: int, path: list[int], tokens: list[int], grafts: Sequence[int] = (), **fields: Any
+        self,
+        round_: int,
+        draft: int,
+        path: list[int],
+        tokens: list[int],
+        grafts: Sequence[int] = (),
+        missed: Sequence[int] = (),
+        **fields: Any,
     ) -> None:
         message = Verdict(request=1, round=round_, draft=draft, **{"following": 0} | fields)
         features, successors = np.zeros((0, 0, 0), np.float32), np.zeros((0, 0), np.int32)
-        arrays = [np.asarray(path), np.asarray(tokens), successors, np.asarray(grafts, np.int32), features]
+        grafted, earlier = np.asarray(grafts, np.int32), np.asarray(missed, np.int32)
+        arrays = [np.asarray(path), np.asarray(tokens), successors, grafted, earlier, features]
         self.hub.send(self.peer, message, arrays)
 
 
@@ -207,6 +215,23 @@ def test_a_tree_under_way_when_its_outcome_comes_true_goes_out_as_it_is(slow: Sl
     slow.go_on.set()
     draft, tree = verifier.draft()
     assert (draft.round, draft.token, tree.tokens.tolist()) == (2, 10, [10, 77])
+
+
+def test_tokens_of_rounds_without_a_verdict_come_with_the_next_one(verifier: Verifier) -> None:
+    verifier.verdict(0, 0, [0], [7])
+    first, _ = verifier.draft()
+    verifier.verdict(5, 0, [0], [30], missed=[8, 20, 21, 22])
+    draft, tree = verifier.draft()
+    assert (draft.round, draft.parent, draft.node, draft.token) == (6, 0, 0, 30)
+    assert tree.tokens.tolist() == [30, 31, 32] and draft.draft > first.draft
+
+
+def test_a_verdict_that_repeats_what_is_known_is_dropped(verifier: Verifier) -> None:
+    verifier.verdict(0, 0, [0], [7])
+    verifier.draft()
+    verifier.verdict(0, 0, [0], [30], missed=[7])
+    verifier.verdict(1, 1, [0], [40])
+    assert verifier.draft()[0].token == 40
 
 
 def test_a_finished_request_is_drafted_for_no_more(verifier: Verifier) -> None:

@@ -47,7 +47,7 @@ EXAMPLES: list[tuple[Message, list[Any]]] = [
     (Heartbeat(), []),
     (Hello(feature_layers=(1, 2), successors=8), []),
     (Start(request=1, round=0, sampling=SamplingParams()), [INTS]),
-    (Verdict(request=1, round=2, draft=3, following=0), [INTS, INTS, SUCCESSORS, INTS, FEATURES]),
+    (Verdict(request=1, round=2, draft=3, following=0), [INTS, INTS, SUCCESSORS, INTS, INTS, FEATURES]),
     (Finish(request=1), []),
     (
         Draft(request=1, round=2, draft=3, parent=0, node=1, token=5, draft_us=0),
@@ -75,9 +75,9 @@ def test_there_is_an_example_of_every_message_with_arrays() -> None:
 def test_empty_features_survive_the_wire() -> None:
     message = Verdict(request=1, round=2, draft=3, following=0)
     _, arrays = decode(
-        frames_of(message, [INTS, INTS, np.zeros((0, 0), np.int32), INTS, np.zeros((0, 0, 0), np.uint16)]), EVERY
+        frames_of(message, [INTS, INTS, np.zeros((0, 0), np.int32), INTS, INTS, np.zeros((0, 0, 0), np.uint16)]), EVERY
     )
-    assert arrays[4].shape == (0, 0, 0)
+    assert arrays[5].shape == (0, 0, 0)
 
 
 def test_a_message_for_somebody_else_is_refused() -> None:
@@ -141,10 +141,10 @@ def test_arrays_travel_as_the_type_of_the_protocol() -> None:
 def test_an_array_without_elements_has_its_own_number_of_dimensions_whatever_the_others_say() -> None:
     frames = frames_of(
         Verdict(request=1, round=2, draft=3, following=0),
-        [INTS, INTS, np.zeros((0, 3), np.int32), INTS, np.zeros((5, 0, 7), np.uint16)],
+        [INTS, INTS, np.zeros((0, 3), np.int32), INTS, INTS, np.zeros((5, 0, 7), np.uint16)],
     )
     _, arrays = decode(frames, EVERY)
-    assert [array.shape for array in (arrays[2], arrays[4])] == [(0, 0), (0, 0, 0)]
+    assert [array.shape for array in (arrays[2], arrays[5])] == [(0, 0), (0, 0, 0)]
 
 
 def test_a_message_with_more_or_fewer_arrays_than_it_carries_is_not_sent() -> None:
@@ -183,4 +183,4 @@ def test_an_array_of_another_form_is_refused(shape: tuple[int, ...]) -> None:
 def test_a_rate_that_is_none_is_refused(field: str, wrong: float) -> None:
     message = Verdict(request=1, round=2, draft=3, following=0, rates=Rates(**{field: wrong}))
     with pytest.raises(ProtocolError):
-        decode(frames_of(message, [INTS, INTS, SUCCESSORS, INTS, FEATURES]), EVERY)
+        decode(frames_of(message, [INTS, INTS, SUCCESSORS, INTS, INTS, FEATURES]), EVERY)

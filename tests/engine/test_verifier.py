@@ -168,7 +168,7 @@ def test_a_verdict_speaks_of_the_tree_as_it_was_drafted_though_only_a_part_was_v
     stage.draft(request, tree, number=7)
     stage.verifier.meter.costs = CostModel({1: 0.01, 3: 0.01, 8: 10.0})
     assert stage.step()[0].tokens.tolist() == [11, 12, 13]
-    [(verdict, (path, tokens, successors, _, features))] = stage.verdicts()
+    [(verdict, (path, tokens, successors, *_, features))] = stage.verdicts()
     assert verdict.draft == 7
     assert (list(path), list(tokens)) == ([0, 2, 4], [12, 13, 14])
     assert successors.tolist() == [[12, 13], [-1, -1], [13, 14], [-1, -1], [14, 15]]
@@ -270,8 +270,25 @@ def test_while_a_head_rests_that_drafts_alone_nobody_waits_for_it() -> None:
     stage.verifier.meter.costs.rest.second = True
     request = stage.submit(1, [10, 11])
     stage.step()
-    assert request.alone and all(verdict.rest and verdict.alone for verdict, _ in stage.verdicts())
+    assert request.alone
     assert stage.step()[0].tokens.tolist() == [12]
+
+
+def test_a_head_that_rests_alone_is_told_of_all_its_rounds_when_it_is_woken() -> None:
+    stage = Stage(Hello(feature_layers=(1,), rests=True), method="eagle3")
+    rest = stage.verifier.meter.costs.rest
+    stage.submit(1, [10, 11])
+    stage.step()
+    stage.verdicts()
+    rest.second = True
+    stage.step()
+    stage.step()
+    assert not stage.verdicts()
+    rest.second = False
+    stage.step()
+    [(verdict, (path, tokens, _, _, missed, _))] = told = stage.verdicts()
+    assert (verdict.round, verdict.draft, [*path], [*tokens], [*missed]) == (3, 0, [0], [15], [13, 14])
+    assert positions_sent(told) == [12, 13, 14]
 
 
 def test_where_drafts_need_not_pay_no_model_rests() -> None:
