@@ -19,13 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from drafters.block_forward import Outputs
 from drafters.block_session import BlockSession, begin
 from drafters.checkpoint import WEIGHT_FILES, Checkpoint, TargetWeights
 from drafters.context import ContextReader
@@ -84,16 +85,6 @@ class Confidence:
         said = (of_states + self.of_token[tokens]).clip(-80, 80)  # beyond, exp overflows
         chance: Floats = 1 / (1 + np.exp(-said))
         return chance
-
-
-class Outputs(NamedTuple):
-    """What comes of rows' states in one product. logits: [rows, draft_vocab], without links; gates: [rows, rank], the
-    states' part in the link's gate, zero without one; sure: [rows], their part in the confidence, if the head has one.
-    """
-
-    logits: Tensor
-    gates: Tensor
-    sure: Tensor
 
 
 class BlockHead(Head):
@@ -196,7 +187,7 @@ class BlockHead(Head):
 
     @cached_property
     def stack(self) -> Stack | None:
-        """The layers as a program, None where a stack does not fit."""
+        """All from the rows' inputs to their outputs as a program, None where a stack does not fit."""
         if not fits(self.hidden_size, self.layers[0].decoder):
             return None
         layers = [Layer(layer.qkv, layer.decoder, layer.input_norm) for layer in self.layers]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 from numba import njit
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from drafters.ranking import Ranking
 from drafters.top import enter
 
 if TYPE_CHECKING:
-    from drafters.block import BlockHead, Outputs
+    from drafters.block import BlockHead
 
 _CANDIDATES = 128  # per row, by the row alone; a link often lifts one that is far down
 
@@ -34,9 +35,20 @@ class Asked(NamedTuple):
     before: int
 
 
+class Outputs(NamedTuple):
+    """What comes of rows' states in one product. logits: [rows, draft_vocab], without links; gates: [rows, rank], the
+    states' part in the link's gate, zero without one; sure: [rows], their part in the confidence, if the head has one.
+    """
+
+    logits: Tensor
+    gates: Tensor
+    sure: Tensor
+
+
 @dataclass(frozen=True)
 class Rows:
-    """The likeliest tokens of every row, by the row alone.
+    """The likeliest tokens of every row, by the row alone: where a request samples with top-k, top-p or min-p, these
+    rule tokens out before links are added.
 
     scores: [rows, candidates] below the best one's; rest: [rows], the sum of exp(score) of all other tokens; ids:
     [rows, candidates] of the draft vocabulary; tokens: the target's ids; gates, [rows, rank], and sure, [rows]: the
@@ -92,7 +104,7 @@ class BlockForward:
         """[1, draft_vocab] float32: the logits of a row that has been asked for, its candidates' with their links."""
         assert self.rows is not None
         row = slice(one.row, one.row + 1)
-        logits, ids = self.outputs.logits[row].float().cpu(), self.rows.ids[row]
+        logits, ids = self.outputs.logits[row].to("cpu", torch.float32, copy=True), self.rows.ids[row]
         if head.link is not None:
             linked = np.take_along_axis(logits.numpy(), ids, 1)
             head.link.add(linked, ids, self.rows.gates[row], np.array([one.before]), 1.0)

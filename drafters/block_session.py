@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from drafters.block_forward import Asked, BlockForward
+from drafters.block_forward import Asked, BlockForward, Outputs
 from drafters.growth import Candidates
 from drafters.outcomes import Following
 from drafters.ranking import Ranking
@@ -23,7 +23,7 @@ from drafters.stack import PooledCache
 from engine.batch import Int, Rows
 
 if TYPE_CHECKING:
-    from drafters.block import BlockHead, Outputs
+    from drafters.block import BlockHead
 
 _SYNC_CHUNK = 512  # positions of the context that are read at once
 _BLOCKS = 64  # per synced text, at most

@@ -54,7 +54,7 @@ class FeatureHead(Head):
 
     @abstractmethod
     def new_stack(self) -> Stack | None:
-        """The head's layer as a program, None where a stack does not fit."""
+        """The head's layer and output matrix as a program, None where a stack does not fit."""
 
     @abstractmethod
     def entered(self, features: Tensor, tokens: list[int]) -> tuple[Tensor, Tensor | None]:

@@ -40,12 +40,13 @@ class Linear:
     takes as long as reading its matrices, so on a CPU they are kept in 8 bits where its instructions multiply bfloat16.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, gated: bool = False):
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, gated: bool = False, coded: bool = True):
+        """coded: False to keep the matrix as it is."""
         self.bias, self.gated = bias, gated
         self.inputs: int = weight.shape[1]
         self.outputs: int = len(weight) // (2 if gated else 1)
         whole = not gated or len(weight) % (2 * LANES) == 0
-        self.matmul = _multiplied(weight, bias, gated) if whole and can_multiply(weight) else None
+        self.matmul = _multiplied(weight, bias, gated, coded) if whole and can_multiply(weight) else None
         self.packed = None if self.matmul else pack(weight)
         self.weight = weight if self.matmul is None and self.packed is None else weight.new_empty(0)
 
@@ -59,9 +60,9 @@ class Linear:
         return F.silu(gate) * up
 
 
-def _multiplied(weight: Tensor, bias: Tensor | None, gated: bool) -> Matmul:
-    outputs, inputs = weight.shape
-    if weight.dtype != torch.bfloat16 or not units()[0].paired or outputs % LANES or inputs % BLOCK_INPUTS:
+def _multiplied(weight: Tensor, bias: Tensor | None, gated: bool, coded: bool) -> Matmul:
+    fits = weight.shape[0] % LANES == 0 and weight.shape[1] % BLOCK_INPUTS == 0
+    if not (coded and fits and weight.dtype == torch.bfloat16 and units()[0].paired):
         return Matmul(weight, bias, gated)
     codes = Quantised.nearest(weight)
     return Matmul(codes.values(), bias, gated, quantised=codes)
@@ -76,7 +77,7 @@ class PairLinear:
 
     def __init__(self, embedding: Tensor, weight: Tensor, bias: Tensor | None = None):
         width = embedding.shape[1]
-        self.of_token = Linear(weight[:, :width].contiguous(), bias)(embedding)
+        self.of_token = Linear(weight[:, :width].contiguous(), bias, coded=False)(embedding)
         self.linear = Linear(weight[:, width:].contiguous())
 
     def __call__(self, tokens: Tensor, x: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 It adds second @ (gate * first[token]), where gate = sigmoid(of_state @ state + of_token[token]), or 1 without a gate.
 Only a row's candidates are linked, for the nodes that a tree grows from: on the CPU whatever computes the head, since
-these are few numbers from large tables.
+these are few numbers from large tables. What a link adds to all tokens alike changes no probability, so that much is
+taken out of it: candidates then compare with tokens that are not linked.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class Gate:
 
 
 class Link:
-    """first: [vocab, rank], second: [draft_vocab, rank], both on the CPU, the rank filled up to whole vectors."""
+    """first: [vocab, rank], second: [draft_vocab, rank] less its mean, both on the CPU, the rank filled up to whole
+    vectors.
+    """
 
     def __init__(self, checkpoint: Checkpoint, vocab: int, outputs: int, hidden: int, device: torch.device):
         dtype = small_dtype(device)
@@ -45,7 +48,8 @@ class Link:
             raise checkpoint.error(f"config.json: markov_head_type={kind!r} is not supported, vanilla and gated are")
         first = checkpoint.take("markov_head.markov_w1.weight", vocab, rank).to(device, dtype)
         self.first = _whole(first).cpu()
-        self.second = _whole(checkpoint.take("markov_head.markov_w2.weight", outputs, rank).to(dtype)).cpu()
+        second = checkpoint.take("markov_head.markov_w2.weight", outputs, rank).float()
+        self.second = _whole((second - second.mean(0)).to(dtype)).cpu()
         self.gate: Gate | None = None
         if kind == "gated":
             weight = checkpoint.take("markov_head.gate_proj.weight", rank, hidden + rank).to(device, dtype)

@@ -1,4 +1,5 @@
-"""A head's decoder layers as one program on a CPU: all products, norms and attention of a forward in one call.
+"""A head's decoder layers and its output matrix as one program on a CPU: all products, norms and attention of a forward
+in one call.
 
 Rows are flat and belong to any requests; keys and values of all requests lie in one pool of blocks. A row sees the
 first `prefix` slots of its request and a list of others, so a tree needs no mask (`engine.model.attention`), and no
@@ -27,7 +28,7 @@ from engine.model.simd import BFLOAT16, FLOAT32, LANES, add, int_at, load, store
 from engine.model.team import Program, address_of, kernel, member, members, words
 
 _BLOCKS = 256  # of the pool initially; it grows
-_ALONE = 8  # rows of a small kernel that do not justify waking the other threads
+ALONE = 8  # rows of a small kernel that do not justify waking the other threads
 
 ADD_TOKENS = np.dtype([(name, "i8") for name in ("table", "tokens", "out", "rows", "columns", "width")])
 
@@ -81,6 +82,42 @@ class GrowingPool(KVPool):
         self.blocks = blocks
 
 
+class Enter:
+    """The kernel that writes keys and values of each layer to the pool, and lays out queries.
+
+    qkv: [capacity, (groups + 2) * kv_heads * head_dim], what the layers' products made; groups: query heads for each
+    head of keys, 0 for none.
+    """
+
+    def __init__(self, pool: KVPool, layers: Sequence[DecoderLayer], qkv: Tensor, groups: int):
+        self.pool, shape = pool, pool.shape
+        self._records, self._scales = np.zeros(len(layers), ENTER), list[Tensor]()  # the records point into these
+        constant = {"qkv": qkv.data_ptr(), "groups": groups, "kv_heads": shape.kv_heads, "paired": shape.paired}
+        sizes = {"head_dim": shape.head_dim, "rotated": shape.head_dim, "dims": shape.dims, "width": qkv.itemsize}
+        for name, value in (constant | sizes).items():
+            self._records[name] = value
+        for record, layer in zip(self._records, layers, strict=True):
+            for name, norm in (("query_norm", layer.query_norm), ("key_norm", layer.key_norm)):
+                if norm is not None:
+                    self._scales.append(norm.weight.float().contiguous())
+                    record[name], record["epsilon"] = self._scales[-1].data_ptr(), float(norm.eps)
+        self._of_batch, self._scratch, self._blocks = words(self._records, "positions", "rows"), torch.zeros(0), 0
+
+    def address(self, layer: int) -> int:
+        """The address of a layer's record."""
+        return address_of(self._records, layer)
+
+    def begin(self, positions: int, slots: int, turns: Tensor, queries: int, rows: int) -> None:
+        """Set the batch: addresses of its positions, slots and queries, and its rotary turns."""
+        if self._blocks != self.pool.blocks:
+            self._blocks = self.pool.blocks
+            for layer, record in enumerate(self._records):
+                record["keys"], record["values"] = self.pool.addresses(layer)
+        if self._scratch.numel() < (needed := torch.get_num_threads() * self.pool.shape.dims):
+            self._scratch = torch.zeros(needed)
+        self._of_batch[:] = positions, slots, turns.data_ptr(), queries, self._scratch.data_ptr(), rows
+
+
 def fits(hidden: int, decoder: DecoderLayer) -> bool:
     """Whether this machine can run such layers as a stack."""
     sizes = (hidden, decoder.gate_up.outputs, decoder.head_dim * (decoder.heads + 2 * decoder.kv_heads))
@@ -89,7 +126,7 @@ def fits(hidden: int, decoder: DecoderLayer) -> bool:
 
 class Stack:
     """head: multiplies the last layer's output, or its `norm`. of_token: [vocab, qkv], added to the first layer's
-    queries, keys and values. entry: makes the residual from the rows' inputs.
+    queries, keys and values. entry: makes the residual from the rows' inputs, before a first layer with an input norm.
 
     `residual` [capacity, hidden] holds the rows' residuals in and out, `x` [capacity, hidden] the first product's input
     (where the first layer has no input norm) and, at the end, the head's.
@@ -113,14 +150,17 @@ class Stack:
         self.pool = GrowingPool(shape, _BLOCKS)
         self.turns = first.rotary.halves(256)  # [positions, head_dim], as the kernels read them
         self._capacity, self._program = 0, Program()
-        self._scratch, self._scratch_of_products = torch.zeros(0), NO_SCRATCH
-        self._keys = 0  # address of the pool's keys
+        self._scratch_of_products = NO_SCRATCH
+        self._blocks = 0  # of the pool that the program is for
 
-    def reserve(self, rows: int, positions: int) -> None:
-        """Allocate room for `rows` rows, and rotary turns for `positions` positions."""
+    def reserve_turns(self, positions: int) -> None:
+        """Compute the rotary turns of `positions` positions."""
         if positions > len(self.turns):
             self.turns = self.first.rotary.halves(2 * positions)
-        if rows > self._capacity or self._keys != self.pool.keys.data_ptr():
+
+    def _reserve(self, rows: int) -> None:
+        """Allocate room for `rows` rows."""
+        if rows > self._capacity or self._blocks != self.pool.blocks:
             self._build(max(self._capacity, 1 << (rows - 1).bit_length()))
 
     def run(self, parts: Sequence[Rows], begun: Tensor, x: Tensor | None, chosen: Sequence[int] | None) -> Tensor:
@@ -133,7 +173,8 @@ class Stack:
             part.cache.reserve(part.first + len(part))
         batch = Batch(parts)
         rows = len(batch)
-        self.reserve(rows, batch.reach)
+        self.reserve_turns(batch.reach)
+        self._reserve(rows)
         places = self.attention.begin(batch)
         if self.entry is None:
             self.residual[:rows] = begun
@@ -150,12 +191,6 @@ class Stack:
         self._program.run(rows, 0, len(self._program))
         return out
 
-    def _room(self) -> Tensor:
-        """Scratch: one key for each thread."""
-        if self._scratch.numel() < (needed := torch.get_num_threads() * self.pool.shape.dims):
-            self._scratch = torch.zeros(needed)
-        return self._scratch
-
     def _set(self, rows: int, picked: Any, count: int, places: Places) -> None:
         """Set what depends on the batch."""
         self._norms["count"] = self._adds["rows"] = rows
@@ -165,35 +200,30 @@ class Stack:
         self._of_products[:], self._of_products[-1] = row_words(rows), row_words(count)
         self._products["out"][-1] = self._out.data_ptr()
         self._scratch_of_products = give_scratch(self._products, self._scratch_of_products)
-        room = self.attention.queries.data_ptr(), self._room().data_ptr()
-        self._of_enter[:] = places.positions, places.slots, self.turns.data_ptr(), *room, rows
+        self._enter.begin(places.positions, places.slots, self.turns, self.attention.queries.data_ptr(), rows)
         self._adds["tokens"] = places.tokens
 
     def _build(self, capacity: int) -> None:
         """Build the program for up to `capacity` rows: its buffers and its records."""
-        first, shape, width = self.first, self.pool.shape, self.dtype.itemsize
+        first = self.first
         self.attention = Attention(self.pool, first.heads // first.kv_heads)
-        self._capacity, self._keys = capacity, self.pool.keys.data_ptr()
+        self._capacity, self._blocks = capacity, self.pool.blocks
         sizes = {"x": self.hidden, "qkv": self.qkv, "attended": first.heads * first.head_dim}
         sizes |= {"inner": self.inner, "delta": self.hidden}
         if self.entry is not None:
             sizes["entering"] = self.entry.inputs
         self._buffers = {name: torch.zeros(capacity, size, dtype=self.dtype) for name, size in sizes.items()}
         self.x, self.residual = self._buffers["x"], torch.zeros(capacity, self.hidden)
-        self._norms, self._enters = np.zeros(2 * len(self.layers) + 1, NORM), np.zeros(len(self.layers), ENTER)
+        self._norms = np.zeros(2 * len(self.layers) + 1, NORM)
         self._adds, self._products = np.zeros(1, ADD_TOKENS), np.zeros(4 * len(self.layers) + 2, MATMUL)
-        self._of_enter = words(self._enters, "positions", "rows")
+        decoders = [layer.decoder for layer in self.layers]
+        self._enter = Enter(self.pool, decoders, self._buffers["qkv"], self.attention.groups)
         self._of_products = words(self._products, "rows", "tiles")
         self._scales: list[Tensor] = []  # the records point into these
         self._norms["residual"], self._norms["out"] = self.residual.data_ptr(), self.x.data_ptr()
         self._norms["hidden"], self._norms["delta"] = self.hidden, self._buffers["delta"].data_ptr()
-        self._enters["qkv"], self._enters["kv_heads"] = self._buffers["qkv"].data_ptr(), shape.kv_heads
-        self._enters["groups"], self._enters["head_dim"] = self.attention.groups, shape.head_dim
-        self._enters["dims"], self._enters["rotated"] = shape.dims, shape.head_dim
-        self._enters["paired"] = shape.paired
         self._adds["out"], self._adds["columns"] = self._buffers["qkv"].data_ptr(), self.qkv
-        for records in (self._norms, self._enters, self._adds):
-            records["width"] = width
+        self._norms["width"] = self._adds["width"] = self.dtype.itemsize
         self._program, last = Program(), 4 * len(self.layers)
         if self.entry is None:
             self._norms["delta"][0] = 0
@@ -218,14 +248,8 @@ class Stack:
         self._add_product(4 * index, layer.qkv, "x", "qkv")
         if index == 0 and self.of_token is not None:
             self._adds["table"] = self.of_token.data_ptr()
-            self._program.add(add_tokens_kernel(), address_of(self._adds), _ALONE)
-        record = self._enters[index]
-        record["keys"], record["values"] = self.attention.layer_addresses(index)
-        for name, norm in (("query_norm", decoder.query_norm), ("key_norm", decoder.key_norm)):
-            record[name] = 0 if norm is None else self._scale(norm)
-            if norm is not None:
-                record["epsilon"] = float(norm.eps)
-        self._program.add(enter_kernel(), address_of(self._enters, index), _ALONE)
+            self._program.add(add_tokens_kernel(), address_of(self._adds), ALONE)
+        self._program.add(enter_kernel(), self._enter.address(index), ALONE)
         rule = Rule(decoder.head_dim**-0.5)
         self._program.add(self.attention.kernel, self.attention.record(index, rule, self._buffers["attended"]))
         self._add_product(4 * index + 1, decoder.out, "attended", "delta")
@@ -235,7 +259,7 @@ class Stack:
 
     def _add_norm(self, index: int, norm: RMSNorm) -> None:
         self._norms["weight"][index], self._norms["epsilon"][index] = self._scale(norm), float(norm.eps)
-        self._program.add(norm_kernel(), address_of(self._norms, index), _ALONE)
+        self._program.add(norm_kernel(), address_of(self._norms, index), ALONE)
 
     def _scale(self, norm: RMSNorm) -> int:
         self._scales.append(norm.weight.float().contiguous())

@@ -56,10 +56,10 @@ def _top(scores: int, stride: int, width: int, columns: int, values: Any, indice
     for row in range(len(values)):
         at, best, place = scores + row * stride * width, values[row], indices[row]
         for group in range(len(peaks)):
-            peak = numbers_at(at + group * together * LANES * width, width)
+            most = numbers_at(at + group * together * LANES * width, width)
             for vector in range(group * together + 1, (group + 1) * together):
-                peak = larger(numbers_at(at + vector * LANES * width, width), peak)
-            peaks[group] = largest(peak)
+                most = larger(numbers_at(at + vector * LANES * width, width), most)
+            peaks[group] = largest(most)
         least = np.partition(peaks, len(peaks) - k)[len(peaks) - k] if len(peaks) >= k else -np.inf
         count = 0
         for vector in range(vectors):

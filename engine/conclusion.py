@@ -23,6 +23,7 @@ from engine.round import Round
 from engine.target import bfloat16_bits
 from engine.verification import verify
 
+_SMALL = 8  # nodes of a tree of which the argmax is found without knowing whether it is needed
 Fail = Callable[[Request, Exception], None]
 
 
@@ -56,13 +57,15 @@ def conclude_trees(
     logits: [rows, vocab], features: [rows, layers, hidden], the trees' rows first.
     """
     count, first = sum(len(round_.kept) for round_ in rounds), 0
-    # one call for all: after a forward the caches are cold, and a call takes longer than a row's argmax
-    best = argmax(logits[:count]) if any(round_.request.sampling.temperature == 0 for round_ in rounds) else None
+    # one call for all small trees: after a forward the caches are cold, and a call takes longer than a row's argmax
+    small = count <= _SMALL * len(rounds) and any(round_.request.sampling.temperature == 0 for round_ in rounds)
+    best = argmax(logits[:count]) if small else None
     states = None if features is None else bfloat16_bits(features[:count])
     for round_ in rounds:
         rows, first = slice(first, first + len(round_.kept)), first + len(round_.kept)
+        known = None if best is None else best[rows]
         try:
-            path, tokens = verify(round_.tree, logits[rows], round_.request.sampler, best and best[rows])
+            path, tokens = verify(round_.tree, logits[rows], round_.request.sampler, known)
         except Exception as error:  # logits that are not numbers
             fail(round_.request, error)
             continue

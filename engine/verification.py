@@ -30,20 +30,27 @@ _COLDEST = 1e-30  # logits divided by less than this overflow float32, and all i
 @dataclass(frozen=True)
 class Choices:
     """The target's logits at a tree's nodes. rows: [nodes, vocab] in any type. settled: that tokens are drawn from them
-    unchanged, whatever came before. known: `best`, if it is known.
+    unchanged, whatever came before. best: [nodes] the argmax of each node's logits, if known.
     """
 
     rows: Tensor
     settled: bool
-    known: Sequence[int] | None = None
+    best: Sequence[int] | None = None
 
     def __getitem__(self, node: int) -> Choice:
         return Choice(self, node)
 
+    def best_of(self, node: int) -> int:
+        """The argmax of a node's logits, `NAN` if they hold NaN."""
+        if self.best is not None:
+            return self.best[node]
+        if self.rows.device.type == "cpu":  # few nodes are drawn from: the others' logits need not be read
+            return argmax(self.rows[node : node + 1])[0]
+        return self._all_best[node]
+
     @cached_property
-    def best(self) -> Sequence[int]:
-        """[nodes] the argmax of each node's logits, `NAN` if they hold NaN."""
-        return argmax(self.rows) if self.known is None else self.known
+    def _all_best(self) -> list[int]:
+        return argmax(self.rows)
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ class Choice:
 
     @property
     def best(self) -> int:
-        return self.choices.best[self.node]
+        return self.choices.best_of(self.node)
 
     @property
     def logits(self) -> Tensor:

@@ -66,7 +66,6 @@ class Attention:
         self.kernel: Kernel = _paired_kernel() if shape.paired else lane_kernel()
         self._queries = TILE_ROWS if shape.paired else VECTORS  # per tile
         work["tile_sizes"] = TILES.ctypes.data
-        self._layer_bytes = [tensor[0].nbytes for tensor in (pool.keys, pool.values)]
         self.queries = torch.zeros(0, dtype=shape.dtype if shape.paired else torch.float32)
         self._of_batch, self._own_bytes = words(work, "tables", "rows"), scratch_of_own(shape.dims)
         self._scratch = torch.zeros(0, dtype=torch.uint8)
@@ -107,11 +106,6 @@ class Attention:
             self._numbers[start:end] = table
         return self._numbers_at, self._numbers_at + 4 * len(numbers)
 
-    def layer_addresses(self, layer: int) -> tuple[int, int]:
-        """The addresses of the layer's keys and values."""
-        keys, values = self._layer_bytes
-        return self.pool.keys.data_ptr() + layer * keys, self.pool.values.data_ptr() + layer * values
-
     def attend(self, layer: int, rule: Rule, out: Tensor) -> None:
         """Attend with each row's query, in `queries`, to the layer's keys and values. out: [rows, heads * head_dim]."""
         address = self.record(layer, rule, out)
@@ -120,7 +114,7 @@ class Attention:
     def record(self, layer: int, rule: Rule, out: Tensor) -> int:
         """The address of the kernel's record for this layer, which stays valid for later batches."""
         record = self._work[layer]
-        record["keys"], record["values"] = self.layer_addresses(layer)
+        record["keys"], record["values"] = self.pool.addresses(layer)
         record["window"], record["scale"], record["softcap"] = rule.window, rule.scale, rule.softcap
         record["sinks"] = 0 if rule.sinks is None else rule.sinks.data_ptr()
         record["out"] = out.data_ptr()

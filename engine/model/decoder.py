@@ -198,7 +198,7 @@ class _Steps:
         self._add_norm(2 * index, layer.input_norm)
         self._add_product(4 * index, layer.qkv, "x", "qkv")
         record = self._enters[index]
-        record["keys"], record["values"] = self.attention.layer_addresses(index)
+        record["keys"], record["values"] = self.attention.pool.addresses(index)
         record["query_norm"] = 0 if layer.query_norm is None else layer.query_norm.data_ptr()
         record["key_norm"] = 0 if layer.key_norm is None else layer.key_norm.data_ptr()
         self._program.add(enter_kernel(), address_of(self._enters, index), _ROWS_WORTH_SHARING)

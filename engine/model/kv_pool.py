@@ -73,6 +73,11 @@ class KVPool:
         self._states_room = blocks * shape.block_bytes // _STATES_SHARE
         self._numbers = count(1)
 
+    def addresses(self, layer: int) -> tuple[int, int]:
+        """The addresses of the layer's keys and values."""
+        keys, values = (part.data_ptr() + layer * part.stride(0) * part.itemsize for part in (self.keys, self.values))
+        return keys, values
+
     @property
     def free(self) -> int:
         """The number of unreferenced blocks."""

@@ -1,10 +1,11 @@
-"""Matrices that were quantised in blocks, kept quantised: fewer bytes to read than the bfloat16 they stand for.
+"""Matrices quantised in blocks and kept so: fewer bytes to read than the bfloat16 they stand for.
 
 A GGUF file's weights are `scale * code + offset` in blocks of 32 neighbouring inputs, or `scale * code` in blocks of
 16, rounded to bfloat16 when the model is converted. Dequantised just before they are multiplied, they are the same
 bfloat16, bit for bit, so no answer changes. A forward over a few rows takes as long as reading its matrices, so it gets
 faster. Scales have so few significant bits that a scale times a code is exact in float32: one rounding follows, whether
-the offset is added by the same instruction or by another.
+the offset is added by the same instruction or by another. Heads' matrices are rounded to codes when they are loaded
+(`Quantised.nearest`), which may change drafts and never a text.
 
 Tiles are laid out as `engine.model.matmul` reads them, 16 outputs by 32 inputs: first 16 scales and 16 offsets, or the
 scales of the first half of the inputs and those of the second. Codes of 8 bits follow pair by pair of inputs, for
@@ -30,6 +31,8 @@ from engine.model.amx import TILE_BYTES, pointer
 from engine.model.simd import LANES, fused, integers
 
 BLOCK_INPUTS = 32
+_AT_ONCE = 4096  # rows that are quantised together, which bounds the memory
+_NORMAL = 2.0**-14  # float16 has its full precision from here on
 _PAIRS_OF_WORD = 8  # pairs whose codes of 4 bits a word holds
 _BYTE, _INT, _FLOAT, _WORD = ir.IntType(8), ir.IntType(32), ir.FloatType(), ir.IntType(64)
 _LANES_OF_FLOATS, _LANES_OF_INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
@@ -83,10 +86,12 @@ class Quantised:
         """The codes of 8 bits that are nearest to a matrix [outputs, inputs], inputs a multiple of 32. They miss it by
         half a percent.
         """
-        blocks = weight.float().unflatten(1, (-1, BLOCK_INPUTS))
-        scales = (blocks.abs().amax(-1) / 127).half()
-        codes = (blocks / scales.float().clamp(min=1e-12)[..., None]).round().clamp(-127, 127)
-        return cls(codes.to(torch.int8).flatten(1), scales, torch.zeros_like(scales))
+        parts = [_nearest(rows) for rows in weight.split(_AT_ONCE)]
+        codes, scales = (torch.cat(part) for part in zip(*parts, strict=True))
+        halves = scales.half()
+        if not ((scales > 0) & (halves < _NORMAL)).any():
+            scales = halves
+        return cls(codes, scales, torch.zeros_like(scales))
 
     @property
     def form(self) -> Form:
@@ -154,6 +159,15 @@ class Quantised:
         else:
             codes = codes.permute(0, 3, 4, 1, 2, 5)
         return torch.cat([head.view(torch.uint8).flatten(2), codes.flatten(2)], dim=2).contiguous()
+
+
+def _nearest(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [rows, inputs] int8 and scales [rows, inputs / 32] float32, as float16 holds them where it does."""
+    blocks = rows.float().unflatten(1, (-1, BLOCK_INPUTS))
+    scales = blocks.abs().amax(-1) / 127
+    scales = torch.where(scales < _NORMAL, scales, scales.half().float())
+    codes = (blocks / scales.clamp(min=1e-30)[..., None]).round().clamp(-127, 127)
+    return codes.to(torch.int8).flatten(1), scales
 
 
 @intrinsic(prefer_literal=True)

@@ -101,7 +101,7 @@ class _Entry:
         q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
         record = self._work[0]
         record["query"], record["key"], record["value"] = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        record["keys"], record["values"] = self.attention.layer_addresses(layer)
+        record["keys"], record["values"] = self.attention.pool.addresses(layer)
         store_kernel()(self._work.ctypes.data, rows)
         out = torch.empty_like(q)
         self.attention.attend(layer, rule, out)

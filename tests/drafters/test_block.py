@@ -325,6 +325,29 @@ def test_a_draft_vocabulary_is_linked_with_any_token_before_it(
         torch.testing.assert_close(torch.tensor(seen.chance[0]), expected.values * sure, atol=1e-5, rtol=1e-2)
 
 
+@torch.inference_mode()
+def test_only_a_rows_candidates_are_linked(
+    tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drafters.block_forward._CANDIDATES", 8)
+    head = block(tmp_path, target)
+    session = opened(head, features_of(head), TEXT)
+    session.root()
+    seen = session.rank(Ranking(SamplingParams(), head.target_ids, 5), [0], None, [])
+    logits, gates, said = (part[:1].float() for part in outputs_of(session, []))
+    assert head.link is not None and head.link.gate is not None and head.confidence is not None
+    linked = (torch.sigmoid(gates + head.link.gate.of_token[TEXT[-1]]) * head.link.first[TEXT[-1]]) @ head.link.second.T
+    candidates = logits.topk(8).indices
+    expected = logits.scatter_add(1, candidates, linked.gather(1, candidates))
+    for _ in range(2):
+        torch.testing.assert_close(session.root_logits(), expected, atol=1e-5, rtol=1e-4)
+    chance = expected.softmax(-1)[0]
+    best = candidates[0][chance[candidates[0]].argsort(descending=True)][:5]
+    assert seen.tokens[0] == head.target_ids[best].tolist()
+    sure = float(head.confidence.chance(said.numpy(), np.array([TEXT[-1]]))[0])
+    assert seen.chance[0] == pytest.approx((sure * chance[best]).tolist(), abs=1e-5)
+
+
 def test_layouts_that_cannot_be_drafted_with_are_refused_by_key(tmp_path: Path, target: TargetWeights) -> None:
     weights = random_tensors(shapes("dspark"))
     config = CONFIGS["dspark"]

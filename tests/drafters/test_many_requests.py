@@ -13,6 +13,7 @@ from drafters.checkpoint import TargetWeights
 from drafters.growth import Adaptive, Dynamic, Policy
 from drafters.head import Head
 from drafters.head_drafter import HeadDrafter
+from engine.model.matmul import Unit
 from engine.sampling import SamplingParams
 from engine.target import bfloat16_bits
 from engine.tree import TokenTree
@@ -109,6 +110,48 @@ def test_the_pool_grows_with_the_requests_and_gets_back_what_they_held(
     assert pool.free > free
 
 
+def test_long_texts_are_read_in_parts(tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drafters.context._MOST", 70)
+    monkeypatch.setitem(TEXTS, 3, [token % 60 for token in range(300)])  # longer than the first rotary turns
+    one, other = block(tmp_path / "a", target), block(tmp_path / "b", target)
+    other.stack = None
+    trees = [drafter_of(head, [3, 1]).propose_many([(3, []), (1, []), (3, [7])]) for head in (one, other)]
+    assert all(same(tree, plain) for tree, plain in zip(*trees, strict=True))
+
+
+@pytest.mark.parametrize("build", [eagle3, block], ids=lambda build: build.__name__)
+def test_more_threads_change_no_tree(build: Build, tmp_path: Path, target: TargetWeights) -> None:
+    head, threads = build(tmp_path, target), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = drafter_of(head, [1, 2, 3]).propose_many(WANTED)
+        torch.set_num_threads(3)
+        together = drafter_of(head, [1, 2, 3]).propose_many(WANTED)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(same(one, other) for one, other in zip(alone, together, strict=True))
+
+
+@torch.inference_mode()
+def test_in_bfloat16_a_block_is_near_to_float32_in_the_program_and_in_plain_operations(
+    tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    truth = block(tmp_path / "a", target)
+    monkeypatch.setattr("drafters.layers.multiplies", lambda dtype: True)
+    monkeypatch.setattr("drafters.layers.units", lambda: (Unit.FMA,))  # matrices are kept as they are
+    program, plain = block(tmp_path / "b", target), block(tmp_path / "c", target)
+    plain.stack = plain.reader = None
+    features = torch.randn(40, len(truth.feature_layers), HIDDEN, generator=torch.manual_seed(3)).bfloat16()
+    found = []
+    for head in (truth, program, plain):
+        session = head.open([], 64, 32)
+        session.commit(0, features, list(range(40)))
+        session.begin([(), (7,)])
+        found.append(torch.cat([of_block.forward.outputs.logits for of_block in session.blocks[:1]]).float())
+    for logits in found[1:]:
+        assert (logits - found[0]).norm() < 0.05 * found[0].norm()
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("build", [eagle, eagle3], ids=lambda build: build.__name__)
 def test_in_bfloat16_the_program_and_plain_operations_are_both_near_to_float32(
@@ -116,6 +159,7 @@ def test_in_bfloat16_the_program_and_plain_operations_are_both_near_to_float32(
 ) -> None:
     truth = build(tmp_path / "a", target)
     monkeypatch.setattr("drafters.layers.multiplies", lambda dtype: True)
+    monkeypatch.setattr("drafters.layers.units", lambda: (Unit.FMA,))  # matrices are kept as they are
     program, plain = build(tmp_path / "b", target), build(tmp_path / "c", target)
     plain.stack = None  # type: ignore[attr-defined]
     features = torch.randn(40, len(truth.feature_layers), HIDDEN, generator=torch.manual_seed(3)).bfloat16()

@@ -192,6 +192,17 @@ def test_a_head_that_rests_gets_the_features_of_all_its_rounds_when_it_is_woken(
     assert not verdict.rest and positions_sent(told) == [10, 11, 12, 13, 14]
 
 
+def test_every_request_gets_its_own_features() -> None:
+    stage = Stage(Hello(feature_layers=(1,)))
+    for number, prompt in ((1, [10, 11]), (2, [30, 31])):
+        stage.submit(number, prompt)
+    stage.step()
+    stage.verdicts()
+    stage.step()
+    told = stage.verdicts()
+    assert [positions_sent(told, number) for number in (1, 2)] == [[12], [32]]
+
+
 HEAD = Hello(feature_layers=(1,))
 
 

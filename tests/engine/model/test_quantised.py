@@ -165,6 +165,13 @@ def test_the_nearest_codes_miss_a_matrix_by_half_a_step_at_most() -> None:
     assert (missed <= 0.51 * step + rounded).all() and codes.values()[5, 32:64].eq(0).all()
 
 
+@pytest.mark.parametrize("size", [1.0, 1e-3, 1e-6])
+def test_the_nearest_codes_of_small_numbers_are_as_near(size: float) -> None:
+    matrix = (size * torch.randn(32, 64, generator=torch.Generator().manual_seed(3))).bfloat16()
+    values = Quantised.nearest(matrix).values()
+    assert (values.float() - matrix.float()).norm() < 0.01 * matrix.float().norm()
+
+
 def test_matrices_of_one_form_are_joined_and_others_are_not() -> None:
     four, eight = random_matrix(Form.FOUR, 16, 64), random_matrix(Form.EIGHT, 16, 64)
     halves = random_matrix(Form.EIGHT_HALVES, 16, 64)
