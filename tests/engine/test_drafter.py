@@ -217,13 +217,22 @@ def test_a_tree_under_way_when_its_outcome_comes_true_goes_out_as_it_is(slow: Sl
     assert (draft.round, draft.token, tree.tokens.tolist()) == (2, 10, [10, 77])
 
 
-def test_tokens_of_rounds_without_a_verdict_come_with_the_next_one(verifier: Verifier) -> None:
+def test_tokens_of_rounds_without_a_verdict_come_with_the_next_one(slow: Slow, verifier: Verifier) -> None:
     verifier.verdict(0, 0, [0], [7])
     first, _ = verifier.draft()
     verifier.verdict(5, 0, [0], [30], missed=[8, 20, 21, 22])
     draft, tree = verifier.draft()
     assert (draft.round, draft.parent, draft.node, draft.token) == (6, 0, 0, 30)
     assert tree.tokens.tolist() == [30, 31, 32] and draft.draft > first.draft
+    assert slow.text == [5, 6, 7, 8, 20, 21, 22, 30]
+
+
+def test_what_was_drafted_ahead_of_rounds_without_a_verdict_is_not_used_after_them(verifier: Verifier) -> None:
+    verifier.verdict(0, 0, [0], [7], ahead=True, alone=True)
+    assert verifier.draft()[0].token == 8
+    verifier.verdict(3, 0, [0], [8], missed=[30, 31])
+    draft, _ = verifier.draft()
+    assert (draft.round, draft.parent, draft.node, draft.token) == (4, 0, 0, 8)
 
 
 def test_a_verdict_that_repeats_what_is_known_is_dropped(verifier: Verifier) -> None:

@@ -302,6 +302,21 @@ def test_a_head_that_rests_alone_is_told_of_all_its_rounds_when_it_is_woken() ->
     assert positions_sent(told) == [12, 13, 14]
 
 
+def test_a_drafter_that_joins_knows_what_was_not_told_to_another() -> None:
+    stage = Stage(Hello(feature_layers=(1,), rests=True), method="eagle3")
+    rest = stage.verifier.meter.costs.rest
+    stage.submit(1, [10, 11])
+    rest.second = True
+    stage.step()
+    stage.step()
+    stage.drafts.inbox.append((b"another", Hello(feature_layers=(1,), rests=True), []))
+    stage.verifier._receive()
+    rest.second = False
+    stage.step()
+    [(_, (_, tokens, _, _, missed, _))] = stage.verdicts()
+    assert [*tokens] == [14] and not len(missed)
+
+
 def test_where_drafts_need_not_pay_no_model_rests() -> None:
     stage = Stage(Hello(feature_layers=(1,), rests=True), method="eagle3", **{"verifier.cut": False})
     stage.verifier.meter.costs.rest.second = True
