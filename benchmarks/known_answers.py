@@ -6,7 +6,7 @@ follows, at any temperature, and what it emits is what the target would have emi
 
 from __future__ import annotations
 
-import time
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ from engine.sampling import SamplingParams, own_defaults
 from engine.target import Target
 from engine.tree import TokenTree
 
-from .replay import accepted
+from .replay import followed
 from .shapes import answer
 
 _ROOM = 64  # positions that the largest tree takes beyond the answer
@@ -87,19 +87,14 @@ def follow(
     Drafters that read the target's likeliest tokens (`Drafter.successors`) cannot follow; a model never rests.
     """
     drafter.start(request, known.prompt, known.sampling)
-    read, position, layers = len(known.prompt), 1, drafter.feature_layers
+    read, layers = len(known.prompt), drafter.feature_layers
     root = TokenTree.root_only(known.prompt[-1])
     drafter.observe(request, Verdict(root, [0], known.tokens[:1], known.features(layers, 0, read)))
-    while position < len(known.tokens):
-        started = time.perf_counter()
-        tree = propose(request)
-        draft_s = time.perf_counter() - started
-        path = accepted(tree, known.tokens[position:])
-        tokens = known.tokens[position : position + len(path)]
+    for tree, path, tokens, draft_s in followed(known.tokens, functools.partial(propose, request), 1):
         features = known.features(layers, read, read + len(path))
         verdict = Verdict(tree, path, tokens, features, token_s=token_s())
         yield verdict, draft_s
         drafter.observe(request, verdict)
         drafter.settle()
-        read, position = read + len(path), position + len(tokens)
+        read += len(path)
     drafter.finish(request)

@@ -6,6 +6,7 @@ token of the answer is the bonus. Requests run one after the other and share wha
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import time
@@ -88,21 +89,15 @@ def replay_drafter(
     query_us, append_us = [], []
     for request, (prompt, answer) in enumerate(answers):
         drafter.start(request, prompt, SamplingParams())
-        position = 0
-        while position < len(answer):
-            begin = time.perf_counter()
-            tree = drafter.propose(request)
-            drafted = time.perf_counter()
-            path = accepted(tree, answer[position:])
-            tokens = answer[position : position + len(path)]
+        for tree, path, tokens, draft_s in followed(answer, functools.partial(drafter.propose, request)):
             verdict = Verdict(tree, path, tokens)
             verified = time.perf_counter()
             drafter.observe(request, verdict)
-            query_us.append(1e6 * (drafted - begin))
+            query_us.append(1e6 * draft_s)
             append_us.append(1e6 * (time.perf_counter() - verified) / len(tokens))
             if reliability is not None:
                 reliability.add(verdict)
-            rounds, emitted, position = rounds + 1, emitted + len(tokens), position + len(tokens)
+            rounds, emitted = rounds + 1, emitted + len(tokens)
             promised += float(tree.confidence.sum())
         drafter.finish(request)
     if not rounds:
@@ -114,6 +109,21 @@ def replay_drafter(
         sorted(query_us)[int(0.99 * len(query_us))],
         statistics.median(append_us),
     )
+
+
+Round = tuple[TokenTree, list[int], list[int], float]
+"""The tree, its accepted path, the tokens emitted, and the seconds that drafting took."""
+
+
+def followed(answer: Sequence[int], propose: Callable[[], TokenTree], position: int = 0) -> Iterator[Round]:
+    """The rounds in which a known answer is given, from `position` on. propose: returns the next round's tree."""
+    while position < len(answer):
+        started = time.perf_counter()
+        tree = propose()
+        draft_s = time.perf_counter() - started
+        path = accepted(tree, answer[position:])
+        yield tree, path, [*answer[position : position + len(path)]], draft_s
+        position += len(path)
 
 
 def accepted(tree: TokenTree, answer: Sequence[int]) -> list[int]:

@@ -24,7 +24,8 @@ from drafters.training.features import Features, StoredFeatures, features_name
 from drafters.training.head_module import HeadModule
 from drafters.training.interrupt import noted
 from drafters.training.recipe import Recipe
-from drafters.training.trainer import Score, Trainer, draft_vocabulary, replace_file, wanted_layers
+from drafters.training.score import Score
+from drafters.training.trainer import Trainer, draft_vocabulary, replace_file, wanted_layers
 from engine.errors import ConfigError, ModelError
 from engine.loading import eos_tokens, has_native_bfloat16
 from engine.model.resolve import resolve

@@ -22,7 +22,8 @@ from drafters.training import answers as answers_module
 from drafters.training.cli import app
 from drafters.training.recipe import Recipe
 from drafters.training.run import train
-from drafters.training.trainer import Score, Trainer
+from drafters.training.score import Score
+from drafters.training.trainer import Trainer
 from engine.errors import ConfigError, ModelError
 from tests.drafters.conftest import LLAMA
 from tests.drafters.training.conftest import METHODS, weights
