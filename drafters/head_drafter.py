@@ -34,7 +34,7 @@ class HeadDrafter(Drafter):
     def __init__(self, head: Head, policy: Policy, shared_noise: bool = True):
         self.head, self.policy, self.shared_noise = head, policy, shared_noise
         self.feature_layers = head.feature_layers
-        self.together = 24 if head.one_pass else 4
+        self.together = 8 if head.one_pass else 4
         self.error = ErrorScale()
         self._resting = False
         self._forwards = Forwards(head)
