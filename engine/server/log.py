@@ -1,4 +1,6 @@
-"""The server's log: one JSON object a line on standard error, without prompts and answers unless they are asked for."""
+"""The server's log on standard error, without prompts and answers unless they are asked for: lines to read on a
+terminal, and JSON, one object a line, everywhere else.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +25,20 @@ class JsonLines(logging.Formatter):
         if record.exc_info and record.exc_info[1] is not None:
             line["error"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False, default=str)
+
+
+class Readable(logging.Formatter):
+    """A record as one line to read: time, event, then the fields that say something."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
+        said = {name: value for name, value in getattr(record, "fields", {}).items() if value is not None}
+        fields = " ".join(f"{name}={value}" for name, value in said.items())
+        level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
+        line = f"{at} {level}{record.getMessage()} {fields}".rstrip()
+        if record.exc_info and record.exc_info[1] is not None:
+            line += "\n" + self.formatException(record.exc_info)
+        return line
 
 
 class Log:
@@ -53,7 +69,7 @@ class Log:
 def to_standard_error() -> None:
     """Send the log, and uvicorn's own lines, to standard error."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines())
+    handler.setFormatter(Readable() if sys.stderr.isatty() else JsonLines())
     for name in (_LOGGER, "uvicorn.error"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
