@@ -25,6 +25,8 @@ from engine.tree import TokenTree
 
 _SLOWLY = 0.01  # weight of the latest observation of a chance
 _LONG = 64  # positions of the text that take the head longer to read than a step
+_HOPED = 0.6
+_FORGETTING = 0.005  # per round without the head, so that it is tried again
 _NUDGE = 1.05  # factor by which one measurement moves the time of a draft step
 
 
@@ -38,7 +40,7 @@ class HybridDrafter(Drafter):
         self.feature_layers, self.together = head.feature_layers, head.together
         self.successors = max((memory.successors for memory in memories), default=0)
         self.merge = Merge()
-        self._rescue = 0.6
+        self._rescue = _HOPED  # chance that the head's nodes are accepted where retrieval misses the next token
         self.rests = bool(self.memories)
         self._resting = False  # retrieval drafts alone for now
         self._step_s = 0.001  # the time of a draft step, overhead included
@@ -171,7 +173,10 @@ class HybridDrafter(Drafter):
             for candidate, p, q in self.merge.candidates(model, memory):
                 self.merge.learn(p, q, candidate == token)
             if model is not None and token not in memory[0]:
-                self._rescue += _SLOWLY * ((token in model[0]) - self._rescue)
+                is_accepted = depth + 1 < len(tokens)
+                self._rescue += _SLOWLY * (is_accepted - self._rescue)
+            elif model is None and depth == 0:
+                self._rescue += _FORGETTING * (_HOPED - self._rescue)
             following = retrieved.child(place, token)
             if following is None:
                 break

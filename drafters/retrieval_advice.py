@@ -14,7 +14,7 @@ class RetrievalAdvice:
     """Retrieval's part in the growth of one tree (`drafters.lockstep.Advice`). retrieved: its tree over the same root.
 
     needed: the accepted tokens that a draft step must yield to be worth its time. A step gains where retrieval misses
-    the next token and the head has it; `rescue` is the chance of the latter, given the former.
+    the next token and the head's is accepted; `rescue` is the chance of the latter, given the former.
     """
 
     def __init__(self, merge: Merge, retrieved: TokenTree, needed: float, rescue: float):

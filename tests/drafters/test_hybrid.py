@@ -124,15 +124,44 @@ def test_a_step_behind_which_the_head_read_a_long_text_is_not_timed(tmp_path: Pa
     assert timed == [True, False]
 
 
-def test_how_often_the_head_knows_what_retrieval_misses_is_learned(tmp_path: Path, target: TargetWeights) -> None:
+def rescue_after(drafter: HybridDrafter, tree: TokenTree, path: list[int], tokens: list[int]) -> float:
+    """The learned chance, after this verdict."""
+    features = bfloat16_bits(true_features(len(path), "eagle3"))
+    drafter.observe(1, Verdict(tree, path, tokens, features))
+    drafter.settle()
+    return drafter._rescue
+
+
+def test_how_often_the_head_is_followed_where_retrieval_misses_is_learned(
+    tmp_path: Path, target: TargetWeights
+) -> None:
     drafter = hybrid(tmp_path, target)
-    before = drafter._rescue
-    tree = drafter.propose(1)
+    before, tree = drafter._rescue, drafter.propose(1)
+    retrieved = drafter._retrieve(1, ())
+    listed = next(
+        int(tree.tokens[node]) for node in tree.children(0) if retrieved.child(0, int(tree.tokens[node])) is None
+    )
+    node = tree.child(0, listed)
+    assert node is not None
     unforeseen = next(t for t in range(VOCAB) if tree.child(0, t) is None)
     drafter.observe(1, Verdict(tree, [0], [unforeseen], bfloat16_bits(true_features(1, "eagle3"))))
     assert drafter._rescue == before  # the next tree is waited for: learning is not
     drafter.settle()
     assert drafter._rescue < before
+    cut = hybrid(tmp_path / "cut", target)
+    cut.propose(1)
+    assert rescue_after(cut, tree, [0], [listed]) < before  # the verifier had cut the node
+    followed = hybrid(tmp_path / "followed", target)
+    followed.propose(1)
+    assert rescue_after(followed, tree, [0, node], [listed, unforeseen]) > before
+
+
+def test_a_head_that_was_not_asked_for_long_is_hoped_for_again(tmp_path: Path, target: TargetWeights) -> None:
+    drafter = hybrid(tmp_path, target)
+    drafter._rescue, drafter._step_s = 0.1, 1e6
+    tree = drafter.propose(1)
+    assert not drafter.head.steps
+    assert rescue_after(drafter, tree, [0], [TEXT[0]]) > 0.1
 
 
 def test_how_far_the_heads_logits_usually_miss_is_kept(tmp_path: Path, target: TargetWeights) -> None:
