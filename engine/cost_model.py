@@ -1,9 +1,9 @@
 """The cost model: the one place that decides whether work is worth its time.
 
-A forward over `rows` rows that see `keys` keys in total takes t(rows, keys) seconds, measured at start-up and updated
-by every forward. A round of R requests emits R * g tokens and takes the forward plus some time around it, so a second
-is worth rate(R) tokens. Work is done if it yields more expected tokens than it costs at this rate. Probabilities stay
-with their sources: the model only receives expected numbers of tokens.
+A forward over `rows` rows takes t(rows, keys) seconds, measured at start-up and updated by every forward. A round of R
+requests emits R * g tokens and takes the forward plus some time around it, so a second is worth rate(R) tokens. Work is
+done if it yields more expected tokens than it costs at this rate. Probabilities stay with their sources: the model only
+receives expected numbers of tokens.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +27,7 @@ _ELSEWHERE = 0.03  # weight for the other sizes: what slows one forward slows th
 _PASSES, _REPEATED = 3, 64  # start-up: passes over the sizes up to this
 _STEEP = 6.0  # start-up stops at the first size that takes this many times as long as the fastest
 _SLOW_S = 0.5  # a size that takes longer is measured once or twice
-_LONG = 512  # past positions at which the time per key is measured
+_LONG = 1024  # past positions at which the time per key is measured
 _RETRIED = 0.99  # decay of the evidence against waiting for drafts, per round that does not wait
 _HOPED = 0.5  # tokens that drafting for a request is assumed to gain before any was observed
 _LEAST_WAIT_S = 0.002
@@ -35,15 +36,27 @@ _WORTH = 0.2  # share of a round outside the forward, below which drafting ahead
 _PAUSE = 2.0  # a round with a prompt chunk may take this many times as long as one without
 
 
+class Keys(NamedTuple):
+    """What a forward attends to, or the seconds that each takes. read: keys of all requests, read once for all of a
+    request's rows; seen: keys of all rows.
+    """
+
+    read: float
+    seen: float
+
+
+NO_KEYS = Keys(0.0, 0.0)
+
+
 class CostModel:
     """t(rows, keys) and the rates that follow from it.
 
-    seconds: time of a forward by row count, without keys. key_s: time of one row per key. ahead: choice between
-    drafting while rounds run, which takes cores from them, and drafting in turns. rest: choice whether a draft model
-    rests while retrieval or plain decoding continues without it.
+    seconds: time of a forward by row count, without keys. key_s: seconds for one key. ahead: choice between drafting
+    while rounds run, which takes cores from them, and drafting in turns. rest: choice whether a draft model rests while
+    retrieval or plain decoding continues without it.
     """
 
-    def __init__(self, seconds: dict[int, float], key_s: float = 0.0, mode: str = "sequential"):
+    def __init__(self, seconds: dict[int, float], key_s: Keys = NO_KEYS, mode: str = "sequential"):
         self._sizes = sorted(seconds)
         self._seconds, self._key_s = [seconds[size] for size in self._sizes], key_s
         self._least = _rising(self._seconds)
@@ -52,6 +65,7 @@ class CostModel:
         self.rest = Choice(4)
         self._tokens = 1.0  # per request and round
         self._rows = 1.0  # per request and round
+        self._past = 0.0  # positions before a request's rows
         self._around_s = 0.0  # time of a round outside the forward
         self._gain = _HOPED  # tokens that drafting for a request gains, less the cost of its rows
         self._wait_s = 0.0  # time that a round waits for its drafts
@@ -71,22 +85,26 @@ class CostModel:
         for _ in range(_PASSES):
             for size in quick:
                 seconds[size] = min(seconds[size], forward_s(size, 0))
-        rows = max((size for size in quick if size <= 32), default=min(seconds))
-        pairs = [(forward_s(rows, 0), forward_s(rows, _LONG)) for _ in range(_PASSES if quick else 1)]
-        short_s, long_s = map(min, zip(*pairs, strict=True))
-        return cls(seconds, max(0.0, long_s - short_s) / (rows * _LONG), mode)
+        few, many = min(seconds), max((size for size in quick if size <= 32), default=min(seconds))
+        kinds = [(rows, past) for rows in sorted({few, many}) for past in (0, _LONG)]
+        passes = [[forward_s(*kind) for kind in kinds] for _ in range(_PASSES if quick else 1)]
+        least_s = dict(zip(kinds, map(min, zip(*passes, strict=True)), strict=True))
+        few_s, many_s = (max(0.0, least_s[rows, _LONG] - least_s[rows, 0]) for rows in (few, many))
+        seen_s = max(0.0, many_s - few_s) / max(1, many - few)
+        return cls(seconds, Keys(max(0.0, few_s - few * seen_s) / _LONG, seen_s / _LONG), mode)
 
     # The forward. Called several times a round on few numbers: plain Python, since numpy takes ten times as long.
 
-    def seconds(self, rows: int, keys: float = 0.0) -> float:
-        """t(rows, keys). keys: total over all rows. Linear between two sizes, proportional beyond the largest. Larger
-        sizes cost no less than smaller ones.
+    def seconds(self, rows: int, keys: Keys = NO_KEYS) -> float:
+        """t(rows, keys). Linear between two sizes, proportional beyond the largest. Larger sizes cost no less than
+        smaller ones.
         """
         above, near = self._place(rows)
         below_s, above_s = self._least[max(0, above - 1)], self._least[above]
-        return (below_s + near * (above_s - below_s)) * max(1.0, rows / self._sizes[-1]) + self._key_s * keys
+        keys_s = self._key_s.read * keys.read + self._key_s.seen * keys.seen
+        return (below_s + near * (above_s - below_s)) * max(1.0, rows / self._sizes[-1]) + keys_s
 
-    def observe_forward(self, rows: int, keys: float, seconds: float) -> None:
+    def observe_forward(self, rows: int, keys: Keys, seconds: float) -> None:
         """Learn from a forward that took `seconds`."""
         error = max(-_CLIP, min(_CLIP, seconds / self.seconds(rows, keys) - 1))
         above, near = self._place(rows)
@@ -106,25 +124,31 @@ class CostModel:
 
     # Rounds.
 
-    def observe_round(self, requests: int, rows: int, tokens: int, around_s: float) -> None:
+    def observe_round(self, requests: int, rows: int, tokens: int, around_s: float, past: int = 0) -> None:
         """A round verified the trees of `requests` requests, `rows` nodes in total, and emitted `tokens` tokens.
 
-        around_s: from the previous round's end to this one's, less the forward.
+        around_s: from the previous round's end to this one's, less the forward. past: positions before the trees, of
+        all requests together.
         """
         self._tokens += _NEW * (tokens / requests - self._tokens)
         self._rows += _NEW * (rows / requests - self._rows)
+        self._past += _NEW * (past / requests - self._past)
         self._around_s += _NEW * (around_s - self._around_s)
 
     def rate(self, requests: int) -> float:
         """Tokens per second that a round of `requests` requests yields at present."""
         rows = max(requests, round(requests * self._rows))
-        return requests * self._tokens / (self.seconds(rows) + max(0.0, self._around_s))
+        return requests * self._tokens / (self._usual_s(requests, rows) + max(0.0, self._around_s))
+
+    def _usual_s(self, requests: int, rows: int) -> float:
+        """The forward of a round of `requests` requests with `rows` rows in all, behind texts of the usual length."""
+        return self.seconds(rows, Keys(requests * self._past, rows * self._past))
 
     def rates(self, requests: int, alone: bool) -> Rates:
         """The rates sent to the drafter. alone: the next round verifies the root alone."""
         rows = requests if alone else max(requests, round(requests * self._rows))
         around_s = 0.0 if alone else max(0.0, self._around_s)
-        return Rates(self.seconds(rows) + around_s, self._tokens, 1 / self.rate(requests))
+        return Rates(self._usual_s(requests, rows) + around_s, self._tokens, 1 / self.rate(requests))
 
     def nodes_worth(self, worth: NDArray[np.float32], requests: int, keys_each: float = 0.0) -> int:
         """How many of the nodes to verify. worth: [nodes] expected tokens of each, in descending order; the first
@@ -133,7 +157,7 @@ class CostModel:
         rows = np.arange(requests, len(worth) + 1)
         expected = np.cumsum(worth, dtype=np.float64)[requests - 1 :]
         forward_s = np.interp(rows, self._sizes, self._least) * np.maximum(1.0, rows / self._sizes[-1])
-        taken_s = forward_s + self._key_s * keys_each * rows
+        taken_s = forward_s + self._key_s.seen * keys_each * rows
         return int(rows[np.argmax(expected - self.rate(requests) * taken_s)])
 
     def observe_ways(self, requests: int, tokens: int, round_s: float, rests: bool) -> None:
@@ -154,7 +178,7 @@ class CostModel:
 
         The drafts' gain is the tokens beyond plain decoding's, less what the time of their rows is worth.
         """
-        more_s = self.seconds(rows) - self.seconds(requests)
+        more_s = self._usual_s(requests, rows) - self._usual_s(requests, requests)
         gained = tokens - requests - self.rate(requests) * more_s
         self._gain += _NEW * (gained / asked - self._gain)
 
@@ -179,27 +203,27 @@ class CostModel:
 
     # Prompts.
 
-    def chunk_rows(self, requests: int, most: int, keys: float = 0.0, past: int = 0) -> int:
+    def chunk_rows(self, requests: int, most: int, read: float = 0.0, past: int = 0) -> int:
         """Prompt rows that may join a round of `requests` decoding requests without delaying it for long.
 
-        keys: past positions of all decoding requests together; past: of the prompt.
+        read: past positions of all decoding requests together; past: of the prompt.
         """
         if requests == 0:
             return most
-        rows, seen = max(requests, round(requests * self._rows)), keys * self._rows
-        return max(1, self._fitting(_PAUSE * self.seconds(rows, seen), rows, seen, most, past))
+        rows, keys = max(requests, round(requests * self._rows)), Keys(read, read * self._rows)
+        return max(1, self._fitting(_PAUSE * self.seconds(rows, keys), rows, keys, most, past))
 
     def rows_while_waiting(self, waited_s: float, most: int, past: int = 0) -> int:
         """Prompt rows that can be read while all requests wait for drafts and have waited `waited_s`: none if the
         drafts will arrive first.
         """
-        return self._fitting(self._wait_s - waited_s, 0, 0.0, most, past)
+        return self._fitting(self._wait_s - waited_s, 0, NO_KEYS, most, past)
 
-    def _fitting(self, seconds: float, rows: int, keys: float, most: int, past: int) -> int:
+    def _fitting(self, seconds: float, rows: int, keys: Keys, most: int, past: int) -> int:
         """The largest chunk, up to `most` rows after `past` positions, that with `rows` other rows takes `seconds`."""
 
         def taken_s(chunk: int) -> float:
-            return self.seconds(rows + chunk, keys + chunk * (past + chunk / 2))
+            return self.seconds(rows + chunk, Keys(keys.read + past, keys.seen + chunk * (past + chunk / 2)))
 
         return bisect_right(range(1, most + 1), seconds, key=taken_s)
 

@@ -10,7 +10,7 @@ import torch
 from engine.batch import BLOCK, Segment
 from engine.conclusion import Conclusion
 from engine.config import Config
-from engine.cost_model import CostModel
+from engine.cost_model import CostModel, Keys
 from engine.drafter_line import DrafterLine
 from engine.measured_forward import BESIDE, MeasuredForward
 from engine.recorded import wait
@@ -73,8 +73,8 @@ class Meter:
     ) -> None:
         """End of a round. Rounds that read a prompt or lost a request are not used to learn rates."""
         now, forward_s = time.perf_counter_ns(), self.forward_ns / 1e9
-        rows = sum(map(len, segments))
-        self.costs.observe_forward(rows, sum(len(s) * s.past for s in segments), forward_s)
+        rows, past = sum(map(len, segments)), sum(segment.past for segment in segments)
+        self.costs.observe_forward(rows, Keys(past, sum(len(s) * s.past for s in segments)), forward_s)
         since, self._ended_ns = self._ended_ns, now
         decoded = [conclusion for conclusion in concluded if conclusion.request.round]
         if len(segments) > len(rounds) or not decoded or len(decoded) < len(rounds):
@@ -84,7 +84,7 @@ class Meter:
         if drafter and (asked := sum(r.request.drafted and not r.request.alone for r in rounds)):
             self.costs.observe_drafts(asked, len(rounds), rows, tokens)
         if all(conclusion.request.round > 1 for conclusion in decoded):
-            self.costs.observe_round(len(rounds), rows, tokens, round_s - forward_s)
+            self.costs.observe_round(len(rounds), rows, tokens, round_s - forward_s, past)
             if drafter and all(conclusion.request.drafted for conclusion in decoded):
                 self._observe_ways(len(rounds), tokens, round_s, drafts.wants.rests)
 

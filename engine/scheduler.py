@@ -75,7 +75,7 @@ class Scheduler:
         self._adopt(now_ns)
         decoding = [request for request in self.running if not request.reading]
         missing = [r for r in decoding if drafted and r.drafted and not r.alone and not r.has_draft]
-        keys = sum(request.cache.length for request in decoding)
+        read = sum(request.cache.length for request in decoding)
         past = max((request.cache.length for request in self.running if request.reading), default=0)
         if missing:
             lonely = len(decoding) == 1 and not costs.ahead.second
@@ -87,7 +87,7 @@ class Scheduler:
                     return Plan(reading=reading)
                 return Plan(wait_s=left_s)
         readers = len(self.running) - len(decoding)
-        reading = self._chunks(costs.chunk_rows(len(decoding), self.chunk, keys, past)) if readers else []
+        reading = self._chunks(costs.chunk_rows(len(decoding), self.chunk, read, past)) if readers else []
         return Plan(decoding, reading) if decoding or reading else Plan(wait_s=self.draft_timeout_s)
 
     def waits(self, costs: CostModel, missing: int) -> bool:

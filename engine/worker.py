@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -9,7 +10,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,16 +39,20 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     config: dict[str, Any]
 
 
-def run_worker(spec: WorkerSpec, context: zmq.Context[Any]) -> None:
+Loaded = Callable[[], None]
+"""Called when everything is loaded, before the worker serves."""
+
+
+def run_worker(spec: WorkerSpec, context: zmq.Context[Any], loaded: Loaded = lambda: None) -> None:
     """Serve as `spec.role` until told to stop; a failed start is reported to the front end in one line."""
     config = Config.model_validate(spec.config)
     if spec.role == "verifier":
-        _run_verifier(spec, config, context)
+        _run_verifier(spec, config, context, loaded)
     else:
-        _run_drafter(spec, config, context)
+        _run_drafter(spec, config, context, loaded)
 
 
-def _run_verifier(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -> None:
+def _run_verifier(spec: WorkerSpec, config: Config, context: zmq.Context[Any], loaded: Loaded) -> None:
     from engine.verifier import FROM_FRONT_END, Verifier
 
     with (
@@ -63,7 +68,9 @@ def _run_verifier(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -
         torch.set_num_threads(threads.verifier(config.mode == "async"))
         target = Target.load(config.model, config.dtype, config.device, config.verifier.kv_memory)
         with own_stream(target.device, urgent=False), _beside(spec, config, context, drafts) as drafter:
-            Verifier(config, target, control, drafts, threads, drafter).run()
+            verifier = Verifier(config, target, control, drafts, threads, drafter)
+            loaded()
+            verifier.run()
 
 
 def _hub(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -> Hub | LoopHub:
@@ -88,7 +95,7 @@ def _beside(
         yield None
 
 
-def _run_drafter(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -> None:
+def _run_drafter(spec: WorkerSpec, config: Config, context: zmq.Context[Any], loaded: Loaded) -> None:
     from drafters.registry import METHODS
     from engine.drafter import FROM_FRONT_END, FROM_VERIFIER
 
@@ -106,6 +113,7 @@ def _run_drafter(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) ->
             torch.set_num_threads(share_cores(config).drafter)
             stream = own_stream(find_device(config.device), urgent=True)
         with stream, _drafter(config, control, verdicts) as worker:
+            loaded()
             worker.run()
 
 
@@ -233,7 +241,8 @@ def main() -> None:
 
     threading.Thread(target=watch, daemon=True).start()
     with zmq.Context() as context:
-        run_worker(spec, context)
+        # to collect garbage among half a million loaded objects takes a quarter of a second, in which all requests wait
+        run_worker(spec, context, gc.freeze)
 
 
 if __name__ == "__main__":
