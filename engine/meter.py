@@ -71,18 +71,23 @@ class Meter:
     def observe_round(
         self, concluded: Sequence[Conclusion], rounds: Sequence[Round], segments: Sequence[Segment], drafts: DrafterLine
     ) -> None:
-        """End of a round. Rounds that read a prompt or lost a request are not used to learn rates."""
+        """End of a round. Rounds that lost a request teach nothing but the forward's time, and those that read a prompt
+        only that and what drafts gain.
+        """
         now, forward_s = time.perf_counter_ns(), self.forward_ns / 1e9
         rows, past = sum(map(len, segments)), sum(segment.past for segment in segments)
         self.costs.observe_forward(rows, Keys(past, sum(len(s) * s.past for s in segments)), forward_s)
         since, self._ended_ns = self._ended_ns, now
-        decoded = [conclusion for conclusion in concluded if conclusion.request.round]
-        if len(segments) > len(rounds) or not decoded or len(decoded) < len(rounds):
+        verified = {round_.request for round_ in rounds}
+        decoded = [conclusion for conclusion in concluded if conclusion.request in verified]
+        if not decoded or len(decoded) < len(rounds):
             return
         tokens, round_s = sum(len(c.tokens) for c in decoded), (now - since) / 1e9
         drafter = drafts.drafter is not None
-        if drafter and (asked := sum(r.request.drafted and not r.request.alone for r in rounds)):
-            self.costs.observe_drafts(asked, len(rounds), rows, tokens)
+        if drafter and (asked := sum(round_.asked for round_ in rounds)):
+            self.costs.observe_drafts(asked, len(rounds), sum(map(len, segments[: len(rounds)])), tokens)
+        if len(segments) > len(rounds):
+            return
         if all(conclusion.request.round > 1 for conclusion in decoded):
             self.costs.observe_round(len(rounds), rows, tokens, round_s - forward_s, past)
             if drafter and all(conclusion.request.drafted for conclusion in decoded):

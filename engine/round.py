@@ -26,12 +26,14 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Round:
-    """proposal: the tree as sent. drafted: the same with `grafts`, tokens that the grammar implies. worth: [nodes
-    drafted] float32, expected tokens of each. kept: the nodes that are verified.
+    """proposal: the tree as sent. asked: whether a drafter was asked for it. drafted: the tree with `grafts`, tokens
+    that the grammar implies. worth: [nodes drafted] float32, expected tokens of each. kept: the nodes that are
+    verified.
     """
 
     request: Request
     proposal: Proposal
+    asked: bool
     grafts: list[int]
     drafted: TokenTree
     worth: NDArray[np.float32]
@@ -42,7 +44,8 @@ class Round:
         """The proposal plus what the request's grammar grafts, minus what the grammar or the request rules out."""
         grafts = request.grafts(proposal.tree)
         tree = proposal.tree.grafted(grafts, GRAFT_CHANCE)
-        return cls(request, proposal, grafts, tree, request.trust.worth(tree), request.admitted(tree))
+        asked = request.drafted and not request.alone
+        return cls(request, proposal, asked, grafts, tree, request.trust.worth(tree), request.admitted(tree))
 
     @cached_property
     def tree(self) -> TokenTree:

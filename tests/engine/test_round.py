@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.cost_model import CostModel
-from engine.round import paying
+from engine.round import Proposal, Round, paying
+from engine.tree import TokenTree
+from engine.trust import Trust
 
 DEAR, CHEAP = CostModel({1: 1.0, 64: 64.0}), CostModel({1: 1.0, 64: 1.001})
 """Forwards where each row takes as long as the first, and where further rows are nearly free."""
@@ -35,3 +41,16 @@ def test_a_kept_nodes_better_nodes_are_kept_too(chances: list[list[float]], row_
     trees = [worth(1.0, *sorted(some, reverse=True)) for some in chances]
     for nodes in paying(trees, CostModel({1: 1.0, 64: 1.0 + 63 * row_s})):
         assert nodes.tolist() == list(range(len(nodes))) and len(nodes)
+
+
+@pytest.mark.parametrize(
+    ("drafted", "alone", "asked"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_a_round_remembers_whether_a_drafter_was_asked_even_when_the_next_one_is_decided(
+    drafted: bool, alone: bool, asked: bool
+) -> None:
+    request: Any = SimpleNamespace(drafted=drafted, alone=alone, trust=Trust(), grafts=lambda tree: [])
+    request.admitted = lambda tree: np.arange(len(tree))
+    round_ = Round.of(request, Proposal(0, TokenTree.root_only(7)))
+    request.alone = not alone
+    assert round_.asked == asked
