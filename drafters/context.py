@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drafters.enter import Enter
 from drafters.layers import Linear
-from drafters.stack import ALONE, Enter, Stack
+from drafters.stack import ALONE, Stack
 from engine.batch import Int
 from engine.model.fused import NORM, enter_kernel, norm_kernel
 from engine.model.matmul import NO_SCRATCH, add_product, give_scratch, row_words
