@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
 from engine.conclusion import Conclusion
 from engine.config import Config
 from engine.errors import NotANumber, ProtocolError, RequestError
 from engine.matcher import Matcher, Matchers
-from engine.messages import Array, Cancel, Failed, Heartbeat, Ready, Stop, Submit, Tokens
+from engine.messages import Array, Cancel, Emitted, Failed, Heartbeat, Ready, Stop, Submit, Tokens
 from engine.request import Request
 from engine.sampling import not_applied, own_defaults
 from engine.scheduler import Scheduler
@@ -98,29 +98,10 @@ class FrontEndLine:
         )
         self.line.send(ready)
 
-    def tell(self, conclusion: Conclusion, forward_ns: int, busy_ns: int, now_ns: int) -> None:
+    def tell(self, concluded: Sequence[Conclusion], forward_ns: int, busy_ns: int, now_ns: int) -> None:
         """Send the tokens of a round. forward_ns: of this round's forward; busy_ns: of all so far."""
-        request = conclusion.request
-        tokens = Tokens(
-            request=request.number,
-            round=request.round,
-            tokens=tuple(conclusion.tokens),
-            finish_reason=request.sampler.finish_reason,
-            nodes=conclusion.nodes,
-            depth=conclusion.depth,
-            hit=conclusion.hit,
-            round_us=(now_ns - request.since_ns) // 1000,
-            forward_us=forward_ns // 1000,
-            draft_us=conclusion.draft_us,
-            busy_us=busy_ns // 1000,
-            at_us=now_ns // 1000,
-            sources=conclusion.sources,
-            logprobs=conclusion.logprobs,
-            prompt_logprobs=tuple(request.prompt_logprobs),
-            cached=request.cached,
-        )
-        request.prompt_logprobs = []
-        self.line.send(tokens)
+        if concluded:
+            self.line.send(Emitted(tokens=tuple(_tokens(one, forward_ns, busy_ns, now_ns) for one in concluded)))
 
     def refuse(self, number: int, error: BaseException) -> None:
         """End the request of that number with an error."""
@@ -141,3 +122,26 @@ class FrontEndLine:
         running, waiting = len(requests.running), len(requests.waiting)
         self.line.send(Heartbeat(running=running, waiting=waiting, held_blocks=blocks - free, blocks=blocks))
         return True
+
+
+def _tokens(conclusion: Conclusion, forward_ns: int, busy_ns: int, now_ns: int) -> Tokens:
+    request = conclusion.request
+    prompt_logprobs, request.prompt_logprobs = tuple(request.prompt_logprobs), []
+    return Tokens(
+        request=request.number,
+        round=request.round,
+        tokens=tuple(conclusion.tokens),
+        finish_reason=request.sampler.finish_reason,
+        nodes=conclusion.nodes,
+        depth=conclusion.depth,
+        hit=conclusion.hit,
+        round_us=(now_ns - request.since_ns) // 1000,
+        forward_us=forward_ns // 1000,
+        draft_us=conclusion.draft_us,
+        busy_us=busy_ns // 1000,
+        at_us=now_ns // 1000,
+        sources=conclusion.sources,
+        logprobs=conclusion.logprobs,
+        prompt_logprobs=prompt_logprobs,
+        cached=request.cached,
+    )

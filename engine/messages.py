@@ -1,6 +1,6 @@
 """The whole protocol on one page: who says what to whom.
 
-    front end -> verifier   Submit, Cancel, Stop      verifier -> front end   Ready, Tokens, Failed, Heartbeat, Spans
+    front end -> verifier   Submit, Cancel, Stop      verifier -> front end   Ready, Emitted, Failed, Heartbeat, Spans
     verifier  -> drafter    Start, Verdict, Finish    drafter  -> verifier    Hello, Draft
     front end -> drafter    Stop                      drafter  -> front end   Ready, Failed, Heartbeat, Spans
 
@@ -78,8 +78,8 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Tokens(Message, frozen=True, kw_only=True):
-    """What a round emitted, and what it cost.
+class Tokens(msgspec.Struct, frozen=True, kw_only=True):
+    """What a round emitted for one request, and what it cost.
 
     finish_reason: "eos" or "length" with the last tokens, else None. nodes, depth: of the tree verified. hit: the tree
     had arrived by the previous verdict. round_us: since the previous verdict (or arrival). forward_us: of the target in
@@ -105,6 +105,12 @@ class Tokens(Message, frozen=True, kw_only=True):
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     cached: int = 0
+
+
+class Emitted(Message, frozen=True, kw_only=True):
+    """What a round emitted for all requests that took part: one message, since each wakes the front end."""
+
+    tokens: tuple[Tokens, ...]
 
 
 class Failed(Message, frozen=True, kw_only=True):
@@ -221,7 +227,7 @@ class Draft(Message, frozen=True, kw_only=True):
 
 
 AnyMessage = Union[  # noqa: UP007 - msgspec reads the union at run time, on Python 3.10 too
-    Submit, Cancel, Stop, Ready, Tokens, Failed, Heartbeat, Spans, Hello, Start, Verdict, Finish, Draft
+    Submit, Cancel, Stop, Ready, Emitted, Failed, Heartbeat, Spans, Hello, Start, Verdict, Finish, Draft
 ]
 
 # dtype and dimensions; arrays stay aligned as long as smaller numbers come last

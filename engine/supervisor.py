@@ -24,14 +24,14 @@ from engine.config import Config
 from engine.errors import EngineClosed, TalonError, WorkerDied
 from engine.flight import Flight, Flights
 from engine.launch import STOP_S, ProcessWorker, Workers
-from engine.messages import Cancel, Failed, Heartbeat, Ready, Spans, Stop, Tokens
+from engine.messages import Cancel, Emitted, Failed, Heartbeat, Ready, Spans, Stop
 from engine.tasks import cancel
 from engine.totals import Totals
 from engine.trace import Timeline
 from engine.transport import Hub
 from engine.worker import oversubscription
 
-FROM_WORKERS = (Ready, Tokens, Failed, Heartbeat, Spans)
+FROM_WORKERS = (Ready, Emitted, Failed, Heartbeat, Spans)
 _WATCH_S = 0.05
 _TRIES = 3  # failed starts of a worker in a row
 _LOOK_S = 0.01
@@ -152,9 +152,10 @@ class Supervisor:
                 self._hear(role, message)  # not late messages of a worker already replaced
 
     def _hear(self, role: str, message: object) -> None:
-        if isinstance(message, Tokens):
-            self.totals.add(message)
-            self.flights.hear(message.request, message)
+        if isinstance(message, Emitted):
+            for tokens in message.tokens:
+                self.totals.add(tokens)
+                self.flights.hear(tokens.request, tokens)
         elif isinstance(message, Failed):
             self._hear_failure(role, message)
         elif isinstance(message, Heartbeat) and role == "verifier":

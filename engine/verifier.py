@@ -197,10 +197,10 @@ class Verifier:
 
     def _tell_front_end(self, concluded: list[Conclusion]) -> None:
         now_ns = time.perf_counter_ns()
+        self.front_end.tell(concluded, self.meter.forward_ns, self.meter.busy_ns, now_ns)
         for conclusion in concluded:
             request = conclusion.request
             request.drafts = {request.outcome: request.drafts[request.outcome]} if request.hit else {}
-            self.front_end.tell(conclusion, self.meter.forward_ns, self.meter.busy_ns, now_ns)
             request.since_ns = request.asked_ns = now_ns
 
     def _commit(self, conclusion: Conclusion) -> None:

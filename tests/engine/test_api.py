@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from drafters.registry import METHODS
 from engine import Engine, SamplingParams
 from engine.errors import QueueFull, RequestError
-from engine.messages import Tokens
+from engine.messages import Emitted, Tokens
 from engine.transport import Hub
 from tests.conftest import tiny_tokenizer
 from tests.engine.tiny_engine import DRAFTS, PROMPTS, tiny_engine
@@ -193,8 +193,8 @@ async def test_leaving_the_block_of_a_stream_ends_its_request_in_the_verifier(
 
     def listen(hub: Hub, frames: list[bytes]) -> Any:
         arrival = open_frames(hub, frames)
-        if arrival is not None and isinstance(arrival[1], Tokens):
-            heard.append(arrival[1].request)
+        if arrival is not None and isinstance(arrival[1], Emitted):
+            heard.extend(tokens.request for tokens in arrival[1].tokens)
         return arrival
 
     open_frames = Hub.open

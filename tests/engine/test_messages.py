@@ -12,6 +12,7 @@ from engine.messages import (
     ARRAYS,
     Cancel,
     Draft,
+    Emitted,
     Failed,
     Finish,
     Heartbeat,
@@ -37,9 +38,13 @@ EXAMPLES: list[tuple[Message, list[Any]]] = [
     (Stop(), []),
     (Ready(vocab_size=10, context=20, inexact="its type is float16"), []),
     (
-        Tokens(
-            request=1, round=2, tokens=(1, 2), finish_reason=None, nodes=3, hit=True, round_us=4, forward_us=5,
-            draft_us=6, busy_us=7, at_us=8,
+        Emitted(
+            tokens=(
+                Tokens(
+                    request=1, round=2, tokens=(1, 2), finish_reason=None, nodes=3, hit=True, round_us=4, forward_us=5,
+                    draft_us=6, busy_us=7, at_us=8,
+                ),
+            )
         ),
         [],
     ),

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.batch import Segment
 from engine.config import load
 from engine.cost_model import CostModel
-from engine.messages import Cancel, Draft, Failed, Finish, Hello, Stop, Submit, Tokens, Verdict
+from engine.messages import Cancel, Draft, Emitted, Failed, Finish, Hello, Stop, Submit, Tokens, Verdict
 from engine.model.kv_pool import KVCache, KVPool, KVShape
 from engine.request import Request
 from engine.sampling import SamplingParams
@@ -113,10 +113,15 @@ class Stage:
         self.drafts.sent.clear()
         return told
 
+    def emitted(self) -> list[Tokens]:
+        """What the front end was told that requests have emitted."""
+        return [
+            tokens for message, *_ in self.control.sent if isinstance(message, Emitted) for tokens in message.tokens
+        ]
+
     def tokens(self, number: int) -> list[int]:
-        """What the front end was told that the request has emitted."""
-        messages = [parts[0] for parts in self.control.sent if isinstance(parts[0], Tokens)]
-        return [token for message in messages if message.request == number for token in message.tokens]
+        """What that one has emitted."""
+        return [token for round_ in self.emitted() if round_.request == number for token in round_.tokens]
 
 
 def bushy(root: int, *confidence: float) -> TokenTree:
@@ -422,8 +427,7 @@ def test_a_tree_that_was_there_before_its_verdict_is_a_hit_and_no_other_is() -> 
     stage.verifier._receive()
     for _ in range(3):
         stage.step()
-    told = [parts[0] for parts in stage.control.sent if isinstance(parts[0], Tokens)]
-    assert [message.hit for message in told] == [False, False, True, False]
+    assert [round_.hit for round_ in stage.emitted()] == [False, False, True, False]
     assert stage.tokens(1) == [11, 12, 13, 14, 15]
 
 

@@ -20,6 +20,7 @@ from engine.config import load
 from engine.drafter import FROM_FRONT_END, FROM_VERIFIER, DrafterWorker
 from engine.messages import (
     Draft,
+    Emitted,
     Failed,
     Finish,
     Heartbeat,
@@ -29,7 +30,6 @@ from engine.messages import (
     Start,
     Stop,
     Submit,
-    Tokens,
     Verdict,
     encode,
 )
@@ -164,7 +164,7 @@ class Liar:
 def test_the_verifiers_text_is_that_of_plain_decoding_whatever_a_drafter_says(
     context: zmq.Context[Any], tiny: str, count: int
 ) -> None:
-    front_end = Hub(context, "inproc://control", (Ready, Heartbeat, Failed, Tokens))
+    front_end = Hub(context, "inproc://control", (Ready, Heartbeat, Failed, Emitted))
     drafts = Hub(context, "inproc://drafts", TO_VERIFIER)
     control = Line(context, "inproc://control", "verifier-1", ORDERS)
     config = load({"model": tiny, "method": "pld"}, {"verifier.draft_timeout_s": 0.002, "mode": "async"})
@@ -181,9 +181,9 @@ def test_the_verifiers_text_is_that_of_plain_decoding_whatever_a_drafter_says(
             meanwhile()
             for _, message, _ in front_end.received():
                 assert not isinstance(message, Failed), message
-                if isinstance(message, Tokens) and message.request == request:
-                    text += message.tokens
-                    if message.finish_reason is not None:
+                for tokens in message.tokens if isinstance(message, Emitted) else ():
+                    text += tokens.tokens if tokens.request == request else ()
+                    if tokens.request == request and tokens.finish_reason is not None:
                         return text
         raise AssertionError("no answer")
 
