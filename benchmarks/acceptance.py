@@ -17,7 +17,7 @@ from rich.progress import Progress
 
 from drafters.registry import METHODS, build, check
 from engine.config import Config, load
-from engine.cost_model import NO_KEYS, CostModel
+from engine.cost_model import NOTHING, CostModel
 from engine.errors import ConfigError
 from engine.round import paying
 from engine.tree import TokenTree
@@ -187,7 +187,7 @@ def accept_all(
         seconds = round_s()
         for follower, accepted in zip(followers, found, strict=True):
             for rows, taken in seconds.items():
-                follower.costs.observe_forward(rows, NO_KEYS, taken)
+                follower.costs.observe_forward(rows, NOTHING, taken)
             accepted.rounds.extend(follower.rounds(request, known))
         progress.advance(task)
     return found

@@ -27,7 +27,9 @@ _ELSEWHERE = 0.03  # weight for the other sizes: what slows one forward slows th
 _PASSES, _REPEATED = 3, 64  # start-up: passes over the sizes up to this
 _STEEP = 6.0  # start-up stops at the first size that takes this many times as long as the fastest
 _SLOW_S = 0.5  # a size that takes longer is measured once or twice
-_LONG = 1024  # past positions at which the time per key is measured
+LONG = 1024
+"""Past positions at which the time of a key is measured."""
+_LEAST_LONG = 64  # fewer tell nothing
 _RETRIED = 0.99  # decay of the evidence against waiting for drafts, per round that does not wait
 _HOPED = 0.5  # tokens that drafting for a request is assumed to gain before any was observed
 _LEAST_WAIT_S = 0.002
@@ -36,29 +38,29 @@ _WORTH = 0.2  # share of a round outside the forward, below which drafting ahead
 _PAUSE = 2.0  # a round with a prompt chunk may take this many times as long as one without
 
 
-class Keys(NamedTuple):
-    """What a forward attends to, or the seconds that each takes. read: keys of all requests, read once for all of a
-    request's rows; seen: keys of all rows.
+class Attended(NamedTuple):
+    """How many keys a forward attends to. read: of all requests, each once for all of its request's rows; seen: by all
+    rows together.
     """
 
     read: float
     seen: float
 
 
-NO_KEYS = Keys(0.0, 0.0)
+NOTHING = Attended(0.0, 0.0)
 
 
 class CostModel:
     """t(rows, keys) and the rates that follow from it.
 
-    seconds: time of a forward by row count, without keys. key_s: seconds for one key. ahead: choice between drafting
-    while rounds run, which takes cores from them, and drafting in turns. rest: choice whether a draft model rests while
-    retrieval or plain decoding continues without it.
+    seconds: time of a forward by row count, without keys. read_s, seen_s: time of a key for its request, and for each
+    row that sees it. ahead: choice between drafting while rounds run, which takes cores from them, and drafting in
+    turns. rest: choice whether a draft model rests while retrieval or plain decoding continues without it.
     """
 
-    def __init__(self, seconds: dict[int, float], key_s: Keys = NO_KEYS, mode: str = "sequential"):
+    def __init__(self, seconds: dict[int, float], read_s: float = 0.0, seen_s: float = 0.0, mode: str = "sequential"):
         self._sizes = sorted(seconds)
-        self._seconds, self._key_s = [seconds[size] for size in self._sizes], key_s
+        self._seconds, self._read_s, self._seen_s = [seconds[size] for size in self._sizes], read_s, seen_s
         self._least = _rising(self._seconds)
         self._plain_s = self._seconds  # as first measured: a fixed baseline for comparisons
         self.ahead = Choice(16, 24, _CLEARLY, second=mode == "async", settled=mode != "auto")
@@ -71,8 +73,12 @@ class CostModel:
         self._wait_s = 0.0  # time that a round waits for its drafts
 
     @classmethod
-    def measure(cls, forward_s: Callable[[int, int], float], largest: int, mode: str = "sequential") -> CostModel:
-        """forward_s: called with rows and past positions, runs such a forward and returns its time."""
+    def measure(
+        cls, forward_s: Callable[[int, int], float], largest: int, mode: str = "sequential", longest: int = LONG
+    ) -> CostModel:
+        """forward_s: called with rows and past positions, runs such a forward and returns its time. longest: the most
+        past positions that it can run behind.
+        """
         seconds: dict[int, float] = {}
         for size in [size for size in SIZES if size < largest] + [largest]:
             seconds[size] = forward_s(size, 0)  # includes the one-time setup of a size's first forward
@@ -85,26 +91,29 @@ class CostModel:
         for _ in range(_PASSES):
             for size in quick:
                 seconds[size] = min(seconds[size], forward_s(size, 0))
+        if (long := min(longest, LONG)) < _LEAST_LONG:
+            return cls(seconds, mode=mode)
         few, many = min(seconds), max((size for size in quick if size <= 32), default=min(seconds))
-        kinds = [(rows, past) for rows in sorted({few, many}) for past in (0, _LONG)]
+        kinds = [(rows, past) for rows in sorted({few, many}) for past in (0, long)]
         passes = [[forward_s(*kind) for kind in kinds] for _ in range(_PASSES if quick else 1)]
         least_s = dict(zip(kinds, map(min, zip(*passes, strict=True)), strict=True))
-        few_s, many_s = (max(0.0, least_s[rows, _LONG] - least_s[rows, 0]) for rows in (few, many))
-        seen_s = max(0.0, many_s - few_s) / max(1, many - few)
-        return cls(seconds, Keys(max(0.0, few_s - few * seen_s) / _LONG, seen_s / _LONG), mode)
+        few_s, many_s = (max(0.0, least_s[rows, long] - least_s[rows, 0]) for rows in (few, many))
+        # from one row count alone, every row is thought to cost as much: the cautious guess
+        seen_s = max(0.0, many_s - few_s) / (many - few) if many > few else few_s / few
+        return cls(seconds, max(0.0, few_s - few * seen_s) / long, seen_s / long, mode)
 
     # The forward. Called several times a round on few numbers: plain Python, since numpy takes ten times as long.
 
-    def seconds(self, rows: int, keys: Keys = NO_KEYS) -> float:
+    def seconds(self, rows: int, keys: Attended = NOTHING) -> float:
         """t(rows, keys). Linear between two sizes, proportional beyond the largest. Larger sizes cost no less than
         smaller ones.
         """
         above, near = self._place(rows)
         below_s, above_s = self._least[max(0, above - 1)], self._least[above]
-        keys_s = self._key_s.read * keys.read + self._key_s.seen * keys.seen
+        keys_s = self._read_s * keys.read + self._seen_s * keys.seen
         return (below_s + near * (above_s - below_s)) * max(1.0, rows / self._sizes[-1]) + keys_s
 
-    def observe_forward(self, rows: int, keys: Keys, seconds: float) -> None:
+    def observe_forward(self, rows: int, keys: Attended, seconds: float) -> None:
         """Learn from a forward that took `seconds`."""
         error = max(-_CLIP, min(_CLIP, seconds / self.seconds(rows, keys) - 1))
         above, near = self._place(rows)
@@ -142,7 +151,7 @@ class CostModel:
 
     def _usual_s(self, requests: int, rows: int) -> float:
         """The forward of a round of `requests` requests with `rows` rows in all, behind texts of the usual length."""
-        return self.seconds(rows, Keys(requests * self._past, rows * self._past))
+        return self.seconds(rows, Attended(requests * self._past, rows * self._past))
 
     def rates(self, requests: int, alone: bool) -> Rates:
         """The rates sent to the drafter. alone: the next round verifies the root alone."""
@@ -157,7 +166,7 @@ class CostModel:
         rows = np.arange(requests, len(worth) + 1)
         expected = np.cumsum(worth, dtype=np.float64)[requests - 1 :]
         forward_s = np.interp(rows, self._sizes, self._least) * np.maximum(1.0, rows / self._sizes[-1])
-        taken_s = forward_s + self._key_s.seen * keys_each * rows
+        taken_s = forward_s + self._seen_s * keys_each * rows
         return int(rows[np.argmax(expected - self.rate(requests) * taken_s)])
 
     def observe_ways(self, requests: int, tokens: int, round_s: float, rests: bool) -> None:
@@ -204,26 +213,29 @@ class CostModel:
     # Prompts.
 
     def chunk_rows(self, requests: int, most: int, read: float = 0.0, past: int = 0) -> int:
-        """Prompt rows that may join a round of `requests` decoding requests without delaying it for long.
+        """Prompt rows that may join a round of `requests` decoding requests without delaying it for long: but for at
+        least as long as their own past keys take to read, or far into a prompt little else would be done.
 
         read: past positions of all decoding requests together; past: of the prompt.
         """
         if requests == 0:
             return most
-        rows, keys = max(requests, round(requests * self._rows)), Keys(read, read * self._rows)
-        return max(1, self._fitting(_PAUSE * self.seconds(rows, keys), rows, keys, most, past))
+        rows, keys = max(requests, round(requests * self._rows)), Attended(read, read * self._rows)
+        round_s = self.seconds(rows, keys)
+        more_s = max((_PAUSE - 1) * round_s, 2 * self._read_s * past)
+        return max(1, self._fitting(round_s + more_s, rows, keys, most, past))
 
     def rows_while_waiting(self, waited_s: float, most: int, past: int = 0) -> int:
         """Prompt rows that can be read while all requests wait for drafts and have waited `waited_s`: none if the
         drafts will arrive first.
         """
-        return self._fitting(self._wait_s - waited_s, 0, NO_KEYS, most, past)
+        return self._fitting(self._wait_s - waited_s, 0, NOTHING, most, past)
 
-    def _fitting(self, seconds: float, rows: int, keys: Keys, most: int, past: int) -> int:
+    def _fitting(self, seconds: float, rows: int, keys: Attended, most: int, past: int) -> int:
         """The largest chunk, up to `most` rows after `past` positions, that with `rows` other rows takes `seconds`."""
 
         def taken_s(chunk: int) -> float:
-            return self.seconds(rows + chunk, Keys(keys.read + past, keys.seen + chunk * (past + chunk / 2)))
+            return self.seconds(rows + chunk, Attended(keys.read + past, keys.seen + chunk * (past + chunk / 2)))
 
         return bisect_right(range(1, most + 1), seconds, key=taken_s)
 

@@ -24,9 +24,17 @@ class MeasuredForward:
         self._past = 0
         self._cache: Any = None
 
+    @property
+    def longest(self) -> int:
+        """The most past positions that a forward can run behind."""
+        room = self._target.context // 2
+        if self._target.pool is not None:
+            room = min(room, self._target.pool.blocks * BLOCK - self._most)
+        return max(0, room - BESIDE)
+
     def seconds(self, rows: int, past: int) -> float:
         """Time of a forward over a chain of `rows` nodes after a text of `past` positions."""
-        cache = self._behind(min(past + BESIDE, self._target.context // 2))
+        cache = self._behind(min(past, self.longest) + BESIDE)
         chain = Segment.of_tree(TokenTree.chain(0, [0] * (rows - 1), [1.0] * (rows - 1)), cache)
         started = time.perf_counter()
         self._target.run([chain])
@@ -40,8 +48,6 @@ class MeasuredForward:
         self._past, self._cache = 0, None
 
     def _behind(self, past: int) -> Any:
-        if self._target.pool is not None:
-            past = max(1, min(past, self._target.pool.blocks * BLOCK - self._most))
         if past != self._past:
             self.close()
             self._past, self._cache = past, self._target.new_cache(self._most + past)

@@ -10,7 +10,7 @@ import torch
 from engine.batch import BLOCK, Segment
 from engine.conclusion import Conclusion
 from engine.config import Config
-from engine.cost_model import CostModel, Keys
+from engine.cost_model import Attended, CostModel
 from engine.drafter_line import DrafterLine
 from engine.measured_forward import BESIDE, MeasuredForward
 from engine.recorded import wait
@@ -40,7 +40,7 @@ class Meter:
         forward = MeasuredForward(self.target, most)
         simulated_s = self.config.verifier.simulated_latency_ms / 1000
         self.costs = CostModel.measure(
-            lambda rows, past: forward.seconds(rows, past) + simulated_s, most, self.config.mode
+            lambda rows, past: forward.seconds(rows, past) + simulated_s, most, self.config.mode, forward.longest
         )
         forward.close()
 
@@ -76,7 +76,7 @@ class Meter:
         """
         now, forward_s = time.perf_counter_ns(), self.forward_ns / 1e9
         rows, past = sum(map(len, segments)), sum(segment.past for segment in segments)
-        self.costs.observe_forward(rows, Keys(past, sum(len(s) * s.past for s in segments)), forward_s)
+        self.costs.observe_forward(rows, Attended(past, sum(len(s) * s.past for s in segments)), forward_s)
         since, self._ended_ns = self._ended_ns, now
         verified = {round_.request for round_ in rounds}
         decoded = [conclusion for conclusion in concluded if conclusion.request in verified]

@@ -241,8 +241,13 @@ def main() -> None:
 
     threading.Thread(target=watch, daemon=True).start()
     with zmq.Context() as context:
-        # to collect garbage among half a million loaded objects takes a quarter of a second, in which all requests wait
-        run_worker(spec, context, gc.freeze)
+        run_worker(spec, context, _exempt_from_garbage_collection)
+
+
+def _exempt_from_garbage_collection() -> None:
+    """To look for garbage among the half million loaded objects takes a quarter of a second; all requests wait."""
+    gc.collect()
+    gc.freeze()
 
 
 if __name__ == "__main__":

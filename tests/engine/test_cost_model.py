@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.choice import Choice
-from engine.cost_model import NO_KEYS, CostModel, Keys
+from engine.cost_model import NOTHING, Attended, CostModel
 
 STEEP = {1: 0.010, 8: 0.020, 16: 0.040, 32: 0.080, 64: 0.160}
 FLAT = {1: 0.010, 8: 0.0101, 16: 0.0102, 32: 0.0103, 64: 0.0104}
@@ -71,27 +71,27 @@ def test_a_forward_between_two_sizes_costs_what_lies_between_theirs() -> None:
 
 
 def test_a_key_costs_time_once_for_its_request_and_once_for_each_row_that_sees_it() -> None:
-    model = CostModel(STEEP, key_s=Keys(read=2e-6, seen=1e-6))
-    assert model.seconds(8, Keys(read=1000, seen=8 * 1000)) == pytest.approx(0.020 + 0.002 + 0.008)
+    model = CostModel(STEEP, read_s=2e-6, seen_s=1e-6)
+    assert model.seconds(8, Attended(read=1000, seen=8 * 1000)) == pytest.approx(0.020 + 0.002 + 0.008)
 
 
 def test_the_times_follow_what_forwards_take() -> None:
     model = CostModel(STEEP)
     for _ in range(100):
-        model.observe_forward(7, NO_KEYS, 0.03)
+        model.observe_forward(7, NOTHING, 0.03)
     assert model.seconds(7) == pytest.approx(0.03, rel=1e-3)
 
 
 def test_what_slows_one_forward_is_expected_to_slow_the_others() -> None:
     model = CostModel(STEEP)
     for _ in range(20):
-        model.observe_forward(8, NO_KEYS, 1.2 * STEEP[8])
+        model.observe_forward(8, NOTHING, 1.2 * STEEP[8])
     assert STEEP[32] < model.seconds(32) < 1.2 * STEEP[32]
 
 
 def test_a_forward_that_was_interrupted_changes_little() -> None:
     model = CostModel(STEEP)
-    model.observe_forward(16, NO_KEYS, 100 * STEEP[16])
+    model.observe_forward(16, NOTHING, 100 * STEEP[16])
     assert model.seconds(16) < 1.03 * STEEP[16] and model.seconds(32) < 1.01 * STEEP[32]
 
 
@@ -146,25 +146,40 @@ def test_one_slow_first_forward_does_not_end_the_measuring() -> None:
 
 def test_what_keys_cost_is_measured_behind_a_long_text() -> None:
     model = CostModel.measure(lambda rows, past: 0.01 + past * 3e-7 + rows * past * 1e-7, largest=32)
-    keys_s = model.seconds(8, Keys(500, 8 * 500)) - model.seconds(8)
+    keys_s = model.seconds(8, Attended(500, 8 * 500)) - model.seconds(8)
     assert keys_s == pytest.approx(500 * 3e-7 + 8 * 500 * 1e-7)
 
 
-def test_what_keys_cost_one_row_is_known_where_no_more_rows_are_measured() -> None:
+def test_where_only_one_row_count_is_quick_each_row_is_thought_to_pay_for_its_keys() -> None:
     model = CostModel.measure(lambda rows, past: rows * (1.0 + past * 1e-4), largest=8)
-    assert model.seconds(1, Keys(1000, 1000)) - model.seconds(1) == pytest.approx(0.1)
+    assert model.seconds(4, Attended(1000, 4 * 1000)) - model.seconds(4) == pytest.approx(0.4)
+
+
+def test_keys_are_measured_as_far_as_a_text_can_reach() -> None:
+    def forward_s(rows: int, past: int) -> float:
+        assert past <= 200
+        return 0.01 + past * 3e-7 + rows * past * 1e-7
+
+    model = CostModel.measure(forward_s, largest=32, longest=200)
+    keys_s = model.seconds(8, Attended(500, 8 * 500)) - model.seconds(8)
+    assert keys_s == pytest.approx(500 * 3e-7 + 8 * 500 * 1e-7)
+    short = CostModel.measure(lambda rows, past: 0.01 + past, largest=32, longest=20)
+    assert short.seconds(8, Attended(500, 8 * 500)) == short.seconds(8)
 
 
 def test_long_texts_do_not_make_rows_seem_expensive() -> None:
-    key_s = Keys(read=1e-6, seen=1e-7)
-    model = CostModel(STEEP, key_s)
-    for _ in range(100):
-        model.observe_forward(16, Keys(2000, 16 * 2000), STEEP[16] + 2000 * key_s.read + 16 * 2000 * key_s.seen)
-    assert model.seconds(16) == pytest.approx(STEEP[16])
+    def forward_s(rows: int, past: int) -> float:
+        return 0.001 * rows + past * 1e-6 + rows * past * 1e-7
+
+    model = CostModel.measure(forward_s, largest=32)
+    before_s = model.seconds(16)
+    for rows in (1, 4, 16) * 30:
+        model.observe_forward(rows, Attended(2000, rows * 2000), forward_s(rows, 2000))
+    assert model.seconds(16) == pytest.approx(before_s)
 
 
 def test_a_round_behind_long_texts_yields_fewer_tokens_a_second() -> None:
-    model = CostModel(STEEP, Keys(read=1e-6, seen=1e-6))
+    model = CostModel(STEEP, read_s=1e-6, seen_s=1e-6)
     for _ in range(200):
         model.observe_round(4, 4, 4, around_s=0.0, past=4 * 500)
     assert model.rate(4) == pytest.approx(4 / (model.seconds(4) + 4 * 500 * 2e-6))
@@ -232,13 +247,19 @@ def test_a_prompt_holds_up_those_who_decode_at_most_twofold(requests: int) -> No
 
 
 def test_a_prompt_is_read_in_smaller_chunks_the_more_of_it_lies_before_them() -> None:
-    model = CostModel(STEEP, Keys(read=1e-6, seen=1e-6))
+    model = CostModel(STEEP, read_s=1e-6, seen_s=1e-6)
     chunks = [model.chunk_rows(8, 512, read=8 * 100, past=past) for past in (0, 500, 2000)]
     assert chunks == sorted(chunks, reverse=True) and chunks[0] > chunks[2] >= 1
 
 
+def test_far_into_a_prompt_a_chunk_takes_at_least_as_long_as_its_keys_take_to_read() -> None:
+    model = CostModel(STEEP, read_s=1e-5)
+    assert model.chunk_rows(8, 512, past=3000) == 12  # 20 ms, 30 ms for 3,000 keys and as much for 12 rows
+    assert model.chunk_rows(8, 512, past=6000) == 24
+
+
 def test_the_keys_that_a_chunk_reads_count_once() -> None:
-    model = CostModel(STEEP, Keys(read=1e-5, seen=0.0))
+    model = CostModel(STEEP, read_s=1e-5)
     assert model.chunk_rows(8, 512, past=500) == 6  # 2 * 20 ms less 5 ms for 500 keys: 14 rows
 
 
@@ -249,7 +270,7 @@ def test_where_rows_cost_little_a_prompt_is_read_quickly() -> None:
 def test_until_something_was_measured_a_round_is_one_token_and_a_draft_is_worth_trying() -> None:
     model = CostModel(STEEP)
     assert model.rate(1) == 1 / STEEP[1]
-    assert model.seconds(8, Keys(1000, 1000)) == STEEP[8]
+    assert model.seconds(8, Attended(1000, 1000)) == STEEP[8]
     assert model.patience_s() == 0.002 and model.worth_waiting(1, 1)
 
 
@@ -304,12 +325,12 @@ def test_sizes_are_measured_in_turns_and_keys_in_turns_with_none_on_one_row_and_
 def test_what_keys_take_is_not_what_the_machine_lost_earlier() -> None:
     seconds = iter([0.010] * 4 + [0.020, 0.030] + [0.011, 0.018] * 2)  # slow for a while, with and without keys
     model = CostModel.measure(lambda *_: next(seconds), largest=1)
-    assert model.seconds(1, Keys(1024, 1024)) == pytest.approx(0.010 + 0.007)
+    assert model.seconds(1, Attended(1024, 1024)) == pytest.approx(0.010 + 0.007)
 
 
 def test_a_forward_that_takes_what_its_keys_cost_changes_nothing() -> None:
-    model = CostModel(STEEP, key_s=Keys(0.0, 1e-5))
-    model.observe_forward(8, Keys(1000, 8000), STEEP[8] + 0.08)
+    model = CostModel(STEEP, seen_s=1e-5)
+    model.observe_forward(8, Attended(1000, 8000), STEEP[8] + 0.08)
     assert model.seconds(8) == pytest.approx(STEEP[8])
 
 
@@ -322,11 +343,11 @@ def test_the_rate_counts_the_rows_that_rounds_had() -> None:
 
 
 def test_behind_a_long_text_fewer_nodes_pay() -> None:
-    model = CostModel(FLAT, Keys(0.0, 1e-4))
+    model = CostModel(FLAT, seen_s=1e-4)
     worth = chain(*[0.9] * 20)
     assert model.nodes_worth(worth, 1) == 21
     assert model.nodes_worth(worth, 1, keys_each=1000) == 1
-    assert CostModel(FLAT, Keys(0.0, 1.0)).nodes_worth(worth, 1) == 21, "no text, no keys"
+    assert CostModel(FLAT, seen_s=1.0).nodes_worth(worth, 1) == 21, "no text, no keys"
 
 
 def test_a_prompts_chunk_fills_up_what_twice_the_time_allows() -> None:
@@ -340,10 +361,10 @@ def test_a_prompts_chunk_fills_up_what_twice_the_time_allows() -> None:
 
 
 def test_a_chunk_has_to_look_at_what_stands_before_it() -> None:
-    model = CostModel({1: 0.010, 64: 0.012}, Keys(0.0, 1e-6))
+    model = CostModel({1: 0.010, 64: 0.012}, seen_s=1e-6)
     for past in (0, 100, 1000, 5000):
         rows = model.chunk_rows(1, 512, past=past)
-        taken_s = [model.seconds(1 + n, Keys(past, n * (past + n / 2))) for n in (rows, rows + 1)]
+        taken_s = [model.seconds(1 + n, Attended(past, n * (past + n / 2))) for n in (rows, rows + 1)]
         assert taken_s[0] <= 2 * model.seconds(1) < taken_s[1]
     assert model.chunk_rows(1, 512, read=5000.0, past=1000) > model.chunk_rows(1, 512, past=1000), "they take time too"
 
@@ -463,18 +484,18 @@ def test_rounds_of_other_sizes_are_compared_by_what_plain_decoding_takes() -> No
 
 def test_a_forward_between_two_sizes_says_as_much_of_each_as_it_is_near_to_it() -> None:
     model = CostModel({1: 0.010, 9: 0.020, 64: 0.050})
-    model.observe_forward(3, NO_KEYS, 1.2 * model.seconds(3))
+    model.observe_forward(3, NOTHING, 1.2 * model.seconds(3))
     moved = [model.seconds(size) / took - 1 for size, took in ((1, 0.010), (9, 0.020), (64, 0.050))]
     assert moved == pytest.approx([0.2 * (0.03 + 0.07 * 0.75), 0.2 * (0.03 + 0.07 * 0.25), 0.2 * 0.03])
 
 
 def test_a_chunk_at_the_beginning_of_a_prompt_looks_at_nothing_before_it() -> None:
-    model = CostModel({1: 0.010, 64: 0.012}, Keys(0.0, 1e-5))
+    model = CostModel({1: 0.010, 64: 0.012}, seen_s=1e-5)
     assert model.chunk_rows(1, 512) == model.chunk_rows(1, 512, past=0) > model.chunk_rows(1, 512, past=5)
 
 
 def test_what_those_who_decode_look_at_counts_for_each_of_their_rows() -> None:
-    model = CostModel({1: 0.010, 64: 0.012}, Keys(0.0, 1e-6))
+    model = CostModel({1: 0.010, 64: 0.012}, seen_s=1e-6)
     before = model.chunk_rows(2, 512, read=4000.0)
     for _ in range(200):
         model.observe_round(2, 16, 2, 0.0)

@@ -67,7 +67,7 @@ def test_drafts_that_gain_nothing_are_not_awaited_again_even_if_a_prompt_was_rea
 def test_what_drafts_gain_is_asked_of_the_rounds_that_had_asked_for_them(meter: Meter) -> None:
     gained = meter.costs.worth_waiting(1, 1)
     for _ in range(30):
-        end_round(meter, rows=1, tokens=1, asked=False)
+        end_round(meter, rows=32, tokens=1, asked=False)
     assert meter.costs.worth_waiting(1, 1) == gained
 
 

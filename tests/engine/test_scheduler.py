@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.cost_model import NO_KEYS, CostModel, Keys
+from engine.cost_model import CostModel
 from engine.errors import OutOfBlocks
 from engine.model.kv_pool import KVCache, KVPool, KVShape
 from engine.request import Request
@@ -341,9 +341,9 @@ def test_a_lonely_request_in_turns_always_waits_and_others_while_it_pays() -> No
         assert requests.waits(costs, 1) == waits
 
 
-def waited(seconds: float, key_s: Keys = NO_KEYS) -> CostModel:
+def waited(seconds: float, seen_s: float = 0.0) -> CostModel:
     """Costs of rounds that usually wait so long for their drafts."""
-    costs = CostModel(FORWARDS, key_s)
+    costs = CostModel(FORWARDS, seen_s=seen_s)
     for _ in range(200):
         costs.observe_wait(seconds)
     return costs
@@ -385,7 +385,7 @@ def chunks_behind(lengths: tuple[int, ...], costs: CostModel, drafted: bool) -> 
 
 
 def test_while_all_wait_far_into_a_prompt_less_of_it_is_read() -> None:
-    first, later = chunks_behind((0, 400), waited(0.018, Keys(0.0, 1e-6)), drafted=True)
+    first, later = chunks_behind((0, 400), waited(0.018, seen_s=1e-6), drafted=True)
     assert later < first
 
 
@@ -397,7 +397,7 @@ def test_drafts_that_are_there_in_a_moment_are_waited_for_before_a_prompt_is_rea
 
 
 def test_a_chunk_far_into_a_prompt_is_shorter() -> None:
-    counts = chunks_behind((0, 400, 1600), CostModel(FORWARDS, Keys(0.0, 1e-6)), drafted=False)
+    counts = chunks_behind((0, 400, 1600), CostModel(FORWARDS, seen_s=1e-6), drafted=False)
     assert counts == sorted(counts, reverse=True) and counts[-1] < counts[0] / 4
 
 
