@@ -30,7 +30,7 @@ _SLOW_S = 0.5  # a size that takes longer is measured once or twice
 LONG = 1024
 """Past positions at which the time of a key is measured."""
 _LEAST_LONG = 64  # fewer tell nothing
-_RETRIED = 0.99  # decay of the evidence against waiting for drafts, per round that does not wait
+_TRIED = 0.01  # share of the emitted tokens that waiting for drafts may lose, where it does not pay, to try it again
 _HOPED = 0.5  # tokens that drafting for a request is assumed to gain before any was observed
 _LEAST_WAIT_S = 0.002
 _CLEARLY = 0.97  # drafting ahead must take less than this share of the sequential time per token
@@ -71,6 +71,7 @@ class CostModel:
         self._around_s = 0.0  # time of a round outside the forward
         self._gain = _HOPED  # tokens that drafting for a request gains, less the cost of its rows
         self._wait_s = 0.0  # time that a round waits for its drafts
+        self._spare = 0.0  # tokens that the next trial of waiting may lose
 
     @classmethod
     def measure(
@@ -198,13 +199,15 @@ class CostModel:
     def worth_waiting(self, requests: int, missing: int) -> bool:
         """Whether a round of `requests` requests should wait for the drafts of the `missing` ones.
 
-        It should not if waiting costs more than the drafts gain, but this evidence decays, so waiting is tried again.
+        It should not if waiting costs more than the drafts gain. But texts change, so it is tried again as soon as what
+        a trial is thought to lose is a small share of what rounds have emitted since the last.
         """
-        worth = self._wait_s * self.rate(requests) <= missing * self._gain
-        if not worth:
-            self._wait_s *= _RETRIED
-            self._gain += (1 - _RETRIED) * (_HOPED - self._gain)
-        return worth
+        lost = self._wait_s * self.rate(requests) - missing * self._gain
+        self._spare += _TRIED * requests * self._tokens
+        if lost > self._spare:
+            return False
+        self._spare = 0.0
+        return True
 
     def patience_s(self) -> float:
         """How long after a verdict a round waits for drafts: twice the usual time."""

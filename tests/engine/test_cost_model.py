@@ -219,10 +219,13 @@ def test_drafts_not_waited_for_are_tried_again_some_time(gained: int) -> None:
     assert any(model.worth_waiting(8, 1) for _ in range(500))
 
 
-def test_what_is_held_against_drafts_fades_slowly() -> None:
-    model = drafted(at_rate(STEEP, 1, 0.001), 0.0004, 0)
-    refused = next(count for count in range(500) if model.worth_waiting(8, 1))
-    assert 20 < refused < 40
+def test_where_waiting_does_not_pay_it_is_tried_as_often_as_that_loses_a_hundredth() -> None:
+    model = drafted(at_rate(STEEP, 1, 0.001), 0.02, 0)
+    wait_s = (model.patience_s() - 0.002) / 2
+    tried = sum(model.worth_waiting(4, 2) for _ in range(2000))
+    assert tried * wait_s * model.rate(4) == pytest.approx(0.01 * 2000 * 4, rel=0.1)
+    cheap = drafted(at_rate(STEEP, 1, 0.001), 0.0004, 0)
+    assert sum(cheap.worth_waiting(4, 2) for _ in range(2000)) > 5 * tried
 
 
 def test_a_draft_that_never_comes_is_waited_for_longer_and_longer_up_to_a_point() -> None:

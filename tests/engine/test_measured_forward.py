@@ -26,7 +26,8 @@ def test_a_forward_runs_behind_as_many_positions_as_asked_for(target: Target, mo
     forward, free = MeasuredForward(target, most=8), target.pool.free
     for rows, past in ((1, 0), (8, 0), (4, 200), (2, 10_000)):
         assert forward.seconds(rows, past) > 0
-    longest = target.pool.blocks * 16 - 8
-    assert [one for one in seen if one[1]] == [(1, BESIDE), (8, BESIDE), (4, 200 + BESIDE), (2, min(256, longest))]
+    most = min(256, target.pool.blocks * 16 - 8)  # half of the context, or all of the pool
+    assert [one for one in seen if one[1]] == [(1, BESIDE), (8, BESIDE), (4, 200 + BESIDE), (2, most)]
+    assert forward.longest == most - BESIDE
     forward.close()
     assert target.pool.free == free
