@@ -84,3 +84,16 @@ def test_rounds_that_read_a_prompt_do_not_change_how_many_tokens_a_round_is_thou
     for _ in range(30):
         end_round(meter, rows=8, tokens=8)
     assert meter.costs.rate(1) > 3 / meter.costs.seconds(8)
+
+
+def test_the_cost_model_hears_of_rows_keys_and_past_positions(meter: Meter, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: dict[str, tuple[Any, ...]] = {}
+    for name in ("observe_forward", "observe_drafts", "observe_round"):
+        monkeypatch.setattr(meter.costs, name, lambda *told, name=name: heard.update({name: told}))
+    monkeypatch.setattr(Part, "past", 100)
+    end_round(meter, rows=4, tokens=3)
+    assert heard["observe_forward"][:2] == (4, (100, 400))
+    assert heard["observe_round"][:3] == (1, 4, 3) and heard["observe_round"][4] == 100
+    end_round(meter, rows=4, tokens=3, chunk=8)
+    assert heard["observe_forward"][:2] == (12, (200, 1200))
+    assert heard["observe_drafts"] == (1, 1, 4, 3), "without the prompt's rows"
