@@ -27,9 +27,10 @@ _ELSEWHERE = 0.03  # weight for the other sizes: what slows one forward slows th
 _PASSES, _REPEATED = 3, 64  # start-up: passes over the sizes up to this
 _STEEP = 6.0  # start-up stops at the first size that takes this many times as long as the fastest
 _SLOW_S = 0.5  # a size that takes longer is measured once or twice
-LONG = 1024
-"""Past positions at which the time of a key is measured."""
-_LEAST_LONG = 64  # fewer tell nothing
+_LONG, _LEAST_LONG = (
+    1024,
+    64,
+)  # past positions at which the time of a key is measured; fewer than the least tell nothing
 _TRIED = 0.01  # share of the emitted tokens that waiting for drafts may lose, where it does not pay, to try it again
 _HOPED = 0.5  # tokens that drafting for a request is assumed to gain before any was observed
 _LEAST_WAIT_S = 0.002
@@ -75,7 +76,7 @@ class CostModel:
 
     @classmethod
     def measure(
-        cls, forward_s: Callable[[int, int], float], largest: int, mode: str = "sequential", longest: int = LONG
+        cls, forward_s: Callable[[int, int], float], largest: int, mode: str = "sequential", longest: int = _LONG
     ) -> CostModel:
         """forward_s: called with rows and past positions, runs such a forward and returns its time. longest: the most
         past positions that it can run behind.
@@ -92,16 +93,10 @@ class CostModel:
         for _ in range(_PASSES):
             for size in quick:
                 seconds[size] = min(seconds[size], forward_s(size, 0))
-        if (long := min(longest, LONG)) < _LEAST_LONG:
+        if (long := min(longest, _LONG)) < _LEAST_LONG:
             return cls(seconds, mode=mode)
         few, many = min(seconds), max((size for size in quick if size <= 32), default=min(seconds))
-        kinds = [(rows, past) for rows in sorted({few, many}) for past in (0, long)]
-        passes = [[forward_s(*kind) for kind in kinds] for _ in range(_PASSES if quick else 1)]
-        least_s = dict(zip(kinds, map(min, zip(*passes, strict=True)), strict=True))
-        few_s, many_s = (max(0.0, least_s[rows, long] - least_s[rows, 0]) for rows in (few, many))
-        # from one row count alone, every row is thought to cost as much: the cautious guess
-        seen_s = max(0.0, many_s - few_s) / (many - few) if many > few else few_s / few
-        return cls(seconds, max(0.0, few_s - few * seen_s) / long, seen_s / long, mode)
+        return cls(seconds, *_key_seconds(forward_s, few, many, long, _PASSES if quick else 1), mode)
 
     # The forward. Called several times a round on few numbers: plain Python, since numpy takes ten times as long.
 
@@ -147,8 +142,12 @@ class CostModel:
 
     def rate(self, requests: int) -> float:
         """Tokens per second that a round of `requests` requests yields at present."""
-        rows = max(requests, round(requests * self._rows))
-        return requests * self._tokens / (self._usual_s(requests, rows) + max(0.0, self._around_s))
+        forward_s = self._usual_s(requests, self._usual_rows(requests))
+        return requests * self._tokens / (forward_s + max(0.0, self._around_s))
+
+    def _usual_rows(self, requests: int) -> int:
+        """Rows that the trees of `requests` requests usually have together."""
+        return max(requests, round(requests * self._rows))
 
     def _usual_s(self, requests: int, rows: int) -> float:
         """The forward of a round of `requests` requests with `rows` rows in all, behind texts of the usual length."""
@@ -156,7 +155,7 @@ class CostModel:
 
     def rates(self, requests: int, alone: bool) -> Rates:
         """The rates sent to the drafter. alone: the next round verifies the root alone."""
-        rows = requests if alone else max(requests, round(requests * self._rows))
+        rows = requests if alone else self._usual_rows(requests)
         around_s = 0.0 if alone else max(0.0, self._around_s)
         return Rates(self._usual_s(requests, rows) + around_s, self._tokens, 1 / self.rate(requests))
 
@@ -223,7 +222,7 @@ class CostModel:
         """
         if requests == 0:
             return most
-        rows, keys = max(requests, round(requests * self._rows)), Attended(read, read * self._rows)
+        rows, keys = self._usual_rows(requests), Attended(read, read * self._rows)
         round_s = self.seconds(rows, keys)
         more_s = max((_PAUSE - 1) * round_s, 2 * self._read_s * past)
         return max(1, self._fitting(round_s + more_s, rows, keys, most, past))
@@ -241,6 +240,21 @@ class CostModel:
             return self.seconds(rows + chunk, Attended(keys.read + past, keys.seen + chunk * (past + chunk / 2)))
 
         return bisect_right(range(1, most + 1), seconds, key=taken_s)
+
+
+def _key_seconds(
+    forward_s: Callable[[int, int], float], few: int, many: int, long: int, passes: int
+) -> tuple[float, float]:
+    """The time of a key for its request, and for each row that sees it, by forwards of `few` and of `many` rows behind
+    no text and behind `long` positions.
+    """
+    kinds = [(rows, past) for rows in sorted({few, many}) for past in (0, long)]
+    taken_s = [[forward_s(*kind) for kind in kinds] for _ in range(passes)]
+    least_s = dict(zip(kinds, map(min, zip(*taken_s, strict=True)), strict=True))
+    few_s, many_s = (max(0.0, least_s[rows, long] - least_s[rows, 0]) for rows in (few, many))
+    # from one row count alone, every row is thought to cost as much: the cautious guess
+    seen_s = max(0.0, many_s - few_s) / (many - few) if many > few else few_s / few
+    return max(0.0, few_s - few * seen_s) / long, seen_s / long
 
 
 def _rising(seconds: Sequence[float]) -> list[float]:
