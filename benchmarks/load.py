@@ -121,7 +121,8 @@ async def run_load(
     with progress_bar(console) as progress, (out / "load.jsonl").open("w", encoding="utf8") as results:
         different = {tuple(one.prompt): one for part in questions.values() for one in part}
         budget = Budget(what.minutes)
-        total = len(different) + len(names) * what.repeats * wanted
+        repeated = 0 if budget.bounded else what.repeats  # how many the minutes allow is not known
+        total = len(different) + len(names) * repeated * wanted
         bench = _Bench(what.sampling, results, rows, progress, total)
         async with engines([BASELINE], config, None, console) as alone:
             bench.texts = {prompt: await bench.text(alone[BASELINE], one) for prompt, one in different.items()}
@@ -131,6 +132,8 @@ async def run_load(
                 budget.spent or not (questions := {p: q for p, q in questions.items() if not _known(p, rows)})
             ):
                 break
+            if budget.bounded:
+                bench.more(len(names) * sum(map(len, questions.values())))
             async with engines(names, config, heads, console) as started:
                 for part, asked in questions.items():
                     for name in order.sample(list(started), len(started)):
@@ -150,9 +153,13 @@ class _Bench:
     ) -> None:
         self.sampling, self.results, self.rows, self.progress = sampling, results, rows, progress
         self.texts: Texts = {}
-        self.task = progress.add_task("alone", total=total)
+        self.task, self.total = progress.add_task("alone", total=total), total
         self.name, self.repeat, self.started_s = "", 0, 0.0
         self.part = Part()
+
+    def more(self, requests: int) -> None:
+        self.total += requests
+        self.progress.update(self.task, total=self.total)
 
     def begin(self, name: str, part: Part, repeat: int) -> None:
         self.name, self.part, self.repeat, self.started_s = name, part, repeat, time.perf_counter()

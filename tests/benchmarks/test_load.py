@@ -11,6 +11,7 @@ from rich.console import Console
 
 from benchmarks.load import Asked, Load, _parts, _slices, arrivals, run_load, settings_of
 from benchmarks.load_figures import LoadRow, arrival_table, level_table, levels, throughput, tokens_per_second
+from benchmarks.progress import progress_bar
 from benchmarks.questions import Question
 from engine.config import load
 from engine.errors import ConfigError
@@ -66,6 +67,19 @@ async def test_a_text_that_differs_is_seen(
     config = load({"model": tiny}, {"transport": "inproc", "verifier.threads": 1})
     rows = await run_load(config, ["none"], files, tmp_path, 1, Load([2], [], SAMPLING, 1), None, Console(quiet=True))
     assert rows and not any(row.output_equal for row in rows)
+
+
+async def test_progress_ends_at_its_total_however_many_repeats_the_minutes_allow(
+    tiny: str, files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bars = progress_bar(Console(quiet=True))
+    monkeypatch.setattr("benchmarks.load.progress_bar", lambda _: bars)
+    config = load({"model": tiny}, {"transport": "inproc", "verifier.threads": 1})
+    what = Load([2], [], SAMPLING, repeats=3, minutes=0)
+    rows = await run_load(config, ["none"], files, tmp_path, 1, what, None, bars.console)
+    (task,) = bars.tasks
+    assert len(rows) == 8  # one repeat
+    assert task.completed == task.total == 2 + 8
 
 
 def test_tokens_a_second_are_those_of_the_time_in_which_every_place_is_taken() -> None:
