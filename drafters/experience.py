@@ -108,7 +108,8 @@ class Experienced(Drafter):
         return self.drafter.following(wanted)
 
     def observe(self, request: int, verdict: Verdict) -> None:
-        self.reliability.add(verdict)
+        if len(verdict.tokens) == len(verdict.path):  # not what rounds without a verdict emitted
+            self.reliability.add(verdict)
         self.drafter.observe(request, verdict)
 
     def settle(self) -> None:
@@ -144,7 +145,7 @@ def write(path: Path, learned: Learned) -> None:
     """Write an .npz file; a concurrent reader sees the old one or the new one."""
     try:
         with whole_file(path) as file:
-            np.savez(file, version=np.array(VERSION), allow_pickle=False, **learned)
+            np.savez(file, version=np.array(VERSION), **learned)
     except OSError as error:
         raise _unwritable(path, error) from None
 

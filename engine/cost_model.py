@@ -27,10 +27,8 @@ _ELSEWHERE = 0.03  # weight for the other sizes: what slows one forward slows th
 _PASSES, _REPEATED = 3, 64  # start-up: passes over the sizes up to this
 _STEEP = 6.0  # start-up stops at the first size that takes this many times as long as the fastest
 _SLOW_S = 0.5  # a size that takes longer is measured once or twice
-_LONG, _LEAST_LONG = (
-    1024,
-    64,
-)  # past positions at which the time of a key is measured; fewer than the least tell nothing
+_LONG = 1024  # past positions at which the time of a key is measured
+_LEAST_LONG = 64  # fewer tell nothing
 _TRIED = 0.01  # share of the emitted tokens that waiting for drafts may lose, where it does not pay, to try it again
 _HOPED = 0.5  # tokens that drafting for a request is assumed to gain before any was observed
 _LEAST_WAIT_S = 0.002

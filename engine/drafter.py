@@ -141,8 +141,9 @@ class DrafterWorker:
     def _observe(self, message: Verdict, arrays: list[Array], request: Request) -> None:
         started = time.perf_counter_ns()
         path, tokens, missed = arrays[0].tolist(), arrays[1].tolist(), arrays[4].tolist()
+        root = request.root
         if missed:
-            self._catch_up(message, missed, request)
+            request.catch_up(message.round, missed[-1])
         tree = request.verified(message.draft).grafted(arrays[3].tolist(), GRAFT_CHANCE)
         if message.round != request.round or not _follows(tree, path, tokens):
             raise ProtocolError("verdict is of another round or does not follow its tree")
@@ -150,22 +151,17 @@ class DrafterWorker:
         request.conclude(message.draft, path, tokens, message.alone, started + round(message.rates.round_s * 1e9))
         waited_for = isinstance(request.state, Wanted)
         if not request.given_up:
+            token_s = message.rates.token_s
+            if missed:
+                self.drafter.observe(message.request, Observed(root, [0], missed, rest=True, token_s=token_s))
             features = arrays[5] if arrays[5].size else None
             successors = arrays[2] if len(arrays[2]) == len(tree) else None
             self.drafter.observe(
-                message.request, Observed(tree, path, tokens, features, successors, message.rest, message.rates.token_s)
+                message.request, Observed(tree, path, tokens, features, successors, message.rest, token_s)
             )
             if not waited_for:
                 self.drafter.settle()
         self.trace.span("sync (miss)" if waited_for else "sync", started, message.request)
-
-    def _catch_up(self, message: Verdict, missed: list[int], request: Request) -> None:
-        """Process the tokens of rounds of which there was no verdict."""
-        root = request.root
-        request.catch_up(message.round, missed[-1])
-        if not request.given_up:
-            rates = message.rates
-            self.drafter.observe(message.request, Observed(root, [0], missed, rest=True, token_s=rates.token_s))
 
     def _give_up(self, number: int, error: Exception) -> None:
         """The drafter failed on this request: it gets root-only trees, which is plain decoding."""

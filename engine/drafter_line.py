@@ -156,7 +156,6 @@ class DrafterLine:
             request=request.number,
             round=request.round,
             draft=conclusion.draft,
-            following=request.drafts[request.outcome][0].draft if request.hit else 0,
             ahead=costs.ahead.second,
             alone=request.alone,
             rest=rest,

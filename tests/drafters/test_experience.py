@@ -53,6 +53,14 @@ def test_a_drafter_begins_with_what_the_file_holds(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["c.npz"]
 
 
+def test_rounds_without_a_verdict_are_observed_but_promised_nothing(tmp_path: Path) -> None:
+    drafter = Experienced(SuffixDrafter(), tmp_path / "c.npz")
+    drafter.start(1, [1, 2, 3, 4, 9, 1], SamplingParams())
+    drafter.observe(1, Verdict(TokenTree.root_only(1), [0], [2, 3], rest=True))
+    assert seen(drafter.reliability) == 0
+    assert drafter.propose(1).tokens.tolist()[:2] == [3, 4]
+
+
 def test_a_file_of_another_method_gives_what_it_can(tmp_path: Path) -> None:
     earlier = taught(tmp_path / "c.npz")
     drafter = Experienced(PromptLookup(), tmp_path / "c.npz")

@@ -88,7 +88,7 @@ class Verifier:
         missed: Sequence[int] = (),
         **fields: Any,
     ) -> None:
-        message = Verdict(request=1, round=round_, draft=draft, **{"following": 0} | fields)
+        message = Verdict(request=1, round=round_, draft=draft, **fields)
         features, successors = np.zeros((0, 0, 0), np.float32), np.zeros((0, 0), np.int32)
         grafted, earlier = np.asarray(grafts, np.int32), np.asarray(missed, np.int32)
         arrays = [np.asarray(path), np.asarray(tokens), successors, grafted, earlier, features]
@@ -162,7 +162,7 @@ def test_on_a_hit_the_worker_goes_on_from_the_tree_the_verifier_has(verifier: Ve
     verifier.verdict(0, 0, [0], [7], ahead=True)
     first, _ = verifier.draft()
     ahead, _ = verifier.draft()
-    verifier.verdict(1, first.draft, [0, 1, 2], [8, 9, 10], following=ahead.draft, ahead=True)
+    verifier.verdict(1, first.draft, [0, 1, 2], [8, 9, 10], ahead=True)
     following, tree = verifier.draft()
     assert (following.round, following.parent, following.node, following.token) == (3, ahead.draft, 2, 13)
     assert tree.tokens.tolist() == [13, 14, 15]
@@ -173,7 +173,7 @@ def test_a_tree_that_crossed_its_verdict_is_not_drafted_again(verifier: Verifier
     verifier.verdict(0, 0, [0], [7], ahead=True)
     first, _ = verifier.draft()
     ahead, _ = verifier.draft()
-    verifier.verdict(1, first.draft, [0, 1, 2], [8, 9, 10], following=0, ahead=True)
+    verifier.verdict(1, first.draft, [0, 1, 2], [8, 9, 10], ahead=True)
     assert verifier.draft()[0].parent == ahead.draft
 
 
@@ -192,7 +192,7 @@ def test_while_the_root_is_verified_alone_what_may_follow_it_is_drafted(verifier
     ahead, tree = verifier.draft()
     assert (ahead.round, ahead.parent, ahead.node, ahead.token) == (2, 0, 0, 8)
     assert tree.tokens.tolist() == [8, 9, 10]
-    verifier.verdict(1, 0, [0], [8], following=ahead.draft, ahead=True)
+    verifier.verdict(1, 0, [0], [8], ahead=True)
     following, _ = verifier.draft()
     assert (following.round, following.parent) == (3, ahead.draft)
 
@@ -225,6 +225,23 @@ def test_tokens_of_rounds_without_a_verdict_come_with_the_next_one(slow: Slow, v
     assert (draft.round, draft.parent, draft.node, draft.token) == (6, 0, 0, 30)
     assert tree.tokens.tolist() == [30, 31, 32] and draft.draft > first.draft
     assert slow.text == [5, 6, 7, 8, 20, 21, 22, 30]
+
+
+def test_a_drafter_that_fails_on_them_keeps_step_and_drafts_nothing(
+    slow: Slow, verifier: Verifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(request: int, verdict: Observed) -> None:
+        raise ValueError("seven tokens behind one node")
+
+    verifier.verdict(0, 0, [0], [7])
+    verifier.draft()
+    monkeypatch.setattr(slow, "observe", fails)
+    verifier.verdict(5, 0, [0], [30], missed=[8, 20, 21, 22])
+    draft, tree = verifier.draft()
+    assert (draft.round, draft.token, tree.tokens.tolist()) == (6, 30, [30])
+    verifier.verdict(6, draft.draft, [0], [31])
+    draft, tree = verifier.draft()
+    assert (draft.round, draft.token, tree.tokens.tolist()) == (7, 31, [31])
 
 
 def test_what_was_drafted_ahead_of_rounds_without_a_verdict_is_not_used_after_them(verifier: Verifier) -> None:

@@ -52,7 +52,7 @@ EXAMPLES: list[tuple[Message, list[Any]]] = [
     (Heartbeat(), []),
     (Hello(feature_layers=(1, 2), successors=8), []),
     (Start(request=1, round=0, sampling=SamplingParams()), [INTS]),
-    (Verdict(request=1, round=2, draft=3, following=0), [INTS, INTS, SUCCESSORS, INTS, INTS, FEATURES]),
+    (Verdict(request=1, round=2, draft=3), [INTS, INTS, SUCCESSORS, INTS, INTS, FEATURES]),
     (Finish(request=1), []),
     (
         Draft(request=1, round=2, draft=3, parent=0, node=1, token=5, draft_us=0),
@@ -78,7 +78,7 @@ def test_there_is_an_example_of_every_message_with_arrays() -> None:
 
 
 def test_empty_features_survive_the_wire() -> None:
-    message = Verdict(request=1, round=2, draft=3, following=0)
+    message = Verdict(request=1, round=2, draft=3)
     _, arrays = decode(
         frames_of(message, [INTS, INTS, np.zeros((0, 0), np.int32), INTS, INTS, np.zeros((0, 0, 0), np.uint16)]), EVERY
     )
@@ -145,7 +145,7 @@ def test_arrays_travel_as_the_type_of_the_protocol() -> None:
 
 def test_an_array_without_elements_has_its_own_number_of_dimensions_whatever_the_others_say() -> None:
     frames = frames_of(
-        Verdict(request=1, round=2, draft=3, following=0),
+        Verdict(request=1, round=2, draft=3),
         [INTS, INTS, np.zeros((0, 3), np.int32), INTS, INTS, np.zeros((5, 0, 7), np.uint16)],
     )
     _, arrays = decode(frames, EVERY)
@@ -186,6 +186,6 @@ def test_an_array_of_another_form_is_refused(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -1.0, 0.0])
 @pytest.mark.parametrize("field", ["round_s", "tokens", "token_s"])
 def test_a_rate_that_is_none_is_refused(field: str, wrong: float) -> None:
-    message = Verdict(request=1, round=2, draft=3, following=0, rates=Rates(**{field: wrong}))
+    message = Verdict(request=1, round=2, draft=3, rates=Rates(**{field: wrong}))
     with pytest.raises(ProtocolError):
         decode(frames_of(message, [INTS, INTS, SUCCESSORS, INTS, INTS, FEATURES]), EVERY)

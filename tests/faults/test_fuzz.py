@@ -59,7 +59,7 @@ def random_message(draw: random.Random) -> list[Any]:
     messages: list[tuple[Message, list[Any]]] = [
         (Start(request=request, round=number, sampling=SamplingParams(max_tokens=9)), [tokens]),
         (
-            Verdict(request=request, round=number, draft=draw.randrange(6), following=number, ahead=number > 2),
+            Verdict(request=request, round=number, draft=draw.randrange(6), ahead=number > 2),
             [path, tokens, np.zeros((number, 2), np.int32), tokens[:1], tokens[2:], features],
         ),
         (Finish(request=request), []),
