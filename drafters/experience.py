@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -143,9 +144,10 @@ def check_file(path: Path) -> Learned | None:
 
 def write(path: Path, learned: Learned) -> None:
     """Write an .npz file; a concurrent reader sees the old one or the new one."""
+    arrays: dict[str, Any] = {"version": np.array(VERSION), **learned}
     try:
         with whole_file(path) as file:
-            np.savez(file, version=np.array(VERSION), **learned)
+            np.savez(file, **arrays)
     except OSError as error:
         raise _unwritable(path, error) from None
 

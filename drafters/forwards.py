@@ -80,8 +80,8 @@ class Forwards:
             trie.note([0], logits)
 
     def _extend(self, new: dict[Trie, list[tuple[int, int]]]) -> None:
-        """Draft these nodes, each given by its parent and token."""
-        with self._counted():
+        """Draft these nodes, each given by its parent and token: a one-pass head has all they need already."""
+        with self._counted(not self.head.one_pass):
             asked = [(trie.session, [p for p, _ in pairs], [t for _, t in pairs]) for trie, pairs in new.items()]
             extended = self.head.extend(asked)
             wait(self.head.device)
@@ -91,9 +91,9 @@ class Forwards:
             trie.note(nodes, logits)
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Counts and times the forward inside."""
+    def _counted(self, is_forward: bool = True) -> Iterator[None]:
+        """Times what is inside, and counts it if it is a forward."""
         started = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - started
-        self.count += 1
+        self.count += is_forward

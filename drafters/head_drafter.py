@@ -41,6 +41,11 @@ class HeadDrafter(Drafter):
         self._requests: dict[int, Trie] = {}
 
     @property
+    def one_pass(self) -> bool:
+        """Whether one forward predicts the whole tree."""
+        return self.head.one_pass
+
+    @property
     def steps(self) -> int:
         """Forwards of the head so far."""
         return self._forwards.count

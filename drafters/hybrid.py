@@ -2,7 +2,8 @@
 
 The growth policy asks for the candidates after a node. Here they are those of the head and those of the retrieval tree
 at the same place, so a token that both propose is one node, the head drafts on below retrieved nodes, and the gate and
-the budget see the union. Where the head is no longer worth its time, retrieval continues alone.
+the budget see the union. Where the head is no longer worth its time, retrieval continues alone. Without retrieval it
+is the head alone, with chances learned from verdicts, and drafting only where it pays.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import reduce
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,23 +32,43 @@ _FORGETTING = 0.005  # per round without the head, so that it is tried again
 _NUDGE = 1.05  # factor by which one measurement moves the time of a draft step
 
 
+class Known(NamedTuple):
+    """What was drafted for an outcome. retrieved: retrieval's tree; asked: whether the head drafted too."""
+
+    retrieved: TokenTree
+    asked: bool = False
+
+
+class Unlearned(NamedTuple):
+    """A verdict to learn from. seen: what the head predicts along its tokens. asked: whether the tree that was verified
+    has the head's nodes.
+    """
+
+    retrieved: TokenTree
+    seen: list[Following]
+    tokens: list[int]
+    asked: bool
+
+
 class HybridDrafter(Drafter):
-    """head: drafts with a model. memories: the retrieval drafters whose trees are merged in."""
+    """head: drafts with a model. memories: the retrieval drafters whose trees are merged in. budget: maximum nodes of a
+    tree.
+    """
 
-    calibrated = True
+    calibrated = rests = True
 
-    def __init__(self, head: HeadDrafter, memories: Sequence[Drafter]):
-        self.head, self.memories = head, memories
+    def __init__(self, head: HeadDrafter, memories: Sequence[Drafter], budget: int):
+        self.head, self.memories, self.budget = head, memories, budget
+        self.source = head.source
         self.feature_layers, self.together = head.feature_layers, head.together
         self.successors = max((memory.successors for memory in memories), default=0)
         self.merge = Merge()
         self._rescue = _HOPED  # chance that the head's nodes are accepted where retrieval misses the next token
-        self.rests = bool(self.memories)
         self._resting = False  # retrieval drafts alone for now
-        self._step_s = 0.001  # the time of a draft step, overhead included
+        self._step_s = 0.001  # the time from one of the head's forwards to the next
         self._token_s = 0.01  # what a token is worth, by the verifier's cost model
-        self._retrieved: dict[int, dict[tuple[int, ...], TokenTree]] = {}  # per request, by continuation
-        self._unlearned: list[tuple[TokenTree, list[Following], list[int]]] = []
+        self._known: dict[int, dict[tuple[int, ...], Known]] = {}  # per request, by continuation
+        self._unlearned: list[Unlearned] = []
         self._unread: list[tuple[int, Verdict]] = []  # by the head
 
     @classmethod
@@ -55,14 +77,15 @@ class HybridDrafter(Drafter):
 
         head = build(config.model_copy(update={"method": config.drafter.head}))
         assert isinstance(head, HeadDrafter)
-        return cls(head, [build(config.model_copy(update={"method": name})) for name in config.drafter.memories])
+        memories = [build(config.model_copy(update={"method": name})) for name in config.drafter.memories]
+        return cls(head, memories, config.drafter.budget)
 
     @property
     def forward_s(self) -> float:  # type: ignore[override]
         return self.head.forward_s
 
     def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
-        self._retrieved[request] = {}
+        self._known[request] = {}
         for drafter in (*self.memories, self.head):
             drafter.start(request, prompt, sampling)
 
@@ -70,21 +93,27 @@ class HybridDrafter(Drafter):
         return self.propose_many([(request, continuation)])[0]
 
     def propose_many(self, wanted: Sequence[Wanted], between_steps: BetweenSteps | None = None) -> list[TokenTree]:
-        if not self._resting:
+        if not (self._resting and self.memories):
             self._catch_up()
         trees = [self._retrieve(request, continuation) for request, continuation in wanted]
-        for (request, continuation), tree in zip(wanted, trees, strict=True):
-            self._retrieved[request][tuple(continuation)] = tree
-        if self._resting:
-            return trees
-        needed = self._step_s / self._token_s / max(1, len({request for request, _ in wanted}))
-        advice = [RetrievalAdvice(self.merge, tree, needed, self._rescue) for tree in trees]
-        surplus = [one.surplus(_root_of(tree)) for one, tree in zip(advice, trees, strict=True)]
-        drafting = [row for row, gain in enumerate(surplus) if gain > 0]
+        advice = [] if self._resting else self._advice(wanted, trees)
+        drafting = [row for row, one in enumerate(advice) if one.surplus(_root_of(trees[row])) > 0]
+        for row, ((request, continuation), tree) in enumerate(zip(wanted, trees, strict=True)):
+            self._known[request][tuple(continuation)] = Known(tree, row in drafting)
 
         def so_far(grown: Callable[[], dict[int, TokenTree]]) -> None:
+            """Offers the trees that are under way, where they already hold more than retrieval's."""
             assert between_steps is not None
-            between_steps(lambda: dict(enumerate(trees)) | {drafting[i]: tree for i, tree in grown().items()})
+            between_steps(
+                lambda: (
+                    dict(enumerate(trees))
+                    | {
+                        row: self._merged(tree, trees[row])
+                        for row, tree in ((drafting[i], tree) for i, tree in grown().items())
+                        if tree.confidence.sum() > trees[row].confidence.sum()
+                    }
+                )
+            )
 
         if drafting:
             reads = sum(self.head.behind(request) for request in {wanted[row][0] for row in drafting}) > _LONG
@@ -96,8 +125,16 @@ class HybridDrafter(Drafter):
                 self._time_steps((time.perf_counter() - started) / taken)
             for row, tree in zip(drafting, grown, strict=True):
                 if len(tree) > 1:
-                    trees[row] = _with_sources(tree, trees[row], self.head.source)
+                    trees[row] = self._merged(tree, trees[row])
         return trees
+
+    def _advice(self, wanted: Sequence[Wanted], trees: Sequence[TokenTree]) -> list[RetrievalAdvice]:
+        """Retrieval's part in the growth of each tree. The requests share the time of the head's forwards."""
+        needed = self._step_s / self._token_s / max(1, len({request for request, _ in wanted}))
+        return [RetrievalAdvice(self.merge, tree, needed, self._rescue, self.head.one_pass) for tree in trees]
+
+    def _merged(self, tree: TokenTree, retrieved: TokenTree) -> TokenTree:
+        return _with_sources(tree, retrieved, self.head.source)
 
     def _time_steps(self, seconds: float) -> None:
         """Update the estimated step time. Each measurement moves it by a fixed factor, so it follows the median."""
@@ -119,11 +156,12 @@ class HybridDrafter(Drafter):
 
     def observe(self, request: int, verdict: Verdict) -> None:
         self.settle()
-        known, tokens = self._retrieved[request], verdict.tokens
+        known, tokens = self._known[request], verdict.tokens
         if not self._resting:  # retrieval's own calibration covers what it drafts alone
-            retrieved = known[()] if () in known else self._retrieve(request, ())
-            self._unlearned.append((retrieved, self.head.seen(request, tokens[:-1]), tokens))
-        self._retrieved[request] = {(): known[ahead]} if (ahead := tuple(tokens)) in known else {}
+            now = known[()] if () in known else Known(self._retrieve(request, ()))
+            asked = now.asked and len(verdict.tree) > 1  # the root alone may have been verified instead
+            self._unlearned.append(Unlearned(now.retrieved, self.head.seen(request, tokens[:-1]), tokens, asked))
+        self._known[request] = {(): known[ahead]} if (ahead := tuple(tokens)) in known else {}
         self._resting, self._token_s = verdict.rest and self.rests, verdict.token_s
         for memory in self.memories:
             memory.observe(request, verdict)
@@ -131,8 +169,8 @@ class HybridDrafter(Drafter):
 
     def settle(self) -> None:
         self._catch_up()
-        for retrieved, seen, tokens in self._unlearned:
-            self._learn(retrieved, seen, tokens)
+        for verdict in self._unlearned:
+            self._learn(verdict)
         self._unlearned.clear()
 
     def _catch_up(self) -> None:
@@ -142,7 +180,7 @@ class HybridDrafter(Drafter):
 
     def finish(self, request: int) -> None:
         self._catch_up()
-        self._retrieved.pop(request, None)
+        self._known.pop(request, None)
         for drafter in (*self.memories, self.head):
             drafter.finish(request)
 
@@ -163,20 +201,21 @@ class HybridDrafter(Drafter):
         if not self.memories:
             return TokenTree.root_only(continuation[-1] if continuation else self.head.last_token(request))
         trees = (memory.propose(request, continuation).marked(memory.source) for memory in self.memories)
-        return reduce(TokenTree.union, trees)
+        return reduce(TokenTree.union, trees).prune(self.budget)
 
-    def _learn(self, retrieved: TokenTree, seen: list[Following], tokens: list[int]) -> None:
-        """Learn from a verdict about every candidate along the accepted path, the head's (`seen`) and retrieval's."""
+    def _learn(self, verdict: Unlearned) -> None:
+        """Learn about every candidate along the accepted path, the head's and retrieval's."""
+        retrieved, seen, tokens, asked = verdict
         behind, place = followings(retrieved), 0
+        if not asked:
+            self._rescue += _FORGETTING * (_HOPED - self._rescue)
         for depth, token in enumerate(tokens):
             model, memory = seen[depth] if depth < len(seen) else None, behind[place]
             for candidate, p, q in self.merge.candidates(model, memory):
                 self.merge.learn(p, q, candidate == token)
-            if model is not None and token not in memory[0]:
+            if asked and model is not None and token not in memory[0]:
                 is_accepted = depth + 1 < len(tokens)
                 self._rescue += _SLOWLY * (is_accepted - self._rescue)
-            elif model is None and depth == 0:
-                self._rescue += _FORGETTING * (_HOPED - self._rescue)
             following = retrieved.child(place, token)
             if following is None:
                 break

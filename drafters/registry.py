@@ -18,19 +18,21 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Method:
     """drafter: "module:class" with a `from_config`, None for plain decoding. has_model: it runs a torch model.
-    merges: it drafts with what `parts` names, one method that has a model and some that have none.
+    merges: it drafts with what `parts` names, one method that has a model and some that have none. probes: it learns
+    from nodes that it does not expect to be accepted, so they must not be cut.
     """
 
     drafter: str | None
     has_model: bool = False
     merges: bool = False
+    probes: bool = False
 
 
 METHODS = {
     "none": Method(None),
     "pld": Method("drafters.prompt_lookup:PromptLookup"),
     "suffix": Method("drafters.suffix:SuffixDrafter"),
-    "lookahead": Method("drafters.lookahead:Lookahead"),
+    "lookahead": Method("drafters.lookahead:Lookahead", probes=True),
     "recycling": Method("drafters.recycling:TokenRecycling"),
     "datastore": Method("drafters.datastore:DatastoreDrafter"),
     "sps": Method("drafters.small_model:SmallModel", has_model=True),
@@ -57,9 +59,9 @@ def parts(config: Config) -> tuple[str, ...]:
         return (config.method,)
     head, memories = config.drafter.head, config.drafter.memories
     for key, name, model in [("head", head, True), *(("memories", name, False) for name in memories)]:
-        found = find(name, f"drafter.{key}")
-        if found.drafter is None or found.merges or found.has_model != model:
-            fitting = [n for n, m in METHODS.items() if m.drafter and not m.merges and m.has_model == model]
+        fitting = [n for n, m in METHODS.items() if m.drafter and not m.merges | m.probes and m.has_model == model]
+        find(name, f"drafter.{key}")
+        if name not in fitting:
             raise ConfigError(f"drafter.{key}={name!r}: cannot stand there; these can: {', '.join(fitting)}")
     return (head, *memories)
 
@@ -76,10 +78,18 @@ def build(config: Config) -> Drafter:
 
 
 def build_for_worker(config: Config) -> Drafter:
-    """As `build`, with what an earlier engine's drafter has learned, if the configuration names a file for it."""
+    """As `build`, but a head's chances are learned from verdicts where trees are cut by them, and a drafter begins with
+    what an earlier engine's has learned, if the configuration names a file for it.
+    """
     from drafters.experience import Experienced
 
     drafter, file = build(config), config.drafter.calibration
+    if find(config.method).has_model and config.verifier.cut:
+        from drafters.head_drafter import HeadDrafter
+        from drafters.hybrid import HybridDrafter
+
+        if isinstance(drafter, HeadDrafter):
+            drafter = HybridDrafter(drafter, [], config.drafter.budget)
     return drafter if file is None else Experienced(drafter, Path(file))
 
 

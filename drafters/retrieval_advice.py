@@ -13,17 +13,19 @@ from engine.tree import TokenTree
 class RetrievalAdvice:
     """Retrieval's part in the growth of one tree (`drafters.lockstep.Advice`). retrieved: its tree over the same root.
 
-    needed: the accepted tokens that a draft step must yield to be worth its time. A step gains where retrieval misses
-    the next token and the head's is accepted; `rescue` is the chance of the latter, given the former.
+    needed: the accepted tokens that a forward of the head must yield to be worth its time. It gains where retrieval
+    misses the next token and the head's is accepted; `rescue` is the chance of the latter, given the former. one_pass:
+    the first forward is the only one.
     """
 
-    def __init__(self, merge: Merge, retrieved: TokenTree, needed: float, rescue: float):
+    def __init__(self, merge: Merge, retrieved: TokenTree, needed: float, rescue: float, one_pass: bool = False):
         self.merge, self.retrieved, self.needed, self.rescue = merge, retrieved, needed, rescue
+        self.one_pass = one_pass
         self._followings = followings(retrieved)
         self._place: dict[int, int | None] = {0: 0}  # node of the growing tree -> node of `retrieved`
 
     def worth_drafting(self, frontier: Frontier) -> bool:
-        return self.surplus(frontier) > 0
+        return self.one_pass or self.surplus(frontier) > 0
 
     def surplus(self, frontier: Frontier) -> float:
         """Accepted tokens that a step over these nodes is expected to yield, less `needed`."""

@@ -14,6 +14,7 @@ from drafters.head_drafter import HeadDrafter
 from drafters.hybrid import HybridDrafter, _root_of
 from drafters.merge import Merge
 from drafters.prompt_lookup import PromptLookup
+from drafters.recycling import TokenRecycling
 from drafters.registry import source_of
 from drafters.retrieval_advice import RetrievalAdvice
 from drafters.suffix import SuffixDrafter
@@ -29,7 +30,7 @@ CHANCES = st.none() | st.floats(0, 1)
 
 def hybrid(path: Path, target: TargetWeights, text: list[int] = TEXT) -> HybridDrafter:
     """A hybrid that has read `text`, of which the last token is the target's; tokens are dear, so any step pays."""
-    drafter = HybridDrafter(HeadDrafter(eagle3(path, target), Adaptive(budget=24)), [SuffixDrafter(budget=24)])
+    drafter = HybridDrafter(HeadDrafter(eagle3(path, target), Adaptive(budget=24)), [SuffixDrafter(budget=24)], 24)
     drafter.head.source, drafter.memories[0].source = source_of("eagle3"), source_of("suffix")
     drafter.start(1, text[:-1], SamplingParams(max_tokens=160))
     features = bfloat16_bits(true_features(len(text) - 1, "eagle3"))
@@ -62,7 +63,7 @@ def test_a_node_of_the_index_is_marked_as_such(tmp_path: Path, target: TargetWei
 
 
 def test_before_the_first_features_retrieval_drafts_alone(tmp_path: Path, target: TargetWeights) -> None:
-    drafter = HybridDrafter(HeadDrafter(eagle3(tmp_path, target), Adaptive()), [PromptLookup()])
+    drafter = HybridDrafter(HeadDrafter(eagle3(tmp_path, target), Adaptive()), [PromptLookup()], 60)
     drafter.start(1, TEXT, SamplingParams())
     assert drafter.propose(1).child(0, 8) is not None
 
@@ -94,7 +95,7 @@ def test_a_head_that_is_to_rest_drafts_no_more_until_it_may_again(tmp_path: Path
         return drafter.head.steps - steps
 
     assert [steps_after(rest) > 0 for rest in (False, True, True, False)] == [True, False, False, True]
-    assert drafter.rests and not HybridDrafter(drafter.head, []).rests
+    assert drafter.rests
 
 
 def test_the_more_requests_share_a_step_the_less_it_has_to_bring(tmp_path: Path, target: TargetWeights) -> None:
@@ -154,6 +155,55 @@ def test_how_often_the_head_is_followed_where_retrieval_misses_is_learned(
     followed = hybrid(tmp_path / "followed", target)
     followed.propose(1)
     assert rescue_after(followed, tree, [0, node], [listed, unforeseen]) > before
+
+
+def test_only_rounds_whose_tree_has_the_heads_nodes_tell_whether_it_is_followed(
+    tmp_path: Path, target: TargetWeights
+) -> None:
+    drafter = hybrid(tmp_path, target)
+    drafter._rescue = 0.3
+    drafter._token_s = 1e-9
+    tree = drafter.propose(1)  # retrieval's alone
+    drafter.following([(1, ())])  # but the head was asked what may come next
+    unforeseen = next(t for t in range(VOCAB) if tree.child(0, t) is None)
+    assert rescue_after(drafter, tree, [0], [unforeseen]) > 0.3
+    alone = hybrid(tmp_path / "alone", target)
+    alone._rescue = 0.3
+    alone.propose(1)
+    assert rescue_after(alone, TokenTree.root_only(TEXT[-1]), [0], [unforeseen]) > 0.3
+
+
+def test_a_tree_that_has_just_begun_does_not_replace_retrievals(tmp_path: Path, target: TargetWeights) -> None:
+    def offers(drafter: HybridDrafter) -> list[TokenTree]:
+        offered: list[TokenTree] = []
+        drafter.propose_many([(1, ())], lambda so_far: offered.append(so_far()[0]))
+        return offered
+
+    long = hybrid(tmp_path, target)
+    assert {tuple(tree.tokens.tolist()) for tree in offers(long)} == {tuple(long._retrieve(1, ()).tokens.tolist())}
+    long.memories = []
+    sizes = [len(tree) for tree in offers(long)]
+    assert sizes[0] == 1 and sizes[1] > 1 and sizes == sorted(sizes)
+
+
+def test_what_several_memories_retrieve_together_fits_the_budget(tmp_path: Path, target: TargetWeights) -> None:
+    head = HeadDrafter(eagle3(tmp_path, target), Adaptive(budget=6))
+    drafter = HybridDrafter(head, [SuffixDrafter(budget=6), TokenRecycling(budget=6)], 6)
+    drafter.start(1, [5, 6, 7, 8, 9, 5, 1, 5, 2, 5, 3, 5, 4, 5, 6], SamplingParams())
+    assert [len(memory.propose(1)) for memory in drafter.memories] == [6, 6]
+    assert len(drafter.propose(1).validate(VOCAB)) == 6
+
+
+def test_a_head_alone_drafts_nothing_while_it_rests(tmp_path: Path, target: TargetWeights) -> None:
+    drafter = hybrid(tmp_path, target)
+    drafter.memories = []
+    assert len(drafter.propose(1)) > 1
+    drafter.observe(1, Verdict(TokenTree.root_only(TEXT[-1]), [0], [3], rest=True, token_s=1e6))
+    assert drafter.propose(1).tokens.tolist() == [3]
+    features = bfloat16_bits(true_features(2, "eagle3"))
+    drafter.observe(1, Verdict(TokenTree.root_only(3), [0], [4], features, token_s=1e6))
+    tree = drafter.propose(1)
+    assert len(tree) > 1 and set(tree.source[1:].tolist()) == {source_of("eagle3")}
 
 
 def test_a_head_that_was_not_asked_for_long_is_hoped_for_again(tmp_path: Path, target: TargetWeights) -> None:

@@ -75,6 +75,11 @@ def test_a_hybrid_may_be_made_of_it(registered: str) -> None:
         ("head", "suffix", "drafter.head='suffix': cannot stand there; these can: sps, eagle"),
         ("head", "hybrid", "drafter.head='hybrid': cannot stand there"),
         ("memories", ["none"], "drafter.memories='none': cannot stand there"),
+        (
+            "memories",
+            ["lookahead"],
+            "drafter.memories='lookahead': cannot stand there; these can: pld, suffix, recycling",
+        ),
         ("head", "eagel3", "drafter.head='eagel3': unknown method; did you mean eagle3?"),
         ("head", "zzz", "drafter.head='zzz': unknown method; known: none, "),
     ],
