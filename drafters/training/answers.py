@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 from drafters.training.recipe import Recipe
 from engine.errors import ConfigError
@@ -77,8 +78,24 @@ def answer(
     """Every prompt's example; those not yet in `cache` are generated in batches and appended to it."""
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(cache.with_name(f".{cache.name}.lock"), timeout=0):
+            return _answered(model, prompts, stop, recipe, cache, progress)
+    except Timeout:
+        raise ConfigError(
+            f"answers={cache}: another training is making them: wait for it, or name another folder"
+        ) from None
     except OSError as error:
         raise _unwritable(cache, error) from None
+
+
+def _answered(
+    model: Any,
+    prompts: list[list[int]],
+    stop: frozenset[int],
+    recipe: Recipe,
+    cache: Path,
+    progress: Callable[[int], None],
+) -> list[Example]:
     examples = _read_cache(cache, prompts)
     pad = min(stop, default=0)
     for at in range(len(examples), len(prompts), recipe.answer_batch):
@@ -89,13 +106,10 @@ def answer(
             end = next((i + 1 for i, token in enumerate(row) if token in stop), len(row))
             examples.append(Example((prompt + row[:end])[: recipe.length], len(prompt)))
             lines.write(json.dumps(examples[-1].__dict__) + "\n")
-        try:
-            with cache.open("a", encoding="utf8") as file:
-                file.write(lines.getvalue())
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise _unwritable(cache, error) from None
+        with cache.open("a", encoding="utf8") as file:
+            file.write(lines.getvalue())
+            file.flush()
+            os.fsync(file.fileno())
         progress(len(examples))
     return examples
 

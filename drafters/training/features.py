@@ -36,6 +36,10 @@ class Features:
         self.target, self.examples = target, examples
         self.lengths = [len(example.tokens) for example in examples]
 
+    def digest(self) -> str:
+        """Tells the examples of different data apart."""
+        return features_name("", self.examples)
+
     def read(self, chosen: Sequence[int], states: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Features of some examples, zero after each one's end.
 

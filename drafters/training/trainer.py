@@ -130,6 +130,7 @@ class Trainer:
             "best": self.best,
             "best_state": self.best_state,
             "recipe": self.recipe.model_dump_json(),
+            "examples": self.features.digest(),
         }
         buffer = io.BytesIO()
         torch.save(state, buffer)
@@ -143,6 +144,8 @@ class Trainer:
             raise ModelError(f"checkpoint={path}: cannot be read ({error}): start again without --resume") from None
         if state["recipe"] != self.recipe.model_dump_json():
             raise ConfigError(f"checkpoint={path}: belongs to another recipe: use the same recipe, or no --resume")
+        if state["examples"] != self.features.digest():  # another draft vocabulary, and other steps
+            raise ConfigError(f"checkpoint={path}: belongs to other data: give the same data, or no --resume")
         self.module.load_state_dict(state["module"])
         self.averaged.load_state_dict(state["averaged"])
         self.optimizer.load_state_dict(state["optimizer"])

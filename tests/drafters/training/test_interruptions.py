@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from drafters.training.run import train
 from drafters.training.score import Score
 from drafters.training.trainer import Trainer
 from engine.errors import ConfigError, ModelError
+from engine.prompt_file import read_prompts
 from tests.drafters.conftest import LLAMA
 from tests.drafters.training.conftest import METHODS, weights
 
@@ -191,6 +194,25 @@ def test_resuming_before_the_first_checkpoint_begins_and_needs_the_same_recipe_a
     assert "holds no checkpoint yet" in said.export_text() and (out / "training" / "state.pt").is_file()
     with pytest.raises(ConfigError, match="another recipe"):
         train("medusa", str(chatty), data, out, recipe("medusa", lr=0.5), resume=True)
+    fewer = tmp_path / "fewer.jsonl"
+    fewer.write_text("".join(json.dumps({"prompt": row.prompt}) + "\n" for row in [*read_prompts(data, "data")][:-1]))
+    with pytest.raises(ConfigError, match="other data"):
+        train("medusa", str(chatty), fewer, out, recipe("medusa"), resume=True)
+
+
+def test_two_trainings_do_not_answer_into_one_file(
+    chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def meanwhile(*rest: Any, seed: int) -> Any:
+        monkeypatch.undo()
+        with pytest.raises(ConfigError, match="another training is making them"):
+            train("medusa", str(chatty), data, tmp_path / "other", recipe("medusa"))
+        return generate(*rest, seed=seed)
+
+    generate = answers_module._generate
+    monkeypatch.setattr(answers_module, "_generate", meanwhile)
+    train("medusa", str(chatty), data, tmp_path / "head", recipe("medusa"))
+    train("medusa", str(chatty), data, tmp_path / "other", recipe("medusa"))
 
 
 def test_without_a_terminal_stages_say_how_far_they_are(
