@@ -48,13 +48,20 @@ class FrontEndLine:
         for message, arrays in self.line.received():
             if not isinstance(message, Submit):
                 if isinstance(message, Cancel):
-                    self._unmatched = [entry for entry in self._unmatched if entry[0].request != message.request]
+                    self._drop(message.request)
                 yield message
             elif (grammar := message.sampling.grammar) is not None:
                 self._unmatched.append((message, arrays, self._matchers.begin(grammar, arrays[1].tolist())))
             else:
                 yield from self._request(message, arrays, None)
         yield from self._matched()
+
+    def _drop(self, number: int) -> None:
+        """Forget the request if its grammar is still to be read, or others would wait for it."""
+        for message, _, future in self._unmatched:
+            if message.request == number:
+                future.cancel()
+        self._unmatched = [entry for entry in self._unmatched if entry[0].request != number]
 
     def _matched(self) -> Iterator[Request]:
         """Requests whose grammar has been read."""
@@ -86,6 +93,12 @@ class FrontEndLine:
         if ignored := not_applied(own):
             names = ", ".join(ignored)
             print(f"talon: model={target.name}: of generation_config.json not applied: {names}", file=sys.stderr)
+        if target.context < target.own_context:
+            print(
+                f"talon: model={target.name}: verifier.kv_memory has room for {target.context} of the context's "
+                f"{target.own_context} positions; longer requests are refused",
+                file=sys.stderr,
+            )
         defaults = own_defaults(own, target.name)
         pool = target.pool
         ready = Ready(

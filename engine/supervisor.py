@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
@@ -251,7 +252,9 @@ class Supervisor:
         if self.config.trace is not None:
             await asyncio.sleep(_LAST_SPANS_S)
         await cancel(listener)
-        self._leave()
+        self.hub.close()
+        await anyio.to_thread.run_sync(self._end_context)
+        self.workers.close()
         if self.config.trace is not None:
             self.timeline.write(Path(self.config.trace))
 
@@ -265,12 +268,17 @@ class Supervisor:
         self._stop_workers()
         for role in list(self.workers.running):
             self.workers.end(role, STOP_S)
-        self._leave()
-
-    def _leave(self) -> None:
         self.hub.close()
-        self.context.term()
+        self._end_context()
         self.workers.close()
+
+    def _end_context(self) -> None:
+        """End ZeroMQ's context, which waits for all sockets. A worker's thread that loads, or hangs, keeps its own
+        open: that is not waited for.
+        """
+        ending = threading.Thread(target=self.context.term, daemon=True)
+        ending.start()
+        ending.join(STOP_S)
 
     def _stop_workers(self) -> None:
         for worker in self.workers.running.values():

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch import Batch, Segment
+from engine.batch import BLOCK, Batch, Segment
 from engine.free_memory import free_memory
 from engine.loading import eos_tokens, find_device, first_line, load_model, name_of, steady_context
 from engine.model.attention import has_pairs
@@ -44,8 +44,8 @@ _POOL_SHARE = 0.25  # share of free memory for keys and values
 class Target:
     """A model, and the facts about it that decoding needs.
 
-    context: the maximum positions. eos_tokens: the ids that end an answer. exact: whether a token's logits have the
-    same bits whatever other rows are in the forward; inexact: why not, "" if it is exact.
+    own_context: the maximum positions of the model. eos_tokens: the ids that end an answer. exact: whether a token's
+    logits have the same bits whatever other rows are in the forward; inexact: why not, "" if it is exact.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Target:
         self.vocab_size: int = config.vocab_size
         if (context := getattr(config, "max_position_embeddings", None)) is None:
             raise refusal(model, name)
-        self.context = steady_context(config, context)
+        self.own_context = steady_context(config, context)
         self.layers: int = config.num_hidden_layers
         self.eos_tokens = eos_tokens(model.generation_config)
         self.device: torch.device = model.device
@@ -79,6 +79,11 @@ class Target:
         if isinstance(target._forward, LeanDecoder):
             model.model.layers = torch.nn.ModuleList()  # the decoder has copies in its own layout
         return target
+
+    @property
+    def context(self) -> int:
+        """The maximum positions of a request: the model's, as far as the pool has room for them."""
+        return self.own_context if self.pool is None else min(self.own_context, self.pool.blocks * BLOCK)
 
     @property
     def exact(self) -> bool:

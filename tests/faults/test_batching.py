@@ -17,7 +17,7 @@ import torch
 
 from engine import Engine, SamplingParams
 from engine.batch import Segment
-from engine.errors import NotANumber, RequestFailed, WorkerDied
+from engine.errors import NotANumber, RequestError, RequestFailed, WorkerDied
 from engine.places import ROOT
 from engine.request import Request
 from engine.target import Target
@@ -148,15 +148,18 @@ async def ask_three_hundred(
     print(f"{method}: {answered} answered, {cancelled} cancelled, {len(preempted)} preemptions")
 
 
-async def test_a_request_that_fits_with_plain_decoding_fits_with_drafts(tiny: str) -> None:
-    """A tree may not decide whether a request has room."""
+async def test_a_request_that_fits_with_plain_decoding_fits_with_drafts(
+    tiny: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A tree may not decide whether a request has room. One that never fits is refused at once."""
     prompt = [7, 8, 9] * 20
     sampling = SamplingParams(max_tokens=10 * 16 - len(prompt), ignore_eos=True)
     expected = alone(Target.load(tiny), prompt, sampling)
     options = THREADS | {"verifier.kv_memory": 10 * BLOCK_BYTES, "verifier.cut": False}
     async with await Engine.start({"model": tiny}, method="suffix", transport="inproc", **options) as engine:
         assert (await engine.generate(prompt, sampling)).token_ids == expected
-        with pytest.raises(RequestFailed, match="kv_memory"):
+        assert "verifier.kv_memory has room for 160 of the context's" in capfd.readouterr().err
+        with pytest.raises(RequestError, match="leave no room for an answer in the context of 160"):
             await engine.generate([5] * 200, sampling)
         assert (await engine.generate(prompt, sampling)).token_ids == expected
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from engine import Engine, SamplingParams
 from engine.errors import WorkerDied
 from engine.launch import ProcessWorker, ThreadWorker, Worker, Workers
 from engine.messages import Draft, Hello, encode
+from engine.tree import TokenTree
 from engine.worker import WorkerSpec
 
 PROMPT = list(b"the cat sat on the mat, the cat")
@@ -217,3 +219,25 @@ async def test_however_the_front_end_ends_no_process_and_no_file_is_left(
         script.stdout.close()
     await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), 20)
     await until(lambda: not list(tmp_path.glob("talon-*")), 10)
+
+
+async def test_a_drafters_thread_that_hangs_does_not_keep_the_engine_from_closing(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hung, released = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> TokenTree:
+        hung.set()
+        released.wait()
+        return TokenTree.root_only(PROMPT[-1])
+
+    monkeypatch.setattr("drafters.prompt_lookup.PromptLookup.propose", hang)
+    rescue = threading.Timer(60, released.set)  # of this test, if closing waits for the thread
+    rescue.start()
+    engine = await Engine.start({"model": tiny}, method="pld", mode="async", transport="inproc")
+    await engine.generate(PROMPT, SamplingParams(max_tokens=8))
+    assert hung.is_set()
+    await engine.close()
+    assert not released.is_set()
+    rescue.cancel()
+    released.set()

@@ -76,7 +76,10 @@ async def test_a_grammar_that_takes_long_holds_up_its_own_request_alone(
 ) -> None:
     make = Matchers._make
 
+    made: list[Grammar] = []
+
     def make_slowly(self: Matchers, grammar: Grammar, answer: list[int]) -> Matcher:
+        made.append(grammar)
         time.sleep(2)
         return make(self, grammar, answer)
 
@@ -95,6 +98,7 @@ async def test_a_grammar_that_takes_long_holds_up_its_own_request_alone(
         await ask(engine, "plain", SamplingParams(max_tokens=100, ignore_eos=True))
         await constrained
     assert ended == ["plain", "grammar"]
+    assert made == [PARAMS[0].grammar]  # a cancelled request's is not read
 
 
 async def test_a_grammar_that_fails_on_the_way_ends_its_own_request_and_no_other(
