@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -42,15 +41,7 @@ class Choices:
 
     def best_of(self, node: int) -> int:
         """The argmax of a node's logits, `NAN` if they hold NaN."""
-        if self.best is not None:
-            return self.best[node]
-        if self.rows.device.type == "cpu":  # few nodes are drawn from: the others' logits need not be read
-            return argmax(self.rows[node : node + 1])[0]
-        return self._all_best[node]
-
-    @cached_property
-    def _all_best(self) -> list[int]:
-        return argmax(self.rows)
+        return argmax(self.rows[node : node + 1])[0] if self.best is None else self.best[node]
 
 
 @dataclass(frozen=True)

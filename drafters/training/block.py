@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
 from drafters.training.anchored_attention import AnchoredAttention
-from drafters.training.head_module import HeadModule, Texts, llama_values
+from drafters.training.head_module import HeadModule, Texts, llama_values, vocabulary_maps
 from drafters.training.loss import Factors
 from drafters.training.recipe import Recipe
 
@@ -151,18 +151,17 @@ class BlockModule(HeadModule):
 
     def export(self) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
         assert self.draft_ids is not None
-        ids, left_out = self.draft_ids.cpu(), ("markov_head.", "confidence_head.")
+        left_out = "markov_head.", "confidence_head."
         tensors = {name: t for name, t in self.state_dict().items() if not name.startswith(left_out)}
         tensors |= {f"markov_head.{name}": tensor for name, tensor in self.markov_head.export().items()}
         tensors |= {f"confidence_head.proj.{name}": t for name, t in self.confidence_head.state_dict().items()}
-        tensors["d2t"] = ids - torch.arange(len(ids))
-        tensors["t2d"] = torch.zeros(self.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+        tensors |= vocabulary_maps(self.draft_ids, self.vocab_size)
         config = {
             **llama_values(self.config),
             "num_hidden_layers": self.recipe.layers,
             "block_size": self.recipe.unroll,
             "target_layer_ids": [state - 1 for state in self.states],
-            "draft_vocab_size": len(ids),
+            "draft_vocab_size": len(self.draft_ids),
             "causal": True,
             "known_beginnings": self.recipe.known_share > 0,
             "markov_rank": self.recipe.markov_rank,

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from drafters.training.anchored_attention import AnchoredAttention
-from drafters.training.head_module import HeadModule, Texts, llama_values
+from drafters.training.head_module import HeadModule, Texts, llama_values, vocabulary_maps
 from drafters.training.loss import Factors
 
 
@@ -126,9 +126,5 @@ class Eagle3Module(FeatureModule):
     def export(self) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
         assert self.draft_ids is not None
         config = {**llama_values(self.config), "draft_vocab_size": len(self.draft_ids)}
-        ids = self.draft_ids.cpu()
-        maps = {
-            "d2t": ids - torch.arange(len(ids)),
-            "t2d": torch.zeros(self.vocab_size, dtype=torch.bool).index_fill(0, ids, True),
-        }
+        maps = vocabulary_maps(self.draft_ids, self.vocab_size)
         return "model.safetensors", config, {**self.state_dict(), **maps}

@@ -75,6 +75,15 @@ class HeadModule(nn.Module, ABC):
         """File name, config and tensors of the public layout."""
 
 
+def vocabulary_maps(draft_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
+    """The public layout's maps from a draft vocabulary to the target's, d2t as differences of ids, and back."""
+    ids = draft_ids.cpu()
+    return {
+        "d2t": ids - torch.arange(len(ids)),
+        "t2d": torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids, True),
+    }
+
+
 def llama_values(config: LlamaConfig) -> dict[str, Any]:
     """What a head's config.json says about its layer."""
     keys = (
