@@ -17,6 +17,7 @@ from rich.console import Console
 
 from drafters.experience import Reliability, read
 from engine.config import Config, load
+from engine.errors import ConfigError
 from engine.messages import Tokens
 from engine.model.resolve import resolved
 from engine.sampling import SamplingParams
@@ -27,7 +28,7 @@ from .budget import Budget, spend
 from .contestants import Contestant, Run, check_name, overhead_us, start_contestant
 from .figures import BASELINE, ROWS, Difference, Row, loops, speed_ups, summaries
 from .progress import progress_bar
-from .questions import Question, read_questions
+from .questions import Asked, Question, check_prompts, naming, read_questions
 from .starting import start_each
 from .tables import Table, known
 from .ties import Referee
@@ -67,6 +68,7 @@ async def run_bench(
     names = list(dict.fromkeys([BASELINE, *names]))
     config = resolved(config)
     tokenizer, referee = load_tokenizer(config.model), Referee(config)
+    first_turns = [Asked(suite, q, encode_text(tokenizer, q.prompt)) for suite, some in suites.items() for q in some]
     rows: list[Row] = []
     write_about(out, config, what.samplings, what.repeats)
     budget = Budget(what.minutes)
@@ -84,6 +86,8 @@ async def run_bench(
                 return {name: speed_ups(some, name) for name in dict.fromkeys(row.method for row in some)}
 
             try:
+                for context in filter(None, (one.context for one in contestants.values())):
+                    check_prompts(first_turns, sampling.max_tokens, context)
                 for suite, question, resting in spend(suites, ratios, share):
                     progress.update(task, description=f"T = {sampling.temperature:g}, {suite}", advance=1)
                     for row in await asking.ask(suite, question, resting):
@@ -119,8 +123,9 @@ class Asking:
         for turn in range(1, len(question.turns) + 1):
             prompt = question.encoded(self.tokenizer, answers)
             runs: dict[str, Run] = {}
-            for name in self.order.sample(names, len(names)):
-                runs[name] = await self.contestants[name].answer(prompt, self.sampling)
+            with naming(suite, question, turn):
+                for name in self.order.sample(names, len(names)):
+                    runs[name] = await self.contestants[name].answer(prompt, self.sampling)
             plain = runs[BASELINE].token_ids
             answers.append(self.tokenizer.decode(plain, skip_special_tokens=True))
             for name, run in runs.items():
@@ -256,6 +261,8 @@ async def run_overhead(config: Config, methods: list[str], sampling: SamplingPar
                     gaps = [gap for _ in range(4) for gap in overhead_us(await contestant.answer(tokens, sampling))]
                 finally:
                     await contestant.close()
+            if not gaps:
+                raise ConfigError("--overhead: the answers have no round after their first token; raise --max-tokens")
             gaps.sort()
             p50, p95 = (gaps[int(len(gaps) * share)] / 1000 for share in (0.5, 0.95))
             rows.append([transport, method, str(len(gaps)), f"{p50:.2f} ms", f"{p95:.2f} ms"])

@@ -78,7 +78,7 @@ def bench(
         typer.Option(
             metavar="URL",
             help="Measure a server that speaks OpenAI's API instead, with --concurrency clients at once: tokens/s, "
-            "time to the first token, refusals. Its key is OPENAI_API_KEY. Rows: clients.jsonl.",
+            "time to the first token, refusals, failures. Its key is OPENAI_API_KEY. Rows: clients.jsonl.",
         ),
     ] = None,
     rivals: Annotated[
@@ -167,11 +167,12 @@ def bench(
         return tell_load_differences(rows, console)
 
     async def measure_server(url: str, levels: list[int], sampling: SamplingParams) -> int:
-        from .clients import run_clients, table
+        from .clients import failures, run_clients, table
 
-        Console().print(
-            table(url, await run_clients(url, question_files(questions), limit, levels, sampling, out)).rich()
-        )
+        done = await run_clients(url, question_files(questions), limit, levels, sampling, out)
+        Console().print(table(url, done).rich())
+        for line in failures(done):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
         console.print(f"rows: {out / 'clients.jsonl'}")
         return 0
 

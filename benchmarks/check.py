@@ -28,9 +28,9 @@ from engine.text import encode_text, load_tokenizer
 
 from .equality import TRANSFORMERS, Comparison, Different, Setting
 from .figures import BASELINE, Difference
-from .load import Asked, settings_of
+from .load import settings_of
 from .progress import progress_bar
-from .questions import Question, read_questions
+from .questions import Asked, Question, check_prompts, read_questions
 from .ties import TIE, Referee, most_turned, score_gap
 
 
@@ -106,6 +106,7 @@ class Check:
 
     def __init__(self, config: Config, tokenizer: Any, asked: Sequence[Asked], sampling: SamplingParams, grid: Grid):
         self.config, self.tokenizer, self.asked, self.grid = config, tokenizer, asked, grid
+        self.sampling = sampling
         self.samplings = {t: msgspec.structs.replace(sampling, temperature=t) for t in grid.temperatures}
         self.referee = Referee(config)
         self.plain: dict[float, Texts] = {}
@@ -166,6 +167,7 @@ class Check:
         task = progress.add_task(name, total=len(chosen) * len(self.samplings))
         texts: dict[float, Texts] = {t: {index: [] for index in chosen} for t in self.samplings}
         async with await Engine.start(config) as engine:
+            check_prompts(self.asked, self.sampling.max_tokens, engine.target.context)
 
             async def answer(one: tuple[float, int]) -> None:
                 temperature, index = one

@@ -18,7 +18,7 @@ from engine.errors import ConfigError
 from engine.sampling import SamplingParams
 from engine.tasks import keep_under_way
 
-from .load_figures import LoadRow, tokens_per_second
+from .load_figures import LoadRow, at_once, tokens_per_second
 from .questions import Question, mixed_questions
 from .tables import Table, p50_p95
 
@@ -32,18 +32,23 @@ Asked = tuple[str, Question]
 
 @dataclass
 class LevelOfClients:
-    """The results of one level. refused: statuses of requests that were not answered, and how often each."""
+    """The results of one level. refused: statuses of requests that were not answered, and how often each; failed: the
+    same for reasons why answers broke off.
+    """
 
     clients: int
     rows: list[LoadRow] = field(default_factory=list)
     refused: Counter[int] = field(default_factory=Counter)
+    failed: Counter[str] = field(default_factory=Counter)
 
 
 async def run_clients(
     url: str, files: Sequence[Path], limit: int | None, levels: Sequence[int], sampling: SamplingParams, out: Path
 ) -> list[LevelOfClients]:
-    """Ask at each level, without repeating questions as long as there are enough; writes `out`/clients.jsonl."""
-    httpx = _httpx()
+    """Ask at each level, without repeating questions as long as there are enough; writes `out`/clients.jsonl as levels
+    end. url: of the server, or of its API, which ends with /v1.
+    """
+    httpx, url = _httpx(), url.rstrip("/").removesuffix("/v1")
     endless = itertools.cycle(mixed_questions(files, limit))
     key = os.environ.get(KEY_VARIABLE)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -54,11 +59,12 @@ async def run_clients(
             model = (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
         except (httpx.HTTPError, ValueError, LookupError) as error:
             raise ConfigError(f"--server {url}: does not speak OpenAI's API: {error}") from None
-        for level in levels:
-            asked = list(itertools.islice(endless, max(_ROUNDS * level, len(files))))
-            done.append(await _at_once(_Clients(client, model, sampling), iter(asked), level))
-    with (out / "clients.jsonl").open("w", encoding="utf8") as file:
-        file.writelines(msgspec.json.encode(row).decode() + "\n" for level_ in done for row in level_.rows)
+        with (out / "clients.jsonl").open("w", encoding="utf8") as file:
+            for level in levels:
+                asked = list(itertools.islice(endless, max(_ROUNDS * level, len(files))))
+                done.append(await _at_once(_Clients(client, model, sampling), iter(asked), level))
+                file.writelines(msgspec.json.encode(row).decode() + "\n" for row in done[-1].rows)
+                file.flush()
     return done
 
 
@@ -71,9 +77,19 @@ def table(url: str, levels: Sequence[LevelOfClients]) -> Table:
         if level.rows:
             first_s, pauses_s = [r.first_token_s for r in level.rows], [p for r in level.rows for p in r.pauses_s]
             figures = [f"{tokens_per_second(level.rows):.0f}", p50_p95(first_s, 1000), p50_p95(pauses_s, 1000)]
-        lines.append([str(level.clients), str(len(level.rows)), refused or "0", *figures])
-    columns = ("clients", "answers", "refused", "tokens/s", "first ms", "pause ms")
+        counts = (level.clients, len(level.rows), refused or 0, level.failed.total())
+        lines.append([*map(str, counts), *figures])
+    columns = ("clients", "answers", "refused", "failed", "tokens/s", "first ms", "pause ms")
     return Table(f"Clients at once, {url}", columns, lines, words=0)
+
+
+def failures(levels: Sequence[LevelOfClients]) -> list[str]:
+    """A line for each reason why answers broke off at a level."""
+    return [
+        f"{at_once(level.clients)}: {count} failed: {reason}"
+        for level in levels
+        for reason, count in level.failed.most_common()
+    ]
 
 
 @dataclass(frozen=True)
@@ -95,18 +111,25 @@ class _Clients:
             "stream_options": {"include_usage": True},
         }
         asked_s, times, tokens = time.perf_counter() - started_s, [], 0
-        async with self.client.stream("POST", "/v1/chat/completions", json=body) as answer:
-            if answer.status_code != 200:
-                level.refused[answer.status_code] += 1
-                return
-            async for line in answer.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                chunk = json.loads(line[len("data: ") :])
-                if chunk["choices"] and chunk["choices"][0]["delta"].get("content"):
-                    times.append(time.perf_counter() - started_s)
-                elif chunk.get("usage"):
-                    tokens = chunk["usage"]["completion_tokens"]
+        try:
+            async with self.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+                if answer.status_code != 200:
+                    level.refused[answer.status_code] += 1
+                    return
+                async for line in answer.aiter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    chunk = json.loads(line[len("data: ") :])
+                    if "choices" not in chunk:
+                        level.failed[_reason(chunk)] += 1
+                        return
+                    if chunk["choices"] and chunk["choices"][0]["delta"].get("content"):
+                        times.append(time.perf_counter() - started_s)
+                    elif chunk.get("usage"):
+                        tokens = chunk["usage"]["completion_tokens"]
+        except (_httpx().HTTPError, ValueError) as error:  # the connection was dropped, or nothing came for too long
+            level.failed[str(error) or type(error).__name__] += 1
+            return
         emitted = list(zip(times, _spread(tokens, len(times)), strict=True))
         row = LoadRow(suite, question.question_id, self.model, level.clients, None, 0, asked_s, emitted, True, False)
         level.rows.extend([row] if emitted else [])
@@ -116,6 +139,12 @@ async def _at_once(clients: _Clients, asked: Iterator[Asked], count: int) -> Lev
     level, started_s = LevelOfClients(count), time.perf_counter()
     await keep_under_way(count, asked, lambda one: clients.ask(one, level, started_s))
     return level
+
+
+def _reason(error: dict[str, Any]) -> str:
+    """What went wrong, of an event that is no chunk of an answer. OpenAI's form is {"error": {"message": ...}}."""
+    told = error.get("error", error)
+    return str(told.get("message", told) if isinstance(told, dict) else told)
 
 
 def _spread(tokens: int, chunks: int) -> list[int]:

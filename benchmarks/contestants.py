@@ -43,6 +43,10 @@ class Run(msgspec.Struct, frozen=True):
 class Contestant(Protocol):
     """Answers one prompt (token ids) at a time."""
 
+    @property
+    def context(self) -> int | None:
+        """The most tokens of prompt and answer, None where a prompt that is too long is not refused."""
+
     async def answer(self, prompt: list[int], sampling: SamplingParams) -> Run: ...
 
     def peak_memory_mb(self) -> float | None:
@@ -60,6 +64,10 @@ class TalonContestant:
     @classmethod
     async def start(cls, config: Config) -> TalonContestant:
         return cls(await Engine.start(config, **{"drafter.standby": False}))  # 250 MB each, not needed here
+
+    @property
+    def context(self) -> int:
+        return self.engine.target.context
 
     async def answer(self, prompt: list[int], sampling: SamplingParams) -> Run:
         started = time.perf_counter()

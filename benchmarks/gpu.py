@@ -30,7 +30,7 @@ from .equality import errors, table
 from .figures import BASELINE
 from .load import Load, run_load, settings_of
 from .load_figures import level_table, levels
-from .options import HeadsOption, names_in
+from .options import HeadsOption, names_in, question_files
 from .out_folder import write_report
 
 SINGLE = "none,pld,suffix,recycling,eagle3,block,talon-suffix,talon-tree,hybrid,talon,hf,hf-pld"
@@ -60,6 +60,7 @@ def main(
     """Check, measure and report one checkpoint on this machine's GPU, or on its CPU."""
     console, device = Console(), "cuda" if torch.cuda.is_available() else "cpu"
     try:
+        questions = question_files(questions)
         out.mkdir(parents=True, exist_ok=True)
         if data is not None:
             heads = out / "heads"

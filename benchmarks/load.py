@@ -36,7 +36,7 @@ from .contestants import CONTESTANTS, check_name
 from .figures import BASELINE, PEERS
 from .load_figures import LoadRow, at_once, cells, requests_per_second
 from .progress import progress_bar
-from .questions import Question, mixed_questions
+from .questions import Asked, check_prompts, mixed_questions
 from .starting import start_each
 
 CAPACITY_AT = 16
@@ -45,15 +45,6 @@ _MOST = 20  # repeats
 _ROUNDS = 4  # requests at a level, for each place: with fewer, the prompts that start together weigh too much
 
 Texts = Mapping[tuple[int, ...], list[int]]
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A question and its prompt."""
-
-    suite: str
-    question: Question
-    prompt: list[int]
 
 
 @dataclass(frozen=True)
@@ -125,6 +116,7 @@ async def run_load(
         total = len(different) + len(names) * repeated * wanted
         bench = _Bench(what.sampling, results, rows, progress, total)
         async with engines([BASELINE], config, None, console) as alone:
+            check_prompts(different.values(), what.sampling.max_tokens, alone[BASELINE].target.context)
             bench.texts = {prompt: await bench.text(alone[BASELINE], one) for prompt, one in different.items()}
         order = random.Random(what.sampling.seed)
         for repeat in range(_MOST if budget.bounded else what.repeats):

@@ -33,9 +33,15 @@ AgainstOption = Annotated[
 
 
 def question_files(questions: list[Path] | None) -> list[Path]:
-    """The files named by --questions; ConfigError if there are none."""
+    """The files named by --questions; ConfigError if there are none, or two of one name, which names their suite."""
     if not questions:
         raise ConfigError('--questions: name at least one JSONL file, with a "prompt" a line')
+    suites: dict[str, Path] = {}
+    for file in questions:
+        if file.stem in suites:
+            both = f"{suites[file.stem]} and {file}"
+            raise ConfigError(f"--questions: {both} would both be the suite {file.stem!r}: rename one")
+        suites[file.stem] = file
     return questions
 
 

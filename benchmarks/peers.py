@@ -22,6 +22,8 @@ from .contestants import Run
 class TransformersContestant:
     """`model.generate` on a thread of its own, with the threads of a verifier that shares the cores with nobody."""
 
+    context = None
+
     def __init__(self, model: Any, threads: int, options: dict[str, Any]):
         self.model, self.options = model, options
         self.defaults = own_defaults(model.generation_config, model.name_or_path)

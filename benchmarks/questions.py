@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import msgspec
 
 from engine.errors import RequestError
 from engine.json_lines import BadLine, json_lines
+from engine.prompts import check_room
 from engine.text import encode_text
 
 
@@ -40,6 +43,32 @@ class Question(msgspec.Struct, frozen=True):
             for role, text in zip(("user", "assistant"), pair, strict=True)
         ]
         return encode_text(tokenizer, [*messages, {"role": "user", "content": last}])
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question and its prompt."""
+
+    suite: str
+    question: Question
+    prompt: list[int]
+
+
+@contextmanager
+def naming(suite: str, question: Question, turn: int = 1) -> Iterator[None]:
+    """Prefix the refusal of a prompt with its question."""
+    try:
+        yield
+    except RequestError as error:
+        later = f", turn {turn}" if turn > 1 else ""
+        raise RequestError(f"question {question.question_id} of {suite}{later}: {error}") from None
+
+
+def check_prompts(asked: Iterable[Asked], max_tokens: int, context: int) -> None:
+    """Refuse a prompt that leaves no room for its answer now, not after hours of others."""
+    for one in asked:
+        with naming(one.suite, one.question):
+            check_room(one.prompt, max_tokens, context)
 
 
 class _Row(msgspec.Struct):

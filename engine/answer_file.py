@@ -23,11 +23,14 @@ if TYPE_CHECKING:
 
 
 class AnswerRow(msgspec.Struct, kw_only=True):
-    """A line of the file. tokens: the answer's, including the end-of-sequence token if it ended with one; text: the
-    same without special tokens.
+    """A line of the file. model: as configured; it and max_tokens are None in files written before they were recorded.
+    tokens: the answer's, including the end-of-sequence token if it ended with one; text: the same without special
+    tokens.
     """
 
     prompt: str
+    model: str | None = None
+    max_tokens: int | None = None
     temperature: float
     seed: int
     finish_reason: str
@@ -38,9 +41,9 @@ class AnswerRow(msgspec.Struct, kw_only=True):
 _BEGINNING = b'{"prompt":"'  # of every line written here
 
 
-def open_answers(path: Path, sampling: SamplingParams) -> set[str]:
-    """Create the file if it does not exist; return the prompts that it already answers with this sampling. A partial
-    last line, left by a killed run, is cut off. Raises ConfigError for any other file.
+def open_answers(path: Path, model: str, sampling: SamplingParams) -> set[str]:
+    """Create the file if it does not exist; return the prompts that it already answers with this model and sampling. A
+    partial last line, left by a killed run, is cut off. Raises ConfigError for any other file.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,9 +60,11 @@ def open_answers(path: Path, sampling: SamplingParams) -> set[str]:
     except OSError as error:
         raise ConfigError(f"out={path}: cannot be written: {error.strerror or error}; name another file") from None
     for row in rows:
-        if (row.temperature, row.seed) != (sampling.temperature, sampling.seed):
+        theirs = (row.model, row.max_tokens, row.temperature, row.seed)
+        if theirs != (model, sampling.max_tokens, sampling.temperature, sampling.seed):
             raise ConfigError(
-                f"out={path}: holds answers of temperature {row.temperature:g} and seed {row.seed}; name another file"
+                f"out={path}: holds answers of model {row.model or 'unknown'}, max_tokens "
+                f"{row.max_tokens or 'unknown'}, temperature {row.temperature:g} and seed {row.seed}; name another file"
             )
     return {row.prompt for row in rows}
 
@@ -68,14 +73,15 @@ async def answer_all(
     engine: Engine,
     prompts: Sequence[str],
     out: Path,
+    model: str,
     sampling: SamplingParams,
     at_once: int,
     report: Callable[[int], None] = lambda done: None,
 ) -> dict[str, str]:
     """Append an AnswerRow to `out` for each prompt, in order of completion, `at_once` running at a time.
 
-    Returns the reason for each refused prompt (one beyond the model's context, say). report: called with how many
-    are done.
+    Returns the reason for each refused prompt (one beyond the model's context, say). model: as configured, for the
+    rows. report: called with how many are done.
     """
     refused: dict[str, str] = {}
     ended = 0
@@ -90,6 +96,8 @@ async def answer_all(
             else:
                 row = AnswerRow(
                     prompt=prompt,
+                    model=model,
+                    max_tokens=sampling.max_tokens,
                     temperature=sampling.temperature,
                     seed=sampling.seed,
                     finish_reason=result.finish_reason,
@@ -128,7 +136,7 @@ def answer(
         sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens).validate()
         settings = configuration.load(config, overrides(set_, method=method))
         asked = dict.fromkeys(row.prompt for row in read_prompts(prompts, "prompts"))
-        done = open_answers(out, sampling)
+        done = open_answers(out, settings.model, sampling)
         left = [prompt for prompt in asked if prompt not in done]
         from engine.api import Engine  # takes seconds, so options are checked first
         from engine.model.progress import shown
@@ -138,7 +146,13 @@ def answer(
             async with await Engine.start(settings) as engine:
                 with shown() as bar:
                     refused = await answer_all(
-                        engine, left, out, sampling, at_once, lambda ended: bar("prompts", ended, len(left))
+                        engine,
+                        left,
+                        out,
+                        settings.model,
+                        sampling,
+                        at_once,
+                        lambda ended: bar("prompts", ended, len(left)),
                     )
         for prompt, reason in refused.items():
             typer.echo(f"talon: not answered: {prompt[:40]!r}: {reason}", err=True)

@@ -97,7 +97,7 @@ def generate(
     grammar: options.GrammarText = None,
     no_speculation: options.SpeculationOff = False,
     budget: options.Budget = None,
-    n: Annotated[int, typer.Option("--n", "-n", help="Answers, with seeds that count on from --seed.")] = 1,
+    n: Annotated[int, typer.Option("--n", "-n", help="Answers, with seeds that count on from --seed.", min=1)] = 1,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text with every method and mode.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given again.")] = None,
     mode: Annotated[
@@ -136,7 +136,7 @@ def generate(
         # no standby for one answer: its imports would take time that the answer needs
         settings = configuration.load(config, {"drafter.standby": False} | given)
         check_paths(with_own(settings))
-        asked = sys.stdin.read() if prompt == "-" else prompt
+        asked = _standard_input() if prompt == "-" else prompt
         if not asked:
             raise RequestError("prompt: is empty; give a text, or - to read one from standard input")
         if sampling.grammar is not None:
@@ -163,6 +163,13 @@ def generate(
             print(_summary(result, engine.config), file=sys.stderr)
 
     run(main())
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"prompt: standard input is no text in {error.encoding}; convert it") from None
 
 
 async def _show(stream: Stream) -> Result:

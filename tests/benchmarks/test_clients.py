@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import httpx
 import pytest
 from rich.console import Console
 
 pytest.importorskip("fastapi")
 
-from benchmarks.clients import _spread, run_clients, table
+from benchmarks.clients import _spread, failures, run_clients, table
 from engine.errors import ConfigError
 from engine.sampling import SamplingParams
 from tests.engine.server.process import serving
@@ -44,6 +47,76 @@ def test_every_client_asks_four_times_and_the_refused_are_counted(
 def test_what_is_no_server_is_one_line(questions: list[Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not speak OpenAI's API"):
         asyncio.run(run_clients("http://127.0.0.1:9", questions, None, [1], SamplingParams(), tmp_path))
+
+
+CHUNK = b'data: {"choices": [{"delta": {"content": "one"}}]}\n\n'
+USAGE = b'data: {"choices": [], "usage": {"completion_tokens": 3}}\n\ndata: [DONE]\n\n'
+BROKEN = b'data: {"error": {"message": "out of memory"}}\n\ndata: [DONE]\n\n'
+
+
+async def dropped() -> AsyncIterator[bytes]:
+    yield CHUNK
+    raise httpx.RemoteProtocolError("peer closed connection")
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Serve these bodies of answers, one after the other; an exception is raised instead."""
+
+    def serve(*bodies: bytes | AsyncIterator[bytes] | Exception) -> None:
+        waiting = iter(bodies)
+
+        def handle(request: httpx.Request) -> httpx.Response:
+            if request.url.path == "/v1/models":
+                return httpx.Response(200, json={"data": [{"id": "some"}]})
+            assert request.url.path == "/v1/chat/completions"
+            if isinstance(body := next(waiting), Exception):
+                raise body
+            return httpx.Response(200, content=body)
+
+        transport = httpx.MockTransport(handle)
+        monkeypatch.setattr(httpx, "AsyncClient", functools.partial(httpx.AsyncClient, transport=transport))
+
+    return serve
+
+
+def test_answers_that_break_off_are_counted_and_the_others_go_on(
+    served: Callable[..., None], questions: list[Path], tmp_path: Path
+) -> None:
+    served(CHUNK + BROKEN, dropped(), httpx.ReadTimeout(""), CHUNK + USAGE)
+    (level,) = asyncio.run(run_clients("http://some", questions, None, [1], SamplingParams(), tmp_path))
+    assert [row.tokens for row in level.rows] == [3]
+    assert failures([level]) == [
+        "1 at once: 1 failed: out of memory",
+        "1 at once: 1 failed: peer closed connection",
+        "1 at once: 1 failed: ReadTimeout",
+    ]
+    assert table("http://some", [level]).rows[0][:4] == ["1", "1", "0", "3"]
+
+
+@pytest.mark.parametrize("error", ["no room", {"message": "no room"}])
+def test_an_error_may_have_the_form_of_any_server(
+    served: Callable[..., None], questions: list[Path], tmp_path: Path, error: object
+) -> None:
+    served(*[b"data: " + json.dumps({"error": error}).encode() + b"\n\n"] * 4)
+    (level,) = asyncio.run(run_clients("http://some", questions, None, [1], SamplingParams(), tmp_path))
+    assert level.failed == {"no room": 4}
+
+
+def test_rows_are_written_as_levels_end(served: Callable[..., None], questions: list[Path], tmp_path: Path) -> None:
+    served(*[CHUNK + USAGE] * 4, OSError("unplugged"))
+    with pytest.raises(OSError, match="unplugged"):
+        asyncio.run(run_clients("http://some", questions, None, [1, 2], SamplingParams(), tmp_path))
+    assert len((tmp_path / "clients.jsonl").read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize("url", ["http://some", "http://some/", "http://some/v1", "http://some/v1/"])
+def test_a_server_is_named_with_or_without_its_version(
+    served: Callable[..., None], questions: list[Path], tmp_path: Path, url: str
+) -> None:
+    served(*[CHUNK + USAGE] * 4)
+    (level,) = asyncio.run(run_clients(url, questions, None, [1], SamplingParams(), tmp_path))
+    assert len(level.rows) == 4
 
 
 def test_tokens_are_spread_over_chunks() -> None:

@@ -51,6 +51,11 @@ def test_heads_are_trained_first(tiny: str, questions: Path, tmp_path: Path) -> 
     assert "left out" not in told and (out / "heads" / "eagle3" / "config.json").exists()
 
 
+def test_two_files_of_one_name_are_one_line(tmp_path: Path) -> None:
+    code, told = gpu("--model", "/no/such", "--questions", "a/dev.jsonl", "--questions", "b/dev.jsonl")
+    assert code == 2 and told.startswith("talon: --questions: a/dev.jsonl and b/dev.jsonl would both be")
+
+
 def test_a_model_that_is_not_there_is_one_line(questions: Path, tmp_path: Path) -> None:
     code, told = gpu("--model", "/no/such", "--questions", str(questions), "--out", str(tmp_path))
     assert code == 2 and told.splitlines()[-1].startswith("talon: model=/no/such")

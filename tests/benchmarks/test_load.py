@@ -9,12 +9,12 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from benchmarks.load import Asked, Load, _parts, _slices, arrivals, run_load, settings_of
+from benchmarks.load import Load, _parts, _slices, arrivals, run_load, settings_of
 from benchmarks.load_figures import LoadRow, arrival_table, level_table, levels, throughput, tokens_per_second
 from benchmarks.progress import progress_bar
-from benchmarks.questions import Question
+from benchmarks.questions import Asked, Question
 from engine.config import load
-from engine.errors import ConfigError
+from engine.errors import ConfigError, RequestError
 from engine.sampling import SamplingParams
 from tests.benchmarks.test_commands import talon
 
@@ -67,6 +67,16 @@ async def test_a_text_that_differs_is_seen(
     config = load({"model": tiny}, {"transport": "inproc", "verifier.threads": 1})
     rows = await run_load(config, ["none"], files, tmp_path, 1, Load([2], [], SAMPLING, 1), None, Console(quiet=True))
     assert rows and not any(row.output_equal for row in rows)
+
+
+async def test_a_prompt_that_is_too_long_is_refused_by_its_question_before_any_is_asked(
+    tiny: str, files: list[Path], tmp_path: Path
+) -> None:
+    with files[0].open("a") as file:
+        file.write(json.dumps({"question_id": "long", "turns": ["x" * 600]}) + "\n")
+    config = load({"model": tiny}, {"transport": "inproc", "verifier.threads": 1})
+    with pytest.raises(RequestError, match=r"^question long of count: prompt: its 602 tokens leave no room"):
+        await run_load(config, [], files, tmp_path, None, Load([4], [], SAMPLING, 1), None, Console(quiet=True))
 
 
 async def test_progress_ends_at_its_total_however_many_repeats_the_minutes_allow(

@@ -111,6 +111,25 @@ def test_a_later_turn_stands_behind_the_answer_and_is_found_in_the_cache(tiny: s
     assert "Both turns of a conversation" in (tmp_path / "report.md").read_text()
 
 
+@pytest.mark.parametrize(
+    ("turns", "told", "asked"),
+    [
+        (["x" * 600], "question long of questions: prompt: its 602 tokens leave no room", 0),
+        (["hi", "x" * 600], "question long of questions, turn 2: prompt: its ", 3),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_refused_by_its_question_and_a_first_turn_before_any_is_asked(
+    tiny: str, questions: str, tmp_path: Path, turns: list[str], told: str, asked: int
+) -> None:
+    with open(questions, "a") as file:
+        file.write(json.dumps({"question_id": "long", "turns": turns}) + "\n")
+    options = ["--questions", questions, "--methods", "none", "--max-tokens", "8", "--out", str(tmp_path)]
+    done = talon("bench", *options, "--set", f"model={tiny}", "--set", "transport=inproc")
+    assert done.exit_code == 2
+    assert done.stderr.splitlines()[-1].startswith(f"talon: {told}")
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == asked
+
+
 def test_all_the_evidence_is_one_command_and_one_report(tiny: str, tmp_path: Path) -> None:
     prompts = [f"Q. Passage: Cats {i} purr.\n\nQuestion: what {i}" for i in range(3)]
     rows = [{"question_id": i, "category": "nq", "turns": [prompt]} for i, prompt in enumerate(prompts)]
@@ -190,6 +209,12 @@ def test_bench_overhead_prints_both_transports(tiny: str) -> None:
     done = talon("bench", "--overhead", "--methods", "pld", "--max-tokens", "12", "--set", f"model={tiny}")
     assert done.exit_code == 0, done.stderr
     assert "inproc" in done.stdout and "ipc" in done.stdout
+
+
+def test_bench_overhead_without_a_round_to_time_is_one_line(tiny: str) -> None:
+    done = talon("bench", "--overhead", "--methods", "none", "--max-tokens", "1", "--set", f"model={tiny}")
+    assert done.exit_code == 2
+    assert done.stderr.splitlines()[-1].startswith("talon: --overhead: ")
 
 
 def test_check_compares_with_plain_decoding_and_that_with_transformers(

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.options import question_files
 from benchmarks.questions import read_questions
-from engine.errors import RequestError
+from engine.errors import ConfigError, RequestError
 
 ROW = {"question_id": 1, "category": "writing", "turns": ["Write.", "Again."]}
 
@@ -38,3 +39,12 @@ def test_junk_is_refused_with_its_line(tmp_path: Path, junk: bytes) -> None:
     with pytest.raises(RequestError, match=r"q\.jsonl:2: "):
         read_questions(tmp_path / "q.jsonl")
     assert len(read_questions(tmp_path / "q.jsonl", limit=1)) == 1
+
+
+def test_two_files_of_one_name_are_refused() -> None:
+    one, other, third = Path("gsm8k/dev.jsonl"), Path("mt/dev.jsonl"), Path("sum.jsonl")
+    assert question_files([one, third]) == [one, third]
+    with pytest.raises(ConfigError, match=r"--questions: gsm8k/dev\.jsonl and mt/dev\.jsonl would both be"):
+        question_files([one, third, other])
+    with pytest.raises(ConfigError, match=r"sum\.jsonl and sum\.jsonl would both be"):
+        question_files([third, third])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from engine import Engine, SamplingParams
 from engine.answer_file import open_answers
 from engine.cli import assemble
 from engine.errors import ConfigError
+from engine.prompt_file import read_prompts
 from engine.text import load_tokenizer
 from retrieval_index.build import build
 from retrieval_index.datastore import Datastore
@@ -75,16 +77,39 @@ def test_another_file_is_not_written_to(tmp_path: Path, content: str) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text(content)
     with pytest.raises(ConfigError, match="is no file of answers"):
-        open_answers(other, SamplingParams())
+        open_answers(other, "some", SamplingParams())
     assert other.read_text() == content
 
 
-def test_answers_drawn_otherwise_are_not_taken_for_these(answers: Path) -> None:
-    with pytest.raises(ConfigError, match="holds answers of temperature 1 and seed 3"):
-        open_answers(answers, SamplingParams(temperature=1.0, seed=4))
+@pytest.mark.parametrize("change", [{"model": "other"}, {"seed": 4}, {"temperature": 0.5}, {"max_tokens": 7}])
+def test_answers_made_otherwise_are_not_taken_for_these(tiny: str, answers: Path, change: dict[str, Any]) -> None:
+    made = {"model": tiny, "seed": 3, "temperature": 1.0, "max_tokens": 6}
+    assert open_answers(answers, made.pop("model"), SamplingParams(**made)) == set(PROMPTS)
+    changed = made | {"model": tiny} | change
+    with pytest.raises(ConfigError, match=f"holds answers of model {tiny}, max_tokens 6, temperature 1 and seed 3"):
+        open_answers(answers, changed.pop("model"), SamplingParams(**changed))
 
 
-def test_answers_become_a_datastore(tiny: str, answers: Path, tmp_path: Path) -> None:
+def older(answers: Path) -> Path:
+    """The file as it was written before rows named their model and max_tokens."""
+    old = [{key: row[key] for key in row if key not in ("model", "max_tokens")} for row in rows(answers).values()]
+    answers.write_text("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in old))
+    return answers
+
+
+def test_answers_that_do_not_name_their_model_are_not_taken_for_these(tiny: str, answers: Path) -> None:
+    with pytest.raises(ConfigError, match="holds answers of model unknown, max_tokens unknown"):
+        open_answers(older(answers), tiny, SamplingParams(temperature=1.0, seed=3, max_tokens=6))
+
+
+@pytest.mark.parametrize("form", [older, lambda answers: answers])
+def test_answers_become_a_datastore_and_training_text(
+    tiny: str, answers: Path, tmp_path: Path, form: Callable[[Path], Path]
+) -> None:
+    form(answers)
+    assert {row.prompt: row.tokens for row in read_prompts(answers, "data")} == {
+        prompt: row["tokens"] for prompt, row in rows(answers).items()
+    }
     build(load_tokenizer(tiny), [answers], tmp_path / "store")
     (text,) = Datastore(tmp_path / "store").texts()
     for row in rows(answers).values():

