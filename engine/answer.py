@@ -94,7 +94,9 @@ class Answer:
         self.finish_reason: str | None = None
 
     def add(self, round_: Tokens) -> Piece:
-        """Add a round; tokens after a stop string are dropped."""
+        """Add a round; tokens after a stop string are dropped. As in vLLM, stop strings that end within the first
+        `min_tokens` tokens do not count; each token decides for itself, so the rounds' lengths do not matter.
+        """
         self.last_s = time.perf_counter()
         self.first_s = self.first_s or self.last_s
         self.rounds.append(round_)
@@ -102,7 +104,7 @@ class Answer:
         known = len(self.token_ids)
         for token in round_.tokens:
             self.token_ids.append(token)
-            if self.text.push(token):
+            if self.text.push(token, may_stop=len(self.token_ids) > self.sampling.min_tokens):
                 self.finish_reason = "stop"
                 break
         new = len(self.token_ids) - known

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from engine.errors import RequestError
+from engine.text import HALF_A_CHARACTER, is_text
 
 _LARGEST = 1 << 20  # characters; longer ones cost seconds before the library refuses them
 
@@ -47,6 +48,8 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
             raise RequestError(f"grammar.{field}={value!r}: give a text that is not empty")
         elif len(value) > _LARGEST:
             raise RequestError(f"grammar.{field}: has {len(value)} characters; {_LARGEST} are the most")
+        elif not is_text(value):
+            raise RequestError(f"grammar.{field}: {HALF_A_CHARACTER}")
         return Grammar(**{field: value})
 
 

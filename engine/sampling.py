@@ -9,6 +9,7 @@ import msgspec
 
 from engine.errors import ModelError, RequestError
 from engine.grammar import Grammar
+from engine.text import HALF_A_CHARACTER, is_text
 
 MOST_LOGPROBS = 20
 FROM_MODEL = ("top_k", "top_p", "min_p", "repetition_penalty")
@@ -39,6 +40,8 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
         values = _converted(self, "speculation.")
         if values["budget"] is not None and values["budget"] < 2:
             raise RequestError(f"speculation.budget={self.budget!r}: use 2 nodes or more, or off=True")
+        if not is_text(values["method"] or ""):
+            raise RequestError(f"speculation.method={self.method!r}: {HALF_A_CHARACTER}")
         if values["method"] in ("off", "none"):
             values |= {"off": True, "method": None}
         return Speculation(**values)
@@ -52,7 +55,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     in that order after the temperature, as `transformers` does. repetition_penalty: > 1 discourages tokens of prompt
     and answer. These four are None by default: the value in the model's generation_config.json, or off if it has none;
     0, 1.0, 0.0 and 1.0 turn them off whatever it says.
-    max_tokens, min_tokens: of the answer. stop: texts that end the answer and are not part of it.
+    max_tokens, min_tokens: of the answer. stop: texts that end the answer and are not part of it; those that end within
+    the first min_tokens tokens do not count.
     ignore_eos: continue after the end-of-sequence token (benchmarks of fixed length).
 
     presence_penalty, frequency_penalty: subtracted from the logits of tokens in the answer, once per token and once per
@@ -127,6 +131,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 f"use a count from 0 to max_tokens={self.max_tokens}",
             ),
             (all(self.stop), "stop", self.stop, "remove the empty string"),
+            (all(map(is_text, self.stop)), "stop", self.stop, HALF_A_CHARACTER),
             (-2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty, "use a number from -2 to 2"),
             (
                 -2 <= self.frequency_penalty <= 2,

@@ -9,7 +9,17 @@ from typing import Any
 from engine.errors import ModelError, RequestError
 from engine.model_hub import is_hub_id, is_local
 
+HALF_A_CHARACTER = "holds half a character; decode the text it comes from as UTF-8"
 _INCOMPLETE = "\ufffd"
+
+
+def is_text(text: str) -> bool:
+    """Whether UTF-8 can encode it. What JSON writes in two escapes may have been cut: a lone surrogate is left."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def load_tokenizer(model: str) -> Any:
@@ -47,32 +57,32 @@ def encode_text(tokenizer: Any, prompt: str | Sequence[Any], raw: bool = False) 
 
 
 def _tokens(tokenizer: Any, text: str, **options: Any) -> list[int]:
-    try:
-        return list(tokenizer(text, **options)["input_ids"])
-    except (TypeError, UnicodeError) as error:
-        broken = next((c for c in text if "\ud800" <= c <= "\udfff"), None)
-        if broken is None:
-            raise
-        raise RequestError(f"prompt: {broken!r} is half a character; decode the text it comes from as UTF-8") from error
+    if not is_text(text):
+        raise RequestError(f"prompt: {HALF_A_CHARACTER}")
+    return list(tokenizer(text, **options)["input_ids"])
 
 
 class TextStream:
     """Detokenises one answer. `push` tokens, `take` what can be shown; `text` is all there is so far.
 
     tokenizer: a `transformers` tokenizer. A window of the last tokens is decoded with and without the newest, because
-    a token's text depends on its neighbours (word-initial spaces, characters of several tokens).
+    a token's text depends on its neighbours (word-initial spaces, characters of several tokens). special: special
+    tokens are part of the text.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()):
-        self._tokenizer, self._stop = tokenizer, stop
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), special: bool = False):
+        self._tokenizer, self._stop, self._special = tokenizer, stop, special
         self._tokens: list[int] = []
         self._window, self._read = 0, 0
         self._shown = 0
         self.text = ""
-        self.stopped = False
+        self._may_stop, self.stopped = True, False
 
-    def push(self, token: int) -> bool:
-        """Add a token; true once a stop string is complete, which ends the text before it."""
+    def push(self, token: int, may_stop: bool = True) -> bool:
+        """Add a token; true once a stop string is complete, which ends the text before it. may_stop: whether a stop
+        string that ends with this token counts.
+        """
+        self._may_stop = may_stop
         self._tokens.append(token)
         known, now = self._decode(self._read), self._decode(len(self._tokens))
         if not now.endswith(_INCOMPLETE):
@@ -89,7 +99,9 @@ class TextStream:
 
     def _decode(self, end: int) -> str:
         text: str = self._tokenizer.decode(
-            self._tokens[self._window : end], skip_special_tokens=True, clean_up_tokenization_spaces=False
+            self._tokens[self._window : end],
+            skip_special_tokens=not self._special,
+            clean_up_tokenization_spaces=False,
         )
         return text
 
@@ -97,6 +109,8 @@ class TextStream:
         self._window, self._read = self._read, len(self._tokens)
         searched = len(self.text)
         self.text += piece
+        if not self._may_stop:
+            return
         ends = [at for stop in self._stop if (at := self.text.find(stop, max(0, searched - len(stop) + 1))) >= 0]
         if ends:
             self.text, self.stopped = self.text[: min(ends)], True

@@ -30,7 +30,7 @@ from engine.server.guard import CLIENT_GONE, Guard
 from engine.server.render import ChatFormat, TextFormat
 from engine.server.schema import ChatRequest, CompletionRequest, TokenizeRequest
 from engine.server.serving import Serving
-from engine.server.translate import chat_choices, text_choices
+from engine.server.translate import chat_choices, names_of, text_choices
 
 VERSION = version("talon-decoding")
 Responses = dict[int | str, dict[str, Any]]
@@ -66,6 +66,7 @@ def create_app(serving: Serving) -> FastAPI:
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer chat messages."""
         serving.check()
+        request.state.names = names_of(body)
         wanted = await chat_choices(body, engine, settings)
         format_ = ChatFormat(settings.model, wanted, serving.vocabulary, body.includes_usage, body.return_sources)
         return await serving.answer(request, body, wanted, format_)
@@ -74,6 +75,7 @@ def create_app(serving: Serving) -> FastAPI:
     async def complete(body: CompletionRequest, request: Request) -> Response:
         """Continue a text, or several."""
         serving.check()
+        request.state.names = names_of(body)
         wanted = await text_choices(body, engine, settings, serving.vocabulary)
         format_ = TextFormat(settings.model, wanted, serving.vocabulary, body.includes_usage, body.return_sources)
         return await serving.answer(request, body, wanted, format_)
@@ -92,8 +94,9 @@ def create_app(serving: Serving) -> FastAPI:
         return _model(serving)
 
     @app.post("/tokenize", responses=_only(400, 401, 413))
-    async def tokenize(body: TokenizeRequest) -> Tokenized:
+    async def tokenize(body: TokenizeRequest, request: Request) -> Tokenized:
         """The token ids of a text, or of chat messages through the model's template."""
+        request.state.names = names_of(body)
         messages = body.messages
         asked: Any = body.prompt if messages is None else [message.plain() for message in messages]
         tokens = await engine.encode(asked, raw=True)
@@ -136,7 +139,7 @@ def _handle_errors(app: FastAPI, serving: Serving) -> None:
             return Response(status_code=CLIENT_GONE)
         if isinstance(error, HTTPException):
             error = _http_error(error)
-        refusal = api_error(error)
+        refusal = api_error(error, request.state.names)
         if refusal.status == 500:
             serving.log.failed(request.state.number, error)
         request.state.record["error"] = str(refusal)

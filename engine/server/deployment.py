@@ -24,6 +24,7 @@ from starlette.responses import Response, StreamingResponse
 
 from engine import config as configuration
 from engine.api import Engine
+from engine.server import traces
 from engine.server.affinity import SESSION_HEADER, session_of
 from engine.server.app import create_app
 from engine.server.command import read_keys, short_name
@@ -74,6 +75,7 @@ class Replica:
             log_prompts=arguments.log_prompts,
             traces=arguments.traces,
         )
+        traces.check(settings.traces)
         self.engine = await Engine.start(config)
         serving = Serving(self.engine, settings)
         await serving.warm_up()

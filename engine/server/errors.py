@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -11,10 +11,14 @@ from fastapi.responses import JSONResponse
 
 from engine.errors import EngineClosed, ProtocolError, QueueFull, RequestError, TalonError, WorkerDied
 from engine.server.answers import Error, ErrorDetail
+from engine.text import HALF_A_CHARACTER
 
 RETRY_AFTER_S = 1
+CONTEXT_LENGTH = "context_length_exceeded"
 _FIELD_NAME = re.compile(r"(?!str$|int$)[a-z_0-9]+")  # and not a branch of a union
 _FIELD = re.compile(r"^([a-z_][a-z0-9_.]*)(=|: )")
+_OVER_CONTEXT = re.compile(r"(over|in) the context of \d")  # as `engine.prompts.check_room` says it
+_MOST_NAME = 64  # characters of an unknown field's name that are repeated
 
 
 class ApiError(TalonError):
@@ -41,15 +45,17 @@ class ApiError(TalonError):
         return JSONResponse(self.body.model_dump(), self.status, self.headers)
 
 
-def api_error(error: Exception) -> ApiError:
-    """The error as a client sees it. Of an unexpected one it learns only that it happened: the text is for the log."""
+def api_error(error: Exception, names: Mapping[str, str] | None = None) -> ApiError:
+    """The error as a client sees it. Of an unexpected one it learns only that it happened: the text is for the log.
+    names: what the client calls the engine's fields, where it uses other names.
+    """
     match error:
         case ApiError():
             return error
         case RequestValidationError():
             return _validation(error)
         case RequestError():
-            return ApiError(400, str(error), param=field_of(str(error)))
+            return _refusal(str(error), names or {})
         case QueueFull():
             return ApiError(429, "all places are taken; try again later", "rate_limit_error", "queue_full")
         case WorkerDied() | EngineClosed():
@@ -70,6 +76,13 @@ def field_of(message: str) -> str:
     return found[1] if found else ""
 
 
+def _refusal(message: str, names: Mapping[str, str]) -> ApiError:
+    field = field_of(message)
+    sent = names.get(field.partition(".")[0], field)
+    code = CONTEXT_LENGTH if _OVER_CONTEXT.search(message) else None
+    return ApiError(400, sent + message[len(field) :], code=code, param=sent)
+
+
 def _validation(error: RequestValidationError) -> ApiError:
     errors: Any = error.errors()
     field = errors[0]["loc"][:2]
@@ -80,6 +93,8 @@ def _validation(error: RequestValidationError) -> ApiError:
     if first["type"] == "json_invalid":
         return ApiError(400, "the body is not JSON", code="invalid_json")
     if first["type"] == "extra_forbidden":
+        *above, name = first["loc"][1:]
+        field = ".".join(filter(None, (_path(above), name[:_MOST_NAME])))
         return ApiError(400, f"{field}: is not supported by this server; leave it out", code="unsupported", param=field)
     message = _said(first)
     if first["type"] == "value_error" and (named := field_of(message)):  # ours: it names the field
@@ -111,4 +126,6 @@ def _said(error: dict[str, Any]) -> str:
             return f"names no {kind}"
         case "union_tag_invalid":
             return f"{kind} {more['tag']!r} is none of {more['expected_tags']}"
+        case "string_unicode":
+            return HALF_A_CHARACTER
     return str(error["msg"]).removeprefix("Value error, ").removeprefix("Input ")

@@ -37,7 +37,7 @@ class Guard:
         headers, started_s = Headers(scope=scope), time.perf_counter()
         number = _number(headers.get("x-request-id"))
         record: dict[str, object] = {"id": number, "method": scope["method"], "path": scope["path"]}
-        scope["state"] = {**scope.get("state", {}), "number": number, "record": record}
+        scope["state"] = {**scope.get("state", {}), "number": number, "record": record, "names": {}}
         status = CLIENT_GONE
 
         async def answer(message: Message) -> None:

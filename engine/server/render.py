@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from pydantic import BaseModel
@@ -30,7 +29,8 @@ from engine.server.answers import (
     Usage,
 )
 from engine.server.translate import Wanted
-from engine.server.vocabulary import Vocabulary
+from engine.server.vocabulary import Vocabulary, offset
+from engine.text import TextStream
 
 _REASONS: dict[str, FinishReason] = {"eos": "stop", "stop": "stop", "length": "length"}
 
@@ -74,8 +74,8 @@ class _Format:
         return {**self._head, "choices": [], **figures}
 
     def _usage(self, results: Sequence[Result]) -> Usage:
-        """A prompt counts once, however many choices it has; its choices are adjacent."""
-        prompts = sum(len(prompt) for prompt, _ in itertools.groupby(one.prompt for one in self.wanted))
+        """A prompt counts once, however many choices it has: they share its list. Equal prompts of a batch do not."""
+        prompts = sum({id(one.prompt): len(one.prompt) for one in self.wanted}.values())
         shown = zip(self.wanted, results, strict=True)
         answers = sum(len(result.token_ids) for wanted, result in shown if not wanted.silent)
         return Usage(prompt_tokens=prompts, completion_tokens=answers, total_tokens=prompts + answers)
@@ -150,14 +150,14 @@ class TextFormat(_Format):
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
-        self._offsets = [0] * len(self.wanted)  # length of the text sent so far, for each choice
+        self._answers: dict[int, TextStream] = {}
+        """For each choice that has begun, so that its echo was sent: the text of its answer's tokens."""
 
     def opening(self) -> list[Chunk]:
         return []
 
     def piece(self, choice: int, piece: Piece) -> Chunk:
-        before = self._offsets[choice] == 0
-        text, logprobs = self._shown(choice, piece, piece.text, before)
+        text, logprobs = self._shown(choice, piece, piece.text)
         fields = {} if self.wanted[choice].silent else self._source_fields(piece)
         return self._text(choice, text, logprobs=None if logprobs is None else logprobs.model_dump(), **fields)
 
@@ -167,7 +167,7 @@ class TextFormat(_Format):
     def whole(self, results: Sequence[Result]) -> TextCompletion:
         choices = []
         for choice, result in enumerate(results):
-            text, logprobs = self._shown(choice, result, result.text, before=True)
+            text, logprobs = self._shown(choice, result, result.text)
             reason, silent = self._reason(choice, result), self.wanted[choice].silent
             sources = None if silent else self._sources(result)
             choices.append(
@@ -181,31 +181,28 @@ class TextFormat(_Format):
     def _text(self, choice: int, text: str, **more: Any) -> Chunk:
         return self._chunk({"index": choice, "text": text, "logprobs": None, "finish_reason": None} | more)
 
-    def _shown(self, choice: int, arrival: Piece | Result, text: str, before: bool) -> tuple[str, TextLogprobs | None]:
-        """The text, and its tokens' log-probabilities. before: nothing has been sent yet, so an echo comes first."""
+    def _shown(self, choice: int, arrival: Piece | Result, text: str) -> tuple[str, TextLogprobs | None]:
+        """The text, and its tokens' log-probabilities. An echo comes before everything else."""
         wanted = self.wanted[choice]
-        echo = (wanted.echo or "") if before else ""
-        text = echo + ("" if wanted.silent else text)
+        echo = None if choice in self._answers else wanted.echo
+        answer = self._answers.setdefault(choice, self.vocabulary.stream())
+        text = (echo or "") + ("" if wanted.silent else text)
         if wanted.sampling.logprobs is None:
-            self._offsets[choice] += len(text)
             return text, None
-        tokens = list(self._prompt_tokens(wanted, arrival)) if before else []
+        tokens: list[tuple[int, Logprob | None]] = []
+        offsets: list[int] = []
+        if echo is not None:
+            logprobs = arrival.prompt_logprobs or [None] * len(wanted.prompt)
+            tokens += zip(wanted.prompt, logprobs, strict=True)
+            offsets += self.vocabulary.prompt_offsets(wanted.prompt, echo)
         if not wanted.silent:
             tokens += [(one.token, one) for one in arrival.logprobs or ()]
-        return text, self._logprobs(choice, tokens)
+            offsets += [len(wanted.echo or "") + offset(answer, one.token) for one in arrival.logprobs or ()]
+        return text, self._logprobs(tokens, offsets)
 
-    @staticmethod
-    def _prompt_tokens(wanted: Wanted, arrival: Piece | Result) -> Iterator[tuple[int, Logprob | None]]:
-        if wanted.echo is None:
-            return iter(())
-        return zip(wanted.prompt, arrival.prompt_logprobs or [None] * len(wanted.prompt), strict=True)
-
-    def _logprobs(self, choice: int, tokens: Sequence[tuple[int, Logprob | None]]) -> TextLogprobs:
-        texts = [self.vocabulary.text(token) for token, _ in tokens]
-        offsets = list(itertools.accumulate(map(len, texts), initial=self._offsets[choice]))
-        self._offsets[choice] = offsets.pop()
+    def _logprobs(self, tokens: Sequence[tuple[int, Logprob | None]], offsets: list[int]) -> TextLogprobs:
         return TextLogprobs(
-            tokens=texts,
+            tokens=[self.vocabulary.text(token) for token, _ in tokens],
             token_logprobs=[None if one is None else one.logprob for _, one in tokens],
             top_logprobs=[None if one is None else self._top(one) for _, one in tokens],
             text_offset=offsets,

@@ -19,6 +19,7 @@ import uvicorn
 from engine.api import Engine
 from engine.config import Config
 from engine.errors import ConfigError
+from engine.server import traces
 from engine.server.app import create_app
 from engine.server.log import to_standard_error
 from engine.server.serving import Serving
@@ -41,6 +42,8 @@ class Listening:
 async def run_server(config: Config, settings: Settings, where: Listening) -> None:
     """Serve until SIGTERM or Ctrl-C; then finish the running answers and close the engine."""
     to_standard_error()
+    traces.check(settings.traces)
+    check_certificate(where)
     _tell(f"loading {config.model}")
     with listen(where) as listener, _ended_by_sigterm():
         async with await Engine.start(config) as engine:
@@ -73,8 +76,18 @@ def listen(where: Listening) -> socket.socket:
     return listener
 
 
+def check_certificate(where: Listening) -> None:
+    """Raise ConfigError for files that TLS cannot use, before a model is loaded."""
+    if where.certificate is None or where.key is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(where.certificate, where.key)
+    except OSError as error:  # of which SSLError is one
+        raise ConfigError(f"--tls-cert {where.certificate}, --tls-key {where.key}: no such pair: {error}") from None
+
+
 def _uvicorn(serving: Serving, where: Listening) -> uvicorn.Config:
-    config = uvicorn.Config(
+    return uvicorn.Config(
         create_app(serving),
         log_config=None,
         access_log=False,
@@ -85,11 +98,6 @@ def _uvicorn(serving: Serving, where: Listening) -> uvicorn.Config:
         ssl_certfile=where.certificate,
         ssl_keyfile=where.key,
     )
-    try:
-        config.load()
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"--tls-cert {where.certificate}, --tls-key {where.key}: no such pair: {error}") from None
-    return config
 
 
 class _Server(uvicorn.Server):

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from engine.text import HALF_A_CHARACTER, is_text
+
 MOST_STOPS = 16
 _ABSENT: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
@@ -37,6 +39,15 @@ class _Body(BaseModel):
         unknown = values.keys() - cls.model_fields.keys()
         idle = {key for key in unknown if values[key] is None or values[key] in _ABSENT.get(key, ())}
         return {key: value for key, value in values.items() if key not in idle}
+
+    @field_validator("*")
+    @classmethod
+    def _is_text(cls, value: Any) -> Any:
+        """JSON can hold half a character. JSON schemas are left to the grammar's library, which refuses it too."""
+        texts = value if isinstance(value, list) else [value]
+        if not all(is_text(text) for text in texts if isinstance(text, str)):
+            raise ValueError(HALF_A_CHARACTER)
+        return value
 
 
 class TextPart(_Body):
@@ -137,7 +148,7 @@ class Generation(_Body):
     user: str | None = Field(None, max_length=512, description="Stands in the log; nothing else depends on it.")
 
     # Beyond OpenAI.
-    top_k: int | None = Field(None, ge=0, lt=2**31)
+    top_k: int | None = Field(None, ge=-1, lt=2**31, description="0 and -1 are off.")
     min_p: float | None = Field(None, ge=0, lt=1)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     min_tokens: int = Field(0, ge=0, lt=2**31)
@@ -150,6 +161,11 @@ class Generation(_Body):
     @classmethod
     def _null_is_the_default(cls, value: Any, info: Any) -> Any:
         return cls.model_fields[info.field_name].default if value is None else value
+
+    @field_validator("top_k")
+    @classmethod
+    def _minus_one_is_off(cls, value: int | None) -> int | None:
+        return 0 if value == -1 else value
 
     @field_validator("stream", "min_tokens", "ignore_eos", "return_sources", mode="before")
     @classmethod

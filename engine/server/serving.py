@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -75,12 +75,19 @@ class Serving:
         results = Results(self.latencies, record, self.log.prompts, len(wanted))
         if body.stream:
             first = await while_there(request, _next(events))
-            return EventStream(self._stream(events, first, format_, results, body.includes_usage))
+            names = request.state.names
+            return EventStream(self._stream(events, first, format_, results, body.includes_usage, names))
         await while_there(request, results.collect(events))
         return JSONResponse(format_.whole(results.complete).model_dump(exclude_none=False))
 
     async def _stream(
-        self, events: choices.Events, first: choices.Event, format_: Format, results: Results, counted: bool
+        self,
+        events: choices.Events,
+        first: choices.Event,
+        format_: Format,
+        results: Results,
+        counted: bool,
+        names: Mapping[str, str],
     ) -> AsyncGenerator[bytes]:
         async with aclosing(events):
             try:
@@ -92,7 +99,7 @@ class Serving:
                 if counted:
                     yield _event(format_.usage(results.complete))
             except Exception as error:
-                refusal = api_error(error)
+                refusal = api_error(error, names)
                 if refusal.status == 500:
                     self.log.failed(results.record["id"], error)
                 self.latencies.refused(refusal.status)

@@ -22,6 +22,19 @@ _NAMES = {
 """The log's fields with their names in the semantic conventions, or in vLLM."""
 
 
+def check(endpoint: str | None) -> None:
+    """Raise ConfigError if spans are wanted and the extra that sends them is missing."""
+    if endpoint is None:
+        return
+    try:
+        import opentelemetry.exporter.otlp.proto.http.trace_exporter
+        import opentelemetry.sdk.trace.export  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"--traces {endpoint}: {error.name} is missing: pip install 'talon-decoding[traces]'"
+        ) from None
+
+
 class Traces:
     """endpoint: where spans are sent, as OTLP over HTTP; None: nowhere."""
 
@@ -52,15 +65,11 @@ class Traces:
 
 
 def _provider(endpoint: str) -> Any:
-    try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    except ImportError as error:
-        raise ConfigError(
-            f"--traces {endpoint}: {error.name} is missing: pip install 'talon-decoding[traces]'"
-        ) from None
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
     provider = TracerProvider(resource=Resource.create({"service.name": "talon"}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     return provider

@@ -9,8 +9,15 @@ from typing import Any
 
 from engine.api import Engine
 from engine.sampling import SamplingParams
-from engine.server.errors import ApiError
-from engine.server.schema import ChatRequest, CompletionRequest, Generation, JsonSchemaFormat, TextFormat
+from engine.server.errors import CONTEXT_LENGTH, ApiError
+from engine.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+    JsonSchemaFormat,
+    TextFormat,
+    TokenizeRequest,
+)
 from engine.server.settings import Settings
 from engine.server.vocabulary import Vocabulary
 
@@ -29,11 +36,11 @@ class Wanted:
 
 async def chat_choices(body: ChatRequest, engine: Engine, settings: Settings) -> list[Wanted]:
     """The choices of a chat request. Raises RequestError or ApiError."""
-    _check(body, body.n, settings)
-    prompt = await _encoded([message.plain() for message in body.messages], engine, settings)
+    _check(body, body.n, engine, settings)
+    prompt = await _encoded("messages", [message.plain() for message in body.messages], engine, settings)
     room = engine.target.context - len(prompt)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    more = {"max_tokens": room if body.limit is None else body.limit, "logprobs": logprobs, "grammar": _grammar(body)}
+    more = {"max_tokens": room if body.limit is None else body.limit, "logprobs": logprobs}
     sampling = _sampling(body, **more)
     return [Wanted(prompt, sampling.of_choice(choice)) for choice in range(body.n)]
 
@@ -42,37 +49,50 @@ async def text_choices(
     body: CompletionRequest, engine: Engine, settings: Settings, vocabulary: Vocabulary
 ) -> list[Wanted]:
     """The choices of a text completion, those of the first prompt first. Raises RequestError or ApiError."""
-    _check(body, body.n * len(body.prompts), settings)
+    _check(body, body.n * len(body.prompts), engine, settings)
     more = {
         "max_tokens": max(1, body.max_tokens),
         "logprobs": body.logprobs,
         "prompt_logprobs": body.logprobs if body.echo else None,
-        "grammar": _grammar(body),
     }
     sampling = _sampling(body, **more)
     wanted = []
     for prompt in body.prompts:
-        tokens = await _encoded(prompt, engine, settings)
+        tokens = await _encoded("prompt", prompt, engine, settings)
         text = prompt if isinstance(prompt, str) else vocabulary.texts(prompt)
         echo, silent = text if body.echo else None, not body.max_tokens
         wanted += [Wanted(tokens, sampling.of_choice(choice), echo, silent) for choice in range(body.n)]
     return wanted
 
 
-async def _encoded(prompt: Any, engine: Engine, settings: Settings) -> list[int]:
+def names_of(body: ChatRequest | CompletionRequest | TokenizeRequest) -> dict[str, str]:
+    """What the client calls the engine's fields, where it uses other names."""
+    names = {}
+    if not isinstance(body, CompletionRequest) and body.messages is not None:
+        names["prompt"] = "messages"
+    if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    if isinstance(body, Generation):
+        names["grammar"], _ = _grammar(body)
+    return names
+
+
+async def _encoded(field: str, prompt: Any, engine: Engine, settings: Settings) -> list[int]:
     tokens = await engine.encode(prompt, raw=True)
     most = settings.max_prompt_tokens
     if most is not None and len(tokens) > most:
-        raise ApiError(400, f"prompt: has {len(tokens)} tokens, this server takes {most}; shorten it", param="prompt")
+        message = f"{field}: has {len(tokens)} tokens, this server takes {most}; shorten it"
+        raise ApiError(400, message, code=CONTEXT_LENGTH, param=field)
     return tokens
 
 
-def _check(body: Generation, choices: int, settings: Settings) -> None:
+def _check(body: Generation, choices: int, engine: Engine, settings: Settings) -> None:
     if body.model != settings.model:
         message = f"model: {body.model} is not served here; ask for {settings.model}"
         raise ApiError(404, message, code="model_not_found", param="model")
-    if choices > settings.max_choices:
-        raise ApiError(400, f"n: {choices} answers in one request; this server gives {settings.max_choices}", param="n")
+    most = min(settings.max_choices, engine.config.queue.size)
+    if choices > most:
+        raise ApiError(400, f"n: {choices} answers in one request (prompts times n); {most} are the most", param="n")
 
 
 def _sampling(body: Generation, **more: Any) -> SamplingParams:
@@ -86,25 +106,30 @@ def _sampling(body: Generation, **more: Any) -> SamplingParams:
         **{name: getattr(body, name) for name in ("top_k", "top_p", "min_p", "repetition_penalty")},
         **{name: getattr(body, name) for name in ("min_tokens", "ignore_eos", "presence_penalty", "frequency_penalty")},
         "logit_bias": {int(token): bias for token, bias in (body.logit_bias or {}).items()},
+        "grammar": _grammar(body)[1],
         "speculation": _speculation(body),
         **more,
     }
     return SamplingParams(**values).validate()
 
 
-def _grammar(body: ChatRequest | CompletionRequest) -> Any:
+def _grammar(body: Generation) -> tuple[str, Any]:
+    """The field that says what the answer must look like, and the engine's grammar for it."""
     wanted = body.response_format if isinstance(body, ChatRequest) else None
     if isinstance(wanted, JsonSchemaFormat):
-        return {"json_schema": wanted.json_schema.schema_}
+        return "response_format.json_schema.schema", {"json_schema": wanted.json_schema.schema_}
     if wanted is not None and not isinstance(wanted, TextFormat):
-        return {"json_object": True}
+        return "response_format", {"json_object": True}
     if (structure := body.structured_outputs) is None:
-        return None
+        return "structured_outputs", None
     if structure.choice is not None:
-        return {"regex": "|".join(f"({re.escape(choice)})" for choice in structure.choice)}
+        choices = "|".join(f"({re.escape(choice)})" for choice in structure.choice)
+        return "structured_outputs.choice", {"regex": choices}
     if structure.json_ is not None:
-        return {"json_schema": structure.json_}
-    return {"regex": structure.regex} if structure.regex is not None else {"grammar": structure.grammar}
+        return "structured_outputs.json", {"json_schema": structure.json_}
+    if structure.regex is not None:
+        return "structured_outputs.regex", {"regex": structure.regex}
+    return "structured_outputs.grammar", {"grammar": structure.grammar}
 
 
 def _speculation(body: Generation) -> Any:

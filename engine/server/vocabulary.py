@@ -6,6 +6,8 @@ import re
 from functools import lru_cache
 from typing import Any
 
+from engine.text import TextStream
+
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _INCOMPLETE = "\ufffd"
 
@@ -15,6 +17,7 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
+        self._anchor: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
         self.text = lru_cache(maxsize=1 << 16)(self._text)
         self.bytes = lru_cache(maxsize=1 << 16)(self._bytes)
 
@@ -23,8 +26,25 @@ class Vocabulary:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
+    def stream(self, special: bool = False) -> TextStream:
+        """The text of tokens one after another, as the engine makes it. special: special tokens are part of it."""
+        return TextStream(self._tokenizer, special=special)
+
+    def prompt_offsets(self, tokens: list[int], text: str) -> list[int]:
+        """Where each token of a prompt begins in its text. Special tokens that the tokenizer has added begin at 0."""
+        added = 0
+        while added < len(tokens) and self._is_special(tokens[added]) and not text.startswith(self.text(tokens[added])):
+            added += 1
+        stream = self.stream(special=True)
+        return [0] * added + [offset(stream, token) for token in tokens[added:]]
+
+    def _is_special(self, token: int) -> bool:
+        text: str = self._tokenizer.decode([token], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return not text
+
     def _text(self, token: int) -> str:
-        return self.texts([token])
+        """Decoded after another token, since the decoders of SentencePiece drop the space that a text begins with."""
+        return self.texts([*self._anchor, token])[len(self.texts(self._anchor)) :]
 
     def _bytes(self, token: int) -> list[int]:
         text = self.text(token)
@@ -35,6 +55,13 @@ class Vocabulary:
             return [int(byte[1], 16)]
         known = _byte_level()
         return [known[letter] for letter in piece] if all(letter in known for letter in piece) else list(text.encode())
+
+
+def offset(stream: TextStream, token: int) -> int:
+    """Where `token` begins in the stream's text, to which it is added. The tokens of one character begin together."""
+    begins = len(stream.text)
+    stream.push(token)
+    return begins
 
 
 @lru_cache(maxsize=1)

@@ -9,8 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from engine import Engine
-from engine.errors import ModelError
-from engine.sampling import SamplingParams, not_applied, own_defaults
+from engine.errors import ModelError, RequestError
+from engine.grammar import Grammar
+from engine.sampling import SamplingParams, Speculation, not_applied, own_defaults
 from tests.conftest import save_tiny_llama
 
 PROMPT = list(b"the cat sat on the mat, the cat")
@@ -42,6 +43,20 @@ def test_what_a_request_says_goes_before_what_the_model_says() -> None:
 
 def test_one_stop_text_may_stand_by_itself() -> None:
     assert SamplingParams(stop="end").validate().stop == ("end",)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("params", "named"),
+    [
+        ({"stop": ("end", "\ud83d")}, "stop="),
+        ({"speculation": Speculation(method="\ud83d")}, r"speculation\.method="),
+        ({"grammar": Grammar(regex="\ud83d")}, r"grammar\.regex: "),
+        ({"grammar": Grammar(json_schema='{"title": "\ud83d"}')}, r"grammar\.json_schema: "),
+    ],
+)
+def test_half_a_character_is_refused_where_it_stands(params: dict[str, Any], named: str) -> None:
+    with pytest.raises(RequestError, match=f"^{named}.*half a character"):
+        SamplingParams(**params).validate()
 
 
 def test_a_value_that_makes_no_sense_is_refused_with_the_file_it_is_in() -> None:

@@ -33,23 +33,42 @@ def test_half_a_character_is_not_shown() -> None:
     assert stream.take() == ""
 
 
-@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
-def test_the_text_ends_before_the_first_stop_string_and_none_of_it_was_shown(text: str, stops: list[str]) -> None:
+@given(
+    st.text("ab", max_size=12),
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.integers(0, 6),
+)
+def test_the_text_ends_before_the_first_stop_string_that_counts_and_none_of_it_was_shown(
+    text: str, stops: list[str], ignored: int
+) -> None:
     stream = TextStream(TOKENIZER, stops)
     shown = ""
-    for token in tokens_of(text):
-        if stream.push(token):
+    for count, token in enumerate(tokens_of(text), 1):
+        if stream.push(token, may_stop=count > ignored):
             break
         shown += stream.take()
     shown += stream.take(final=True)
     # a stop string is found when its last character arrives, the one that began first wins
-    ends = [end for end in range(len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
+    ends = [end for end in range(ignored + 1, len(text) + 1) if text[:end].endswith(tuple(stops))]
     expected = text
     if ends:
         seen = text[: ends[0]]
-        expected = seen[: min(seen.find(stop) for stop in stops if stop in seen)]
+        expected = min((seen.removesuffix(stop) for stop in stops), key=len)
     assert shown == stream.text == expected
     assert stream.stopped == bool(ends)
+
+
+def test_special_tokens_are_shown_where_they_are_part_of_the_text() -> None:
+    for special, text in ((False, "hi"), (True, "<|user|>hi")):
+        stream = TextStream(TOKENIZER, special=special)
+        for token in tokens_of("<|user|>hi"):
+            stream.push(token)
+        assert stream.text == text
+
+
+def test_half_a_character_is_no_prompt() -> None:
+    with pytest.raises(RequestError, match=r"^prompt: holds half a character"):
+        encode_text(TOKENIZER, [{"role": "user", "content": "hi \ud83d"}])
 
 
 def test_messages_need_role_and_content() -> None:

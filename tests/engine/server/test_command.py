@@ -23,6 +23,16 @@ def test_without_its_extra_the_command_says_how_to_get_it(
     assert capsys.readouterr().err == "talon: serve: uvicorn is missing: pip install 'talon-decoding[serve]'\n"
 
 
+def test_without_the_extra_for_traces_it_says_so_before_it_loads_a_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
+    with pytest.raises(typer.Exit):
+        serve(traces="http://localhost:4318", set_=["model=nowhere"])
+    said = "--traces http://localhost:4318: opentelemetry.sdk.trace.export is missing"
+    assert capsys.readouterr().err == f"talon: {said}: pip install 'talon-decoding[traces]'\n"
+
+
 def test_keys_come_from_the_file_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "keys").write_text("# ours\n one \n\ntwo\n")
     monkeypatch.setenv(KEYS_VARIABLE, "three, four,")

@@ -11,6 +11,7 @@ from engine.server.errors import api_error
 from engine.server.schema import ChatRequest, CompletionRequest
 
 HI = [{"role": "user", "content": "hi"}]
+HALF = "\ud83d"
 
 
 @pytest.mark.parametrize(
@@ -48,6 +49,11 @@ def test_of_what_nobody_expected_a_client_learns_nothing(error: Exception) -> No
     [
         ({"tools": [{}]}, "tools"),
         ({"nonsense": 1}, "nonsense"),
+        ({"maxTokens": 1}, "maxTokens"),
+        ({"max-tokens": 1}, "max-tokens"),
+        ({"str": 1}, "str"),
+        ({"messages": [{"role": "user", "content": "x", "toolCalls": 1}]}, "messages[0].toolCalls"),
+        ({"x" * 1000: 1}, "x" * 64),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"logit_bias": {"1": 200}}, "logit_bias.1"),
@@ -81,6 +87,34 @@ def test_what_is_wrong_is_said_without_the_names_of_a_library(fields: dict[str, 
         TypeAdapter(ChatRequest).validate_python({"model": "m", "messages": HI} | fields)
     errors = [error | {"loc": ("body", *error["loc"])} for error in wrong.value.errors()]
     assert str(api_error(RequestValidationError(errors))).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"model": HALF}, "model"),
+        ({"user": HALF}, "user"),
+        ({"stop": HALF}, "stop"),
+        ({"stop": ["end", HALF]}, "stop"),
+        ({"messages": [{"role": "user", "content": HALF}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": HALF}]}]}, "messages[0].content[0].text"),
+        ({"structured_outputs": {"regex": HALF}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": ["a", HALF]}}, "structured_outputs.choice"),
+        ({"speculation": {"method": HALF}}, "speculation.method"),
+    ],
+)  # fmt: skip
+def test_half_a_character_is_refused_by_the_field_it_is_in(fields: dict[str, object], param: str) -> None:
+    with pytest.raises(ValidationError) as wrong:
+        ChatRequest.model_validate({"model": "m", "messages": HI} | fields)
+    errors = [error | {"loc": ("body", *error["loc"])} for error in wrong.value.errors()]
+    told = api_error(RequestValidationError(errors)).body.error
+    assert told.param == param and told.message.startswith(f"{param}: holds half a character")
+
+
+@pytest.mark.parametrize("prompt", [HALF, [HALF, "b"]])
+def test_half_a_character_is_no_prompt(prompt: object) -> None:
+    with pytest.raises(ValidationError, match="half a character"):
+        CompletionRequest.model_validate({"model": "m", "prompt": prompt})
 
 
 def test_what_asks_for_nothing_is_let_through() -> None:

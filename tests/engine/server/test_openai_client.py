@@ -7,12 +7,14 @@ import json
 import re
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
 from tests.engine.server.figures import settle, tokens, until
 from tests.engine.server.process import ServerProcess
 
+JSON = {"Content-Type": "application/json"}
 HI = [{"role": "user", "content": "1 2 3 1 2 3 1 2"}]
 
 
@@ -147,8 +149,24 @@ def test_bad_requests_name_the_field(client: openai.OpenAI, field: str, value: A
 
 
 def test_a_prompt_over_the_context_is_refused(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="context of 512"):
+    with pytest.raises(openai.BadRequestError, match="context of 512") as refused:
         chat(client, messages=[{"role": "user", "content": "x" * 600}], max_tokens=None)
+    assert (refused.value.param, refused.value.code) == ("messages", "context_length_exceeded")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_wrong_grammar_is_named_as_the_client_sent_it(client: openai.OpenAI, stream: bool) -> None:
+    for name, sent in (("regex", "a(b"), ("json", {"type": "no such type"}), ("json", {"title": "\ud83d"})):
+        body = json.dumps({"model": "tiny", "messages": HI, "stream": stream, "structured_outputs": {name: sent}})
+        answer = httpx.post(f"{client.base_url}chat/completions", content=body, headers=JSON)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == f"structured_outputs.{name}"
+
+
+def test_half_a_character_is_refused(client: openai.OpenAI) -> None:
+    for field in ("stop", "prompt", "model"):
+        body = json.dumps({"model": "tiny", "prompt": "hi", field: "\ud83d"})
+        answer = httpx.post(f"{client.base_url}completions", content=body, headers=JSON)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == field
 
 
 def test_another_model_is_not_found(client: openai.OpenAI) -> None:

@@ -297,6 +297,7 @@ def test_traces_are_sent_below_the_clients_own(tiny: str) -> None:
     ("options", "said"),
     [
         (("--tls-cert", "cert.pem"), "--tls-cert, --tls-key: give both"),
+        (("--tls-cert", "a.pem", "--tls-key", "b.pem", "--set", "model=nowhere"), "--tls-key b.pem: no such pair"),
         (("--api-keys", os.devnull), "holds no key"),
         (("--api-keys", "nowhere.txt"), "cannot be read"),
         (("--host", "203.0.113.1"), "cannot listen there"),

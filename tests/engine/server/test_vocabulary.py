@@ -2,8 +2,42 @@
 
 from __future__ import annotations
 
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
 from engine.server.vocabulary import Vocabulary
 from tests.conftest import tiny_tokenizer
+
+
+def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
+    """Words with the space before them, bytes for all else, and a beginning-of-sequence token, as Llama 2 has."""
+    pieces = ["<s>", "\u2581", "a", "\u2581a", "\u2581world", *(f"<0x{byte:02X}>" for byte in range(256))]
+    backend = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], unk_id=0, byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    space = decoders.Replace("\u2581", " ")
+    backend.decoder = decoders.Sequence(
+        [space, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(content=" ", left=1, right=0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
+
+
+def test_words_keep_the_space_before_them() -> None:
+    tokenizer = sentencepiece_tokenizer()
+    vocabulary = Vocabulary(tokenizer)
+    world = tokenizer.convert_tokens_to_ids("\u2581world")
+    assert vocabulary.text(world) == " world" and bytes(vocabulary.bytes(world)) == b" world"
+    halves = tokenizer.convert_tokens_to_ids(["<0xC3>", "<0xA9>", "<0x0A>"])
+    assert [vocabulary.text(half) for half in halves] == ["\ufffd", "\ufffd", "\n"]
+    assert bytes(byte for half in halves for byte in vocabulary.bytes(half)) == "é\n".encode()
+    assert vocabulary.text(tokenizer.bos_token_id) == "<s>"
+
+
+def test_tokens_of_a_prompt_begin_where_its_text_has_them() -> None:
+    tokenizer = sentencepiece_tokenizer()
+    tokens = tokenizer.convert_tokens_to_ids(["<s>", "\u2581a", "\u2581world", "<0xC3>", "<0xA9>", "a"])
+    assert Vocabulary(tokenizer).prompt_offsets(tokens, "a worldéa") == [0, 0, 1, 7, 7, 8]
+    shown = tiny_tokenizer()("<|user|>é!")["input_ids"]
+    assert Vocabulary(tiny_tokenizer()).prompt_offsets(shown, "<|user|>é!") == [0, 8, 8, 9]
 
 
 def test_the_bytes_of_tokens_that_are_parts_of_a_character_are_its_bytes() -> None:

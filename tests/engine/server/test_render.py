@@ -1,0 +1,67 @@
+"""What the engine emits, as OpenAI's objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.answer import Answer, Result
+from engine.messages import TokenLogprob
+from engine.sampling import SamplingParams
+from engine.server.render import TextFormat
+from engine.server.translate import Wanted
+from engine.server.vocabulary import Vocabulary
+from engine.text import TextStream
+from tests.conftest import tiny_tokenizer
+from tests.engine.test_answer import round_of
+
+TOKENIZER = tiny_tokenizer()  # a token is a byte
+LOGPROBS = SamplingParams(logprobs=0, prompt_logprobs=0)
+
+
+def tokens_of(text: str) -> list[int]:
+    return list(TOKENIZER(text)["input_ids"])
+
+
+def format_of(wanted: list[Wanted]) -> TextFormat:
+    return TextFormat("m", wanted, Vocabulary(TOKENIZER), False, False)
+
+
+def scored(text: str) -> tuple[TokenLogprob, ...]:
+    return tuple(TokenLogprob(token, -1.0) for token in tokens_of(text))
+
+
+def answered(sampling: SamplingParams, prompt: str, *rounds: str) -> tuple[Answer, list[Any]]:
+    """An answer of these rounds, and its pieces."""
+    answer = Answer(TextStream(TOKENIZER), 1, 0.0, "", sampling)
+    pieces = []
+    for number, text in enumerate(rounds):
+        prompts = () if number else scored(prompt)[1:]
+        reason = "length" if number == len(rounds) - 1 else None
+        pieces.append(answer.add(round_of(text, reason, logprobs=scored(text), prompt_logprobs=prompts)))
+    return answer, pieces
+
+
+def test_a_prompt_counts_once_for_its_choices_and_each_prompt_of_a_batch_counts() -> None:
+    result: Result = answered(SamplingParams(), "Hi", "x")[0].result()
+    first, second = tokens_of("Hi"), tokens_of("Hi")
+    choices = [Wanted(first, SamplingParams()), Wanted(first, SamplingParams()), Wanted(second, SamplingParams())]
+    assert format_of(choices).whole([result] * 3).usage.prompt_tokens == 4
+
+
+def test_the_tokens_of_one_character_begin_together_where_the_text_has_it() -> None:
+    prompt, text = "é.", "a€b"
+    answer, pieces = answered(LOGPROBS, prompt, "a", "€b")
+    wanted = [Wanted(tokens_of(prompt), LOGPROBS, echo=prompt)]
+    (whole,) = format_of(wanted).whole([answer.result()]).choices
+    assert whole.text == prompt + text and whole.logprobs is not None
+    assert whole.logprobs.text_offset == [0, 0, 1, 2, 3, 3, 3, 4]
+    stream = format_of(wanted)
+    chunks = [stream.piece(0, piece)["choices"][0] for piece in pieces]
+    assert "".join(chunk["text"] for chunk in chunks) == whole.text
+    assert [at for chunk in chunks for at in chunk["logprobs"]["text_offset"]] == whole.logprobs.text_offset
+
+
+def test_tokens_that_are_not_shown_move_no_offset() -> None:
+    answer, _ = answered(LOGPROBS, "x", "a<|end|>b")
+    (whole,) = format_of([Wanted(tokens_of("x"), LOGPROBS)]).whole([answer.result()]).choices
+    assert whole.text == "ab" and whole.logprobs is not None and whole.logprobs.text_offset == [0, 1, 1]

@@ -1,0 +1,38 @@
+"""Rounds of tokens become an answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.answer import Answer
+from engine.messages import Tokens
+from engine.sampling import SamplingParams
+from engine.text import TextStream
+from tests.conftest import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()  # a token is a byte
+
+
+def round_of(text: str, finish_reason: str | None = None, **more: Any) -> Tokens:
+    """A round that brought the tokens of `text`."""
+    counts = {"request": 1, "round": 0, "nodes": 1, "hit": False, "round_us": 1, "forward_us": 1, "draft_us": 0}
+    tokens = tuple(TOKENIZER(text)["input_ids"])
+    more = {"sources": (0,) * len(tokens), **more}
+    return Tokens(tokens=tokens, finish_reason=finish_reason, busy_us=1, at_us=1, **counts, **more)
+
+
+@pytest.mark.parametrize("rounds", [["a", "b", "c", "a", "b", "c"], ["ab", "cabc"], ["abcabc"]])
+@pytest.mark.parametrize(("min_tokens", "text"), [(0, "a"), (2, "a"), (3, "abca"), (6, "abcabc")])
+def test_a_stop_string_counts_if_it_ends_after_min_tokens_whatever_a_round_brings(
+    rounds: list[str], min_tokens: int, text: str
+) -> None:
+    answer = Answer(TextStream(TOKENIZER, ("bc",)), 1, 0.0, "", SamplingParams(min_tokens=min_tokens))
+    shown = ""
+    for number, brought in enumerate(rounds, 1):
+        shown += answer.add(round_of(brought, "length" if number == len(rounds) else None)).text
+        if answer.finish_reason is not None:
+            break
+    assert shown == answer.result().text == text
+    assert answer.finish_reason == ("length" if text == "abcabc" else "stop")
