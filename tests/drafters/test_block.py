@@ -292,6 +292,7 @@ def test_a_tree_of_a_block_follows_the_likeliest_path_and_ends_with_the_block(
 
     drafter.observe(1, Verdict(TokenTree.root_only(TEXT[-2]), [0], [TEXT[-1]], features))
     trees = drafter.propose_many([(1, path) for path in ([], [5], [5, 6])])
+    assert drafter.steps == 1  # one forward for all, whatever the trees grow to
     assert [int(tree.tokens[0]) for tree in trees] == [TEXT[-1], 5, 6]
     for known, tree in enumerate(trees):
         assert 4 < len(tree) <= 40

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from drafters.base import Verdict
 from drafters.checkpoint import TargetWeights
-from drafters.growth import Adaptive
+from drafters.growth import Adaptive, Sketch
 from drafters.head_drafter import HeadDrafter
 from drafters.hybrid import HybridDrafter, _root_of
 from drafters.merge import Merge
@@ -112,6 +112,14 @@ def test_the_more_requests_share_a_step_the_less_it_has_to_bring(tmp_path: Path,
     assert drafter.head.steps == steps
     drafter.propose_many([(1, ()), (2, ())])
     assert drafter.head.steps > steps
+
+
+def test_below_the_root_a_one_pass_heads_candidates_cost_no_forward() -> None:
+    text, tree = Sketch([5]), TokenTree.root_only(5)
+    below = text.frontier([text.add(0, 6, 0.01)])
+    dear = {one_pass: RetrievalAdvice(Merge(), tree, 1.0, 0.5, one_pass) for one_pass in (False, True)}
+    assert [dear[one_pass].worth_drafting(below) for one_pass in (False, True)] == [False, True]
+    assert dear[True].surplus(text.frontier([0])) < 0  # the first forward is weighed
 
 
 def test_a_step_behind_which_the_head_read_a_long_text_is_not_timed(tmp_path: Path, target: TargetWeights) -> None:
