@@ -81,11 +81,11 @@ def _conclude(
 ) -> Conclusion:
     """Record in the request how the round ended. path: accepted nodes of the verified tree; states: theirs."""
     request, own = round_.request, len(round_.proposal.tree)
-    if not round_.grafts:
+    if round_.is_speculative and not round_.grafts:
         request.trust.learn(float(round_.worth[round_.kept].sum()), len(tokens))
     request.round += 1
     request.kept_path = path
-    hit, accepted = request.hit, round_.kept[path].tolist()
+    hit, accepted = request.hit, round_.kept[path].tolist() if round_.is_speculative else path
     request.go_on(round_.proposal.number, accepted[-1], tokens)
     if states is not None:
         request.features.add(request.cache.length, states, unsent=request.drafted)

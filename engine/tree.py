@@ -166,6 +166,8 @@ class TokenTree:
         """The tree with the chain of `tokens` below its root: nodes that it already has stay as they are, new ones are
         appended. chance: of each new token.
         """
+        if not tokens:
+            return self
         confidence, parents, node = self.confidence.tolist(), self.parents.tolist(), 0
         new: list[int] = []
         for token in tokens:
