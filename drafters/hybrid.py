@@ -102,18 +102,8 @@ class HybridDrafter(Drafter):
             self._known[request][tuple(continuation)] = Known(tree, row in drafting)
 
         def so_far(grown: Callable[[], dict[int, TokenTree]]) -> None:
-            """Offers the trees that are under way, where they already hold more than retrieval's."""
             assert between_steps is not None
-            between_steps(
-                lambda: (
-                    dict(enumerate(trees))
-                    | {
-                        row: self._merged(tree, trees[row])
-                        for row, tree in ((drafting[i], tree) for i, tree in grown().items())
-                        if tree.confidence.sum() > trees[row].confidence.sum()
-                    }
-                )
-            )
+            between_steps(lambda: self._so_far(trees, {drafting[i]: tree for i, tree in grown().items()}))
 
         if drafting:
             reads = sum(self.head.behind(request) for request in {wanted[row][0] for row in drafting}) > _LONG
@@ -132,6 +122,14 @@ class HybridDrafter(Drafter):
         """Retrieval's part in the growth of each tree. The requests share the time of the head's forwards."""
         needed = self._step_s / self._token_s / max(1, len({request for request, _ in wanted}))
         return [RetrievalAdvice(self.merge, tree, needed, self._rescue, self.head.one_pass) for tree in trees]
+
+    def _so_far(self, retrieved: Sequence[TokenTree], grown: dict[int, TokenTree]) -> dict[int, TokenTree]:
+        """The trees under way where they already hold more than retrieval's, elsewhere retrieval's."""
+        trees = dict(enumerate(retrieved))
+        for row, tree in grown.items():
+            if tree.confidence.sum() > trees[row].confidence.sum():
+                trees[row] = self._merged(tree, trees[row])
+        return trees
 
     def _merged(self, tree: TokenTree, retrieved: TokenTree) -> TokenTree:
         return _with_sources(tree, retrieved, self.head.source)

@@ -59,7 +59,7 @@ def parts(config: Config) -> tuple[str, ...]:
         return (config.method,)
     head, memories = config.drafter.head, config.drafter.memories
     for key, name, model in [("head", head, True), *(("memories", name, False) for name in memories)]:
-        fitting = [n for n, m in METHODS.items() if m.drafter and not m.merges | m.probes and m.has_model == model]
+        fitting = [n for n, m in METHODS.items() if m.drafter and not (m.merges or m.probes) and m.has_model == model]
         find(name, f"drafter.{key}")
         if name not in fitting:
             raise ConfigError(f"drafter.{key}={name!r}: cannot stand there; these can: {', '.join(fitting)}")

@@ -13,6 +13,10 @@ class RequestError(TalonError, ValueError):
     """A prompt or sampling parameter is wrong; the engine was not touched."""
 
 
+class OverContext(RequestError):
+    """Prompt and answer together are longer than a request may be."""
+
+
 class ModelError(TalonError):
     """A model directory is missing, incomplete, or of a family that cannot verify a tree."""
 

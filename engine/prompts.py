@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from engine.config import Config
-from engine.errors import RequestError
+from engine.errors import OverContext, RequestError
 from engine.messages import Ready
 from engine.sampling import SamplingParams
 from engine.text import encode_text
@@ -44,11 +44,11 @@ def check_room(tokens: list[int], max_tokens: int, context: int) -> None:
     if not tokens:
         raise RequestError("prompt: holds no tokens; give more text")
     if (left := context - len(tokens)) < 1:
-        raise RequestError(
+        raise OverContext(
             f"prompt: its {len(tokens)} tokens leave no room for an answer in the context of {context}; shorten it"
         )
     if max_tokens > left:
-        raise RequestError(
+        raise OverContext(
             f"max_tokens={max_tokens}: with a prompt of {len(tokens)} tokens that is over the context of {context}; "
             f"shorten the prompt or ask for at most {left}"
         )

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
-from engine.errors import EngineClosed, ProtocolError, QueueFull, RequestError, TalonError, WorkerDied
+from engine.errors import EngineClosed, OverContext, ProtocolError, QueueFull, RequestError, TalonError, WorkerDied
 from engine.server.answers import Error, ErrorDetail
 from engine.text import HALF_A_CHARACTER
 
@@ -17,7 +17,6 @@ RETRY_AFTER_S = 1
 CONTEXT_LENGTH = "context_length_exceeded"
 _FIELD_NAME = re.compile(r"(?!str$|int$)[a-z_0-9]+")  # and not a branch of a union
 _FIELD = re.compile(r"^([a-z_][a-z0-9_.]*)(=|: )")
-_OVER_CONTEXT = re.compile(r"(over|in) the context of \d")  # as `engine.prompts.check_room` says it
 _MOST_NAME = 64  # characters of an unknown field's name that are repeated
 
 
@@ -55,7 +54,7 @@ def api_error(error: Exception, names: Mapping[str, str] | None = None) -> ApiEr
         case RequestValidationError():
             return _validation(error)
         case RequestError():
-            return _refusal(str(error), names or {})
+            return _refusal(error, names or {})
         case QueueFull():
             return ApiError(429, "all places are taken; try again later", "rate_limit_error", "queue_full")
         case WorkerDied() | EngineClosed():
@@ -76,10 +75,11 @@ def field_of(message: str) -> str:
     return found[1] if found else ""
 
 
-def _refusal(message: str, names: Mapping[str, str]) -> ApiError:
+def _refusal(error: RequestError, names: Mapping[str, str]) -> ApiError:
+    message = str(error)
     field = field_of(message)
     sent = names.get(field.partition(".")[0], field)
-    code = CONTEXT_LENGTH if _OVER_CONTEXT.search(message) else None
+    code = CONTEXT_LENGTH if isinstance(error, OverContext) else None
     return ApiError(400, sent + message[len(field) :], code=code, param=sent)
 
 
