@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 
 from engine.model.amx import pointer
 from engine.model.matmul_kernels import MATMUL, first_panel, put_sums
-from engine.model.matmul_sums import PANELS, ROW_BYTES, STEP, SUMS, fetch_later, new_room, sums_in_registers
+from engine.model.matmul_sums import PANELS, ROW_BYTES, STEP, SUMS, fetch_later, new_room, row_counts, sums_in_registers
 from engine.model.simd import BFLOAT16, FLOAT, FLOAT32, LANES, features, fused, integers, load, read, spread, store
 from engine.model.team import kernel, member, members
 
@@ -59,12 +59,8 @@ def _sums_of(size: int) -> Any:
     @njit
     def sums(rows: int, width: int, x: int, stride: int, weights: int, steps: int, room: int) -> None:
         """Products of up to _ROWS rows with one or two panels."""
-        if rows == 1 and width == 2:
-            sum_fused(1, 2, size, rows, x, stride, weights, steps, room)
-        elif rows <= 2 and width == 2:
+        if rows <= 2 and width == 2:
             sum_fused(2, 2, size, rows, x, stride, weights, steps, room)
-        elif rows <= 4 and width == _WIDE:
-            sum_fused(4, _WIDE, size, rows, x, stride, weights, steps, room)
         elif width == _WIDE:
             sum_fused(_ROWS, _WIDE, size, rows, x, stride, weights, steps, room)
         else:
@@ -79,28 +75,30 @@ def _sums_of(size: int) -> Any:
 def sum_fused(
     context: Any, most: Any, panels: Any, size: Any, rows: Any, x: Any, stride: Any, weights: Any, steps: Any, room: Any
 ) -> Any:
-    """Write the products of up to `most` rows with `panels` panels to `room`, [rows, 2 * 16] float32.
+    """Write the products of `rows` rows, at most `most`, with `panels` panels to `room`, [rows, 2 * 16] float32.
 
-    most, panels, size: compile-time constants. size: bytes of a number of the matrix. x: address of the first of `rows`
-    rows of float32, one every `stride` bytes; the last row stands in for missing ones. weights: address of the first
-    panel.
+    most, panels, size: compile-time constants. size: bytes of a number of the matrix. x: address of the first row of
+    float32, one every `stride` bytes. weights: address of the first panel.
     """
-    count, width, of_number = most.literal_value, panels.literal_value, size.literal_value
+    width, of_number = panels.literal_value, size.literal_value
     tile_bytes, pair_bytes = STEP * LANES * of_number, 2 * LANES * of_number
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        *_, weights, steps, _ = args
-        where = [*args[3:], _WORD(ROW_BYTES)]
-        with sums_in_registers(builder, count, width, tile_bytes, FLOAT32, *where) as (step, tiles, here, sums):
-            fetch_later(builder, step, steps, weights, tile_bytes, width)
-            for pair in range(STEP // 2):
-                matrices = [_pair(builder, builder.add(tile, _WORD(pair * pair_bytes)), of_number) for tile in tiles]
-                for half in range(2):
-                    for row, at in zip(sums, here, strict=True):
-                        number = builder.load(pointer(builder, builder.add(at, _WORD(8 * pair + 4 * half)), FLOAT))
-                        for cell, matrix in zip(row, matrices, strict=True):
-                            total = fused(builder, spread(builder, number), matrix[half], builder.load(cell))
-                            builder.store(total, cell)
+        rows, *_, weights, steps, _ = args[3:]
+        where = [*args[4:], _WORD(ROW_BYTES)]
+        for count in row_counts(builder, rows, most.literal_value):
+            with sums_in_registers(builder, count, width, tile_bytes, FLOAT32, *where) as (step, tiles, here, sums):
+                fetch_later(builder, step, steps, weights, tile_bytes, width)
+                for pair in range(STEP // 2):
+                    matrices = [
+                        _pair(builder, builder.add(tile, _WORD(pair * pair_bytes)), of_number) for tile in tiles
+                    ]
+                    for half in range(2):
+                        for row, at in zip(sums, here, strict=True):
+                            number = builder.load(pointer(builder, builder.add(at, _WORD(8 * pair + 4 * half)), FLOAT))
+                            for cell, matrix in zip(row, matrices, strict=True):
+                                total = fused(builder, spread(builder, number), matrix[half], builder.load(cell))
+                                builder.store(total, cell)
         return context.get_dummy_value()
 
     return types.void(most, panels, size, *[types.int64] * 6), generate

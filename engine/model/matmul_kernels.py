@@ -156,10 +156,6 @@ def _vector_sums(
     form, keep = literally(form), literally(keep)
     if width == 1:
         sum_vectors(8, 1, form, keep, rows, x, stride, weights, steps, room, ROW_BYTES, place)
-    elif rows == 1:
-        sum_vectors(1, 2, form, keep, rows, x, stride, weights, steps, room, ROW_BYTES, place)
-    elif rows <= 4:
-        sum_vectors(4, 2, form, keep, rows, x, stride, weights, steps, room, ROW_BYTES, place)
     else:
         sum_vectors(8, 2, form, keep, rows, x, stride, weights, steps, room, ROW_BYTES, place)
 

@@ -135,46 +135,61 @@ def sum_vectors(
     room_stride: Any,
     place: Any,
 ) -> Any:
-    """Products of up to `most` rows with `panels` panels, in `room`: [rows, panels * 16] float32, one row every
-    `room_stride` bytes.
+    """Products of `rows` rows, at most `most`, with `panels` panels, in `room`: [rows, panels * 16] float32, one row
+    every `room_stride` bytes.
 
-    most, panels, form, keep: compile-time constants. x: address of the first of `rows` rows, one every `stride` bytes;
-    the last row stands in for missing ones. weights: address of the first panel, of that form. keep: 1 to store the
-    unpacked panels at `place`, one after the other.
+    most, panels, form, keep: compile-time constants. x: address of the first row, one every `stride` bytes. weights:
+    address of the first panel, of that form. keep: 1 to store the unpacked panels at `place`, one after the other.
     """
-    count, width, of, kept = most.literal_value, panels.literal_value, Form(form.literal_value), keep.literal_value
+    width, of, kept = panels.literal_value, Form(form.literal_value), keep.literal_value
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        *where, place = args[4:]
-        _, _, _, weights, steps, *_ = where
-        with sums_in_registers(builder, count, width, of.tile_bytes, 2, *where) as (step, tiles, here, sums):
-            if width > 1:  # attention has one panel, and prefetches its blocks itself: they are not contiguous
-                with builder.if_then(builder.icmp_unsigned("!=", weights, place)):  # kept panels are cached
-                    fetch_later(builder, step, steps, weights, of.tile_bytes, width)
-            matrices = zip(*(pair_vectors(builder, of, tile) for tile in tiles), strict=True)
-            for pair, matrix in enumerate(matrices):
-                if kept:
-                    for panel, numbers in enumerate(matrix):
-                        tile = builder.add(builder.mul(steps, _WORD(panel)), step)
-                        there = builder.add(place, builder.add(builder.mul(tile, _WORD(TILE_BYTES)), _WORD(64 * pair)))
-                        builder.store(numbers, pointer(builder, there, _PAIRS), align=4)
-                for cells, at in zip(sums, here, strict=True):
-                    totals = dot(builder, [builder.load(cell) for cell in cells], matrix, at, pair)
-                    for cell, total in zip(cells, totals, strict=True):
-                        builder.store(total, cell)
+        rows, *where, place = args[4:]
+        _, _, weights, steps, _, _ = where
+        for count in row_counts(builder, rows, most.literal_value):
+            with sums_in_registers(builder, count, width, of.tile_bytes, 2, *where) as (step, tiles, here, sums):
+                if width > 1:  # attention has one panel, and prefetches its blocks itself: they are not contiguous
+                    with builder.if_then(builder.icmp_unsigned("!=", weights, place)):  # kept panels are cached
+                        fetch_later(builder, step, steps, weights, of.tile_bytes, width)
+                matrices = zip(*(pair_vectors(builder, of, tile) for tile in tiles), strict=True)
+                for pair, matrix in enumerate(matrices):
+                    if kept:
+                        for panel, numbers in enumerate(matrix):
+                            tile = builder.add(builder.mul(steps, _WORD(panel)), step)
+                            at = builder.add(builder.mul(tile, _WORD(TILE_BYTES)), _WORD(64 * pair))
+                            builder.store(numbers, pointer(builder, builder.add(place, at), _PAIRS), align=4)
+                    for cells, at in zip(sums, here, strict=True):
+                        totals = dot(builder, [builder.load(cell) for cell in cells], matrix, at, pair)
+                        for cell, total in zip(cells, totals, strict=True):
+                            builder.store(total, cell)
         return context.get_dummy_value()
 
     return types.void(most, panels, form, keep, *[types.int64] * 8), generate
 
 
+def row_counts(builder: ir.IRBuilder, rows: ir.Value, most: int) -> Iterator[int]:
+    """1 to `most`: the code emitted for each runs if that is the number of rows. With code of their own, two rows take
+    two thirds of the time of four.
+    """
+    end = builder.append_basic_block("summed")
+    blocks = [builder.append_basic_block(f"rows.{count}") for count in range(1, most + 1)]
+    switch = builder.switch(rows, blocks[-1])
+    for count, block in enumerate(blocks[:-1], 1):
+        switch.add_case(_WORD(count), block)
+    for count, block in enumerate(blocks, 1):
+        builder.position_at_end(block)
+        yield count
+        builder.branch(end)
+    builder.position_at_end(end)
+
+
 @contextmanager
 def sums_in_registers(
     builder: ir.IRBuilder,
-    most: int,
+    count: int,
     panels: int,
     tile_size: int,
     number_size: int,
-    rows: ir.Value,
     x: ir.Value,
     stride: ir.Value,
     weights: ir.Value,
@@ -182,34 +197,30 @@ def sums_in_registers(
     room: ir.Value,
     room_stride: ir.Value,
 ) -> Iterator[tuple[ir.Value, list[ir.Value], list[ir.Value], list[list[ir.Value]]]]:
-    """Emits the loop over `steps`: code emitted inside the context adds up one step.
+    """Emits the loop over `steps` for `count` rows: code emitted inside the context adds up one step.
 
     tile_size, number_size: bytes of a panel's tile and of a number of a row. The rest is as in `sum_vectors`. Yields
     the step, the addresses of its tiles and of the rows' inputs, and where the sums are, by row and panel.
     """
-    sums = [[cgutils.alloca_once(builder, SUMS) for _ in range(panels)] for _ in range(most)]
+    sums = [[cgutils.alloca_once(builder, SUMS) for _ in range(panels)] for _ in range(count)]
     for cell in itertools.chain(*sums):
         builder.store(ir.Constant(SUMS, [0.0] * LANES), cell)
-    starts = row_starts(builder, most, rows, x, stride)
+    starts = row_starts(builder, count, x, stride)
     panel_bytes = builder.mul(steps, _WORD(tile_size))
     with cgutils.for_range(builder, steps) as loop:
         first = builder.add(weights, builder.mul(loop.index, _WORD(tile_size)))
         tiles = [builder.add(first, builder.mul(panel_bytes, _WORD(panel))) for panel in range(panels)]
         inputs = builder.mul(loop.index, _WORD(number_size * STEP))
         yield loop.index, tiles, [builder.add(start, inputs) for start in starts], sums
-    for there, cells in zip(row_starts(builder, most, rows, room, room_stride), sums, strict=True):
+    for there, cells in zip(row_starts(builder, count, room, room_stride), sums, strict=True):
         for panel, cell in enumerate(cells):
             place = pointer(builder, builder.add(there, _WORD(4 * LANES * panel)), SUMS)
             builder.store(builder.load(cell), place, align=4)
 
 
-def row_starts(builder: ir.IRBuilder, count: int, rows: ir.Value, first: ir.Value, stride: ir.Value) -> list[ir.Value]:
-    """Addresses of `count` rows; the last of `rows` stands in for missing ones."""
-    last, starts = builder.sub(rows, _WORD(1)), []
-    for row in range(count):
-        there = builder.icmp_signed("<", _WORD(row), last)
-        starts.append(builder.add(first, builder.mul(stride, builder.select(there, _WORD(row), last))))
-    return starts
+def row_starts(builder: ir.IRBuilder, count: int, first: ir.Value, stride: ir.Value) -> list[ir.Value]:
+    """Addresses of `count` rows."""
+    return [builder.add(first, builder.mul(stride, _WORD(row))) for row in range(count)]
 
 
 def pair_vectors(builder: ir.IRBuilder, form: Form, tile: ir.Value) -> Iterator[ir.Value]:

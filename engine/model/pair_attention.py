@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 
 from engine.model.amx import pointer
 from engine.model.attention_work import ATTENTION
-from engine.model.matmul_sums import SUMS, dot, pair_vectors, row_starts, sum_vectors
+from engine.model.matmul_sums import SUMS, dot, pair_vectors, row_counts, row_starts, sum_vectors
 from engine.model.paired_attention import (
     PANEL_BYTES,
     WEIGHT_BYTES,
@@ -38,14 +38,7 @@ def _score_all(work: Any, queries: int, count: int, table: int, head: int, low: 
         for block in range(low, high):
             at = next_block(work, work.keys, table, block, high, head)
             place = scores + begin * step + 4 * LANES * block
-            if some <= 4:
-                sum_vectors(4, 1, 0, 0, some, q, stride, at, steps, place, step, 0)
-            elif some <= 8:
-                sum_vectors(8, 1, 0, 0, some, q, stride, at, steps, place, step, 0)
-            elif some <= 12:
-                sum_vectors(12, 1, 0, 0, some, q, stride, at, steps, place, step, 0)
-            else:
-                sum_vectors(16, 1, 0, 0, some, q, stride, at, steps, place, step, 0)
+            sum_vectors(16, 1, 0, 0, some, q, stride, at, steps, place, step, 0)
 
 
 @njit
@@ -89,10 +82,6 @@ def _add(work: Any, begin: int, some: int, block: int, values: int, weights: int
         at, place = values + panel * PANEL_BYTES, sums + begin * stride + panel * 4 * LANES
         if panels - panel < _PANELS:  # dimensions are a multiple of 32
             _add_values(6, 2, some, of, step, at, place, stride)
-        elif some == 1:
-            _add_values(1, 4, some, of, step, at, place, stride)
-        elif some <= 3:
-            _add_values(3, 4, some, of, step, at, place, stride)
         else:
             _add_values(6, 4, some, of, step, at, place, stride)
 
@@ -109,30 +98,31 @@ def _add_values(
     sums: Any,
     stride: Any,
 ) -> Any:
-    """Add 16 weighted values to the sums of up to `most` rows, of 16 dimensions for each of the panels.
+    """Add 16 weighted values to the sums of `rows` rows, at most `most`, of 16 dimensions for each of the panels.
 
-    most, panels: compile-time constants. weights: address of the first of `rows` rows' weights, one every `step` bytes;
-    sums: of its sums, one every `stride` bytes. The last row stands in for missing ones.
+    most, panels: compile-time constants. weights: address of the first row's weights, one every `step` bytes; sums: of
+    its sums, one every `stride` bytes.
     """
-    count, width = most.literal_value, panels.literal_value
+    width = panels.literal_value
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         rows, weights, step, values, sums, stride = args[2:]
-        starts = row_starts(builder, count, rows, weights, step)
-        places = [
-            [pointer(builder, builder.add(start, _WORD(4 * LANES * panel)), SUMS) for panel in range(width)]
-            for start in row_starts(builder, count, rows, sums, stride)
-        ]
-        totals = [[builder.load(place, align=4) for place in row] for row in places]
-        matrices = [
-            pair_vectors(builder, Form.BFLOAT16, builder.add(values, _WORD(PANEL_BYTES * i))) for i in range(width)
-        ]
-        for pair in range(LANES // 2):
-            matrix = [next(one) for one in matrices]
-            for row, start in enumerate(starts):
-                totals[row] = dot(builder, totals[row], matrix, start, pair)
-        for place, one in zip(itertools.chain(*places), itertools.chain(*totals), strict=True):
-            builder.store(one, place, align=4)
+        for count in row_counts(builder, rows, most.literal_value):
+            starts = row_starts(builder, count, weights, step)
+            places = [
+                [pointer(builder, builder.add(start, _WORD(4 * LANES * panel)), SUMS) for panel in range(width)]
+                for start in row_starts(builder, count, sums, stride)
+            ]
+            totals = [[builder.load(place, align=4) for place in row] for row in places]
+            matrices = [
+                pair_vectors(builder, Form.BFLOAT16, builder.add(values, _WORD(PANEL_BYTES * i))) for i in range(width)
+            ]
+            for pair in range(LANES // 2):
+                matrix = [next(one) for one in matrices]
+                for row, start in enumerate(starts):
+                    totals[row] = dot(builder, totals[row], matrix, start, pair)
+            for place, one in zip(itertools.chain(*places), itertools.chain(*totals), strict=True):
+                builder.store(one, place, align=4)
         return context.get_dummy_value()
 
     return types.void(most, panels, *[types.int64] * 6), generate
