@@ -33,8 +33,9 @@ from drafters.context import ContextReader
 from drafters.growth import Dynamic, Policy, Static
 from drafters.head import Head
 from drafters.layers import DecoderLayer, KVCache, Linear, RMSNorm, draft_dtype, llama_config, qkv_weights, small_dtype
-from drafters.markov_link import Floats, Integers, Link
+from drafters.markov_link import Link
 from drafters.stack import Layer, Stack, fits
+from drafters.top import Floats, Integers
 from engine.errors import DrafterMismatch
 from engine.model.simd import LANES
 
@@ -88,7 +89,9 @@ class Confidence:
 
 
 class BlockHead(Head):
-    """size: rows of a block. first: the row that predicts the token after the root. depth: tokens predicted."""
+    """size: rows of a block. first: the row that predicts the token after the root. depth: tokens predicted. tokens:
+    `target_ids` on the CPU.
+    """
 
     method = "block"
     one_pass = True
@@ -113,6 +116,7 @@ class BlockHead(Head):
         self.published_growth = Dynamic(self.depth - 1, 7, 128) if flash.get("causal_head", False) else chain
         vocab = checkpoint.number("draft_vocab_size", target.vocab_size)
         self.target_ids = checkpoint.target_ids(vocab, target.vocab_size).to(device)
+        self.tokens: Integers = self.target_ids.cpu().numpy()
 
         def take(name: str, *shape: int) -> Tensor:
             return checkpoint.take(name, *shape).to(device, self.dtype)

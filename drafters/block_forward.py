@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,10 +16,10 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from drafters.markov_link import Floats, Integers
+from drafters.markov_link import NO_LINK, add_link
 from drafters.outcomes import Following
 from drafters.ranking import Ranking
-from drafters.top import enter
+from drafters.top import enter, write_top
 
 if TYPE_CHECKING:
     from drafters.block import BlockHead
@@ -45,90 +44,93 @@ class Outputs(NamedTuple):
     sure: Tensor
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The likeliest tokens of every row, by the row alone: where a request samples with top-k, top-p or min-p, these
-    rule tokens out before links are added.
-
-    scores: [rows, candidates] below the best one's; rest: [rows], the sum of exp(score) of all other tokens; ids:
-    [rows, candidates] of the draft vocabulary; tokens: the target's ids; gates, [rows, rank], and sure, [rows]: the
-    states' parts in the link's gate and in the confidence; gain: of a link.
-    """
-
-    scores: Floats
-    rest: Floats
-    ids: Integers
-    tokens: Integers
-    gates: Floats
-    sure: Floats
-    gain: float
-
-    @classmethod
-    def of(cls, ranking: Ranking, outputs: Outputs, positions: list[int]) -> Rows:
-        best = ranking.top(outputs.logits, positions, min(_CANDIDATES, outputs.logits.shape[1]))
-        scores = (best.values - best.values[:, :1]).cpu().numpy()
-        rest = np.maximum(0, best.totals.cpu().numpy() - np.exp(scores).sum(-1))
-        tokens = ranking.target_ids[best.indices].cpu().numpy()
-        gates, sure = (part.float().cpu().contiguous().numpy() for part in (outputs.gates, outputs.sure))
-        return cls(scores, rest, best.indices.cpu().numpy(), tokens, gates, sure, ranking.gain)
-
-
-@dataclass(eq=False)
 class BlockForward:
     """The result of one forward for one session: the rows after each block's known prefix, concatenated.
 
-    outputs: of these rows; positions: [rows], of the tokens that they predict. rows: what they predict by themselves,
-    found on first use.
+    outputs: of these rows; positions: [rows], of the tokens that they predict. The likeliest tokens of a row by the row
+    alone are found when it is first asked for: small trees ask only for the first rows. Where a request samples with
+    top-k, top-p or min-p, these rule tokens out before links are added.
     """
 
-    outputs: Outputs
-    positions: list[int]
-    rows: Rows | None = None
+    def __init__(self, outputs: Outputs, positions: list[int]):
+        self.outputs, self.positions = outputs, positions
+        rows, candidates = len(positions), min(_CANDIDATES, outputs.logits.shape[1])
+        self._found: set[int] = set()
+        self._scores, self._ids = np.empty((rows, candidates), np.float32), np.empty((rows, candidates), np.int64)
+        self._totals = np.empty(rows, np.float32)  # sum of exp(score - best score) of all tokens
+        self._gates, self._sure = (part.float().cpu().contiguous().numpy() for part in (outputs.gates, outputs.sure))
 
     def following(self, head: BlockHead, ranking: Ranking, asked: Sequence[Asked]) -> list[Following]:
         """What the head predicts in each case."""
-        found = self.rows = self.rows or Rows.of(ranking, self.outputs, self.positions)
         rows, before = np.array([one.row for one in asked]), np.array([one.before for one in asked])
-        scores, sure = found.scores[rows], np.ones(len(asked), np.float32)
-        if head.link is not None:
-            head.link.add(scores, found.ids[rows], found.gates[rows], before, found.gain)
+        self._find(ranking, {one.row for one in asked})
+        sure = np.ones(len(asked), np.float32)
         if head.confidence is not None:
-            sure = head.confidence.chance(found.sure[rows], before)
-        k = min(ranking.top_k, scores.shape[1])
-        places, chances = np.zeros((len(asked), k), np.int64), np.empty((len(asked), k), np.float32)
-        likeliest(scores, found.rest[rows], sure, places, chances)
-        tokens = np.take_along_axis(found.tokens[rows], places, 1)
+            sure = head.confidence.chance(self._sure[rows], before)
+        k = min(ranking.top_k, self._scores.shape[1])
+        ids, chances = np.zeros((len(asked), k), np.int64), np.empty((len(asked), k), np.float32)
+        tables, gain = NO_LINK if head.link is None else head.link.tables, np.float32(ranking.gain)
+        likeliest(tables, rows, before, self._scores, self._totals, self._ids, self._gates, sure, gain, ids, chances)
+        tokens = ids if ranking.same_ids else head.tokens[ids]
         return list(zip(tokens.tolist(), chances.tolist(), strict=True))
 
     def linked(self, head: BlockHead, one: Asked) -> Tensor:
-        """[1, draft_vocab] float32: the logits of a row that has been asked for, its candidates' with their links."""
-        assert self.rows is not None
-        row = slice(one.row, one.row + 1)
-        logits, ids = self.outputs.logits[row].to("cpu", torch.float32, copy=True), self.rows.ids[row]
+        """[1, draft_vocab] float32: the logits of a row that was asked for before, its candidates' with their links."""
+        assert one.row in self._found
+        logits = self.outputs.logits[one.row : one.row + 1].to("cpu", torch.float32, copy=True)
         if head.link is not None:
-            linked = np.take_along_axis(logits.numpy(), ids, 1)
-            head.link.add(linked, ids, self.rows.gates[row], np.array([one.before]), 1.0)
-            np.put_along_axis(logits.numpy(), ids, linked, 1)
+            row, ids = logits[0].numpy(), self._ids[one.row]
+            scores = row[ids]
+            head.link.add(scores, ids, self._gates[one.row], one.before)
+            row[ids] = scores
         return logits.to(head.device)
+
+    def _find(self, ranking: Ranking, rows: set[int]) -> None:
+        """Find the likeliest tokens of these rows."""
+        for row in rows - self._found:
+            part = slice(row, row + 1)
+            scores = ranking.scores(self.outputs.logits[part], [self.positions[row]])
+            write_top(scores, self._scores[part], self._ids[part], self._totals[part])
+        self._found |= rows
 
 
 @njit(cache=True, nogil=True)
-def likeliest(scores: Any, rest: Any, sure: Any, places: Any, chances: Any) -> None:
-    """The best k of each row's scores, and their chances.
+def likeliest(
+    tables: Any,
+    rows: Any,
+    before: Any,
+    scores: Any,
+    totals: Any,
+    ids: Any,
+    gates: Any,
+    sure: Any,
+    gain: Any,
+    best_ids: Any,
+    chances: Any,
+) -> None:
+    """The k likeliest tokens after some nodes, best first, and their chances.
 
-    scores: [n, candidates]; rest: [n], the sum of exp(score) of what is no candidate; sure: [n], by which the chances
-    are multiplied. Written: places, [n, k] int64, best first, and chances, [n, k] float32.
+    rows, before: [n], row and token of each node. scores, ids: [rows, candidates], best first; totals: [rows], sum of
+    exp(score - best score) of all tokens; gates: [rows, rank]; sure: [n], by which chances are multiplied; tables,
+    gain: the link's. Written: best_ids, [n, k] int64, and chances, [n, k] float32.
     """
-    k = places.shape[1]
-    for row in range(len(scores)):
-        best, count = np.empty(k, np.float32), 0
-        for column in range(scores.shape[1]):
-            count = enter(scores[row, column], column, best, places[row], count)
+    candidates, k = scores.shape[1], chances.shape[1]
+    places, best, linked = np.empty(k, np.int64), np.empty(k, np.float32), np.empty(gates.shape[1], np.float32)
+    for node in range(len(rows)):
+        row, count = rows[node], 0
+        own, rest = scores[row] - scores[row, 0], totals[row]
+        for column in range(candidates):
+            rest -= math.exp(own[column])
+        if tables.rank:
+            add_link(tables, own, ids[row], gates.ctypes.data + 4 * row * tables.rank, before[node], gain, linked)
+        for column in range(candidates):
+            count = enter(own[column], column, best, places, count)
         peak, sums = best[0], 0.0
-        if rest[row]:
+        if rest > 0:  # what is no candidate
             peak = max(peak, np.float32(0))  # exp(-peak) must not overflow
-            sums = rest[row] * math.exp(-peak)
-        for column in range(scores.shape[1]):
-            sums += math.exp(scores[row, column] - peak)
+            sums = rest * math.exp(-peak)
+        for column in range(candidates):
+            sums += math.exp(own[column] - peak)
         for column in range(k):
-            chances[row, column] = sure[row] * math.exp(best[column] - peak) / sums
+            best_ids[node, column] = ids[row, places[column]]
+            chances[node, column] = sure[node] * math.exp(best[column] - peak) / sums

@@ -9,22 +9,20 @@ taken out of it: candidates then compare with tokens that are not linked.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numba import njit
-from numpy.typing import NDArray
 from torch import Tensor
 
 from drafters.checkpoint import Checkpoint
 from drafters.layers import small_dtype
+from drafters.top import Floats, Integers
 from engine.model.exponential import exp
 from engine.model.simd import FLOAT32, LANES, add, divide, fma, load, multiply, numbers_at, splat, store, total
-
-Floats = NDArray[np.float32]
-Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -33,6 +31,19 @@ class Gate:
 
     of_state: Tensor
     of_token: Tensor
+
+
+class Tables(NamedTuple):
+    """Addresses of a link's tables (of_token: 0 without a gate), bytes of their numbers, and numbers of a token."""
+
+    first: int
+    of_token: int
+    second: int
+    width: int
+    rank: int
+
+
+NO_LINK = Tables(0, 0, 0, 0, 0)
 
 
 class Link:
@@ -56,16 +67,15 @@ class Link:
             bias = checkpoint.take("markov_head.gate_proj.bias", rank).to(device, dtype)
             self.gate = Gate(_whole(weight[:, :hidden].T), _whole(first @ weight[:, hidden:].T + bias).cpu())
 
-    def add(self, scores: Floats, candidates: Integers, gates: Floats, tokens: Integers, gain: float) -> None:
-        """Add the link, times `gain`, to the scores of each row's candidates.
-
-        scores, candidates: [n, k], the draft vocabulary's ids; gates: [n, rank], the states' part in the gate, zero
-        without one; tokens: [n] before each row.
-        """
+    @cached_property
+    def tables(self) -> Tables:
+        """Where `add_link` finds the link."""
         of_token = 0 if self.gate is None else self.gate.of_token.data_ptr()
-        first, second, width = self.first.data_ptr(), self.second.data_ptr(), self.first.itemsize
-        linked = np.empty(gates.shape[1], np.float32)  # of one row; its address is used, so it has to outlive the call
-        _add(scores, candidates, gates, tokens, np.float32(gain), linked, first, of_token, second, width)
+        return Tables(self.first.data_ptr(), of_token, self.second.data_ptr(), self.first.itemsize, self.first.shape[1])
+
+    def add(self, scores: Floats, candidates: Integers, gates: Floats, token: int) -> None:
+        """Add the link to the scores of one row's candidates: see `add_link`."""
+        add_link(self.tables, scores, candidates, gates.ctypes.data, token, np.float32(1), np.empty_like(gates))
 
 
 def _whole(weight: Tensor) -> Tensor:
@@ -73,30 +83,25 @@ def _whole(weight: Tensor) -> Tensor:
 
 
 @njit(cache=True, nogil=True)
-def _add(
-    scores: Any,
-    candidates: Any,
-    gates: Any,
-    tokens: Any,
-    gain: Any,
-    linked: Any,
-    first: int,
-    of_token: int,
-    second: int,
-    width: int,
-) -> None:
-    rank, one, place = gates.shape[1], splat(np.float32(1)), linked.ctypes.data
-    for row in range(len(scores)):
-        at, gate = tokens[row] * rank, gates.ctypes.data + 4 * row * rank
+def add_link(tables: Any, scores: Any, candidates: Any, gates: int, token: int, gain: Any, linked: Any) -> None:
+    """Add the link, times `gain`, to the scores of a row's candidates.
+
+    scores, candidates: [k], the draft vocabulary's ids; gates: address of the state's part in the gate, [rank]; token:
+    before the row; linked: [rank], scratch.
+    """
+    one, place = splat(np.float32(1)), linked.ctypes.data
+    width, rank = tables.width, tables.rank
+    for lane in range(0, rank, LANES):
+        x = numbers_at(tables.first + (token * rank + lane) * width, width)
+        if tables.of_token:
+            said = add(
+                load(gates + 4 * lane, FLOAT32), numbers_at(tables.of_token + (token * rank + lane) * width, width)
+            )
+            x = divide(x, add(one, exp(multiply(splat(np.float32(-1)), said))))
+        store(x, place + 4 * lane, FLOAT32)
+    for column in range(len(scores)):
+        of_candidate, sums = candidates[column] * rank, splat(np.float32(0))
         for lane in range(0, rank, LANES):
-            x = numbers_at(first + (at + lane) * width, width)
-            if of_token:
-                said = add(load(gate + 4 * lane, FLOAT32), numbers_at(of_token + (at + lane) * width, width))
-                x = divide(x, add(one, exp(multiply(splat(np.float32(-1)), said))))
-            store(x, place + 4 * lane, FLOAT32)
-        for column in range(scores.shape[1]):
-            of_candidate, sums = candidates[row, column] * rank, splat(np.float32(0))
-            for lane in range(0, rank, LANES):
-                weights = numbers_at(second + (of_candidate + lane) * width, width)
-                sums = fma(load(place + 4 * lane, FLOAT32), weights, sums)
-            scores[row, column] += gain * total(sums)
+            weights = numbers_at(tables.second + (of_candidate + lane) * width, width)
+            sums = fma(load(place + 4 * lane, FLOAT32), weights, sums)
+        scores[column] += gain * total(sums)

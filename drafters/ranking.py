@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from drafters.growth import Candidates
-from drafters.top import Top, top
+from drafters.top import top
 from engine.noise import gumbel
 from engine.sampling import SamplingParams
 
@@ -69,14 +69,10 @@ class Ranking:
 
     def __call__(self, logits: Tensor, positions: list[int]) -> Candidates:
         """logits: [n, draft_vocab]; positions: [n], the absolute position of the token each row predicts."""
-        best = self.top(logits, positions, self.top_k)
+        best = top(self.scores(logits, positions), self.top_k)
         chance = (best.values - best.values[:, :1]).exp_() / best.totals[:, None]
         tokens = best.indices if self.same_ids else self.target_ids[best.indices]
         return Candidates(tokens.tolist(), chance.clamp_(max=1.0).tolist())
-
-    def top(self, logits: Tensor, positions: list[int], k: int) -> Top:
-        """The k best of `scores`."""
-        return top(logits if self.sampling.temperature == 0 else self.scores(logits, positions), k)
 
     @property
     def learns(self) -> bool:
@@ -104,10 +100,10 @@ class Ranking:
 
     def scores(self, logits: Tensor, positions: list[int]) -> Tensor:
         """[n, draft_vocab]: candidates are ranked by these, and their softmax is the chance."""
-        scores, temperature = logits.float(), self.sampling.temperature
+        temperature = self.sampling.temperature
         if temperature == 0:
-            return scores
-        scores = self._truncate(scores / temperature)
+            return logits
+        scores = self._truncate(logits.float() / temperature)
         if self.shared_noise:
             scores = (scores + self._noise_at(positions)) * (temperature / self.error.value)
         return scores

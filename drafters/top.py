@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numba import njit
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.model.exponential import exp
@@ -24,6 +25,8 @@ from engine.model.simd import (
     total,
 )
 
+Floats = NDArray[np.float32]
+Integers = NDArray[np.int64]
 _GROUPS = 4  # per score wanted
 
 
@@ -37,15 +40,30 @@ class Top(NamedTuple):
 
 def top(scores: Tensor, k: int) -> Top:
     """scores: [rows, columns] of bfloat16 or float32, at least k columns."""
-    if scores.device.type != "cpu" or scores.dtype not in (torch.bfloat16, torch.float32):
+    if not _is_quick(scores):
         best = scores.float().topk(k)
         return Top(best.values, best.indices, (scores.float() - best.values[:, :1]).exp().sum(-1))
-    scores = scores if scores.stride(1) == 1 else scores.contiguous()
-    values = np.full((len(scores), k), -np.inf, np.float32)
-    indices = np.zeros((len(scores), k), np.int64)
-    totals = np.zeros(len(scores), np.float32)
-    _top(scores.data_ptr(), scores.stride(0), scores.itemsize, scores.shape[1], values, indices, totals)
+    values, indices, totals = (
+        np.empty((len(scores), k), np.float32),
+        np.empty((len(scores), k), np.int64),
+        np.empty(len(scores), np.float32),
+    )
+    write_top(scores, values, indices, totals)
     return Top(torch.from_numpy(values), torch.from_numpy(indices), torch.from_numpy(totals))
+
+
+def write_top(scores: Tensor, values: Floats, indices: Integers, totals: Floats) -> None:
+    """The same as arrays, which are overwritten."""
+    if _is_quick(scores):
+        scores = scores if scores.stride(1) == 1 else scores.contiguous()
+        _top(scores.data_ptr(), scores.stride(0), scores.itemsize, scores.shape[1], values, indices, totals)
+    else:
+        best = top(scores, values.shape[1])
+        values[:], indices[:], totals[:] = (part.cpu().numpy() for part in best)
+
+
+def _is_quick(scores: Tensor) -> bool:
+    return scores.device.type == "cpu" and scores.dtype in (torch.bfloat16, torch.float32)
 
 
 @njit(cache=True, nogil=True)
@@ -55,6 +73,7 @@ def _top(scores: int, stride: int, width: int, columns: int, values: Any, indice
     peaks = np.empty(vectors // together, np.float32)
     for row in range(len(values)):
         at, best, place = scores + row * stride * width, values[row], indices[row]
+        best[:], place[:] = -np.inf, 0
         for group in range(len(peaks)):
             most = numbers_at(at + group * together * LANES * width, width)
             for vector in range(group * together + 1, (group + 1) * together):
@@ -63,8 +82,11 @@ def _top(scores: int, stride: int, width: int, columns: int, values: Any, indice
         least = np.partition(peaks, len(peaks) - k)[len(peaks) - k] if len(peaks) >= k else -np.inf
         count = 0
         for vector in range(vectors):
-            first = vector * LANES
-            if not largest(numbers_at(at + first * width, width)) >= (best[k - 1] if count == k else least):
+            wanted = best[k - 1] if count == k else least
+            group, first = vector // together, vector * LANES
+            if group < len(peaks) and not peaks[group] >= wanted:
+                continue
+            if together > 1 and not largest(numbers_at(at + first * width, width)) >= wanted:
                 continue
             for column in range(first, first + LANES):
                 value = number_at(at + column * width, width)
