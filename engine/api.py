@@ -178,7 +178,7 @@ class Engine:
             self.totals.prompt_tokens += len(tokens)
             try:
                 self._supervisor.hand_over()
-                text = TextStream(self._tokenizer, sampling.stop)
+                text = TextStream(self._tokenizer, sampling.stop, behind=tokens)
                 answer = Answer(text, len(tokens), started, self.target.inexact, sampling)
                 while answer.finish_reason is None:
                     arrival = await flight.arrivals.get()

@@ -11,6 +11,7 @@ from engine.model_hub import is_hub_id, is_local
 
 HALF_A_CHARACTER = "holds half a character; decode the text it comes from as UTF-8"
 _INCOMPLETE = "\ufffd"
+_BEHIND = 6  # tokens before an answer that its first ones are decoded with
 
 
 def is_text(text: str) -> bool:
@@ -67,13 +68,14 @@ class TextStream:
 
     tokenizer: a `transformers` tokenizer. A window of the last tokens is decoded with and without the newest, because
     a token's text depends on its neighbours (word-initial spaces, characters of several tokens). special: special
-    tokens are part of the text.
+    tokens are part of the text. behind: the tokens before the answer, without which the decoders of SentencePiece drop
+    the space that it begins with.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), special: bool = False):
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), special: bool = False, behind: Sequence[int] = ()):
         self._tokenizer, self._stop, self._special = tokenizer, stop, special
-        self._tokens: list[int] = []
-        self._window, self._read = 0, 0
+        self._tokens = [*behind[-_BEHIND:]]
+        self._window, self._read = 0, len(self._tokens)
         self._shown = 0
         self.text = ""
         self._may_stop, self.stopped = True, False

@@ -46,6 +46,18 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
+    """Words with the space before them, bytes for all else, and a beginning-of-sequence token, as Llama 2 has."""
+    pieces = ["<s>", "\u2581", "a", "\u2581a", "\u2581world", *(f"<0x{byte:02X}>" for byte in range(256))]
+    backend = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], unk_id=0, byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    space = decoders.Replace("\u2581", " ")
+    backend.decoder = decoders.Sequence(
+        [space, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(content=" ", left=1, right=0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
+
+
 def save_tiny_llama(folder: Path, seed: int = 0, vocabulary: int = VOCABULARY, **changes: Any) -> str:
     """A random Llama with grouped-query attention, and the tiny tokenizer, as a Hugging Face directory."""
     torch.manual_seed(seed)

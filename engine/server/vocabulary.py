@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -26,9 +27,9 @@ class Vocabulary:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
-    def stream(self, special: bool = False) -> TextStream:
-        """The text of tokens one after another, as the engine makes it. special: special tokens are part of it."""
-        return TextStream(self._tokenizer, special=special)
+    def stream(self, special: bool = False, behind: Sequence[int] = ()) -> TextStream:
+        """The text of tokens one after another, as the engine makes it: see `TextStream`."""
+        return TextStream(self._tokenizer, special=special, behind=behind)
 
     def prompt_offsets(self, tokens: list[int], text: str) -> list[int]:
         """Where each token of a prompt begins in its text. Special tokens that the tokenizer has added begin at 0."""

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from engine.errors import RequestError
 from engine.text import TextStream, encode_text
-from tests.conftest import tiny_tokenizer
+from tests.conftest import sentencepiece_tokenizer, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()  # one token per byte, so that every character beyond ASCII is split
 
@@ -31,6 +31,17 @@ def test_half_a_character_is_not_shown() -> None:
     first, *_ = tokens_of("é")
     stream.push(first)
     assert stream.take() == ""
+
+
+@pytest.mark.parametrize("before", [["<s>", "\u2581a"], ["\u2581a"] * 9, []])
+def test_an_answer_keeps_its_first_space_behind_a_prompt(before: list[str]) -> None:
+    tokenizer = sentencepiece_tokenizer()
+    prompt, answer = (tokenizer.convert_tokens_to_ids(pieces) for pieces in (before, ["\u2581world", "\u2581a"]))
+    stream, shown = TextStream(tokenizer, behind=prompt), ""
+    for token in answer:
+        stream.push(token)
+        shown += stream.take()
+    assert shown == stream.text == (" world a" if before else "world a")
 
 
 @given(
