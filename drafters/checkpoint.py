@@ -28,17 +28,17 @@ WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 class Checkpoint:
     """A directory with `config.json` and one file of tensors, taken out by name until none is left.
 
-    method: what to train instead, for the fix in each message (`talon train <method>`).
+    method: what to train instead, for the fix in each message (`talon train <method>`). field: who names the directory.
     """
 
-    def __init__(self, path: str, method: str, files: Sequence[str] = WEIGHT_FILES):
-        self.path, self.method = path, method
-        folder = find_folder(path, "drafter.path")
-        self.config = read_config(folder, "drafter.path")
+    def __init__(self, path: str, method: str, files: Sequence[str] = WEIGHT_FILES, field: str = "drafter.path"):
+        self.path, self.method, self.field = path, method, field
+        folder = find_folder(path, field)
+        self.config = read_config(folder, field)
         found = [folder / name for name in files if (folder / name).is_file()]
         if not found:
             raise self.error(f"has none of {', '.join(files)}")
-        self.tensors = read_tensors(found[0], "drafter.path")
+        self.tensors = read_tensors(found[0], field)
         self.speculator: str | None = self.config.get(speculators.TYPE)
         """The kind of head in a file of the `speculators` format, None in the public layout."""
         if self.speculator is not None:
@@ -100,13 +100,13 @@ class Checkpoint:
     def match(self, what: str, mine: int, target: int) -> None:
         if mine != target:
             raise DrafterMismatch(
-                f"drafter {what} {mine} != target {what} {target} (drafter.path={self.path}): "
+                f"drafter {what} {mine} != target {what} {target} ({self.field}={self.path}): "
                 f'train a head for it with "talon train {self.method}", or use a method without one: suffix'
             )
 
     def error(self, problem: str) -> ModelError:
         return ModelError(
-            f"drafter.path={self.path}: {problem}: give a checkpoint in the public {self.method} layout, "
+            f"{self.field}={self.path}: {problem}: give a checkpoint in the public {self.method} layout, "
             f'or train one with "talon train {self.method}"'
         )
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
+from drafters.checkpoint import Checkpoint
 from drafters.training.anchored_attention import AnchoredAttention
 from drafters.training.head_module import HeadModule, Texts, llama_values, vocabulary_maps
 from drafters.training.loss import Factors
@@ -84,6 +85,10 @@ class MarkovLink(nn.Module):
     def gated(self, states: Tensor, linked: Tensor) -> Tensor:
         return torch.sigmoid(self.gate_proj(torch.cat([states, linked], dim=-1))) * linked
 
+    def begin_with(self, markov_w1: Tensor) -> None:
+        """markov_w1: [vocab, rank], which export computes: take the axes that lead to it."""
+        self.axes.copy_(torch.linalg.lstsq(self.embedding, markov_w1.float()).solution)
+
     def export(self) -> dict[str, Tensor]:
         return {
             "markov_w1.weight": self.embedding @ self.axes,
@@ -148,6 +153,13 @@ class BlockModule(HeadModule):
     def confidence(self, states: Tensor, previous: Tensor) -> Tensor:
         features = torch.cat([states, self.markov_head.of(previous)], dim=-1).detach()
         return self.confidence_head(features).squeeze(-1)
+
+    @torch.no_grad()
+    def begin_with(self, start: Checkpoint) -> None:
+        link = start.tensors.get("markov_head.markov_w1.weight")
+        super().begin_with(start)  # refuses a head without a link
+        assert link is not None
+        self.markov_head.begin_with(link)
 
     def export(self) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
         assert self.draft_ids is not None

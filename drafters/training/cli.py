@@ -20,6 +20,10 @@ RecipeFile = Annotated[Path | None, typer.Option(help="Recipe, default configs/t
 Steps = Annotated[int | None, typer.Option(help="Instead of the recipe's.")]
 Prompts = Annotated[int | None, typer.Option(help="Instead of the recipe's.")]
 Resume = Annotated[bool, typer.Option(help="Go on from the last checkpoint in OUT.")]
+Start = Annotated[
+    Path | None,
+    typer.Option(help="Folder of a trained head to train longer, or on prompts of your own."),
+]
 Answers = Annotated[Path | None, typer.Option(help="Folder of generated answers, default OUT/../answers.")]
 SaveMinutes = Annotated[float, typer.Option(help="Time between checkpoints.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
@@ -36,6 +40,7 @@ def _command(method: str, summary: str) -> None:
         steps: Steps = None,
         prompts: Prompts = None,
         resume: Resume = False,
+        start: Start = None,
         answers: Answers = None,
         save_minutes: SaveMinutes = 3.0,
         device: Device = "auto",
@@ -44,7 +49,9 @@ def _command(method: str, summary: str) -> None:
         from drafters.training.run import train  # torch and transformers take seconds to import
 
         try:
-            train(method, target, data, out, recipe, steps, prompts, resume, answers, save_minutes, device, threads)
+            train(
+                method, target, data, out, recipe, steps, prompts, resume, start, answers, save_minutes, device, threads
+            )
         except TalonError as error:
             typer.echo(f"talon: {error}", err=True)
             raise typer.Exit(2) from None

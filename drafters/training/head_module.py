@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
+from drafters.checkpoint import Checkpoint
 from drafters.training.loss import Factors
 
 
@@ -72,7 +73,20 @@ class HeadModule(nn.Module, ABC):
 
     @abstractmethod
     def export(self) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-        """File name, config and tensors of the public layout."""
+        """File name, config and tensors of the public layout. The tensors are the module's own memory, but for those
+        that are computed.
+        """
+
+    @torch.no_grad()
+    def begin_with(self, start: Checkpoint) -> None:
+        """Take the weights of a head that `export` wrote; the draft vocabularies must be the same."""
+        for name, own in self.export()[2].items():
+            if name not in VOCABULARY_MAPS:
+                own.copy_(start.take(name, *own.shape))
+        start.finish()
+
+
+VOCABULARY_MAPS = ("d2t", "t2d")
 
 
 def vocabulary_maps(draft_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from safetensors.torch import save as to_safetensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from drafters.checkpoint import find_folder
+from drafters.checkpoint import Checkpoint, find_folder
 from drafters.training.answers import Example, Question, answer, cache_name, read_questions, target_digest
 from drafters.training.build import build
 from drafters.training.features import Features, StoredFeatures, features_name
@@ -32,6 +32,7 @@ from engine.model.resolve import resolve
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 _SAID_S = 60.0  # between two progress lines where no bar is shown
+HEAD_FILES = ("model.safetensors", "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
 RECIPES = Path(__file__).resolve().parents[2] / "configs" / "train"
 
 
@@ -44,13 +45,17 @@ def train(
     steps: int | None = None,
     prompts: int | None = None,
     resume: bool = False,
+    start: Path | None = None,
     answers: Path | None = None,
     save_minutes: float = 3.0,
     device: str = "auto",
     threads: int | None = None,
     console: Console | None = None,
 ) -> Score:
-    """Answer, train, measure, export. Returns the held-out score; raises TalonError, one line."""
+    """Answer, train, measure, export. start: the folder of a trained head to go on from, instead of a fresh one.
+
+    Returns the held-out score; raises TalonError, one line.
+    """
     console = console or Console()
     _keep_freed_memory()
     if threads:
@@ -61,6 +66,7 @@ def train(
         console.print(f"{out} holds no checkpoint yet: the first step is next")
     if checkpoint.is_file() and not resume:
         raise ConfigError(f"out={out}: holds a run already: go on with --resume, or name another folder")
+    head = None if start is None else Checkpoint(str(start), method, HEAD_FILES, "start")
     folder = find_folder(resolve(target, "target"), "target")
     model, tokenizer = _load_target(folder, device)
     wanted_layers(plan, model)  # refused before hours of answering, not after
@@ -75,8 +81,16 @@ def train(
         features = Features(model, examples)
         if plan.store_features:
             features = StoredFeatures(kept / features_name(digest, examples), model, examples)
-        vocabulary = draft_vocabulary(examples, plan.draft_vocab_size, model.config.get_text_config().vocab_size)
-        trainer = Trainer(plan, model, build(plan, model, vocabulary), features)
+        vocab_size = model.config.get_text_config().vocab_size
+        if head is None:
+            vocabulary = draft_vocabulary(examples, plan.draft_vocab_size, vocab_size)
+        else:
+            vocabulary = head.target_ids(head.number("draft_vocab_size", vocab_size), vocab_size)
+        module = build(plan, model, vocabulary)
+        seen = 0 if start is None else drafts_seen(start)
+        if head is not None:
+            module.begin_with(head)
+        trainer = Trainer(plan, model, module, features, seen)
         if resume and checkpoint.is_file():
             trainer.load(checkpoint)
         console.print(f"{len(trainer.training)} answers to train on, {len(trainer.held_out)} to measure on")
@@ -179,6 +193,14 @@ def write_card(out: Path, plan: Recipe, step: int, tokens: int, score: Score) ->
         "recipe": plan.model_dump(exclude_defaults=True),
     }
     replace_file(out / "training.json", (json.dumps(card, indent=2) + "\n").encode(), "the checkpoint is intact")
+
+
+def drafts_seen(folder: Path) -> int:
+    """What the card of a trained head says; 0 without a card."""
+    try:
+        return int(json.loads((folder / "training.json").read_text(encoding="utf8"))["drafts_seen"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
 def acceptance_table(method: str, score: Score) -> Table:

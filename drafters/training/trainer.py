@@ -34,12 +34,12 @@ EVALUATED_STEPS = 5  # draft positions in the acceptance table of heads that can
 
 class Trainer:
     """One run. target: a loaded causal LM; features: of its examples, training ones first, then `recipe.held_out` to
-    measure on. averaged: the head with the running mean of its weights, which is measured and kept: wherever a run
-    stops, it is nearly as good as at the end of a schedule. best: the greatest held-out chain length, that of
-    `best_state`.
+    measure on; tokens: drafts that the module has seen already. averaged: the head
+    with the running mean of its weights, which is measured and kept: wherever a run stops, it is nearly as good as at
+    the end of a schedule. best: the greatest held-out chain length, that of `best_state`.
     """
 
-    def __init__(self, recipe: Recipe, target: Any, module: HeadModule, features: Features):
+    def __init__(self, recipe: Recipe, target: Any, module: HeadModule, features: Features, tokens: int = 0):
         total = len(features.examples)
         held_out = min(recipe.held_out, total // 2)
         self.recipe, self.target, self.features = recipe, target, features
@@ -59,7 +59,7 @@ class Trainer:
             fused=True,
         )
         self.averaged = copy.deepcopy(self.module).requires_grad_(False).eval()
-        self.step = self.tokens = 0
+        self.step, self.tokens = 0, tokens
         self.best = 0.0
         self.best_state: dict[str, Tensor] = {}
 
@@ -131,6 +131,7 @@ class Trainer:
             "best_state": self.best_state,
             "recipe": self.recipe.model_dump_json(),
             "examples": self.features.digest(),
+            "draft_ids": self.module.draft_ids,
         }
         buffer = io.BytesIO()
         torch.save(state, buffer)
@@ -146,6 +147,9 @@ class Trainer:
             raise ConfigError(f"checkpoint={path}: belongs to another recipe: use the same recipe, or no --resume")
         if state["examples"] != self.features.digest():  # another draft vocabulary, and other steps
             raise ConfigError(f"checkpoint={path}: belongs to other data: give the same data, or no --resume")
+        mine, saved = self.module.draft_ids, state["draft_ids"]
+        if mine is not None and not torch.equal(mine.cpu(), saved.cpu()):
+            raise ConfigError(f"checkpoint={path}: began with another head: give the same --start, or no --resume")
         self.module.load_state_dict(state["module"])
         self.averaged.load_state_dict(state["averaged"])
         self.optimizer.load_state_dict(state["optimizer"])

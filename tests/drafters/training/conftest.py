@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -68,3 +69,9 @@ def weights(out: Path) -> dict[str, Tensor]:
     """Of the last checkpoint."""
     state = torch.load(out / "training" / "state.pt", weights_only=True)
     return state["module"]  # type: ignore[no-any-return]
+
+
+def tensors(head: Path) -> dict[str, Tensor]:
+    """Of a head's file."""
+    [file] = head.glob("*.safetensors")
+    return load_file(file)

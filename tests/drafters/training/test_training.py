@@ -38,7 +38,7 @@ from engine.sampling import SamplingParams
 from engine.target import bfloat16_bits
 from engine.tree import TokenTree
 from tests.drafters.conftest import LAYERS, LLAMA, VOCAB
-from tests.drafters.training.conftest import METHODS, SMALL, weights
+from tests.drafters.training.conftest import METHODS, SMALL, tensors, weights
 
 LOADERS = {
     "block": BlockHead,
@@ -85,6 +85,31 @@ def test_a_run_that_was_killed_and_resumed_ends_with_the_same_weights(
     whole, cut = weights(tmp_path / "whole"), weights(tmp_path / "cut")
     assert whole.keys() == cut.keys()
     assert all(whole[name].equal(cut[name]) for name in whole)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_can_begin_with_a_trained_head(
+    method: str, chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    train(method, str(chatty), data, tmp_path / "head", recipe(method))
+    fewer = tmp_path / "fewer.jsonl"  # of other answers, which would make another draft vocabulary
+    fewer.write_text("".join(json.dumps({"prompt": f"w{9 * i + 4}"}) + "\n" for i in range(4)))
+    train(method, str(chatty), fewer, tmp_path / "on", recipe(method, lr=1e-30), start=tmp_path / "head")
+    began, ended = tensors(tmp_path / "head"), tensors(tmp_path / "on")
+    assert began.keys() == ended.keys()
+    for name in began:
+        torch.testing.assert_close(ended[name], began[name], atol=0.01 * float(began[name].float().abs().max()), rtol=0)
+    seen = [json.loads((tmp_path / name / "training.json").read_text())["drafts_seen"] for name in ("head", "on")]
+    assert seen[1] > seen[0]
+
+
+def test_a_run_does_not_go_on_with_the_vocabulary_of_another_head(
+    chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    train("eagle3", str(chatty), data, tmp_path / "head", recipe("eagle3", draft_vocab_size=20))
+    train("eagle3", str(chatty), data, tmp_path / "on", recipe("eagle3"), start=tmp_path / "head")
+    with pytest.raises(ConfigError, match="give the same --start"):
+        train("eagle3", str(chatty), data, tmp_path / "on", recipe("eagle3"), resume=True)
 
 
 def test_answers_are_generated_once_and_a_cut_off_line_is_generated_again(
