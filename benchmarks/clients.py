@@ -54,6 +54,10 @@ async def run_clients(
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=max(levels))
     done = []
+    try:
+        httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"--server {url}: is no address ({error}): give one like http://127.0.0.1:8000") from None
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=_TIMEOUT_S, limits=limits) as client:
         try:
             model = (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]

@@ -44,9 +44,12 @@ def test_every_client_asks_four_times_and_the_refused_are_counted(
     assert len((tmp_path / "clients.jsonl").read_text().splitlines()) == len(few.rows) + len(many.rows)
 
 
-def test_what_is_no_server_is_one_line(questions: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not speak OpenAI's API"):
-        asyncio.run(run_clients("http://127.0.0.1:9", questions, None, [1], SamplingParams(), tmp_path))
+@pytest.mark.parametrize(
+    ("url", "said"), [("http://127.0.0.1:9", "does not speak OpenAI's API"), ("http://[::1:9", "is no address")]
+)
+def test_what_is_no_server_is_one_line(url: str, said: str, questions: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        asyncio.run(run_clients(url, questions, None, [1], SamplingParams(), tmp_path))
 
 
 CHUNK = b'data: {"choices": [{"delta": {"content": "one"}}]}\n\n'
