@@ -29,6 +29,9 @@ from engine.model.team import Kernel, kernel, member, members
 AT_ONCE = 8
 """Rows whose sums of two panels fit into the vector registers."""
 
+_FEW = 4
+"""Rows below which a product with kept panels takes as long as reading them."""
+
 MATMUL = np.dtype(
     [
         (name, "i8")
@@ -173,8 +176,9 @@ def vector_kernel(form: Form) -> Kernel:
         place, once = work.scratch + member() * work.scratch_bytes, work.rows <= AT_ONCE
         while panel < end:
             width, weights = min(end - panel, PANELS), work.weights + panel * steps * size
-            for row in range(0, work.rows, AT_ONCE):
-                rows, x = min(AT_ONCE, work.rows - row), work.x + row * stride
+            row = 0
+            while row < work.rows:
+                rows, x = rows_at_once(work.rows - row), work.x + row * stride
                 if coded and row != 0:
                     _vector_sums(0, 0, rows, width, x, stride, place, steps, room, place)
                 elif once:
@@ -182,9 +186,18 @@ def vector_kernel(form: Form) -> Kernel:
                 else:
                     _vector_sums(number, kept, rows, width, x, stride, weights, steps, room, place)
                 put_sums(work, row, rows, panel, width, room)
+                row += rows
             panel += width
 
     return compiled()
+
+
+@njit
+def rows_at_once(left: int) -> int:
+    """How many of the rows that are left to multiply next: the last rows are never so few that reading kept panels for
+    them takes longer than their products.
+    """
+    return left if left <= AT_ONCE else min(AT_ONCE, left - _FEW)
 
 
 @njit
