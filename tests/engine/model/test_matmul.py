@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.model.matmul import NO_SCRATCH, Matmul, Unit, give_scratch, units
+from engine.model.matmul_kernels import AT_ONCE, rows_at_once
 from engine.model.packed_linear import _cancelling
 
 pytestmark = pytest.mark.skipif(not units(), reason="this processor has no unit that `Matmul` knows")
@@ -128,3 +129,12 @@ def test_products_of_other_libraries_beside_it_change_nothing(kind: Kind) -> Non
     for rows in (1, 7, 40, 16, 33):
         assert torch.equal(matmul(x[:rows]), ours[:rows])
         assert torch.equal(F.linear(x, weight), theirs)
+
+
+@pytest.mark.parametrize("rows", range(1, 40))
+def test_many_rows_are_multiplied_in_groups_that_fit_and_are_not_tiny(rows: int) -> None:
+    groups = []
+    while sum(groups) < rows:
+        groups.append(rows_at_once(rows - sum(groups)))
+    assert sum(groups) == rows and max(groups) <= AT_ONCE
+    assert len(groups) == 1 or min(groups) >= 4
