@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -54,10 +55,7 @@ async def run_clients(
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=max(levels))
     done = []
-    try:
-        httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise ConfigError(f"--server {url}: is no address ({error}): give one like http://127.0.0.1:8000") from None
+    _check_address(url)
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=_TIMEOUT_S, limits=limits) as client:
         try:
             model = (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
@@ -70,6 +68,16 @@ async def run_clients(
                 file.writelines(msgspec.json.encode(row).decode() + "\n" for row in done[-1].rows)
                 file.flush()
     return done
+
+
+def _check_address(url: str) -> None:
+    try:
+        address = urlsplit(url)
+        whole = address.scheme in ("http", "https") and bool(address.hostname) and address.port != 0
+    except ValueError:  # a port that is none, say
+        whole = False
+    if not whole:
+        raise ConfigError(f"--server {url}: is no address: give one like http://127.0.0.1:8000")
 
 
 def table(url: str, levels: Sequence[LevelOfClients]) -> Table:

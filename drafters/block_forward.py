@@ -48,14 +48,15 @@ class BlockForward:
     """The result of one forward for one session: the rows after each block's known prefix, concatenated.
 
     outputs: of these rows; positions: [rows], of the tokens that they predict. The likeliest tokens of a row by the row
-    alone are found when it is first asked for: small trees ask only for the first rows. Where a request samples with
-    top-k, top-p or min-p, these rule tokens out before links are added.
+    alone are found when it is first asked for: small trees ask only for the first rows. Where a request samples, top-k,
+    top-p and min-p rule out tokens before links are added.
     """
 
     def __init__(self, outputs: Outputs, positions: list[int]):
         self.outputs, self.positions = outputs, positions
         rows, candidates = len(positions), min(_CANDIDATES, outputs.logits.shape[1])
         self._found: set[int] = set()
+        self._gain = np.float32(1)  # of a link
         self._scores, self._ids = np.empty((rows, candidates), np.float32), np.empty((rows, candidates), np.int64)
         self._totals = np.empty(rows, np.float32)  # sum of exp(score - best score) of all tokens
         self._gates, self._sure = (part.float().cpu().contiguous().numpy() for part in (outputs.gates, outputs.sure))
@@ -69,8 +70,10 @@ class BlockForward:
             sure = head.confidence.chance(self._sure[rows], before)
         k = min(ranking.top_k, self._scores.shape[1])
         ids, chances = np.zeros((len(asked), k), np.int64), np.empty((len(asked), k), np.float32)
-        tables, gain = NO_LINK if head.link is None else head.link.tables, np.float32(ranking.gain)
-        likeliest(tables, rows, before, self._scores, self._totals, self._ids, self._gates, sure, gain, ids, chances)
+        tables = NO_LINK if head.link is None else head.link.tables
+        likeliest(
+            tables, rows, before, self._scores, self._totals, self._ids, self._gates, sure, self._gain, ids, chances
+        )
         tokens = ids if ranking.same_ids else head.tokens[ids]
         return list(zip(tokens.tolist(), chances.tolist(), strict=True))
 
@@ -87,9 +90,15 @@ class BlockForward:
 
     def _find(self, ranking: Ranking, rows: set[int]) -> None:
         """Find the likeliest tokens of these rows."""
-        for row in rows - self._found:
-            part = slice(row, row + 1)
-            scores = ranking.scores(self.outputs.logits[part], [self.positions[row]])
+        if not (new := rows - self._found):
+            return
+        if not self._found:
+            self._gain = np.float32(ranking.gain)  # it changes with every verdict, those of other requests too
+        parts, logits = [slice(row, row + 1) for row in new], self.outputs.logits
+        if logits.device.type != "cpu":  # a copy to the CPU takes longer than the search
+            rows, parts = set(range(len(logits))), [slice(None)]
+        for part in parts:
+            scores = ranking.scores(logits[part], self.positions[part])
             write_top(scores, self._scores[part], self._ids[part], self._totals[part])
         self._found |= rows
 

@@ -11,7 +11,7 @@ from engine.model_hub import is_hub_id, is_local
 
 HALF_A_CHARACTER = "holds half a character; decode the text it comes from as UTF-8"
 _INCOMPLETE = "\ufffd"
-_BEHIND = 6  # tokens before an answer that its first ones are decoded with
+_BEHIND = range(6, 10)  # tokens before an answer to decode its first ones with: some may be special, four a character
 
 
 def is_text(text: str) -> bool:
@@ -74,8 +74,9 @@ class TextStream:
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), special: bool = False, behind: Sequence[int] = ()):
         self._tokenizer, self._stop, self._special = tokenizer, stop, special
-        self._tokens = [*behind[-_BEHIND:]]
-        self._window, self._read = 0, len(self._tokens)
+        self._window, self._read = 0, 0
+        self._tokens = self._whole_end(behind)
+        self._read = len(self._tokens)
         self._shown = 0
         self.text = ""
         self._may_stop, self.stopped = True, False
@@ -99,6 +100,15 @@ class TextStream:
         piece, self._shown = self.text[self._shown : end], max(self._shown, end)
         return piece
 
+    def _whole_end(self, tokens: Sequence[int]) -> list[int]:
+        """A few of the last tokens whose text is whole characters: half of one would spoil what it is decoded with."""
+        for count in _BEHIND:
+            self._tokens = [*tokens[-count:]]
+            text = self._decode(count)
+            if not text.startswith(_INCOMPLETE):
+                return [] if text.endswith(_INCOMPLETE) else self._tokens
+        return []
+
     def _decode(self, end: int) -> str:
         text: str = self._tokenizer.decode(
             self._tokens[self._window : end],
@@ -108,7 +118,8 @@ class TextStream:
         return text
 
     def _append(self, piece: str) -> None:
-        self._window, self._read = self._read, len(self._tokens)
+        self._window = self._read if piece else self._window  # a special token shows nothing, so no space behind it
+        self._read = len(self._tokens)
         searched = len(self.text)
         self.text += piece
         if not self._may_stop:

@@ -7,6 +7,7 @@ each text are *anchors*: drafts start from them, the others are only their conte
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -79,14 +80,25 @@ class HeadModule(nn.Module, ABC):
 
     @torch.no_grad()
     def begin_with(self, start: Checkpoint) -> None:
-        """Take the weights of a head that `export` wrote; the draft vocabularies must be the same."""
-        for name, own in self.export()[2].items():
+        """Take the weights of a head that `export` wrote; the draft vocabularies must be the same.
+
+        Raises ModelError for a head that computes something else, which the recipe or the training does not know.
+        """
+        _, config, tensors = self.export()
+        if start.speculator is not None or any(start.config.get(key) for key in _NOT_TRAINED):
+            raise start.error("is not of a kind that `talon train` makes")
+        for key, value in json.loads(json.dumps(config)).items():
+            if key not in _ABOUT_THE_FILE and start.config.get(key, value) != value:
+                raise start.error(f"config.json: {key}={start.config[key]!r}, where the recipe makes {value!r}")
+        for name, own in tensors.items():
             if name not in VOCABULARY_MAPS:
                 own.copy_(start.take(name, *own.shape))
         start.finish()
 
 
 VOCABULARY_MAPS = ("d2t", "t2d")
+_NOT_TRAINED = ("norm_before_residual", "eagle_aux_hidden_state_layer_ids")  # what heads of others may have
+_ABOUT_THE_FILE = ("architectures", "dtype", "transformers_version")  # keys of config.json that change no number
 
 
 def vocabulary_maps(draft_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:

@@ -70,6 +70,7 @@ def train(
     folder = find_folder(resolve(target, "target"), "target")
     model, tokenizer = _load_target(folder, device)
     wanted_layers(plan, model)  # refused before hours of answering, not after
+    module = None if head is None else begun_with(head, plan, model)
     questions = read_questions(data, tokenizer, plan)
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
     figures = TextColumn("{task.fields[figures]}", table_column=Column(ratio=1, no_wrap=True))  # if there is room
@@ -81,15 +82,10 @@ def train(
         features = Features(model, examples)
         if plan.store_features:
             features = StoredFeatures(kept / features_name(digest, examples), model, examples)
-        vocab_size = model.config.get_text_config().vocab_size
-        if head is None:
-            vocabulary = draft_vocabulary(examples, plan.draft_vocab_size, vocab_size)
-        else:
-            vocabulary = head.target_ids(head.number("draft_vocab_size", vocab_size), vocab_size)
-        module = build(plan, model, vocabulary)
+        if module is None:
+            vocab_size = model.config.get_text_config().vocab_size
+            module = build(plan, model, draft_vocabulary(examples, plan.draft_vocab_size, vocab_size))
         seen = 0 if start is None else drafts_seen(start)
-        if head is not None:
-            module.begin_with(head)
         trainer = Trainer(plan, model, module, features, seen)
         if resume and checkpoint.is_file():
             trainer.load(checkpoint)
@@ -195,8 +191,16 @@ def write_card(out: Path, plan: Recipe, step: int, tokens: int, score: Score) ->
     replace_file(out / "training.json", (json.dumps(card, indent=2) + "\n").encode(), "the checkpoint is intact")
 
 
+def begun_with(head: Checkpoint, plan: Recipe, model: Any) -> HeadModule:
+    """A module with the weights and the draft vocabulary of a trained head."""
+    vocab_size = model.config.get_text_config().vocab_size
+    module = build(plan, model, head.target_ids(head.number("draft_vocab_size", vocab_size), vocab_size))
+    module.begin_with(head)
+    return module
+
+
 def drafts_seen(folder: Path) -> int:
-    """What the card of a trained head says; 0 without a card."""
+    """What the card of a trained head says; 0 if the card is missing or cannot be read."""
     try:
         return int(json.loads((folder / "training.json").read_text(encoding="utf8"))["drafts_seen"])
     except (OSError, ValueError, KeyError, TypeError):

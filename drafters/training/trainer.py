@@ -147,8 +147,8 @@ class Trainer:
             raise ConfigError(f"checkpoint={path}: belongs to another recipe: use the same recipe, or no --resume")
         if state["examples"] != self.features.digest():  # another draft vocabulary, and other steps
             raise ConfigError(f"checkpoint={path}: belongs to other data: give the same data, or no --resume")
-        mine, saved = self.module.draft_ids, state["draft_ids"]
-        if mine is not None and not torch.equal(mine.cpu(), saved.cpu()):
+        mine, saved = self.module.draft_ids, state.get("draft_ids")
+        if mine is not None and saved is not None and not torch.equal(mine.cpu(), saved.cpu()):
             raise ConfigError(f"checkpoint={path}: began with another head: give the same --start, or no --resume")
         self.module.load_state_dict(state["module"])
         self.averaged.load_state_dict(state["averaged"])

@@ -194,8 +194,8 @@ def vector_kernel(form: Form) -> Kernel:
 
 @njit
 def rows_at_once(left: int) -> int:
-    """How many of the rows that are left to multiply next: the last rows are never so few that reading kept panels for
-    them takes longer than their products.
+    """How many of the rows that are left to multiply next. The last group has at least `_FEW`: fewer take as long,
+    since reading the kept panels does.
     """
     return left if left <= AT_ONCE else min(AT_ONCE, left - _FEW)
 

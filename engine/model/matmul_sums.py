@@ -168,8 +168,8 @@ def sum_vectors(
 
 
 def row_counts(builder: ir.IRBuilder, rows: ir.Value, most: int) -> Iterator[int]:
-    """1 to `most`: the code emitted for each runs if that is the number of rows. With code of their own, two rows take
-    two thirds of the time of four.
+    """1 to `most`: the code emitted for each runs if that is the number of rows, which must be one of these. With code
+    of their own, two rows take two thirds of the time of four.
     """
     end = builder.append_basic_block("summed")
     blocks = [builder.append_basic_block(f"rows.{count}") for count in range(1, most + 1)]

@@ -45,7 +45,11 @@ def test_every_client_asks_four_times_and_the_refused_are_counted(
 
 
 @pytest.mark.parametrize(
-    ("url", "said"), [("http://127.0.0.1:9", "does not speak OpenAI's API"), ("http://[::1:9", "is no address")]
+    ("url", "said"),
+    [
+        ("http://127.0.0.1:9", "does not speak OpenAI's API"),
+        *[(url, "is no address") for url in ("http://[::1:9", "http://127.0.0.1:99999", "localhost:8000", "http://")],
+    ],
 )
 def test_what_is_no_server_is_one_line(url: str, said: str, questions: list[Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,6 +44,41 @@ def test_an_answer_keeps_its_first_space_behind_a_prompt(before: list[str]) -> N
         stream.push(token)
         shown += stream.take()
     assert shown == stream.text == (" world a" if before else "world a")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "shown"),
+    [
+        ("a\U0001f600\U0001f600", "\U0001f600 world", "\U0001f600 world"),
+        ("a\U0001f600\n\n\n", "\n world", "\n world"),
+        ("a", "<s> world", " world"),
+    ],
+)
+def test_what_stands_before_an_answer_spoils_none_of_its_characters(prompt: str, answer: str, shown: str) -> None:
+    tokenizer = sentencepiece_tokenizer()
+    stream = TextStream(tokenizer, behind=tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    for token in pieces_of(tokenizer, answer):
+        stream.push(token)
+    stream.take(final=True)
+    assert stream.text == shown
+
+
+def test_a_character_whose_first_half_is_the_prompts_is_not_lost() -> None:
+    first, *others = tokens_of("\u4f60!")
+    stream = TextStream(TOKENIZER, behind=[first])
+    for token in others:
+        stream.push(token)
+    stream.take(final=True)
+    assert stream.text.endswith("!") and len(stream.text) > 1
+
+
+def pieces_of(tokenizer: Any, text: str) -> list[int]:
+    """Bytes, a special token, and words with the space before them."""
+    begins = tokenizer.convert_tokens_to_ids("<s>")
+    beginning, text = ([begins], text[3:]) if text.startswith("<s>") else ([], text)
+    first, _, word = text.partition(" ")
+    codes = [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in first.encode()]
+    return [*beginning, *codes, tokenizer.convert_tokens_to_ids("\u2581" + word)]
 
 
 @given(

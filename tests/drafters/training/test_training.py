@@ -33,7 +33,7 @@ from drafters.training.loss import Teacher, vocabulary_loss
 from drafters.training.recipe import Recipe
 from drafters.training.run import export, train
 from drafters.training.trainer import Trainer, draft_vocabulary
-from engine.errors import ConfigError
+from engine.errors import ConfigError, ModelError
 from engine.sampling import SamplingParams
 from engine.target import bfloat16_bits
 from engine.tree import TokenTree
@@ -101,6 +101,18 @@ def test_a_run_can_begin_with_a_trained_head(
         torch.testing.assert_close(ended[name], began[name], atol=0.01 * float(began[name].float().abs().max()), rtol=0)
     seen = [json.loads((tmp_path / name / "training.json").read_text())["drafts_seen"] for name in ("head", "on")]
     assert seen[1] > seen[0]
+
+
+@pytest.mark.parametrize("changes", [{"norm_before_residual": True}, {"rms_norm_eps": 0.5}])
+def test_a_head_that_computes_something_else_is_refused_before_anything_is_answered(
+    changes: dict[str, Any], chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    train("eagle3", str(chatty), data, tmp_path / "head", recipe("eagle3"))
+    config = tmp_path / "head" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    with pytest.raises(ModelError, match=r"^start=.*head: "):
+        train("eagle3", str(chatty), data, tmp_path / "other" / "on", recipe("eagle3"), start=tmp_path / "head")
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_run_does_not_go_on_with_the_vocabulary_of_another_head(
