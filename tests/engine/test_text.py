@@ -65,7 +65,7 @@ def test_what_stands_before_an_answer_spoils_none_of_its_characters(prompt: str,
 
 def test_a_character_whose_first_half_is_the_prompts_is_not_lost() -> None:
     first, *others = tokens_of("\u4f60!")
-    stream = TextStream(TOKENIZER, behind=[first])
+    stream = TextStream(TOKENIZER, behind=[*tokens_of("abcdefgh"), first])
     for token in others:
         stream.push(token)
     stream.take(final=True)
