@@ -74,9 +74,8 @@ class TextStream:
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), special: bool = False, behind: Sequence[int] = ()):
         self._tokenizer, self._stop, self._special = tokenizer, stop, special
-        self._window, self._read = 0, 0
         self._tokens = self._whole_end(behind)
-        self._read = len(self._tokens)
+        self._window, self._read = 0, len(self._tokens)
         self._shown = 0
         self.text = ""
         self._may_stop, self.stopped = True, False
@@ -87,7 +86,7 @@ class TextStream:
         """
         self._may_stop = may_stop
         self._tokens.append(token)
-        known, now = self._decode(self._read), self._decode(len(self._tokens))
+        known, now = self._decode(self._tokens[self._window : self._read]), self._decode(self._tokens[self._window :])
         if not now.endswith(_INCOMPLETE):
             self._append(now[len(known) :])
         return self.stopped
@@ -95,7 +94,8 @@ class TextStream:
     def take(self, final: bool = False) -> str:
         """Text not taken yet. `final`: nothing follows, so hold nothing back."""
         if final and not self.stopped:
-            self._append(self._decode(len(self._tokens))[len(self._decode(self._read)) :])
+            known = self._decode(self._tokens[self._window : self._read])
+            self._append(self._decode(self._tokens[self._window :])[len(known) :])
         end = len(self.text) - (0 if final or self.stopped else self._held_back())
         piece, self._shown = self.text[self._shown : end], max(self._shown, end)
         return piece
@@ -103,22 +103,21 @@ class TextStream:
     def _whole_end(self, tokens: Sequence[int]) -> list[int]:
         """A few of the last tokens whose text is whole characters: half of one would spoil what it is decoded with."""
         for count in _BEHIND:
-            self._tokens = [*tokens[-count:]]
-            text = self._decode(count)
+            last = [*tokens[-count:]]
+            text = self._decode(last)
             if not text.startswith(_INCOMPLETE):
-                return [] if text.endswith(_INCOMPLETE) else self._tokens
+                return [] if text.endswith(_INCOMPLETE) else last
         return []
 
-    def _decode(self, end: int) -> str:
+    def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(
-            self._tokens[self._window : end],
-            skip_special_tokens=not self._special,
-            clean_up_tokenization_spaces=False,
+            tokens, skip_special_tokens=not self._special, clean_up_tokenization_spaces=False
         )
         return text
 
     def _append(self, piece: str) -> None:
-        self._window = self._read if piece else self._window  # a special token shows nothing, so no space behind it
+        if piece:  # the space behind a special token that shows nothing would be dropped if the window began there
+            self._window = self._read
         self._read = len(self._tokens)
         searched = len(self.text)
         self.text += piece

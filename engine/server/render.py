@@ -185,7 +185,9 @@ class TextFormat(_Format):
         """The text, and its tokens' log-probabilities. An echo comes before everything else."""
         wanted = self.wanted[choice]
         echo = None if choice in self._answers else wanted.echo
-        answer = self._answers.setdefault(choice, self.vocabulary.stream(behind=wanted.prompt))
+        if choice not in self._answers:
+            self._answers[choice] = self.vocabulary.stream(behind=wanted.prompt)
+        answer = self._answers[choice]
         text = (echo or "") + ("" if wanted.silent else text)
         if wanted.sampling.logprobs is None:
             return text, None
