@@ -22,8 +22,8 @@ from engine.model.team import kernel, member, members
 WIDENED = 64
 """Rows that a thread widens at once: with 1,536 inputs they fit into a core's L2 cache."""
 _WORD = ir.IntType(64)
-_ROWS, _WIDE = (8, 2) if "+avx512f" in features() else (4, 1)
-"""Rows and panels whose sums fit into the vector registers."""
+_ROWS, _ROWS_OF_TWO = (8, 8) if "+avx512f" in features() else (4, 2)
+"""Rows whose sums of one panel, and of two, fit into the vector registers."""
 
 
 @kernel(MATMUL)
@@ -59,10 +59,8 @@ def _sums_of(size: int) -> Any:
     @njit
     def sums(rows: int, width: int, x: int, stride: int, weights: int, steps: int, room: int) -> None:
         """Products of up to _ROWS rows with one or two panels."""
-        if rows <= 2 and width == 2:
-            sum_fused(2, 2, size, rows, x, stride, weights, steps, room)
-        elif width == _WIDE:
-            sum_fused(_ROWS, _WIDE, size, rows, x, stride, weights, steps, room)
+        if width == 2 and rows <= _ROWS_OF_TWO:
+            sum_fused(_ROWS_OF_TWO, 2, size, rows, x, stride, weights, steps, room)
         else:
             for panel in range(width):
                 at, place = weights + panel * steps * panel_bytes, room + 4 * LANES * panel

@@ -158,9 +158,9 @@ def _vector_sums(
     """Products of up to AT_ONCE rows with one or two panels. form, keep: constants."""
     form, keep = literally(form), literally(keep)
     if width == 1:
-        sum_vectors(8, 1, form, keep, rows, x, stride, weights, steps, room, ROW_BYTES, place)
+        sum_vectors(AT_ONCE, 1, form, keep, rows, x, stride, weights, steps, room, ROW_BYTES, place)
     else:
-        sum_vectors(8, 2, form, keep, rows, x, stride, weights, steps, room, ROW_BYTES, place)
+        sum_vectors(AT_ONCE, 2, form, keep, rows, x, stride, weights, steps, room, ROW_BYTES, place)
 
 
 def vector_kernel(form: Form) -> Kernel:

@@ -38,7 +38,7 @@ def _score_all(work: Any, queries: int, count: int, table: int, head: int, low: 
         for block in range(low, high):
             at = next_block(work, work.keys, table, block, high, head)
             place = scores + begin * step + 4 * LANES * block
-            sum_vectors(16, 1, 0, 0, some, q, stride, at, steps, place, step, 0)
+            sum_vectors(_SCORED, 1, 0, 0, some, q, stride, at, steps, place, step, 0)
 
 
 @njit
@@ -81,9 +81,9 @@ def _add(work: Any, begin: int, some: int, block: int, values: int, weights: int
     for panel in range(0, panels, _PANELS):
         at, place = values + panel * PANEL_BYTES, sums + begin * stride + panel * 4 * LANES
         if panels - panel < _PANELS:  # dimensions are a multiple of 32
-            _add_values(6, 2, some, of, step, at, place, stride)
+            _add_values(_WEIGHED, 2, some, of, step, at, place, stride)
         else:
-            _add_values(6, 4, some, of, step, at, place, stride)
+            _add_values(_WEIGHED, _PANELS, some, of, step, at, place, stride)
 
 
 @intrinsic(prefer_literal=True)
