@@ -74,8 +74,7 @@ class BlockForward:
         likeliest(
             tables, rows, before, self._scores, self._totals, self._ids, self._gates, sure, self._gain, ids, chances
         )
-        tokens = ids if ranking.same_ids else head.tokens[ids]
-        return list(zip(tokens.tolist(), chances.tolist(), strict=True))
+        return list(zip(head.tokens[ids].tolist(), chances.tolist(), strict=True))
 
     def linked(self, head: BlockHead, one: Asked) -> Tensor:
         """[1, draft_vocab] float32: the logits of a row that was asked for before, its candidates' with their links."""

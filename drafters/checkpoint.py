@@ -33,7 +33,7 @@ class Checkpoint:
 
     def __init__(self, path: str, method: str, files: Sequence[str] = WEIGHT_FILES, field: str = "drafter.path"):
         self.path, self.method, self.field = path, method, field
-        folder = find_folder(path, field)
+        folder = self.folder = find_folder(path, field)
         self.config = read_config(folder, field)
         found = [folder / name for name in files if (folder / name).is_file()]
         if not found:

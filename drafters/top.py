@@ -41,13 +41,9 @@ class Top(NamedTuple):
 def top(scores: Tensor, k: int) -> Top:
     """scores: [rows, columns] of bfloat16 or float32, at least k columns."""
     if not _is_quick(scores):
-        best = scores.float().topk(k)
-        return Top(best.values, best.indices, (scores.float() - best.values[:, :1]).exp().sum(-1))
-    values, indices, totals = (
-        np.empty((len(scores), k), np.float32),
-        np.empty((len(scores), k), np.int64),
-        np.empty(len(scores), np.float32),
-    )
+        return _in_torch(scores, k)
+    values, indices = np.empty((len(scores), k), np.float32), np.empty((len(scores), k), np.int64)
+    totals = np.empty(len(scores), np.float32)
     write_top(scores, values, indices, totals)
     return Top(torch.from_numpy(values), torch.from_numpy(indices), torch.from_numpy(totals))
 
@@ -58,12 +54,17 @@ def write_top(scores: Tensor, values: Floats, indices: Integers, totals: Floats)
         scores = scores if scores.stride(1) == 1 else scores.contiguous()
         _top(scores.data_ptr(), scores.stride(0), scores.itemsize, scores.shape[1], values, indices, totals)
     else:
-        best = top(scores, values.shape[1])
+        best = _in_torch(scores, values.shape[1])
         values[:], indices[:], totals[:] = (part.cpu().numpy() for part in best)
 
 
 def _is_quick(scores: Tensor) -> bool:
     return scores.device.type == "cpu" and scores.dtype in (torch.bfloat16, torch.float32)
+
+
+def _in_torch(scores: Tensor, k: int) -> Top:
+    best = scores.float().topk(k)
+    return Top(best.values, best.indices, (scores.float() - best.values[:, :1]).exp().sum(-1))
 
 
 @njit(cache=True, nogil=True)

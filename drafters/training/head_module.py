@@ -91,12 +91,12 @@ class HeadModule(nn.Module, ABC):
             if key not in _ABOUT_THE_FILE and start.config.get(key, value) != value:
                 raise start.error(f"config.json: {key}={start.config[key]!r}, where the recipe makes {value!r}")
         for name, own in tensors.items():
-            if name not in VOCABULARY_MAPS:
+            if name not in _VOCABULARY_MAPS:
                 own.copy_(start.take(name, *own.shape))
         start.finish()
 
 
-VOCABULARY_MAPS = ("d2t", "t2d")
+_VOCABULARY_MAPS = ("d2t", "t2d")
 _NOT_TRAINED = ("norm_before_residual", "eagle_aux_hidden_state_layer_ids")  # what heads of others may have
 _ABOUT_THE_FILE = ("architectures", "dtype", "transformers_version")  # keys of config.json that change no number
 

@@ -32,7 +32,7 @@ from engine.model.resolve import resolve
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 _SAID_S = 60.0  # between two progress lines where no bar is shown
-HEAD_FILES = ("model.safetensors", "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
+_HEAD_FILES = ("model.safetensors", "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
 RECIPES = Path(__file__).resolve().parents[2] / "configs" / "train"
 
 
@@ -66,7 +66,7 @@ def train(
         console.print(f"{out} holds no checkpoint yet: the first step is next")
     if checkpoint.is_file() and not resume:
         raise ConfigError(f"out={out}: holds a run already: go on with --resume, or name another folder")
-    head = None if start is None else Checkpoint(str(start), method, HEAD_FILES, "start")
+    head = None if start is None else Checkpoint(str(start), method, _HEAD_FILES, "start")
     folder = find_folder(resolve(target, "target"), "target")
     model, tokenizer = _load_target(folder, device)
     wanted_layers(plan, model)  # refused before hours of answering, not after
@@ -85,7 +85,7 @@ def train(
         if module is None:
             vocab_size = model.config.get_text_config().vocab_size
             module = build(plan, model, draft_vocabulary(examples, plan.draft_vocab_size, vocab_size))
-        seen = 0 if start is None else drafts_seen(start)
+        seen = 0 if head is None else drafts_seen(head.folder)
         trainer = Trainer(plan, model, module, features, seen)
         if resume and checkpoint.is_file():
             trainer.load(checkpoint)

@@ -34,9 +34,9 @@ EVALUATED_STEPS = 5  # draft positions in the acceptance table of heads that can
 
 class Trainer:
     """One run. target: a loaded causal LM; features: of its examples, training ones first, then `recipe.held_out` to
-    measure on; tokens: drafts that the module has seen already. averaged: the head
-    with the running mean of its weights, which is measured and kept: wherever a run stops, it is nearly as good as at
-    the end of a schedule. best: the greatest held-out chain length, that of `best_state`.
+    measure on; tokens: drafts that the module has seen already. averaged: the head with the running mean of its
+    weights, which is measured and kept: wherever a run stops, it is nearly as good as at the end of a schedule. best:
+    the greatest held-out chain length, that of `best_state`.
     """
 
     def __init__(self, recipe: Recipe, target: Any, module: HeadModule, features: Features, tokens: int = 0):

@@ -33,12 +33,12 @@ from drafters.training.loss import Teacher, vocabulary_loss
 from drafters.training.recipe import Recipe
 from drafters.training.run import export, train
 from drafters.training.trainer import Trainer, draft_vocabulary
-from engine.errors import ConfigError, ModelError
+from engine.errors import ConfigError
 from engine.sampling import SamplingParams
 from engine.target import bfloat16_bits
 from engine.tree import TokenTree
 from tests.drafters.conftest import LAYERS, LLAMA, VOCAB
-from tests.drafters.training.conftest import METHODS, SMALL, tensors, weights
+from tests.drafters.training.conftest import METHODS, SMALL, weights
 
 LOADERS = {
     "block": BlockHead,
@@ -85,43 +85,6 @@ def test_a_run_that_was_killed_and_resumed_ends_with_the_same_weights(
     whole, cut = weights(tmp_path / "whole"), weights(tmp_path / "cut")
     assert whole.keys() == cut.keys()
     assert all(whole[name].equal(cut[name]) for name in whole)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_run_can_begin_with_a_trained_head(
-    method: str, chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path
-) -> None:
-    train(method, str(chatty), data, tmp_path / "head", recipe(method))
-    fewer = tmp_path / "fewer.jsonl"  # of other answers, which would make another draft vocabulary
-    fewer.write_text("".join(json.dumps({"prompt": f"w{9 * i + 4}"}) + "\n" for i in range(4)))
-    train(method, str(chatty), fewer, tmp_path / "on", recipe(method, lr=1e-30), start=tmp_path / "head")
-    began, ended = tensors(tmp_path / "head"), tensors(tmp_path / "on")
-    assert began.keys() == ended.keys()
-    for name in began:
-        torch.testing.assert_close(ended[name], began[name], atol=0.01 * float(began[name].float().abs().max()), rtol=0)
-    seen = [json.loads((tmp_path / name / "training.json").read_text())["drafts_seen"] for name in ("head", "on")]
-    assert seen[1] > seen[0]
-
-
-@pytest.mark.parametrize("changes", [{"norm_before_residual": True}, {"rms_norm_eps": 0.5}])
-def test_a_head_that_computes_something_else_is_refused_before_anything_is_answered(
-    changes: dict[str, Any], chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path
-) -> None:
-    train("eagle3", str(chatty), data, tmp_path / "head", recipe("eagle3"))
-    config = tmp_path / "head" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
-    with pytest.raises(ModelError, match=r"^start=.*head: "):
-        train("eagle3", str(chatty), data, tmp_path / "other" / "on", recipe("eagle3"), start=tmp_path / "head")
-    assert not (tmp_path / "other").exists()
-
-
-def test_a_run_does_not_go_on_with_the_vocabulary_of_another_head(
-    chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path
-) -> None:
-    train("eagle3", str(chatty), data, tmp_path / "head", recipe("eagle3", draft_vocab_size=20))
-    train("eagle3", str(chatty), data, tmp_path / "on", recipe("eagle3"), start=tmp_path / "head")
-    with pytest.raises(ConfigError, match="give the same --start"):
-        train("eagle3", str(chatty), data, tmp_path / "on", recipe("eagle3"), resume=True)
 
 
 def test_answers_are_generated_once_and_a_cut_off_line_is_generated_again(
