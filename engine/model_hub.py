@@ -1,17 +1,59 @@
-"""Whether a model is read only from this machine: it is a directory, or the hub cannot be reached.
+"""Models of the hub: their files are fetched before workers start, so that all of these read one directory.
 
-The network is asked once, with a short timeout. Otherwise every file of a hub id is tried six times, half a minute in
-all, even if it is in the cache.
+Whether the hub answers is asked once, with a short timeout. Otherwise every file of a hub id is tried six times, half a
+minute in all, even if it is in the cache.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 _TIMEOUT_S = 5.0
 _REMEMBERED_S = 60.0
+_WEIGHTS = (".safetensors", ".bin", ".pt")  # the first kind that there is
+_OTHERS = (".json", ".jinja", ".model", ".txt", ".tiktoken")
+_SUBFOLDERS = "*/*"  # the same weights in other formats
+
+
+def fetched(model: str) -> str:
+    """The directory of a hub id's files, downloaded now if they are not here.
+
+    Another name is returned unchanged, and so is an id that neither the hub nor its cache has: loading it says why.
+    """
+    if Path(model).is_dir() or not is_hub_id(model):
+        return model
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    shows = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        if not hub_answers():
+            kept = [f"*{ending}" for ending in (*_OTHERS, _WEIGHTS[0])]
+            folder = snapshot_download(model, allow_patterns=kept, ignore_patterns=_SUBFOLDERS, local_files_only=True)
+            return str(folder)
+        listed: list[Any] = list(snapshot_download(model, ignore_patterns=_SUBFOLDERS, dry_run=True))
+        names = _needed([file.filename for file in listed])
+        if missing := sum(file.file_size for file in listed if file.will_download and file.filename in names):
+            print(f"talon: downloading {model}, {missing / 1e6:,.0f} MB", file=sys.stderr)
+            if shows and sys.stderr.isatty():
+                enable_progress_bars()
+        return str(snapshot_download(model, allow_patterns=names))
+    except Exception:  # the hub's, its cache's, the file system's
+        return model
+    finally:
+        if shows:
+            enable_progress_bars()
+
+
+def _needed(names: list[str]) -> list[str]:
+    """The files of a model that are read: configuration, tokenizer, and weights in one format."""
+    kinds = [kind for kind in _WEIGHTS if any(name.endswith(kind) for name in names)]
+    return [name for name in names if name.endswith((*_OTHERS, *kinds[:1]))]
 
 
 def is_local(model: str) -> bool:

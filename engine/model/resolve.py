@@ -12,13 +12,15 @@ from engine.model.download import download
 from engine.model.gguf import convert, converted
 from engine.model.gguf_file import read_gguf
 from engine.model.progress import shown
+from engine.model_hub import fetched
 
 
 def resolve(model: str, key: str = "model") -> str:
-    """The directory of a model that the catalogue names or that a GGUF file holds, made now if it does not exist.
+    """The directory of a model that the catalogue or the hub names or that a GGUF file holds, made now if it does not
+    exist.
 
-    Anything else, a directory or a hub id, is returned unchanged. key: the configuration's key, for errors. Takes as
-    long as a download or a conversion. Raises ModelError, one line that says what to do.
+    Anything else is returned unchanged. key: the configuration's key, for errors. Takes as long as a download or a
+    conversion. Raises ModelError, one line that says what to do.
     """
     if (folder := Path(model)).is_dir():
         if not (folder / "config.json").exists() and (files := sorted(folder.glob("*.gguf"))):
@@ -29,7 +31,7 @@ def resolve(model: str, key: str = "model") -> str:
     if model.lower().endswith(".gguf"):
         with shown() as report:
             return str(converted(Path(model), f"{key}={model}", report))
-    return model
+    return fetched(model)
 
 
 def resolved(config: Config) -> Config:
