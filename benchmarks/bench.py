@@ -21,7 +21,7 @@ from engine.errors import ConfigError
 from engine.messages import Tokens
 from engine.model.resolve import resolved
 from engine.sampling import SamplingParams
-from engine.text import encode_text, load_tokenizer
+from engine.text import encode_text, tokenizer_of
 
 from .about import write_about
 from .budget import Budget, spend
@@ -67,7 +67,7 @@ async def run_bench(
         check_name(name)
     names = list(dict.fromkeys([BASELINE, *names]))
     config = resolved(config)
-    tokenizer, referee = load_tokenizer(config.model), Referee(config)
+    tokenizer, referee = tokenizer_of(config), Referee(config)
     first_turns = [Asked(suite, q, encode_text(tokenizer, q.prompt)) for suite, some in suites.items() for q in some]
     rows: list[Row] = []
     write_about(out, config, what.samplings, what.repeats)
@@ -252,7 +252,7 @@ async def run_overhead(config: Config, methods: list[str], sampling: SamplingPar
     prompt = "Weng earns $12 an hour for babysitting. Yesterday, she just did 50 minutes. How much did she earn?"
     rows = []
     config = resolved(config)
-    tokens = encode_text(load_tokenizer(config.model), prompt)
+    tokens = encode_text(tokenizer_of(config), prompt)
     for transport in ("inproc", "ipc"):
         for method in methods:
             with console.status(f"{transport} {method}"):

@@ -24,7 +24,7 @@ from engine.json_lines import BadLine, json_lines
 from engine.model.resolve import resolved
 from engine.sampling import SamplingParams
 from engine.tasks import keep_under_way
-from engine.text import encode_text, load_tokenizer
+from engine.text import encode_text, tokenizer_of
 
 from .equality import TRANSFORMERS, Comparison, Different, Setting
 from .figures import BASELINE, Difference
@@ -212,7 +212,7 @@ async def run_check(
         load(settings_of(setting.method, config), {"mode": setting.mode, "transport": setting.transport})
     config = resolved(config)
     kept = Log(log, _about(config, questions, sampling, grid))
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = tokenizer_of(config)
     asked = [Asked(suite, q, encode_text(tokenizer, q.prompt)) for suite, some in questions.items() for q in some]
     for setting in grid.settings():
         grid.questions_of(setting, len(asked))  # refused before anything is answered

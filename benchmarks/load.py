@@ -28,11 +28,11 @@ from engine.errors import ConfigError
 from engine.model.resolve import resolved
 from engine.sampling import SamplingParams
 from engine.tasks import gather, keep_under_way
-from engine.text import encode_text, load_tokenizer
+from engine.text import encode_text, tokenizer_of
 
 from .about import write_about
 from .budget import Budget, is_narrow
-from .contestants import CONTESTANTS, check_name
+from .contestants import check_name, keys_of
 from .figures import BASELINE, PEERS
 from .load_figures import LoadRow, at_once, cells, requests_per_second
 from .progress import progress_bar
@@ -77,9 +77,8 @@ def settings_of(name: str, config: Config, heads: Path | None = None) -> Config:
         raise ConfigError(f"method={name!r}: answers one request at a time; leave it out with --concurrency")
     if name not in METHODS:
         check_name(name)
-    keys = {"method": name} if name in METHODS else CONTESTANTS[name]
     weights = {} if heads is None else {"drafter.path": str(heads / "{method}")}
-    return load(config, keys | weights | {"drafter.standby": False, "queue.full": "wait"})
+    return load(config, keys_of(name, as_served=True) | weights | {"drafter.standby": False, "queue.full": "wait"})
 
 
 async def run_load(
@@ -98,7 +97,7 @@ async def run_load(
     for name in names:  # before the rows of an earlier run are overwritten
         settings_of(name, config, heads)
     config = resolved(config)
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = tokenizer_of(config)
     mixed = [Asked(suite, question, encode_text(tokenizer, question.prompt)) for suite, question in questions_of]
     parts = _parts(what, len(files))
     if (wanted := sum(parts.values())) > len(mixed):

@@ -25,7 +25,7 @@ from engine.config import Config
 from engine.errors import ConfigError
 from engine.model.resolve import resolved
 from engine.sampling import SamplingParams
-from engine.text import encode_text, load_tokenizer
+from engine.text import encode_text, tokenizer_of
 from retrieval_index.build import build
 from retrieval_index.dense import DenseIndex
 from retrieval_index.dense_build import build_dense
@@ -60,7 +60,7 @@ class Library:
     """The passages of all files in a dense index and a datastore, which live as long as their folder."""
 
     def __init__(self, config: Config, passages: Sequence[str], folder: Path):
-        self.passages, self.tokenizer = passages, load_tokenizer(config.model)
+        self.passages, self.tokenizer = passages, tokenizer_of(config)
         text = folder / "passages.jsonl"
         text.write_text("".join(json.dumps({"text": passage}) + "\n" for passage in passages))
         embedding = TargetWeights.read(config.model).embedding.float().numpy()
@@ -133,7 +133,7 @@ class _Asking:
 
     async def answers(self, setting: str, given: Mapping[Item, Sequence[str]], budget: Budget) -> AsyncIterator[QaRow]:
         """One setting: contestants start afresh, since some remember answers, and take turns question by question."""
-        tokenizer, order = load_tokenizer(self.config.model), random.Random(self.sampling.seed)
+        tokenizer, order = tokenizer_of(self.config), random.Random(self.sampling.seed)
         contestants, referee = await self._start(tokenizer), Referee(self.config)
         kinds: dict[str, list[Item]] = {}
         for item in given:

@@ -45,7 +45,7 @@ def shapes(
             raise ConfigError(f"contestant={contestant!r}: drafts no trees; known: {', '.join(CONTESTANTS)}")
         files = question_files(questions)
         from engine.model.resolve import resolved
-        from engine.text import load_tokenizer
+        from engine.text import tokenizer_of
 
         from .questions import read_questions
         from .shapes import draw, measure, table
@@ -54,7 +54,7 @@ def shapes(
         settings = configuration.load(config, CONTESTANTS[contestant] | path | overrides(set_))
         read = {file.stem: read_questions(file, limit) for file in files}
         settings = resolved(settings)
-        tokenizer = load_tokenizer(settings.model)
+        tokenizer = tokenizer_of(settings)
         suites = {suite: _prompts(tokenizer, some) for suite, some in read.items()}
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature).validate()
         answers = measure(settings, suites, sampling, Console(stderr=True))
@@ -90,7 +90,7 @@ def growth(
         from drafters.registry import build
         from engine.model.resolve import resolved
         from engine.target import Target
-        from engine.text import load_tokenizer
+        from engine.text import tokenizer_of
 
         from .growth import position_bytes, replay, settings, time_rounds, write
         from .known_answers import record
@@ -99,7 +99,7 @@ def growth(
 
         named = {"method": method} | ({} if path is None else {"drafter.path": str(path)})
         config_ = resolved(configuration.load(config, named | overrides(set_)))
-        console, tokenizer = Console(stderr=True), load_tokenizer(config_.model)
+        console, tokenizer = Console(stderr=True), tokenizer_of(config_)
         suites = {f.stem: _prompts(tokenizer, read_questions(f, limit)) for f in files}
         drafter = build(config_)
         if not isinstance(drafter, HeadDrafter):
@@ -146,7 +146,7 @@ def acceptance(
         files = question_files(questions)
         from engine.model.resolve import resolved
         from engine.target import Target
-        from engine.text import load_tokenizer
+        from engine.text import tokenizer_of
 
         from .acceptance import Accepted, accept_all, layers_read, ways, write
         from .growth import time_rounds
@@ -161,7 +161,7 @@ def acceptance(
         ]
         settings = resolved(configuration.load(config, overrides(set_)))
         layers = layers_read(chosen, settings)
-        tokenizer = load_tokenizer(settings.model)
+        tokenizer = tokenizer_of(settings)
         suites = {f.stem: _prompts(tokenizer, read_questions(f, limit)) for f in files}
         target = Target.load(settings.model, settings.dtype, settings.device)
         with progress_bar(console) as progress:

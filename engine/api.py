@@ -26,9 +26,9 @@ from engine.messages import Ready
 from engine.model.resolve import resolved
 from engine.prompts import Prompt, check_room, check_sampling, encode_prompt, is_integer
 from engine.sampling import SamplingParams
-from engine.supervisor import Supervisor
+from engine.supervisor import Supervisor, say_once
 from engine.tasks import gather
-from engine.text import TextStream, load_tokenizer
+from engine.text import TextStream, tokenizer_of
 from engine.worker import settled
 
 
@@ -102,8 +102,13 @@ class Engine:
         return engine
 
     async def _load_tokenizer(self) -> None:
-        self._tokenizer = await anyio.to_thread.run_sync(load_tokenizer, self.config.model)
+        self._tokenizer = await anyio.to_thread.run_sync(tokenizer_of, self.config)
         await anyio.to_thread.run_sync(check_vocabulary, self.config, self._tokenizer)
+        if not self._tokenizer.chat_template:
+            say_once(
+                "talon: this model has no chat template: text is sent to it as it is, and chat messages are refused; "
+                "set chat_template=FILE"
+            )
 
     async def close(self) -> None:
         """End every request with EngineClosed, stop the workers, remove what they left."""

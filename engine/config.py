@@ -137,7 +137,8 @@ class QueueConfig(_Section):
 class Config(_Section):
     """Everything `Engine.start` needs.
 
-    model: a Hugging Face directory or hub id, a GGUF file, or a name that `talon models list` knows. method: which
+    model: a Hugging Face directory or hub id, a GGUF file, or a name that `talon models list` knows. chat_template: a
+    Jinja file for a model that has none, or in place of its own. method: which
     drafter (`drafters.registry`). mode: drafter and verifier in turns (sequential), both at once (async), or whichever
     proves faster (auto). transport: workers as threads (inproc), as processes (ipc), or as processes of which the
     drafter may be on another machine (tcp). trace: a file for a timeline of the workers, without remote drafters.
@@ -146,6 +147,7 @@ class Config(_Section):
     """
 
     model: str = "smollm2-135m"
+    chat_template: str | None = None
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     method: str = "suffix"
@@ -215,6 +217,8 @@ def cores() -> int:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    if not path.exists() and (ROOT / path).is_file():
+        path = ROOT / path  # one of Talon's own, wherever the command runs
     try:
         values = yaml.safe_load(path.read_text(encoding="utf8"))
     except OSError as error:

@@ -75,7 +75,7 @@ class Supervisor:
         if not self._all_ready():
             raise WorkerDied(f"start_timeout_s={self.config.start_timeout_s:g}: the workers were not ready in time")
         if not self.target.exact:
-            _say_once(f"talon: the target is not exact, so drafts may turn a near tie: {self.target.inexact}")
+            say_once(f"talon: the target is not exact, so drafts may turn a near tie: {self.target.inexact}")
         self.workers.stand_by()
         self._keep_running(self._watch())
 
@@ -290,6 +290,6 @@ class Supervisor:
 
 
 @functools.cache
-def _say_once(line: str) -> None:
+def say_once(line: str) -> None:
     """Print a line once on standard error: a benchmark starts many engines of one target."""
     print(line, file=sys.stderr)

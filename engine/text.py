@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ModelError, RequestError
+from engine.config import Config
+from engine.errors import ConfigError, ModelError, RequestError
 from engine.model_hub import is_hub_id, is_local
 
 HALF_A_CHARACTER = "holds half a character; decode the text it comes from as UTF-8"
@@ -36,6 +37,17 @@ def load_tokenizer(model: str) -> Any:
         raise ModelError(f"model={model}: has no usable tokenizer: {reason}") from error
 
 
+def tokenizer_of(config: Config) -> Any:
+    """The tokenizer of the configuration's model, with its chat template; TalonError if there is no such thing."""
+    tokenizer = load_tokenizer(config.model)
+    if config.chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"chat_template={config.chat_template}: cannot be read: {error}") from None
+    return tokenizer
+
+
 def encode_text(tokenizer: Any, prompt: str | Sequence[Any], raw: bool = False) -> list[int]:
     """Token ids of a text (one user message, unless `raw`) or of chat messages, through the chat template.
 
@@ -46,7 +58,7 @@ def encode_text(tokenizer: Any, prompt: str | Sequence[Any], raw: bool = False) 
             return _tokens(tokenizer, prompt)
         prompt = [{"role": "user", "content": prompt}]
     if not tokenizer.chat_template:
-        raise RequestError("prompt: this model has no chat template; give text or token ids")
+        raise RequestError("prompt: this model has no chat template; give text or token ids, or set chat_template=FILE")
     for message in prompt:
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
             raise RequestError(f"prompt: {message!r} is no chat message; each needs role and content")

@@ -26,7 +26,7 @@ from engine.loading import find_device, find_dtype, load_config, name_of
 from engine.model.resolve import resolved
 from engine.sampling import SamplingParams
 from engine.tasks import keep_under_way
-from engine.text import encode_text, load_tokenizer
+from engine.text import encode_text, tokenizer_of
 
 from ..about import write_about
 from ..budget import Budget, is_narrow
@@ -103,7 +103,7 @@ async def run_rivals(
     if what.sampling.temperature != 0:
         raise ConfigError("--temperature: rivals are compared at 0 only; leave it out with --rivals")
     config = resolved(config)
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = tokenizer_of(config)
     prompts = [encode_text(tokenizer, question.prompt) for _, question in mixed_questions(what.files, what.limit)]
     dtype = name_of(find_dtype(config.dtype, load_config(config.model), find_device(config.device)))
     plan = Plan(what.levels, what.sampling.max_tokens, prompts, what.repeats, Budget(what.minutes), dtype)

@@ -72,6 +72,11 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         load(tmp_path / "none.yaml")
 
 
+def test_a_configuration_that_ships_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load("configs/demo.yaml") == load(ROOT / "configs" / "demo.yaml")
+
+
 def test_what_is_no_configuration_at_all_is_refused() -> None:
     with pytest.raises(ConfigError, match="config=None: give a file"):
         load(None)  # type: ignore[arg-type]

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.errors import RequestError
-from engine.text import TextStream, encode_text
+from engine.config import load
+from engine.errors import ConfigError, RequestError
+from engine.text import TextStream, encode_text, tokenizer_of
 from tests.conftest import sentencepiece_tokenizer, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()  # one token per byte, so that every character beyond ASCII is split
@@ -127,3 +129,12 @@ def test_messages_need_role_and_content() -> None:
 def test_text_becomes_one_user_message_unless_raw() -> None:
     assert TOKENIZER.decode(encode_text(TOKENIZER, "hi")) == "<|user|>hi<|assistant|>"
     assert TOKENIZER.decode(encode_text(TOKENIZER, "hi", raw=True)) == "hi"
+
+
+def test_a_chat_template_of_ones_own_is_used(tiny: str, tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("{% for message in messages %}<{{ message['content'] }}>{% endfor %}")
+    tokenizer = tokenizer_of(load({"model": tiny, "chat_template": str(file)}))
+    assert encode_text(tokenizer, "hi") == encode_text(tokenizer, "<hi>", raw=True)
+    with pytest.raises(ConfigError, match=r"chat_template=nowhere: cannot be read"):
+        tokenizer_of(load({"model": tiny, "chat_template": "nowhere"}))
