@@ -106,11 +106,12 @@ def bench(
 
     async def main() -> int:
         from .bench import run_overhead
-        from .contestants import ABLATION, every
+        from .contestants import ABLATION, every, without_effect
 
         groups = {"all": every(), "ablation": list(ABLATION)}
         names = groups.get(methods) or names_in(methods)
-        settings = configuration.load(config, overrides(set_))
+        given = overrides(set_)
+        settings = configuration.load(config, given)
         samplings = [
             SamplingParams(max_tokens=max_tokens, temperature=value, seed=seed).validate()
             for value in temperature or [0.0]
@@ -119,6 +120,8 @@ def bench(
         shares = numbers_in("arrivals", arrivals)
         if (levels or shares) and len(samplings) > 1:
             raise ConfigError("--temperature: give one with --concurrency and --arrivals")
+        for line in without_effect(names, given, as_served=bool(levels or shares or rivals)):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
         if overhead:
             table = await run_overhead(settings, [n for n in names if n not in PEERS], samplings[0], console)
             Console().print(table.rich())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -159,6 +160,22 @@ def check_name(name: str) -> None:
         raise ConfigError(f"method={name!r}: no such contestant{meant} known: {', '.join(known)}")
 
 
+def keys_of(name: str, as_served: bool = False) -> dict[str, Any]:
+    """The configuration keys that a contestant stands for; of a method as served it is the method alone."""
+    return {"method": name} if as_served and name in METHODS else CONTESTANTS[name]
+
+
+def without_effect(names: Sequence[str], given: Mapping[str, Any], as_served: bool) -> list[str]:
+    """A line for each key that the user gives and that contestants define otherwise."""
+    lines = []
+    for key, value in given.items():
+        fixed = {name: keys_of(name, as_served) for name in names if name in CONTESTANTS}
+        others = [name for name, keys in fixed.items() if keys["method"] != "none" and keys.get(key, value) != value]
+        if others:
+            lines.append(f"--set {key}={value} does not apply to {', '.join(others)}: their definition has its own")
+    return lines
+
+
 async def start_contestant(name: str, config: Config, heads: Path | None = None) -> Contestant:
     """The contestant `name`, on the model of `config`. heads: a folder with eagle, eagle3, medusa, hydra and sps; None:
     drafter.path names their weights.
@@ -173,7 +190,7 @@ async def start_contestant(name: str, config: Config, heads: Path | None = None)
 
         return await TransformersContestant.start(config, assistant, prompt_lookup=name == "hf-pld")
     check_name(name)
-    settings = load(config, CONTESTANTS[name])
+    settings = load(config, keys_of(name))
     if heads is not None:
         settings = load(settings, {"drafter.path": str(heads / "{method}")})
     return await TalonContestant.start(settings)
