@@ -6,10 +6,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+# PyPI's torch for Linux is the CUDA build, several GB. Without a GPU the CPU build is taken, unless pip has been told where to look.
+PIP_KNOWS = $(shell command -v nvidia-smi || $(BIN)/python -m pip config list | grep -E 'index-url|find-links')
+INDEX = $(if $(PIP_KNOWS),,--extra-index-url https://download.pytorch.org/whl/cpu)
+
 .venv/installed: pyproject.toml constraints.txt
 	@echo "installing into .venv: some minutes, 2 GB"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(INDEX) --editable '.[dev]'
 	touch $@
 
 install: .venv/installed
@@ -31,7 +35,7 @@ heads: model
 
 evidence: .venv/installed
 	test -n "$(EVAL)" || { echo 'make evidence: name the folder of question files: EVAL=DIR'; exit 2; }
-	$(BIN)/talon evidence --questions $(EVAL) --out $(or $(OUT),benchmarks/results/smollm2-135m) --minutes $(or $(MINUTES),60) $(if $(RIVALS),--rivals $(RIVALS) --gguf $(GGUF))
+	$(BIN)/talon evidence --questions $(EVAL) --out $(or $(OUT),out/evidence) --minutes $(or $(MINUTES),60) $(if $(RIVALS),--rivals $(RIVALS) --gguf $(GGUF))
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -45,7 +45,7 @@ class Parrot(Drafter):
 
 
 async def main(config: str) -> None:
-    METHODS["parrot"] = Method(f"{__name__}:Parrot")
+    METHODS["parrot"] = Method(f"{__name__}:Parrot")  # in this process alone, hence "inproc" below
     question, sampling = "Repeat ten times: the cat sat on the mat.", SamplingParams(max_tokens=80)
     texts = []
     for method in ("none", "parrot"):

@@ -151,6 +151,8 @@ def _handle_errors(app: FastAPI, serving: Serving) -> None:
 
 def _http_error(error: HTTPException) -> ApiError:
     """Errors of FastAPI itself: no such path, another method, a body that cannot be read or is too long."""
+    if error.status_code == 404 and error.detail == "Not Found":
+        return ApiError(404, "no such route; there are /v1/chat/completions, /v1/completions and those of /docs")
     return ApiError(error.status_code, str(error.detail))
 
 

@@ -45,13 +45,13 @@ _LOST = (RayError, RayServeException)
 
 
 class Arguments(BaseModel, extra="forbid"):
-    """`args` of the application in the YAML file. config: of the engine, with `overrides` of its keys; model: what
-    clients call it. API keys are those of TALON_API_KEYS.
+    """`args` of the application in the YAML file. config: of the engine, with `overrides` of its keys;
+    served_model_name: what clients call the model. API keys are those of TALON_API_KEYS.
     """
 
     config: str = str(configuration.DEMO)
     overrides: dict[str, Any] = {}
-    model: str | None = None
+    served_model_name: str | None = None
     max_prompt_tokens: int | None = None
     max_choices: int = 64
     log_prompts: bool = False
@@ -68,7 +68,7 @@ class Replica:
         to_standard_error()
         config = configuration.load(arguments.config, arguments.overrides | {"queue.full": "refuse"})
         settings = Settings(
-            model=arguments.model or short_name(config.model),
+            model=arguments.served_model_name or short_name(config.model),
             api_keys=read_keys(None),
             max_prompt_tokens=arguments.max_prompt_tokens,
             max_choices=arguments.max_choices,

@@ -46,6 +46,7 @@ def test_unknown_paths_and_methods_are_error_objects(server: ServerProcess) -> N
         (httpx.post(f"{server.url}/v1/completions", content=b"\xff\xfe"), 400),
     ):
         assert answer.status_code == status and answer.json()["error"]["message"], answer.text
+    assert "/v1/chat/completions" in httpx.post(f"{server.url}/v1/responses", json={}).json()["error"]["message"]
 
 
 def test_a_request_keeps_its_number(server: ServerProcess) -> None:
