@@ -57,7 +57,7 @@ TOY = Shapes(
 def time_verification(shapes: Shapes, device: str) -> dict[int, float]:
     """Milliseconds of the target's forward over a tree of n nodes, by n."""
     with torch.device(device):
-        model = LlamaForCausalLM(shapes.model).to(torch.bfloat16)
+        model = LlamaForCausalLM._from_config(shapes.model, dtype=torch.bfloat16)
     target, times = Target(model, "random weights"), {}
     for nodes in shapes.sizes:
         cache = target.new_cache(shapes.context + nodes)

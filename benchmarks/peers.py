@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from engine.config import Config
+from engine.loading import find_device, find_dtype, load_config
 from engine.model_hub import is_local
 from engine.sampling import SamplingParams, own_defaults
-from engine.target import Target
 from engine.worker import share_cores
 
 from .contestants import Run
@@ -35,12 +35,16 @@ class TransformersContestant:
         cls, config: Config, assistant: str | None = None, prompt_lookup: bool = False
     ) -> TransformersContestant:
         def load() -> tuple[Any, dict[str, Any]]:  # as its own users would: without our CPU layout of the weights
-            dtype = Target.load(config.model, config.dtype, config.device).dtype
-            local = is_local(config.model)
-            model = AutoModelForCausalLM.from_pretrained(config.model, dtype=dtype, local_files_only=local).eval()
+            device = find_device(config.device)
+            dtype = find_dtype(config.dtype, load_config(config.model), device)
+
+            def read(name: str) -> Any:
+                model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, local_files_only=is_local(name))
+                return model.to(device).eval()
+
+            model = read(config.model)
             if assistant is not None:
-                small = AutoModelForCausalLM.from_pretrained(assistant, dtype=dtype).eval()
-                return model, {"assistant_model": small}
+                return model, {"assistant_model": read(assistant)}
             return model, {"prompt_lookup_num_tokens": 10} if prompt_lookup else {}
 
         model, options = await asyncio.to_thread(load)

@@ -54,6 +54,7 @@ class HeadDrafter(Drafter):
     def forward_s(self) -> float:  # type: ignore[override]
         return self._forwards.seconds
 
+    @torch.inference_mode()
     def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
         scratch = _TREES * (self.policy.max_expansions + 1)
         self._requests[request] = Trie(
@@ -141,6 +142,7 @@ class HeadDrafter(Drafter):
         bits = torch.tensor(verdict.features[known:], device=self.head.device)  # copied: messages' arrays are read-only
         trie.commit(start + known, bits.view(torch.bfloat16))
 
+    @torch.inference_mode()
     def finish(self, request: int) -> None:
         if (ended := self._requests.pop(request, None)) is not None:
             ended.session.close()

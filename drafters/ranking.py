@@ -23,7 +23,7 @@ from torch import Tensor
 
 from drafters.growth import Candidates
 from drafters.top import top
-from engine.noise import gumbel
+from engine.noise import gumbel_nearby
 from engine.sampling import SamplingParams
 
 _KEPT_POSITIONS = 64
@@ -127,8 +127,7 @@ class Ranking:
     def _noise_at(self, positions: list[int]) -> Tensor:
         """[n or 1, draft_vocab]: the target's noise; all nodes of a layer share it, and later rounds need it again."""
         for position in set(positions) - self._noise.keys():
-            noise = gumbel(self.sampling.seed, position, self.target_ids)
-            self._noise[position] = noise.to(self.target_ids.device, torch.float32)
+            self._noise[position] = gumbel_nearby(self.sampling.seed, position, self.target_ids).float()
         if len(self._noise) > _KEPT_POSITIONS:
             for position in sorted(self._noise.keys() - set(positions))[: -_KEPT_POSITIONS // 2]:
                 del self._noise[position]

@@ -39,7 +39,12 @@ def load_model(path: str, dtype: str, device: torch.device) -> Any:
             f"model={path}: {len(missing)} weights are missing, {missing[0]} first; get the whole checkpoint"
         )
     _check_numbers(model, path)
-    return model.to(device)
+    try:
+        return model.to(device)
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"model={path}: does not fit the GPU ({first_line(error)}); free its memory or name a smaller model"
+        ) from error
 
 
 def load_config(path: str) -> Any:

@@ -21,6 +21,11 @@ def gumbel(seed: int, position: int, tokens: Tensor) -> Tensor:
     return torch.from_numpy(noises_of(key_of(seed, position), tokens.cpu().numpy()))
 
 
+def gumbel_nearby(seed: int, position: int, tokens: Tensor) -> Tensor:
+    """`gumbel` but for its last bits, computed and returned where the tokens are: enough for a drafter's guess."""
+    return gumbel(seed, position, tokens) if tokens.device.type == "cpu" else _nearly(seed, position, tokens)
+
+
 def gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
     """argmax over tokens of scores + noise, the first of equals: one draw from softmax(scores), exactly.
 
@@ -40,9 +45,13 @@ def _rivals_on_device(scores: Tensor, seed: int, position: int) -> Tensor:
     their last bits.
     """
     tokens = torch.arange(len(scores), device=scores.device)
-    estimate = scores.double() - torch.log(-torch.log(_uniform(seed, position, tokens)))
+    estimate = scores.double() + _nearly(seed, position, tokens)
     best = estimate.max()
     return torch.nonzero(~(estimate < best - (1e-9 + best.abs() * UNIT * 4))).flatten()
+
+
+def _nearly(seed: int, position: int, tokens: Tensor) -> Tensor:
+    return -torch.log(-torch.log(_uniform(seed, position, tokens)))
 
 
 def _uniform(seed: int, position: int, tokens: Tensor) -> Tensor:

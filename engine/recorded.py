@@ -7,6 +7,9 @@ size. On a CPU the same work is called directly each time, which is what the tes
 
 from __future__ import annotations
 
+import gc
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
@@ -14,10 +17,14 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from engine.loading import first_line
+
 Work = Callable[..., tuple[Tensor, ...]]
 Buffers = TypeVar("Buffers")
-_ROUND, _SPARE = 256, 4  # buffer lengths are multiples of the first; so many spare buffers are kept
-_WARM_UPS = 3  # calls before capture, in which libraries do their one-time setup
+_ROUND, _SPARE = 256, 32  # buffer lengths are multiples of the first; so many spare buffers are kept
+_WARM_UPS = 3  # calls before capture
+_GRAPHS = ("cuda",)  # devices whose work can be captured
+_CAPTURING = threading.Lock()  # torch captures one graph at a time in a process
 
 
 def bucket(rows: int) -> int:
@@ -26,7 +33,11 @@ def bucket(rows: int) -> int:
 
 
 class Recorded:
-    """`work` over tensors that have the same shapes in every call."""
+    """`work` over tensors that have the same shapes in every call. captures: whether captures succeed in this process:
+    after one has failed none is tried again, since torch's allocator may still count it as under way.
+    """
+
+    captures = True
 
     def __init__(self, work: Work, device: torch.device):
         self._work, self._device = work, device
@@ -37,27 +48,64 @@ class Recorded:
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """What `work` returns; the next call overwrites it. inputs: on any device."""
         if self._inputs is None:
-            self._inputs = [given.to(self._device, copy=True) for given in inputs]
-            if self._device.type == "cuda":
-                self._record(self._inputs)
-        for held, given in zip(self._inputs, inputs, strict=True):
-            held.copy_(given)
+            held = [given.to(self._device, copy=True) for given in inputs]
+            if self._device.type in _GRAPHS:
+                self._capture(held)
+            self._inputs = held
+        for kept, given in zip(self._inputs, inputs, strict=True):
+            kept.copy_(given)
         if self._graph is None:
             return self._work(*self._inputs)
         self._graph.replay()
         return self._outputs
 
-    def _record(self, inputs: list[Tensor]) -> None:
-        aside = torch.cuda.Stream(self._device)
-        aside.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(aside):
-            for _ in range(_WARM_UPS):
-                self._work(*inputs)
-        torch.cuda.current_stream(self._device).wait_stream(aside)
-        self._graph = torch.cuda.CUDAGraph()
+    def _capture(self, inputs: list[Tensor]) -> None:
+        """Capture the work. Where that fails, say so once: some models synchronise with the host, which a graph cannot
+        hold.
+        """
+        with _CAPTURING:
+            _warm_up(self._work, inputs, self._device)
+            if not Recorded.captures:
+                return
+            try:
+                self._graph, self._outputs = _captured(self._work, inputs, self._device)
+            except RuntimeError as error:
+                Recorded.captures = False
+                print(f"talon: forwards are not captured as CUDA graphs: {first_line(error)}", file=sys.stderr)
+
+
+def _warm_up(work: Work, inputs: list[Tensor], device: torch.device) -> None:
+    """Let libraries do their one-time setup, away from the stream that the results are used on."""
+    here, aside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    aside.wait_stream(here)
+    with torch.cuda.stream(aside):
+        for _ in range(_WARM_UPS):
+            work(*inputs)
+    here.wait_stream(aside)
+
+
+def _captured(
+    work: Work, inputs: list[Tensor], device: torch.device
+) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
+    """The graph of the work, and the tensors that it writes its results to."""
+    here, graph = torch.cuda.current_stream(device), torch.cuda.CUDAGraph()
+    try:
         # this thread only: over inproc the other worker keeps running
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            self._outputs = self._work(*inputs)
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            outputs = work(*inputs)
+    finally:
+        torch.cuda.set_stream(here)  # after a failure torch stays on the stream that it captured
+    return graph, outputs
+
+
+def release_memory() -> None:
+    """Return a GPU's memory that ended workers held: graphs and forwards refer to each other, and torch keeps what is
+    freed.
+    """
+    if torch.cuda.is_initialized():
+        with _CAPTURING:
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 def rounded(length: int) -> int:

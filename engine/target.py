@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch import BLOCK, Batch, Segment
+from engine.errors import ModelError
 from engine.free_memory import free_memory
 from engine.loading import eos_tokens, find_device, first_line, load_model, name_of, steady_context
 from engine.model.attention import has_pairs
@@ -241,6 +242,10 @@ class Target:
             self._forward = make(self.model, self.pool, groups)
             agrees = trial.agrees(self, trial.expected) and agrees
             reason = "" if agrees else "its logits differ with exact attention"
+        except torch.OutOfMemoryError as error:
+            raise ModelError(
+                f"verifier.kv_memory: the GPU has no room for the pool beside the model ({first_line(error)}); lower it"
+            ) from error
         except (Unsupported, ValueError, TypeError, AttributeError, RuntimeError, KeyError) as error:
             reason = f"its attention cannot be replaced ({first_line(error)})"
         if reason:

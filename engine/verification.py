@@ -23,6 +23,7 @@ from engine.penalties import Penalties
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
 
+_UNITS = 2**40  # of a chance, in sums of integers
 _COLDEST = 1e-30  # logits divided by less than this overflow float32, and all infinite scores are equal
 
 
@@ -194,13 +195,23 @@ class Sampler:
         return logits
 
 
+def _running_sum(chances: Tensor) -> Tensor:
+    """[n] the sums of the first 1 to n chances, the same bits in every run."""
+    return chances.cumsum(-1) if chances.device.type == "cpu" else _sum_as_integers(chances)
+
+
+def _sum_as_integers(chances: Tensor) -> Tensor:
+    """`_running_sum` where numbers are added in varying order, as on a GPU: integers do not notice."""
+    return (chances.double() * _UNITS).long().cumsum(-1).double() / _UNITS
+
+
 def truncate(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
     """`scores` [vocab] with -inf at the tokens that top-k, top-p and min-p, in this order, rule out."""
     if 0 < top_k < len(scores):
         scores = scores.masked_fill(scores < scores.topk(top_k).values[-1], -torch.inf)
     if top_p < 1:
         ascending, tokens = scores.sort()
-        dropped = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
+        dropped = _running_sum(ascending.softmax(-1)) <= 1 - top_p
         dropped[-1] = False
         scores = scores.index_fill(0, tokens[dropped], -torch.inf)
     if min_p > 0:

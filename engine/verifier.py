@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING
 
+import torch
 import zmq
 from torch import Tensor
 
@@ -118,6 +119,8 @@ class Verifier:
         started_ns = time.perf_counter_ns()
         try:
             logits, features = self.target.run(segments, self.drafter.wants.feature_layers)
+        except torch.AcceleratorError:
+            raise  # the device's state is lost: this worker ends, and the next one continues
         except Exception as error:  # exhausted memory, say
             return self._blame(plan, error)
         self.meter.end_forward(started_ns, segments)

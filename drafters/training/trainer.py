@@ -47,6 +47,8 @@ class Trainer:
         self.module = module.to(self.device)
         self.training, self.held_out = range(total - held_out), range(total - held_out, total)
         layers = target.config.get_text_config().num_hidden_layers
+        if module.draft_ids is not None:
+            module.draft_ids = module.draft_ids.to(self.device)
         self.states = (*wanted_layers(recipe, target), layers)
         self.low_precision = self.device.type == "cuda" or has_native_bfloat16()
         head = target.get_output_embeddings().weight

@@ -75,12 +75,12 @@ class _Slice(NamedTuple):
 
 
 class CudaForward:
-    """Runs batches through a stock model with our attention. records: whether as CUDA graphs; recorded: the graphs, by
-    attention chunks, ancestors and feature layers.
+    """Runs batches through a stock model with our attention. recorded: its forwards as CUDA graphs, by attention
+    chunks, ancestors and feature layers.
     """
 
-    def __init__(self, model: Any, pool: KVPool, groups: int, records: bool):
-        self.model, self.pool, self.records = model, pool, records
+    def __init__(self, model: Any, pool: KVPool, groups: int):
+        self.model, self.pool = model, pool
         self._attention = TritonAttention(pool, groups)
         self._cache = NoCache(model.config.get_text_config().num_hidden_layers)
         self.recorded: dict[tuple[int, int, tuple[int, ...]], Recorded] = {}
@@ -89,21 +89,17 @@ class CudaForward:
 
     @classmethod
     def tried(cls, model: Any, pool: KVPool, groups: int) -> CudaForward:
-        """A forward that has run once. It uses CUDA graphs if possible: some models synchronise with the host, which a
-        CUDA graph cannot capture. Raises Unsupported if it does not run at all.
-        """
+        """A forward that has run once. Raises Unsupported if it does not run at all."""
         cache = KVCache(pool)
         cache.reserve(2)
         batch = Batch.of([Segment.of_text([0, 0], cache)])
-        try:
-            cls(model, pool, groups, records=False)(batch)
-        except Exception as error:  # Triton, its compiler and the driver have errors of their own
-            raise Unsupported(first_line(error)) from error
-        forward = cls(model, pool, groups, records=True)
+        forward = cls(model, pool, groups)
         try:
             forward(batch)
-        except RuntimeError:
-            forward = cls(model, pool, groups, records=False)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # Triton, its compiler and the driver have errors of their own
+            raise Unsupported(first_line(error)) from error
         cache.release()
         return forward
 
@@ -136,8 +132,6 @@ class CudaForward:
     def _forward(self, rows: _Slice, chunks: int, feature_layers: tuple[int, ...]) -> tuple[Tensor, ...]:
         """All logits, [ROWS, vocab], and [ROWS, layers, hidden] features if layers are given."""
         device, work = self.pool.keys.device, partial(self._run, chunks, feature_layers)
-        if not self.records:
-            return work(*(given.to(device) for given in rows))
         key = chunks, len(rows.listed), feature_layers
         if key not in self.recorded:
             self.recorded[key] = Recorded(work, device)

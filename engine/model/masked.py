@@ -189,6 +189,7 @@ class MaskedForward:
                 self([Segment.of_tree(TokenTree.chain(0, [0], [1.0]), cache)])
             except RuntimeError:
                 self.records = False
+            self.records = self.records and Recorded.captures
 
 
 def refusal(model: Any, name: str) -> ModelError:

@@ -263,6 +263,7 @@ def test_recorded_steps_give_the_trees_of_plain_ones(name: str, tmp_path: Path, 
     assert isinstance(plain.head, FeatureHead) and isinstance(recorded.head, FeatureHead)
     plain.head.stack = recorded.head.stack = None
     recorded.head.records = True
+    recorded.warm_up(HIDDEN)
     for request in (1, 2):  # the second in the buffers of the first
         trees = []
         for drafter in (plain, recorded):

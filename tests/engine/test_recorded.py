@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine import recorded
 from engine.recorded import Recorded, bucket, own_stream, wait
 
 CPU = torch.device("cpu")
@@ -21,11 +22,11 @@ def test_recorded_work_gives_what_the_work_gives(device: torch.device) -> None:
     def work(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         return x @ y, x.sum(0)
 
-    recorded = Recorded(work, device)
+    same = Recorded(work, device)
     for seed in range(4):
         torch.manual_seed(seed)
         x, y = torch.randn(3, 5), torch.randn(5, 2)
-        for found, expected in zip(recorded(x, y), work(x, y), strict=True):
+        for found, expected in zip(same(x, y), work(x, y), strict=True):
             torch.testing.assert_close(found.cpu(), expected)
 
 
@@ -37,10 +38,32 @@ def test_recorded_work_keeps_what_it_writes(device: torch.device) -> None:
     def work(slots: Tensor, values: Tensor) -> tuple[Tensor, ...]:
         return (held.index_copy_(0, slots, values).sum(),)
 
-    recorded = Recorded(work, device)
+    kept = Recorded(work, device)
     for slot in range(8):
-        (total,) = recorded(torch.tensor([slot]), torch.tensor([float(slot)]))
+        (total,) = kept(torch.tensor([slot]), torch.tensor([float(slot)]))
     assert total.item() == sum(range(8))
+
+
+def test_work_that_cannot_be_captured_is_called_and_said_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried: list[int] = []
+
+    def refuse(work: object, inputs: list[Tensor], device: torch.device) -> None:
+        tried.append(len(inputs))
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    monkeypatch.setattr(recorded, "_GRAPHS", ("cpu",))
+    monkeypatch.setattr(recorded, "_warm_up", lambda *_: None)
+    monkeypatch.setattr(recorded, "_captured", refuse)
+    monkeypatch.setattr(Recorded, "captures", True)
+    for _ in range(2):
+        work = Recorded(lambda x: (x * 2,), CPU)
+        for value in (1.0, 2.0):
+            assert work(torch.tensor([value]))[0].item() == 2 * value
+    assert tried == [1]
+    said = "talon: forwards are not captured as CUDA graphs: operation not permitted when stream is capturing\n"
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)

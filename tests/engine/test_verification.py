@@ -23,7 +23,7 @@ from engine.penalties import penalised
 from engine.sampling import SamplingParams
 from engine.target import Target
 from engine.tree import TokenTree
-from engine.verification import Sampler, truncate, verify
+from engine.verification import Sampler, _sum_as_integers, truncate, verify
 from tests.conftest import VOCABULARY, tiny_tokenizer
 
 
@@ -297,3 +297,10 @@ def test_a_grammar_that_nothing_fits_any_more_fails_the_request_with_the_reason(
     sampler = Sampler(SamplingParams(), [7, 8], [5], 10, (), Stuck())  # type: ignore[arg-type]
     with pytest.raises(RequestFailed, match="none of the model's tokens come at position 2: write it for text"):
         verify(TokenTree.root_only(8), torch.zeros(1, 10), sampler)
+
+
+def test_chances_summed_as_integers_are_the_same_in_any_order() -> None:
+    chances = torch.randn(5000, generator=torch.Generator().manual_seed(1)).softmax(-1)
+    sums, turned = _sum_as_integers(chances), _sum_as_integers(chances.flip(0))
+    torch.testing.assert_close(sums, chances.double().cumsum(-1), atol=1e-8, rtol=0)
+    assert torch.equal(sums[-1] - turned[:-1], sums[:-1].flip(0))

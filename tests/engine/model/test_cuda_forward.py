@@ -71,7 +71,7 @@ def forward_of(family: str, dtype: torch.dtype = torch.float32) -> CudaForward:
     pool.keys.fill_(torch.nan)
     pool.values.fill_(torch.nan)
     pool.take(3)  # so that blocks do not begin at 0
-    return CudaForward(model, pool, 2, records=True)
+    return CudaForward(model, pool, 2)
 
 
 def text(length: int, seed: int) -> list[int]:
@@ -174,16 +174,21 @@ def test_forwards_are_recorded_once_for_each_length_of_text_in_powers_of_two() -
     assert [chunks for chunks, _, _ in forward.recorded] == [1, 2, 4]
 
 
-def test_a_model_that_a_graph_cannot_capture_runs_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*inputs: Tensor) -> tuple[Tensor, ...]:
-        raise RuntimeError("operation not permitted when stream is capturing")
+def test_trying_a_forward_leaves_no_block_taken() -> None:
+    given = forward_of("llama")
+    forward = CudaForward.tried(given.model, given.pool, 2)
+    assert given.pool.free == 57
+    assert read(forward, [1, 2])[1].isfinite().all()
+
+
+def test_a_pool_that_does_not_fit_is_no_lack_of_support(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
     given = forward_of("llama")
-    assert CudaForward.tried(given.model, given.pool, 2).records
-    monkeypatch.setattr(cuda_forward, "Recorded", lambda *_: refuse)
-    forward, free = CudaForward.tried(given.model, given.pool, 2), given.pool.free
-    assert not forward.records and read(forward, [1, 2])[1].isfinite().all()
-    assert free == 57
+    monkeypatch.setattr(triton_attention.TritonAttention, "__call__", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        CudaForward.tried(given.model, given.pool, 2)
 
 
 def test_what_triton_cannot_run_is_unsupported_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
