@@ -184,9 +184,10 @@ async def _show(stream: Stream) -> Result:
 
 def _summary(result: Result, config: configuration.Config) -> str:
     metrics = result.metrics
+    accepted = f"{metrics.mean_accepted_tokens:.2f}" if metrics.rounds else "-"  # the prompt's forward is no round
     return (
         f"[{len(result.token_ids)} tokens, {metrics.tokens_per_second:.1f} tokens/s, "
-        f"MAT {metrics.mean_accepted_tokens:.2f}, verifier busy {metrics.verifier_busy:.0%}, "
+        f"MAT {accepted}, verifier busy {metrics.verifier_busy:.0%}, "
         f"{config.method}, {result.finish_reason}{config.simulation}]"
     )
 

@@ -58,15 +58,17 @@ class TextPart(_Body):
 
 
 class Message(_Body):
-    """A chat message. `developer` is the newer name of `system`."""
+    """A chat message. `developer` is the newer name of `system`. name: of who wrote it; templates may use it."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(min_length=1)]
+    name: str | None = None
 
     def plain(self) -> dict[str, str]:
         """The message as chat templates take it."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        plain = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        return plain if self.name is None else plain | {"name": self.name}
 
 
 class StreamOptions(_Body):

@@ -128,8 +128,8 @@ def test_what_asks_for_nothing_is_let_through() -> None:
 
 def test_messages_become_what_chat_templates_take() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}]
+    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts, "name": "ann"}]
     body = ChatRequest.model_validate({"model": "m", "messages": messages})
     assert [m.plain() for m in body.messages] == [
-        {"role": "system", "content": "be brief"}, {"role": "user", "content": "ab"},
+        {"role": "system", "content": "be brief"}, {"role": "user", "content": "ab", "name": "ann"},
     ]  # fmt: skip
