@@ -102,10 +102,8 @@ def growth(
         console, tokenizer = Console(stderr=True), tokenizer_of(config_)
         suites = {f.stem: _prompts(tokenizer, read_questions(f, limit)) for f in files}
         drafter = build(config_)
-        if not isinstance(drafter, HeadDrafter):
-            raise ConfigError(f"--method={method}: is no draft head; known: block, eagle3, eagle, medusa, hydra, sps")
-        if not drafter.feature_layers:
-            raise ConfigError(f"--method={method}: reads no hidden states: name a head that does")
+        if not isinstance(drafter, HeadDrafter) or not drafter.feature_layers:
+            raise ConfigError(f"--method={method}: is no draft head; known: block, eagle3, eagle, medusa, hydra")
         target = Target.load(config_.model, config_.dtype, config_.device)
         round_s = [*time_rounds(target).values()]
         grown, asked = [], [*settings()]

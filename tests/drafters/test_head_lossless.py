@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from drafters.base import Verdict
@@ -23,6 +25,7 @@ from tests.drafters.test_block import block
 from tests.drafters.test_eagle import eagle, eagle3
 from tests.drafters.test_medusa import hydra, medusa
 
+DEVICE = "cuda"
 PROMPT = [1, 9, 33, 12, 2]
 HEADS: list[Callable[[Path, TargetWeights], Head]] = [block, eagle, eagle3, medusa, hydra]
 
@@ -147,3 +150,30 @@ async def test_a_head_behind_the_engine_changes_no_text(
         async with await Engine.start(settings, method=name, dtype="float32") as engine:
             texts[name] = [(await engine.generate(PROMPT, params)).token_ids for params in requests]
     assert texts["none"] == texts[method]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("build", HEADS)
+@pytest.mark.parametrize(("transport", "mode"), [("inproc", "sequential"), ("inproc", "async"), ("ipc", "async")])
+async def test_heads_on_a_gpu_change_no_text_of_many_requests(
+    build: Callable[[Path, TargetWeights], Head],
+    transport: str,
+    mode: str,
+    target_dir: Path,
+    target: TargetWeights,
+    tmp_path: Path,
+) -> None:
+    """Two workers capture graphs meanwhile; more requests at once than sessions are kept for reuse."""
+    build(tmp_path, target)
+    drafter = {"path": str(tmp_path), "head": build.__name__}
+    settings = {"model": str(target_dir), "device": DEVICE, "transport": transport, "mode": mode, "drafter": drafter}
+    ways = [SamplingParams(max_tokens=30), SamplingParams(max_tokens=30, temperature=1.0, top_p=0.9, seed=2)]
+    requests = [([*PROMPT, 5 + i], way) for i in range(20) for way in ways]
+    settings |= {"verifier": {"cut": False}}
+    texts = {}
+    for name in ("none", build.__name__):
+        async with await Engine.start(settings, method=name) as engine:
+            results = await asyncio.gather(*(engine.generate(*request) for request in requests))
+        texts[name] = [result.token_ids for result in results]
+    assert texts["none"] == texts[build.__name__]
