@@ -12,6 +12,8 @@ import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from math import inf
+from operator import itemgetter
 from typing import Literal
 
 from engine.tree import TokenTree
@@ -61,6 +63,8 @@ class Candidates:
     chance: list[list[float]]
 
 
+Child = tuple[float, int, int]
+"""A candidate: path confidence, parent, token."""
 Steps = Generator[Frontier, Candidates, TokenTree]
 
 
@@ -78,6 +82,14 @@ class Sketch:
         self.confidence.append(confidence)
         return len(self.tokens) - 1
 
+    def add_all(self, children: Sequence[Child]) -> list[int]:
+        """The new nodes, in order."""
+        first = len(self.tokens)
+        self.confidence += [confidence for confidence, _, _ in children]
+        self.parents += [parent for _, parent, _ in children]
+        self.tokens += [token for _, _, token in children]
+        return list(range(first, len(self.tokens)))
+
     def frontier(self, nodes: list[int]) -> Frontier:
         parents, tokens, confidence = self.parents, self.tokens, self.confidence
         return Frontier(
@@ -87,14 +99,21 @@ class Sketch:
     def tree(self) -> TokenTree:
         return TokenTree.from_lists(self.tokens, self.parents, self.confidence)
 
-    def children(self, frontier: Sequence[int], seen: Candidates) -> list[tuple[float, int, int]]:
-        """(path confidence, parent, token) of every candidate, best first; ties in order of discovery."""
-        found = [
-            (self.confidence[node] * chance, node, token)
-            for node, tokens, chances in zip(frontier, seen.tokens, seen.chance, strict=True)
-            for token, chance in zip(tokens, chances, strict=True)
-        ]
-        return sorted(found, key=lambda child: -child[0])
+    def best(self, frontier: Sequence[int], seen: Candidates) -> float:
+        """The path confidence of the best candidate, 0 if there is none."""
+        first = (self.confidence[n] * chances[0] for n, chances in zip(frontier, seen.chance, strict=True) if chances)
+        return max(first, default=0.0)
+
+    def children(self, frontier: Sequence[int], seen: Candidates, least: float = 0.0) -> list[Child]:
+        """Every candidate of at least that path confidence, best first; ties in order of discovery."""
+        found: list[Child] = []
+        for node, tokens, chances in zip(frontier, seen.tokens, seen.chance, strict=True):
+            above = self.confidence[node]
+            for token, chance in zip(tokens, chances, strict=True):
+                if not (confidence := above * chance) >= least:  # so it is for NaN
+                    break  # the others are less likely
+                found.append((confidence, node, token))
+        return sorted(found, key=itemgetter(0), reverse=True)
 
 
 class Policy(ABC):
@@ -161,16 +180,20 @@ class Dynamic(Policy):
         best = [0.0] * (self.budget - 1)  # a heap of the greatest confidences
         for _ in range(self.depth + 1):
             seen = yield sketch.frontier(frontier)
-            layer = []
-            for confidence, parent, token in sketch.children(frontier, seen):
-                if not best or confidence <= best[0]:
-                    break
-                heapq.heapreplace(best, confidence)
-                layer.append(sketch.add(parent, token, confidence))
+            layer = sketch.add_all(_entered(best, sketch.children(frontier, seen, best[0] if best else inf)))
             frontier = [node for node in layer[: self.top_k] if sketch.confidence[node] >= best[0]]
             if not frontier:
                 break
         return sketch.tree().prune(self.budget)
+
+
+def _entered(best: list[float], children: list[Child]) -> list[Child]:
+    """The children, given best first, that are among the best ones; these are a heap, which is updated."""
+    for count, (confidence, _, _) in enumerate(children):
+        if confidence <= best[0]:
+            return children[:count]
+        heapq.heapreplace(best, confidence)
+    return children
 
 
 class Talon(Policy):
@@ -190,18 +213,13 @@ class Talon(Policy):
         sketch, frontier, depth = Sketch([root]), [0], 0
         while len(sketch.tokens) < self.budget:
             seen = yield sketch.frontier(frontier)
-            pool = sketch.children(frontier, seen)
+            ungated = depth < self.ungated
+            pool = sketch.children(frontier, seen, 0.0 if ungated else self.mu * sketch.best(frontier, seen))
             if not pool:  # the head predicts no further
                 break
-            pool = pool[: self.width] if depth < self.ungated else _within(pool, self.mu)
-            frontier = [sketch.add(parent, token, c) for c, parent, token in pool[: self.budget - len(sketch.tokens)]]
+            frontier = sketch.add_all(pool[: self.width if ungated else None][: self.budget - len(sketch.tokens)])
             depth += 1
         return sketch.tree()
-
-
-def _within(pool: list[tuple[float, int, int]], share: float) -> list[tuple[float, int, int]]:
-    """The part of a pool, best first, that reaches this share of the best."""
-    return [child for child in pool if child[0] >= share * pool[0][0]]
 
 
 class Adaptive(Policy):
@@ -229,10 +247,8 @@ class Adaptive(Policy):
         sketch, frontier = Sketch([root]), [0]
         for depth in range(self.max_depth):
             seen = yield sketch.frontier(frontier)
-            children = sketch.children(frontier, seen)[: self.budget - len(sketch.tokens)]
-            if depth > 0:
-                children = [child for child in children if child[0] >= self.threshold(children[0][0])]
-            layer = [sketch.add(parent, token, c) for c, parent, token in children]
+            least = self.threshold(sketch.best(frontier, seen)) if depth > 0 else 0.0
+            layer = sketch.add_all(sketch.children(frontier, seen, least)[: self.budget - len(sketch.tokens)])
             # a child is never more confident than its parent, so below mu the path gate lets nothing pass
             frontier = [node for node in layer if self.gate == "layer" or sketch.confidence[node] >= self.mu]
             if not frontier or len(sketch.tokens) >= self.budget:
