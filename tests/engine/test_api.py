@@ -16,7 +16,8 @@ from engine.errors import QueueFull, RequestError
 from engine.messages import Emitted, Tokens
 from engine.transport import Hub
 from tests.conftest import save_tiny_llama, sentencepiece_tokenizer, tiny_tokenizer
-from tests.engine.tiny_engine import DRAFTS, PROMPTS, tiny_engine
+from tests.engine.tiny_engine import DRAFTS, PROMPTS, SLOW, tiny_engine
+from tests.faults.test_faults import until
 
 TOKENIZER = tiny_tokenizer()
 LENGTH = 40
@@ -102,9 +103,9 @@ async def test_requests_are_served_in_turns(tiny: str, tiny_draft: str) -> None:
         await engine.generate(PROMPTS[2], SamplingParams(max_tokens=length, ignore_eos=True))
         finished.append(name)
 
-    async with tiny_engine(tiny, tiny_draft) as engine, asyncio.TaskGroup() as group:
+    async with tiny_engine(tiny, tiny_draft, **SLOW) as engine, asyncio.TaskGroup() as group:
         group.create_task(run(engine, "long", 300))
-        await asyncio.sleep(0.05)
+        await until(lambda: bool(engine._flights))
         group.create_task(run(engine, "short", 5))
     assert finished == ["short", "long"]
 
@@ -178,10 +179,10 @@ async def test_text_messages_and_token_ids_are_the_same_prompt(tiny: str, tiny_d
 
 
 async def test_cancelling_frees_the_requests_place(tiny: str, tiny_draft: str) -> None:
-    overrides: dict[str, Any] = {"queue.size": 1, "verifier.max_running": 1}
+    overrides = {"queue.size": 1, "verifier.max_running": 1} | SLOW
     async with tiny_engine(tiny, tiny_draft, "pld", **overrides) as engine:
         task = asyncio.create_task(engine.generate(PROMPTS[2], SamplingParams(max_tokens=450, ignore_eos=True)))
-        await asyncio.sleep(0.1)
+        await until(lambda: bool(engine._flights))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -18,7 +18,8 @@ from engine import Engine, SamplingParams
 from engine.errors import ConfigError, DrafterMismatch, EngineClosed, ModelError, TalonError, WorkerDied
 from engine.launch import Workers
 from engine.target import Target
-from tests.engine.tiny_engine import PROMPTS, tiny_engine
+from tests.engine.tiny_engine import PROMPTS, SLOW, tiny_engine
+from tests.faults.test_faults import until
 
 
 @pytest.mark.parametrize(
@@ -123,9 +124,9 @@ async def test_a_drafter_of_another_vocabulary_is_refused(tiny: str, tiny_strang
 
 
 async def test_closing_ends_what_is_under_way_and_refuses_what_comes(tiny: str, tiny_draft: str) -> None:
-    async with tiny_engine(tiny, tiny_draft) as engine:
+    async with tiny_engine(tiny, tiny_draft, **SLOW) as engine:
         task = asyncio.create_task(engine.generate(PROMPTS[2], SamplingParams(max_tokens=450, ignore_eos=True)))
-        await asyncio.sleep(0.1)
+        await until(lambda: bool(engine._flights))
     with pytest.raises(EngineClosed):
         await task
     with pytest.raises(EngineClosed):
@@ -133,10 +134,10 @@ async def test_closing_ends_what_is_under_way_and_refuses_what_comes(tiny: str, 
 
 
 async def test_closing_ends_requests_that_wait_for_a_place(tiny: str, tiny_draft: str) -> None:
-    async with tiny_engine(tiny, tiny_draft, **{"queue.size": 1}) as engine:
+    async with tiny_engine(tiny, tiny_draft, **{"queue.size": 1}, **SLOW) as engine:
         params = SamplingParams(max_tokens=450, ignore_eos=True)
         tasks = [asyncio.create_task(engine.generate(PROMPTS[2], params)) for _ in range(3)]
-        await asyncio.sleep(0.1)
+        await until(lambda: engine.requests == 3)
     results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
     assert [type(result) for result in results] == [EngineClosed] * 3
 
@@ -180,11 +181,17 @@ async def test_a_failed_start_is_silent_about_the_thread_that_still_loads(
         time.sleep(1)
         return load(*arguments)
 
+    async def refuse(engine: Engine) -> None:
+        raise ModelError("no tokenizer")
+
     monkeypatch.setattr(Target, "load", load_slowly)
     monkeypatch.setattr("engine.supervisor.STOP_S", 0.1)
-    with pytest.raises(ConfigError, match=r"drafter\.datastore"):
-        await Engine.start({"model": tiny, "method": "datastore", "transport": "inproc"})
-    for thread in [t for t in threading.enumerate() if t.name.startswith("verifier")]:
+    monkeypatch.setattr(Engine, "_load_tokenizer", refuse)
+    with pytest.raises(ModelError, match="no tokenizer"):
+        await Engine.start({"model": tiny, "method": "none", "transport": "inproc"})
+    loading = [thread for thread in threading.enumerate() if thread.name.startswith("verifier")]
+    assert loading
+    for thread in loading:
         await asyncio.to_thread(thread.join)
     assert "Traceback" not in capsys.readouterr().err
 

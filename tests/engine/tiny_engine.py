@@ -22,10 +22,15 @@ DRAFTS = {
 }
 
 
+SLOW: dict[str, Any] = {"verifier.simulated_latency_ms": 10}
+"""So that an answer takes seconds, and is not over when the event loop has been held up."""
+
+
 @asynccontextmanager
 async def tiny_engine(model: str, draft: str, name: str = "none", **overrides: Any) -> AsyncIterator[Engine]:
     """An engine on the tiny target, as threads unless told otherwise. name: a key of DRAFTS."""
-    settings = {"transport": "inproc", "method": name.split()[0], "drafter.path": draft} | DRAFTS.get(name, {})
+    settings = {"transport": "inproc", "method": name.split()[0], "drafter.path": draft, "verifier.threads": 1}
+    settings |= DRAFTS.get(name, {})
     if name == "datastore":
         settings["drafter.datastore"] = str(Path(draft) / "datastore")
     async with await Engine.start({"model": model}, **settings | overrides) as engine:

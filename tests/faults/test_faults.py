@@ -29,6 +29,7 @@ from engine.worker import WorkerSpec
 
 PROMPT = list(b"the cat sat on the mat, the cat")
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
+THREADS: dict[str, Any] = {"verifier.threads": 1}  # nothing here is large enough for two
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +40,7 @@ def _own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 async def expected_text(model: str) -> list[int]:
-    async with await Engine.start({"model": model}, method="none", transport="inproc") as engine:
+    async with await Engine.start({"model": model}, method="none", transport="inproc", **THREADS) as engine:
         return (await engine.generate(PROMPT, LONG)).token_ids
 
 
@@ -58,12 +59,25 @@ async def until(true: Callable[[], bool], seconds: float = 60) -> None:
 
 async def replaced(engine: Engine, role: str, first: int) -> None:
     """Wait until another worker than `first` serves. In between there may be none."""
-    await until(lambda: engine._ready[role].is_set() and pid_of(engine, role) != first)
+    running = engine._workers.running
+    await until(lambda: engine._ready[role].is_set() and role in running and pid_of(engine, role) != first)
+
+
+async def drafts_arrive(engine: Engine, expected: list[int]) -> None:
+    """Ask, always getting the right text, until a drafter takes part."""
+    for _ in range(60):
+        result = await engine.generate(PROMPT, LONG)
+        assert result.token_ids == expected
+        if result.metrics.mean_accepted_tokens > 1:
+            return
+        await asyncio.sleep(0.2)
+    raise AssertionError("no drafts came")
 
 
 async def test_a_killed_drafter_changes_no_text_and_comes_back(tiny: str) -> None:
     expected = await expected_text(tiny)
-    async with await Engine.start({"model": tiny}, method="pld", mode="async", **{"verifier.cut": False}) as engine:
+    options = THREADS | {"verifier.cut": False, "verifier.simulated_latency_ms": 1}
+    async with await Engine.start({"model": tiny}, method="pld", mode="async", **options) as engine:
         for _ in range(3):
             first = pid_of(engine, "drafter")
             task = asyncio.create_task(engine.generate(PROMPT, LONG))
@@ -71,15 +85,12 @@ async def test_a_killed_drafter_changes_no_text_and_comes_back(tiny: str) -> Non
             os.kill(first, signal.SIGKILL)
             assert (await task).token_ids == expected
             await replaced(engine, "drafter", first)
-        result = await engine.generate(PROMPT, LONG)
-    assert result.token_ids == expected
-    # the new drafter drafts; whether in time for its drafts to be right depends on what else the machine does
-    assert result.metrics.speculative_decoding.drafts > 0
+        await drafts_arrive(engine, expected)
 
 
 async def test_a_stopped_drafter_changes_no_text_and_is_replaced(tiny: str) -> None:
     expected = await expected_text(tiny)
-    options: dict[str, Any] = {"heartbeat_timeout_s": 3, "verifier.draft_timeout_s": 0.2}
+    options = THREADS | {"heartbeat_timeout_s": 3, "verifier.draft_timeout_s": 0.2, "verifier.simulated_latency_ms": 1}
     async with await Engine.start({"model": tiny}, method="pld", mode="async", **options) as engine:
         first = pid_of(engine, "drafter")
         task = asyncio.create_task(engine.generate(PROMPT, LONG))
@@ -92,7 +103,8 @@ async def test_a_stopped_drafter_changes_no_text_and_is_replaced(tiny: str) -> N
 
 async def test_a_killed_verifier_loses_no_request_and_later_ones_work(tiny: str) -> None:
     expected = await expected_text(tiny)
-    async with await Engine.start({"model": tiny}, method="pld") as engine:
+    options = THREADS | {"verifier.simulated_latency_ms": 1}
+    async with await Engine.start({"model": tiny}, method="pld", **options) as engine:
         task = asyncio.create_task(engine.generate(PROMPT, LONG))
         await asyncio.sleep(0.15)
         os.kill(pid_of(engine, "verifier"), signal.SIGKILL)
@@ -103,7 +115,7 @@ async def test_a_killed_verifier_loses_no_request_and_later_ones_work(tiny: str)
 async def test_garbage_from_the_drafters_side_changes_no_text(tiny: str) -> None:
     expected = await expected_text(tiny)
     async with await Engine.start(
-        {"model": tiny}, method="pld", mode="async", **{"verifier.draft_timeout_s": 0.01}
+        {"model": tiny}, method="pld", mode="async", **THREADS, **{"verifier.draft_timeout_s": 0.01}
     ) as engine:
         liar = zmq.Context.shadow(engine._supervisor.context).socket(zmq.DEALER)
         liar.setsockopt(zmq.LINGER, 0)
@@ -146,13 +158,11 @@ async def test_a_wall_clock_that_jumps_changes_nothing(tiny: str, monkeypatch: p
     now, jumps = time.time, itertools.cycle([-1e7, 0, 1e7])
     monkeypatch.setattr(time, "time", lambda: now() + next(jumps))  # the workers are threads here: it is theirs too
     async with await Engine.start(
-        {"model": tiny}, method="pld", mode="async", transport="inproc", **{"verifier.cut": False}
+        {"model": tiny}, method="pld", mode="async", transport="inproc", **THREADS, **{"verifier.cut": False}
     ) as engine:
-        result = await engine.generate(PROMPT, LONG)
+        await drafts_arrive(engine, expected)
         await asyncio.sleep(0.2)
         assert engine._ready["drafter"].is_set()  # nobody was taken for silent
-    assert result.token_ids == expected
-    assert result.metrics.mean_accepted_tokens > 1
 
 
 async def test_a_worker_that_hangs_while_loading_is_killed_when_the_start_has_failed(
@@ -232,11 +242,11 @@ async def test_a_drafters_thread_that_hangs_does_not_keep_the_engine_from_closin
         return TokenTree.root_only(PROMPT[-1])
 
     monkeypatch.setattr("drafters.prompt_lookup.PromptLookup.propose", hang)
+    engine = await Engine.start({"model": tiny}, method="pld", mode="async", transport="inproc", **THREADS)
     rescue = threading.Timer(60, released.set)  # of this test, if closing waits for the thread
     rescue.start()
-    engine = await Engine.start({"model": tiny}, method="pld", mode="async", transport="inproc")
-    await engine.generate(PROMPT, SamplingParams(max_tokens=8))
-    assert hung.is_set()
+    while not hung.is_set() and not released.is_set():
+        await engine.generate(PROMPT, SamplingParams(max_tokens=8))
     await engine.close()
     assert not released.is_set()
     rescue.cancel()

@@ -93,6 +93,8 @@ def test_the_drafter_survives_every_message_and_drafts_as_before(
     worker = DrafterWorker(HeadDrafter(model, level_by_level([2, 1], 8)), control, verdicts)
     thread = threading.Thread(target=worker.run, daemon=True)
     thread.start()
+    while not any(isinstance(message, Hello) for _, message, _ in hub.received()):
+        time.sleep(0.01)  # what comes before it has joined it drops
     draw = random.Random(7)
     for _ in range(count):
         hub.socket.send_multipart([b"drafter-1", *random_message(draw)])

@@ -13,8 +13,15 @@ from engine import Engine
 from engine.config import load
 from engine.nursery import ForkedWorker, Nursery
 from tests.faults.test_endurance import is_running
-from tests.faults.test_faults import _own_temporary_folder, expected_text, pid_of, replaced, until
-from tests.faults.test_tcp import drafts_arrive
+from tests.faults.test_faults import (
+    THREADS,
+    _own_temporary_folder,
+    drafts_arrive,
+    expected_text,
+    pid_of,
+    replaced,
+    until,
+)
 
 __all__ = ["_own_temporary_folder"]
 
@@ -28,7 +35,7 @@ async def test_a_killed_draft_model_is_replaced_by_a_fork_while_the_nursery_live
     tiny: str, tiny_draft: str, victim: str
 ) -> None:
     expected = await expected_text(tiny)
-    options = {"mode": "async", "drafter.path": tiny_draft, "verifier.cut": False}
+    options = THREADS | {"mode": "async", "drafter.path": tiny_draft, "verifier.cut": False}
     async with await Engine.start({"model": tiny}, method="sps", **options) as engine:
         nursery = engine._workers._nursery
         assert nursery is not None
@@ -54,5 +61,5 @@ def test_it_ends_without_a_word_when_the_front_end_goes(tiny_draft: str, capfd: 
     nursery = Nursery(config, dict(os.environ))
     select.select([nursery._socket], [], [], 180)  # it is ready, which nobody reads
     nursery._socket.close()
-    assert nursery._process.wait(10) == 0
+    assert nursery._process.wait(60) == 0
     assert capfd.readouterr().err == ""

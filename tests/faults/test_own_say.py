@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import signal
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,10 @@ async def all_of(engine: Engine) -> list[Result]:
 async def test_a_new_verifier_goes_on_with_grammar_penalties_and_log_probabilities(tiny: str) -> None:
     async with await Engine.start({"model": tiny}, method="none", transport="inproc", **THREADS) as engine:
         expected = await all_of(engine)
-    slow = {"verifier.simulated_latency_ms": 20}
+    slow = {"verifier.simulated_latency_ms": 60}
     async with await Engine.start({"model": tiny}, method="suffix", **THREADS, **slow) as engine:
         task = asyncio.create_task(all_of(engine))
-        await until(lambda: len(engine._flights) == 3 and all(len(f.answer) > 20 for f in engine._flights.values()))
+        await until(lambda: len(engine._flights) == 3 and all(len(f.answer) > 5 for f in engine._flights.values()))
         os.kill(first := pid_of(engine, "verifier"), signal.SIGKILL)
         await replaced(engine, "verifier", first)
         results = await asyncio.wait_for(task, 120)
@@ -59,7 +59,7 @@ async def test_a_request_that_is_preempted_goes_on_with_all_it_has_said(
     preempted = []
     preempt = Request.preempt
     monkeypatch.setattr(Request, "preempt", lambda self: (preempted.append(self.number), preempt(self)))
-    room = {"verifier.kv_memory": 20 * BLOCK_BYTES}  # for little more than one of them
+    room = {"verifier.kv_memory": 20 * BLOCK_BYTES, "verifier.simulated_latency_ms": 20}  # for little more than one
     async with await Engine.start({"model": tiny}, **options | room | {"method": "suffix"}) as engine:
         results = await all_of(engine)
     assert preempted
@@ -74,16 +74,15 @@ async def test_a_request_that_is_preempted_goes_on_with_all_it_has_said(
 async def test_a_grammar_that_takes_long_holds_up_its_own_request_alone(
     tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make = Matchers._make
-
+    make, go_on = Matchers._make, threading.Event()
     made: list[Grammar] = []
 
-    def make_slowly(self: Matchers, grammar: Grammar, answer: list[int]) -> Matcher:
+    def make_when_told(self: Matchers, grammar: Grammar, answer: list[int]) -> Matcher:
         made.append(grammar)
-        time.sleep(2)
+        assert go_on.wait(60)
         return make(self, grammar, answer)
 
-    monkeypatch.setattr(Matchers, "_make", make_slowly)
+    monkeypatch.setattr(Matchers, "_make", make_when_told)
     ended: list[str] = []
 
     async def ask(engine: Engine, name: str, params: SamplingParams) -> None:
@@ -92,12 +91,14 @@ async def test_a_grammar_that_takes_long_holds_up_its_own_request_alone(
 
     async with await Engine.start({"model": tiny}, method="pld", transport="inproc", **THREADS) as engine:
         constrained = asyncio.create_task(ask(engine, "grammar", PARAMS[0]))
+        await until(lambda: bool(made))
         cancelled = asyncio.create_task(ask(engine, "cancelled", PARAMS[1]))
-        await asyncio.sleep(0.2)
+        await until(lambda: len(engine._flights) == 2)
         cancelled.cancel()
         await ask(engine, "plain", SamplingParams(max_tokens=100, ignore_eos=True))
+        assert ended == ["plain"]
+        go_on.set()
         await constrained
-    assert ended == ["plain", "grammar"]
     assert made == [PARAMS[0].grammar]  # a cancelled request's is not read
 
 

@@ -40,11 +40,11 @@ async def test_a_token_that_only_the_tokenizer_knows_is_refused_with_the_cause(a
 
 async def test_prompts_that_the_verifier_cannot_take_end_their_own_requests_and_no_other(tiny: str) -> None:
     expected = await expected_text(tiny)
-    async with await Engine.start({"model": tiny}, method="pld") as engine:
+    async with await Engine.start({"model": tiny}, method="pld", **{"verifier.threads": 1}) as engine:
         verifier = engine._workers.running["verifier"].name
         beside = asyncio.create_task(engine.generate(PROMPT, LONG))
         for prompt in ([VOCABULARY], [-1], []):
-            flight = engine._flights[99] = Flight(99, [], SamplingParams())
+            flight = engine._flights[99] = Flight(99, [], SamplingParams(), verifier=verifier)
             submit = Submit(request=99, sampling=SamplingParams(max_tokens=4, repetition_penalty=1.3))
             engine._supervisor.hub.send(verifier, submit, [np.array(prompt), np.array([])])
             error = await asyncio.wait_for(flight.arrivals.get(), 60)

@@ -25,7 +25,15 @@ from engine.keys import create, load
 from engine.messages import Hello, Start, encode
 from engine.transport import Line
 from tests.conftest import free_port
-from tests.faults.test_faults import LONG, PROMPT, _own_temporary_folder, expected_text, pid_of, replaced
+from tests.faults.test_faults import (
+    LONG,
+    PROMPT,
+    _own_temporary_folder,
+    drafts_arrive,
+    expected_text,
+    pid_of,
+    replaced,
+)
 
 __all__ = ["_own_temporary_folder"]
 
@@ -63,17 +71,6 @@ async def drafter_process(model: str, method: str, endpoint: str, keys: Path) ->
     finally:
         process.kill()
         process.communicate()
-
-
-async def drafts_arrive(engine: Engine, expected: list[int]) -> None:
-    """Ask, always getting the right text, until a drafter takes part."""
-    for _ in range(60):
-        result = await engine.generate(PROMPT, LONG)
-        assert result.token_ids == expected
-        if result.metrics.mean_accepted_tokens > 1:
-            return
-        await asyncio.sleep(0.2)
-    raise AssertionError("no drafts came")
 
 
 @pytest.mark.parametrize("method", ["pld", "sps"])

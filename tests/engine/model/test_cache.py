@@ -13,7 +13,7 @@ import pytest
 from engine.errors import ModelError
 from engine.model.cache import home, keep
 
-SLOW = """
+BUILDING = """
 import sys, time
 from pathlib import Path
 from engine.model.cache import home, keep
@@ -22,7 +22,8 @@ def build(folder):
     with (home() / "builds").open("a") as log:
         log.write("x")
     (folder / "a").write_text("half")
-    time.sleep(float(sys.argv[1]))
+    while not Path(sys.argv[1]).exists():
+        time.sleep(0.01)
     (folder / "a").write_text("whole")
 
 print(keep(home() / "models" / "m", "model=m", 0, build, lambda stage, *_: print(stage, flush=True)))
@@ -42,9 +43,14 @@ def whole(folder: Path) -> None:
     (folder / "a").write_text("whole")
 
 
-def slow(seconds: float) -> subprocess.Popen[str]:
-    """Another process that builds the folder."""
-    return subprocess.Popen([sys.executable, "-c", SLOW, str(seconds)], stdout=subprocess.PIPE, text=True)
+def building(go_on: Path) -> subprocess.Popen[str]:
+    """Another process that builds the folder, once that file is there."""
+    return subprocess.Popen([sys.executable, "-c", BUILDING, str(go_on)], stdout=subprocess.PIPE, text=True)
+
+
+def wait_for_half() -> None:
+    while not list(home().glob("models/.m.*.partial/a")):
+        time.sleep(0.01)
 
 
 def left() -> list[str]:
@@ -120,22 +126,24 @@ def test_what_is_there_is_used_though_nothing_can_be_written(monkeypatch: pytest
     assert keep(folder, "model=m", 0, whole, nothing) == folder
 
 
-def test_of_two_processes_one_builds_and_the_other_waits() -> None:
-    processes = [slow(1), slow(1)]
-    said = [process.communicate(timeout=60)[0].splitlines() for process in processes]
-    assert [lines[-1] for lines in said] == [str(home() / "models" / "m")] * 2
-    assert sorted(len(lines) for lines in said) == [1, 2]
-    assert ["waiting for another process that makes m"] in [lines[:-1] for lines in said]
+def test_of_two_processes_one_builds_and_the_other_waits(tmp_path: Path) -> None:
+    first = building(tmp_path / "go on")
+    wait_for_half()
+    second = building(tmp_path / "go on")
+    assert second.stdout is not None
+    assert second.stdout.readline() == "waiting for another process that makes m\n"
+    (tmp_path / "go on").touch()
+    folder = f"{home() / 'models' / 'm'}\n"
+    assert [process.communicate(timeout=60)[0] for process in (first, second)] == [folder, folder]
     assert (home() / "builds").read_text() == "x"
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next() -> None:
-    killed = slow(60)
-    while not list(home().glob("models/.m.*.partial/a")):
-        time.sleep(0.01)
+def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    killed = building(tmp_path / "never")
+    wait_for_half()
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
     assert not (home() / "models" / "m").exists()
-    slow(0).communicate(timeout=60)
+    building(tmp_path).communicate(timeout=60)
     assert left() == ["builds", "models/.m.lock", "models/m/a"]
     assert (home() / "models" / "m" / "a").read_text() == "whole"

@@ -250,11 +250,13 @@ def test_a_conversion_that_is_killed_is_told_and_leaves_nothing(
     mine = psutil.Process()
 
     def kill() -> None:
+        deadline = time.monotonic() + 60
         while not (children := [child for child in mine.children() if "engine.model.dequantise" in child.cmdline()]):
+            assert time.monotonic() < deadline
             time.sleep(0.01)
         children[0].send_signal(signal.SIGKILL)
 
-    killer = threading.Thread(target=kill)
+    killer = threading.Thread(target=kill, daemon=True)
     killer.start()
     with pytest.raises(ModelError, match="killed by signal 9"):
         converted(path, f"model={path}", nothing)

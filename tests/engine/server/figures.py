@@ -14,7 +14,7 @@ from tests.engine.server.process import ServerProcess
 def metric(server: ServerProcess, name: str, key: str = "") -> float:
     """The sum of the samples of that name. key: for a server that wants one."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    text = httpx.get(f"{server.url}/metrics", headers=headers).raise_for_status().text
+    text = httpx.get(f"{server.url}/metrics", headers=headers, timeout=60).raise_for_status().text
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples if s.name == name]
     assert samples, f"no {name} in /metrics"
     return sum(sample.value for sample in samples)

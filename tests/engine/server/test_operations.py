@@ -96,10 +96,11 @@ def test_plain_calls_and_streams_whose_clients_leave_free_their_blocks(server: S
     with pytest.raises(httpx.TimeoutException):
         httpx.post(f"{server.url}/v1/completions", json=long, timeout=0.15)
     settle(server)
-    assert any(line["status"] == 499 for line in server.requests())
+    until(lambda: any(line["status"] == 499 for line in server.requests()))
     with httpx.stream("POST", f"{server.url}/v1/completions", json=long | {"stream": True}, timeout=60) as answer:
         next(answer.iter_lines())
     settle(server)
+    until(lambda: any(line.get("client_left") for line in server.requests()))
     assert [line for line in server.requests() if line.get("client_left")][-1]["status"] == 200
     assert tokens(server) - before < 2 * 8 * 450
 
