@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 # PyPI's torch for Linux is the CUDA build, several GB. Without a GPU the CPU build is taken, unless pip has been told where to look.
-PIP_KNOWS = $(shell command -v nvidia-smi || $(BIN)/python -m pip config list | grep -E 'index-url|find-links')
+PIP_KNOWS = $(shell command -v nvidia-smi || $(PYTHON) -m pip config list 2>/dev/null | grep -E 'index-url|find-links')
 INDEX = $(if $(PIP_KNOWS),,--extra-index-url https://download.pytorch.org/whl/cpu)
 
 .venv/installed: pyproject.toml constraints.txt
