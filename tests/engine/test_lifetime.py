@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import shutil
 import subprocess
 import tempfile
 import threading
@@ -15,8 +16,9 @@ import pytest
 from transformers import T5Config
 
 from engine import Engine, SamplingParams
-from engine.errors import ConfigError, DrafterMismatch, EngineClosed, ModelError, TalonError, WorkerDied
+from engine.errors import ConfigError, DrafterMismatch, EngineClosed, ModelError, RequestError, TalonError, WorkerDied
 from engine.launch import Workers
+from engine.supervisor import say_once
 from engine.target import Target
 from tests.engine.tiny_engine import PROMPTS, SLOW, tiny_engine
 from tests.faults.test_faults import until
@@ -230,3 +232,16 @@ def leftovers() -> list[Path]:
 @pytest.fixture(autouse=True)
 def _own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+async def test_a_model_without_a_chat_template_says_so_at_the_start(
+    tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = shutil.copytree(tiny, tmp_path / "model")
+    (model / "chat_template.jinja").unlink()
+    say_once.cache_clear()
+    async with await Engine.start({"model": str(model), "method": "none", "transport": "inproc"}) as engine:
+        assert (await engine.generate("hi", SamplingParams(max_tokens=2))).token_ids
+        with pytest.raises(RequestError, match="set chat_template=FILE"):
+            await engine.generate([{"role": "user", "content": "hi"}])
+    assert "talon: this model has no chat template" in capsys.readouterr().err

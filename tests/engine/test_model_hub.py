@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.config import load
+from engine.model.resolve import resolved
 from engine.model_hub import _needed
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -122,3 +124,9 @@ def test_pickled_weights_are_read_where_there_are_no_others() -> None:
     names = ["config.json", "pytorch_model.bin", "training_args.bin", "README.md"]
     assert _needed(names) == ["config.json", "pytorch_model.bin", "training_args.bin"]
     assert _needed([*names, "model.safetensors"]) == ["config.json", "model.safetensors"]
+
+
+def test_target_and_drafter_are_fetched_before_anything_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.model.resolve.fetched", lambda name: f"/fetched/{name}")
+    config = resolved(load({"model": "Some/Model", "drafter": {"path": "Some/Head"}}))
+    assert (config.model, config.drafter.path) == ("/fetched/Some/Model", "/fetched/Some/Head")
