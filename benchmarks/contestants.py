@@ -167,9 +167,8 @@ def keys_of(name: str, as_served: bool = False) -> dict[str, Any]:
 
 def without_effect(names: Sequence[str], given: Mapping[str, Any], as_served: bool) -> list[str]:
     """A line for each key that the user gives and that contestants define otherwise."""
-    lines = []
+    lines, fixed = [], {name: keys_of(name, as_served) for name in names if name in CONTESTANTS}
     for key, value in given.items():
-        fixed = {name: keys_of(name, as_served) for name in names if name in CONTESTANTS}
         others = [name for name, keys in fixed.items() if keys["method"] != "none" and keys.get(key, value) != value]
         if others:
             lines.append(f"--set {key}={value} does not apply to {', '.join(others)}: their definition has its own")

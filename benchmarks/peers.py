@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from engine.config import Config
-from engine.loading import find_device, find_dtype, load_config
+from engine.loading import dtype_of, find_device
 from engine.model_hub import is_local
 from engine.sampling import SamplingParams, own_defaults
 from engine.worker import share_cores
@@ -35,8 +35,7 @@ class TransformersContestant:
         cls, config: Config, assistant: str | None = None, prompt_lookup: bool = False
     ) -> TransformersContestant:
         def load() -> tuple[Any, dict[str, Any]]:  # as its own users would: without our CPU layout of the weights
-            device = find_device(config.device)
-            dtype = find_dtype(config.dtype, load_config(config.model), device)
+            device, dtype = find_device(config.device), dtype_of(config)
 
             def read(name: str) -> Any:
                 model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, local_files_only=is_local(name))

@@ -35,17 +35,16 @@ class Referee:
 
     @cached_property
     def judge(self) -> Target:
-        return self._load("float32")
+        from engine.target import Target
+
+        return Target.load(self.config.model, "float32", self.config.device)
 
     @cached_property
     def dtype(self) -> str:
         """What the target computes in while it is compared."""
-        return str(self._load(self.config.dtype).dtype).removeprefix("torch.")
+        from engine.loading import dtype_of, name_of
 
-    def _load(self, dtype: str) -> Target:
-        from engine.target import Target
-
-        return Target.load(self.config.model, dtype, self.config.device)
+        return name_of(dtype_of(self.config))
 
     def is_tie(self, prompt: list[int], one: list[int], other: list[int], sampling: SamplingParams) -> bool:
         """Whether rounding alone can have made the two answers different."""

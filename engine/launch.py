@@ -103,12 +103,23 @@ def begin_imports(config: Config) -> ProcessWorker | None:
     return None if config.transport == "inproc" else ProcessWorker("verifier", config)
 
 
+def _run_in_thread(spec: WorkerSpec, context: zmq.Context[Any]) -> None:
+    """`run_worker`; unlike a process, a thread does not return a GPU's memory by ending."""
+    try:
+        run_worker(spec, context)
+    finally:
+        if "torch" in sys.modules:
+            from engine.recorded import release_memory
+
+            release_memory()
+
+
 class ThreadWorker:
     """A thread of this process; it cannot be killed, only told to stop."""
 
     def __init__(self, spec: WorkerSpec, context: zmq.Context[Any]):
         self.name = spec.name
-        self._thread = threading.Thread(target=run_worker, args=(spec, context), name=spec.name, daemon=True)
+        self._thread = threading.Thread(target=_run_in_thread, args=(spec, context), name=spec.name, daemon=True)
         self._thread.start()
 
     def alive(self) -> bool:

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from engine.errors import ConfigError, ModelError
+from engine.config import Config
+from engine.errors import ConfigError, ModelError, first_line
 from engine.model.catalogue import suggestion
 from engine.model_hub import hub_answers, is_hub_id, is_local
 
@@ -77,6 +78,11 @@ def find_device(device: str) -> torch.device:
     return torch.device(device)
 
 
+def dtype_of(config: Config) -> torch.dtype:
+    """What the configuration's target computes in, without loading it."""
+    return find_dtype(config.dtype, load_config(config.model), find_device(config.device))
+
+
 def find_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
     """The type a model with that `transformers` configuration is loaded in."""
     if dtype != "auto":
@@ -121,8 +127,3 @@ def _check_numbers(model: Any, path: str) -> None:
     for name, weight in model.named_parameters():
         if not torch.isfinite(weight.sum(dtype=torch.float32)) and not torch.isfinite(weight).all():
             raise ModelError(f"model={path}: weight {name} holds NaN or infinity; get the checkpoint again")
-
-
-def first_line(error: Exception) -> str:
-    """The first line of the error's message; its type if it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from engine.loading import first_line
+from engine.errors import first_line
 
 Work = Callable[..., tuple[Tensor, ...]]
 Buffers = TypeVar("Buffers")

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch import BLOCK, Batch, Segment
-from engine.errors import ModelError
+from engine.errors import ModelError, first_line
 from engine.free_memory import free_memory
-from engine.loading import eos_tokens, find_device, first_line, load_model, name_of, steady_context
+from engine.loading import eos_tokens, find_device, load_model, name_of, steady_context
 from engine.model.attention import has_pairs
 from engine.model.decoder import LeanDecoder
 from engine.model.decoder_layer import OtherStructure

@@ -46,16 +46,10 @@ Loaded = Callable[[], None]
 def run_worker(spec: WorkerSpec, context: zmq.Context[Any], loaded: Loaded = lambda: None) -> None:
     """Serve as `spec.role` until told to stop; a failed start is reported to the front end in one line."""
     config = Config.model_validate(spec.config)
-    try:
-        if spec.role == "verifier":
-            _run_verifier(spec, config, context, loaded)
-        else:
-            _run_drafter(spec, config, context, loaded)
-    finally:
-        if "torch" in sys.modules:
-            from engine.recorded import release_memory
-
-            release_memory()
+    if spec.role == "verifier":
+        _run_verifier(spec, config, context, loaded)
+    else:
+        _run_drafter(spec, config, context, loaded)
 
 
 def _run_verifier(spec: WorkerSpec, config: Config, context: zmq.Context[Any], loaded: Loaded) -> None:

@@ -22,7 +22,7 @@ from rich.console import Console
 from engine.api import Engine
 from engine.config import Config, cores
 from engine.errors import ConfigError, TalonError
-from engine.loading import find_device, find_dtype, load_config, name_of
+from engine.loading import dtype_of, name_of
 from engine.model.resolve import resolved
 from engine.sampling import SamplingParams
 from engine.tasks import keep_under_way
@@ -105,7 +105,7 @@ async def run_rivals(
     config = resolved(config)
     tokenizer = tokenizer_of(config)
     prompts = [encode_text(tokenizer, question.prompt) for _, question in mixed_questions(what.files, what.limit)]
-    dtype = name_of(find_dtype(config.dtype, load_config(config.model), find_device(config.device)))
+    dtype = name_of(dtype_of(config))
     plan = Plan(what.levels, what.sampling.max_tokens, prompts, what.repeats, Budget(what.minutes), dtype)
     threads = config.verifier.threads or cores()
     write_about(out, config, [what.sampling], what.repeats)

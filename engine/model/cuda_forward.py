@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.batch import BLOCK, Batch, Int, Segment
-from engine.loading import first_line
+from engine.errors import first_line
 from engine.model import triton_attention
 from engine.model.attention import Rule
 from engine.model.kv_pool import KVCache, KVPool

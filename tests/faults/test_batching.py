@@ -23,7 +23,7 @@ from engine.request import Request
 from engine.target import Target
 from engine.tree import TokenTree
 from engine.verification import Sampler
-from tests.faults.test_faults import _own_temporary_folder, pid_of, until
+from tests.faults.test_faults import THREADS, _own_temporary_folder, pid_of, until
 
 __all__ = ["_own_temporary_folder"]
 
@@ -31,7 +31,6 @@ REQUESTS, LENGTH = 300, 24
 BLOCK_BYTES = 12288  # of the tiny model
 POOL_BLOCKS = 16  # hardly more than the longest request needs
 POISON = 259
-THREADS: dict[str, Any] = {"verifier.threads": 1}  # nothing here is large enough for two
 
 Asked = tuple[list[int], SamplingParams]
 

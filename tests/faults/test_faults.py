@@ -247,6 +247,7 @@ async def test_a_drafters_thread_that_hangs_does_not_keep_the_engine_from_closin
     rescue.start()
     while not hung.is_set() and not released.is_set():
         await engine.generate(PROMPT, SamplingParams(max_tokens=8))
+    assert hung.is_set()
     await engine.close()
     assert not released.is_set()
     rescue.cancel()

@@ -19,9 +19,8 @@ from engine.matcher import Matcher, Matchers
 from engine.request import Request
 from tests.conftest import save_tiny_llama
 from tests.faults.test_batching import BLOCK_BYTES
-from tests.faults.test_faults import PROMPT, pid_of, replaced, until
+from tests.faults.test_faults import PROMPT, THREADS, pid_of, replaced, until
 
-THREADS = {"verifier.threads": 1}
 REGEX = Grammar(regex="([a-z]{2,9} )+[.]")
 SAYS: list[dict[str, Any]] = [
     {"grammar": REGEX, "logprobs": 2},
@@ -99,6 +98,7 @@ async def test_a_grammar_that_takes_long_holds_up_its_own_request_alone(
         assert ended == ["plain"]
         go_on.set()
         await constrained
+    assert ended == ["plain", "grammar"]
     assert made == [PARAMS[0].grammar]  # a cancelled request's is not read
 
 

@@ -13,7 +13,7 @@ from engine.errors import RequestError, RequestFailed
 from engine.flight import Flight
 from engine.messages import Submit
 from tests.conftest import VOCABULARY, save_tiny_llama, tiny_tokenizer
-from tests.faults.test_faults import LONG, PROMPT, _own_temporary_folder, expected_text
+from tests.faults.test_faults import LONG, PROMPT, THREADS, _own_temporary_folder, expected_text
 
 __all__ = ["_own_temporary_folder"]
 
@@ -40,7 +40,7 @@ async def test_a_token_that_only_the_tokenizer_knows_is_refused_with_the_cause(a
 
 async def test_prompts_that_the_verifier_cannot_take_end_their_own_requests_and_no_other(tiny: str) -> None:
     expected = await expected_text(tiny)
-    async with await Engine.start({"model": tiny}, method="pld", **{"verifier.threads": 1}) as engine:
+    async with await Engine.start({"model": tiny}, method="pld", **THREADS) as engine:
         verifier = engine._workers.running["verifier"].name
         beside = asyncio.create_task(engine.generate(PROMPT, LONG))
         for prompt in ([VOCABULARY], [-1], []):
