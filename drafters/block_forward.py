@@ -20,6 +20,7 @@ from drafters.markov_link import NO_LINK, add_link
 from drafters.outcomes import Following
 from drafters.ranking import Ranking
 from drafters.top import enter, write_top
+from engine.versioned import versioned
 
 if TYPE_CHECKING:
     from drafters.block import BlockHead
@@ -103,6 +104,7 @@ class BlockForward:
 
 
 @njit(cache=True, nogil=True)
+@versioned
 def likeliest(
     tables: Any,
     rows: Any,

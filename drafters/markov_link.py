@@ -23,6 +23,7 @@ from drafters.layers import small_dtype
 from drafters.top import Floats, Integers
 from engine.model.exponential import exp
 from engine.model.simd import FLOAT32, LANES, add, divide, fma, load, multiply, numbers_at, splat, store, total
+from engine.versioned import versioned
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ def _whole(weight: Tensor) -> Tensor:
 
 
 @njit(cache=True, nogil=True)
+@versioned
 def add_link(tables: Any, scores: Any, candidates: Any, gates: int, token: int, gain: Any, linked: Any) -> None:
     """Add the link, times `gain`, to the scores of a row's candidates.
 

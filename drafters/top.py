@@ -24,6 +24,7 @@ from engine.model.simd import (
     splat,
     total,
 )
+from engine.versioned import versioned
 
 Floats = NDArray[np.float32]
 Integers = NDArray[np.int64]
@@ -68,6 +69,7 @@ def _in_torch(scores: Tensor, k: int) -> Top:
 
 
 @njit(cache=True, nogil=True)
+@versioned
 def _top(scores: int, stride: int, width: int, columns: int, values: Any, indices: Any, totals: Any) -> None:
     k, vectors = values.shape[1], columns // LANES
     whole, together = vectors * LANES, max(1, vectors // (_GROUPS * k))  # vectors of a group

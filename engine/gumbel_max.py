@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from engine.model.argmax import NAN
 from engine.noise_bits import UNIT, bits_of, noise_of
+from engine.versioned import versioned
 
 _CERTAIN = 1 - 1e-4  # far above the float32 error in `draw`, whose proof needs three times that error
 _REACH = 41.0  # noise lies in [-3.61, 36.74], so a token 40.36 below the best score never wins
@@ -21,6 +22,7 @@ _PART, _SEARCHED = 32, 1024  # tokens processed together
 
 
 @njit(cache=True, nogil=True)
+@versioned
 def draw(key: Any, scores: Any) -> Any:
     """argmax over tokens of scores + noise, the first of equals; `NAN` where a score is NaN. scores: [vocab] float32.
 
@@ -50,6 +52,7 @@ def draw(key: Any, scores: Any) -> Any:
 
 
 @njit(cache=True, nogil=True)
+@versioned
 def draw_bfloat16(key: Any, logits: Any, row: int, temperature: float) -> Any:
     """`draw` of the scores logits / temperature, float32. logits: [rows, vocab] int16, bfloat16 numbers."""
     bits, by = logits[row], np.float32(temperature)
@@ -63,6 +66,7 @@ def draw_bfloat16(key: Any, logits: Any, row: int, temperature: float) -> Any:
 
 
 @njit(cache=True, nogil=True)
+@versioned
 def _plausible(key: Any, scores: Any, peak: Any, rare: Any) -> Any:
     """The tokens whose 1 - u is less than `rare`, or whose score is near the peak: their ids, ascending, w and 1 - u.
 
@@ -85,6 +89,7 @@ def _plausible(key: Any, scores: Any, peak: Any, rare: Any) -> Any:
 
 
 @njit(cache=True, nogil=True)
+@versioned
 def _first_best(scores: Any) -> Any:
     """The first token with the largest score, or with a NaN. The largest of each part is found without branches, many
     numbers at once; then only the best part is searched.
@@ -104,6 +109,7 @@ def _first_best(scores: Any) -> Any:
 
 
 @njit(cache=True, nogil=True)
+@versioned
 def _ordered(bits: Any) -> Any:
     """An integer that orders like the float32 number with these bits; every NaN comes after infinity."""
     ordered = bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))  # below zero a larger magnitude is less
@@ -118,6 +124,7 @@ def _missing_to_one(key: Any, token: Any) -> Any:
 
 
 @njit(cache=True, nogil=True)
+@versioned
 def noises_of(key: np.uint64, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
     """`noise_of` for [n] int64 tokens."""
     noises = np.empty(len(tokens), np.float64)

@@ -12,6 +12,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from engine.versioned import versioned
+
 GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 UNIT = 2.0**-52
 
@@ -42,6 +44,7 @@ def noise_of(key: Any, token: Any) -> Any:
 
 
 @njit(cache=True)
+@versioned
 def _keys(seed: np.uint64, position: int, count: int) -> NDArray[np.uint64]:
     keys = np.empty(count, np.uint64)
     for i in range(count):
@@ -50,6 +53,7 @@ def _keys(seed: np.uint64, position: int, count: int) -> NDArray[np.uint64]:
 
 
 @njit(cache=True)
+@versioned
 def _key(seed: Any, position: Any) -> Any:
     ours = _mixed(seed * np.uint64(GOLDEN)) ^ np.uint64(position + 1) * np.uint64(MIX_1)
     return _mixed(ours) + np.uint64(GOLDEN)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-_jit = njit(cache=True, error_model="numpy")
+from retrieval_index.ngrams.kernel import kernel
 
 
-@_jit
+@kernel
 def _bound(tokens, suffixes, pattern, first, low, after):  # type: ignore[no-untyped-def]
     """The first suffix at or after `low` that is not less than pattern[first:], or with `after` is greater than it."""
     high = len(suffixes)
@@ -32,7 +31,7 @@ def _bound(tokens, suffixes, pattern, first, low, after):  # type: ignore[no-unt
     return low
 
 
-@_jit
+@kernel
 def longest_match(tokens, suffixes, pattern, shortest):  # type: ignore[no-untyped-def]
     """(length, first, last): the suffixes [first, last) begin with the longest ending of `pattern` that occurs.
 
@@ -61,7 +60,7 @@ def longest_match(tokens, suffixes, pattern, shortest):  # type: ignore[no-untyp
     return found, first, last
 
 
-@_jit
+@kernel
 def read(tokens, suffixes, first, last, skip, depth, samples, separator):  # type: ignore[no-untyped-def]
     """[occurrences, depth] int32: what follows `skip` tokens of at most `samples` of the suffixes [first, last)."""
     count = min(last - first, samples)
@@ -75,7 +74,7 @@ def read(tokens, suffixes, first, last, skip, depth, samples, separator):  # typ
     return rows
 
 
-@_jit
+@kernel
 def likeliest(rows, root, nodes):  # type: ignore[no-untyped-def]
     """The `nodes` most frequent nodes, root included, of the sorted rows' trie: tokens, parents and shares of rows."""
     occurrences, depth = rows.shape

@@ -9,6 +9,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from engine.versioned import versioned
+
 NAN = -1
 """Returned instead of a token if a row holds NaN, which compares with nothing."""
 _INFINITY = np.int16(0x7F80 - 0x7F)  # as `_ordered` encodes it
@@ -42,6 +44,7 @@ def _in_torch(logits: Tensor) -> list[int]:
 
 
 @njit(cache=True, nogil=True)
+@versioned
 def argmax_bfloat16(bits: Any, row: int) -> int:
     """bits: [rows, vocab] int16, the bits of bfloat16 numbers -> the row's token, as `argmax` returns it.
 
@@ -62,6 +65,7 @@ def argmax_bfloat16(bits: Any, row: int) -> int:
 
 
 @njit(cache=True, nogil=True)
+@versioned
 def _ordered(bits: Any) -> Any:
     """Maps bfloat16 bits to an integer of the same order; every NaN comes after infinity."""
     ordered = bits ^ ((bits >> 15) & np.int16(0x7FFF))  # below zero a larger magnitude is less

@@ -15,9 +15,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import numba
 import numpy as np
@@ -26,6 +24,8 @@ from llvmlite import binding, ir
 from numba import carray, cfunc, types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
+
+from engine.versioned import versioned
 
 _RUNTIMES = ("libgomp.so.1",)  # what torch's wheels for Linux load
 
@@ -67,13 +67,6 @@ _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32
 _together = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(_PARALLEL)
 
 
-_SOURCES = (
-    "simd.py", "exponential.py", "lane_products.py", "amx.py", "attention_work.py", "quantised.py", "matmul_sums.py",
-    "matmul_kernels.py", "paired_attention.py",
-)  # fmt: skip
-"""Files whose code is compiled into kernels of other files."""
-
-
 class Kernel:
     """A compiled kernel over records of one type."""
 
@@ -92,9 +85,8 @@ class Kernel:
 def kernel(record: np.dtype[Any], name: str = "") -> Callable[[Callable[[Any], None]], Callable[[], Kernel]]:
     """Decorator: `work(address of a record)` as a kernel, compiled when first asked for and cached on disk.
 
-    Numba's cache notices changes only of the file that defines `work` and of the signature. So a last field, which is
-    never read, has the checksum of the other sources in its name. name: of one of several kernels that one function
-    makes. Two processes may write to the cache at a time, so no two kernels may share a file there.
+    name: of one of several kernels that one function makes. Two processes may write to the cache at a time, so no two
+    kernels may share a file there.
     """
 
     def decorate(work: Callable[[Any], None]) -> Callable[[], Kernel]:
@@ -102,18 +94,11 @@ def kernel(record: np.dtype[Any], name: str = "") -> Callable[[Callable[[Any], N
 
         @cache
         def compiled() -> Kernel:
-            versioned = np.dtype([*record.descr, (f"sources_{_sources():x}", "i8")])
-            return Kernel(cfunc(types.void(types.CPointer(numba.from_dtype(versioned))), cache=True)(work))
+            return Kernel(cfunc(types.void(types.CPointer(numba.from_dtype(record))), cache=True)(versioned(work)))
 
         return compiled
 
     return decorate
-
-
-@cache
-def _sources() -> int:
-    folder = Path(__file__).parent
-    return crc32(b"".join((folder / name).read_bytes() for name in _SOURCES))
 
 
 def address_of(records: np.ndarray[Any, Any], index: int = 0) -> int:

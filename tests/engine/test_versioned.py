@@ -1,0 +1,57 @@
+"""Functions that are compiled into each other from several files, and numba's cache."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from engine import versioned
+
+INNER = """
+from numba import njit
+
+@njit
+def inner(x):
+    return x + {}
+"""
+OUTER = """
+from numba import njit
+from drafters.inner import inner
+from engine.versioned import versioned
+
+@njit(cache=True)
+@versioned
+def outer(x):
+    return inner(x)
+
+print(outer(1), sum(outer.stats.cache_hits.values()))
+"""
+
+
+def test_a_function_is_compiled_again_when_one_of_another_package_has_changed(tmp_path: Path) -> None:
+    for package in ("engine", "drafters"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+    shutil.copy(versioned.__file__, tmp_path / "engine")
+    (tmp_path / "engine" / "outer.py").write_text(OUTER)
+
+    def run(added: int) -> str:
+        (tmp_path / "drafters" / "inner.py").write_text(INNER.format(added))
+        command = [sys.executable, "-c", "import engine.outer"]
+        environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}  # bytecode is told by second and size, which stay
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        return done.stdout + done.stderr
+
+    assert [run(1), run(1), run(2), run(2)] == ["2 0\n", "2 1\n", "3 0\n", "3 1\n"]
+
+
+def test_every_function_in_the_cache_is_versioned() -> None:
+    root = Path(versioned.__file__).parents[1]
+    files = [file for package in versioned._PACKAGES for file in (root / package).rglob("*.py")]
+    cached = [found for file in files for found in re.findall(r"(?:njit|cfunc)\(.*cache=True.*\n?.*", file.read_text())]
+    assert len(cached) > 10
+    assert [found for found in cached if "versioned" not in found] == []
