@@ -1,7 +1,8 @@
 """`talon acceptance`: how far the target follows every method, at the same budget and cut to what pays, by replay.
 
 The target answers once; every method then drafts for the same answers (`known_answers`). So a table of all heads takes
-minutes. Speeds are computed, not measured: from the times of drafting in this process and the times of forwards.
+minutes. Speeds are computed, not measured: from the times of drafting in this process and the times of forwards, this
+machine's or, for an accelerator to which further rows are free, simulated ones.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ POSITIONS = 7  # drafted tokens of a chain
 BUDGET = 60  # nodes of a tree, the root included
 _CHAIN = {"drafter.growth.policy": "dynamic", "drafter.growth.top_k": 1, "drafter.growth.depth": POSITIONS - 1}
 _TREE = {"drafter.growth.policy": "dynamic", "drafter.budget": BUDGET}
+_TITLES = {"tree": f"trees of {BUDGET}", "cut": "trees cut to what pays"}
 
 
 @dataclass(frozen=True)
@@ -100,12 +102,13 @@ class Drafted(msgspec.Struct, frozen=True):
 
 
 class Accepted(msgspec.Struct, frozen=True):
-    """A method's rounds, in one way and at one temperature."""
+    """A method's rounds, in one way and at one temperature. simulated_ms: the time of every forward, if simulated."""
 
     method: str
     way: str
     temperature: float
     rounds: list[Drafted]
+    simulated_ms: float | None = None
 
     def by_suite(self, suites: Sequence[str]) -> list[Accepted]:
         """The rounds of each suite, then all of them."""
@@ -175,16 +178,21 @@ def accept_all(
     answers: Sequence[Known],
     round_s: Callable[[], Mapping[int, float]],
     progress: Progress,
+    simulated_ms: float | None = None,
 ) -> list[Accepted]:
     """Every answer by all methods in turn, since a machine's speed changes. answers: of one temperature; round_s: times
-    a forward of each of some numbers of rows.
+    a forward of each of some numbers of rows; simulated_ms: the same for all of them instead.
     """
-    temperature, seconds = answers[0].sampling.temperature, round_s()
+
+    def forward_s() -> Mapping[int, float]:
+        return round_s() if simulated_ms is None else dict.fromkeys((1, BUDGET), simulated_ms / 1e3)
+
+    temperature, seconds = answers[0].sampling.temperature, forward_s()
     followers = [Follower(way, config, seconds) for way in ways]
-    found = [Accepted(way.method, way.kind, temperature, []) for way in ways]
+    found = [Accepted(way.method, way.kind, temperature, [], simulated_ms) for way in ways]
     task = progress.add_task(f"drafting, T = {temperature:g}", total=len(answers))
     for request, known in enumerate(answers):
-        seconds = round_s()
+        seconds = forward_s()
         for follower, accepted in zip(followers, found, strict=True):
             for rows, taken in seconds.items():
                 follower.costs.observe_forward(rows, NOTHING, taken)
@@ -216,15 +224,15 @@ def positions_table(found: Sequence[Accepted]) -> Table:
 
 def suites_table(found: Sequence[Accepted], way: str) -> Table:
     """Tokens a round, suite by suite."""
-    title = f"Tokens a round, trees of {BUDGET}" if way == "tree" else "Tokens a round, trees cut to what pays"
+    title = f"Tokens a round, {_TITLES[way]}"
     return _by_suite(title, found, way, lambda one: f"{one.mat:.2f}", "nodes", lambda one: f"{one.nodes:.1f}")
 
 
-def speeds_table(found: Sequence[Accepted]) -> Table:
-    """The computed speed-up of trees that are cut, suite by suite."""
-    title = "Computed speed-up over plain decoding, trees cut to what pays"
+def speeds_table(found: Sequence[Accepted], way: str) -> Table:
+    """The computed speed-up, suite by suite."""
     draft_ms = ("draft ms", lambda one: f"{1e3 * one.draft_s:.1f}")
-    return _by_suite(title, found, "cut", lambda one: f"{one.speed_up:.2f}x", *draft_ms)
+    title = f"Computed speed-up over plain decoding, {_TITLES[way]}"
+    return _by_suite(title, found, way, lambda one: f"{one.speed_up:.2f}x", *draft_ms)
 
 
 Cell = Callable[[Accepted], str]
@@ -237,22 +245,27 @@ def _by_suite(title: str, found: Sequence[Accepted], way: str, cell: Cell, last:
     for one in (one for one in found if one.way == way):
         cells = [cell(part) if part.rounds else "-" for part in one.by_suite(suites)]
         rows.append([one.method, f"{one.temperature:g}", *cells, last_cell(one)])
-    return Table(title, ("method", "T", *suites, "all", last), rows)
+    return Table(title + simulation(found), ("method", "T", *suites, "all", last), rows)
 
 
-def write(out: Path, found: Sequence[Accepted]) -> list[Table]:
-    """The tables; the rounds and a picture go to the folder."""
-    tables = [positions_table(found), suites_table(found, "tree"), suites_table(found, "cut"), speeds_table(found)]
-    tables = [table for table in tables if table.rows]
+def simulation(found: Sequence[Accepted]) -> str:
+    """What a title says where forwards are simulated; "" where they are this machine's."""
+    simulated_ms = found[0].simulated_ms
+    return "" if simulated_ms is None else f", simulated forwards of {simulated_ms:g} ms"
+
+
+def tables(found: Sequence[Accepted]) -> list[Table]:
+    """All that hold anything."""
+    all_ = [positions_table(found), *(table(found, way) for table in (suites_table, speeds_table) for way in _TITLES)]
+    return [table for table in all_ if table.rows]
+
+
+def write(out: Path, found: Sequence[Accepted], shown: Sequence[Table]) -> None:
+    """The rounds, the tables and a picture go to the folder."""
+    (out / "acceptance.json").write_bytes(msgspec.json.encode(found))
+    (out / "acceptance.md").write_text("\n\n".join(f"{t.title}\n\n{t.markdown()}" for t in shown) + "\n", "utf8")
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "acceptance.json").write_bytes(msgspec.json.encode(found))
-        (out / "acceptance.md").write_text("\n\n".join(f"{t.title}\n\n{t.markdown()}" for t in tables) + "\n", "utf8")
         from .tree_plots import acceptance_figure
-
-        acceptance_figure(found, out / "acceptance.png")
     except ImportError as error:
         raise ConfigError(f"no picture: {error}; pip install 'talon-decoding[bench]'") from None
-    except OSError as error:
-        raise ConfigError(f"--out {out}: cannot be written ({error.strerror}): name another folder") from None
-    return tables
+    acceptance_figure(found, out / "acceptance.png")

@@ -168,6 +168,7 @@ def time_rounds(target: Target) -> dict[int, float]:
             target.verify(cache, tree)
             took.append(time.perf_counter() - started)
         found[rows] = median(took)
+    target.release(cache)
     return found
 
 

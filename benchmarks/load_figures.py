@@ -90,7 +90,7 @@ def cells(rows: Iterable[LoadRow]) -> Cells:
     speeds = _speeds(rows)
     found: dict[Where, dict[Any, float]] = {}
     for (level, method, repeat), speed in speeds.items():
-        if method != BASELINE:
+        if method != BASELINE and (level, BASELINE, repeat) in speeds:
             cell = found.setdefault(("concurrency", at_once(level), method), {})
             cell[repeat] = speed / speeds[level, BASELINE, repeat]
     return found
@@ -137,8 +137,9 @@ def levels(rows: Iterable[LoadRow]) -> list[Level]:
     lines = []
     for level in sorted({level for level, _, _ in runs}):
         for method in methods:
-            if not (repeats := [repeat for one, name, repeat in runs if (one, name) == (level, method)]):
-                continue
+            mine = [repeat for one, name, repeat in runs if (one, name) == (level, method)]
+            if not (repeats := [repeat for repeat in mine if (level, BASELINE, repeat) in runs]):
+                continue  # a run that was interrupted
             answers = [row for repeat in repeats for row in runs[level, method, repeat]]
             over = [speeds[level, method, r] / speeds[level, BASELINE, r] for r in repeats]
             ones = [speeds[level, method, r] / speeds[1, BASELINE, r] for r in repeats if (1, BASELINE, r) in speeds]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,8 @@ def results_in(out: Path) -> Iterator[None]:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {out}: is no folder and cannot be made one ({error.strerror})") from None
+    if not os.access(out, os.W_OK):
+        raise ConfigError(f"--out {out}: cannot be written: name another folder")
     try:
         yield
     except OSError as error:
@@ -34,7 +37,7 @@ def write_report(folder: Path, console: Console) -> None:
     try:
         from .report import write
     except ImportError as error:
-        console.print(f"no report: {error}; pip install 'talon-decoding[bench]'")
+        console.print(f"no report: {error}; pip install 'talon-decoding[bench]'", markup=False)
         return
     write(folder)
     console.print(f"rows, pictures and report: {folder}")
@@ -45,7 +48,7 @@ def draw_calibration(sources: dict[str, NDArray[np.float64]], path: Path, consol
     try:
         from .tree_plots import reliability
     except ImportError as error:
-        console.print(f"no picture: {error}; pip install 'talon-decoding[bench]'")
+        console.print(f"no picture: {error}; pip install 'talon-decoding[bench]'", markup=False)
         return
     if not sources:
         console.print("no picture: none of the contestants drafted anything")

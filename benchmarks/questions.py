@@ -89,11 +89,14 @@ class _Row(msgspec.Struct):
 
 def read_questions(path: Path, limit: int | None = None) -> list[Question]:
     """The first `limit` questions of a file. Raises RequestError naming the line that is wrong."""
-    questions: list[Question] = []
+    questions: dict[str, Question] = {}
     try:
         with path.open("rb") as file:
             for number, row in islice(json_lines(file, _Row), limit):
-                questions.append(row.question(number))
+                question = row.question(number)
+                if question.question_id in questions:  # rows of results are told apart by it
+                    raise BadLine(number, f"another one has the question_id {question.question_id!r}")
+                questions[question.question_id] = question
     except OSError as error:
         raise RequestError(f"questions={path}: cannot be read: {error.strerror}") from None
     except BadLine as error:
@@ -103,7 +106,7 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
         ) from None
     if not questions:
         raise RequestError(f"questions={path}: holds no questions")
-    return questions
+    return [*questions.values()]
 
 
 def mixed_questions(files: Sequence[Path], limit: int | None = None) -> list[tuple[str, Question]]:

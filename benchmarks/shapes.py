@@ -74,6 +74,7 @@ def answer(
         features = None if features is None else features[path]
         cache.commit(path)
     drafter.finish(0)
+    target.release(cache)
 
 
 def shape_of(verdict: Verdict) -> Shape:
@@ -84,7 +85,7 @@ def measure(
     config: Config, suites: dict[str, list[list[int]]], sampling: SamplingParams, console: Console
 ) -> list[Shaped]:
     """The trees of every answer. A prompt that would leave the deepest tree no room in the context is left out."""
-    target = Target.load(config.model, config.dtype, config.device)
+    target = Target.load(config.model, config.dtype, config.device, config.verifier.kv_memory)
     drafter, budget, answers = build(config), config.drafter.budget, []
     with console.status("") as status:
         for suite, prompts in suites.items():

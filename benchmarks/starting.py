@@ -39,7 +39,7 @@ async def start_each(
                     raise
                 if name in started:
                     await started.pop(name).close()
-                console.print(f"left out: {name}: {error}")
+                console.print(f"left out: {name}: {error}", markup=False)
         others = [name for name in names if name != BASELINE]
         if others and not any(name in started for name in others):
             raise ConfigError(f"methods: none of {', '.join(others)} can be started here, see above")

@@ -104,7 +104,7 @@ def growth(
         drafter = build(config_)
         if not isinstance(drafter, HeadDrafter) or not drafter.feature_layers:
             raise ConfigError(f"--method={method}: is no draft head; known: block, eagle3, eagle, medusa, hydra")
-        target = Target.load(config_.model, config_.dtype, config_.device)
+        target = Target.load(config_.model, config_.dtype, config_.device, config_.verifier.kv_memory)
         round_s = [*time_rounds(target).values()]
         grown, asked = [], [*settings()]
         with progress_bar(console) as progress:
@@ -129,6 +129,14 @@ def acceptance(
         list[float] | None, typer.Option(help="May be given again. 0 is greedy.", show_default="0")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    simulated_ms: Annotated[
+        float | None,
+        typer.Option(
+            help="Simulate an accelerator: a forward takes this long, whatever its rows. Drafts take their own time.",
+            show_default="this machine's forwards",
+            min=0.001,
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder of acceptance.json, .md and .png.")] = Path("acceptance"),
     config: ConfigOption = configuration.DEMO,
     set_: SetOption = None,
@@ -146,9 +154,10 @@ def acceptance(
         from engine.target import Target
         from engine.text import tokenizer_of
 
-        from .acceptance import Accepted, accept_all, layers_read, ways, write
+        from .acceptance import Accepted, accept_all, layers_read, tables, ways, write
         from .growth import time_rounds
         from .known_answers import record
+        from .out_folder import results_in
         from .progress import progress_bar
         from .questions import read_questions
 
@@ -161,13 +170,14 @@ def acceptance(
         layers = layers_read(chosen, settings)
         tokenizer = tokenizer_of(settings)
         suites = {f.stem: _prompts(tokenizer, read_questions(f, limit)) for f in files}
-        target = Target.load(settings.model, settings.dtype, settings.device)
-        with progress_bar(console) as progress:
+        target = Target.load(settings.model, settings.dtype, settings.device, settings.verifier.kv_memory)
+        with results_in(out), progress_bar(console) as progress:
             for sampling in samplings:
                 answers = record(target, layers, suites, sampling, progress)
-                found += accept_all(chosen, settings, answers, lambda: time_rounds(target), progress)
-        for table in write(out, found):
-            Console().print(table.rich())
+                found += accept_all(chosen, settings, answers, lambda: time_rounds(target), progress, simulated_ms)
+            for table in (shown := tables(found)):
+                Console().print(table.rich())
+            write(out, found, shown)
 
     run(main())
 

@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from numpy.typing import NDArray
 
-from .acceptance import Accepted
+from .acceptance import Accepted, simulation
 from .figures import BASELINE, Row, summaries
 from .growth import Grown
 from .plot_style import BASELINES, COLOURS, HATCHES, MARKERS, OURS, PEERS, line_style, save
@@ -149,7 +149,7 @@ def acceptance_figure(found: Sequence[Accepted], path: Path) -> None:
         cut = [one for one in mine if one.way == "cut"]
         right.bar([one.method for one in cut], [one.speed_up for one in cut], color=OURS)
         right.axhline(1, color="black", linewidth=0.8)
-        right.set(title=f"Cut to what pays: computed speed-up, T = {temperature:g}")
+        right.set(title=f"Cut to what pays: computed speed-up, T = {temperature:g}{simulation(found)}")
         for axis in (middle, right):
             axis.tick_params(axis="x", labelrotation=30, labelsize=8)
     save(figure, path)

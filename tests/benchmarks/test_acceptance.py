@@ -39,6 +39,7 @@ from tests.drafters.test_eagle import eagle3
 PROMPT = [40, 41, 42, 40, 41, 42, 40, 41]
 CHEAP, DEAR = {1: 1.0, 64: 1.0 + 1e-6}, {1: 1.0, 64: 64.0}
 """Seconds of a forward where further rows are free, and where each costs as much as the first."""
+BY_SUITE = (suites_table, speeds_table)
 REPEATING = Known("one", [1, 2, 3], [4, 1, 2, 3, 4, 1, 2, 3, 4, 9], SamplingParams(max_tokens=16))
 
 
@@ -105,6 +106,19 @@ def test_trees_are_cut_to_what_forwards_of_this_machine_make_worth_it() -> None:
     assert (
         sum(r.emitted for r in cheap.rounds) == sum(r.emitted for r in dear.rounds) == 2 * (len(REPEATING.tokens) - 1)
     )
+
+
+def test_simulated_forwards_take_the_same_time_whatever_their_rows_and_every_figure_says_so() -> None:
+    config, (way,) = load({"model": "any"}), ways(["pld"])
+    (cheap,), (simulated,) = (
+        accept_all([way], config, [REPEATING] * 2, lambda seconds=seconds: seconds, Progress(disable=True), ms)
+        for seconds, ms in ((CHEAP, None), (DEAR, 20.0))
+    )
+    assert [r.nodes for r in simulated.rounds] == [r.nodes for r in cheap.rounds]
+    assert {r.verify_s for r in simulated.rounds} == {r.plain_s for r in simulated.rounds} == {0.02}
+    assert simulated.simulated_ms == 20 and cheap.simulated_ms is None
+    assert all(table([simulated], "cut").title.endswith(", simulated forwards of 20 ms") for table in BY_SUITE)
+    assert not any("simulated" in table([cheap], "cut").title for table in BY_SUITE)
 
 
 def test_forwards_are_timed_again_for_every_answer_for_all_methods() -> None:
@@ -192,12 +206,13 @@ def test_tables_and_picture_name_every_head_and_suite(tmp_path: Path) -> None:
     assert [row[0] for row in positions.rows] == ["block", "eagle3"]
     assert all(len(row) == len(positions.columns) for row in positions.rows)
     assert positions.rows[0][2 : 2 + POSITIONS] == ["0.67", "0.50", "1.00", "0.00", "-", "-", "-"]
-    cut, speeds = suites_table(found, "cut"), speeds_table(found)
+    cut, speeds = suites_table(found, "cut"), speeds_table(found, "cut")
     assert [row[0] for row in cut.rows] == ["block", "eagle3", "block+suffix"] and cut.columns[2:4] == ("gsm8k", "qa")
     assert [row[2:5] for row in cut.rows] == [["2.33"] * 3] * 3 and [row[2:5] for row in speeds.rows] == [
         ["1.94x"] * 3
     ] * 3
-    assert len(write(tmp_path / "out", found)) == 4
+    assert [row[0] for row in speeds_table(found, "tree").rows] == ["block", "eagle3"]
+    assert len(write(tmp_path / "out", found)) == 5
     assert {file.name for file in (tmp_path / "out").iterdir()} == {
         "acceptance.json",
         "acceptance.md",

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.load import Load, _parts, _slices, arrivals, run_load, settings_of
-from benchmarks.load_figures import LoadRow, arrival_table, level_table, levels, throughput, tokens_per_second
+from benchmarks.load_figures import LoadRow, arrival_table, cells, level_table, levels, throughput, tokens_per_second
 from benchmarks.progress import progress_bar
 from benchmarks.questions import Asked, Question
 from engine.config import load
@@ -178,3 +178,9 @@ def test_the_command_prints_a_table_and_draws_a_picture(tiny: str, files: list[P
     assert done.returncode == 0, done.stderr
     assert "Requests at once" in done.stdout and "suffix" in done.stdout
     assert (tmp_path / "concurrency.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_was_interrupted_before_plain_decoding_is_left_out() -> None:
+    rows = [row(0, [(1, 10)], level=1), row(0, [(1, 20)], "pld", level=1), row(0, [(1, 20)], "pld", level=2)]
+    assert [(line.concurrency, line.method) for line in levels(rows)] == [(1, "none"), (1, "pld")]
+    assert [level for _, level, _ in cells(rows)] == ["1 at once"]

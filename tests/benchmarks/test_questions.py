@@ -48,3 +48,9 @@ def test_two_files_of_one_name_are_refused() -> None:
         question_files([one, third, other])
     with pytest.raises(ConfigError, match=r"sum\.jsonl and sum\.jsonl would both be"):
         question_files([third, third])
+
+
+def test_two_questions_of_one_id_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "q.jsonl").write_text(json.dumps(ROW) + "\n" + json.dumps(ROW | {"turns": ["Other."]}) + "\n")
+    with pytest.raises(RequestError, match=r"q\.jsonl:2: .*another one has the question_id '1'"):
+        read_questions(tmp_path / "q.jsonl")

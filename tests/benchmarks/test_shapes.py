@@ -28,6 +28,7 @@ def test_the_answer_is_that_of_plain_decoding(temperature: float, tiny: str) -> 
         drafter = build(load({"model": tiny, "method": method}))
         texts.append([t for v in answer(target, drafter, PROMPT, sampling, 60) for t in v.tokens])
     assert texts[0] == texts[1] and len(texts[0]) == 24
+    assert target.pool is not None and target.pool.free == target.pool.blocks, "answers give back what they held"
     if temperature == 0:
         assert texts[0] == greedy(tiny, 24)
 
