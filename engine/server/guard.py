@@ -47,6 +47,8 @@ class Guard:
                 MutableHeaders(scope=message)["x-request-id"] = number
             await send(message)
 
+        if scope["method"] == "HEAD":  # as GET; the server leaves out the body
+            scope = {**scope, "method": "GET"}
         try:
             self._check(scope["path"], headers)
             await self.app(scope, self._limited(receive), answer)

@@ -33,12 +33,18 @@ class Readable(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
         said = {name: value for name, value in getattr(record, "fields", {}).items() if value is not None}
-        fields = " ".join(f"{name}={value}" for name, value in said.items())
+        fields = " ".join(f"{name}={_printable(value)}" for name, value in said.items())
         level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
         line = f"{at} {level}{record.getMessage()} {fields}".rstrip()
         if record.exc_info and record.exc_info[1] is not None:
             line += "\n" + self.formatException(record.exc_info)
         return line
+
+
+def _printable(value: object) -> str:
+    """The value as text that cannot move a terminal's cursor: clients choose paths and users."""
+    text = str(value)
+    return text if text.isprintable() else ascii(text)
 
 
 class Log:

@@ -9,7 +9,6 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.answer import Result
 from engine.api import Engine
 
 _FIRST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -46,7 +45,7 @@ class Latencies:
                 self._between.observe((now_s - before_s) / tokens)
         return now_s
 
-    def ended(self, started_s: float, result: Result, reason: str) -> None:
+    def ended(self, started_s: float, reason: str) -> None:
         """An answer is complete."""
         self._whole.observe(time.perf_counter() - started_s)
         self._ended.labels(self._model, reason).inc()

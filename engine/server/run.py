@@ -61,7 +61,7 @@ def _tell(line: str) -> None:
 
 
 def listen(where: Listening) -> socket.socket:
-    """The socket, bound before a model is loaded, so that a failure shows at once."""
+    """The socket, bound before a model is loaded, so that most failures show at once."""
     family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -69,11 +69,13 @@ def listen(where: Listening) -> socket.socket:
         listener.bind((where.host, where.port))
     except OSError as error:
         listener.close()
-        taken = "; name another --port, 0 takes any that is free" if error.errno == errno.EADDRINUSE else ""
-        raise ConfigError(
-            f"--host {where.host} --port {where.port}: cannot listen there: {error.strerror}{taken}"
-        ) from None
+        raise _no_listening(where.host, where.port, error) from None
     return listener
+
+
+def _no_listening(host: str, port: int, error: OSError) -> ConfigError:
+    taken = "; name another --port, 0 takes any that is free" if error.errno == errno.EADDRINUSE else ""
+    return ConfigError(f"--host {host} --port {port}: cannot listen there: {error.strerror}{taken}")
 
 
 def check_certificate(where: Listening) -> None:
@@ -108,9 +110,12 @@ class _Server(uvicorn.Server):
         self.serving = serving
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
         assert sockets
         host, port = sockets[0].getsockname()[:2]
+        try:
+            await super().startup(sockets)
+        except OSError as error:  # another server bound the address too, and began to listen first
+            raise _no_listening(host, port, error) from None
         shown = f"[{host}]" if ":" in host else host
         url = f"{'https' if self.config.is_ssl else 'http'}://{shown}:{port}"
         settings = self.serving.settings

@@ -14,7 +14,9 @@ from engine.text import HALF_A_CHARACTER, is_text
 MOST_STOPS = 16
 _ABSENT: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
-    "tool_choice": ("none",),
+    "tool_choice": ("none", "auto"),
+    "tool_calls": ([],),
+    "annotations": ([],),
     "functions": ([],),
     "function_call": ("none",),
     "store": (False,),
@@ -23,6 +25,7 @@ _ABSENT: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "best_of": (1,),
     "suffix": ("",),
+    "include_obfuscation": (False,),
 }
 """Unsupported fields, and their values that ask for nothing."""
 
@@ -36,8 +39,10 @@ class _Body(BaseModel):
         """Clients send null for fields they leave open, and empty lists of tools."""
         if not isinstance(values, dict):
             return values
+        needed = {name for name, field in cls.model_fields.items() if field.is_required()}
         unknown = values.keys() - cls.model_fields.keys()
-        idle = {key for key in unknown if values[key] is None or values[key] in _ABSENT.get(key, ())}
+        idle = {key for key in unknown if values[key] in _ABSENT.get(key, ())}
+        idle |= {key for key in values.keys() - needed if values[key] is None}
         return {key: value for key, value in values.items() if key not in idle}
 
     @field_validator("*")
@@ -159,20 +164,10 @@ class Generation(_Body):
     speculation: Speculation | None = None
     return_sources: bool = Field(False, description="Say of each token who proposed it, as `sources` of its choice.")
 
-    @field_validator("n", "temperature", "presence_penalty", "frequency_penalty", mode="before")
-    @classmethod
-    def _null_is_the_default(cls, value: Any, info: Any) -> Any:
-        return cls.model_fields[info.field_name].default if value is None else value
-
     @field_validator("top_k")
     @classmethod
     def _minus_one_is_off(cls, value: int | None) -> int | None:
         return 0 if value == -1 else value
-
-    @field_validator("stream", "min_tokens", "ignore_eos", "return_sources", mode="before")
-    @classmethod
-    def _null_is_off(cls, value: Any) -> Any:
-        return False if value is None else value
 
     @model_validator(mode="after")
     def _options_belong_to_streams(self) -> Generation:
@@ -192,23 +187,18 @@ class Generation(_Body):
 class ChatRequest(Generation):
     """POST /v1/chat/completions. Without a limit an answer may take the rest of the context."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     max_tokens: int | None = Field(None, ge=1, lt=2**31, description="The older name of max_completion_tokens.")
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
 
-    @field_validator("logprobs", mode="before")
-    @classmethod
-    def _null_is_none(cls, value: Any) -> Any:
-        return False if value is None else value
-
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: needs logprobs=true")
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
+        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             raise ValueError("max_tokens: is the older name of max_completion_tokens; give one of them")
         if self.response_format is not None and self.structured_outputs is not None:
             raise ValueError("structured_outputs: response_format is given too; give one of them")
@@ -220,6 +210,7 @@ class ChatRequest(Generation):
 
 
 Token = Annotated[int, Field(ge=0, lt=2**31)]
+Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 
 
 class CompletionRequest(Generation):
@@ -227,23 +218,13 @@ class CompletionRequest(Generation):
 
     prompt: (
         str
-        | Annotated[list[Token], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=1024)]
-        | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1, max_length=1024)]
+        | Tokens
+        | Annotated[list[str], Field(min_length=1, max_length=1024, fail_fast=True)]
+        | Annotated[list[Tokens], Field(min_length=1, max_length=1024, fail_fast=True)]
     )
     max_tokens: int = Field(16, ge=0, lt=2**31, description="0 is for echo: only the prompt comes back.")
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
-
-    @field_validator("max_tokens", mode="before")
-    @classmethod
-    def _null_is_sixteen(cls, value: Any) -> Any:
-        return 16 if value is None else value
-
-    @field_validator("echo", mode="before")
-    @classmethod
-    def _null_is_no_echo(cls, value: Any) -> Any:
-        return False if value is None else value
 
     @model_validator(mode="after")
     def _asks_for_something(self) -> CompletionRequest:
@@ -265,7 +246,7 @@ class TokenizeRequest(_Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
 
     @model_validator(mode="after")
     def _is_one(self) -> TokenizeRequest:

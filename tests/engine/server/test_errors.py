@@ -58,7 +58,7 @@ def test_of_what_nobody_expected_a_client_learns_nothing(error: Exception) -> No
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"logit_bias": {"1": 200}}, "logit_bias.1"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"structured_outputs": {}}, "structured_outputs"),
@@ -119,8 +119,13 @@ def test_half_a_character_is_no_prompt(prompt: object) -> None:
 
 def test_what_asks_for_nothing_is_let_through() -> None:
     idle = {"tools": [], "tool_choice": "none", "functions": None, "store": False, "n": None, "logprobs": None}
-    body = ChatRequest.model_validate({"model": "m", "messages": HI, **idle})
-    assert body.n == 1 and body.logprobs is False and body.temperature == 1
+    idle |= {"top_logprobs": 0, "max_tokens": 5, "max_completion_tokens": 5, "stream": None, "ignore_eos": None}
+    said = {"role": "assistant", "content": "yes", "tool_calls": [], "annotations": [], "refusal": None, "audio": None}
+    body = ChatRequest.model_validate({"model": "m", "messages": [*HI, said], **idle})
+    assert body.n == 1 and body.logprobs is False and body.temperature == 1 and body.limit == 5
+    options = {"include_usage": None, "include_obfuscation": False}
+    body = ChatRequest.model_validate({"model": "m", "messages": HI, "stream": True, "stream_options": options})
+    assert not body.includes_usage
     assert (
         CompletionRequest.model_validate({"model": "m", "prompt": "x", "best_of": 1, "suffix": None}).max_tokens == 16
     )
@@ -133,3 +138,10 @@ def test_messages_become_what_chat_templates_take() -> None:
     assert [m.plain() for m in body.messages] == [
         {"role": "system", "content": "be brief"}, {"role": "user", "content": "ab", "name": "ann"},
     ]  # fmt: skip
+
+
+def test_a_long_list_of_junk_is_refused_by_its_first_item() -> None:
+    for prompt in ([-1] * 100_000, [[-1] * 100_000]):
+        with pytest.raises(ValidationError) as caught:
+            CompletionRequest.model_validate({"model": "m", "prompt": prompt})
+        assert caught.value.error_count() < 10

@@ -42,3 +42,13 @@ def test_a_person_gets_lines_to_read(capsys: pytest.CaptureFixture[str], monkeyp
     request, failed, *trace = told(capsys, monkeypatch, is_terminal=True)
     assert request.split(" ", 1)[1] == "request id=7 status=200 tokens=12"
     assert failed.split(" ", 1)[1] == "error: internal error id=8" and trace[-1] == "KeyError: 'gone'"
+
+
+def test_what_a_client_sent_cannot_move_a_terminals_cursor(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    to_standard_error()
+    Log().request({"id": "7", "path": "/\x1b[2J\n", "user": "\u00e9va"})
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.split(" ", 1)[1] == "request id=7 path='/\\x1b[2J\\n' user=\u00e9va"

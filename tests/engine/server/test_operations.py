@@ -34,6 +34,9 @@ def test_the_state_of_the_server_is_told(server: ServerProcess) -> None:
     assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
     assert httpx.get(f"{server.url}/ready").json() == {"status": "ready"}
     assert httpx.get(f"{server.url}/version").json()["version"].startswith("0.")
+    for path in ("health", "ready", "v1/models", ""):
+        answer = httpx.head(f"{server.url}/{path}")
+        assert answer.status_code == 200 and not answer.content
     page = httpx.get(f"{server.url}/")
     assert page.headers["content-type"].startswith("text/html") and "Talon" in page.text
 
