@@ -52,7 +52,6 @@ class _Nodes:
 class BlockSession(Session):
     def __init__(self, head: BlockHead, capacity: int):
         self.head, self.depth_limit = head, head.depth
-        self.text = capacity
         self.cache = PooledCache(head.stack.pool) if head.stack is not None else None
         self.caches = [] if head.stack is not None else head.new_caches(capacity + _BLOCKS * head.size)
         self.slots = 0
@@ -78,11 +77,6 @@ class BlockSession(Session):
         self.root()
         block = self.blocks[0]
         return block.forward.linked(self.head, Asked(block.row, block.root))
-
-    def begin(self, paths: Sequence[Sequence[int]]) -> list[int]:
-        """A node at the end of each path below the root, with a block that starts with the path."""
-        self._begin(self.short(paths))
-        return self.ends(paths)
 
     def short(self, paths: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
         """The paths that leave room in a block to predict more."""
@@ -200,9 +194,7 @@ class BlockSession(Session):
         if not self._pending:
             return None
         positions = [position for start, _, tokens in self._pending for position in range(start, start + len(tokens))]
-        features = torch.cat([features for _, features, _ in self._pending])
-        self._pending.clear()
-        return features, positions
+        return torch.cat([features for _, features, _ in self._pending]), positions
 
     def read(self, features: Tensor, positions: list[int]) -> None:
         """Read features into this session's caches alone."""
@@ -210,13 +202,14 @@ class BlockSession(Session):
             context = self.head.fuse(features[at : at + _SYNC_CHUNK])
             places = torch.tensor(positions[at : at + _SYNC_CHUNK], device=self.head.device)
             for layer, cache in zip(self.head.layers, self.caches, strict=True):
-                layer.read(context, places, cache, self.slots)
-            self.has_read(context)
+                layer.read(context, places, cache, self.slots + at)
+        self.has_read(len(positions), context[-1])
 
-    def has_read(self, context: Tensor) -> None:
-        """The keys and values of this context, [n, hidden], are in the next slots."""
-        self.slots += len(context)
-        self.last = context[-1].clone()
+    def has_read(self, count: int, last: Tensor) -> None:
+        """All features are read: their keys and values are in the next `count` slots. last: the last context vector."""
+        self._pending.clear()
+        self.slots += count
+        self.last = last.clone()
 
 
 def begin(asked: Sequence[tuple[BlockSession, list[tuple[int, ...]]]]) -> None:
@@ -253,4 +246,4 @@ def _read(head: BlockHead, sessions: Sequence[BlockSession]) -> None:
         features = torch.cat([features for _, features, _ in unread]).flatten(1)
         context = head.reader.read(features, [at for _, _, positions in unread for at in positions], slots)
         for (session, _, _), own in zip(unread, context.split(list(map(len, slots))), strict=True):
-            session.has_read(own)
+            session.has_read(len(own), own[-1])

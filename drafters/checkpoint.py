@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from drafters import speculators
-from engine.errors import DrafterMismatch, ModelError
+from engine.errors import DrafterMismatch, ModelError, first_line
 from engine.model.catalogue import suggestion
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -137,7 +137,7 @@ class TargetWeights:
         lm_head = _find_tensor(folder, path, "lm_head.weight")
         if embedding is None:
             raise ModelError(f"model={path}: no tensor named *embed_tokens.weight; draft heads need its embeddings")
-        if lm_head is None and not config.get("tie_word_embeddings", False):
+        if lm_head is None and not config.get("tie_word_embeddings", True):  # as transformers takes it
             raise ModelError(
                 f"model={path}: no tensor named lm_head.weight; the directory is incomplete, copy it again"
             )
@@ -175,8 +175,7 @@ def read_tensors(file: Path, field: str) -> dict[str, Tensor]:
                 return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
         tensors = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, ValueError, EOFError, SafetensorError) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"{field}={file}: cannot be read ({first}): copy the file again") from None
+        raise ModelError(f"{field}={file}: cannot be read ({first_line(error)}): copy the file again") from None
     except Exception as error:
         raise ModelError(
             f"{field}={file}: is not a plain file of tensors ({type(error).__name__}): convert it to safetensors"

@@ -72,15 +72,15 @@ class Eagle3Head(FeatureHead):
     def _feature_layers(checkpoint: Checkpoint, layers: int) -> tuple[int, ...]:
         """The three hidden states that the head was trained on, those entering these layers of the target."""
         named = checkpoint.config.get("eagle_aux_hidden_state_layer_ids")
-        read = fused_layers(layers) if named is None else tuple(named)
-        if len(read) != 3 or not all(isinstance(layer, int) for layer in read):
+        read = fused_layers(layers) if named is None else named
+        if not isinstance(read, list | tuple) or len(read) != 3 or not all(isinstance(layer, int) for layer in read):
             raise checkpoint.error(f"config.json: eagle_aux_hidden_state_layer_ids={named} does not name three layers")
         if read[-1] < 1 or not all(0 <= layer < layers for layer in read):
             raise DrafterMismatch(
                 f"target has {layers} layers, EAGLE-3 reads layers {', '.join(map(str, read))} "
                 f'(drafter.path={checkpoint.path}): use a deeper target, or "talon train eagle"'
             )
-        return read
+        return tuple(read)
 
     def fuse(self, features: Tensor) -> Tensor:
         return self.fc(features.flatten(1))

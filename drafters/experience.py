@@ -7,8 +7,6 @@ The file also holds, for each source, the promised and the observed acceptance o
 from __future__ import annotations
 
 import tempfile
-import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +18,7 @@ from numpy.typing import NDArray
 from drafters.base import BetweenSteps, Drafter, Learned, Verdict, Wanted
 from drafters.outcomes import Following
 from drafters.registry import source_names
-from engine.errors import ConfigError
+from engine.errors import ConfigError, first_line
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
 from engine.whole_file import whole_file
@@ -157,8 +155,8 @@ def read(path: Path) -> Learned:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, AttributeError) as error:
-        raise _refusal(path, str(error).splitlines()[0] if str(error) else type(error).__name__) from None
+    except Exception as error:  # an invalid file may raise anything
+        raise _refusal(path, first_line(error)) from None
     if arrays.pop("version", None) != VERSION:
         raise _refusal(path, "made by another version of the format")
     if wrong := [name for name, array in arrays.items() if array.dtype != np.float64 or not np.isfinite(array).all()]:

@@ -68,5 +68,7 @@ class Head(ABC):
         return [session.extend(parents, tokens) for session, parents, tokens in asked]
 
     def begin(self, asked: Sequence[tuple[Any, list[list[int]]]]) -> list[list[int]]:
-        """`Session.begin` of each: (session, paths); one-pass heads only."""
-        return [session.begin(paths) for session, paths in asked]
+        """Of each session the nodes at the end of some paths below node 0, all drafted together; -1 for a path that is
+        too long. One-pass heads only: others `extend` one token at a time.
+        """
+        raise NotImplementedError

@@ -177,7 +177,7 @@ class HybridDrafter(Drafter):
             self.head.observe(*self._unread.pop(0))
 
     def finish(self, request: int) -> None:
-        self._catch_up()
+        self._unread = [(of, verdict) for of, verdict in self._unread if of != request]
         self._known.pop(request, None)
         for drafter in (*self.memories, self.head):
             drafter.finish(request)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from engine.errors import ModelError
+from engine.errors import ModelError, first_line
 from engine.loading import has_native_bfloat16
 from engine.model.matmul import Matmul, units
 from engine.model.packed_linear import can_multiply, multiplies, pack, product
@@ -243,5 +243,4 @@ def llama_config(values: dict[str, Any], path: str) -> LlamaConfig:
     try:
         return LlamaConfig(**{key: value for key, value in values.items() if key not in ignored}, num_hidden_layers=1)
     except Exception as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"drafter.path={path}: config.json: {first}: copy it again") from None
+        raise ModelError(f"drafter.path={path}: config.json: {first_line(error)}: copy it again") from None

@@ -68,17 +68,19 @@ class PooledSession(Session):
 
     def take(self, most: int) -> tuple[Tensor, Rows]:
         """The next unread positions of the text, at most `most`: their true features and their rows."""
-        start, features, tokens = self._unread.pop(0)
-        if len(tokens) > most:
-            self._unread.insert(0, (start + most, features[most:], tokens[most:]))
-            features, tokens = features[:most], tokens[:most]
+        start, features, tokens = self._unread[0]
+        features, tokens = features[:most], tokens[:most]
         slots = range(self.slots, self.slots + len(tokens))
         positions = list(range(start, start + len(tokens)))
         return features, Rows(self.cache, self.slots, tokens, positions, [s + 1 for s in slots], [[]] * len(tokens))
 
     def took(self, rows: Rows, guessed: Tensor) -> None:
         """The head has read these positions and guesses this feature after the last."""
-        self.slots += len(rows)
+        start, features, tokens = self._unread.pop(0)
+        count = len(rows)
+        if count < len(tokens):
+            self._unread.insert(0, (start + count, features[count:], tokens[count:]))
+        self.slots += count
         self.features[0], self.positions[0] = guessed, rows.positions[-1]
 
     def grow(self, parents: list[int], tokens: list[int]) -> Rows:

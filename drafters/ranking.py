@@ -25,6 +25,7 @@ from drafters.growth import Candidates
 from drafters.top import top
 from engine.noise import gumbel_nearby
 from engine.sampling import SamplingParams
+from engine.verification import truncate
 
 _KEPT_POSITIONS = 64
 
@@ -88,9 +89,9 @@ class Ranking:
         return 1 / self.error.value if self.shared_noise else 1 / temperature
 
     def learn(self, logits: Tensor, position: int, drawn: int) -> None:
-        """The target drew the token `drawn` at `position`, for which the head predicted `logits` [1, draft_vocab]."""
-        if not self.learns:
-            return
+        """If it `learns`: the target drew the token `drawn` at `position`, for which the head predicted `logits`, of
+        shape [1, draft_vocab].
+        """
         place = torch.nonzero(self.target_ids == drawn).flatten()
         scores = self.scores(logits, [position])[0]
         if len(place) and scores[place[0]] > -torch.inf:
@@ -103,25 +104,10 @@ class Ranking:
         temperature = self.sampling.temperature
         if temperature == 0:
             return logits
-        scores = self._truncate(logits.float() / temperature)
+        params = self.sampling
+        scores = truncate(logits.float() / temperature, params.top_k or 0, params.top_p or 1.0, params.min_p or 0.0)
         if self.shared_noise:
             scores = (scores + self._noise_at(positions)) * (temperature / self.error.value)
-        return scores
-
-    def _truncate(self, scores: Tensor) -> Tensor:
-        """The head's guess at which tokens the request's top-k, top-p and min-p leave to draw from."""
-        params, vocab = self.sampling, scores.shape[-1]
-        top_k, top_p, min_p = params.top_k or 0, params.top_p or 1.0, params.min_p or 0.0
-        if 0 < top_k < vocab:
-            scores = scores.masked_fill(scores < scores.topk(top_k).values[:, -1:], -torch.inf)
-        if top_p < 1:
-            ascending, tokens = scores.sort(dim=-1)
-            dropped = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
-            dropped[:, -1] = False
-            scores = scores.masked_fill(torch.zeros_like(dropped).scatter_(1, tokens, dropped), -torch.inf)
-        if min_p > 0:
-            chance = scores.softmax(-1)
-            scores = scores.masked_fill(chance < min_p * chance.amax(-1, keepdim=True), -torch.inf)
         return scores
 
     def _noise_at(self, positions: list[int]) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -48,12 +47,6 @@ class Session(ABC):
         """New nodes below known ones, in one forward: their ids and logits, [n, draft_vocab] (or [1, ...] for all);
         None where `rank` needs none.
         """
-
-    def begin(self, paths: Sequence[Sequence[int]]) -> list[int]:
-        """Nodes at the end of some paths below node 0, drafted together; -1 for a path that is too long. One-pass heads
-        only: others `extend` one token at a time.
-        """
-        raise NotImplementedError
 
     def rank(self, ranking: Ranking, nodes: list[int], logits: Tensor | None, positions: list[int]) -> Candidates:
         """What may follow these nodes. positions: of the tokens that they predict."""

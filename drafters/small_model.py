@@ -67,16 +67,16 @@ class SmallSession(Session):
     def __init__(self, model: Target, prompt: Sequence[int], capacity: int, scratch: int):
         self.model, self.scratch = model, scratch
         self.cache = model.new_cache(capacity + scratch)
-        self.unread = list(prompt)
-        self.tokens, self.parents = [prompt[-1]], [-1]
+        self.unread = self._known(prompt)
+        self.tokens, self.parents = self.unread[-1:], [-1]
         self.synced = len(prompt) - 1
         self._root_logits: Tensor | None = None
 
     def commit(self, start: int, features: Tensor | None, tokens: list[int]) -> None:
-        self.unread += tokens
+        self.unread += self._known(tokens)
         self.synced = start + len(tokens)
         self.clear()
-        self.tokens[0], self._root_logits = tokens[-1], None
+        self.tokens[0], self._root_logits = self.unread[-1], None
 
     def behind(self) -> int:
         return len(self.unread)
@@ -94,7 +94,7 @@ class SmallSession(Session):
 
     def extend(self, parents: list[int], tokens: list[int]) -> tuple[list[int], Tensor]:
         first = len(self.tokens)
-        self.tokens += tokens
+        self.tokens += self._known(tokens)
         self.parents += parents
         tree = TokenTree.from_lists(self.tokens, self.parents, [1.0] * len(self.tokens))
         logits, _ = self.model.verify(self.cache, tree, first=first)
@@ -109,6 +109,11 @@ class SmallSession(Session):
 
     def close(self) -> None:
         self.model.release(self.cache)
+
+    def _known(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens; for those that only the target's padded vocabulary holds, and no text, the last one."""
+        last = self.model.vocab_size - 1
+        return [min(token, last) for token in tokens]
 
 
 def level_by_level(widths: Sequence[int], budget: int) -> Static:
@@ -127,9 +132,11 @@ def _told_of(path: str) -> Iterator[None]:
 
 
 def check_same_vocabulary(path: str, model: str) -> None:
-    """Raise DrafterMismatch unless the two models share one vocabulary."""
+    """Raise DrafterMismatch unless the two models share one vocabulary. Models of one family may pad its end to
+    different sizes: the small one's may be shorter.
+    """
     ours, theirs = (load_config(p).get_text_config().vocab_size for p in (path, model))
-    if ours != theirs:
+    if ours > theirs:
         raise DrafterMismatch(
             f"drafter vocabulary {ours} != target vocabulary {theirs} (drafter.path={path}): "
             "use a small model of the target's family"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 
 import msgspec
 
@@ -125,7 +126,7 @@ class Answer:
             rounds=rounds,
             tokens_per_second=kept / (self.last_s - self.started_s),
             time_to_first_token_s=self.first_s - self.started_s,
-            verifier_busy=(last.busy_us - first.busy_us) / max(1, last.at_us - first.at_us),
+            verifier_busy=self._busy_us() / max(1, last.at_us - first.at_us),
             draft_hit_rate=sum(r.hit for r in self.rounds[1:]) / rounds if rounds else 0.0,
             cached_tokens=first.cached,
             exact=not self.inexact,
@@ -143,6 +144,10 @@ class Answer:
             None if self.sampling.logprobs is None else [t for r in self.rounds for t in r.logprobs][:kept],
             None if self.sampling.prompt_logprobs is None else [None, *first.prompt_logprobs],
         )
+
+    def _busy_us(self) -> int:
+        """Of the verifiers that ran the rounds: each counts from 0."""
+        return sum(max(0, later.busy_us - round_.busy_us) for round_, later in pairwise(self.rounds))
 
     def _wants_prompt(self, round_: Tokens) -> bool:
         return self.sampling.prompt_logprobs is not None and round_ is self.rounds[0]

@@ -96,6 +96,7 @@ class Engine:
             if engine.config.trace is not None:  # fail now, not at the end, if it cannot be written
                 engine.timeline.write(Path(engine.config.trace))
             await engine._supervisor.launch(engine._load_tokenizer)
+            engine._tell_of_endings()
         except BaseException:
             await engine.close()
             raise
@@ -108,6 +109,15 @@ class Engine:
             say_once(
                 "talon: this model has no chat template: text is sent to it as it is, and chat messages are refused; "
                 "set chat_template=FILE"
+            )
+
+    def _tell_of_endings(self) -> None:
+        token, ends = self._tokenizer.eos_token_id, self.target.eos_tokens
+        if token is not None and token not in ends:
+            say_once(
+                f"talon: model={self.config.model}: answers end at the tokens {ends}, and not at the tokenizer's "
+                f"eos_token, {self._tokenizer.eos_token!r} ({token}): if they run on, add it to eos_token_id in "
+                "generation_config.json"
             )
 
     async def close(self) -> None:

@@ -207,7 +207,7 @@ def parse_assignment(text: str) -> tuple[str, Any]:
         raise ConfigError(f"--set {text}: write KEY=VALUE, for example --set drafter.budget=40")
     try:
         return key, yaml.safe_load(value)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):  # the latter for a date that there is not
         raise ConfigError(f"--set {text}: {value!r} is not YAML; quote it or close its brackets") from None
 
 

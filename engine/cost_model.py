@@ -34,6 +34,7 @@ _HOPED = 0.5  # tokens that drafting for a request is assumed to gain before any
 _LEAST_WAIT_S = 0.002
 _CLEARLY = 0.97  # drafting ahead must take less than this share of the sequential time per token
 _WORTH = 0.2  # share of a round outside the forward, below which drafting ahead is not worth a trial
+_LONGEST_S = 5.0  # forward of a prompt while no request decodes
 _PAUSE = 2.0  # a round with a prompt chunk may take this many times as long as one without
 
 
@@ -218,8 +219,8 @@ class CostModel:
 
         read: past positions of all decoding requests together; past: of the prompt.
         """
-        if requests == 0:
-            return most
+        if requests == 0:  # workers answer between forwards only, and one that is silent for long is replaced
+            return max(1, self._fitting(_LONGEST_S, 0, NOTHING, most, past))
         rows, keys = self._usual_rows(requests), Attended(read, read * self._rows)
         round_s = self.seconds(rows, keys)
         more_s = max((_PAUSE - 1) * round_s, 2 * self._read_s * past)

@@ -53,6 +53,6 @@ class OutOfBlocks(TalonError):
     """The pool of keys and values has too few free blocks; the request waits, or another is preempted."""
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of the error's message; its type if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 from engine.conclusion import Conclusion
 from engine.config import Config
-from engine.errors import NotANumber, ProtocolError, RequestError
+from engine.errors import NotANumber, ProtocolError, RequestError, first_line
 from engine.matcher import Matcher, Matchers
 from engine.messages import Array, Cancel, Emitted, Failed, Heartbeat, Ready, Stop, Submit, Tokens
 from engine.request import Request
@@ -106,6 +106,7 @@ class FrontEndLine:
             context=target.context,
             inexact=target.inexact,
             defaults=defaults,
+            eos_tokens=tuple(sorted(target.eos_tokens)),
             weight_bytes=target.weight_bytes,
             kv_bytes=0 if pool is None else pool.blocks * pool.shape.block_bytes,
         )
@@ -118,11 +119,10 @@ class FrontEndLine:
 
     def refuse(self, number: int, error: BaseException) -> None:
         """End the request of that number with an error."""
-        reason = (str(error) or "no reason given").splitlines()[0]
         refused = isinstance(error, RequestError)
-        text = reason if refused else f"request {number}: {type(error).__name__} in the target: {reason}"
+        told = "" if refused else f"request {number}: {type(error).__name__} in the target: "
         kind = type(error).__name__ if refused or isinstance(error, NotANumber) else "RequestFailed"
-        self.line.send(Failed(request=number, kind=kind, text=text))
+        self.line.send(Failed(request=number, kind=kind, text=told + first_line(error)))
 
     def beat(self, requests: Scheduler) -> bool:
         """Send a heartbeat if one is due. Returns whether it was."""

@@ -52,7 +52,7 @@ def load_config(path: str) -> Any:
     """The model's `transformers` configuration; ModelError if there is none or it is not a decoder-only model."""
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=is_local(path))
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # an invalid file may raise anything
         if Path(path).is_dir():
             raise ModelError(f"model={path}: no usable config.json in this directory: {first_line(error)}") from error
         if is_hub_id(path) and not hub_answers():

@@ -54,14 +54,15 @@ class Ready(Message, frozen=True, kw_only=True):
     """The worker has loaded. Only the verifier fills in the facts about the target.
 
     defaults: the sampling settings in the target's files (`own_defaults`). inexact: why a token's logits may depend on
-    the other rows of the forward, "" if they do not. weight_bytes, kv_bytes: memory of the weights as they are laid
-    out, and at most of keys and values, 0 if these are not pooled.
+    the other rows of the forward, "" if they do not. eos_tokens: the ids that end an answer. weight_bytes, kv_bytes:
+    memory of the weights as they are laid out, and at most of keys and values, 0 if these are not pooled.
     """
 
     vocab_size: int = 0
     context: int = 0
     defaults: SamplingParams = SamplingParams()
     inexact: str = ""
+    eos_tokens: tuple[int, ...] = ()
     weight_bytes: int = 0
     kv_bytes: int = 0
 

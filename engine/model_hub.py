@@ -52,6 +52,8 @@ def fetched(model: str) -> str:
 
 def _needed(names: list[str]) -> list[str]:
     """The files of a model that are read: configuration, tokenizer, and weights in one format."""
+    if any(name.startswith("model") for name in names):  # Mistral's: the same weights under names of its own
+        names = [name for name in names if not name.startswith("consolidated")]
     kinds = [kind for kind in _WEIGHTS if any(name.endswith(kind) for name in names)]
     return [name for name in names if name.endswith((*_OTHERS, *kinds[:1]))]
 

@@ -86,7 +86,8 @@ class ForkedWorker:
         if self.pid and self._alive:
             self._hear(timeout_s)
             if self._alive:
-                os.kill(self.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)
         self._socket.close()
         deadline = time.monotonic() + _REAPED_S
         while self._pid and _exists(self._pid) and time.monotonic() < deadline:

@@ -81,6 +81,7 @@ async def serve(config: Config) -> None:
                     elif isinstance(message, Failed):
                         raise getattr(errors, message.kind)(message.text)
                 await asyncio.sleep(_POLL_S)
+            raise errors.WorkerDied("the drafter ended: its error stands above")
         finally:
             hub.send(name, Stop())
             worker.end(STOP_S)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import Config
-from engine.errors import ConfigError, ModelError, RequestError
+from engine.errors import ConfigError, ModelError, RequestError, first_line
 from engine.model_hub import is_hub_id, is_local
 
 HALF_A_CHARACTER = "holds half a character; decode the text it comes from as UTF-8"
@@ -33,8 +33,7 @@ def load_tokenizer(model: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(model, local_files_only=is_local(model))
     except Exception as error:  # an invalid file may raise anything
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"model={model}: has no usable tokenizer: {reason}") from error
+        raise ModelError(f"model={model}: has no usable tokenizer: {first_line(error)}") from error
 
 
 def tokenizer_of(config: Config) -> Any:
@@ -65,7 +64,7 @@ def encode_text(tokenizer: Any, prompt: str | Sequence[Any], raw: bool = False) 
     try:
         text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
     except Exception as error:  # the template is the model's own code
-        raise RequestError(f"prompt: the chat template refused the messages: {str(error).splitlines()[0]}") from error
+        raise RequestError(f"prompt: the chat template refused the messages: {first_line(error)}") from error
     return _tokens(tokenizer, text, add_special_tokens=False)
 
 
@@ -73,6 +72,12 @@ def _tokens(tokenizer: Any, text: str, **options: Any) -> list[int]:
     if not is_text(text):
         raise RequestError(f"prompt: {HALF_A_CHARACTER}")
     return list(tokenizer(text, **options)["input_ids"])
+
+
+def _special_tokens(tokenizer: Any, texts: Sequence[str]) -> frozenset[int]:
+    """The special tokens with these texts, which an answer's text does not show."""
+    added = tokenizer.added_tokens_decoder.items() if texts else ()
+    return frozenset(token for token, shown in added if shown.special and shown.content in texts)
 
 
 class TextStream:
@@ -86,6 +91,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), special: bool = False, behind: Sequence[int] = ()):
         self._tokenizer, self._stop, self._special = tokenizer, stop, special
+        self._stop_tokens = _special_tokens(tokenizer, stop)
         self._tokens = self._whole_end(behind)
         self._window, self._read = 0, len(self._tokens)
         self._shown = 0
@@ -97,6 +103,9 @@ class TextStream:
         string that ends with this token counts.
         """
         self._may_stop = may_stop
+        if may_stop and token in self._stop_tokens:
+            self.stopped = True
+            return True
         self._tokens.append(token)
         known, now = self._decode(self._tokens[self._window : self._read]), self._decode(self._tokens[self._window :])
         if not now.endswith(_INCOMPLETE):

@@ -206,17 +206,17 @@ def _sum_as_integers(chances: Tensor) -> Tensor:
 
 
 def truncate(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """`scores` [vocab] with -inf at the tokens that top-k, top-p and min-p, in this order, rule out."""
-    if 0 < top_k < len(scores):
-        scores = scores.masked_fill(scores < scores.topk(top_k).values[-1], -torch.inf)
+    """`scores` [..., vocab] with -inf at the tokens that top-k, top-p and min-p, in this order, rule out."""
+    if 0 < top_k < scores.shape[-1]:
+        scores = scores.masked_fill(scores < scores.topk(top_k).values[..., -1:], -torch.inf)
     if top_p < 1:
         ascending, tokens = scores.sort()
         dropped = _running_sum(ascending.softmax(-1)) <= 1 - top_p
-        dropped[-1] = False
-        scores = scores.index_fill(0, tokens[dropped], -torch.inf)
+        dropped[..., -1] = False
+        scores = scores.masked_fill(torch.zeros_like(dropped).scatter_(-1, tokens, dropped), -torch.inf)
     if min_p > 0:
         chance = scores.softmax(-1)
-        scores = scores.masked_fill(chance < min_p * chance.max(), -torch.inf)
+        scores = scores.masked_fill(chance < min_p * chance.amax(-1, keepdim=True), -torch.inf)
     return scores
 
 

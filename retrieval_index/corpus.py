@@ -7,6 +7,7 @@ import io
 import lzma
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import IO, Annotated, Any
@@ -15,6 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.errors import RequestError
 from engine.json_lines import BadLine, json_lines
 from engine.text import encode_text
 from retrieval_index.datastore import DatastoreError
@@ -45,9 +47,10 @@ def tokenised(tokenizer: Any, inputs: Sequence[Path], skip: int, separator: int)
 def _ids(tokenizer: Any, row: _Row) -> list[int]:
     """A row's token ids. An answer begins with the end of its prompt, so that its first tokens have a context."""
     if isinstance(row.tokens, list):
-        before = (
-            encode_text(tokenizer, row.prompt)[-CONTEXT:] if row.prompt and isinstance(row.prompt, str | list) else []
-        )
+        before: list[int] = []
+        if row.prompt and isinstance(row.prompt, str | list):
+            with suppress(RequestError):  # a list of anything but chat messages
+                before = encode_text(tokenizer, row.prompt)[-CONTEXT:]
         return [*before, *row.tokens]
     text = row.text or ""
     pieces = [text[i : i + _PIECE] for i in range(0, len(text), _PIECE)]

@@ -26,7 +26,7 @@ from drafters.training.interrupt import noted
 from drafters.training.recipe import Recipe
 from drafters.training.score import Score
 from drafters.training.trainer import Trainer, draft_vocabulary, replace_file, wanted_layers
-from engine.errors import ConfigError, ModelError
+from engine.errors import ConfigError, ModelError, first_line
 from engine.loading import eos_tokens, has_native_bfloat16
 from engine.model.resolve import resolve
 
@@ -235,6 +235,6 @@ def _load_target(folder: Path, device: str) -> tuple[Any, Any]:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"target={folder}: cannot be loaded ({first}): give a complete model directory") from None
+        reason = first_line(error)
+        raise ModelError(f"target={folder}: cannot be loaded ({reason}): give a complete model directory") from None
     return model.to(where).eval().requires_grad_(False), tokenizer

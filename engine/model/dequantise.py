@@ -21,7 +21,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from transformers.utils import logging as transformers_logging
 
-from engine.errors import ModelError
+from engine.errors import ModelError, first_line
 from engine.model.gguf_blocks import quantised_weights
 from engine.model.gguf_file import GgufFile, read_gguf
 from engine.model.quantised_file import write_quantised
@@ -146,7 +146,7 @@ def main() -> None:
     try:
         dequantise(read_gguf(Path(file), "file"), Path(folder), title, origin)
     except Exception as error:  # every family's code raises its own errors
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         sys.exit(
             f"talon: {reason if isinstance(error, ModelError | ValueError) else f'{type(error).__name__}: {reason}'}"
         )

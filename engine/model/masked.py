@@ -73,8 +73,9 @@ class MaskedForward:
         cache: MaskedCache = segment.cache
         if segment.tree is None:
             positions = range(segment.past, segment.past + len(segment))
-            logits, features = self._forward(cache, segment.tokens, positions, None, feature_layers, 1)
-            return logits[: 0 if segment.wanted == "none" else 1], features
+            kept = 0 if segment.wanted == "all" else 1  # 0 keeps every row
+            logits, features = self._forward(cache, segment.tokens, positions, None, feature_layers, kept)
+            return logits[: segment.wanted_rows], features
         return self._tree(cache, segment.tree, segment.pending, feature_layers)
 
     def _tree(

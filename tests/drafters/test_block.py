@@ -218,7 +218,7 @@ def test_a_block_drafts_what_a_plain_forward_over_the_text_gives(
     states, lm_head, first = rows_of(kind, weights, target, known)
     session = opened(head, features_of(head), TEXT)
     ranking = Ranking(SamplingParams(), head.target_ids, 5)
-    [node] = session.begin([known])
+    [[node]] = head.begin([(session, [known])])
     path = [TEXT[-1], *known]
     for row in range(first + len(known), SIZE):
         expected = plain_logits(kind, weights, lm_head, states[row], path[-1]).softmax(-1).topk(5)
@@ -251,10 +251,10 @@ def test_blocks_begun_together_are_those_begun_alone(pair: tuple[str, dict[str, 
     _, _, head = pair
     paths = [[11], [4, 4], [], [30]]
     together = opened(head, features_of(head), TEXT)
-    together.begin(paths)
+    head.begin([(together, paths)])
     for path in paths:
         alone = opened(head, features_of(head), TEXT)
-        alone.begin([path])
+        head.begin([(alone, [path])])
         for one, other in zip(outputs_of(alone, path), outputs_of(together, path), strict=True):
             torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
@@ -272,7 +272,7 @@ def test_branches_of_a_tree_differ_by_their_links(
     kind, _, head = pair
     session = opened(head, features_of(head), TEXT)
     ranking = Ranking(SamplingParams(), head.target_ids, 5)
-    session.begin([[]])
+    head.begin([(session, [[]])])
     first, second = session.rank(ranking, [0], None, []).tokens[0][:2]
     nodes, _ = session.extend([0, 0], [first, second])
     seen = session.rank(ranking, nodes, None, [])
@@ -309,10 +309,10 @@ def test_a_draft_vocabulary_is_linked_with_any_token_before_it(
     head = block(tmp_path, target)
     session = opened(head, features_of(head), TEXT)
     ranking = Ranking(SamplingParams(temperature=temperature, seed=4), head.target_ids, 5)
-    session.begin([[], [11]])
+    head.begin([(session, [[], [11]])])
     assert head.link is not None and head.confidence is not None
     for known, before in (([], 0), ([], 49), ([11], 3)):  # 0 and 49 are no tokens of the draft vocabulary
-        [node] = session.begin([known])
+        [[node]] = head.begin([(session, [known])])
         [node], _ = session.extend([node], [before])
         seen = session.rank(ranking, [node], None, [])
         logits, gates, said = (part[1:2].float() for part in outputs_of(session, known))

@@ -71,3 +71,9 @@ def test_a_packed_matrix_gives_the_product_of_the_plain_one(bias: torch.Tensor |
     for rows in (1, 3, 10):
         x = torch.randn(rows, 1000)
         torch.testing.assert_close(linear(x), torch.nn.functional.linear(x, weight, bias), atol=1e-3, rtol=1e-4)
+
+
+def test_a_config_that_says_nothing_of_ties_ties_as_transformers_does(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 3}))
+    save_file({"model.embed_tokens.weight": EMBEDDING}, str(tmp_path / "model.safetensors"))
+    assert TargetWeights.read(str(tmp_path)).lm_head.equal(EMBEDDING)

@@ -146,7 +146,7 @@ def test_in_bfloat16_a_block_is_near_to_float32_in_the_program_and_in_plain_oper
     for head in (truth, program, plain):
         session = head.open([], 64, 32)
         session.commit(0, features, list(range(40)))
-        session.begin([(), (7,)])
+        head.begin([(session, [[], [7]])])
         found.append(torch.cat([of_block.forward.outputs.logits for of_block in session.blocks[:1]]).float())
     for logits in found[1:]:
         assert (logits - found[0]).norm() < 0.05 * found[0].norm()
@@ -175,3 +175,18 @@ def test_in_bfloat16_the_program_and_plain_operations_are_both_near_to_float32(
         found.append(torch.cat([root, first, second]).float())
     for logits in found[1:]:  # each of these three steps multiplies the rounding of the one before
         assert (logits - found[0]).norm() < 0.1 * found[0].norm()
+
+
+@pytest.mark.parametrize("build", [eagle3, block], ids=lambda build: build.__name__)
+def test_what_a_failed_forward_was_to_read_is_read_by_the_next(
+    build: Build, tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = build(tmp_path, target)
+    expected = drafter_of(head, [1, 2]).propose_many([(1, []), (2, [])])
+    drafter = drafter_of(head, [1, 2])
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="no memory"):
+        reader, name = (head.reader, "read") if build is block else (head, "guess")  # type: ignore[attr-defined]
+        patched.setattr(reader, name, lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
+        drafter.propose_many([(1, []), (2, [])])
+    found = [drafter.propose(1), drafter.propose(2)]
+    assert all(same(tree, other) for tree, other in zip(expected, found, strict=True))

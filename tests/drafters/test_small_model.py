@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from drafters.base import Verdict
 from drafters.head_drafter import HeadDrafter
-from drafters.small_model import SmallModel, level_by_level
+from drafters.small_model import SmallModel, check_same_vocabulary, level_by_level
+from engine.errors import DrafterMismatch
+from engine.loading import load_config
 from engine.sampling import SamplingParams
 from engine.target import Target
 from engine.tree import TokenTree
+from tests.conftest import save_tiny_llama
 
 PROMPT = list(b"what is one and one?")
 
@@ -101,3 +106,20 @@ def test_finished_requests_are_forgotten(tiny_draft: str) -> None:
     small = drafter(tiny_draft, [1])
     small.finish(1)
     assert not small._requests
+
+
+def test_a_token_of_the_targets_padding_alone_is_drafted_behind_like_any(tiny_draft: str) -> None:
+    model = Target.load(tiny_draft)
+    small = HeadDrafter(SmallModel(model), level_by_level([1] * 3, 40))
+    small.start(1, [*PROMPT, model.vocab_size + 5], SamplingParams(max_tokens=50))
+    small.observe(1, Verdict(TokenTree.root_only(0), [0], [model.vocab_size]))
+    assert len(small.propose(1)) == 4
+    assert len(small.propose(1, [model.vocab_size + 9])) == 4
+
+
+def test_a_smaller_vocabulary_of_the_same_tokens_will_do_and_a_larger_one_will_not(tiny: str, tmp_path: Path) -> None:
+    vocab = load_config(tiny).vocab_size
+    padded, small = save_tiny_llama(tmp_path / "padded", vocabulary=vocab + 8), tiny
+    check_same_vocabulary(small, padded)
+    with pytest.raises(DrafterMismatch, match=f"drafter vocabulary {vocab + 8} != target vocabulary {vocab}"):
+        check_same_vocabulary(padded, small)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine.answer import Answer
@@ -36,3 +37,11 @@ def test_a_stop_string_counts_if_it_ends_after_min_tokens_whatever_a_round_bring
             break
     assert shown == answer.result().text == text
     assert answer.finish_reason == ("length" if text == "abcabc" else "stop")
+
+
+def test_a_verifier_that_was_replaced_counts_its_busy_time_from_nothing() -> None:
+    answer = Answer(TextStream(TOKENIZER), 1, 0.0, "", SamplingParams())
+    for text, at_us, busy_us in (("a", 0, 50), ("b", 100, 110), ("c", 200, 5), ("d", 300, 65)):
+        round_ = round_of(text, "length" if text == "d" else None)
+        answer.add(msgspec.structs.replace(round_, at_us=at_us, busy_us=busy_us))
+    assert answer.result().metrics.verifier_busy == pytest.approx((60 + 60) / 300)

@@ -503,3 +503,10 @@ def test_what_those_who_decode_look_at_counts_for_each_of_their_rows() -> None:
     for _ in range(200):
         model.observe_round(2, 16, 2, 0.0)
     assert model.chunk_rows(2, 512, read=4000.0) > before, "a longer round leaves more time"
+
+
+def test_a_prompt_alone_is_read_in_parts_where_a_whole_chunk_would_take_many_seconds() -> None:
+    model = CostModel({1: 0.5, 64: 4.0, 128: 8.0})
+    rows = model.chunk_rows(0, 512)
+    assert 64 < rows < 128 and model.seconds(rows) <= 5.0
+    assert CostModel({1: 30.0}).chunk_rows(0, 512) == 1, "a prompt is never left unread"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,3 +20,10 @@ def test_why_the_hub_gives_no_model_is_told(error: Exception, monkeypatch: pytes
     with pytest.raises(ModelError) as caught:
         loading.load_config("Some/Model-1B")
     assert str(caught.value).endswith(f"of that name on the hub ({str(error).splitlines()[0]})")
+
+
+def test_whatever_an_invalid_file_makes_transformers_raise_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "rope_scaling": 5, "num_attention_heads": 0}')
+    with pytest.raises(ModelError, match=r"no usable config\.json") as caught:
+        loading.load_config(str(tmp_path))
+    assert "\n" not in str(caught.value)

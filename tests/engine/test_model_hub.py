@@ -130,3 +130,9 @@ def test_target_and_drafter_are_fetched_before_anything_loads(monkeypatch: pytes
     monkeypatch.setattr("engine.model.resolve.fetched", lambda name: f"/fetched/{name}")
     config = resolved(load({"model": "Some/Model", "drafter": {"path": "Some/Head"}}))
     assert (config.model, config.drafter.path) == ("/fetched/Some/Model", "/fetched/Some/Head")
+
+
+def test_weights_that_lie_there_under_two_names_are_fetched_once() -> None:
+    names = ["config.json", "consolidated.safetensors", "model-00001-of-00002.safetensors"]
+    assert _needed(names) == ["config.json", "model-00001-of-00002.safetensors"]
+    assert _needed(names[:2]) == names[:2]

@@ -138,3 +138,18 @@ def test_a_chat_template_of_ones_own_is_used(tiny: str, tmp_path: Path) -> None:
     assert encode_text(tokenizer, "hi") == encode_text(tokenizer, "<hi>", raw=True)
     with pytest.raises(ConfigError, match=r"chat_template=nowhere: cannot be read"):
         tokenizer_of(load({"model": tiny, "chat_template": "nowhere"}))
+
+
+def test_a_stop_text_that_is_a_special_token_ends_the_answer_before_it() -> None:
+    (end,) = tokens_of("<|assistant|>")
+    stream = TextStream(TOKENIZER, ("<|assistant|>", "never"))
+    assert not any(stream.push(token) for token in tokens_of("abc"))
+    assert not stream.push(end, may_stop=False)
+    assert stream.push(end) and stream.stopped
+    assert stream.take(final=True) == stream.text == "abc"
+
+
+def test_a_token_that_only_resembles_a_stop_text_ends_nothing() -> None:
+    (user,) = tokens_of("<|user|>")
+    stream = TextStream(TOKENIZER, ("<|assistant|>",))
+    assert not stream.push(user) and not stream.push(tokens_of("a")[0])

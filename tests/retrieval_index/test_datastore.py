@@ -78,13 +78,13 @@ def test_answers_come_as_tokens_with_the_end_of_the_prompt_before_them(tmp_path:
     file = tmp_path / "answers.jsonl"
     file.write_text(
         '{"tokens": [5, 6]}\n{"tokens": []}\n{"prompt": "the cat sat on the mat", "tokens": [7], "text": "x"}\n'
-        '{"prompt": 5, "tokens": [8]}\n'
+        '{"prompt": 5, "tokens": [8]}\n{"prompt": ["no", "chat"], "tokens": [9]}\n'
     )
     build(tiny_tokenizer(), [file], tmp_path / "store")
     (found,) = Datastore(tmp_path / "store").texts()
     assert found.dtype == np.int32
     before = encode_text(tiny_tokenizer(), "the cat sat on the mat")[-CONTEXT:]
-    assert found.tolist() == [5, 6, -1, *before, 7, -1, 8, -1]
+    assert found.tolist() == [5, 6, -1, *before, 7, -1, 8, -1, 9, -1]
 
 
 @pytest.mark.parametrize(

@@ -215,7 +215,7 @@ def test_a_block_is_drafted_as_it_was_trained(known: int, copying: tuple[Any, li
     texts = Texts(features[:, :-1], torch.tensor([tokens]), weight[tokens][None], anchors, given)
     session = head.open([], 20, 10)
     session.commit(0, features[0, : row + 1], tokens[1 : row + 2])
-    session.begin([tokens[row + 2 : row + 2 + known]])
+    head.begin([(session, [tokens[row + 2 : row + 2 + known]])])
     for step, (states, _) in enumerate(module.draft(texts, 5)):
         if step < known:
             continue  # what a row predicts that is known is not computed

@@ -108,3 +108,15 @@ def test_a_family_whose_forward_cannot_be_recorded_goes_without(monkeypatch: pyt
     target.check_recording()
     assert not target.records
     assert not target.new_cache(40).fixed
+
+
+def test_a_text_has_as_many_rows_of_logits_as_are_wanted() -> None:
+    target = MaskedForward(build("qwen3"), "qwen3")
+    caches = [target.new_cache(20) for _ in range(3)]
+    segments = [
+        Segment.of_text([1, 2, 3, 4], cache, wanted=wanted)
+        for cache, wanted in zip(caches, ("last", "all", "none"), strict=True)
+    ]
+    logits, _ = target(segments)
+    assert len(logits) == 1 + 4 + 0 == sum(segment.wanted_rows for segment in segments)
+    torch.testing.assert_close(logits[0], logits[4], msg="not the last row of the same text")
