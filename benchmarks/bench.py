@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -29,6 +30,7 @@ from .contestants import Contestant, Run, check_name, overhead_us, start_contest
 from .figures import BASELINE, ROWS, Difference, Row, loops, speed_ups, summaries
 from .progress import progress_bar
 from .questions import Asked, Question, check_prompts, naming, read_questions
+from .row_file import RowFile
 from .starting import start_each
 from .tables import Table, known
 from .ties import Referee
@@ -63,17 +65,17 @@ async def run_bench(
     folder for what the contestants learn about their trees, read by `gathered`.
     """
     suites = {file.stem: read_questions(file, what.limit) for file in what.files}
-    for name in names:  # before the rows of an earlier run are overwritten
+    for name in names:
         check_name(name)
     names = list(dict.fromkeys([BASELINE, *names]))
     config = resolved(config)
     tokenizer, referee = tokenizer_of(config), Referee(config)
     first_turns = [Asked(suite, q, encode_text(tokenizer, q.prompt)) for suite, some in suites.items() for q in some]
     rows: list[Row] = []
-    write_about(out, config, what.samplings, what.repeats)
     budget = Budget(what.minutes)
     passes = [(repeat, sampling) for repeat in range(what.repeats) for sampling in what.samplings]
-    with progress_bar(console) as progress, (out / ROWS).open("w", encoding="utf8") as results:
+    about = partial(write_about, out, config, what.samplings, what.repeats)
+    with progress_bar(console) as progress, RowFile(out / ROWS, about) as results:
         task = progress.add_task("starting", total=len(passes) * sum(map(len, suites.values())))
         for number, (repeat, sampling) in enumerate(passes):
             kept = calibration and calibration / f"{repeat}-{sampling.temperature:g}"
@@ -92,8 +94,7 @@ async def run_bench(
                     progress.update(task, description=f"T = {sampling.temperature:g}, {suite}", advance=1)
                     for row in await asking.ask(suite, question, resting):
                         rows.append(row)
-                        results.write(msgspec.json.encode(row).decode() + "\n")
-                    results.flush()
+                        results.write(row)
             finally:
                 for contestant in contestants.values():
                     await contestant.close()

@@ -137,10 +137,13 @@ class _Clients:
                         return
                     if chunk["choices"] and chunk["choices"][0]["delta"].get("content"):
                         times.append(time.perf_counter() - started_s)
-                    elif chunk.get("usage"):
+                    if chunk.get("usage"):
                         tokens = chunk["usage"]["completion_tokens"]
         except (_httpx().HTTPError, ValueError) as error:  # the connection was dropped, or nothing came for too long
             level.failed[str(error) or type(error).__name__] += 1
+            return
+        if times and not tokens:
+            level.failed["its stream counts no tokens: it must honour stream_options.include_usage"] += 1
             return
         emitted = list(zip(times, _spread(tokens, len(times)), strict=True))
         row = LoadRow(suite, question.question_id, self.model, level.clients, None, 0, asked_s, emitted, True, False)

@@ -133,6 +133,7 @@ def qa(
         what = Knowledge(questions, limit, passages, sampling, minutes)
         with results_in(out):
             retrieval, rows = await run_qa(settings, names, what, out, heads, console)
+            write_report(out, console)
         if as_json:
             print(json.dumps(msgspec.to_builtins({"retrieval": retrieval, "rows": rows}), indent=2))
         else:

@@ -55,26 +55,38 @@ def evidence(
     """Measure everything: one request at T = 0 and 1, many at once, knowledge questions, other engines."""
     console = Console(stderr=True)
     wanted = names_in(parts)
-    whole = sum(SHARES.get(part, 0.0) for part in wanted)
 
     async def main() -> int:
         if unknown := [part for part in wanted if part not in SHARES]:
             raise ConfigError(f"--parts {unknown[0]}: no such part; known: {', '.join(SHARES)}")
+        from .contestants import check_name, every
+        from .load import settings_of
+
         settings = configuration.load(config, overrides(set_))
         suites, knowledge = (_files(questions, names) for names in (SUITES, KNOWLEDGE))
         if not suites and not knowledge:
             raise ConfigError(f"--questions {questions}: holds none of {', '.join((*SUITES, *KNOWLEDGE))}.jsonl")
         sampling = SamplingParams(max_tokens=max_tokens, seed=seed).validate()
+        contestants = every() if methods == "all" else names_in(methods)
+        for name in contestants:
+            check_name(name)
+        for name in names_in(served):
+            settings_of(name, settings)
+        weights = None if rivals is None else gguf_file(gguf)
+        lacking = _lacking(questions, suites, knowledge, rivals)
+        for part in (part for part in wanted if part in lacking):
+            console.print(f"left out: {part}: {lacking[part]}", markup=False)
         asking = _Evidence(settings, suites, knowledge, out, sampling, limit, console)
         measure: dict[str, Callable[[float], Awaitable[int]]] = {
-            "single": lambda share: asking.single(methods, share),
+            "single": lambda share: asking.single(contestants, share),
             "concurrency": lambda share: asking.concurrency(names_in(served), share),
             "qa": asking.knowledge_questions,
-            "rivals": lambda share: asking.rivals(names_in(served), rivals, gguf, share),
+            "rivals": lambda share: asking.rivals(names_in(served), rivals, weights, share),
         }
-        failed = 0
+        possible = [part for part in wanted if part not in lacking]
+        whole, failed = sum(SHARES[part] for part in possible), 0
         with results_in(out):
-            for part in wanted:
+            for part in possible:
                 failed += await measure[part](minutes * SHARES[part] / whole)
                 write_report(out, console)
             if against is not None:
@@ -101,11 +113,9 @@ class _Evidence:
         self.config, self.suites, self.knowledge = config, suites, knowledge
         self.out, self.sampling, self.limit, self.console = out, sampling, limit, console
 
-    async def single(self, methods: str, minutes: float) -> int:
+    async def single(self, names: Sequence[str], minutes: float) -> int:
         from .bench import Single, run_bench
-        from .contestants import every
 
-        names = every() if methods == "all" else names_in(methods)
         drawn = SamplingParams(max_tokens=self.sampling.max_tokens, temperature=1.0, seed=self.sampling.seed)
         what = Single(self.suites, self.limit, [self.sampling, drawn], minutes=minutes)
         return tell_differences(await run_bench(self.config, names, what, self.out, None, self.console), self.console)
@@ -129,12 +139,23 @@ class _Evidence:
     async def rivals(self, methods: Sequence[str], folder: Path | None, gguf: Path | None, minutes: float) -> int:
         from .rivals.compare import Rivalry, run_rivals
 
-        if folder is None:
-            self.console.print("left out: rivals: name the folder of their environments with --rivals, and --gguf")
-            return 0
-        what = Rivalry(folder, gguf_file(gguf), self.suites, self.limit, (1, 8), 1, self.sampling, minutes)
+        assert folder is not None and gguf is not None
+        what = Rivalry(folder, gguf, self.suites, self.limit, (1, 8), 1, self.sampling, minutes)
         await run_rivals(self.config, methods, what, self.out, None, self.console)
         return 0
+
+
+def _lacking(questions: Path, suites: Sequence[Path], knowledge: Sequence[Path], rivals: Path | None) -> dict[str, str]:
+    """The parts that cannot be measured, and why."""
+    lacking: dict[str, str] = {}
+    if not suites:
+        why = f"--questions {questions} holds none of {', '.join(SUITES)}.jsonl"
+        lacking |= dict.fromkeys(("single", "concurrency", "rivals"), why)
+    if not knowledge:
+        lacking["qa"] = f"--questions {questions} holds none of {', '.join(KNOWLEDGE)}.jsonl"
+    if rivals is None:
+        lacking["rivals"] = "name the folder of their environments with --rivals, and --gguf"
+    return lacking
 
 
 def _files(folder: Path, names: Sequence[str]) -> list[Path]:

@@ -14,10 +14,9 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TextIO
 
-import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
@@ -34,9 +33,10 @@ from .about import write_about
 from .budget import Budget, is_narrow
 from .contestants import check_name, keys_of
 from .figures import BASELINE, PEERS
-from .load_figures import LoadRow, at_once, cells, requests_per_second
+from .load_figures import ROWS, LoadRow, at_once, cells, requests_per_second
 from .progress import progress_bar
 from .questions import Asked, check_prompts, mixed_questions
+from .row_file import RowFile
 from .starting import start_each
 
 CAPACITY_AT = 16
@@ -94,7 +94,7 @@ async def run_load(
     """Measure, and write `out`/load.jsonl as the rows come in. Plain decoding is always among the methods."""
     names = list(dict.fromkeys([BASELINE, *names]))
     questions_of = mixed_questions(files, limit)
-    for name in names:  # before the rows of an earlier run are overwritten
+    for name in names:
         settings_of(name, config, heads)
     config = resolved(config)
     tokenizer = tokenizer_of(config)
@@ -106,9 +106,9 @@ async def run_load(
             "remember and shortens first tokens; give more files, or raise --limit"
         )
     questions = dict(zip(parts, _slices(mixed, list(parts.values())), strict=True))
-    write_about(out, config, [what.sampling], what.repeats)
     rows: list[LoadRow] = []
-    with progress_bar(console) as progress, (out / "load.jsonl").open("w", encoding="utf8") as results:
+    about = partial(write_about, out, config, [what.sampling], what.repeats)
+    with progress_bar(console) as progress, RowFile(out / ROWS, about) as results:
         different = {tuple(one.prompt): one for part in questions.values() for one in part}
         budget = Budget(what.minutes)
         repeated = 0 if budget.bounded else what.repeats  # how many the minutes allow is not known
@@ -140,7 +140,7 @@ class _Bench:
     """One measurement after the other. texts: the answer to each prompt alone."""
 
     def __init__(
-        self, sampling: SamplingParams, results: TextIO, rows: list[LoadRow], progress: Progress, total: int
+        self, sampling: SamplingParams, results: RowFile, rows: list[LoadRow], progress: Progress, total: int
     ) -> None:
         self.sampling, self.results, self.rows, self.progress = sampling, results, rows, progress
         self.texts: Texts = {}
@@ -195,8 +195,7 @@ class _Bench:
             busy=stream.result.metrics.verifier_busy,
         )
         self.rows.append(row)
-        self.results.write(msgspec.json.encode(row).decode() + "\n")
-        self.results.flush()
+        self.results.write(row)
         self.progress.advance(self.task)
 
     def _now_s(self) -> float:

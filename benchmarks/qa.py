@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 import random
 import tempfile
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,9 @@ from rich.console import Console
 from drafters.checkpoint import TargetWeights
 from engine import config as configuration
 from engine.config import Config
-from engine.errors import ConfigError
+from engine.errors import ConfigError, RequestError
 from engine.model.resolve import resolved
+from engine.prompts import check_room
 from engine.sampling import SamplingParams
 from engine.text import encode_text, tokenizer_of
 from retrieval_index.build import build
@@ -38,6 +41,7 @@ from .figures import BASELINE, Difference
 from .knowledge import Item, prompt_of, quoted, read_items
 from .progress import progress_bar
 from .qa_figures import ROWS, QaRow, Retrieval, Scores
+from .row_file import RowFile
 from .squad import exact_match, f1, subspan_match
 from .ties import Referee
 
@@ -97,53 +101,67 @@ async def run_qa(
         raise ConfigError(f"--out {out}: its {ROWS} is one of the files of questions; name another folder")
     config = resolved(config)
     items = [item for some, _ in read for item in some]
+    ids = Counter((item.kind, item.question_id) for item in items)
+    for (kind, question_id), count in ids.items():
+        if count > 1:
+            raise ConfigError(
+                f"--questions: {count} questions of {kind} have the question_id {question_id!r}; rename them"
+            )
     passages = list(dict.fromkeys(text for _, some in read for text in some))
     methods = list(dict.fromkeys([BASELINE, *names]))
     if not passages and any(name.endswith(DENSE) for name in methods):
         raise ConfigError(f"methods={','.join(names)}: {DENSE} needs passages, and the files hold none")
-    write_about(out, config, [what.sampling], 1)
     with tempfile.TemporaryDirectory(prefix="talon-qa-") as folder:
         library = Library(config, passages, Path(folder)) if passages else None
         found = {item: library.find(item.question, what.count) if library else [] for item in items}
         settings: dict[str, dict[Item, Sequence[str]]] = {CLOSED: dict.fromkeys(items, ())}
         if library is not None:
             settings |= {OWN: {item: item.passages for item in items if item.passages}, FOUND: {**found}}
-        asking = _Asking(config, methods, library, found, what.sampling, heads, console)
+        tokenizer = tokenizer_of(config)
+        prompts = {
+            setting: {
+                item: encode_text(tokenizer, prompt_of(item.question, [*passages])) for item, passages in given.items()
+            }
+            for setting, given in settings.items()
+        }
+        asking = _Asking(config, methods, library, found, prompts, what.sampling, heads, console)
         budget, rows = Budget(what.minutes), list[QaRow]()
-        with (out / ROWS).open("w", encoding="utf8") as results:
-            for number, (setting, given) in enumerate(settings.items()):
-                async for row in asking.answers(setting, given, budget.share(len(settings) - number)):
+        with RowFile(out / ROWS, partial(write_about, out, config, [what.sampling], 1)) as results:
+            for number, setting in enumerate(settings):
+                async for row in asking.answers(setting, budget.share(len(settings) - number)):
                     rows.append(row)
-                    results.write(msgspec.json.encode(row).decode() + "\n")
-                    results.flush()
+                    results.write(row)
         return None if library is None else library.recall(items, found), rows
 
 
 @dataclass(frozen=True)
 class _Asking:
-    """found: of every question, the passages most like it."""
+    """found: of every question, the passages most like it. prompts: of every setting."""
 
     config: Config
     methods: Sequence[str]
     library: Library | None
     found: Mapping[Item, list[str]]
+    prompts: Mapping[str, Mapping[Item, list[int]]]
     sampling: SamplingParams
     heads: Path | None
     console: Console
 
-    async def answers(self, setting: str, given: Mapping[Item, Sequence[str]], budget: Budget) -> AsyncIterator[QaRow]:
+    async def answers(self, setting: str, budget: Budget) -> AsyncIterator[QaRow]:
         """One setting: contestants start afresh, since some remember answers, and take turns question by question."""
         tokenizer, order = tokenizer_of(self.config), random.Random(self.sampling.seed)
         contestants, referee = await self._start(tokenizer), Referee(self.config)
         kinds: dict[str, list[Item]] = {}
-        for item in given:
+        prompts = self.prompts[setting]
+        for item in prompts:
             kinds.setdefault(item.kind, []).append(item)
         ratios: dict[str, dict[str, list[float]]] = {kind: {} for kind in kinds}
         try:
+            self._check_prompts(contestants[BASELINE].context)
             with progress_bar(self.console) as progress:
-                task = progress.add_task(setting, total=len(given))
+                task = progress.add_task(setting, total=len(prompts))
                 for kind, item, resting in spend(kinds, ratios.__getitem__, budget):
-                    prompt = encode_text(tokenizer, prompt_of(item.question, [*given[item]]))
+                    prompt = prompts[item]
                     asked = [name for name in contestants if name == BASELINE or name not in resting]
                     runs: dict[str, Run] = {}
                     for name in order.sample(asked, len(asked)):
@@ -158,6 +176,17 @@ class _Asking:
         finally:
             for contestant in contestants.values():
                 await contestant.close()
+
+    def _check_prompts(self, context: int | None) -> None:
+        """Refuse a prompt of any setting that leaves no room for its answer now, not after hours of others."""
+        if context is None:
+            return
+        for setting, prompts in self.prompts.items():
+            for item, prompt in prompts.items():
+                try:
+                    check_room(prompt, self.sampling.max_tokens, context)
+                except RequestError as error:
+                    raise RequestError(f"question {item.question_id} of {item.kind}, {setting}: {error}") from None
 
     async def _start(self, tokenizer: Any) -> dict[str, Contestant]:
         """The contestants; those that draft from the passages are given them."""

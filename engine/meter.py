@@ -28,7 +28,7 @@ class Meter:
 
     def __init__(self, config: Config, target: Target, threads: Threads, trace: Trace):
         self.config, self.target, self.threads, self.trace = config, target, threads, trace
-        self.costs = CostModel({1: 1.0}, mode=config.mode)
+        self.costs = CostModel({1: 0.001}, mode=config.mode)
         self.busy_ns = self.forward_ns = 0
         self._ended_ns = 0  # when the latest round ended
 

@@ -13,10 +13,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TextIO
 
-import msgspec
 from rich.console import Console
 
 from engine.api import Engine
@@ -33,7 +32,8 @@ from ..budget import Budget, is_narrow
 from ..figures import BASELINE
 from ..load import engines
 from ..load_figures import at_once
-from ..questions import mixed_questions
+from ..questions import Asked, check_prompts, mixed_questions
+from ..row_file import RowFile
 from .figures import ROWS, Turn, cells
 from .process import Missing, Process, Rival, rivals
 
@@ -104,20 +104,23 @@ async def run_rivals(
         raise ConfigError("--temperature: rivals are compared at 0 only; leave it out with --rivals")
     config = resolved(config)
     tokenizer = tokenizer_of(config)
-    prompts = [encode_text(tokenizer, question.prompt) for _, question in mixed_questions(what.files, what.limit)]
+    asked = [Asked(suite, q, encode_text(tokenizer, q.prompt)) for suite, q in mixed_questions(what.files, what.limit)]
     dtype = name_of(dtype_of(config))
-    plan = Plan(what.levels, what.sampling.max_tokens, prompts, what.repeats, Budget(what.minutes), dtype)
+    plan = Plan(
+        what.levels, what.sampling.max_tokens, [one.prompt for one in asked], what.repeats, Budget(what.minutes), dtype
+    )
     threads = config.verifier.threads or cores()
-    write_about(out, config, [what.sampling], what.repeats)
+    about = partial(write_about, out, config, [what.sampling], what.repeats)
     names = list(dict.fromkeys([BASELINE, *names]))
-    with tempfile.TemporaryDirectory(prefix="talon-rivals-") as folder, (out / ROWS).open("w", encoding="utf8") as file:
+    with tempfile.TemporaryDirectory(prefix="talon-rivals-") as folder, RowFile(out / ROWS, about) as file:
         others = rivals(what.folder, config.model, retyped(what.gguf, Path(folder)), threads, max(what.levels))
         async with engines(names, config, heads, console) as ours:
+            check_prompts(asked, what.sampling.max_tokens, ours[BASELINE].target.context)
             return await compare(ours, others, plan, file, console)
 
 
 async def compare(
-    ours: Mapping[str, Engine], others: Sequence[Rival | Missing], plan: Plan, results: TextIO, console: Console
+    ours: Mapping[str, Engine], others: Sequence[Rival | Missing], plan: Plan, results: RowFile, console: Console
 ) -> list[Turn]:
     """Let all contestants take turns. Rivals that cannot be started are named and left out; so are those that fail
     later, from then on.
@@ -151,8 +154,7 @@ async def compare(
                         console.print(f"left out from here on: {error}")
                         continue
                 turns.append(Turn(name, weights, level, repeat, seconds, tokens, talon=name in ours))
-                results.write(msgspec.json.encode(turns[-1]).decode() + "\n")
-                results.flush()
+                results.write(turns[-1])
     return turns
 
 

@@ -90,6 +90,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_answers_that_break_off_are_counted_and_the_others_go_on(
     served: Callable[..., None], questions: list[Path], tmp_path: Path
 ) -> None:
+    served(CHUNK + BROKEN, CHUNK, CHUNK + USAGE, httpx.ReadTimeout(""))
+    (level,) = asyncio.run(run_clients("http://some", questions, None, [1], SamplingParams(), tmp_path))
+    assert level.failed["its stream counts no tokens: it must honour stream_options.include_usage"] == 1
     served(CHUNK + BROKEN, dropped(), httpx.ReadTimeout(""), CHUNK + USAGE)
     (level,) = asyncio.run(run_clients("http://some", questions, None, [1], SamplingParams(), tmp_path))
     assert [row.tokens for row in level.rows] == [3]

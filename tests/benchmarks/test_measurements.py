@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -124,10 +125,12 @@ def test_a_prompt_that_is_too_long_is_refused_by_its_question_and_a_first_turn_b
     with open(questions, "a") as file:
         file.write(json.dumps({"question_id": "long", "turns": turns}) + "\n")
     options = ["--questions", questions, "--methods", "none", "--max-tokens", "8", "--out", str(tmp_path)]
+    (tmp_path / "results.jsonl").write_text("an earlier run's\n")
     done = talon("bench", *options, "--set", f"model={tiny}", "--set", "transport=inproc")
     assert done.exit_code == 2
     assert done.stderr.splitlines()[-1].startswith(f"talon: {told}")
-    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == asked
+    rows = (tmp_path / "results.jsonl").read_text().splitlines()
+    assert len(rows) == asked if asked else rows == ["an earlier run's"]
 
 
 def test_all_the_evidence_is_one_command_and_one_report(tiny: str, tmp_path: Path) -> None:
@@ -154,6 +157,23 @@ def test_all_the_evidence_is_one_command_and_one_report(tiny: str, tmp_path: Pat
         assert told in report
     assert (tmp_path / "out" / "headline.png").read_bytes().startswith(b"\x89PNG")
     assert talon("evidence", "--questions", str(tmp_path), "--parts", "singel").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--served", "sufix"), "method='sufix': no such"),
+        (("--methods", "none,eagel"), "method='eagel': no such"),
+        (("--rivals", "environments"), "--gguf : name the model's GGUF file"),
+    ],
+)
+def test_what_a_later_part_lacks_is_told_before_the_first(
+    options: tuple[str, ...], told: str, questions: str, tmp_path: Path
+) -> None:
+    shutil.copy(questions, tmp_path / "gsm8k.jsonl")
+    done = talon("evidence", "--questions", str(tmp_path), "--out", str(tmp_path / "out"), *options)
+    assert done.exit_code == 2 and told in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_contestant_that_cannot_start_is_left_out_with_a_line(tiny: str, questions: str, tmp_path: Path) -> None:

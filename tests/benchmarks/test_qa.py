@@ -125,3 +125,23 @@ def test_files_without_passages_are_asked_closed_book_only(tiny: str, tmp_path: 
     )
     assert done.returncode == 2 and "needs passages" in done.stderr
     assert talon("qa").returncode == 2
+
+
+def test_two_questions_of_one_kind_and_id_are_refused(questions: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps(ROWS[1]) + "\n")
+    done = talon("qa", "--questions", str(questions), "--questions", str(other), "--out", str(tmp_path / "out"))
+    assert done.returncode == 2
+    assert (
+        done.stderr.splitlines()[-1] == "talon: --questions: 2 questions of rag have the question_id '2'; rename them"
+    )
+
+
+def test_a_prompt_that_a_later_setting_makes_too_long_is_refused_before_any_is_asked(tiny: str, tmp_path: Path) -> None:
+    long = NQ.replace("Cats purr.", "Cats purr. " * 60)
+    (tmp_path / "q.jsonl").write_text(json.dumps(ROWS[0] | {"turns": [long]}) + "\n")
+    options = ["--questions", str(tmp_path / "q.jsonl"), "--methods", "none", "--out", str(tmp_path)]
+    done = talon("qa", *options, "--set", f"model={tiny}", "--set", "transport=inproc")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("talon: question 1 of nq, own passage: ")
+    assert not (tmp_path / "qa.jsonl").exists()

@@ -17,6 +17,7 @@ from benchmarks.rivals.compare import Plan, compare
 from benchmarks.rivals.figures import Turn, table
 from benchmarks.rivals.gguf import file_type, retype
 from benchmarks.rivals.process import INSTALL, Missing, Process, Rival, rivals
+from benchmarks.row_file import RowFile
 from engine.errors import ConfigError
 
 ECHO = """
@@ -49,21 +50,23 @@ async def test_a_rival_that_cannot_start_is_named() -> None:
         await Process.start(rival("broken", "raise SystemExit('no model')"))
 
 
-async def test_rivals_take_turns_at_every_level() -> None:
+async def test_rivals_take_turns_at_every_level(tmp_path: Path) -> None:
     plan = Plan([1, 8], 3, [[1], [2], [3]], repeats=2)
-    results, said = io.StringIO(), Console(file=io.StringIO(), width=200)
+    said = Console(file=io.StringIO(), width=200)
     broken, gone = rival("broken", "raise SystemExit"), Missing("gone", "pip install gone")
-    turns = await compare({}, [rival("one"), rival("two"), broken, gone], plan, results, said)
+    with RowFile(tmp_path / "turns.jsonl") as results:
+        turns = await compare({}, [rival("one"), rival("two"), broken, gone], plan, results, said)
     taken = sorted((turn.repeat, turn.at_once, turn.contestant, len(turn.tokens)) for turn in turns)
     assert taken == [(r, n, name, count) for r in (0, 1) for n, count in ((1, 6), (8, 24)) for name in ("one", "two")]
-    assert [json.loads(line)["tokens"] for line in results.getvalue().splitlines()] == [turn.tokens for turn in turns]
+    written = (tmp_path / "turns.jsonl").read_text().splitlines()
+    assert [json.loads(line)["tokens"] for line in written] == [turn.tokens for turn in turns]
     printed = said.file.getvalue()  # type: ignore[attr-defined]
     assert "broken" in printed and "pip install gone" in printed
 
 
-async def test_a_rival_that_ends_in_its_turn_is_left_out_from_there_on_and_ends_no_other() -> None:
+async def test_a_rival_that_ends_in_its_turn_is_left_out_from_there_on_and_ends_no_other(tmp_path: Path) -> None:
     tried_and_one_turn = ECHO.replace("in sys.stdin", "in (sys.stdin.readline() for _ in range(2))")
-    results, said = io.StringIO(), Console(file=io.StringIO(), width=200)
+    results, said = RowFile(tmp_path / "turns.jsonl"), Console(file=io.StringIO(), width=200)
     others = [rival("one"), rival("mortal", tried_and_one_turn)]
     turns = await compare({}, others, Plan([1], 3, [[1]], repeats=3), results, said)
     assert sorted(turn.contestant for turn in turns) == ["mortal", "one", "one", "one"]

@@ -131,7 +131,7 @@ def bushy(root: int, *confidence: float) -> TokenTree:
 
 
 CALIBRATED = Hello(calibrated=True)
-FOUR_ROWS = CostModel({1: 0.01, 4: 0.01, 8: 10.0})  # a fifth row costs more than it can bring
+FOUR_ROWS = CostModel({1: 0.01, 4: 0.01, 8: 1.0})  # a fifth row costs more than it can bring
 
 
 def test_of_all_requests_trees_the_most_confident_nodes_are_verified() -> None:
@@ -171,7 +171,7 @@ def test_a_verdict_speaks_of_the_tree_as_it_was_drafted_though_only_a_part_was_v
     stage.verdicts()
     tree = TokenTree.from_lists([11, 40, 12, 41, 13], [-1, 0, 0, 1, 2], [1.0, 0.2, 0.9, 0.1, 0.8])
     stage.draft(request, tree, number=7)
-    stage.verifier.meter.costs = CostModel({1: 0.01, 3: 0.01, 8: 10.0})
+    stage.verifier.meter.costs = CostModel({1: 0.01, 3: 0.01, 8: 1.0})
     assert stage.step()[0].tokens.tolist() == [11, 12, 13]
     [(verdict, (path, tokens, successors, *_, features))] = stage.verdicts()
     assert verdict.draft == 7

@@ -104,7 +104,6 @@ def test_the_answer_says_what_drafting_brought(client: openai.OpenAI) -> None:
     ("field", "value"),
     [
         ("tools", [{"type": "function", "function": {"name": "f", "parameters": {}}}]),
-        ("tool_choice", "auto"),
         ("audio", {"voice": "alloy", "format": "mp3"}),
         ("modalities", ["text", "audio"]),
         ("prediction", {"type": "content", "content": "x"}),
