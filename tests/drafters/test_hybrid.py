@@ -269,12 +269,14 @@ def test_a_verdict_that_the_head_cannot_digest_is_not_kept_for_ever(tmp_path: Pa
     drafter.finish(1)
 
 
-def test_a_request_ends_whatever_others_left_to_read(tmp_path: Path, target: TargetWeights) -> None:
+def test_a_request_ends_whatever_others_left_to_read(
+    tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drafter = hybrid(tmp_path, target)
     drafter.settle()
     drafter.start(2, TEXT, SamplingParams())
-    junk = Verdict(TokenTree.root_only(7), [0], [3], np.zeros((1, 3, 5), np.uint16))
-    drafter.observe(1, junk)
+    monkeypatch.setattr(drafter.head, "observe", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
+    drafter.observe(1, Verdict(drafter.propose(1), [0], [3]))
     drafter.finish(2)
     drafter.finish(1)
     drafter.settle()

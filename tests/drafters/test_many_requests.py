@@ -190,3 +190,4 @@ def test_what_a_failed_forward_was_to_read_is_read_by_the_next(
         drafter.propose_many([(1, []), (2, [])])
     found = [drafter.propose(1), drafter.propose(2)]
     assert all(same(tree, other) for tree, other in zip(expected, found, strict=True))
+    assert drafter.behind(1) == drafter.behind(2) == 0, "and is read once"
