@@ -161,7 +161,7 @@ class Follower:
             tree = self.drafter.propose(request)
             return tree.keep(paying([trust.worth(tree)], costs)[0]) if self.way.is_cut else tree
 
-        followed = follow(self.drafter, request, known, propose, lambda: costs.rates(1, alone=False).token_s)
+        followed = follow(self.drafter, request, known, propose, lambda: costs.rates(1, alone=False))
         for number, (verdict, draft_s) in enumerate(followed):
             tree, emitted = verdict.tree, len(verdict.tokens)
             trust.learn(float(trust.worth(tree).sum()), emitted)
@@ -185,7 +185,7 @@ def accept_all(
     """
 
     def forward_s() -> Mapping[int, float]:
-        return round_s() if simulated_ms is None else dict.fromkeys((1, BUDGET), simulated_ms / 1e3)
+        return round_s() if simulated_ms is None else dict.fromkeys((1, 2 * BUDGET), simulated_ms / 1e3)
 
     temperature, seconds = answers[0].sampling.temperature, forward_s()
     followers = [Follower(way, config, seconds) for way in ways]

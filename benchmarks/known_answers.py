@@ -17,6 +17,7 @@ from rich.progress import Progress
 from drafters.base import Drafter, Verdict
 from drafters.prompt_lookup import PromptLookup
 from engine.errors import ConfigError
+from engine.messages import Rates
 from engine.sampling import SamplingParams, own_defaults
 from engine.target import Target
 from engine.tree import TokenTree
@@ -79,20 +80,23 @@ def follow(
     request: int,
     known: Known,
     propose: Callable[[int], TokenTree],
-    token_s: Callable[[], float] = lambda: Verdict.token_s,
+    rates: Callable[[], Rates] = Rates,
 ) -> Iterator[tuple[Verdict, float]]:
     """Every round after the prefill, before the drafter has seen its verdict, and the seconds that drafting took.
 
-    propose: called with the request, returns the tree to verify. token_s: the time that one more token is worth.
+    propose: called with the request, returns the tree to verify. rates: what the cost model estimates at present.
     Drafters that read the target's likeliest tokens (`Drafter.successors`) cannot follow; a model never rests.
     """
+
+    def verdict_of(tree: TokenTree, path: list[int], tokens: list[int], start: int, end: int) -> Verdict:
+        now, features = rates(), known.features(drafter.feature_layers, start, end)
+        return Verdict(tree, path, tokens, features, token_s=now.token_s, row_tokens=now.row_tokens)
+
     drafter.start(request, known.prompt, known.sampling)
-    read, layers = len(known.prompt), drafter.feature_layers
-    root = TokenTree.root_only(known.prompt[-1])
-    drafter.observe(request, Verdict(root, [0], known.tokens[:1], known.features(layers, 0, read)))
+    read, root = len(known.prompt), TokenTree.root_only(known.prompt[-1])
+    drafter.observe(request, verdict_of(root, [0], known.tokens[:1], 0, read))
     for tree, path, tokens, draft_s in followed(known.tokens, functools.partial(propose, request), 1):
-        features = known.features(layers, read, read + len(path))
-        verdict = Verdict(tree, path, tokens, features, token_s=token_s())
+        verdict = verdict_of(tree, path, tokens, read, read + len(path))
         yield verdict, draft_s
         drafter.observe(request, verdict)
         drafter.settle()

@@ -119,12 +119,14 @@ class Sketch:
 class Policy(ABC):
     """How a tree grows. budget: maximum nodes, root included. top_k: candidates wanted after each node.
 
-    max_expansions: the most nodes it yields in one growth, for which a head must have room.
+    max_expansions: the most nodes it yields in one growth, for which a head must have room. row_tokens: what verifying
+    one more node costs at present, in tokens, by the verifier's cost model.
     """
 
     budget: int
     top_k: int
     max_expansions: int
+    row_tokens: float = 1.0
 
     @abstractmethod
     def steps(self, root: int) -> Steps:
@@ -226,9 +228,10 @@ class Adaptive(Policy):
     """Our variant of TALON's rule: the gate may apply to c(v) itself, and growth stops when nothing passes it.
 
     Layer 0 takes the best `top_k` ungated. A deeper candidate passes if c(v) >= mu (gate "path") or c(v) >= mu times
-    the best c of its layer (gate "layer"); `top_k` candidates of each node are considered. Growth stops when the
-    budget is spent or nothing passes, so size, depth and width follow the head's confidence; a layer that does not
-    fit keeps its most confident nodes. max_depth: an optional limit.
+    the best c of its layer (gate "layer"); `top_k` candidates of each node are considered. So size, depth and width
+    follow the head's confidence. Where a row costs less than mu, as on a GPU, its cost is the path gate: trees then
+    grow to the budget. As in `Dynamic`, a full tree takes better nodes in place of its worst, and the best `top_k` of
+    a layer are expanded as long as they may have such children. max_depth: an optional limit.
     """
 
     def __init__(
@@ -241,20 +244,28 @@ class Adaptive(Policy):
     ):
         self.budget, self.top_k, self.mu, self.gate = budget, top_k, mu, gate
         self.max_depth = budget if max_depth is None else max_depth
-        self.max_expansions = budget
+        self.max_expansions = 4 * budget  # deep trees beside wide ones
 
     def steps(self, root: int) -> Steps:
-        sketch, frontier = Sketch([root]), [0]
+        sketch, frontier, room = Sketch([root]), [0], self.max_expansions
+        best, floor = [0.0] * (self.budget - 1), self._floor  # best: a heap of the greatest confidences
         for depth in range(self.max_depth):
             seen = yield sketch.frontier(frontier)
+            room -= len(frontier)
             least = self.threshold(sketch.best(frontier, seen)) if depth > 0 else 0.0
-            layer = sketch.add_all(sketch.children(frontier, seen, least)[: self.budget - len(sketch.tokens)])
-            # a child is never more confident than its parent, so below mu the path gate lets nothing pass
-            frontier = [node for node in layer if self.gate == "layer" or sketch.confidence[node] >= self.mu]
-            if not frontier or len(sketch.tokens) >= self.budget:
+            children = sketch.children(frontier, seen, max(least, best[0] if best else inf))
+            layer = sketch.add_all(_entered(best, children))
+            # a child is never more confident than its parent
+            frontier = [n for n in layer[: min(self.top_k, room)] if floor <= sketch.confidence[n] > best[0]]
+            if not frontier:
                 break
-        return sketch.tree()
+        return sketch.tree().prune(self.budget)
 
     def threshold(self, best: float) -> float:
         """The confidence a node needs in a layer whose most confident candidate has confidence `best`."""
-        return self.mu if self.gate == "path" else self.mu * best
+        return self._floor if self.gate == "path" else self.mu * best
+
+    @property
+    def _floor(self) -> float:
+        """The confidence that every node needs, whatever its layer."""
+        return min(self.mu, self.row_tokens) if self.gate == "path" else 0.0

@@ -125,7 +125,7 @@ class HeadDrafter(Drafter):
 
     @torch.inference_mode()
     def observe(self, request: int, verdict: Verdict) -> None:
-        self._resting = verdict.rest
+        self._resting, self.policy.row_tokens = verdict.rest, verdict.row_tokens
         trie = self._requests[request]
         session = trie.session
         if trie.ranking.learns and 0 in trie.seen and session.synced == len(trie.text) - 1:

@@ -35,6 +35,7 @@ _LEAST_WAIT_S = 0.002
 _CLEARLY = 0.97  # drafting ahead must take less than this share of the sequential time per token
 _WORTH = 0.2  # share of a round outside the forward, below which drafting ahead is not worth a trial
 _LONGEST_S = 5.0  # forward of a prompt while no request decodes
+_MORE = 8  # rows of a request over which the cost of one more is averaged
 _PAUSE = 2.0  # a round with a prompt chunk may take this many times as long as one without
 
 
@@ -156,7 +157,13 @@ class CostModel:
         """The rates sent to the drafter. alone: the next round verifies the root alone."""
         rows = requests if alone else self._usual_rows(requests)
         around_s = 0.0 if alone else max(0.0, self._around_s)
-        return Rates(self._usual_s(requests, rows) + around_s, self._tokens, 1 / self.rate(requests))
+        rate = self.rate(requests)
+        return Rates(self._usual_s(requests, rows) + around_s, self._tokens, 1 / rate, rate * self._row_s(requests))
+
+    def _row_s(self, requests: int) -> float:
+        """What one more row costs in a forward of a usual round: the mean over a few more for each request."""
+        rows, more = self._usual_rows(requests), _MORE * requests
+        return (self._usual_s(requests, rows + more) - self._usual_s(requests, rows)) / more
 
     def nodes_worth(self, worth: NDArray[np.float32], requests: int, keys_each: float = 0.0) -> int:
         """How many of the nodes to verify. worth: [nodes] expected tokens of each, in descending order; the first

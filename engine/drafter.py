@@ -151,13 +151,13 @@ class DrafterWorker:
         request.conclude(message.draft, path, tokens, message.alone, started + round(message.rates.round_s * 1e9))
         waited_for = isinstance(request.state, Wanted)
         if not request.given_up:
-            token_s = message.rates.token_s
+            worth = message.rates.token_s, message.rates.row_tokens
             if missed:
-                self.drafter.observe(message.request, Observed(root, [0], missed, rest=True, token_s=token_s))
+                self.drafter.observe(message.request, Observed(root, [0], missed, None, None, True, *worth))
             features = arrays[5] if arrays[5].size else None
             successors = arrays[2] if len(arrays[2]) == len(tree) else None
             self.drafter.observe(
-                message.request, Observed(tree, path, tokens, features, successors, message.rest, token_s)
+                message.request, Observed(tree, path, tokens, features, successors, message.rest, *worth)
             )
             if not waited_for:
                 self.drafter.settle()

@@ -177,12 +177,14 @@ Figure = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 
 class Rates(msgspec.Struct, frozen=True, array_like=True):
     """The present estimates of the verifier's cost model. round_s: time of the next round until its verdict. tokens:
-    per request and round. token_s: the time that one more token is worth.
+    per request and round. token_s: the time that one more token is worth. row_tokens: what one more row of a forward
+    costs, in tokens.
     """
 
     round_s: Figure = 0.1
     tokens: Figure = 1.0
     token_s: Figure = 0.1
+    row_tokens: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 1.0
 
 
 class Verdict(Message, frozen=True, kw_only=True):

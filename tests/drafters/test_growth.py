@@ -116,7 +116,8 @@ def test_every_layer_of_an_adaptive_tree_below_the_first_obeys_the_gate(
 ) -> None:
     policy = Adaptive(budget=40, mu=mu, gate=gate)  # type: ignore[arg-type]
     tree = grow(policy, 7, RandomHead(*head))
-    assert (tree.depths == 1).sum() == min(policy.top_k, head[1])
+    if len(tree) < policy.budget:
+        assert (tree.depths == 1).sum() == min(policy.top_k, head[1])
     for depth in range(2, int(tree.depths.max()) + 1):
         layer = tree.confidence[tree.depths == depth]
         assert (layer >= np.float32(policy.threshold(float(layer.max()))) - 1e-7).all()
@@ -286,6 +287,28 @@ def test_an_adaptive_tree_may_be_limited_in_depth() -> None:
     assert grow(Adaptive(max_depth=2), 7, sure(0.9)).depths.max() == 2
 
 
-def test_a_spent_budget_asks_the_head_for_nothing_more() -> None:
-    for policy in (Adaptive(budget=3), Talon(budget=3)):
-        assert asked(policy, sure(0.5, 0.4, 0.1)) == [[0]]
+def test_talons_rule_asks_for_nothing_more_once_the_budget_is_spent() -> None:
+    assert asked(Talon(budget=3), sure(0.5, 0.4, 0.1)) == [[0]]
+
+
+def test_a_full_adaptive_tree_asks_on_where_better_nodes_may_be_found() -> None:
+    assert asked(Adaptive(budget=3), sure(0.5, 0.4, 0.1)) == [[0], [1]]
+    assert asked(Adaptive(budget=3), sure(0.5, 0.5)) == [[0]], "no child would be better than the worst"
+    assert grow(Adaptive(budget=4), 7, sure(0.9, 0.1)).depths.max() == 3
+
+
+@given(heads)
+def test_where_a_row_costs_nothing_an_adaptive_tree_is_the_best_of_all_candidates(head: tuple[int, int, float]) -> None:
+    free = Adaptive(budget=20, top_k=4, max_depth=4)
+    free.row_tokens = 0.0
+    adaptive, dynamic = (grow(policy, 7, RandomHead(*head)) for policy in (free, Dynamic(3, 4, 20)))
+    assert sorted(adaptive.confidence.tolist()) == pytest.approx(sorted(dynamic.confidence.tolist()))
+
+
+def test_a_node_is_kept_if_it_brings_what_its_row_costs_and_mu_is_the_most_that_is_asked() -> None:
+    sizes = []
+    for row_tokens in (0.001, 0.01, 0.03, 0.5):
+        policy = Adaptive()
+        policy.row_tokens = row_tokens
+        sizes.append(len(grow(policy, 7, sure(0.3, 0.2))))
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[1] > sizes[2] == sizes[3]

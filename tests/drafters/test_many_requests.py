@@ -191,3 +191,13 @@ def test_what_a_failed_forward_was_to_read_is_read_by_the_next(
     found = [drafter.propose(1), drafter.propose(2)]
     assert all(same(tree, other) for tree, other in zip(expected, found, strict=True))
     assert drafter.behind(1) == drafter.behind(2) == 0, "and is read once"
+
+
+@heads
+def test_trees_are_as_large_as_the_budget_where_verifying_a_node_costs_nothing(
+    build: Build, tmp_path: Path, target: TargetWeights
+) -> None:
+    drafter = drafter_of(build(tmp_path, target), [1])
+    usual = drafter.propose(1)
+    drafter.observe(1, Verdict(TokenTree.root_only(21), [0], [], row_tokens=0.0))
+    assert len(drafter.propose(1)) == 20 >= len(usual)

@@ -510,3 +510,12 @@ def test_a_prompt_alone_is_read_in_parts_where_a_whole_chunk_would_take_many_sec
     rows = model.chunk_rows(0, 512)
     assert 64 < rows < 128 and model.seconds(rows) <= 5.0
     assert CostModel({1: 30.0}).chunk_rows(0, 512) == 1, "a prompt is never left unread"
+
+
+def test_what_one_more_row_costs_is_its_time_in_tokens() -> None:
+    model = CostModel({1: 0.010, 33: 0.042})
+    assert model.rates(1, alone=False).row_tokens == pytest.approx(0.001 / 0.010)
+    assert model.rates(1, alone=True).row_tokens == pytest.approx(0.001 / 0.010), "of a usual round"
+    assert model.rates(2, alone=False).row_tokens == pytest.approx(0.001 * 2 / 0.011), "a round for two has two rows"
+    assert CostModel({1: 0.01, 64: 0.01}).rates(1, alone=False).row_tokens == 0
+    assert CostModel({1: 0.01, 64: 0.01}, seen_s=1e-6).rates(1, alone=False).row_tokens == 0, "no text, no keys"

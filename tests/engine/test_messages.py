@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -189,3 +190,13 @@ def test_a_rate_that_is_none_is_refused(field: str, wrong: float) -> None:
     message = Verdict(request=1, round=2, draft=3, rates=Rates(**{field: wrong}))
     with pytest.raises(ProtocolError):
         decode(frames_of(message, [INTS, INTS, SUCCESSORS, INTS, INTS, FEATURES]), EVERY)
+
+
+def test_a_row_may_cost_nothing_and_no_less() -> None:
+    for row_tokens, is_known in ((0.0, True), (0.5, True), (-0.1, False), (float("nan"), False)):
+        frames = frames_of(
+            Verdict(request=1, round=2, draft=3, rates=Rates(row_tokens=row_tokens)),
+            [INTS, INTS, SUCCESSORS, INTS, INTS, FEATURES],
+        )
+        with nullcontext() if is_known else pytest.raises(ProtocolError):
+            decode(frames, EVERY)
