@@ -14,7 +14,7 @@ import zmq
 from drafters.base import BetweenSteps, Drafter, Wanted
 from drafters.base import Verdict as Observed
 from engine.drafter import FROM_FRONT_END, FROM_VERIFIER, DrafterWorker
-from engine.messages import Draft, Finish, Heartbeat, Hello, Ready, Start, Stop, Verdict
+from engine.messages import Draft, Finish, Heartbeat, Hello, Rates, Ready, Start, Stop, Verdict
 from engine.sampling import SamplingParams
 from engine.transport import Hub, Line
 from engine.tree import TokenTree
@@ -25,6 +25,7 @@ class Counting(Drafter):
 
     def __init__(self) -> None:
         self.text: list[int] = []
+        self.told: list[tuple[bool, float, float]] = []
 
     def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
         self.text = list(prompt)
@@ -35,6 +36,7 @@ class Counting(Drafter):
 
     def observe(self, request: int, verdict: Observed) -> None:
         self.text += verdict.tokens
+        self.told.append((verdict.rest, verdict.token_s, verdict.row_tokens))
 
     def finish(self, request: int) -> None:
         self.text = []
@@ -101,8 +103,13 @@ def slow() -> Slow:
 
 
 @pytest.fixture
-def verifier(request: pytest.FixtureRequest) -> Iterator[Verifier]:
-    drafter = request.getfixturevalue("slow") if "slow" in request.fixturenames else Counting()
+def counting() -> Counting:
+    return Counting()
+
+
+@pytest.fixture
+def verifier(request: pytest.FixtureRequest, counting: Counting) -> Iterator[Verifier]:
+    drafter = request.getfixturevalue("slow") if "slow" in request.fixturenames else counting
     context: zmq.Context[Any] = zmq.Context()
     front_end = Hub(context, "inproc://control", (Ready, Heartbeat))
     hub = Hub(context, "inproc://drafts", (Hello, Draft))
@@ -126,6 +133,14 @@ def test_a_verdict_is_answered_with_the_tree_of_its_outcome(verifier: Verifier) 
     draft, tree = verifier.draft()
     assert (draft.round, draft.parent, draft.node, draft.token) == (1, 0, 0, 7)
     assert tree.tokens.tolist() == [7, 8, 9]
+
+
+def test_the_drafter_is_told_what_tokens_and_rows_are_worth(verifier: Verifier, counting: Counting) -> None:
+    verifier.verdict(0, 0, [0], [7], rates=Rates(0.2, 1.5, 0.25, 0.125))
+    verifier.draft()
+    verifier.verdict(2, 0, [0], [9], missed=[8], rates=Rates(0.2, 1.5, 0.5, 0.0))
+    verifier.draft()
+    assert counting.told == [(False, 0.25, 0.125), (True, 0.5, 0.0), (False, 0.5, 0.0)]
 
 
 def test_what_the_verifier_grafts_onto_a_draft_is_part_of_the_verdict(verifier: Verifier) -> None:
