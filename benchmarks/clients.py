@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import msgspec
-
 from engine.errors import ConfigError
 from engine.sampling import SamplingParams
 from engine.tasks import keep_under_way
 
 from .load_figures import LoadRow, at_once, tokens_per_second
 from .questions import Question, mixed_questions
+from .row_file import RowFile
 from .tables import Table, p50_p95
 
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -61,12 +60,12 @@ async def run_clients(
             model = (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
         except (httpx.HTTPError, ValueError, LookupError) as error:
             raise ConfigError(f"--server {url}: does not speak OpenAI's API: {error}") from None
-        with (out / "clients.jsonl").open("w", encoding="utf8") as file:
+        with RowFile(out / "clients.jsonl") as results:
             for level in levels:
                 asked = list(itertools.islice(endless, max(_ROUNDS * level, len(files))))
                 done.append(await _at_once(_Clients(client, model, sampling), iter(asked), level))
-                file.writelines(msgspec.json.encode(row).decode() + "\n" for row in done[-1].rows)
-                file.flush()
+                for row in done[-1].rows:
+                    results.write(row)
     return done
 
 

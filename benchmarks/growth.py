@@ -222,10 +222,6 @@ def write(out: Path, grown: Sequence[Grown], round_s: Sequence[float], of_positi
     except ImportError as error:
         raise ConfigError(f"no picture: {error}; pip install 'talon-decoding[bench]'") from None
     Console(width=120).print(table(grown, round_s, of_position))
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        kept: dict[str, Any] = {"rows": ROWS, "round_s": list(round_s), "position_bytes": of_position, "grown": grown}
-        (out / "growth.json").write_bytes(msgspec.json.encode(kept))
-        growth_figure(grown, {(g.group, g.value): speed(g, round_s) for g in grown}, of_position, out / "growth.png")
-    except OSError as error:
-        raise ConfigError(f"--out {out}: cannot be written ({error.strerror}): name another folder") from None
+    kept: dict[str, Any] = {"rows": ROWS, "round_s": list(round_s), "position_bytes": of_position, "grown": grown}
+    (out / "growth.json").write_bytes(msgspec.json.encode(kept))
+    growth_figure(grown, {(g.group, g.value): speed(g, round_s) for g in grown}, of_position, out / "growth.png")

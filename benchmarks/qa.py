@@ -24,9 +24,8 @@ from rich.console import Console
 from drafters.checkpoint import TargetWeights
 from engine import config as configuration
 from engine.config import Config
-from engine.errors import ConfigError, RequestError
+from engine.errors import ConfigError
 from engine.model.resolve import resolved
-from engine.prompts import check_room
 from engine.sampling import SamplingParams
 from engine.text import encode_text, tokenizer_of
 from retrieval_index.build import build
@@ -41,6 +40,7 @@ from .figures import BASELINE, Difference
 from .knowledge import Item, prompt_of, quoted, read_items
 from .progress import progress_bar
 from .qa_figures import ROWS, QaRow, Retrieval, Scores
+from .questions import Asked, Question, check_prompts
 from .row_file import RowFile
 from .squad import exact_match, f1, subspan_match
 from .ties import Referee
@@ -178,15 +178,15 @@ class _Asking:
                 await contestant.close()
 
     def _check_prompts(self, context: int | None) -> None:
-        """Refuse a prompt of any setting that leaves no room for its answer now, not after hours of others."""
+        """Those of every setting, before the first is asked."""
         if context is None:
             return
-        for setting, prompts in self.prompts.items():
-            for item, prompt in prompts.items():
-                try:
-                    check_room(prompt, self.sampling.max_tokens, context)
-                except RequestError as error:
-                    raise RequestError(f"question {item.question_id} of {item.kind}, {setting}: {error}") from None
+        asked = (
+            Asked(f"{item.kind}, {setting}", Question(item.question_id, item.kind, [item.question]), prompt)
+            for setting, prompts in self.prompts.items()
+            for item, prompt in prompts.items()
+        )
+        check_prompts(asked, self.sampling.max_tokens, context)
 
     async def _start(self, tokenizer: Any) -> dict[str, Contestant]:
         """The contestants; those that draft from the passages are given them."""

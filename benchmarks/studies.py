@@ -94,6 +94,7 @@ def growth(
 
         from .growth import position_bytes, replay, settings, time_rounds, write
         from .known_answers import record
+        from .out_folder import results_in
         from .progress import progress_bar
         from .questions import read_questions
 
@@ -107,13 +108,15 @@ def growth(
         target = Target.load(config_.model, config_.dtype, config_.device, config_.verifier.kv_memory)
         round_s = [*time_rounds(target).values()]
         grown, asked = [], [*settings()]
-        with progress_bar(console) as progress:
-            answers = record(target, drafter.feature_layers, suites, SamplingParams(max_tokens=max_tokens), progress)
-            task = progress.add_task("drafting", total=len(asked))
-            for setting in asked:
-                grown.append(replay(drafter.head, setting, answers))
-                progress.advance(task)
-        write(out, grown, round_s, position_bytes(target))
+        with results_in(out):
+            with progress_bar(console) as progress:
+                sampling = SamplingParams(max_tokens=max_tokens)
+                answers = record(target, drafter.feature_layers, suites, sampling, progress)
+                task = progress.add_task("drafting", total=len(asked))
+                for setting in asked:
+                    grown.append(replay(drafter.head, setting, answers))
+                    progress.advance(task)
+            write(out, grown, round_s, position_bytes(target))
 
     run(main())
 
@@ -171,10 +174,11 @@ def acceptance(
         tokenizer = tokenizer_of(settings)
         suites = {f.stem: _prompts(tokenizer, read_questions(f, limit)) for f in files}
         target = Target.load(settings.model, settings.dtype, settings.device, settings.verifier.kv_memory)
-        with results_in(out), progress_bar(console) as progress:
-            for sampling in samplings:
-                answers = record(target, layers, suites, sampling, progress)
-                found += accept_all(chosen, settings, answers, lambda: time_rounds(target), progress, simulated_ms)
+        with results_in(out):
+            with progress_bar(console) as progress:
+                for sampling in samplings:
+                    answers = record(target, layers, suites, sampling, progress)
+                    found += accept_all(chosen, settings, answers, lambda: time_rounds(target), progress, simulated_ms)
             for table in (shown := tables(found)):
                 Console().print(table.rich())
             write(out, found, shown)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from operator import itemgetter
@@ -178,15 +178,28 @@ class Dynamic(Policy):
         self.max_expansions = 1 + depth * top_k
 
     def steps(self, root: int) -> Steps:
-        sketch, frontier = Sketch([root]), [0]
-        best = [0.0] * (self.budget - 1)  # a heap of the greatest confidences
-        for _ in range(self.depth + 1):
-            seen = yield sketch.frontier(frontier)
-            layer = sketch.add_all(_entered(best, sketch.children(frontier, seen, best[0] if best else inf)))
-            frontier = [node for node in layer[: self.top_k] if sketch.confidence[node] >= best[0]]
-            if not frontier:
-                break
-        return sketch.tree().prune(self.budget)
+        return _best_of_all(self, root, self.depth + 1)
+
+
+def _best_of_all(
+    policy: Policy, root: int, layers: int, floor: float = 0.0, threshold: Callable[[float], float] | None = None
+) -> Steps:
+    """The best `budget` nodes. The best `top_k` of a layer are expanded as long as they may have children among these.
+
+    threshold: the confidence that a node below the first layer needs, given its layer's best; floor: whatever the best.
+    """
+    sketch, frontier, room = Sketch([root]), [0], policy.max_expansions
+    best = [0.0] * (policy.budget - 1)  # a heap of the greatest confidences
+    for depth in range(layers):
+        seen = yield sketch.frontier(frontier)
+        room -= len(frontier)
+        least = threshold(sketch.best(frontier, seen)) if threshold and depth else 0.0
+        layer = sketch.add_all(_entered(best, sketch.children(frontier, seen, max(least, best[0] if best else inf))))
+        # a child is never more confident than its parent
+        frontier = [n for n in layer[: min(policy.top_k, room)] if floor <= sketch.confidence[n] > best[0]]
+        if not frontier:
+            break
+    return sketch.tree().prune(policy.budget)
 
 
 def _entered(best: list[float], children: list[Child]) -> list[Child]:
@@ -247,19 +260,7 @@ class Adaptive(Policy):
         self.max_expansions = 4 * budget  # deep trees beside wide ones
 
     def steps(self, root: int) -> Steps:
-        sketch, frontier, room = Sketch([root]), [0], self.max_expansions
-        best, floor = [0.0] * (self.budget - 1), self._floor  # best: a heap of the greatest confidences
-        for depth in range(self.max_depth):
-            seen = yield sketch.frontier(frontier)
-            room -= len(frontier)
-            least = self.threshold(sketch.best(frontier, seen)) if depth > 0 else 0.0
-            children = sketch.children(frontier, seen, max(least, best[0] if best else inf))
-            layer = sketch.add_all(_entered(best, children))
-            # a child is never more confident than its parent
-            frontier = [n for n in layer[: min(self.top_k, room)] if floor <= sketch.confidence[n] > best[0]]
-            if not frontier:
-                break
-        return sketch.tree().prune(self.budget)
+        return _best_of_all(self, root, self.max_depth, self._floor, self.threshold)
 
     def threshold(self, best: float) -> float:
         """The confidence a node needs in a layer whose most confident candidate has confidence `best`."""

@@ -68,7 +68,7 @@ class Head(ABC):
         return [session.extend(parents, tokens) for session, parents, tokens in asked]
 
     def begin(self, asked: Sequence[tuple[Any, list[list[int]]]]) -> list[list[int]]:
-        """Of each session the nodes at the end of some paths below node 0, all drafted together; -1 for a path that is
-        too long. One-pass heads only: others `extend` one token at a time.
+        """Of each session the nodes at the end of some paths below node 0, all drafted together; -1 where no block
+        begins: where a path is too long, and with heads that `extend` one token at a time.
         """
-        raise NotImplementedError
+        return [[-1] * len(paths) for _, paths in asked]

@@ -39,14 +39,17 @@ def test_a_function_is_compiled_again_when_one_of_another_package_has_changed(tm
     shutil.copy(versioned.__file__, tmp_path / "engine")
     (tmp_path / "engine" / "outer.py").write_text(OUTER)
 
-    def run(added: int) -> str:
-        (tmp_path / "drafters" / "inner.py").write_text(INNER.format(added))
+    def run(added: int, source: str = INNER) -> str:
+        (tmp_path / "drafters" / "inner.py").write_text(source.format(added))
         command = [sys.executable, "-c", "import engine.outer"]
         environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}  # bytecode is told by second and size, which stay
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         return done.stdout + done.stderr
 
     assert [run(1), run(1), run(2), run(2)] == ["2 0\n", "2 1\n", "3 0\n", "3 1\n"]
+    (tmp_path / "engine" / "ours.py").write_text("from numba import njit as kernel\n")
+    by_ours = INNER.replace("from numba import njit", "from engine.ours import kernel").replace("@njit", "@kernel")
+    assert [run(4, by_ours), run(5, by_ours)] == ["5 0\n", "6 0\n"], "also by a decorator of our own"
 
 
 def test_every_function_in_the_cache_is_versioned() -> None:
