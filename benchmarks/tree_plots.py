@@ -9,6 +9,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
 from .acceptance import Accepted, simulation
@@ -126,33 +127,49 @@ def reliability(sources: Mapping[str, NDArray[np.float64]], path: Path) -> None:
 
 
 def acceptance_figure(found: Sequence[Accepted], path: Path) -> None:
-    """Left: what chains accept at each position. Right: tokens a round of chain and tree, and cut trees' speed-up."""
+    """For each temperature what chains accept at each position, if there are any, tokens a round of chain and tree, and
+    cut trees' speed-up.
+    """
     temperatures = list(dict.fromkeys(one.temperature for one in found))
-    figure, axes = plt.subplots(len(temperatures), 3, figsize=(14, 3.8 * len(temperatures)), squeeze=False)
-    for (left, middle, right), temperature in zip(axes, temperatures, strict=True):
+    ways = [way for way in ("chain", "tree", "cut") if any(one.way == way for one in found)]
+    columns = 2 + ("chain" in ways)
+    size = (4.7 * columns, 3.8 * len(temperatures))
+    figure, axes = plt.subplots(len(temperatures), columns, figsize=size, squeeze=False)
+    for row, temperature in zip(axes, temperatures, strict=True):
         mine = [one for one in found if one.temperature == temperature]
-        for place, one in enumerate(one for one in mine if one.way == "chain"):
-            shares = one.by_position()
-            left.plot(range(1, len(shares) + 1), shares, **line_style(place), label=one.method)
-        left.set(
-            title=f"Chain, T = {temperature:g}", xlabel="position", ylabel="accepted, given all before", ylim=(0, 1)
-        )
-        left.legend(fontsize=8)
-        methods = list(dict.fromkeys(one.method for one in mine))
-        for place, way in enumerate(("chain", "tree", "cut")):
-            bars = {methods.index(one.method) + 0.27 * (place - 1): one.mat for one in mine if one.way == way}
-            looks = {"color": COLOURS[place], "hatch": HATCHES[place], "edgecolor": "white", "label": way}
-            middle.bar([*bars], [*bars.values()], 0.27, **looks)
-        middle.set(title=f"Tokens a round, T = {temperature:g}", ylim=(1, None))
-        middle.set_xticks(range(len(methods)), methods)
-        middle.legend(fontsize=8)
+        if "chain" in ways:
+            _draw_chains(row[0], [one for one in mine if one.way == "chain"])
+        _draw_tokens(row[-2], mine, ways)
         cut = [one for one in mine if one.way == "cut"]
-        right.bar([one.method for one in cut], [one.speed_up for one in cut], color=OURS)
-        right.axhline(1, color="black", linewidth=0.8)
-        right.set(title=f"Cut to what pays: computed speed-up, T = {temperature:g}{simulation(found)}")
-        for axis in (middle, right):
+        row[-1].bar([one.method for one in cut], [one.speed_up for one in cut], color=OURS)
+        row[-1].axhline(1, color="black", linewidth=0.8)
+        title = f"Cut to what pays: computed speed-up, T = {temperature:g}{simulation(found)}"
+        row[-1].set_title(title, fontsize=8)
+        for axis in row[-2:]:
             axis.tick_params(axis="x", labelrotation=30, labelsize=8)
     save(figure, path)
+
+
+def _draw_chains(axis: Axes, chains: Sequence[Accepted]) -> None:
+    for place, one in enumerate(chains):
+        shares = one.by_position()
+        axis.plot(range(1, len(shares) + 1), shares, **line_style(place), label=one.method)
+    axis.set(title=f"Chain, T = {chains[0].temperature:g}", ylim=(0, 1))
+    axis.set(xlabel="position", ylabel="accepted, given all before")
+    axis.legend(fontsize=8)
+
+
+def _draw_tokens(axis: Axes, found: Sequence[Accepted], ways: Sequence[str]) -> None:
+    """Tokens a round of every method in each of the ways."""
+    methods, width = list(dict.fromkeys(one.method for one in found)), 0.81 / len(ways)
+    for place, way in enumerate(ways):
+        beside = width * (place - (len(ways) - 1) / 2)
+        bars = {methods.index(one.method) + beside: one.mat for one in found if one.way == way}
+        looks: dict[str, Any] = {"color": COLOURS[place], "hatch": HATCHES[place], "edgecolor": "white"}
+        axis.bar([*bars], [*bars.values()], width, label=way, **looks)
+    axis.set(title=f"Tokens a round, T = {found[0].temperature:g}", ylim=(1, None))
+    axis.set_xticks(range(len(methods)), methods)
+    axis.legend(fontsize=8)
 
 
 def growth_figure(
