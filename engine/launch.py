@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -21,6 +20,7 @@ import msgspec
 import zmq
 
 from drafters.registry import check, find
+from engine.child_environment import child_environment
 from engine.config import Config
 from engine.nursery import Nursery
 from engine.transport import Hub
@@ -88,12 +88,10 @@ def _environment(config: Config, role: str) -> dict[str, str]:
     """The environment of a worker's process and of its libraries' thread pools."""
     shares = share_cores(config)
     threads = str(shares.verifier_alone if role == "verifier" else shares.drafter)
-    paths = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {
+    return child_environment() | {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         **POOL_WAITS,
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "TOKENIZERS_PARALLELISM": "false",
     }
 

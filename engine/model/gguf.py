@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from engine.child_environment import child_environment
 from engine.errors import ModelError
 from engine.model.cache import home, keep
 from engine.model.gguf_file import GgufFile, read_gguf
@@ -51,7 +52,7 @@ def convert(gguf: GgufFile, folder: Path, field: str, title: str, origin: str, r
     """Fill `folder` with the model as bfloat16. title, origin: for its card. Raises ModelError."""
     stage, done = f"converting {title} to bfloat16", 0.0
     command = [sys.executable, "-m", "engine.model.dequantise", str(gguf.path), str(folder), title, origin]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    environment = child_environment() | {"HF_HUB_OFFLINE": "1"}
     said = b""
     report(stage, done, 1)
     with subprocess.Popen(

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -53,6 +54,17 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
 
     monkeypatch.setattr("engine.launch.subprocess.Popen", Noted)
     return processes
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 always looks for modules in the current folder")
+async def test_a_script_in_the_current_folder_never_runs_in_a_worker(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch.py").write_text("open('it ran', 'w')")
+    monkeypatch.chdir(tmp_path)
+    async with await Engine.start(model=tiny, method="none") as engine:
+        await engine.generate([1, 2, 3], SamplingParams(max_tokens=2))
+    assert [file.name for file in _files(tmp_path)] == ["torch.py"]
 
 
 async def test_a_refused_start_ends_the_process_that_was_to_verify(started: list[subprocess.Popen[bytes]]) -> None:
@@ -222,6 +234,10 @@ async def test_finished_requests_leave_no_cache_behind(tiny: str, tiny_draft: st
         assert len(there(KVCache)) <= caches + 2
         new = [pool for pool in there(KVPool) if id(pool) not in pools]
         assert new and all(pool.free == pool.blocks for pool in new)
+
+
+def _files(folder: Path) -> list[Path]:
+    return [*folder.iterdir()]
 
 
 def leftovers() -> list[Path]:
