@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import sys
 import time
@@ -187,7 +186,8 @@ class Engine:
         if self.config.queue.full == "refuse" and not self._places.available_tokens:
             raise QueueFull(f"queue.size={self.config.queue.size}: all places are taken; try later or raise it")
         number = next(self._numbers)
-        async with self._places_for(number):
+        await self._places.acquire_on_behalf_of(number)
+        try:  # no context manager of its own: an event loop that ends closes all generators, that one's before this
             self._check_open()  # after every wait: close() reaches only the requests in _flights
             flight = self._flights[number] = Flight(number, tokens, sampling)
             self.totals.prompt_tokens += len(tokens)
@@ -206,12 +206,6 @@ class Engine:
             finally:
                 del self._flights[number]
                 self._supervisor.cancel(flight)
-
-    @contextlib.asynccontextmanager
-    async def _places_for(self, number: int) -> AsyncIterator[None]:
-        await self._places.acquire_on_behalf_of(number)
-        try:
-            yield
         finally:
             self._places.release_on_behalf_of(number)
 

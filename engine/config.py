@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, first_line
 from engine.places import ROOT
 from engine.spelling import did_you_mean
 
@@ -20,6 +20,12 @@ DEMO = ROOT / "configs" / "demo.yaml"
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _may_be_empty(cls, values: Any) -> Any:
+        """In YAML, a section whose keys are all comments is null."""
+        return {} if values is None else values
 
 
 class GrowthConfig(_Section):
@@ -225,10 +231,16 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"config={path}: cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config={path}: is not YAML: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"config={path}: is not YAML: {_place(error)}{first_line(error)}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"config={path}: must hold keys and values, for example `method: suffix`")
     return _resolve(values, path.parent)  # type: ignore[no-any-return]
+
+
+def _place(error: Exception) -> str:
+    """Where in a YAML file the error is, as far as it is known."""
+    mark = getattr(error, "problem_mark", None)
+    return "" if mark is None else f"line {mark.line + 1}: "
 
 
 def _resolve(value: Any, folder: Path) -> Any:
@@ -241,7 +253,7 @@ def _resolve(value: Any, folder: Path) -> Any:
 
 def _assign(values: dict[str, Any], keys: list[str], value: Any) -> None:
     for key in keys[:-1]:
-        section = values.setdefault(key, {})
+        section = {} if values.get(key) is None else values[key]
         if isinstance(section, BaseModel):
             section = section.model_dump()
         if not isinstance(section, dict):

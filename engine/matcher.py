@@ -61,7 +61,10 @@ class Matchers:
                 raise _refused(grammar, state.get_error())
             guides = [self._state(source) for source in _guides(grammar)]
             guides = [guide for guide in guides if not guide.is_error()]
-            self._made[grammar] = Matcher(state, guides, self._vocab_size)
+            made = Matcher(state, guides, self._vocab_size)
+            if not (made.complete or np.delete(made.allowed(), self._eos).any()):
+                raise _refused(grammar, "fits no text that the model's tokens can spell")
+            self._made[grammar] = made
             if len(self._made) > _KEPT:
                 self._made.popitem(last=False)
         self._made.move_to_end(grammar)

@@ -55,9 +55,14 @@ def keep(folder: Path, field: str, needed_bytes: int, build: Callable[[Path], No
 _ROOM = "make room, or set TALON_HOME to a folder on a larger disk"
 
 
+def lock_of(folder: Path) -> Path:
+    """The file that one process locks while it makes the folder."""
+    return folder.with_name(f".{folder.name}.lock")
+
+
 @contextmanager
 def _only_process(folder: Path, report: Report) -> Iterator[None]:
-    lock = FileLock(folder.with_name(f".{folder.name}.lock"))
+    lock = FileLock(lock_of(folder))
     try:
         lock.acquire(timeout=0)
     except Timeout:

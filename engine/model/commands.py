@@ -64,7 +64,7 @@ def path_command(name: NameArgument) -> None:
 @app.command("remove")
 def remove_command(name: NameArgument) -> None:
     """Remove a downloaded model or a converted GGUF file; the GGUF file itself stays. Both can be fetched again."""
-    from engine.model.cache import home
+    from engine.model.cache import home, lock_of
     from engine.model.catalogue import CATALOGUE
     from engine.model.resolve import folder_of
 
@@ -74,6 +74,7 @@ def remove_command(name: NameArgument) -> None:
         if folder is None:
             raise ModelError(f"model={name}: is not here; talon models list names those that are")
         shutil.rmtree(folder)
+        lock_of(folder).unlink(missing_ok=True)
         typer.echo(f"removed {folder}")
 
 

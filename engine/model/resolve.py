@@ -31,6 +31,8 @@ def resolve(model: str, key: str = "model") -> str:
     if model.lower().endswith(".gguf"):
         with shown() as report:
             return str(converted(Path(model), f"{key}={model}", report))
+    if folder.is_file():
+        raise ModelError(f"{key}={model}: is a file, and no GGUF file: name the directory that holds it")
     return fetched(model)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.metadata import version
 from importlib.resources import files
 from typing import Any
 
+import anyio.to_thread
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
@@ -14,6 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from engine.errors import TalonError
+from engine.prompts import encode_prompt
 from engine.server.answers import (
     ChatCompletion,
     Error,
@@ -25,12 +28,12 @@ from engine.server.answers import (
     Version,
 )
 from engine.server.connection import ClientGone
-from engine.server.errors import ApiError, api_error
+from engine.server.errors import ApiError, api_error, not_json
 from engine.server.guard import CLIENT_GONE, Guard
 from engine.server.render import ChatFormat, TextFormat
 from engine.server.schema import ChatRequest, CompletionRequest, TokenizeRequest
 from engine.server.serving import Serving
-from engine.server.translate import chat_choices, names_of, text_choices
+from engine.server.translate import chat_choices, check_model, names_of, text_choices
 
 VERSION = version("talon-decoding")
 Responses = dict[int | str, dict[str, Any]]
@@ -88,9 +91,7 @@ def create_app(serving: Serving) -> FastAPI:
     @app.get("/v1/models/{model:path}", responses=_only(401, 404))
     async def model(model: str) -> Model:
         """The one model that is served, by its name."""
-        if model != settings.model:
-            message = f"model: {model} is not served here; ask for {settings.model}"
-            raise ApiError(404, message, code="model_not_found", param="model")
+        check_model(model, settings)
         return _model(serving)
 
     @app.post("/tokenize", responses=_only(400, 401, 413))
@@ -99,7 +100,10 @@ def create_app(serving: Serving) -> FastAPI:
         request.state.names = names_of(body)
         messages = body.messages
         asked: Any = body.prompt if messages is None else [message.plain() for message in messages]
-        tokens = await engine.encode(asked, raw=True)
+        if body.model is not None:
+            check_model(body.model, settings)
+        vocabulary = engine.target.vocab_size
+        tokens = await anyio.to_thread.run_sync(encode_prompt, engine.tokenizer, asked, True, vocabulary)
         return Tokenized(tokens=tokens, count=len(tokens), max_model_len=engine.target.context)
 
     @app.get("/health", responses=_only(503))
@@ -137,13 +141,16 @@ def _handle_errors(app: FastAPI, serving: Serving) -> None:
     async def refuse(request: Request, error: Exception) -> Response:
         if isinstance(error, ClientGone):
             return Response(status_code=CLIENT_GONE)
+        allowed: Mapping[str, str] = {}
         if isinstance(error, HTTPException):
-            error = _http_error(error)
+            allowed, error = error.headers or {}, _http_error(error)
         refusal = api_error(error, request.state.names)
         if refusal.status == 500:
             serving.log.failed(request.state.number, error)
         request.state.record["error"] = str(refusal)
-        return refusal.response()
+        response = refusal.response()
+        response.headers.update(allowed)
+        return response
 
     for kind in (TalonError, RequestValidationError, HTTPException, ClientGone):
         app.add_exception_handler(kind, refuse)
@@ -153,6 +160,8 @@ def _http_error(error: HTTPException) -> ApiError:
     """Errors of FastAPI itself: no such path, another method, a body that cannot be read or is too long."""
     if error.status_code == 404 and error.detail == "Not Found":
         return ApiError(404, "no such route; there are /v1/chat/completions, /v1/completions and those of /docs")
+    if error.status_code == 400:  # in a text that is no UTF-8, or in numbers and nesting that Python does not read
+        return not_json()
     return ApiError(error.status_code, str(error.detail))
 
 

@@ -17,6 +17,7 @@ RETRY_AFTER_S = 1
 CONTEXT_LENGTH = "context_length_exceeded"
 _FIELD_NAME = re.compile(r"(?!str$|int$)[a-z_0-9]+")  # and not a branch of a union
 _FIELD = re.compile(r"^([a-z_][a-z0-9_.]*)(=|: )")
+_PROMPT = "give a text, token ids, or a list of texts or of lists of token ids; no list may be empty"
 _MOST_NAME = 64  # characters of an unknown field's name that are repeated
 
 
@@ -64,6 +65,10 @@ def api_error(error: Exception, names: Mapping[str, str] | None = None) -> ApiEr
     return ApiError(500, "an error of the server; its log says more", "server_error", "internal_error")
 
 
+def not_json() -> ApiError:
+    return ApiError(400, "the body is not JSON", code="invalid_json")
+
+
 def returning() -> ApiError:
     """The engine's workers are being restarted."""
     return ApiError(503, "the workers are being started again; try again soon", "server_error", "unavailable")
@@ -91,11 +96,14 @@ def _validation(error: RequestValidationError) -> ApiError:
     if isinstance(error.body, bytes):  # not read as JSON, whatever it holds
         return ApiError(400, "the body is not sent as JSON; add the header Content-Type: application/json")
     if first["type"] == "json_invalid":
-        return ApiError(400, "the body is not JSON", code="invalid_json")
+        return not_json()
     if first["type"] == "extra_forbidden":
         *above, name = first["loc"][1:]
         field = ".".join(filter(None, (_path(above), name[:_MOST_NAME])))
         return ApiError(400, f"{field}: is not supported by this server; leave it out", code="unsupported", param=field)
+    if field.startswith("prompt") and len(errors) > 1:  # nobody knows which of the union's branches was meant
+        halved = any(one["type"] == "string_unicode" for one in errors)
+        return ApiError(400, f"prompt: {HALF_A_CHARACTER if halved else _PROMPT}", param="prompt")
     message = _said(first)
     if first["type"] == "value_error" and (named := field_of(message)):  # ours: it names the field
         return ApiError(400, message, param=f"{field}.{named}" if field else named)

@@ -73,10 +73,10 @@ class Log:
 
 
 def to_standard_error() -> None:
-    """Send the log, and uvicorn's own lines, to standard error."""
+    """Send the log, and lines of uvicorn and OpenTelemetry, to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(Readable() if sys.stderr.isatty() else JsonLines())
-    for name in (_LOGGER, "uvicorn.error"):
+    for name in (_LOGGER, "uvicorn.error", "opentelemetry"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(logging.INFO)

@@ -23,9 +23,11 @@ _NAMES = {
 
 
 def check(endpoint: str | None) -> None:
-    """Raise ConfigError if spans are wanted and the extra that sends them is missing."""
+    """Raise ConfigError if spans are wanted, and the endpoint is no URL or the extra that sends them is missing."""
     if endpoint is None:
         return
+    if not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(f"--traces {endpoint}: is no URL; name one, for example http://localhost:4318/v1/traces")
     try:
         import opentelemetry.exporter.otlp.proto.http.trace_exporter
         import opentelemetry.sdk.trace.export  # noqa: F401

@@ -86,10 +86,15 @@ async def _encoded(field: str, prompt: Any, engine: Engine, settings: Settings) 
     return tokens
 
 
-def _check(body: Generation, choices: int, engine: Engine, settings: Settings) -> None:
-    if body.model != settings.model:
-        message = f"model: {body.model} is not served here; ask for {settings.model}"
+def check_model(model: str, settings: Settings) -> None:
+    """Refuse another model than the one that is served."""
+    if model != settings.model:
+        message = f"model: {model} is not served here; ask for {settings.model}"
         raise ApiError(404, message, code="model_not_found", param="model")
+
+
+def _check(body: Generation, choices: int, engine: Engine, settings: Settings) -> None:
+    check_model(body.model, settings)
     most = min(settings.max_choices, engine.config.queue.size)
     if choices > most:
         raise ApiError(400, f"n: {choices} answers in one request (prompts times n); {most} are the most", param="n")

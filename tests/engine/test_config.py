@@ -67,6 +67,17 @@ def test_a_file_that_holds_no_configuration_is_named(tmp_path: Path, text: str) 
         load(tmp_path / "bad.yaml")
 
 
+def test_where_a_file_is_no_yaml_is_told(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("method: pld\n  bad: [")
+    with pytest.raises(ConfigError, match=r"bad\.yaml: is not YAML: line 2: mapping values are not allowed here"):
+        load(tmp_path / "bad.yaml")
+
+
+def test_a_section_whose_keys_are_all_comments_is_empty(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("drafter:\n  # budget: 9\nqueue:\n")
+    assert load(tmp_path / "a.yaml", {"drafter.standby": False}) == load({"drafter": {"standby": False}})
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.yaml: cannot be read"):
         load(tmp_path / "none.yaml")

@@ -56,6 +56,26 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
     return processes
 
 
+LEFT = """
+import asyncio
+from engine import Engine
+
+async def main():
+    async with await Engine.start(model=MODEL, method="none", transport="inproc") as engine:
+        stream = engine.stream("abc")
+        async for piece in stream:
+            return stream
+
+asyncio.run(main())
+"""
+
+
+def test_a_stream_that_was_left_ends_silently_with_the_event_loop(tiny: str) -> None:
+    program = [sys.executable, "-c", LEFT.replace("MODEL", repr(tiny))]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "Error" not in done.stderr, done.stderr
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 always looks for modules in the current folder")
 async def test_a_script_in_the_current_folder_never_runs_in_a_worker(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

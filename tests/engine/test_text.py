@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import load
-from engine.errors import ConfigError, RequestError
-from engine.text import TextStream, encode_text, tokenizer_of
+from engine.errors import ConfigError, ModelError, RequestError
+from engine.text import TextStream, encode_text, load_tokenizer, tokenizer_of
 from tests.conftest import sentencepiece_tokenizer, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()  # one token per byte, so that every character beyond ASCII is split
@@ -119,6 +119,12 @@ def test_special_tokens_are_shown_where_they_are_part_of_the_text() -> None:
 def test_half_a_character_is_no_prompt() -> None:
     with pytest.raises(RequestError, match=r"^prompt: holds half a character"):
         encode_text(TOKENIZER, [{"role": "user", "content": "hi \ud83d"}])
+
+
+def test_a_model_without_tokenizer_files_is_told_which_to_copy(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ModelError, match=r"has no tokenizer: copy tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_messages_need_role_and_content() -> None:

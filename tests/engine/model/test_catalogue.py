@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from engine.config import DEMO, ROOT, load
 from engine.errors import ModelError
 from engine.model import resolve as resolving
+from engine.model.cache import lock_of
 from engine.model.catalogue import CATALOGUE, KnownModel, find
 from engine.model.commands import app
 from engine.model.resolve import get, resolve, resolved, with_own
@@ -191,6 +192,12 @@ def test_a_folder_with_a_gguf_file_alone_is_told_which_file_to_name(tmp_path: Pa
         resolved(load({"model": str(tmp_path)}))
 
 
+def test_another_file_than_a_gguf_file_is_told_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ModelError, match=r"model\.safetensors: is a file, and no GGUF file: name the directory"):
+        resolved(load({"model": str(tmp_path / "model.safetensors")}))
+
+
 def test_the_default_and_the_demo_configuration_name_a_known_model() -> None:
     assert load({}).model in CATALOGUE and load(DEMO).model in CATALOGUE
     assert load(ROOT / "configs" / "smollm2.yaml").model in CATALOGUE
@@ -215,13 +222,14 @@ def test_a_model_that_is_here_can_be_removed_and_nothing_else(empty_home: Path) 
     for folder in folders:
         folder.mkdir(parents=True)
         (folder / "model.safetensors").write_bytes(bytes(10))
+        lock_of(folder).touch()
     for wrong in ("nowhere", "..", "../models", ".", "/"):
         refused = CliRunner().invoke(app, ["remove", wrong])
         assert refused.exit_code == 2 and refused.output.startswith(f"talon: model={wrong}: is not here")
     assert all(folder.is_dir() for folder in folders)
     for folder in folders:
         assert CliRunner().invoke(app, ["remove", folder.name]).output == f"removed {folder}\n"
-    assert not any(folder.exists() for folder in folders)
+    assert not any(folder.exists() or lock_of(folder).exists() for folder in folders)
 
 
 def test_getting_an_unknown_model_is_one_line(empty_home: Path) -> None:

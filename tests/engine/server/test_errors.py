@@ -117,6 +117,25 @@ def test_half_a_character_is_no_prompt(prompt: object) -> None:
         CompletionRequest.model_validate({"model": "m", "prompt": prompt})
 
 
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ([], "give a text"),
+        ([[]], "give a text"),
+        (["a", 1], "give a text"),
+        ({"text": "a"}, "give a text"),
+        (HALF, "holds half a character"),
+        (["a", HALF], "holds half a character"),
+    ],
+)  # fmt: skip
+def test_of_a_wrong_prompt_the_client_learns_what_a_prompt_is(prompt: object, said: str) -> None:
+    with pytest.raises(ValidationError) as wrong:
+        CompletionRequest.model_validate({"model": "m", "prompt": prompt})
+    errors = [error | {"loc": ("body", *error["loc"])} for error in wrong.value.errors()]
+    told = api_error(RequestValidationError(errors)).body.error
+    assert told.param == "prompt" and told.message.startswith(f"prompt: {said}")
+
+
 def test_what_asks_for_nothing_is_let_through() -> None:
     idle = {"tools": [], "tool_choice": "none", "functions": None, "store": False, "n": None, "logprobs": None}
     idle |= {"top_logprobs": 0, "max_tokens": 5, "max_completion_tokens": 5, "stream": None, "ignore_eos": None}

@@ -49,7 +49,27 @@ def test_unknown_paths_and_methods_are_error_objects(server: ServerProcess) -> N
         (httpx.post(f"{server.url}/v1/completions", content=b"\xff\xfe"), 400),
     ):
         assert answer.status_code == status and answer.json()["error"]["message"], answer.text
+        assert answer.headers.get("allow") == ("POST" if status == 405 else None)
     assert "/v1/chat/completions" in httpx.post(f"{server.url}/v1/responses", json={}).json()["error"]["message"]
+
+
+@pytest.mark.parametrize("body", [b'{"model": "\xff"}', b"[" * 200_000, b'{"n": ' + b"9" * 5000 + b"}"])
+def test_a_body_that_cannot_be_read_is_no_json(server: ServerProcess, body: bytes) -> None:
+    answer = httpx.post(f"{server.url}/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+
+
+def test_texts_of_any_length_are_tokenized_for_the_served_model_alone(server: ServerProcess) -> None:
+    long = httpx.post(f"{server.url}/tokenize", json={"model": "tiny", "prompt": "ab" * 5000}).json()
+    assert long["count"] == len(long["tokens"]) == 10_000 > long["max_model_len"]
+    assert httpx.post(f"{server.url}/tokenize", json={"model": "other", "prompt": "ab"}).status_code == 404
+
+
+@pytest.mark.parametrize("grammar", [{"grammar": "root ::= root"}, {"regex": r"[^\s\S]"}])
+def test_a_grammar_that_no_text_fits_is_the_clients_error(server: ServerProcess, grammar: dict[str, str]) -> None:
+    answer = httpx.post(f"{server.url}/v1/completions", json=BODY | {"structured_outputs": grammar})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"].startswith("structured_outputs")
 
 
 def test_a_request_keeps_its_number(server: ServerProcess) -> None:
@@ -307,7 +327,7 @@ def test_traces_are_sent_below_the_clients_own(tiny: str) -> None:
         (("--api-keys", "nowhere.txt"), "cannot be read"),
         (("--host", "203.0.113.1"), "cannot listen there"),
         (("--port", "{taken}"), "name another --port"),
-        (("--traces", "nonsense", "--set", "model=nowhere"), "nowhere"),
+        (("--traces", "nonsense", "--set", "model=nowhere"), "is no URL"),
     ],
 )
 def test_wrong_options_are_one_line(options: tuple[str, ...], said: str) -> None:
