@@ -107,6 +107,7 @@ def bench(
     async def main() -> int:
         from .bench import run_overhead
         from .contestants import ABLATION, every, without_effect
+        from .runs import Run
 
         groups = {"all": every(), "ablation": list(ABLATION)}
         names = groups.get(methods) or names_in(methods)
@@ -126,6 +127,8 @@ def bench(
             table = await run_overhead(settings, [n for n in names if n not in PEERS], samplings[0], console)
             Console().print(table.rich())
             return 0
+        if against is not None:
+            Run.read(against)  # refused before anything is measured
         with results_in(out):
             if server is not None:
                 return await measure_server(server, levels or [1, 4, 8, 16, 64], samplings[0])

@@ -17,6 +17,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
+from drafters import registry
 from engine.api import Engine
 from engine.config import Config, load
 from engine.errors import ConfigError
@@ -209,7 +210,9 @@ async def run_check(
     """Compare every setting on every question. log: a file with the comparisons of an earlier, interrupted run."""
     questions = {file.stem: read_questions(file, limit) for file in files}
     for setting in grid.settings():  # before anything is answered
-        load(settings_of(setting.method, config), {"mode": setting.mode, "transport": setting.transport})
+        registry.check(
+            load(settings_of(setting.method, config), {"mode": setting.mode, "transport": setting.transport})
+        )
     config = resolved(config)
     kept = Log(log, _about(config, questions, sampling, grid))
     tokenizer = tokenizer_of(config)

@@ -137,7 +137,7 @@ def qa(
         if as_json:
             print(json.dumps(msgspec.to_builtins({"retrieval": retrieval, "rows": rows}), indent=2))
         else:
-            Console().print(speed_table(rows).rich(), score_table(rows).rich(), retrieval or "")
+            Console().print(speed_table(rows).rich(), score_table(rows).rich(), str(retrieval or ""))
         return tell_qa_differences(rows, console)
 
     if run(main()):

@@ -133,7 +133,7 @@ class _Evidence:
         what = Knowledge(self.knowledge, self.limit, 2, self.sampling, minutes)
         names = ["pld", "suffix", "suffix" + DENSE, "datastore", "talon"]
         retrieval, rows = await run_qa(self.config, names, what, self.out, None, self.console)
-        self.console.print(retrieval or "no passages")
+        self.console.print(str(retrieval or "no passages"))
         return tell_qa_differences(rows, self.console)
 
     async def rivals(self, methods: Sequence[str], folder: Path | None, gguf: Path | None, minutes: float) -> int:

@@ -94,7 +94,8 @@ class Row(msgspec.Struct, frozen=True):
 class Summary(msgspec.Struct, frozen=True):
     """A contestant over some answers. speed_up: the median of per-prompt ratios of tokens/s to plain decoding's; over
     several suites the geometric mean of their medians, so that each counts the same however often it was asked. low,
-    high: its 95% interval by bootstrap over prompts. The others: means of the suites' means, memory: the most.
+    high: its 95% interval by bootstrap over prompts. The others: means of the suites' means, tokens accepted
+    over all rounds of a suite; memory: the most.
     """
 
     method: str
@@ -151,6 +152,14 @@ def loops(tokens: Sequence[int]) -> bool:
     return max(grams.values(), default=0) > _LOOP_COUNT
 
 
+def tokens_a_round(rows: Iterable[Row]) -> float | None:
+    """Mean tokens of all these answers' rounds; None if none of them was made of rounds."""
+    rounds = Counter[int]()
+    for row in rows:
+        rounds.update({int(tokens): count for tokens, count in row.accepted.items()})
+    return sum(tokens * count for tokens, count in rounds.items()) / rounds.total() if rounds else None
+
+
 def speed_ups(rows: Iterable[Row], method: str) -> list[float]:
     """Per prompt, the method's tokens/s over plain decoding's in the same repeat."""
     rows = list(rows)
@@ -198,6 +207,8 @@ def _summary(rows: Sequence[Row], method: str) -> Summary:
     compared = [row.output_equal for row in mine if row.output_equal is not None]
     memory = [row.peak_memory_mb for row in mine if row.peak_memory_mb is not None]
 
+    pooled = [tokens for some in asked.values() if (tokens := tokens_a_round(some)) is not None]
+
     def average(name: str) -> float | None:
         values = [[v for row in some if (v := getattr(row, name)) is not None] for some in asked.values()]
         return mean(map(mean, told)) if (told := [some for some in values if some]) else None
@@ -209,7 +220,7 @@ def _summary(rows: Sequence[Row], method: str) -> Summary:
         speed_up=geometric_mean(map(median, ratios)),
         low=float(low),
         high=float(high),
-        mean_accepted_tokens=average("mean_accepted_tokens"),
+        mean_accepted_tokens=mean(pooled) if pooled else None,
         time_to_first_token_s=average("time_to_first_token_s"),
         verifier_busy=average("verifier_busy"),
         draft_hit_rate=average("draft_hit_rate"),

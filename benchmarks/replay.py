@@ -136,10 +136,13 @@ def accepted(tree: TokenTree, answer: Sequence[int]) -> list[int]:
     return path
 
 
+_METHODS_HELP = "Comma-separated; suffix-own: suffix without what it remembers of earlier answers."
+
+
 def replay(
     trace: Annotated[Path, typer.Option(help="JSONL of recorded conversations: turns and answers.")],
     tokenizer: Annotated[Path, typer.Option(help="Directory of the tokenizer.")],
-    names: Annotated[str, typer.Option("--methods", help="Comma-separated.")] = "pld,suffix,suffix-own,recycling",
+    names: Annotated[str, typer.Option("--methods", help=_METHODS_HELP)] = "pld,suffix,suffix-own,recycling",
     limit: Annotated[int | None, typer.Option(help="Answers to replay.", show_default="all", min=1)] = None,
     budget: Annotated[int, typer.Option(help="Candidate tokens a round.", min=1, max=1023)] = 16,
     calibration: Annotated[
@@ -147,7 +150,9 @@ def replay(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """What retrieval would give on recorded answers: mean accepted tokens and lookup times, without a model."""
+    """What retrieval would give on recorded answers, without a model: tokens a round (MAT), how many the trees'
+    confidences promised, and lookup times.
+    """
     try:
         listed = names_in(names)
         results = _run(trace, tokenizer, listed, limit, budget, calibration)

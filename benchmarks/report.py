@@ -13,7 +13,7 @@ from statistics import mean, median
 
 from . import headlines, load_figures, qa_figures, speed_plots, tree_plots
 from .about import ABOUT
-from .figures import Row, Summary, first_turns, speed_ups, summaries, without_loops
+from .figures import Row, Summary, first_turns, speed_ups, summaries, tokens_a_round, without_loops
 from .forward_plots import cost_curve
 from .rivals import figures as rival_figures
 from .runs import Run
@@ -29,8 +29,8 @@ IF_DRAWN = (
 READING = (
     "Speed-up: median over prompts of tokens/s over plain decoding's on the same prompt in the same run; over several "
     "suites the geometric mean of their medians, first turns only. Its 95% interval is a bootstrap over prompts. MAT: "
-    "tokens a round, bonus included. An answer loops if 8 tokens in a row occur in it more than 4 times; loops flatter "
-    "whoever copies from the text. Contestants take turns prompt by prompt.",
+    "tokens a round, bonus included, over all rounds of a suite. An answer loops if 8 tokens in a row occur in it more "
+    "than 4 times; loops flatter whoever copies from the text. Contestants take turns prompt by prompt.",
     "Token ms: between tokens, those that come together sharing their wait. Round ms: between verdicts, the wait a "
     "reader of the stream sees. Verify and draft: models' forwards; other: the rest of a round, messages included. "
     "Peak MB: resident memory of verifier and drafter, libraries included. Same text: as plain decoding's; a tie is a "
@@ -159,7 +159,7 @@ def turn_table(rows: Sequence[Row]) -> Table | None:
     for suite, method in dict.fromkeys((row.suite, row.method) for row in rows if row.suite.partition(",")[0] in later):
         mine = [row for row in rows if (row.suite, row.method) == (suite, method)]
         cached = [row.cached_tokens for row in mine if row.cached_tokens is not None]
-        accepted = [row.mean_accepted_tokens for row in mine if row.mean_accepted_tokens is not None]
+        accepted = tokens_a_round(mine)
         first = [row.time_to_first_token_s for row in mine if row.time_to_first_token_s is not None]
         lines.append(
             [
@@ -170,7 +170,7 @@ def turn_table(rows: Sequence[Row]) -> Table | None:
                 f"{1000 * median(first):.0f}" if first else "-",
                 f"{mean(row.tokens_per_second for row in mine):.0f}",
                 f"{median(speed_ups([row for row in rows if row.suite == suite], method)):.2f}x",
-                f"{mean(accepted):.2f}" if accepted else "-",
+                "-" if accepted is None else f"{accepted:.2f}",
             ]
         )
     columns = ("turn", "method", "prompt", "cached", "first ms", "tokens/s", "speed-up", "MAT")

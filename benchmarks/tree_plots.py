@@ -10,6 +10,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from .acceptance import Accepted, simulation
@@ -28,11 +29,13 @@ def accepted_lengths(rows: Sequence[Row], path: Path, most: int = 12) -> None:
         counts: Counter[int] = Counter()
         for row in rows:
             if row.method == line.method:
-                counts.update({min(int(length), most): count for length, count in row.accepted.items()})
-        total = max(1, sum(counts.values()))
+                counts.update({int(length): count for length, count in row.accepted.items()})
+        total = max(1, counts.total())
         lengths = range(1, most + 1)
-        label = f"{line.method} (mean {line.mean_accepted_tokens:.2f})"
-        axis.plot(lengths, [counts[n] / total for n in lengths], **line_style(place), label=label)
+        shown = [*(counts[n] for n in lengths[:-1]), sum(n for length, n in counts.items() if length >= most)]
+        pooled = sum(length * count for length, count in counts.items()) / total
+        label = f"{line.method} (mean {pooled:.2f})"
+        axis.plot(lengths, [n / total for n in shown], **line_style(place), label=label)
     axis.set_xlabel(f"tokens emitted in a round (the last: {most} or more)")
     axis.set_ylabel("share of rounds")
     axis.legend(fontsize=8)
@@ -156,6 +159,7 @@ def _draw_chains(axis: Axes, chains: Sequence[Accepted]) -> None:
         axis.plot(range(1, len(shares) + 1), shares, **line_style(place), label=one.method)
     axis.set(title=f"Chain, T = {chains[0].temperature:g}", ylim=(0, 1))
     axis.set(xlabel="position", ylabel="accepted, given all before")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.legend(fontsize=8)
 
 
@@ -204,7 +208,9 @@ def growth_figure(
     names = list(dict.fromkeys(r.suite for g in fixed for r in g.rounds))
     for place, g in enumerate(fixed):
         suites.plot(names, [g.mean("emitted", name) for name in names], **line_style(place), label=g.value)
-    suites.set(title="MAT by suite", ylim=(0, None))
+    suites.set(title="MAT by suite")
+    suites.set_ylim(0, 1.08 * suites.get_ylim()[1])
+    suites.legend(fontsize=8)
     suites.tick_params(axis="x", labelrotation=30, labelsize=8)
     save(figure, path)
 

@@ -109,7 +109,7 @@ def info(
 
 @app.command()
 def query(
-    folder: Path, text: str, tokenizer: TokenizerOption, count: Annotated[int, typer.Option(help="Lines.")] = 8
+    folder: Path, text: str, tokenizer: TokenizerOption, count: Annotated[int, typer.Option(help="Lines.", min=1)] = 8
 ) -> None:
     """What followed the longest match of a text's end, or the passages most similar to a text."""
     from retrieval_index.datastore import Datastore

@@ -58,7 +58,10 @@ def read_questions(path: Path, tokenizer: Any, recipe: Recipe) -> list[Question]
         if len(chosen) == recipe.prompts:
             break
     if len(chosen) < 2:
-        raise ConfigError(f"data={path}: fewer than two prompts fit into {room} tokens: raise `length` in the recipe")
+        raise ConfigError(
+            f"data={path}: fewer than two rows fit: prompts into {room} tokens, or with their own `tokens` into "
+            f"{recipe.length}: raise `length` in the recipe"
+        )
     return chosen
 
 

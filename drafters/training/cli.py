@@ -17,17 +17,17 @@ Data = Annotated[
 ]
 Out = Annotated[Path, typer.Option(help="Where the head goes; its checkpoints lie in OUT/training.")]
 RecipeFile = Annotated[Path | None, typer.Option(help="Recipe, default configs/train/<method>.yaml.")]
-Steps = Annotated[int | None, typer.Option(help="Instead of the recipe's.")]
-Prompts = Annotated[int | None, typer.Option(help="Instead of the recipe's.")]
+Steps = Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's.")]
+Prompts = Annotated[int | None, typer.Option(min=2, help="Instead of the recipe's.")]
 Resume = Annotated[bool, typer.Option(help="Go on from the last checkpoint in OUT.")]
 Start = Annotated[
     Path | None,
     typer.Option(help="Folder of a trained head to train longer, or on prompts of your own."),
 ]
 Answers = Annotated[Path | None, typer.Option(help="Folder of generated answers, default OUT/../answers.")]
-SaveMinutes = Annotated[float, typer.Option(help="Time between checkpoints.")]
+SaveMinutes = Annotated[float, typer.Option(min=0, help="Time between checkpoints.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads.")]
 
 
 def _command(method: str, summary: str) -> None:

@@ -33,6 +33,7 @@ from engine.model.resolve import resolve
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 _SAID_S = 60.0  # between two progress lines where no bar is shown
 _HEAD_FILES = ("model.safetensors", "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
+DEVICES = ("auto", "cpu", "cuda")
 RECIPES = Path(__file__).resolve().parents[2] / "configs" / "train"
 
 
@@ -72,6 +73,10 @@ def train(
     wanted_layers(plan, model)  # refused before hours of answering, not after
     module = None if head is None else begun_with(head, plan, model)
     questions = read_questions(data, tokenizer, plan)
+    try:
+        checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out={out}: cannot be made ({error.strerror}): name another folder") from None
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
     figures = TextColumn("{task.fields[figures]}", table_column=Column(ratio=1, no_wrap=True))  # if there is room
     with Progress(*columns, figures, console=console, expand=True) as progress:
@@ -103,6 +108,8 @@ def train(
         def note() -> None:
             console.print("stopping behind this step; Ctrl-C again ends at once, without saving")
 
+        if head is not None and not trainer.step:
+            trainer.judge(judged)  # what is to be beaten
         with noted(note) as stopping:
             trainer.run(
                 checkpoint,
@@ -226,6 +233,8 @@ def _figures(score: Score) -> str:
 
 
 def _load_target(folder: Path, device: str) -> tuple[Any, Any]:
+    if device not in DEVICES:
+        raise ConfigError(f"device={device!r}: is none of {', '.join(DEVICES)}")
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device='cuda': torch finds no CUDA device here: use --device cpu or auto")
     where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)

@@ -132,6 +132,15 @@ async def test_a_log_of_other_settings_is_refused_where_these_share_the_question
         await run_check(config, two, [questions], None, SAMPLING, log, Console(quiet=True))
 
 
+async def test_a_method_that_cannot_draft_is_refused_before_anything_is_answered(
+    config: Config, questions: Path, tmp_path: Path
+) -> None:
+    grid = Grid(["pld", "datastore"], ["sequential"], ["inproc"], [1], [0.0])
+    with pytest.raises(ConfigError, match=r"^drafter\.datastore"):
+        await run_check(config, grid, [questions], None, SAMPLING, tmp_path / "log", Console(quiet=True))
+    assert not (tmp_path / "log").exists()
+
+
 async def test_fewer_questions_than_settings_are_refused(config: Config, questions: Path) -> None:
     grid = Grid(["pld"], ["async", "sequential"], ["inproc", "ipc"], [1], [1.0], 1, True)
     with pytest.raises(ConfigError, match="--spread: 3 questions for 4 settings of a method; give more questions"):

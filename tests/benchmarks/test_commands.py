@@ -55,6 +55,7 @@ def test_generate_json_is_exactly_one_object(tiny: str) -> None:
         (["check", "--questions", "nowhere.jsonl"], "nowhere.jsonl"),
         (["bench", "--questions", "nowhere.jsonl", "--methods", "pldd"], "nowhere.jsonl"),
         (["bench", "--questions", "README.md", "--out", "README.md"], "--out README.md"),
+        (["bench", "--questions", "nowhere.jsonl", "--against", "elsewhere"], "results=elsewhere"),
         (["report", "nowhere"], "nowhere"),
         (["report", "nowhere", "--against", "elsewhere"], "nowhere"),
         (["shapes"], "--questions"),

@@ -61,7 +61,7 @@ def test_prompts_whose_plain_answer_loops_are_left_out_for_everybody() -> None:
 
 
 def test_what_a_contestant_does_not_tell_stays_unknown() -> None:
-    rows = [row("none", "a", 1.0), row("hf", "a", 1.0, mean_accepted_tokens=None, output_equal=None)]
+    rows = [row("none", "a", 1.0), row("hf", "a", 1.0, accepted={}, output_equal=None)]
     line = summaries(rows)[1]
     assert line.mean_accepted_tokens is None and line.compared == 0
 
@@ -74,10 +74,16 @@ def test_a_tie_is_counted_apart_from_equal_texts() -> None:
 
 def test_suites_count_the_same_however_often_they_are_asked() -> None:
     rows = [row("none", str(i), 4.0) for i in range(9)] + [row("pld", str(i), 1.0) for i in range(9)]
-    rows += [row("none", "a", 4.0, suite="t"), row("pld", "a", 4.0, suite="t", mean_accepted_tokens=4.0)]
+    rows += [row("none", "a", 4.0, suite="t"), row("pld", "a", 4.0, suite="t", accepted={"4": 1})]
     pld = summaries(rows)[1]
     assert pld.speed_up == pytest.approx(2.0) and pld.low == pytest.approx(pld.high)
     assert pld.mean_accepted_tokens == 3.0
+
+
+def test_tokens_a_round_are_of_all_rounds_not_of_all_answers() -> None:
+    rows = [row("none", "a", 1.0, accepted={"1": 30}), row("none", "b", 1.0, accepted={"1": 30})]
+    rows += [row("pld", "a", 1.0, accepted={"30": 1}), row("pld", "b", 1.0, accepted={"1": 28, "2": 1})]
+    assert summaries(rows)[1].mean_accepted_tokens == 60 / 30
 
 
 def run_of(speed_ups: dict[str, float], suite: str = "s") -> list[Row]:

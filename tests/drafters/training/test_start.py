@@ -28,7 +28,28 @@ def test_a_run_can_begin_with_a_trained_head(
     for name in began:
         torch.testing.assert_close(ended[name], began[name], atol=0.01 * float(began[name].float().abs().max()), rtol=0)
     seen = [json.loads((tmp_path / name / "training.json").read_text())["drafts_seen"] for name in ("head", "on")]
-    assert seen[1] > seen[0]
+    assert seen[1] >= seen[0] > 0
+
+
+def test_a_trained_head_is_kept_where_training_on_makes_it_worse(
+    chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    began = train("eagle3", str(chatty), data, tmp_path / "head", recipe("eagle3"))
+    spoilt = recipe("eagle3", lr=50.0, warmup=0)
+    ended = train("eagle3", str(chatty), data, tmp_path / "on", spoilt, start=tmp_path / "head")
+    assert ended.chain_length() >= 0.99 * began.chain_length() > 0  # the head was rounded to bfloat16 in between
+    assert json.loads((tmp_path / "on" / "training.json").read_text())["steps"] == 0
+
+
+@pytest.mark.parametrize(("wrong", "told"), [({"out": "a file"}, "out="), ({"device": "gpu"}, "device='gpu'")])
+def test_what_cannot_be_done_is_refused_before_anything_is_answered(
+    wrong: dict[str, str], told: str, chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    (tmp_path / "a file").touch()
+    out, device = tmp_path / wrong.get("out", "out"), wrong.get("device", "auto")
+    with pytest.raises(ConfigError, match=f"^{told}"):
+        train("medusa", str(chatty), data, out, recipe("medusa"), device=device)
+    assert not (tmp_path / "answers").exists()
 
 
 @pytest.mark.parametrize("changes", [{"norm_before_residual": True}, {"rms_norm_eps": 0.5}])
