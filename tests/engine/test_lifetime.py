@@ -58,13 +58,14 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
 
 LEFT = """
 import asyncio
-from engine import Engine
+from engine import Engine, SamplingParams
 
 async def main():
     async with await Engine.start(model=MODEL, method="none", transport="inproc") as engine:
-        stream = engine.stream("abc")
+        stream = engine.stream("abc", SamplingParams(max_tokens=400, ignore_eos=True))
         async for piece in stream:
-            return stream
+            break
+    return stream
 
 asyncio.run(main())
 """
