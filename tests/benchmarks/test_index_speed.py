@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.datastore_speed import Times
+from benchmarks.index_speed import DatastoreFigures, SessionFigures, rows
 from tests.benchmarks.test_commands import talon
 from tests.conftest import tiny_tokenizer
 
@@ -23,6 +25,15 @@ def test_the_command_measures_both_indexes(tmp_path: Path) -> None:
     assert told["datastore"]["tokens"] == 40_000 and told["datastore"]["of_it_data_mb"] > 0
     done = talon("index", "speed", *options, "--tokens", "90000")
     assert done.returncode == 2 and "give more text" in done.stderr
+
+
+def test_memory_that_did_not_grow_is_not_shown_as_none_taken() -> None:
+    times = Times(1.0, 2.0)
+    store = DatastoreFigures(50_000, 1e6, 1.0, times, 9.0, 1.0)
+    told = {
+        what: measured for what, measured, _ in rows(SessionFigures(500, 5000, 16, times, times, 0.0), (9, 0), store)
+    }
+    assert told["session cache, bytes a token"] == "-" and told["session cache fed 50,000 tokens"] == "9 kept, - MB"
 
 
 @pytest.mark.slow
