@@ -28,7 +28,7 @@ from .options import (
     numbers_in,
     question_files,
 )
-from .out_folder import compare_runs, draw_calibration, results_in, write_report
+from .out_folder import check_run, compare_runs, draw_calibration, results_in, write_report
 
 
 def bench(
@@ -107,7 +107,6 @@ def bench(
     async def main() -> int:
         from .bench import run_overhead
         from .contestants import ABLATION, every, without_effect
-        from .runs import Run
 
         groups = {"all": every(), "ablation": list(ABLATION)}
         names = groups.get(methods) or names_in(methods)
@@ -127,8 +126,7 @@ def bench(
             table = await run_overhead(settings, [n for n in names if n not in PEERS], samplings[0], console)
             Console().print(table.rich())
             return 0
-        if against is not None:
-            Run.read(against)  # refused before anything is measured
+        check_run(against)
         with results_in(out):
             if server is not None:
                 return await measure_server(server, levels or [1, 4, 8, 16, 64], samplings[0])

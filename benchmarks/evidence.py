@@ -17,7 +17,7 @@ from engine.sampling import SamplingParams
 
 from .differences import tell_differences, tell_load_differences, tell_qa_differences
 from .options import AgainstOption, gguf_file, names_in
-from .out_folder import compare_runs, results_in, write_report
+from .out_folder import check_run, compare_runs, results_in, write_report
 
 SHARES = {"single": 0.45, "concurrency": 0.18, "qa": 0.12, "rivals": 0.25}
 """Share of the minutes, by part."""
@@ -72,6 +72,7 @@ def evidence(
             check_name(name)
         for name in names_in(served):
             settings_of(name, settings)
+        check_run(against)
         weights = None if rivals is None else gguf_file(gguf)
         lacking = _lacking(questions, suites, knowledge, rivals)
         for part in (part for part in wanted if part in lacking):

@@ -154,10 +154,8 @@ def loops(tokens: Sequence[int]) -> bool:
 
 def tokens_a_round(rows: Iterable[Row]) -> float | None:
     """Mean tokens of all these answers' rounds; None if none of them was made of rounds."""
-    rounds = Counter[int]()
-    for row in rows:
-        rounds.update({int(tokens): count for tokens, count in row.accepted.items()})
-    return sum(tokens * count for tokens, count in rounds.items()) / rounds.total() if rounds else None
+    told = [(int(tokens), rounds) for row in rows for tokens, rounds in row.accepted.items()]
+    return sum(tokens * rounds for tokens, rounds in told) / sum(rounds for _, rounds in told) if told else None
 
 
 def speed_ups(rows: Iterable[Row], method: str) -> list[float]:
@@ -206,7 +204,6 @@ def _summary(rows: Sequence[Row], method: str) -> Summary:
     low, high = np.quantile(samples, [0.025, 0.975])
     compared = [row.output_equal for row in mine if row.output_equal is not None]
     memory = [row.peak_memory_mb for row in mine if row.peak_memory_mb is not None]
-
     pooled = [tokens for some in asked.values() if (tokens := tokens_a_round(some)) is not None]
 
     def average(name: str) -> float | None:

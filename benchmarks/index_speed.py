@@ -124,11 +124,11 @@ def rows(session: SessionFigures, bounded: tuple[int, int], store: DatastoreFigu
     )
     yield "session query, p99", _us(session.query.p99), "100 us"
     yield "session append, a token, p50", _us(session.append_us.p50), "3 us"
-    yield "session cache, bytes a token", _grown(session.bytes_per_token, ".0f"), str(BYTES_PER_TOKEN)
+    yield "session cache, bytes a token", _grown(session.bytes_per_token), str(BYTES_PER_TOKEN)
     bound = f"{store.tokens:,}, {BYTES_PER_TOKEN * store.tokens / 1e6:.0f} MB"
     yield (
         f"session cache fed {store.tokens:,} tokens",
-        f"{bounded[0]:,} kept, {_grown(bounded[1] / 1e6, '.0f')} MB",
+        f"{bounded[0]:,} kept, {_grown(bounded[1] / 1e6)} MB",
         bound,
     )
     yield f"datastore query, {store.tokens:,} tokens, p50", _us(store.query.p50), "100 us"
@@ -142,9 +142,9 @@ def rows(session: SessionFigures, bounded: tuple[int, int], store: DatastoreFigu
     yield "datastore build, tokens/s", f"{store.build_tokens_per_s:,.0f}", "1,000,000"
 
 
-def _grown(value: float, form: str) -> str:
+def _grown(value: float) -> str:
     """Resident memory that was added; "-" if all of it fitted into pages that the process had already."""
-    return format(value, form) if value > 0 else "-"
+    return f"{value:.0f}" if value > 0 else "-"
 
 
 def _us(value: float) -> str:

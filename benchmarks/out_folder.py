@@ -57,6 +57,14 @@ def draw_calibration(sources: dict[str, NDArray[np.float64]], path: Path, consol
     console.print(f"promised and observed acceptance: {path}")
 
 
+def check_run(folder: Path | None) -> None:
+    """Refuse a run to compare with that holds no rows: before anything is measured, not after."""
+    from .runs import Run
+
+    if folder is not None:
+        Run.read(folder)
+
+
 def compare_runs(folder: Path, other: Path, console: Console) -> None:
     """Print which share of two runs' cells agrees, and the cells that changed."""
     from .cells import compared

@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from .acceptance import Accepted, simulation
-from .figures import BASELINE, Row, summaries
+from .figures import BASELINE, Row, summaries, tokens_a_round
 from .growth import Grown
 from .plot_style import BASELINES, COLOURS, HATCHES, MARKERS, OURS, PEERS, line_style, save
 from .shapes import Shape
@@ -26,16 +26,13 @@ def accepted_lengths(rows: Sequence[Row], path: Path, most: int = 12) -> None:
     best = sorted(table, key=lambda s: -(s.mean_accepted_tokens or 0))[:5]
     figure, axis = plt.subplots(figsize=(7.5, 3.6))
     for place, line in enumerate(best):
-        counts: Counter[int] = Counter()
-        for row in rows:
-            if row.method == line.method:
-                counts.update({int(length): count for length, count in row.accepted.items()})
-        total = max(1, counts.total())
+        mine, counts = [row for row in rows if row.method == line.method], Counter[int]()
+        for row in mine:
+            for length, count in row.accepted.items():
+                counts[min(int(length), most)] += count
         lengths = range(1, most + 1)
-        shown = [*(counts[n] for n in lengths[:-1]), sum(n for length, n in counts.items() if length >= most)]
-        pooled = sum(length * count for length, count in counts.items()) / total
-        label = f"{line.method} (mean {pooled:.2f})"
-        axis.plot(lengths, [n / total for n in shown], **line_style(place), label=label)
+        label = f"{line.method} (mean {tokens_a_round(mine):.2f})"
+        axis.plot(lengths, [counts[n] / counts.total() for n in lengths], **line_style(place), label=label)
     axis.set_xlabel(f"tokens emitted in a round (the last: {most} or more)")
     axis.set_ylabel("share of rounds")
     axis.legend(fontsize=8)

@@ -165,10 +165,14 @@ class Engine:
             raise RequestError(f"sampling={sampling!r}: give SamplingParams(max_tokens=...)")
         return Stream(self, prompt, sampling.validate(), raw)
 
-    async def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
-        """The token ids that `generate` would make of a prompt, refused if they leave no room for an answer."""
+    async def tokenize(self, prompt: Prompt, raw: bool = False) -> list[int]:
+        """The token ids that `generate` would make of a prompt, however long it is."""
         vocabulary = self.target.vocab_size
-        tokens = await anyio.to_thread.run_sync(encode_prompt, self._tokenizer, prompt, raw, vocabulary)
+        return await anyio.to_thread.run_sync(encode_prompt, self._tokenizer, prompt, raw, vocabulary)
+
+    async def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
+        """`tokenize`, refused if the tokens leave no room for an answer."""
+        tokens = await self.tokenize(prompt, raw)
         check_room(tokens, 1, self.target.context)
         return tokens
 

@@ -231,16 +231,16 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"config={path}: cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config={path}: is not YAML: {_place(error)}{first_line(error)}") from None
+        raise ConfigError(f"config={path}: is not YAML: {yaml_error(error)}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"config={path}: must hold keys and values, for example `method: suffix`")
     return _resolve(values, path.parent)  # type: ignore[no-any-return]
 
 
-def _place(error: Exception) -> str:
-    """Where in a YAML file the error is, as far as it is known."""
+def yaml_error(error: Exception) -> str:
+    """What is wrong in a YAML file, after its line where that is known."""
     mark = getattr(error, "problem_mark", None)
-    return "" if mark is None else f"line {mark.line + 1}: "
+    return f"{'' if mark is None else f'line {mark.line + 1}: '}{first_line(error)}"
 
 
 def _resolve(value: Any, folder: Path) -> Any:

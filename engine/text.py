@@ -33,7 +33,7 @@ def load_tokenizer(model: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(model, local_files_only=is_local(model))
     except Exception as error:  # an invalid file may raise anything
-        if Path(model).is_dir() and not any(Path(model).glob("*token*")) and not any(Path(model).glob("vocab.*")):
+        if (folder := Path(model)).is_dir() and not [*folder.glob("*token*"), *folder.glob("vocab.*")]:
             raise ModelError(
                 f"model={model}: has no tokenizer: copy tokenizer.json and tokenizer_config.json of its model there"
             ) from error

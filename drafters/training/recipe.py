@@ -8,6 +8,7 @@ from typing import Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from engine.config import yaml_error
 from engine.errors import ConfigError
 
 Method = Literal["eagle", "eagle3", "medusa", "hydra", "sps", "block"]
@@ -75,7 +76,7 @@ class Recipe(BaseModel):
         except OSError as error:
             raise ConfigError(f"recipe={path}: cannot be read ({error.strerror}): give --recipe FILE") from None
         except yaml.YAMLError as error:
-            raise ConfigError(f"recipe={path}: is not YAML ({str(error).splitlines()[0]}): correct the file") from None
+            raise ConfigError(f"recipe={path}: is not YAML ({yaml_error(error)}): correct the file") from None
         if not isinstance(values, dict) or values.get("method", method) != method:
             raise ConfigError(f"recipe={path}: is not a recipe for {method}: give one with `method: {method}`")
         values = {**values, "method": method, **{key: v for key, v in overrides.items() if v is not None}}

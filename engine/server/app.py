@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib.metadata import version
 from importlib.resources import files
 from typing import Any
 
-import anyio.to_thread
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
@@ -16,7 +14,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from engine.errors import TalonError
-from engine.prompts import encode_prompt
 from engine.server.answers import (
     ChatCompletion,
     Error,
@@ -102,8 +99,7 @@ def create_app(serving: Serving) -> FastAPI:
         asked: Any = body.prompt if messages is None else [message.plain() for message in messages]
         if body.model is not None:
             check_model(body.model, settings)
-        vocabulary = engine.target.vocab_size
-        tokens = await anyio.to_thread.run_sync(encode_prompt, engine.tokenizer, asked, True, vocabulary)
+        tokens = await engine.tokenize(asked, raw=True)
         return Tokenized(tokens=tokens, count=len(tokens), max_model_len=engine.target.context)
 
     @app.get("/health", responses=_only(503))
@@ -141,16 +137,13 @@ def _handle_errors(app: FastAPI, serving: Serving) -> None:
     async def refuse(request: Request, error: Exception) -> Response:
         if isinstance(error, ClientGone):
             return Response(status_code=CLIENT_GONE)
-        allowed: Mapping[str, str] = {}
         if isinstance(error, HTTPException):
-            allowed, error = error.headers or {}, _http_error(error)
+            error = _http_error(error)
         refusal = api_error(error, request.state.names)
         if refusal.status == 500:
             serving.log.failed(request.state.number, error)
         request.state.record["error"] = str(refusal)
-        response = refusal.response()
-        response.headers.update(allowed)
-        return response
+        return refusal.response()
 
     for kind in (TalonError, RequestValidationError, HTTPException, ClientGone):
         app.add_exception_handler(kind, refuse)
@@ -162,7 +155,7 @@ def _http_error(error: HTTPException) -> ApiError:
         return ApiError(404, "no such route; there are /v1/chat/completions, /v1/completions and those of /docs")
     if error.status_code == 400:  # in a text that is no UTF-8, or in numbers and nesting that Python does not read
         return not_json()
-    return ApiError(error.status_code, str(error.detail))
+    return ApiError(error.status_code, str(error.detail), allow=(error.headers or {}).get("Allow", ""))
 
 
 def _only(*statuses: int) -> Responses:

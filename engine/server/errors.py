@@ -22,18 +22,26 @@ _MOST_NAME = 64  # characters of an unknown field's name that are repeated
 
 
 class ApiError(TalonError):
-    """A refusal with its status. param: the field that is wrong."""
+    """A refusal with its status. param: the field that is wrong; allow: the methods of the route, for 405."""
 
     def __init__(
-        self, status: int, message: str, kind: str = "invalid_request_error", code: str | None = None, param: str = ""
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+        param: str = "",
+        allow: str = "",
     ):
         super().__init__(message)
-        self.status, self.kind, self.code, self.param = status, kind, code, param
+        self.status, self.kind, self.code, self.param, self.allow = status, kind, code, param, allow
 
     @property
     def headers(self) -> dict[str, str]:
         if self.status == 401:
             return {"WWW-Authenticate": "Bearer"}
+        if self.status == 405:
+            return {"Allow": self.allow}
         return {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
 
     @property
@@ -90,8 +98,8 @@ def _refusal(error: RequestError, names: Mapping[str, str]) -> ApiError:
 
 def _validation(error: RequestValidationError) -> ApiError:
     errors: Any = error.errors()
-    field = errors[0]["loc"][:2]
-    first = max((one for one in errors if one["loc"][:2] == field), key=lambda one: len(one["loc"]))
+    branches = [one for one in errors if one["loc"][:2] == errors[0]["loc"][:2]]  # several of a union's
+    first = max(branches, key=lambda one: len(one["loc"]))
     field = _path(first["loc"][1:])
     if isinstance(error.body, bytes):  # not read as JSON, whatever it holds
         return ApiError(400, "the body is not sent as JSON; add the header Content-Type: application/json")
@@ -101,8 +109,8 @@ def _validation(error: RequestValidationError) -> ApiError:
         *above, name = first["loc"][1:]
         field = ".".join(filter(None, (_path(above), name[:_MOST_NAME])))
         return ApiError(400, f"{field}: is not supported by this server; leave it out", code="unsupported", param=field)
-    if field.startswith("prompt") and len(errors) > 1:  # nobody knows which of the union's branches was meant
-        halved = any(one["type"] == "string_unicode" for one in errors)
+    if first["loc"][1:2] == ("prompt",) and len(branches) > 1:  # nobody knows which one was meant
+        halved = any(one["type"] == "string_unicode" for one in branches)
         return ApiError(400, f"prompt: {HALF_A_CHARACTER if halved else _PROMPT}", param="prompt")
     message = _said(first)
     if first["type"] == "value_error" and (named := field_of(message)):  # ours: it names the field

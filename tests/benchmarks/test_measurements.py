@@ -157,6 +157,8 @@ def test_all_the_evidence_is_one_command_and_one_report(tiny: str, tmp_path: Pat
         assert told in report
     assert (tmp_path / "out" / "headline.png").read_bytes().startswith(b"\x89PNG")
     assert talon("evidence", "--questions", str(tmp_path), "--parts", "singel").exit_code == 2
+    lost = talon("evidence", "--questions", str(tmp_path), "--out", str(tmp_path / "new"), "--against", "nowhere")
+    assert lost.exit_code == 2 and not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(

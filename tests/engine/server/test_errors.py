@@ -136,6 +136,13 @@ def test_of_a_wrong_prompt_the_client_learns_what_a_prompt_is(prompt: object, sa
     assert told.param == "prompt" and told.message.startswith(f"prompt: {said}")
 
 
+def test_a_field_whose_name_begins_like_the_prompts_is_another() -> None:
+    with pytest.raises(ValidationError) as wrong:
+        CompletionRequest.model_validate({"model": "m", "prompt": "a", "prompt_logprobs": "x", "temperature": -1})
+    errors = [error | {"loc": ("body", *error["loc"])} for error in wrong.value.errors()]
+    assert api_error(RequestValidationError(errors)).param in ("prompt_logprobs", "temperature")
+
+
 def test_what_asks_for_nothing_is_let_through() -> None:
     idle = {"tools": [], "tool_choice": "none", "functions": None, "store": False, "n": None, "logprobs": None}
     idle |= {"top_logprobs": 0, "max_tokens": 5, "max_completion_tokens": 5, "stream": None, "ignore_eos": None}
