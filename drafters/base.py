@@ -13,8 +13,6 @@ from drafters.outcomes import Following
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
 
-"""Arrays by name; a name begins with the source it belongs to."""
-
 
 @dataclass(frozen=True)
 class Verdict:
