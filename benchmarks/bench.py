@@ -12,12 +12,9 @@ from statistics import mean, median
 from typing import Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 
-from drafters.experience import Reliability, read
-from engine.config import Config, load
+from engine.config import Config
 from engine.errors import ConfigError
 from engine.messages import Tokens
 from engine.model.resolve import resolved
@@ -57,12 +54,10 @@ async def run_bench(
     out: Path,
     heads: Path | None,
     console: Console,
-    calibration: Path | None = None,
 ) -> list[Row]:
     """Ask every contestant and write `out`/results.jsonl as the rows come in.
 
-    Plain decoding is always among them: the others are compared with its speed and its text. calibration: an empty
-    folder for what the contestants learn about their trees, read by `gathered`.
+    Plain decoding is always among them: the others are compared with its speed and its text.
     """
     suites = {file.stem: read_questions(file, what.limit) for file in what.files}
     for name in names:
@@ -78,9 +73,8 @@ async def run_bench(
     with progress_bar(console) as progress, RowFile(out / ROWS, about) as results:
         task = progress.add_task("starting", total=len(passes) * sum(map(len, suites.values())))
         for number, (repeat, sampling) in enumerate(passes):
-            kept = calibration and calibration / f"{repeat}-{sampling.temperature:g}"
             share = budget.share(len(passes) - number)
-            contestants = await start_all(names, config, heads, encode_text(tokenizer, "Say hello."), console, kept)
+            contestants = await start_all(names, config, heads, encode_text(tokenizer, "Say hello."), console)
             asking = Asking(contestants, tokenizer, sampling, repeat, referee)
 
             def ratios(suite: str, temperature: float = sampling.temperature) -> dict[str, list[float]]:
@@ -145,26 +139,15 @@ async def start_all(
     heads: Path | None,
     warm_up: list[int],
     console: Console,
-    calibration: Path | None = None,
 ) -> dict[str, Contestant]:
-    """The contestants that can be started here; for the others, a line says what they lack. calibration: a folder where
-    each leaves what it learned about its trees."""
+    """The contestants that can be started here; for the others, a line says what they lack."""
     for name in names:
         check_name(name)
 
     async def start(name: str) -> Contestant:
-        kept = {} if calibration is None else {"drafter.calibration": str(calibration / f"{name}.npz")}
-        return await start_contestant(name, load(config, kept), heads)
+        return await start_contestant(name, config, heads)
 
     return await start_each(names, start, lambda one: one.answer(warm_up, SamplingParams(max_tokens=24)), console)
-
-
-def gathered(calibration: Path) -> dict[str, NDArray[np.float64]]:
-    """Promised and observed acceptance of each contestant's trees, by source: [bins, 3] as in `Reliability`."""
-    counts: dict[str, Reliability] = {}
-    for file in sorted(calibration.glob("*/*.npz")):
-        counts[file.stem] = counts.get(file.stem, Reliability()).plus(Reliability.among(read(file)))
-    return {f"{name}: {source}": bins for name, count in counts.items() for source, bins in count.by_source().items()}
 
 
 def row_of(suite: str, question: Question, name: str, sampling: SamplingParams, repeat: int, run: Run) -> Row:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -28,7 +26,7 @@ from .options import (
     numbers_in,
     question_files,
 )
-from .out_folder import check_run, compare_runs, draw_calibration, results_in, write_report
+from .out_folder import check_run, compare_runs, results_in, write_report
 
 
 def bench(
@@ -51,9 +49,6 @@ def bench(
     out: Annotated[Path, typer.Option(help="Folder for results.jsonl and the report.")] = Path("out"),
     overhead: Annotated[
         bool, typer.Option("--overhead", help="Measure the time per round outside model forwards instead.")
-    ] = False,
-    calibration: Annotated[
-        bool, typer.Option("--calibration", help="Also draw what trees promised and what came of it, for each source.")
     ] = False,
     concurrency: Annotated[
         str | None,
@@ -141,16 +136,10 @@ def bench(
             return failed
 
     async def measure(names: list[str], settings: Config, samplings: list[SamplingParams]) -> int:
-        from .bench import Single, gathered, run_bench, summary
+        from .bench import Single, run_bench, summary
 
-        with ExitStack() as made:
-            kept = None
-            if calibration:
-                kept = Path(made.enter_context(tempfile.TemporaryDirectory(prefix="talon-calibration-")))
-            what = Single(question_files(questions), limit, samplings, repeats, minutes)
-            rows = await run_bench(settings, names, what, out, heads, console, kept)
-            if kept is not None:
-                draw_calibration(gathered(kept), out / "calibration.png", console)
+        what = Single(question_files(questions), limit, samplings, repeats, minutes)
+        rows = await run_bench(settings, names, what, out, heads, console)
         Console().print(summary(rows).rich())
         write_report(out, console)
         return tell_differences(rows, console)

@@ -64,7 +64,7 @@ class TalonContestant:
 
     @classmethod
     async def start(cls, config: Config) -> TalonContestant:
-        return cls(await Engine.start(config, **{"drafter.standby": False}))  # 250 MB each, not needed here
+        return cls(await Engine.start(config))
 
     @property
     def context(self) -> int:

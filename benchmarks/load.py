@@ -78,7 +78,7 @@ def settings_of(name: str, config: Config, heads: Path | None = None) -> Config:
     if name not in METHODS:
         check_name(name)
     weights = {} if heads is None else {"drafter.path": str(heads / "{method}")}
-    return load(config, keys_of(name, as_served=True) | weights | {"drafter.standby": False, "queue.full": "wait"})
+    return load(config, keys_of(name, as_served=True) | weights | {"queue.full": "wait"})
 
 
 async def run_load(

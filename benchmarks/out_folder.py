@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 
 from engine.command import DISK_FULL
@@ -41,20 +39,6 @@ def write_report(folder: Path, console: Console) -> None:
         return
     write(folder)
     console.print(f"rows, pictures and report: {folder}")
-
-
-def draw_calibration(sources: dict[str, NDArray[np.float64]], path: Path, console: Console) -> None:
-    """Draw the picture; without matplotlib or data, print a line that says why there is none."""
-    try:
-        from .tree_plots import reliability
-    except ImportError as error:
-        console.print(f"no picture: {error}; pip install 'talon-decoding[bench]'", markup=False)
-        return
-    if not sources:
-        console.print("no picture: none of the contestants drafted anything")
-        return
-    reliability(sources, path)
-    console.print(f"promised and observed acceptance: {path}")
 
 
 def check_run(folder: Path | None) -> None:

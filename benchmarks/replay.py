@@ -16,10 +16,8 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
 
 from drafters.base import Drafter, Verdict
-from drafters.experience import Reliability
 from engine.errors import ConfigError, TalonError
 from engine.json_lines import BadLine, json_lines
 from engine.sampling import SamplingParams
@@ -27,7 +25,6 @@ from engine.tree import TokenTree
 from retrieval_index.commands import find_tokenizer
 
 from .options import names_in
-from .out_folder import draw_calibration
 
 
 class Recorded(msgspec.Struct):
@@ -81,10 +78,8 @@ def requests(trace: Path, tokenizer: Any, limit: int | None) -> Iterator[tuple[l
         raise ConfigError(f"trace={trace}: {error}: need turns and answers") from None
 
 
-def replay_drafter(
-    drafter: Drafter, answers: list[tuple[list[int], list[int]]], reliability: Reliability | None = None
-) -> Replayed:
-    """Run one drafter over the answers in order. reliability: where to count what its trees promised."""
+def replay_drafter(drafter: Drafter, answers: list[tuple[list[int], list[int]]]) -> Replayed:
+    """Run one drafter over the answers in order."""
     rounds, emitted, promised = 0, 0, 0.0
     query_us, append_us = [], []
     for request, (prompt, answer) in enumerate(answers):
@@ -95,8 +90,6 @@ def replay_drafter(
             drafter.observe(request, verdict)
             query_us.append(1e6 * draft_s)
             append_us.append(1e6 * (time.perf_counter() - verified) / len(tokens))
-            if reliability is not None:
-                reliability.add(verdict)
             rounds, emitted = rounds + 1, emitted + len(tokens)
             promised += float(tree.confidence.sum())
         drafter.finish(request)
@@ -145,9 +138,6 @@ def replay(
     names: Annotated[str, typer.Option("--methods", help=_METHODS_HELP)] = "pld,suffix,suffix-own,recycling",
     limit: Annotated[int | None, typer.Option(help="Answers to replay.", show_default="all", min=1)] = None,
     budget: Annotated[int, typer.Option(help="Candidate tokens a round.", min=1, max=1023)] = 16,
-    calibration: Annotated[
-        Path | None, typer.Option(help="Picture of promised against observed acceptance, a PNG.")
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """What retrieval would give on recorded answers, without a model: tokens a round (MAT), how many the trees'
@@ -155,7 +145,7 @@ def replay(
     """
     try:
         listed = names_in(names)
-        results = _run(trace, tokenizer, listed, limit, budget, calibration)
+        results = _run(trace, tokenizer, listed, limit, budget)
     except TalonError as error:
         typer.echo(f"talon: {error}", err=True)
         raise typer.Exit(2) from None
@@ -170,9 +160,7 @@ def replay(
         )
 
 
-def _run(
-    trace: Path, tokenizer: Path, names: list[str], limit: int | None, budget: int, picture: Path | None
-) -> dict[str, Replayed]:
+def _run(trace: Path, tokenizer: Path, names: list[str], limit: int | None, budget: int) -> dict[str, Replayed]:
     known = methods(budget)
     for name in names:
         if name not in known:
@@ -180,9 +168,4 @@ def _run(
     if not trace.is_file():
         raise ConfigError(f"trace={trace}: no such file")
     answers = list(requests(trace, find_tokenizer(tokenizer), limit))
-    promised = {name: Reliability() for name in names}
-    results = {name: replay_drafter(known[name](), answers, promised[name]) for name in names}
-    if picture is not None:
-        bins = {name: bins for name, one in promised.items() for bins in one.by_source().values()}
-        draw_calibration(bins, picture, Console(stderr=True))
-    return results
+    return {name: replay_drafter(known[name](), answers) for name in names}

@@ -20,11 +20,7 @@ from .runs import Run
 from .tables import Table, known
 
 HEADLINE = "headline.png"
-IF_DRAWN = (
-    ("tree-shapes.png", "Shape of the trees (talon shapes)"),
-    ("timeline.png", "Both workers at once (talon timeline)"),
-    ("calibration.png", "Promised and observed acceptance (talon bench --calibration)"),
-)
+IF_DRAWN = (("tree-shapes.png", "Shape of the trees (talon shapes)"),)
 """Pictures that other commands may have left in the folder."""
 READING = (
     "Speed-up: median over prompts of tokens/s over plain decoding's on the same prompt in the same run; over several "

@@ -1,18 +1,13 @@
-"""`talon shapes`, `growth`, `acceptance`, `profile`, `pauses` and `index speed`: studies of a single part."""
+"""`talon shapes`, `growth`, `acceptance`, and `profile`: studies of a single part."""
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from engine import config as configuration
 from engine.command import ConfigOption, SetOption, one_line_errors, overrides, run
@@ -240,80 +235,3 @@ def _counts(listed: str) -> list[int]:
     if not found or min(found) < 1 or max(found) > 1024:
         raise ConfigError(f"--rows {listed}: give numbers from 1 to 1024 with commas between, as in 1,8,16,32")
     return list(dict.fromkeys(found))
-
-
-def pauses(
-    method: Annotated[str | None, typer.Option(help="Who drafts.")] = None,
-    at_once: Annotated[int, typer.Option(help="Requests that decode.", min=1)] = 8,
-    prompt: Annotated[int, typer.Option(help="Tokens of the prompt that arrives.", min=1)] = 2000,
-    repeats: Annotated[int, typer.Option(help="How many arrive, one after the other.", min=1)] = 3,
-    config: ConfigOption = configuration.DEMO,
-    set_: SetOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """How much longer a long prompt makes others wait for their tokens.
-
-    Some requests decode; then a prompt of random tokens arrives. Pauses between emissions are compared with those
-    just before: the median, the 95th percentile, the longest of any request.
-
-    talon pauses --set model=smollm2-135m --method none --prompt 2000
-    """
-
-    async def main() -> None:
-        from .pauses import measure, table
-
-        settings = configuration.load(config, overrides(set_, method=method))
-        arrivals = await measure(settings, at_once, prompt, repeats, Console(stderr=True))
-        longest = median(arrival.longest for arrival in arrivals)
-        if as_json:
-            print(json.dumps([msgspec.to_builtins(arrival) for arrival in arrivals]))
-            return
-        console = Console()
-        console.print(table(arrivals))
-        console.print(f"The longest pause beside a prompt of {prompt} tokens is {longest:.2f} usual ones (median).")
-
-    run(main())
-
-
-def index_speed(
-    tokenizer: Annotated[Path, typer.Option(help="Directory of a tokenizer.")],
-    input: Annotated[list[Path], typer.Option(help="Text or JSON lines with `text`, also .xz or .gz; repeatable.")],
-    tokens: Annotated[
-        int, typer.Option(help="Tokens of the datastore and of the large cache.", min=20_000)
-    ] = 10_000_000,
-    cached: Annotated[int, typer.Option(help="Tokens of the cache that is asked.", min=1000)] = 1_000_000,
-    context: Annotated[int, typer.Option(help="Tokens of the request that asks.", min=100)] = 32_000,
-    budget: Annotated[int, typer.Option(help="Candidate tokens of a tree.", min=1, max=1023)] = 16,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """What the session index and the datastore cost, in time and memory, on your corpus."""
-    from retrieval_index.commands import find_tokenizer
-
-    from .index_speed import bounded_figures, corpus_tokens, datastore_figures, rows, session_figures
-
-    console = Console(stderr=True)
-    with (
-        one_line_errors(),
-        tempfile.TemporaryDirectory(prefix="talon-index-") as folder,
-        console.status("reading") as at,
-    ):
-        words = find_tokenizer(tokenizer)
-        text = corpus_tokens(words, input, tokens + tokens // 10)  # a tenth more than the large cache may hold
-        at.update("session index")
-        session = session_figures(text, context, cached, budget)
-        at.update("large cache")
-        bounded = bounded_figures(text, tokens)
-        at.update("datastore")
-        store = datastore_figures(words, text[:tokens], Path(folder))
-    if as_json:
-        figures = {
-            "session": session,
-            "cache": dict(zip(("tokens", "bytes"), bounded, strict=True)),
-            "datastore": store,
-        }
-        print(json.dumps(msgspec.to_builtins(figures), indent=2))
-        return
-    table = Table("what", "measured", "goal")
-    for row in rows(session, bounded, store):
-        table.add_row(*row)
-    Console().print(table)

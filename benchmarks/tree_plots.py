@@ -11,12 +11,11 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
-from numpy.typing import NDArray
 
 from .acceptance import Accepted, simulation
 from .figures import BASELINE, Row, summaries, tokens_a_round
 from .growth import Grown
-from .plot_style import BASELINES, COLOURS, HATCHES, MARKERS, OURS, PEERS, line_style, save
+from .plot_style import COLOURS, HATCHES, MARKERS, OURS, PEERS, line_style, save
 from .shapes import Shape
 
 
@@ -90,40 +89,6 @@ def drafting(rows: Sequence[Row]) -> list[str]:
     """The contestants whose trees are known, the fastest first."""
     known = {row.method for row in rows if row.nodes is not None and row.method != BASELINE}
     return [line.method for line in sorted(summaries(rows), key=lambda s: -s.speed_up) if line.method in known]
-
-
-def reliability(sources: Mapping[str, NDArray[np.float64]], path: Path) -> None:
-    """Promised against observed acceptance, a panel for each source; below, the number of nodes by promised chance.
-
-    sources: name -> [bins, 3], as `Reliability.by_source` gives it.
-    """
-    columns = min(4, len(sources))
-    lines = -(-len(sources) // columns)
-    figure, axes = plt.subplots(
-        2 * lines, columns, figsize=(3.2 * columns, 4.2 * lines), squeeze=False, sharex=True,
-        gridspec_kw={"height_ratios": [3, 1] * lines},
-    )  # fmt: skip
-    for place in range(lines * columns):
-        above, below = axes[2 * (place // columns)][place % columns], axes[2 * (place // columns) + 1][place % columns]
-        if place >= len(sources):
-            above.axis("off")
-            below.axis("off")
-            continue
-        name, bins = list(sources.items())[place]
-        promised, accepted, seen = bins.T
-        observed = accepted / seen
-        error = 1.96 * np.sqrt((observed * (1 - observed) + 1 / seen) / seen)
-        gap = float(np.abs(promised - accepted).sum() / seen.sum())
-        above.plot([0, 1], [0, 1], color="#999999", linewidth=0.8)
-        above.errorbar(promised / seen, observed, error, color=OURS, marker="o", markersize=4, linewidth=1)
-        above.set(title=f"{name}\n{int(seen.sum()):,} nodes, mean gap {gap:.3f}", xlim=(0, 1), ylim=(0, 1))
-        above.title.set_fontsize(9)
-        below.bar(promised / seen, seen, width=0.06, color=BASELINES)
-        below.set(yscale="log", ylim=(0.8, 2 * seen.max()), xlabel="promised chance")
-        if place % columns == 0:
-            above.set_ylabel("observed acceptance")
-            below.set_ylabel("nodes")
-    save(figure, path)
 
 
 def acceptance_figure(found: Sequence[Accepted], path: Path) -> None:

@@ -13,9 +13,6 @@ from drafters.outcomes import Following
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
 
-Learned = dict[str, NDArray[np.float64]]
-"""Arrays by name; a name begins with the source it belongs to."""
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -115,13 +112,3 @@ class Drafter(ABC):
     @abstractmethod
     def finish(self, request: int) -> None:
         """Forget the request."""
-
-    def learned(self) -> Learned:
-        """What it has learned about how reliable its drafts are, for a later engine's drafter to `recall`."""
-        return {}
-
-    def save(self) -> None:  # noqa: B027
-        """Save what is worth keeping for a later engine. Called when the worker has ended."""
-
-    def recall(self, learned: Learned) -> None:  # noqa: B027
-        """Load what an earlier drafter learned, as far as it is present; ValueError if it is invalid."""

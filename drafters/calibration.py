@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 DEEPEST = 8  # depths from here on are one kind
 
 
@@ -47,16 +44,3 @@ class Calibrator:
             cell.seen *= 1 - 1 / self.memory
         cell.accepted += accepted
         cell.seen += 1
-
-    def cells(self) -> NDArray[np.float64]:
-        """[kinds, 4]: depth, bucket and the faded counts of accepted and seen, for saving."""
-        rows = [[c.depth, c.bucket, c.accepted, c.seen] for c in self._cells.values()]
-        return np.asarray(rows, np.float64).reshape(-1, 4)
-
-    def recall(self, cells: NDArray[np.float64]) -> None:
-        """Load what `cells` returned; ValueError if it cannot be that."""
-        if cells.ndim != 2 or cells.shape[1] != 4 or not (cells[:, 2] >= 0).all() or (cells[:, 2] > cells[:, 3]).any():
-            raise ValueError("counts that no calibrator has")
-        for depth, bucket, accepted, seen in cells.tolist():
-            key = (int(depth), int(bucket))
-            self._cells[key] = _Cell(*key, accepted, seen)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from drafters.base import Drafter, Learned, Verdict
+from drafters.base import Drafter, Verdict
 from drafters.calibration import Calibrator
 from drafters.requirements import datastore_path
 from engine.config import Config
@@ -67,13 +67,6 @@ class DatastoreDrafter(Drafter):
 
     def finish(self, request: int) -> None:
         del self.context[request]
-
-    def learned(self) -> Learned:
-        return {"datastore": self.calibrator.cells()}
-
-    def recall(self, learned: Learned) -> None:
-        if "datastore" in learned:
-            self.calibrator.recall(learned["datastore"])
 
     def _trie(self, context: list[int]) -> tuple[int, TokenTree]:
         """The match's length and the trie below the context's last token, its confidence the share of occurrences."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from drafters.base import BetweenSteps, Drafter, Learned, Verdict, Wanted
+from drafters.base import BetweenSteps, Drafter, Verdict, Wanted
 from drafters.forwards import Forwards
 from drafters.growth import Policy
 from drafters.lockstep import Advice, Growth, grow
@@ -150,15 +150,6 @@ class HeadDrafter(Drafter):
     def behind(self, request: int) -> int:
         """Positions of the text that the head has yet to read before it drafts next."""
         return self._requests[request].session.behind()
-
-    def learned(self) -> Learned:
-        return {f"{self.head.method}.error": np.array([self.error.value])}
-
-    def recall(self, learned: Learned) -> None:
-        if (error := learned.get(f"{self.head.method}.error")) is not None:
-            if not 0 < error.item() < 100:
-                raise ValueError("an error that no head has")
-            self.error.value = float(error.item())
 
     def last_token(self, request: int) -> int:
         return self._requests[request].text[-1]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from drafters.base import BetweenSteps, Drafter, Learned, Verdict, Wanted
+from drafters.base import BetweenSteps, Drafter, Verdict, Wanted
 from drafters.growth import Frontier, Sketch
 from drafters.head_drafter import HeadDrafter
 from drafters.merge import Merge
@@ -181,19 +181,6 @@ class HybridDrafter(Drafter):
         self._known.pop(request, None)
         for drafter in (*self.memories, self.head):
             drafter.finish(request)
-
-    def learned(self) -> Learned:
-        ours = {"hybrid": self.merge.calibrator.cells(), "hybrid.rescue": np.array([self._rescue])}
-        for drafter in (*self.memories, self.head):
-            ours |= drafter.learned()
-        return ours
-
-    def recall(self, learned: Learned) -> None:
-        if "hybrid" in learned:
-            self.merge.calibrator.recall(learned["hybrid"])
-            self._rescue = float(learned["hybrid.rescue"].item())
-        for drafter in (*self.memories, self.head):
-            drafter.recall(learned)
 
     def _retrieve(self, request: int, continuation: Sequence[int]) -> TokenTree:
         if not self.memories:

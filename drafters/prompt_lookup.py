@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from drafters.base import Drafter, Learned, Verdict
+from drafters.base import Drafter, Verdict
 from drafters.calibration import Calibrator
 from engine.config import Config
 from engine.sampling import SamplingParams
@@ -47,13 +47,6 @@ class PromptLookup(Drafter):
 
     def finish(self, request: int) -> None:
         del self.texts[request], self.first[request]
-
-    def learned(self) -> Learned:
-        return {"pld": self.calibrator.cells()}
-
-    def recall(self, learned: Learned) -> None:
-        if "pld" in learned:
-            self.calibrator.recall(learned["pld"])
 
     def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:
         text = self.texts[request]

@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Sequence
 from itertools import pairwise
 
-from drafters.base import Drafter, Learned, Verdict
+from drafters.base import Drafter, Verdict
 from drafters.calibration import Calibrator
 from engine.config import Config
 from engine.sampling import SamplingParams
@@ -78,13 +78,6 @@ class TokenRecycling(Drafter):
 
     def finish(self, request: int) -> None:
         del self.last[request]
-
-    def learned(self) -> Learned:
-        return {"recycling": self.calibrator.cells()}
-
-    def recall(self, learned: Learned) -> None:
-        if "recycling" in learned:
-            self.calibrator.recall(learned["recycling"])
 
     def _chance(self, depth: int, rank: int) -> float:
         return self.calibrator.chance(depth, rank, 0.25 / (rank + 1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError
@@ -78,19 +77,15 @@ def build(config: Config) -> Drafter:
 
 
 def build_for_worker(config: Config) -> Drafter:
-    """As `build`, but a head's chances are learned from verdicts where trees are cut by them, and a drafter begins with
-    what an earlier engine's has learned, if the configuration names a file for it.
-    """
-    from drafters.experience import Experienced
-
-    drafter, file = build(config), config.drafter.calibration
+    """As `build`, but a head's chances are learned from verdicts where trees are cut by them."""
+    drafter = build(config)
     if find(config.method).has_model and config.verifier.cut:
         from drafters.head_drafter import HeadDrafter
         from drafters.hybrid import HybridDrafter
 
         if isinstance(drafter, HeadDrafter):
             drafter = HybridDrafter(drafter, [], config.drafter.budget)
-    return drafter if file is None else Experienced(drafter, Path(file))
+    return drafter
 
 
 def check(config: Config) -> None:

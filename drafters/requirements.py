@@ -24,10 +24,6 @@ def check(config: Config) -> None:
             check_weights(weights_path(part), part.method)
         for key, folder, open_index in _indexes(part):
             check_index(key, folder, open_index)
-    if config.drafter.calibration is not None:
-        from drafters.experience import check_file
-
-        check_file(Path(config.drafter.calibration))
 
 
 def check_vocabulary(config: Config, tokenizer: Any) -> None:

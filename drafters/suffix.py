@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drafters.base import Drafter, Learned, Verdict
+from drafters.base import Drafter, Verdict
 from engine.config import Config
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
@@ -90,12 +90,3 @@ class SuffixDrafter(Drafter):
     def finish(self, request: int) -> None:
         self.index.finish(request)
         del self._sampling[request]
-
-    def learned(self) -> Learned:
-        return {"suffix": self.index.weights}
-
-    def recall(self, learned: Learned) -> None:
-        weights = learned.get("suffix", self.index.weights)
-        if weights.shape != self.index.weights.shape or weights.min() < 0 or weights[..., 0].max() > 1:
-            raise ValueError("suffix: weights that no session index has")
-        self.index.weights[:] = weights

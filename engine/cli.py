@@ -37,8 +37,8 @@ app = typer.Typer(
 _MEASUREMENTS = (
     ("bench_command", "bench"),
     *(("commands", name) for name in ("check", "report", "qa")),
-    *(("studies", name) for name in ("shapes", "growth", "acceptance", "profile", "pauses")),
-    *((name, name) for name in ("evidence", "replay", "timeline")),
+    *(("studies", name) for name in ("shapes", "growth", "acceptance", "profile")),
+    *((name, name) for name in ("evidence", "replay")),
 )
 """Commands of the benchmarks package, as (module, command)."""
 
@@ -103,9 +103,7 @@ def generate(
     mode: Annotated[
         str | None, typer.Option(help="Drafter and verifier in turns or at once: sequential, async, auto.")
     ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Write what each worker did when, for Perfetto and `talon timeline`.")
-    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write what each worker did when, for ui.perfetto.dev.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Send the prompt as it is, without the chat template.")] = False,
     set_: SetOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming.")] = False,
@@ -133,8 +131,7 @@ def generate(
         if not as_json and (logprobs is not None or prompt_logprobs is not None):
             raise RequestError("--logprobs, --prompt-logprobs: are shown with --json; add it")
         given = overrides(set_, method=method, mode=mode, trace=str(trace) if trace else None)
-        # no standby for one answer: its imports would take time that the answer needs
-        settings = configuration.load(config, {"drafter.standby": False} | given)
+        settings = configuration.load(config, given)
         check_paths(with_own(settings))
         asked = _standard_input() if prompt == "-" else prompt
         if not asked:
@@ -207,7 +204,6 @@ def assemble() -> typer.Typer:
     app.command()(serve)
     for home, name in _MEASUREMENTS:
         app.command()(getattr(import_module(f"{BENCHMARKS}.{home}"), name))
-    index.command("speed")(import_module(f"{BENCHMARKS}.studies").index_speed)
     app.command()(keys)
     app.command()(drafter)
     app.add_typer(models, name="models")

@@ -59,9 +59,7 @@ class DrafterConfig(_Section):
     one draft model and any number of retrieval drafters. datastore: a folder made by "talon index build". answers: a
     datastore of the target's own answers, which `suffix` treats like its earlier answers; auto: that of a model that
     Talon knows by name; null: none. dense: a datastore made with --dense; `suffix` reads its `passages` passages most
-    similar to the prompt as if they preceded it. calibration: a file that carries what was learned about each source's
-    worth from one engine to the next; written when the engine closes, engines may share it. standby: keep a process
-    ready from which a draft model's successor is forked, at once instead of after seconds of imports.
+    similar to the prompt as if they preceded it.
     """
 
     budget: int = Field(60, ge=2, le=1024)
@@ -70,9 +68,7 @@ class DrafterConfig(_Section):
     datastore: str | None = None
     answers: str | None = AUTO
     dense: str | None = None
-    calibration: str | None = None
     passages: int = Field(8, ge=1, le=64)
-    standby: bool = True
     growth: GrowthConfig = GrowthConfig()
     shared_noise: bool = True
     path: str | None = AUTO

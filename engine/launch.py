@@ -22,7 +22,6 @@ import zmq
 from drafters.registry import check, find
 from engine.child_environment import child_environment
 from engine.config import Config
-from engine.nursery import Nursery
 from engine.transport import Hub
 from engine.worker import WorkerSpec, load_keys, run_worker, share_cores, shares_loop
 
@@ -140,7 +139,6 @@ class Workers:
         self.control = self._endpoint("control")
         self.running: dict[str, Worker] = {}
         self.heard_s: dict[str, float] = {}
-        self._nursery: Nursery | None = None
         self._first_verifier = first_verifier
         self._starts = 0
         self._meeting = ""
@@ -198,17 +196,9 @@ class Workers:
     def _begin(self, spec: WorkerSpec) -> Worker:
         if self.in_threads:
             return ThreadWorker(spec, self._context)
-        if self._nursery is not None and spec.role == "drafter" and (fork := self._nursery.fork(spec)) is not None:
-            return fork
         process, self._first_verifier = self._first_verifier or ProcessWorker(spec.role, self.config), None
         process.begin(spec)
         return process
-
-    def stand_by(self) -> None:
-        """Prepare for a draft model's end: its next worker is forked from a process that has done the imports."""
-        wanted = self.method.has_model and self.config.drafter.standby
-        if wanted and self.folder is not None and "drafter" in self.roles:
-            self._nursery = Nursery(self.config, _environment(self.config, "drafter"))
 
     def dead(self, role: str, patience_s: float, now_s: float) -> str | None:
         """Why the worker must be replaced, or None if it is healthy. patience_s: how long it may be silent. now_s: on
@@ -243,8 +233,6 @@ class Workers:
         """Clean up, once all workers have ended."""
         if self._first_verifier is not None:
             self._first_verifier.end(0)
-        if self._nursery is not None:
-            self._nursery.end()
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 

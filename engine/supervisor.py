@@ -76,7 +76,6 @@ class Supervisor:
             raise WorkerDied(f"start_timeout_s={self.config.start_timeout_s:g}: the workers were not ready in time")
         if not self.target.exact:
             say_once(f"talon: the target is not exact, so drafts may turn a near tie: {self.target.inexact}")
-        self.workers.stand_by()
         self._keep_running(self._watch())
 
     async def _start_checked(self) -> None:

@@ -125,7 +125,6 @@ def _drafter(config: Config, control: Line, verdicts: Line | LoopLine) -> Iterat
 
     drafter = build_for_worker(config)
     yield DrafterWorker(drafter, control, verdicts, config.trace is not None)
-    drafter.save()
 
 
 def shares_loop(config: Config) -> bool:

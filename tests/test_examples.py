@@ -11,6 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from drafters.registry import build
+from engine import Engine, SamplingParams
+from engine.config import load
+from engine.target import Target
+from examples.speculative_loop import speculate
 from tests.engine.server.process import ROOT, ServerProcess, serving
 
 DEMO = "configs/demo.yaml"
@@ -54,6 +59,23 @@ def test_a_batch_over_a_file(tmp_path: Path, light: str) -> None:
     example("batch_over_a_file", str(tmp_path / "prompts.jsonl"), str(tmp_path / "answers.jsonl"), light)
     rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert [row["prompt"] for row in rows] == prompts and all(row["answer"] for row in rows)
+
+
+def test_the_speculative_loop(light: str) -> None:
+    assert "cat" in example("speculative_loop", light)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("method", ["pld", "suffix", "recycling"])
+async def test_the_speculative_loop_gives_the_engines_text(tiny: str, method: str, temperature: float) -> None:
+    prompt, sampling = (
+        list(b"the cat sat on the mat, the cat"),
+        SamplingParams(max_tokens=48, temperature=temperature, seed=3),
+    )
+    config = load({"model": tiny, "method": method})
+    async with await Engine.start(config, transport="inproc") as engine:
+        expected = await engine.generate(prompt, sampling)
+    assert speculate(Target.load(tiny), build(config), prompt, sampling) == expected.token_ids
 
 
 def test_a_drafter_of_your_own(light: str) -> None:

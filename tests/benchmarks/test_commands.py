@@ -62,7 +62,6 @@ def test_generate_json_is_exactly_one_object(tiny: str) -> None:
         (["shapes", "--contestant", "none"], "drafts no trees"),
         (["acceptance"], "--questions"),
         (["acceptance", "--questions", "README.md", "--methods", "pld,nobody"], "'nobody' drafts nothing"),
-        (["timeline", "pyproject.toml"], "is no trace"),
         (["replay", "--trace", "nowhere.jsonl", "--tokenizer", "."], "nowhere.jsonl"),
         (["index", "info", "nowhere"], "nowhere"),
         (["qa"], "--questions"),

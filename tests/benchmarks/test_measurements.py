@@ -77,15 +77,6 @@ def test_bench_writes_a_row_per_question_and_method(tiny: str, questions: str, t
     assert "Machine: " in page and "answers of at most 12 tokens" in page
 
 
-def test_bench_draws_what_trees_promised(tiny: str, questions: str, tmp_path: Path) -> None:
-    done = talon(
-        "bench", "--questions", questions, "--methods", "none,pld,suffix", "--limit", "1", "--max-tokens", "12",
-        "--calibration", "--out", str(tmp_path), "--set", f"model={tiny}", "--set", "transport=inproc",
-    )  # fmt: skip
-    assert done.exit_code == 0, done.stderr
-    assert (tmp_path / "calibration.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_report_is_made_again_from_the_rows(tiny: str, questions: str, tmp_path: Path) -> None:
     options = ["--questions", questions, "--methods", "none,pld", "--limit", "1", "--max-tokens", "8"]
     talon("bench", *options, "--out", str(tmp_path), "--set", f"model={tiny}", "--set", "transport=inproc")
@@ -216,15 +207,13 @@ def test_acceptance_compares_methods_on_the_same_answers(
     assert "Tokens a round" in done.stdout and (tmp_path / "acceptance.png").exists()
 
 
-def test_a_trace_is_drawn(tiny: str, tmp_path: Path) -> None:
-    trace, picture = tmp_path / "trace.json", tmp_path / "lanes.png"
+def test_a_trace_has_the_spans_of_both_workers(tiny: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
     options = ["--set", f"model={tiny}", "--set", "transport=inproc", "--set", "verifier.simulated_latency_ms=1"]
     done = talon("generate", "hi", *options, "--max-tokens", "9", "--method", "pld", "--trace", str(trace))
     assert "simulated target latency +1 ms" in done.stderr
     events = json.loads(trace.read_text())["traceEvents"]
     assert {"prefill", "verify", "draft"} <= {event["name"] for event in events}
-    assert talon("timeline", str(trace), "--out", str(picture)).exit_code == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_bench_overhead_prints_both_transports(tiny: str) -> None:

@@ -51,14 +51,6 @@ def test_the_command_prints_json(trace: Path, tmp_path: Path) -> None:
     assert {"mean_accepted_tokens", "query_us_p50", "append_us_p50"} <= set(printed["suffix"])
 
 
-def test_what_was_promised_is_drawn(trace: Path, tmp_path: Path) -> None:
-    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    options = ["--trace", str(trace), "--tokenizer", str(tmp_path / "tokenizer"), "--methods", "pld,suffix,recycling"]
-    result = CliRunner().invoke(APP, [*options, "--calibration", str(tmp_path / "c.png")])
-    assert result.exit_code == 0
-    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_wrong_method_or_file_is_one_line(trace: Path, tmp_path: Path) -> None:
     for wrong in (["--trace", str(trace), "--methods", "magic"], ["--trace", str(tmp_path / "none.jsonl")]):
         result = CliRunner().invoke(APP, [*wrong, "--tokenizer", str(tmp_path)])

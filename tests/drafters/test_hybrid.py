@@ -222,15 +222,6 @@ def test_a_head_that_was_not_asked_for_long_is_hoped_for_again(tmp_path: Path, t
     assert rescue_after(drafter, tree, [0], [TEXT[0]]) > 0.1
 
 
-def test_how_far_the_heads_logits_usually_miss_is_kept(tmp_path: Path, target: TargetWeights) -> None:
-    drafter, later = hybrid(tmp_path, target), hybrid(tmp_path, target)
-    drafter.head.error.value = 0.4
-    later.recall(drafter.learned())
-    assert later.head.error.value == 0.4
-    with pytest.raises(ValueError):
-        later.recall({"eagle3.error": np.array([-1.0])})
-
-
 @given(CHANCES, CHANCES)
 def test_until_something_was_seen_a_token_is_right_unless_both_are_wrong(
     model: float | None, memory: float | None

@@ -75,7 +75,7 @@ def test_where_a_file_is_no_yaml_is_told(tmp_path: Path) -> None:
 
 def test_a_section_whose_keys_are_all_comments_is_empty(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("drafter:\n  # budget: 9\nqueue:\n")
-    assert load(tmp_path / "a.yaml", {"drafter.standby": False}) == load({"drafter": {"standby": False}})
+    assert load(tmp_path / "a.yaml", {"drafter.shared_noise": False}) == load({"drafter": {"shared_noise": False}})
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -88,11 +88,3 @@ async def test_its_spans_are_traced_as_the_drafters(tiny: str, tmp_path: Path) -
     async with await Engine.start({"model": tiny}, method="pld", trace=str(trace), **UNCUT) as engine:
         await engine.generate(REPEATING, PARAMS)
     assert {"drafter", "verifier"} <= engine._supervisor.timeline.lanes.keys()
-
-
-async def test_what_it_learnt_is_saved_when_the_engine_closes(tiny: str, tmp_path: Path) -> None:
-    file = tmp_path / "learnt.json"
-    options = UNCUT | {"drafter.calibration": str(file)}
-    async with await Engine.start({"model": tiny}, method="suffix", **options) as engine:
-        await engine.generate(REPEATING, PARAMS)
-    assert file.exists()

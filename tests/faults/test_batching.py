@@ -196,7 +196,7 @@ async def test_without_usable_weights_a_dead_drafter_is_reported_and_answers_go_
     draft = Path(shutil.copytree(tiny_draft, tmp_path / "draft"))
     prompt, sampling = [10, 11, 12], SamplingParams(max_tokens=300, ignore_eos=True)
     expected = alone(Target.load(tiny), prompt, sampling)
-    options = THREADS | {"method": "sps", "mode": "async", "drafter.path": str(draft), "drafter.standby": False}
+    options = THREADS | {"method": "sps", "mode": "async", "drafter.path": str(draft)}
     async with await Engine.start({"model": tiny}, **options) as engine:
         task = asyncio.create_task(engine.generate(prompt, sampling))
         delete(draft)

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from engine import Engine, SamplingParams
-from tests.faults.test_faults import _own_temporary_folder, pid_of, replaced, until
+from tests.faults.test_faults import _own_temporary_folder, pid_of, replaced
 
 __all__ = ["_own_temporary_folder"]
 
@@ -50,8 +50,6 @@ async def test_fifty_kills_during_fifty_requests_change_no_text(
     back_s = []
     options = {"method": method, "mode": mode, "drafter.path": tiny_draft}
     async with await Engine.start({"model": tiny}, **options) as engine:
-        if (nursery := engine._workers._nursery) is not None:
-            await until(nursery.ready, 180)
         for request, text in zip(requests, expected, strict=True):
             task = asyncio.create_task(engine.generate(*request))
             await asyncio.sleep(rng.uniform(0, typical_s))

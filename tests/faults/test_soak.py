@@ -112,8 +112,6 @@ async def mix(model: str, folder: Path, options: dict[str, Any]) -> None:
         soak = Soak(engine, requests, expected, MINUTES)
         await soak.run()
         soak.pids |= {pid_of(engine, role) for role in engine._workers.running}
-        if (nursery := engine._workers._nursery) is not None:
-            soak.pids.add(nursery._process.pid)
         assert not engine._flights
     assert soak.counts["answered"] and soak.counts["cancelled"] and soak.counts["drafter killed"]
     assert not any(is_running(pid) for pid in soak.pids)
