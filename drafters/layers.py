@@ -122,7 +122,9 @@ class Rotary:
         """The table's part for positions `first` to `end`."""
         cos, sin = cosines_sines(self.module, first, end, self.device)
         # the sign of rotate_half, so that `roll` suffices
-        return torch.stack([torch.cat([cos, cos], dim=1), torch.cat([-sin, sin], dim=1)], dim=1)[:, :, None].to(self.dtype)
+        return torch.stack([torch.cat([cos, cos], dim=1), torch.cat([-sin, sin], dim=1)], dim=1)[:, :, None].to(
+            self.dtype
+        )
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """x: [n, heads, head_dim]; positions: [n]."""

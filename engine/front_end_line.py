@@ -95,8 +95,8 @@ class FrontEndLine:
             print(f"talon: model={target.name}: of generation_config.json not applied: {names}", file=sys.stderr)
         if target.own_context < target.full_context:
             print(
-                f"talon: model={target.name}: {target.own_context} of the context's {target.full_context} positions are "
-                "served, because its positions rotate differently (LongRoPE) in longer texts",
+                f"talon: model={target.name}: {target.own_context} of the context's {target.full_context} positions "
+                "are served, because positions rotate differently (LongRoPE) in longer texts",
                 file=sys.stderr,
             )
         if target.context < target.own_context:

@@ -128,7 +128,7 @@ class Trial:
 
 
 def far_positions(config: Any, context: int) -> list[int]:
-    """Where far texts begin: past every limit that the configuration names, past half of the context, and at its end."""
+    """Where far texts begin: past each limit that the configuration names, past half of the context, and at its end."""
     rope = getattr(config, "rope_parameters", None) or {}
     named = [config.to_dict(), rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
     limits = {values[key] for values in named for key in _LIMITS if isinstance(values.get(key), int)}
