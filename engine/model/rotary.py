@@ -25,7 +25,7 @@ def hold_frequencies(model: nn.Module) -> None:
                 kind[layer_type] = "default"
         elif isinstance(kind, str) and _moves(kind):
             _hold(module, "")
-            module.rope_type = "default"  # type: ignore[assignment]
+            module.rope_type = "default"
 
 
 def cosines_sines(rotary: Any, first: int, end: int, device: torch.device) -> tuple[Tensor, Tensor]:
