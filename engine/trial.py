@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from engine.target import Target
 
 _TOKENS = 24
-_FAR_ERROR = 3.0  # how much more than the near text's error a far text's may be
+_FAR_ERROR = 5.0  # how much more than the near text's error a far text's may be
 _LIMITS = ("original_max_position_embeddings", "sliding_window", "attention_chunk_size")
 
 
