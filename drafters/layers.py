@@ -18,6 +18,7 @@ from engine.loading import has_native_bfloat16
 from engine.model.matmul import Matmul, units
 from engine.model.packed_linear import can_multiply, multiplies, pack, product
 from engine.model.quantised import BLOCK_INPUTS, Quantised
+from engine.model.rotary import cosines_sines, hold_frequencies
 from engine.model.simd import LANES
 
 TakeTensor = Callable[..., Tensor]
@@ -101,29 +102,29 @@ class Rotary:
 
     def __init__(self, config: LlamaConfig, device: torch.device, dtype: torch.dtype):
         self.module = LlamaRotaryEmbedding(config).to(device)
+        hold_frequencies(self.module)
         self.device, self.dtype = device, dtype
-        self.table = torch.empty(0, device=device)
+        self.table = self._of(0, 256)
         self._outgrown: list[Tensor] = []  # CUDA graphs may still read these
-        self.reserve(256)
 
     def reserve(self, positions: int) -> None:
         """Prepare the cosines and sines of all positions below `positions`: table [positions, 2, 1, head_dim]."""
-        if positions <= len(self.table):
+        if positions <= (held := len(self.table)):
             return
-        with torch.no_grad():
-            cos, sin = self.module(
-                torch.empty(0, device=self.device), torch.arange(2 * positions, device=self.device)[None]
-            )
         self._outgrown.append(self.table)
-        half = cos.shape[-1] // 2
-        sin = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)  # the sign of rotate_half, so that `roll` suffices
-        self.table = torch.stack([cos[0], sin[0]], dim=1)[:, :, None].to(self.dtype)
+        self.table = torch.cat([self.table, self._of(held, 2 * positions)])
 
     def halves(self, positions: int) -> Tensor:
         """[positions, head_dim] float32: cosines of the first half of the dimensions, then sines."""
-        cos, sin = self.module(torch.empty(0, device=self.device), torch.arange(positions, device=self.device)[None])
-        half = cos.shape[-1] // 2
-        return torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=1).float().contiguous()
+        return torch.cat(cosines_sines(self.module, 0, positions, self.device), dim=1)
+
+    def _of(self, first: int, end: int) -> Tensor:
+        """The table's part for positions `first` to `end`."""
+        cos, sin = cosines_sines(self.module, first, end, self.device)
+        # the sign of rotate_half, so that `roll` suffices
+        return torch.stack([torch.cat([cos, cos], dim=1), torch.cat([-sin, sin], dim=1)], dim=1)[:, :, None].to(
+            self.dtype
+        )
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """x: [n, heads, head_dim]; positions: [n]."""

@@ -54,7 +54,8 @@ class Segment:
 
     tokens: [rows] int32. tree: None for a chunk. cache: holds the request's keys and values; past: its committed
     positions. pending: tree nodes done by earlier forwards (a draft model grows its tree level by level). wanted: the
-    rows whose logits are needed.
+    rows whose logits are needed. offset: added to the positions, not to the slots: a trial reads a short text as if it
+    stood far into a long one.
     """
 
     tokens: Int
@@ -63,6 +64,7 @@ class Segment:
     past: int
     pending: int = 0
     wanted: Wanted = "all"
+    offset: int = 0
 
     @classmethod
     def of_tree(cls, tree: TokenTree, cache: Any, first: int = 0) -> Segment:
@@ -86,7 +88,7 @@ class Segment:
     def rows(self) -> Rows:
         """The rows in the form that a `Batch` takes."""
         prefixes, others = self.sight
-        positions = [prefix + len(rest) - 1 for prefix, rest in zip(prefixes, others, strict=True)]
+        positions = [self.offset + prefix + len(rest) - 1 for prefix, rest in zip(prefixes, others, strict=True)]
         return Rows(self.cache, self.past + self.pending, self.tokens.tolist(), positions, prefixes, others)
 
     @property

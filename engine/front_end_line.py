@@ -93,6 +93,12 @@ class FrontEndLine:
         if ignored := not_applied(own):
             names = ", ".join(ignored)
             print(f"talon: model={target.name}: of generation_config.json not applied: {names}", file=sys.stderr)
+        if target.own_context < target.full_context:
+            print(
+                f"talon: model={target.name}: {target.own_context} of the context's {target.full_context} positions "
+                "are served, because positions rotate differently (LongRoPE) in longer texts",
+                file=sys.stderr,
+            )
         if target.context < target.own_context:
             print(
                 f"talon: model={target.name}: verifier.kv_memory has room for {target.context} of the context's "

@@ -113,7 +113,7 @@ def eos_tokens(generation_config: GenerationConfig) -> frozenset[int]:
 
 def steady_context(config: Any, context: int) -> int:
     """The positions over which a token's key stays valid. LongRoPE rotates all keys differently as soon as a text
-    outgrows the original length, which invalidates cached keys.
+    outgrows the original length, which invalidates cached keys. Dynamic NTK does so beyond the context itself.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]

@@ -29,6 +29,7 @@ from engine.model.packed_linear import PackedLinear, pack_linears
 from engine.model.pointwise import PointwiseOperations
 from engine.model.quantised import Quantised
 from engine.model.quantised_file import read_quantised
+from engine.model.rotary import hold_frequencies
 from engine.model.stock import NAME, StockForward, Unsupported
 from engine.model.windows import short_windows
 from engine.tree import TokenTree
@@ -45,7 +46,8 @@ _POOL_SHARE = 0.25  # share of free memory for keys and values
 class Target:
     """A model, and the facts about it that decoding needs.
 
-    own_context: the maximum positions of the model. eos_tokens: the ids that end an answer. exact: whether a token's
+    full_context: the maximum positions that the configuration names; own_context: those over which a cached key stays
+    valid. eos_tokens: the ids that end an answer. exact: whether a token's
     logits have the same bits whatever other rows are in the forward; inexact: why not, "" if it is exact.
     """
 
@@ -58,6 +60,7 @@ class Target:
         self.vocab_size: int = config.vocab_size
         if (context := getattr(config, "max_position_embeddings", None)) is None:
             raise refusal(model, name)
+        self.full_context: int = context
         self.own_context = steady_context(config, context)
         self.layers: int = config.num_hidden_layers
         self.eos_tokens = eos_tokens(model.generation_config)
@@ -173,7 +176,8 @@ class Target:
 
     @torch.inference_mode()
     def _choose_forward(self, kv_memory: int | None) -> None:
-        trial = Trial(self.model, self.name)
+        trial = Trial(self.model, self.name, self.own_context)
+        hold_frequencies(self.model)
         self.inexact = self._try_exact(trial, kv_memory)
         if self.inexact and self._forward is None:
             self._take_masks(trial)
@@ -186,7 +190,7 @@ class Target:
                 agrees = trial.beyond is None or trial.agrees(self, trial.beyond)
             self._masked = MaskedForward(self.model, self.name, trial.heeds_windows)
             self._masked.check_recording()
-            agrees = agrees and trial.agrees(self, trial.expected)
+            agrees = agrees and trial.agrees_anywhere(self)
         except (TypeError, ValueError, RuntimeError) as error:
             raise refusal(self.model, self.name) from error
         if not agrees:
@@ -240,7 +244,7 @@ class Target:
                 self._forward = make(self.model, self.pool, groups)
                 agrees = trial.beyond is None or trial.agrees(self, trial.beyond)
             self._forward = make(self.model, self.pool, groups)
-            agrees = trial.agrees(self, trial.expected) and agrees
+            agrees = trial.agrees_anywhere(self) and agrees
             reason = "" if agrees else "its logits differ with exact attention"
         except torch.OutOfMemoryError as error:
             raise ModelError(
@@ -266,9 +270,10 @@ class Target:
         except (OtherStructure, AttributeError):  # a part of the structure is missing
             return False
         self._forward = lean
-        if not trial.agrees(self, trial.expected):
+        if not trial.agrees_anywhere(self):
             self._forward = stock
             return False
+        lean.forget_far()
         return lean.exact
 
     def _make_pool(self, kv_memory: int | None) -> tuple[KVPool, int]:

@@ -64,7 +64,7 @@ class _Slice(NamedTuple):
         ancestors = batch.listed[begins[0] : begins[-1]]
         prefixes = batch.prefixes[rows]
         prefixes[end - first :] = 1
-        reach = 1 + max(int(batch.positions[first:end].max()), int(ancestors.max(initial=0)))
+        reach = max(int(batch.prefixes[first:end].max()), 1 + int(ancestors.max(initial=0)))
         chunks = bucket(-(-reach // triton_attention.CHUNK))
         width = chunks * triton_attention.CHUNK // BLOCK
         # entries past the end of a request's own table are arbitrary: no row reads them

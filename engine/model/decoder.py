@@ -24,6 +24,7 @@ from engine.model.kv_pool import KVPool
 from engine.model.matmul import NO_SCRATCH, add_product, give_scratch, row_words
 from engine.model.matmul_kernels import MATMUL
 from engine.model.packed_linear import Product, filled
+from engine.model.rotary import cosines_sines, rounded_up
 from engine.model.simd import LANES
 from engine.model.team import Program, address_of, words
 
@@ -96,6 +97,10 @@ class LeanDecoder:
         if features is not None and len(kept) < len(feature_layers):
             features = features[:, [kept.index(layer) for layer in feature_layers]]
         return logits, features
+
+    def forget_far(self) -> None:
+        """Release the memory that far positions of the trial at load took."""
+        self._turns.shrink()
 
     def _check_sizes(self, pool: KVPool) -> None:
         shape, layer = pool.shape, self.layers[0]
@@ -241,14 +246,17 @@ class _Turns:
 
     def __init__(self, rotary: Any):
         self._rotary = rotary
-        self.table, self._positions = torch.zeros(0), 0
-        self.reserve(256)
+        self.table = self._of(0, rounded_up(1))
         self.width = self.table.shape[1]
 
     def reserve(self, positions: int) -> None:
-        if positions <= self._positions:
-            return
-        cosines, sines = self._rotary(torch.zeros(1), torch.arange(2 * positions)[None])
-        half = cosines.shape[-1] // 2
-        self.table = torch.cat([cosines[0, :, :half], sines[0, :, :half]], dim=1).float().contiguous()
-        self._positions = 2 * positions
+        """Append positions; those that are there keep their values, because cached keys were rotated by them."""
+        if positions > (held := len(self.table)):
+            self.table = torch.cat([self.table, self._of(held, rounded_up(positions))])
+
+    def shrink(self) -> None:
+        """Release all but the first positions."""
+        self.table = self.table[: rounded_up(1)].clone()
+
+    def _of(self, first: int, end: int) -> Tensor:
+        return torch.cat(cosines_sines(self._rotary, first, end, torch.device("cpu")), dim=1)

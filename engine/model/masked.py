@@ -72,21 +72,22 @@ class MaskedForward:
     def _segment(self, segment: Segment, feature_layers: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         cache: MaskedCache = segment.cache
         if segment.tree is None:
-            positions = range(segment.past, segment.past + len(segment))
+            first = segment.past + segment.offset
+            positions = range(first, first + len(segment))
             kept = 0 if segment.wanted == "all" else 1  # 0 keeps every row
             logits, features = self._forward(cache, segment.tokens, positions, None, feature_layers, kept)
             return logits[: segment.wanted_rows], features
-        return self._tree(cache, segment.tree, segment.pending, feature_layers)
+        return self._tree(cache, segment.tree, segment.pending, feature_layers, segment.offset)
 
     def _tree(
-        self, cache: MaskedCache, tree: TokenTree, first: int, feature_layers: tuple[int, ...]
+        self, cache: MaskedCache, tree: TokenTree, first: int, feature_layers: tuple[int, ...], offset: int
     ) -> tuple[Tensor, Tensor | None]:
         positions = tree.depths + cache.length
-        if cache.fixed and first == 0 and cache.length + bucket(len(tree)) <= cache.capacity:
+        if cache.fixed and not offset and first == 0 and cache.length + bucket(len(tree)) <= cache.capacity:
             return self._tree_recorded(cache, tree, positions, feature_layers)
         mask = self._tree_mask(cache.length, tree, positions, first) if len(tree) > 1 else None
         cache.pending = first
-        return self._forward(cache, tree.tokens[first:], positions[first:].tolist(), mask, feature_layers, 0)
+        return self._forward(cache, tree.tokens[first:], (positions[first:] + offset).tolist(), mask, feature_layers, 0)
 
     def _forward(
         self,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import LlamaConfig
 
-from drafters.layers import Linear
+from drafters.layers import Linear, Rotary
 from engine.model.matmul import units
 from engine.model.quantised import Form
 
@@ -34,3 +35,14 @@ def test_a_matrix_that_does_not_split_into_blocks_is_kept_as_it_is() -> None:
     linear = Linear(weight)
     assert linear.matmul is not None and linear.matmul.form is Form.BFLOAT16
     torch.testing.assert_close(linear(x), F.linear(x.float(), weight.float()).bfloat16())
+
+
+def test_a_longer_table_of_turns_changes_no_position_that_was_there() -> None:
+    """Dynamic NTK would rescale all of them past the context."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=300, rope_parameters=rope)
+    rotary = Rotary(config, torch.device("cpu"), torch.float32)
+    table, halves = rotary.table.clone(), rotary.halves(100)
+    rotary.reserve(1000)
+    assert len(rotary.table) >= 1000 and torch.equal(rotary.table[: len(table)], table)
+    assert torch.equal(rotary.halves(1000)[:100], halves)
