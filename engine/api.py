@@ -17,7 +17,7 @@ from drafters.registry import check_vocabulary, find
 from engine import config as configuration
 from engine.answer import Answer, Piece, Result
 from engine.config import Config
-from engine.errors import EngineClosed, QueueFull, RequestError, TalonError
+from engine.errors import EngineClosed, QueueFull, RequestError, TalonError, shown
 from engine.flight import Flight, Flights
 from engine.launch import ProcessWorker, begin_imports
 from engine.matcher import check
@@ -115,7 +115,7 @@ class Engine:
         if token is not None and token not in ends:
             say_once(
                 f"talon: model={self.config.model}: answers end at the tokens {ends}, and not at the tokenizer's "
-                f"eos_token, {self._tokenizer.eos_token!r} ({token}): if they run on, add it to eos_token_id in "
+                f"eos_token, {shown(self._tokenizer.eos_token)} ({token}): if they run on, add it to eos_token_id in "
                 "generation_config.json"
             )
 
@@ -151,7 +151,7 @@ class Engine:
     ) -> list[Result]:
         """`n` answers to one prompt at once, with consecutive seeds from `sampling.seed`; they share its blocks."""
         if not is_integer(n) or n < 1:
-            raise RequestError(f"n={n!r}: ask for one answer or more")
+            raise RequestError(f"n={shown(n)}: ask for one answer or more")
         sampling = (sampling or SamplingParams()).validate()
         return await gather(self.generate(prompt, sampling.of_choice(i), raw=raw) for i in range(n))
 
@@ -162,7 +162,7 @@ class Engine:
         """
         sampling = SamplingParams() if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
-            raise RequestError(f"sampling={sampling!r}: give SamplingParams(max_tokens=...)")
+            raise RequestError(f"sampling={shown(sampling)}: give SamplingParams(max_tokens=...)")
         return Stream(self, prompt, sampling.validate(), raw)
 
     async def tokenize(self, prompt: Prompt, raw: bool = False) -> list[int]:

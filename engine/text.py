@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import Config
-from engine.errors import ConfigError, ModelError, RequestError, first_line
+from engine.errors import ConfigError, ModelError, RequestError, first_line, shown
 from engine.model_hub import is_hub_id, is_local
 
 HALF_A_CHARACTER = "holds half a character; decode the text it comes from as UTF-8"
@@ -64,7 +64,7 @@ def encode_text(tokenizer: Any, prompt: str | Sequence[Any], raw: bool = False) 
         raise RequestError("prompt: this model has no chat template; give text or token ids, or set chat_template=FILE")
     for message in prompt:
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-            raise RequestError(f"prompt: {message!r} is no chat message; each needs role and content")
+            raise RequestError(f"prompt: {shown(message)} is no chat message; each needs role and content")
     try:
         text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
     except Exception as error:  # the template is the model's own code

@@ -21,7 +21,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from transformers.utils import logging as transformers_logging
 
-from engine.errors import ModelError, first_line
+from engine.errors import ModelError, first_line, shown
 from engine.model.gguf_blocks import quantised_weights
 from engine.model.gguf_file import GgufFile, read_gguf
 from engine.model.quantised_file import write_quantised
@@ -83,7 +83,7 @@ def _scale_positions(gguf: GgufFile, config: Any) -> None:
     elif rope.get("rope_type", "default") == "default":
         kind = gguf.metadata.get(f"{gguf.architecture}.rope.scaling.type", "none")
         if kind != "none":
-            raise ModelError(f"its scaling of positions ({kind}) is not read from GGUF")
+            raise ModelError(f"its scaling of positions ({shown(kind)}) is not read from GGUF")
 
 
 def llama3_factors(theta: float, frequencies: int, factor: float) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -105,7 +105,7 @@ def _split_text(gguf: GgufFile, tokenizer: Any) -> None:
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
     else:
-        print(f"talon: {gguf.path.name}: text is split into words as for GPT-2; {way!r} is not known", flush=True)
+        print(f"talon: {gguf.path.name}: text is split into words as for GPT-2; {shown(way)} is not known", flush=True)
 
 
 def _drop_foreign_tokens(gguf: GgufFile, file: Path) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 
-from engine.errors import ModelError
+from engine.errors import ModelError, shown
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -114,7 +114,7 @@ class _Reader:
             if not isinstance(metadata.get("general.architecture"), str):
                 raise self._broken("names no general.architecture")
             if metadata.get("general.alignment", 32) not in _ALIGNMENTS:
-                raise self._broken(f"general.alignment is {metadata['general.alignment']!r:.60}")
+                raise self._broken(f"general.alignment is {shown(metadata['general.alignment'])}")
             if isinstance(parts := metadata.get("split.count"), int) and parts > 1:
                 raise ModelError(
                     f"{self.field}: is one of {parts} parts; join them with llama-gguf-split --merge and name the whole"
@@ -155,13 +155,13 @@ class _Reader:
         name = self._string()
         (dimensions,) = self._unpack("<I")
         if dimensions > _MOST_DIMENSIONS:
-            raise self._broken(f"tensor {name!r:.60} has {dimensions} dimensions")
+            raise self._broken(f"tensor {shown(name)} has {dimensions} dimensions")
         shape = self._unpack(f"<{dimensions}Q")
         kind, offset = self._unpack("<IQ")
         try:
             return GgufTensor(name, shape, GGMLQuantizationType(kind), offset)
         except ValueError:
-            raise self._broken(f"tensor {name!r:.60} is of the unknown type {kind}") from None
+            raise self._broken(f"tensor {shown(name)} is of the unknown type {kind}") from None
 
     def _string(self) -> str:
         (length,) = self._unpack("<Q")
