@@ -231,13 +231,13 @@ def test_under_a_grammar_a_stop_token_comes_where_the_grammar_lets_it_or_is_comp
 ) -> None:
     """`b` is text of the grammar; the others may only come behind the first `c`, where it is complete."""
     pytest.importorskip("llguidance")
-    (token,), first = (
-        tiny_tokenizer()(stop)["input_ids"],
-        tiny_tokenizer()("c" if min_tokens else expected)["input_ids"],
-    )
+    (token, c, first) = (tiny_tokenizer()(text)["input_ids"][0] for text in (stop, "c", expected))
+    first = c if min_tokens else first
     logits = torch.zeros(1, VOCABULARY)
-    logits[0, token], logits[0, tiny_tokenizer()("c")["input_ids"][0]] = 5.0, 4.0
-    guide = Matchers(tiny_tokenizer, VOCABULARY, [END]).begin(Grammar(regex="[bc]+"), []).result(30)
+    logits[0, token], logits[0, c] = 5.0, 4.0
+    matchers = Matchers(tiny_tokenizer, VOCABULARY, [END])
+    guide = matchers.begin(Grammar(regex="[bc]+"), []).result(30)
+    matchers.close()
     params = SamplingParams(stop_token_ids=(token,), min_tokens=min_tokens)
     sampler, drawn = Sampler(params, [7, 8], [END], VOCABULARY, (), guide), []
     while sampler.finish_reason is None:
