@@ -7,6 +7,7 @@ from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.chat_text import chat_tokens, render
 from engine.config import Config
 from engine.errors import ConfigError, ModelError, RequestError, first_line, shown
 from engine.model_hub import is_hub_id, is_local
@@ -56,28 +57,37 @@ def tokenizer_of(config: Config) -> Any:
 def encode_text(tokenizer: Any, prompt: str | Sequence[Any], raw: bool = False) -> list[int]:
     """Token ids of a text (one user message, unless `raw`) or of chat messages, through the chat template.
 
-    A tokenizer without a template takes a text as it is. Raises RequestError for messages it cannot take.
+    What a message spells never becomes a special token; a text that is taken as it is (`raw`, or without a template)
+    may spell them. Raises RequestError for messages it cannot take.
     """
     if isinstance(prompt, str):
         if raw or not tokenizer.chat_template:
-            return _tokens(tokenizer, prompt)
+            return _raw_tokens(tokenizer, prompt)
         prompt = [{"role": "user", "content": prompt}]
     if not tokenizer.chat_template:
         raise RequestError("prompt: this model has no chat template; give text or token ids, or set chat_template=FILE")
     for message in prompt:
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
             raise RequestError(f"prompt: {shown(message)} is no chat message; each needs role and content")
-    try:
-        text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # the template is the model's own code
-        raise RequestError(f"prompt: the chat template refused the messages: {first_line(error)}") from error
-    return _tokens(tokenizer, text, add_special_tokens=False)
+    text = render(tokenizer, prompt)
+    _check_text(text)
+    return chat_tokens(tokenizer, prompt, text)
 
 
-def _tokens(tokenizer: Any, text: str, **options: Any) -> list[int]:
+def _raw_tokens(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a text that may spell special ones. The token that the tokenizer begins a text with is not there
+    twice, where the text spells it too.
+    """
+    _check_text(text)
+    tokens: list[int] = list(tokenizer(text)["input_ids"])
+    begins, spelled = tokenizer.bos_token_id, tokenizer.bos_token
+    twice = begins is not None and tokens[:2] == [begins, begins] and text.lstrip().startswith(spelled)
+    return tokens[1:] if twice else tokens
+
+
+def _check_text(text: str) -> None:
     if not is_text(text):
         raise RequestError(f"prompt: {HALF_A_CHARACTER}")
-    return list(tokenizer(text, **options)["input_ids"])
 
 
 class TextStream:
