@@ -95,7 +95,7 @@ class Engine:
             if engine.config.trace is not None:  # fail now, not at the end, if it cannot be written
                 engine.timeline.write(Path(engine.config.trace))
             await engine._supervisor.launch(engine._load_tokenizer)
-            engine._tell_of_endings()
+            engine._tell_of_endings(settings.model)
         except BaseException:
             await engine.close()
             raise
@@ -110,8 +110,12 @@ class Engine:
                 "set chat_template=FILE"
             )
 
-    def _tell_of_endings(self) -> None:
+    def _tell_of_endings(self, given: str) -> None:
+        """Say where answers end, if that was gathered from a file, or if it is doubtful. given: the model as named."""
         token, ends = self._tokenizer.eos_token_id, self.target.eos_tokens
+        if given.lower().endswith(".gguf"):
+            named = [f"{shown(self._tokenizer.convert_ids_to_tokens(end))} ({end})" for end in ends]
+            say_once(f"talon: model={given}: answers end at {' and '.join(named) or 'no token, only at max_tokens'}")
         if token is not None and token not in ends:
             say_once(
                 f"talon: model={self.config.model}: answers end at the tokens {ends}, and not at the tokenizer's "

@@ -34,6 +34,24 @@ def render(tokenizer: Any, messages: Sequence[Any]) -> str:
         raise RequestError(f"prompt: the chat template refused the messages: {first_line(error)}") from error
 
 
+def turn_end(tokenizer: Any) -> int | None:
+    """The added token that the chat template writes after an assistant's turn, the last one if it says; None if it
+    writes none.
+    """
+    if not tokenizer.chat_template:
+        return None
+    asked, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "TALON"}
+    for messages in ([asked, answer], [asked, answer, asked]):
+        try:
+            text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        except Exception:  # the template is the model's own code, and need not like such messages
+            continue
+        behind = tokenizer(text.rpartition(answer["content"])[2].lstrip(), add_special_tokens=False)["input_ids"]
+        if behind and behind[0] in tokenizer.added_tokens_decoder:
+            return int(behind[0])
+    return None
+
+
 def chat_tokens(tokenizer: Any, messages: Sequence[Any], text: str) -> list[int]:
     """The token ids of chat messages, of which the chat template makes `text`."""
     named = [name for name in special_tokens(tokenizer).values() if name.strip()]

@@ -21,6 +21,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from transformers.utils import logging as transformers_logging
 
+from engine.chat_text import turn_end
 from engine.errors import ModelError, first_line, shown
 from engine.model.gguf_blocks import quantised_weights
 from engine.model.gguf_file import GgufFile, read_gguf
@@ -48,7 +49,7 @@ def dequantise(gguf: GgufFile, folder: Path, title: str, origin: str) -> None:
     _check_weights(gguf, model, report)
     _scale_positions(gguf, model.config)
     _split_text(gguf, tokenizer)
-    model.generation_config.eos_token_id = _end_tokens(gguf)
+    model.generation_config.eos_token_id = _end_tokens(gguf, tokenizer)
     model.save_pretrained(folder)
     write_quantised(folder, quantised_weights(gguf.path, model))
     tokenizer.save_pretrained(folder)
@@ -116,10 +117,12 @@ def _drop_foreign_tokens(gguf: GgufFile, file: Path) -> None:
     file.write_text(json.dumps(content, ensure_ascii=False), encoding="utf8")
 
 
-def _end_tokens(gguf: GgufFile) -> list[int] | None:
-    """Token ids that end an answer: end of text, and end of turn if chat has its own."""
-    ids = [gguf.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")]
-    return sorted({token for token in ids if isinstance(token, int)}) or None
+def _end_tokens(gguf: GgufFile, tokenizer: Any) -> list[int] | None:
+    """Token ids that end an answer: end of text, of turn and of message, and what the chat template writes after an
+    assistant's turn.
+    """
+    ids = [gguf.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    return sorted({token for token in (*ids, turn_end(tokenizer)) if isinstance(token, int)}) or None
 
 
 def _card(gguf: GgufFile, title: str, origin: str) -> str:

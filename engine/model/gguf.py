@@ -15,7 +15,7 @@ from engine.model.cache import home, keep
 from engine.model.gguf_file import GgufFile, read_gguf
 from engine.model.progress import Report
 
-_FORMAT = 3
+_FORMAT = 4
 """Raise it when the conversion changes: files are then converted again."""
 _STEP = re.compile(rb"(\d+)/(\d+) \[")
 _TOKENIZER_BYTES = 30_000_000

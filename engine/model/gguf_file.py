@@ -23,6 +23,7 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_TOKEN_KINDS = ("bos", "eos", "eot", "eom", "unknown", "padding")
 _MOST_DIMENSIONS = 4
 _ALIGNMENTS = {2**power for power in range(3, 17)}
 
@@ -119,6 +120,7 @@ class _Reader:
                 raise ModelError(
                     f"{self.field}: is one of {parts} parts; join them with llama-gguf-split --merge and name the whole"
                 )
+            self._check_tokens(metadata)
             tensors = [self._tensor() for _ in range(tensor_count)]
         except struct.error:
             raise self._cut("its head is not complete") from None
@@ -128,6 +130,17 @@ class _Reader:
         if end > len(self.content):
             raise self._cut(f"{len(self.content):,} of {end:,} bytes")
         return GgufFile(self.path, metadata, tensors, start)
+
+    def _check_tokens(self, metadata: dict[str, Any]) -> None:
+        """Refuse the id of a token that is none."""
+        count = metadata.get("tokenizer.ggml.tokens")
+        for key in (f"tokenizer.ggml.{kind}_token_id" for kind in _TOKEN_KINDS):
+            token = metadata.get(key)
+            if isinstance(token, int) and isinstance(count, int) and not 0 <= token < count:
+                raise ModelError(
+                    f"{self.field}: {key} is {token}, and the file has {count} tokens; correct it with "
+                    "gguf-set-metadata, or get the file again"
+                )
 
     def _pair(self) -> tuple[str, Any]:
         key = self._string()
