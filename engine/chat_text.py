@@ -181,12 +181,14 @@ class _PlainTokenizer:
         copy.no_truncation()
         copy.no_padding()
         copy.encode_special_tokens = True
-        ids = {}
+        ids: dict[int, int] = {}
         for token, known in tokenizer.added_tokens_decoder.items():
             if known.special:
                 how = {name: getattr(known, name) for name in ("lstrip", "rstrip", "single_word", "normalized")}
                 copy.add_tokens([AddedToken(mark + known.content, **how)])
-                ids[copy.token_to_id(mark + known.content)] = token
+                marked = copy.token_to_id(mark + known.content)
+                assert marked is not None
+                ids[marked] = token
         return cls(copy, mark, ids)
 
 
