@@ -1,6 +1,6 @@
 """Which tokens of a head's output become candidates, and how likely each is to be accepted.
 
-At temperature 0 that is the head's softmax. At T > 0 the target's draw is argmax(z / T + g) over its own logits z,
+In greedy decoding that is the head's softmax. At T > 0 the target's draw is argmax(z / T + g) over its own logits z,
 with noise g that a drafter can compute too. Since its logits are close to z, the best guess at the draw is the largest
 s = log q / T + g, not the largest q.
 
@@ -78,15 +78,14 @@ class Ranking:
     @property
     def learns(self) -> bool:
         """Whether `learn` has anything to learn from."""
-        return self.sampling.temperature > 0 and self.shared_noise
+        return not self.sampling.greedy and self.shared_noise
 
     @property
     def gain(self) -> float:
         """By how much a candidate's score grows with its logit."""
-        temperature = self.sampling.temperature
-        if temperature == 0:
+        if self.sampling.greedy:
             return 1.0
-        return 1 / self.error.value if self.shared_noise else 1 / temperature
+        return 1 / self.error.value if self.shared_noise else 1 / self.sampling.temperature
 
     def learn(self, logits: Tensor, position: int, drawn: int) -> None:
         """If it `learns`: the target drew the token `drawn` at `position`, for which the head predicted `logits`, of
@@ -101,10 +100,9 @@ class Ranking:
 
     def scores(self, logits: Tensor, positions: list[int]) -> Tensor:
         """[n, draft_vocab]: candidates are ranked by these, and their softmax is the chance."""
-        temperature = self.sampling.temperature
-        if temperature == 0:
+        params, temperature = self.sampling, self.sampling.temperature
+        if params.greedy:
             return logits
-        params = self.sampling
         scores = truncate(logits.float() / temperature, params.top_k or 0, params.top_p or 1.0, params.min_p or 0.0)
         if self.shared_noise:
             scores = (scores + self._noise_at(positions)) * (temperature / self.error.value)

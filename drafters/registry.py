@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, shown
 from engine.spelling import did_you_mean
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def find(method: str, key: str = "method") -> Method:
     """The method of that name; ConfigError with the nearest name otherwise. key: where it is named."""
     if method not in METHODS:
         meant = did_you_mean(method, METHODS) or ";"
-        raise ConfigError(f"{key}={method!r}: unknown method{meant} known: {', '.join(METHODS)}")
+        raise ConfigError(f"{key}={shown(method)}: unknown method{meant} known: {', '.join(METHODS)}")
     return METHODS[method]
 
 
@@ -61,7 +61,7 @@ def parts(config: Config) -> tuple[str, ...]:
         fitting = [n for n, m in METHODS.items() if m.drafter and not (m.merges or m.probes) and m.has_model == model]
         find(name, f"drafter.{key}")
         if name not in fitting:
-            raise ConfigError(f"drafter.{key}={name!r}: cannot stand there; these can: {', '.join(fitting)}")
+            raise ConfigError(f"drafter.{key}={shown(name)}: cannot stand there; these can: {', '.join(fitting)}")
     return (head, *memories)
 
 

@@ -105,6 +105,8 @@ class Answer:
         known = len(self.token_ids)
         for token in round_.tokens:
             self.token_ids.append(token)
+            if token in self.sampling.stop_token_ids:  # the last one, and no part of the text
+                break
             if self.text.push(token, may_stop=len(self.token_ids) > self.sampling.min_tokens):
                 self.finish_reason = "stop"
                 break

@@ -17,7 +17,7 @@ from drafters.registry import check_vocabulary, find
 from engine import config as configuration
 from engine.answer import Answer, Piece, Result
 from engine.config import Config
-from engine.errors import EngineClosed, QueueFull, RequestError, TalonError
+from engine.errors import EngineClosed, QueueFull, RequestError, TalonError, shown
 from engine.flight import Flight, Flights
 from engine.launch import ProcessWorker, begin_imports
 from engine.matcher import check
@@ -95,7 +95,7 @@ class Engine:
             if engine.config.trace is not None:  # fail now, not at the end, if it cannot be written
                 engine.timeline.write(Path(engine.config.trace))
             await engine._supervisor.launch(engine._load_tokenizer)
-            engine._tell_of_endings()
+            engine._tell_of_endings(settings.model)
         except BaseException:
             await engine.close()
             raise
@@ -110,12 +110,16 @@ class Engine:
                 "set chat_template=FILE"
             )
 
-    def _tell_of_endings(self) -> None:
+    def _tell_of_endings(self, given: str) -> None:
+        """Say where answers end, if that was gathered from a file, or if it is doubtful. given: the model as named."""
         token, ends = self._tokenizer.eos_token_id, self.target.eos_tokens
+        if given.lower().endswith(".gguf"):
+            named = [f"{shown(self._tokenizer.convert_ids_to_tokens(end))} ({end})" for end in ends]
+            say_once(f"talon: model={given}: answers end at {' and '.join(named) or 'no token, only at max_tokens'}")
         if token is not None and token not in ends:
             say_once(
                 f"talon: model={self.config.model}: answers end at the tokens {ends}, and not at the tokenizer's "
-                f"eos_token, {self._tokenizer.eos_token!r} ({token}): if they run on, add it to eos_token_id in "
+                f"eos_token, {shown(self._tokenizer.eos_token)} ({token}): if they run on, add it to eos_token_id in "
                 "generation_config.json"
             )
 
@@ -151,7 +155,7 @@ class Engine:
     ) -> list[Result]:
         """`n` answers to one prompt at once, with consecutive seeds from `sampling.seed`; they share its blocks."""
         if not is_integer(n) or n < 1:
-            raise RequestError(f"n={n!r}: ask for one answer or more")
+            raise RequestError(f"n={shown(n)}: ask for one answer or more")
         sampling = (sampling or SamplingParams()).validate()
         return await gather(self.generate(prompt, sampling.of_choice(i), raw=raw) for i in range(n))
 
@@ -162,7 +166,7 @@ class Engine:
         """
         sampling = SamplingParams() if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
-            raise RequestError(f"sampling={sampling!r}: give SamplingParams(max_tokens=...)")
+            raise RequestError(f"sampling={shown(sampling)}: give SamplingParams(max_tokens=...)")
         return Stream(self, prompt, sampling.validate(), raw)
 
     async def tokenize(self, prompt: Prompt, raw: bool = False) -> list[int]:

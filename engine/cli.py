@@ -138,8 +138,8 @@ def generate(
             raise RequestError("prompt: is empty; give a text, or - to read one from standard input")
         if sampling.grammar is not None:
             check_grammar(sampling.grammar)
-        if n > 1 and temperature == 0:
-            print("talon: temperature 0 gives the same answer n times; set --temperature", file=sys.stderr)
+        if n > 1 and sampling.greedy:
+            print("talon: greedy decoding gives the same answer n times; set --temperature", file=sys.stderr)
         if sys.stderr.isatty():
             print(f"talon: loading {settings.model}", file=sys.stderr)
         from engine.api import Engine  # takes seconds, so options are checked first

@@ -60,7 +60,7 @@ def conclude_trees(
     # one call for all nodes, since a call takes longer than a row's argmax; but of a large tree few nodes are drawn
     # from, and on a CPU the logits of the others need not be read
     at_once = logits.device.type != "cpu" or count <= _SMALL * len(rounds)
-    greedy = any(round_.request.sampling.temperature == 0 for round_ in rounds)
+    greedy = any(round_.request.sampling.greedy for round_ in rounds)
     best = argmax(logits[:count]) if at_once and greedy else None
     states = None if features is None else bfloat16_bits(features[:count])
     for round_ in rounds:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from engine.errors import ConfigError, first_line
+from engine.errors import ConfigError, first_line, printable, shown
 from engine.places import ROOT
 from engine.spelling import did_you_mean
 
@@ -194,7 +194,7 @@ def load(source: str | Path | Mapping[str, Any] | Config, overrides: Mapping[str
     elif isinstance(source, str | Path):
         values = _read(Path(source))
     else:
-        raise ConfigError(f"config={source!r}: give a file, a mapping or a Config")
+        raise ConfigError(f"config={shown(source)}: give a file, a mapping or a Config")
     for key, value in (overrides or {}).items():
         _assign(values, key.split("."), value)
     try:
@@ -207,11 +207,13 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     """`drafter.budget=40` as (key, value); the value is read as YAML."""
     key, separator, value = text.partition("=")
     if not separator or not key:
-        raise ConfigError(f"--set {text}: write KEY=VALUE, for example --set drafter.budget=40")
+        raise ConfigError(f"--set {printable(text, 100)}: write KEY=VALUE, for example --set drafter.budget=40")
     try:
         return key, yaml.safe_load(value)
     except (yaml.YAMLError, ValueError):  # the latter for a date that there is not
-        raise ConfigError(f"--set {text}: {value!r} is not YAML; quote it or close its brackets") from None
+        raise ConfigError(
+            f"--set {printable(key, 100)}: {shown(value)} is not YAML; quote it or close its brackets"
+        ) from None
 
 
 def cores() -> int:
@@ -264,7 +266,7 @@ def _explain(error: ValidationError) -> str:
     first = error.errors()[0]
     if first["type"] == "value_error":  # ours: it names the key
         return first["msg"].removeprefix("Value error, ")
-    key = ".".join(str(part) for part in first["loc"])
+    key = printable(".".join(str(part) for part in first["loc"]), 100)
     if first["type"] == "extra_forbidden":
         section: type[BaseModel] = Config
         for part in first["loc"][:-1]:
@@ -274,4 +276,4 @@ def _explain(error: ValidationError) -> str:
         return f"{key}: unknown configuration key" + (
             did_you_mean(name, known, above + dot) or f"; known: {', '.join(known)}"
         )
-    return f"{key}={first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    return f"{key}={shown(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from engine.errors import RequestError
+from engine.errors import RequestError, shown
 from engine.text import HALF_A_CHARACTER, is_text
 
 _LARGEST = 1 << 20  # characters; longer ones cost seconds before the library refuses them
@@ -43,9 +43,9 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
         value: Any = _schema_text(self.json_schema) if field == "json_schema" else getattr(self, field)
         if field == "json_object":
             if value is not True:
-                raise RequestError(f"grammar.json_object={value!r}: use True, or leave it out")
+                raise RequestError(f"grammar.json_object={shown(value)}: use True, or leave it out")
         elif not isinstance(value, str) or not value.strip():
-            raise RequestError(f"grammar.{field}={value!r}: give a text that is not empty")
+            raise RequestError(f"grammar.{field}={shown(value)}: give a text that is not empty")
         elif len(value) > _LARGEST:
             raise RequestError(f"grammar.{field}: has {len(value)} characters; {_LARGEST} are the most")
         elif not is_text(value):

@@ -7,6 +7,8 @@ has to be read). So `Matchers` makes them in its own thread: a request waits for
 from __future__ import annotations
 
 import functools
+import itertools
+import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +25,19 @@ _KEPT = 32  # grammars
 _ANY_OBJECT = '{"type": "object"}'
 _WHITESPACE = {"whitespace_pattern": r"( |\n[ \t]{0,64})?"}
 """Whitespace in JSON: what `json.dumps` writes, indented or not. Without a bound a model may never stop."""
+_FORMATS = (
+    "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uri",
+    "uri-reference", "uri-template", "iri", "iri-reference", "uuid", "json-pointer", "relative-json-pointer", "regex",
+)  # fmt: skip
+"""The formats that JSON Schema defines. Those that the library knows are followed, all others say nothing."""
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords of a schema whose keys are names."""
+_VALUES = ("const", "enum", "default", "examples")
+"""Keywords of a schema that hold values."""
+_REFUSALS = {
+    "oneOf constraints are not supported": "oneOf is supported where its options exclude each other; use anyOf",
+}
+"""What a client can do, where the library's own words name what only its caller can."""
 _STYLES = ((", ", ": "), (",", ":"))
 """Separators assumed when guessing JSON: with them nearly everything but the values follows from the schema."""
 _FORESEEN = 16  # tokens
@@ -39,7 +54,8 @@ class Matchers:
     """Makes the matchers of one model. tokenizer: loads its tokenizer, when it is first needed."""
 
     def __init__(self, tokenizer: Callable[[], Any], vocab_size: int, eos_tokens: Iterable[int]):
-        self._load, self._vocab_size, self._eos = tokenizer, vocab_size, sorted(eos_tokens)
+        self._load, self._vocab_size = tokenizer, vocab_size
+        self._eos = sorted(token for token in eos_tokens if token < vocab_size)
         self._thread: ThreadPoolExecutor | None = None
         self._made: OrderedDict[Grammar, Matcher] = OrderedDict()
         self._tokenizer: Any = None
@@ -61,7 +77,7 @@ class Matchers:
                 raise _refused(grammar, state.get_error())
             guides = [self._state(source) for source in _guides(grammar)]
             guides = [guide for guide in guides if not guide.is_error()]
-            made = Matcher(state, guides, self._vocab_size)
+            made = Matcher(state, guides, self._vocab_size, self._tokenizer.vocab_size)
             if not (made.complete or np.delete(made.allowed(), self._eos).any()):
                 raise _refused(grammar, "fits no text that the model's tokens can spell")
             self._made[grammar] = made
@@ -83,15 +99,17 @@ class Matcher:
     """One answer's matcher. End-of-sequence tokens are the sampler's: they are allowed where the grammar is `complete`.
 
     state: the library's. guides: states of stricter grammars, used to guess, each until the answer departs from it.
+    vocab_size: of the model; spelled: the tokens that the library knows, which may be more.
     """
 
-    def __init__(self, state: Any, guides: list[Any], vocab_size: int):
-        self._state, self._guides, self._vocab_size = state, guides, vocab_size
-        self._bits = np.zeros((vocab_size + 31) // 32, np.uint32)
+    def __init__(self, state: Any, guides: list[Any], vocab_size: int, spelled: int):
+        self._state, self._guides, self._vocab_size, self._spelled = state, guides, vocab_size, spelled
+        self._bits = np.zeros((spelled + 31) // 32, np.uint32)
 
     def copy(self) -> Matcher:
         """A copy in the same state."""
-        return Matcher(self._state.deep_copy(), [guide.deep_copy() for guide in self._guides], self._vocab_size)
+        guides = [guide.deep_copy() for guide in self._guides]
+        return Matcher(self._state.deep_copy(), guides, self._vocab_size, self._spelled)
 
     @property
     def complete(self) -> bool:
@@ -129,7 +147,8 @@ class Matcher:
     def foreseen(self) -> list[int]:
         """Tokens that most probably come next, because the grammar allows little else: a guess, for a draft."""
         for state in (*self._guides, self._state):
-            if tokens := state.compute_ff_tokens()[:_FORESEEN]:
+            known = itertools.takewhile(lambda token: token < self._vocab_size, state.compute_ff_tokens()[:_FORESEEN])
+            if tokens := list(known):
                 return list(tokens[: self._state.validate_tokens(tokens)])
         return []
 
@@ -172,15 +191,54 @@ def _guides(grammar: Grammar) -> list[str]:
 
 
 def _schema(grammar: Grammar) -> str:
-    return _ANY_OBJECT if grammar.json_schema is None else str(grammar.json_schema)
+    return _ANY_OBJECT if grammar.json_schema is None else _without_annotations(str(grammar.json_schema))
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _without_annotations(schema: str) -> str:
+    """The schema without the `format`s that the library does not know, which it would refuse: to JSON Schema they are
+    annotations.
+    """
+    try:
+        whole = json.loads(schema)
+        return json.dumps(whole) if _drop_formats(whole) else schema
+    except RecursionError:  # the library refuses it
+        return schema
+
+
+def _drop_formats(schema: Any) -> bool:
+    """Drop unknown formats from the schema itself. Returns whether there were any."""
+    waiting, dropped = [(schema, False)], False
+    while waiting:
+        value, named = waiting.pop()
+        if isinstance(value, list):
+            waiting += ((item, False) for item in value)
+        elif isinstance(value, dict):
+            if not named and isinstance(value.get("format"), str) and value["format"] not in _known_formats():
+                del value["format"]
+                dropped = True
+            names = () if named else _NAMED
+            waiting += ((item, key in names) for key, item in value.items() if named or key not in _VALUES)
+    return dropped
+
+
+@functools.cache
+def _known_formats() -> frozenset[str]:
+    library = _library().LLMatcher
+
+    def knows(name: str) -> bool:
+        source = library.grammar_from_json_schema(json.dumps({"type": "string", "format": name}))
+        return not library.validate_grammar(source)
+
+    return frozenset(filter(knows, _FORMATS))
 
 
 def _tokens(tokenizer: Any, vocab_size: int, eos_tokens: list[int]) -> Any:
-    """The library's view of a `transformers` tokenizer."""
+    """The library's view of a `transformers` tokenizer, which may spell more tokens than the model has."""
     from llguidance.hf import from_tokenizer
 
     try:
-        return from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_tokens or None)
+        return from_tokenizer(tokenizer, n_vocab=max(vocab_size, len(tokenizer)), eos_token=eos_tokens or None)
     except Exception as error:
         raise RequestError(f"grammar: this model's tokenizer does not work with grammars: {error}") from None
 
@@ -189,7 +247,8 @@ def _refused(grammar: Grammar, reason: str) -> RequestError:
     field = next(name for name in grammar.__struct_fields__ if getattr(grammar, name))
     first, *others = [line.strip() for line in reason.splitlines() if line.strip()] or [""]
     why = next((line for line in others if line.startswith("error:")), "")  # after a drawing of the place
-    return RequestError(f"grammar.{field}: {first[:300]} {why}".rstrip())
+    ours = next((told for theirs, told in _REFUSALS.items() if theirs in first), None)
+    return RequestError(f"grammar.{field}: {ours or f'{first[:300]} {why}'.rstrip()}")
 
 
 def _first_line(text: str) -> str:

@@ -82,12 +82,12 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 class Tokens(msgspec.Struct, frozen=True, kw_only=True):
     """What a round emitted for one request, and what it cost.
 
-    finish_reason: "eos" or "length" with the last tokens, else None. nodes, depth: of the tree verified. hit: the tree
-    had arrived by the previous verdict. round_us: since the previous verdict (or arrival). forward_us: of the target in
-    this round, draft_us: of a draft model. busy_us: of all target forwards since the verifier started. at_us: the
-    verifier's clock. sources: for each token, the bits of the drafters that proposed it, 0 if none did. logprobs: one
-    per token, if requested. prompt_logprobs: with the first tokens, for all prompt tokens but the first. cached:
-    positions of the text found in the prefix cache.
+    finish_reason: "eos", "stop" (a stop token) or "length" with the last tokens, else None. nodes, depth: of the tree
+    verified. hit: the tree had arrived by the previous verdict. round_us: since the previous verdict (or arrival).
+    forward_us: of the target in this round, draft_us: of a draft model. busy_us: of all target forwards since the
+    verifier started. at_us: the verifier's clock. sources: for each token, the bits of the drafters that proposed it, 0
+    if none did. logprobs: one per token, if requested. prompt_logprobs: with the first tokens, for all prompt tokens
+    but the first. cached: positions of the text found in the prefix cache.
     """
 
     request: int

@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from engine.config import Config
-from engine.errors import OverContext, RequestError
+from engine.errors import OverContext, RequestError, shown
 from engine.messages import Ready
 from engine.sampling import SamplingParams
 from engine.text import encode_text
@@ -58,7 +58,9 @@ def check_sampling(sampling: SamplingParams, config: Config, target: Ready) -> N
     """Refuse what this engine's model or method cannot do."""
     vocabulary = target.vocab_size
     if not all(0 <= token < vocabulary for token in sampling.logit_bias):
-        raise RequestError(f"logit_bias={sampling.logit_bias}: token ids go from 0 to {vocabulary - 1}")
+        raise RequestError(f"logit_bias={shown(sampling.logit_bias)}: token ids go from 0 to {vocabulary - 1}")
+    if not all(0 <= token < vocabulary for token in sampling.stop_token_ids):
+        raise RequestError(f"stop_token_ids={shown(sampling.stop_token_ids)}: token ids go from 0 to {vocabulary - 1}")
     for field in ("logprobs", "prompt_logprobs"):
         if (getattr(sampling, field) or 0) > vocabulary:
             raise RequestError(f"{field}={getattr(sampling, field)}: the model knows {vocabulary} tokens")
@@ -66,7 +68,7 @@ def check_sampling(sampling: SamplingParams, config: Config, target: Ready) -> N
         return
     if say.method not in (None, config.method):
         raise RequestError(
-            f'speculation.method={say.method!r}: this engine drafts with {config.method!r}; use that or "off"'
+            f'speculation.method={shown(say.method)}: this engine drafts with {config.method!r}; use that or "off"'
         )
     if say.budget is not None and say.budget > config.drafter.budget:
         raise RequestError(

@@ -7,11 +7,16 @@ from typing import Any
 
 import msgspec
 
-from engine.errors import ModelError, RequestError
+from engine.errors import ModelError, RequestError, shown
 from engine.grammar import Grammar
 from engine.text import HALF_A_CHARACTER, is_text
 
 MOST_LOGPROBS = 20
+MOST_STOPS, LONGEST_STOP = 16, 1024
+"""Stop texts of a request, and characters of each: every character of an answer is compared with all of them."""
+MOST_STOP_TOKENS = 1024
+COLDEST = 1e-3
+"""Up to this temperature a request is greedy. At lower ones only equal logits would be left to the noise."""
 FROM_MODEL = ("top_k", "top_p", "min_p", "repetition_penalty")
 """Fields that a request may leave to the model."""
 NOT_APPLIED = (
@@ -39,9 +44,9 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
         """
         values = _converted(self, "speculation.")
         if values["budget"] is not None and values["budget"] < 2:
-            raise RequestError(f"speculation.budget={self.budget!r}: use 2 nodes or more, or off=True")
+            raise RequestError(f"speculation.budget={shown(self.budget)}: use 2 nodes or more, or off=True")
         if not is_text(values["method"] or ""):
-            raise RequestError(f"speculation.method={self.method!r}: {HALF_A_CHARACTER}")
+            raise RequestError(f"speculation.method={shown(self.method)}: {HALF_A_CHARACTER}")
         if values["method"] in ("off", "none"):
             values |= {"off": True, "method": None}
         return Speculation(**values)
@@ -51,12 +56,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to choose tokens and when to stop. The same seed gives the same text with every drafter and mode.
 
     temperature: 0 is greedy, and always the default: whether to sample is the caller's choice, whatever the model's
-    files say. top_k, top_p, min_p: how many of the likeliest tokens to keep and two fractions of probability, applied
-    in that order after the temperature, as `transformers` does. repetition_penalty: > 1 discourages tokens of prompt
-    and answer. These four are None by default: the value in the model's generation_config.json, or off if it has none;
-    0, 1.0, 0.0 and 1.0 turn them off whatever it says.
+    files say. Up to `COLDEST` it is greedy too, as are top_k=1 and top_p=0: of equal logits the lowest id wins. top_k,
+    top_p, min_p: how many of the likeliest tokens to keep and two fractions of probability, applied in that order after
+    the temperature, as `transformers` does. repetition_penalty: > 1 discourages tokens of prompt and answer. These four
+    are None by default: the value in the model's generation_config.json, or off if it has none; 0, 1.0, 0.0 and 1.0
+    turn them off whatever it says.
     max_tokens, min_tokens: of the answer. stop: texts that end the answer and are not part of it; those that end within
-    the first min_tokens tokens do not count.
+    the first min_tokens tokens do not count. stop_token_ids: tokens that end the answer and are not part of its text;
+    like the end-of-sequence token they cannot come among the first min_tokens.
     ignore_eos: continue after the end-of-sequence token (benchmarks of fixed length).
 
     presence_penalty, frequency_penalty: subtracted from the logits of tokens in the answer, once per token and once per
@@ -77,6 +84,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int = 256
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -85,6 +93,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
     speculation: Speculation | None = None
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is drawn, whatever the noise."""
+        return self.temperature <= COLDEST or self.top_k == 1 or self.top_p == 0
 
     def validate(self) -> SamplingParams:
         """Return the parameters with every value converted to its type, or raise RequestError naming the first wrong
@@ -114,7 +127,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 "use 0 (greedy) or a positive number",
             ),
             (self.top_k is None or 0 <= self.top_k < 2**63, "top_k", self.top_k, "use 0 (off) or a positive count"),
-            (self.top_p is None or 0 < self.top_p <= 1, "top_p", self.top_p, "use a fraction in (0, 1]"),
+            (self.top_p is None or 0 <= self.top_p <= 1, "top_p", self.top_p, "use a fraction in [0, 1], 0 is greedy"),
             (self.min_p is None or 0 <= self.min_p < 1, "min_p", self.min_p, "use a fraction in [0, 1)"),
             (
                 self.repetition_penalty is None or 0 < self.repetition_penalty < float("inf"),
@@ -130,8 +143,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 self.min_tokens,
                 f"use a count from 0 to max_tokens={self.max_tokens}",
             ),
+            (
+                len(self.stop) <= MOST_STOPS,
+                "stop",
+                self.stop,
+                f"holds {len(self.stop)} texts; {MOST_STOPS} are the most",
+            ),
             (all(self.stop), "stop", self.stop, "remove the empty string"),
+            (
+                all(len(text) <= LONGEST_STOP for text in self.stop),
+                "stop",
+                self.stop,
+                f"holds a text of {max(map(len, self.stop), default=0)} characters; {LONGEST_STOP} are the most",
+            ),
             (all(map(is_text, self.stop)), "stop", self.stop, HALF_A_CHARACTER),
+            (
+                len(self.stop_token_ids) <= MOST_STOP_TOKENS,
+                "stop_token_ids",
+                self.stop_token_ids,
+                f"holds {len(self.stop_token_ids)} tokens; {MOST_STOP_TOKENS} are the most",
+            ),
             (-2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty, "use a number from -2 to 2"),
             (
                 -2 <= self.frequency_penalty <= 2,
@@ -154,7 +185,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             ),
         ):
             if not ok:
-                raise RequestError(f"{field}={value!r}: {fix}")
+                raise RequestError(f"{field}={shown(value)}: {fix}")
         return self
 
 
@@ -169,7 +200,7 @@ def _converted(params: msgspec.Struct, prefix: str = "") -> dict[str, Any]:
             values[field.name] = msgspec.convert(value.item() if hasattr(value, "item") else value, field.type)
         except (msgspec.ValidationError, TypeError) as error:
             reason = str(error).split(" - at")[0].lower().replace("`array`", "a list").replace("| null", "or None")
-            raise RequestError(f"{prefix}{field.name}={value!r}: {reason}") from None
+            raise RequestError(f"{prefix}{field.name}={shown(value)}: {reason}") from None
     return values
 
 
@@ -198,4 +229,4 @@ def not_applied(generation_config: Any) -> list[str]:
     """The settings of a generation_config.json that would change the text and that Talon does not follow."""
     usual = type(generation_config)()
     named = ((name, getattr(generation_config, name, None)) for name in NOT_APPLIED)
-    return [f"{name}={value!r}" for name, value in named if value not in (None, getattr(usual, name, None))]
+    return [f"{name}={shown(value)}" for name, value in named if value not in (None, getattr(usual, name, None))]

@@ -22,7 +22,7 @@ import zmq.asyncio
 
 from engine import errors
 from engine.config import Config
-from engine.errors import EngineClosed, TalonError, WorkerDied
+from engine.errors import EngineClosed, TalonError, WorkerDied, printable
 from engine.flight import Flight, Flights
 from engine.launch import STOP_S, ProcessWorker, Workers
 from engine.messages import Cancel, Emitted, Failed, Heartbeat, Ready, Spans, Stop
@@ -291,4 +291,4 @@ class Supervisor:
 @functools.cache
 def say_once(line: str) -> None:
     """Print a line once on standard error: a benchmark starts many engines of one target."""
-    print(line, file=sys.stderr)
+    print(printable(line), file=sys.stderr)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from codecs import getincrementaldecoder
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.chat_text import chat_tokens, render
 from engine.config import Config
-from engine.errors import ConfigError, ModelError, RequestError, first_line
+from engine.errors import ConfigError, ModelError, RequestError, first_line, shown
 from engine.model_hub import is_hub_id, is_local
+from engine.stop_text import StopText
+from engine.token_text import PARTIAL, partial_bytes, special_tokens
 
 HALF_A_CHARACTER = "holds half a character; decode the text it comes from as UTF-8"
-_INCOMPLETE = "\ufffd"
 _BEHIND = range(6, 10)  # tokens before an answer to decode its first ones with: some may be special, four a character
 
 
@@ -54,50 +57,57 @@ def tokenizer_of(config: Config) -> Any:
 def encode_text(tokenizer: Any, prompt: str | Sequence[Any], raw: bool = False) -> list[int]:
     """Token ids of a text (one user message, unless `raw`) or of chat messages, through the chat template.
 
-    A tokenizer without a template takes a text as it is. Raises RequestError for messages it cannot take.
+    What a message spells never becomes a special token; a text that is taken as it is (`raw`, or without a template)
+    may spell them. Raises RequestError for messages it cannot take.
     """
     if isinstance(prompt, str):
         if raw or not tokenizer.chat_template:
-            return _tokens(tokenizer, prompt)
+            return _raw_tokens(tokenizer, prompt)
         prompt = [{"role": "user", "content": prompt}]
     if not tokenizer.chat_template:
         raise RequestError("prompt: this model has no chat template; give text or token ids, or set chat_template=FILE")
     for message in prompt:
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-            raise RequestError(f"prompt: {message!r} is no chat message; each needs role and content")
-    try:
-        text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # the template is the model's own code
-        raise RequestError(f"prompt: the chat template refused the messages: {first_line(error)}") from error
-    return _tokens(tokenizer, text, add_special_tokens=False)
+            raise RequestError(f"prompt: {shown(message)} is no chat message; each needs role and content")
+    text = render(tokenizer, prompt)
+    _check_text(text)
+    return chat_tokens(tokenizer, prompt, text)
 
 
-def _tokens(tokenizer: Any, text: str, **options: Any) -> list[int]:
+def _raw_tokens(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a text that may spell special ones. The token that the tokenizer begins a text with is not there
+    twice, where the text spells it too.
+    """
+    _check_text(text)
+    tokens: list[int] = list(tokenizer(text)["input_ids"])
+    begins, spelled = tokenizer.bos_token_id, tokenizer.bos_token
+    twice = begins is not None and tokens[:2] == [begins, begins] and text.lstrip().startswith(spelled)
+    return tokens[1:] if twice else tokens
+
+
+def _check_text(text: str) -> None:
     if not is_text(text):
         raise RequestError(f"prompt: {HALF_A_CHARACTER}")
-    return list(tokenizer(text, **options)["input_ids"])
-
-
-def _special_tokens(tokenizer: Any, texts: Sequence[str]) -> frozenset[int]:
-    """The special tokens with these texts, which an answer's text does not show."""
-    added = tokenizer.added_tokens_decoder.items() if texts else ()
-    return frozenset(token for token, shown in added if shown.special and shown.content in texts)
 
 
 class TextStream:
     """Detokenises one answer. `push` tokens, `take` what can be shown; `text` is all there is so far.
 
     tokenizer: a `transformers` tokenizer. A window of the last tokens is decoded with and without the newest, because
-    a token's text depends on its neighbours (word-initial spaces, characters of several tokens). special: special
-    tokens are part of the text. behind: the tokens before the answer, without which the decoders of SentencePiece drop
-    the space that it begins with.
+    a token's text depends on its neighbours (word-initial spaces). Tokens that are parts of characters are decoded
+    here, byte by byte: only an incomplete character is waited for, not every U+FFFD that a text ends in. special:
+    special tokens are part of the text. behind: the tokens before the answer, without which the decoders of
+    SentencePiece drop the space that it begins with.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), special: bool = False, behind: Sequence[int] = ()):
-        self._tokenizer, self._stop, self._special = tokenizer, stop, special
-        self._stop_tokens = _special_tokens(tokenizer, stop)
+        self._tokenizer, self._stop = tokenizer, [StopText(text) for text in stop]
+        named = special_tokens(tokenizer)
+        self._stop_tokens = {token for token, text in named.items() if text in stop} if stop else set()
+        self._hidden: Container[int] = () if special else named
         self._tokens = self._whole_end(behind)
         self._window, self._read = 0, len(self._tokens)
+        self._bytes = getincrementaldecoder("utf8")("replace")
         self._shown = 0
         self.text = ""
         self._may_stop, self.stopped = True, False
@@ -108,21 +118,33 @@ class TextStream:
         """
         self._may_stop = may_stop
         if may_stop and token in self._stop_tokens:
+            self._append(self._bytes.decode(b"", final=True))
             self.stopped = True
-            return True
-        self._tokens.append(token)
-        known, now = self._decode(self._tokens[self._window : self._read]), self._decode(self._tokens[self._window :])
-        if not now.endswith(_INCOMPLETE):
-            self._append(now[len(known) :])
+        elif token not in self._hidden:
+            self._append(self._text_of(token))
         return self.stopped
 
     def take(self, final: bool = False) -> str:
         """Text not taken yet. `final`: nothing follows, so hold nothing back."""
         if final and not self.stopped:
-            known = self._decode(self._tokens[self._window : self._read])
-            self._append(self._decode(self._tokens[self._window :])[len(known) :])
-        end = len(self.text) - (0 if final or self.stopped else self._held_back())
+            self._append(self._bytes.decode(b"", final=True))
+        end = len(self.text)
+        if not final and not self.stopped:
+            end -= max((stop.matched for stop in self._stop), default=0)
         piece, self._shown = self.text[self._shown : end], max(self._shown, end)
+        return piece
+
+    def _text_of(self, token: int) -> str:
+        """The text that is complete with `token`, which is added."""
+        self._tokens.append(token)
+        if (part := partial_bytes(self._tokenizer, token)) is not None:
+            piece = self._bytes.decode(part)
+        else:
+            known, now = (self._decode(self._tokens[self._window : end]) for end in (self._read, len(self._tokens)))
+            piece = self._bytes.decode(b"", final=True) + now[len(known) :]
+        if piece:  # the space behind a special token that shows nothing would be dropped if the window began there
+            self._window = self._read
+        self._read = len(self._tokens)
         return piece
 
     def _whole_end(self, tokens: Sequence[int]) -> list[int]:
@@ -130,28 +152,19 @@ class TextStream:
         for count in _BEHIND:
             last = [*tokens[-count:]]
             text = self._decode(last)
-            if not text.startswith(_INCOMPLETE):
-                return [] if text.endswith(_INCOMPLETE) else last
+            if not text.startswith(PARTIAL):
+                return [] if text.endswith(PARTIAL) else last
         return []
 
     def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(
-            tokens, skip_special_tokens=not self._special, clean_up_tokenization_spaces=False
+            tokens, skip_special_tokens=self._hidden != (), clean_up_tokenization_spaces=False
         )
         return text
 
     def _append(self, piece: str) -> None:
-        if piece:  # the space behind a special token that shows nothing would be dropped if the window began there
-            self._window = self._read
-        self._read = len(self._tokens)
-        searched = len(self.text)
+        begins = [at for stop in self._stop if (at := stop.find(piece, self._may_stop)) is not None]
+        before = len(self.text)
         self.text += piece
-        if not self._may_stop:
-            return
-        ends = [at for stop in self._stop if (at := self.text.find(stop, max(0, searched - len(stop) + 1))) >= 0]
-        if ends:
-            self.text, self.stopped = self.text[: min(ends)], True
-
-    def _held_back(self) -> int:
-        """Length of the longest tail that begins a stop string."""
-        return max((n for stop in self._stop for n in range(1, len(stop)) if self.text.endswith(stop[:n])), default=0)
+        if begins:
+            self.text, self.stopped = self.text[: max(0, before + min(begins))], True

@@ -24,7 +24,6 @@ from engine.sampling import SamplingParams
 from engine.tree import TokenTree
 
 _UNITS = 2**40  # of a chance, in sums of integers
-_COLDEST = 1e-30  # logits divided by less than this overflow float32, and all infinite scores are equal
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,8 @@ class Sampler:
     history).
 
     answer: tokens drawn already, by an earlier sampler; the matcher has followed them. finish_reason: None while the
-    request runs, then "eos" or "length". logprobs: of the tokens drawn since they were last taken, if requested.
+    request runs, then "eos", "stop" (a stop token) or "length". logprobs: of the tokens drawn since they were last
+    taken, if requested.
     """
 
     def __init__(
@@ -98,14 +98,15 @@ class Sampler:
         self.logprobs: list[TokenLogprob] = []
         self._position = len(prompt) + len(answer)
         self._eos = sorted(token for token in eos_tokens if token < vocab_size)
+        self._stop = sorted({token for token in params.stop_token_ids if token < vocab_size})
         self._matcher = matcher
         self._penalties = Penalties(params, prompt, answer, vocab_size)
-        self._greedy = params.temperature == 0
-        self._truncates = bool(params.top_k or (params.top_p or 1) < 1 or params.min_p)
+        self._greedy = params.greedy
+        self._truncates = bool(params.top_k or (params.top_p or 1.0) < 1 or params.min_p)
 
     def choices(self, logits: Tensor, best: Sequence[int] | None = None) -> Choices:
         """The choices that `logits`, [nodes, vocab] in any type, leave. best: the argmax of each node's, if known."""
-        return Choices(logits, not self._penalties and self.drawn >= self.params.min_tokens, best)
+        return Choices(logits, not self._penalties and self._is_long_enough, best)
 
     def draw(self, choice: Choice) -> int:
         """The next token. Raises NotANumber if the logits are not a distribution."""
@@ -121,11 +122,12 @@ class Sampler:
         self._position += 1
         self._penalties.saw(token)
         ends = token in self._eos and (not self.params.ignore_eos or self._matcher is not None)
-        if self._matcher is not None and not ends:
+        stops = token in self._stop
+        if self._matcher is not None and not ends and not stops:
             self._matcher.accept(token)
             ends = self._matcher.ended
-        if ends:
-            self.finish_reason = "eos"
+        if ends or stops:
+            self.finish_reason = "stop" if stops else "eos"
         elif self.drawn >= self.params.max_tokens:
             self.finish_reason = "length"
         return token
@@ -147,6 +149,8 @@ class Sampler:
     def _may_come(self, token: int) -> bool:
         """Whether the grammar allows `token` next."""
         assert self._matcher is not None
+        if token in self._stop:
+            return self._is_long_enough and (self._matcher.complete or self._matcher.allows(token))
         if token in self._eos:
             return self._matcher.complete and not self.params.ignore_eos
         return self._matcher.allows(token)
@@ -154,10 +158,12 @@ class Sampler:
     def _allowed(self, logits: Tensor) -> Tensor:
         """[vocab] bool: the tokens that may come next, on the device of `logits`."""
         assert self._matcher is not None
-        allowed = self._matcher.allowed()
-        allowed[self._eos] = self._matcher.complete and self._may_end
+        allowed, complete = self._matcher.allowed(), self._matcher.complete
+        stops = (allowed[self._stop] | complete) & self._is_long_enough  # those of the grammar's own text come before
+        allowed[self._eos] = complete and self._may_end
+        allowed[self._stop] = stops
         if not allowed.any():  # nothing can follow, so the answer may end before min_tokens
-            if not (self._eos and self._matcher.complete):
+            if not (self._eos and complete):
                 raise RequestFailed(
                     f"the grammar lets none of the model's tokens come at position {self._position}: "
                     f"{self._matcher.trouble or 'write it for text that the tokenizer can spell'}"
@@ -166,12 +172,16 @@ class Sampler:
         return torch.from_numpy(allowed).to(logits.device)
 
     @property
+    def _is_long_enough(self) -> bool:
+        return self.drawn >= self.params.min_tokens
+
+    @property
     def _may_end(self) -> bool:
-        return self.drawn >= self.params.min_tokens and not self.params.ignore_eos
+        return self._is_long_enough and not self.params.ignore_eos
 
     def _best(self, choice: Choice, allowed: Tensor | None) -> int:
         """The draw from the tokens that are `allowed`, all if None."""
-        params, temperature = self.params, max(self.params.temperature, _COLDEST)
+        params, temperature = self.params, self.params.temperature
         if allowed is None and choice.settled and (self._greedy or not self._truncates):
             return choice.best if self._greedy else choice.sampled(temperature, params.seed, self._position)
         logits = self._changed(choice.logits, allowed)
@@ -181,6 +191,8 @@ class Sampler:
         if self._truncates:
             among = slice(None) if allowed is None else allowed  # sorting a row of equal infinities takes for ever
             left = truncate(scores[among], params.top_k or 0, params.top_p or 1.0, params.min_p or 0.0)
+            if int((left > -torch.inf).sum()) == 1:  # sorting has decided which of equals it is
+                return argmax(scores[None])[0]
             scores = left if allowed is None else scores.masked_scatter(allowed, left)
         return gumbel_argmax(scores, params.seed, self._position)
 
@@ -190,8 +202,8 @@ class Sampler:
             logits = self._penalties(logits)
         if allowed is not None:
             return logits.masked_fill(~allowed, -torch.inf)
-        if self.drawn < self.params.min_tokens and self._eos:
-            return logits.index_fill(0, torch.tensor(self._eos, device=logits.device), -torch.inf)
+        if not self._is_long_enough and (ends := self._eos + self._stop):
+            return logits.index_fill(0, torch.tensor(ends, device=logits.device), -torch.inf)
         return logits
 
 

@@ -72,7 +72,7 @@ class SessionIndex:
         how the target draws; the noise of that draw is known, so it ranks the continuations too."""
         own, shared = self._requests[request].own, self.shared
         noise = _NO_NOISE
-        if sampling.temperature > 0:
+        if not sampling.greedy:
             position = int(own.state[self._kernels.END]) - self._requests[request].passages + len(continuation)
             noise = self._keys_from(sampling.seed, position, depth)
         tree, confidence = np.empty((2, budget), np.int32), np.empty(budget, np.float32)

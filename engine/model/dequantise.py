@@ -21,7 +21,8 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from transformers.utils import logging as transformers_logging
 
-from engine.errors import ModelError, first_line
+from engine.chat_text import turn_end
+from engine.errors import ModelError, first_line, shown
 from engine.model.gguf_blocks import quantised_weights
 from engine.model.gguf_file import GgufFile, read_gguf
 from engine.model.quantised_file import write_quantised
@@ -48,7 +49,7 @@ def dequantise(gguf: GgufFile, folder: Path, title: str, origin: str) -> None:
     _check_weights(gguf, model, report)
     _scale_positions(gguf, model.config)
     _split_text(gguf, tokenizer)
-    model.generation_config.eos_token_id = _end_tokens(gguf)
+    model.generation_config.eos_token_id = _end_tokens(gguf, tokenizer)
     model.save_pretrained(folder)
     write_quantised(folder, quantised_weights(gguf.path, model))
     tokenizer.save_pretrained(folder)
@@ -83,7 +84,7 @@ def _scale_positions(gguf: GgufFile, config: Any) -> None:
     elif rope.get("rope_type", "default") == "default":
         kind = gguf.metadata.get(f"{gguf.architecture}.rope.scaling.type", "none")
         if kind != "none":
-            raise ModelError(f"its scaling of positions ({kind}) is not read from GGUF")
+            raise ModelError(f"its scaling of positions ({shown(kind)}) is not read from GGUF")
 
 
 def llama3_factors(theta: float, frequencies: int, factor: float) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -105,7 +106,7 @@ def _split_text(gguf: GgufFile, tokenizer: Any) -> None:
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
     else:
-        print(f"talon: {gguf.path.name}: text is split into words as for GPT-2; {way!r} is not known", flush=True)
+        print(f"talon: {gguf.path.name}: text is split into words as for GPT-2; {shown(way)} is not known", flush=True)
 
 
 def _drop_foreign_tokens(gguf: GgufFile, file: Path) -> None:
@@ -116,10 +117,12 @@ def _drop_foreign_tokens(gguf: GgufFile, file: Path) -> None:
     file.write_text(json.dumps(content, ensure_ascii=False), encoding="utf8")
 
 
-def _end_tokens(gguf: GgufFile) -> list[int] | None:
-    """Token ids that end an answer: end of text, and end of turn if chat has its own."""
-    ids = [gguf.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")]
-    return sorted({token for token in ids if isinstance(token, int)}) or None
+def _end_tokens(gguf: GgufFile, tokenizer: Any) -> list[int] | None:
+    """Token ids that end an answer: end of text, of turn and of message, and what the chat template writes after an
+    assistant's turn.
+    """
+    ids = [gguf.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    return sorted({token for token in (*ids, turn_end(tokenizer)) if isinstance(token, int)}) or None
 
 
 def _card(gguf: GgufFile, title: str, origin: str) -> str:

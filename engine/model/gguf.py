@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 from engine.child_environment import child_environment
-from engine.errors import ModelError
+from engine.errors import ModelError, printable
 from engine.model.cache import home, keep
 from engine.model.gguf_file import GgufFile, read_gguf
 from engine.model.progress import Report
 
-_FORMAT = 3
+_FORMAT = 4
 """Raise it when the conversion changes: files are then converted again."""
 _STEP = re.compile(rb"(\d+)/(\d+) \[")
 _TOKENIZER_BYTES = 30_000_000
@@ -71,12 +71,12 @@ def convert(gguf: GgufFile, folder: Path, field: str, title: str, origin: str, r
     lines = [line for line in said.decode("utf8", "replace").splitlines() if line.startswith("talon: ")]
     if process.returncode == 0:
         for line in lines:
-            print(line, file=sys.stderr)
+            print(printable(line), file=sys.stderr)
         return
     reason = lines[-1].removeprefix("talon: ") if lines else _how_it_ended(process.returncode)
     raise ModelError(
-        f"{field}: cannot be converted from GGUF ({gguf.architecture}): {reason}; use the Hugging Face directory of "
-        "this model, or another model"
+        f"{field}: cannot be converted from GGUF ({printable(gguf.architecture, 60)}): {reason}; use the Hugging Face "
+        "directory of this model, or another model"
     )
 
 

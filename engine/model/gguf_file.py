@@ -17,12 +17,13 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 
-from engine.errors import ModelError
+from engine.errors import ModelError, shown
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_TOKEN_KINDS = ("bos", "eos", "eot", "eom", "unknown", "padding")
 _MOST_DIMENSIONS = 4
 _ALIGNMENTS = {2**power for power in range(3, 17)}
 
@@ -114,11 +115,12 @@ class _Reader:
             if not isinstance(metadata.get("general.architecture"), str):
                 raise self._broken("names no general.architecture")
             if metadata.get("general.alignment", 32) not in _ALIGNMENTS:
-                raise self._broken(f"general.alignment is {metadata['general.alignment']!r:.60}")
+                raise self._broken(f"general.alignment is {shown(metadata['general.alignment'])}")
             if isinstance(parts := metadata.get("split.count"), int) and parts > 1:
                 raise ModelError(
                     f"{self.field}: is one of {parts} parts; join them with llama-gguf-split --merge and name the whole"
                 )
+            self._check_tokens(metadata)
             tensors = [self._tensor() for _ in range(tensor_count)]
         except struct.error:
             raise self._cut("its head is not complete") from None
@@ -128,6 +130,17 @@ class _Reader:
         if end > len(self.content):
             raise self._cut(f"{len(self.content):,} of {end:,} bytes")
         return GgufFile(self.path, metadata, tensors, start)
+
+    def _check_tokens(self, metadata: dict[str, Any]) -> None:
+        """Refuse the id of a token that is none."""
+        count = metadata.get("tokenizer.ggml.tokens")
+        for key in (f"tokenizer.ggml.{kind}_token_id" for kind in _TOKEN_KINDS):
+            token = metadata.get(key)
+            if isinstance(token, int) and isinstance(count, int) and not 0 <= token < count:
+                raise ModelError(
+                    f"{self.field}: {key} is {token}, and the file has {count} tokens; correct it with "
+                    "gguf-set-metadata, or get the file again"
+                )
 
     def _pair(self) -> tuple[str, Any]:
         key = self._string()
@@ -155,13 +168,13 @@ class _Reader:
         name = self._string()
         (dimensions,) = self._unpack("<I")
         if dimensions > _MOST_DIMENSIONS:
-            raise self._broken(f"tensor {name!r:.60} has {dimensions} dimensions")
+            raise self._broken(f"tensor {shown(name)} has {dimensions} dimensions")
         shape = self._unpack(f"<{dimensions}Q")
         kind, offset = self._unpack("<IQ")
         try:
             return GgufTensor(name, shape, GGMLQuantizationType(kind), offset)
         except ValueError:
-            raise self._broken(f"tensor {name!r:.60} is of the unknown type {kind}") from None
+            raise self._broken(f"tensor {shown(name)} is of the unknown type {kind}") from None
 
     def _string(self) -> str:
         (length,) = self._unpack("<Q")

@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from engine.sampling import LONGEST_STOP, MOST_STOPS
 from engine.text import HALF_A_CHARACTER, is_text
 
-MOST_STOPS = 16
+Token = Annotated[int, Field(ge=0, lt=2**31)]
 _ABSENT: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -144,9 +145,11 @@ class Generation(_Body):
     stream_options: StreamOptions | None = None
     n: int = Field(1, ge=1, le=128)
     temperature: float = Field(1.0, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1, description="0 is greedy.")
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    stop: str | list[str] | None = Field(
+        None, description=f"At most {MOST_STOPS} texts of at most {LONGEST_STOP} characters."
+    )
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: (
@@ -159,6 +162,7 @@ class Generation(_Body):
     min_p: float | None = Field(None, ge=0, lt=1)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     min_tokens: int = Field(0, ge=0, lt=2**31)
+    stop_token_ids: list[Token] | None = Field(None, description="Tokens that end the answer, as its end token does.")
     ignore_eos: bool = False
     structured_outputs: StructuredOutputs | None = None
     speculation: Speculation | None = None
@@ -209,7 +213,6 @@ class ChatRequest(Generation):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-Token = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 
 

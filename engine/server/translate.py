@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.api import Engine
+from engine.errors import printable
 from engine.sampling import SamplingParams
 from engine.server.errors import CONTEXT_LENGTH, ApiError
 from engine.server.schema import (
@@ -89,7 +90,7 @@ async def _encoded(field: str, prompt: Any, engine: Engine, settings: Settings) 
 def check_model(model: str, settings: Settings) -> None:
     """Refuse another model than the one that is served."""
     if model != settings.model:
-        message = f"model: {model} is not served here; ask for {settings.model}"
+        message = f"model: {printable(model, 100)} is not served here; ask for {settings.model}"
         raise ApiError(404, message, code="model_not_found", param="model")
 
 
@@ -108,6 +109,7 @@ def _sampling(body: Generation, **more: Any) -> SamplingParams:
         "temperature": body.temperature,
         "seed": secrets.randbelow(_SEEDS) if body.seed is None else body.seed,
         "stop": body.stops,
+        "stop_token_ids": tuple(body.stop_token_ids or ()),
         **{name: getattr(body, name) for name in ("top_k", "top_p", "min_p", "repetition_penalty")},
         **{name: getattr(body, name) for name in ("min_tokens", "ignore_eos", "presence_penalty", "frequency_penalty")},
         "logit_bias": {int(token): bias for token, bias in (body.logit_bias or {}).items()},

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 from engine.text import TextStream
-
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-_INCOMPLETE = "\ufffd"
+from engine.token_text import PARTIAL, raw_bytes
 
 
 class Vocabulary:
@@ -49,13 +46,8 @@ class Vocabulary:
 
     def _bytes(self, token: int) -> list[int]:
         text = self.text(token)
-        if _INCOMPLETE not in text:
-            return list(text.encode())
-        piece = self._tokenizer.convert_ids_to_tokens(token) or ""
-        if byte := _BYTE.fullmatch(piece):
-            return [int(byte[1], 16)]
-        known = _byte_level()
-        return [known[letter] for letter in piece] if all(letter in known for letter in piece) else list(text.encode())
+        known = raw_bytes(self._tokenizer, token) if PARTIAL in text else None
+        return list(text.encode() if known is None else known)
 
 
 def offset(stream: TextStream, token: int) -> int:
@@ -63,13 +55,3 @@ def offset(stream: TextStream, token: int) -> int:
     begins = len(stream.text)
     stream.push(token)
     return begins
-
-
-@lru_cache(maxsize=1)
-def _byte_level() -> dict[str, int]:
-    """The byte of each letter in byte-level vocabularies, as GPT-2 chose them: printable bytes stand for themselves,
-    the others for the characters after U+00FF.
-    """
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -257,7 +257,7 @@ async def test_a_full_queue_waits_by_default(tiny: str, tiny_draft: str) -> None
         ("hi", {"max_tokens": 5000}, r"max_tokens=5000: .* context of 512"),
         ("hi", {"temperature": -1.0}, "temperature=-1.0"),
         ("hi", {"temperature": float("nan")}, "temperature=nan"),
-        ("hi", {"top_p": 0.0}, "top_p=0.0"),
+        ("hi", {"top_p": 1.5}, "top_p=1.5"),
         ("hi", {"top_k": -1}, "top_k=-1"),
         ("hi", {"max_tokens": 0}, "max_tokens=0"),
         ("hi", {"max_tokens": "many"}, "max_tokens='many'"),

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import datetime
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import BaseModel, IPvAnyAddress, SecretStr
 
 from engine.errors import RequestError, RequestFailed
 from engine.grammar import Grammar
@@ -136,6 +139,63 @@ def test_a_value_of_a_schema_is_valid_under_it(matchers: Matchers) -> None:
 def test_a_grammar_that_says_nothing_is_refused(given: dict[str, Any], told: str) -> None:
     with pytest.raises(RequestError, match=told):
         Grammar(**given).validate()
+
+
+class Everything(BaseModel):
+    """Types that pydantic writes with formats of its own."""
+
+    path: Path
+    secret: SecretStr
+    code: bytes
+    address: IPvAnyAddress
+    when: datetime.datetime
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        Everything.model_json_schema(),
+        {"type": "object", "properties": {"format": {"type": "string", "format": "no such"}}},
+        {"type": "array", "prefixItems": [{"anyOf": [{"type": ["string", "null"], "format": "int32"}]}]},
+        {"type": "object", "properties": {"properties": {"type": "string", "format": "int32"}}},
+        {"$ref": "#/shared/thing", "shared": {"thing": {"type": "string", "format": "regex"}}},
+        {"type": "string", "format": ""},
+    ],
+)
+def test_a_format_that_nobody_knows_says_nothing(schema: dict[str, Any]) -> None:
+    check(Grammar(json_schema=schema).validate())
+
+
+def test_a_format_that_the_library_knows_is_followed_beside_one_that_it_does_not(matchers: Matchers) -> None:
+    date = {"type": "string", "format": "date"}
+    schema = {"type": "array", "prefixItems": [date, {"type": "string", "format": "path"}]}
+    matcher = matcher_of(matchers, Grammar(json_schema=schema), '["')
+    assert not matcher.allows(tokens_of("x")[0]) and matcher.allows(tokens_of("2")[0])
+
+
+def test_values_that_look_like_formats_are_kept(matchers: Matchers) -> None:
+    value = {"format": "path"}
+    schema = {"type": "array", "prefixItems": [{"const": value}, {"type": "string", "format": "path"}]}
+    matcher = matcher_of(matchers, Grammar(json_schema=schema), '[{"format": "path"}, "a"')
+    assert matcher.allows(tokens_of("]")[0])
+
+
+def test_options_that_overlap_are_refused_with_what_a_client_can_do() -> None:
+    schema = {"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}
+    with pytest.raises(RequestError, match=r"^grammar\.json_schema: oneOf is supported where .*; use anyOf$"):
+        check(Grammar(json_schema=schema).validate())
+
+
+@pytest.mark.parametrize("fewer", [1, 200])
+def test_a_tokenizer_with_more_tokens_than_the_model_has_works_with_grammars(fewer: int) -> None:
+    """The last tokens are characters beyond ASCII."""
+    matchers = Matchers(tiny_tokenizer, VOCABULARY - fewer, [END, VOCABULARY])
+    letters = [token for token in tokens_of("!abc") if token < VOCABULARY - fewer]
+    matcher = matchers.begin(Grammar(regex="[!abc]+").validate(), []).result(30)
+    assert np.flatnonzero(matcher.allowed()).tolist() == sorted(letters)
+    beyond = matchers.begin(Grammar(regex="!~zzzz").validate(), []).result(30)
+    assert max(beyond.foreseen()) < VOCABULARY - fewer
+    matchers.close()
 
 
 NESTED: dict[str, Any] = {}

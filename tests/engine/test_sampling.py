@@ -46,6 +46,34 @@ def test_one_stop_text_may_stand_by_itself() -> None:
 
 
 @pytest.mark.parametrize(
+    ("params", "told"),
+    [
+        ({"stop": tuple("abcdefghijklmnopq")}, r"stop=\('a'.*: holds 17 texts; 16 are the most"),
+        ({"stop": ("a" * 1025,)}, r"stop=\('a.*: holds a text of 1025 characters; 1024 are the most"),
+        ({"stop_token_ids": tuple(range(1025))}, r"stop_token_ids=\(0, .*: holds 1025 tokens; 1024 are the most"),
+        ({"top_p": -0.1}, r"top_p=-0\.1: use a fraction in \[0, 1\], 0 is greedy"),
+    ],
+)
+def test_what_is_over_a_bound_is_refused_with_the_bound(params: dict[str, Any], told: str) -> None:
+    with pytest.raises(RequestError, match=f"^{told}$"):
+        SamplingParams(**params).validate()
+
+
+async def test_a_stop_token_ends_the_answer_and_is_no_part_of_its_text(tiny: str) -> None:
+    async with await Engine.start(model=tiny, method="none", transport="inproc") as engine:
+        whole = await engine.generate(PROMPT, SamplingParams(max_tokens=LENGTH, ignore_eos=True))
+        at = next(i for i in range(4, LENGTH) if whole.token_ids[i] not in whole.token_ids[:i])
+        stopped = await engine.generate(
+            PROMPT, SamplingParams(max_tokens=LENGTH, ignore_eos=True, stop_token_ids=(whole.token_ids[at],))
+        )
+        with pytest.raises(RequestError, match=r"^stop_token_ids=\(260,\): token ids go from 0 to 259$"):
+            await engine.generate(PROMPT, SamplingParams(stop_token_ids=(260,)))
+        before = engine.tokenizer.decode(whole.token_ids[:at], skip_special_tokens=True)
+    assert stopped.token_ids == whole.token_ids[: at + 1]
+    assert (stopped.text, stopped.finish_reason) == (before, "stop")
+
+
+@pytest.mark.parametrize(
     ("params", "named"),
     [
         ({"stop": ("end", "\ud83d")}, "stop="),

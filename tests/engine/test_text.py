@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from engine.config import load
 from engine.errors import ConfigError, ModelError, RequestError
 from engine.text import TextStream, encode_text, load_tokenizer, tokenizer_of
+from engine.token_text import raw_bytes
 from tests.conftest import sentencepiece_tokenizer, tiny_tokenizer
 
+PIECES = sentencepiece_tokenizer()
 TOKENIZER = tiny_tokenizer()  # one token per byte, so that every character beyond ASCII is split
 
 
@@ -35,6 +37,59 @@ def test_half_a_character_is_not_shown() -> None:
     first, *_ = tokens_of("é")
     stream.push(first)
     assert stream.take() == ""
+
+
+class Counted:
+    """A tokenizer that counts the tokens that it decodes."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer, self.decoded = tokenizer, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def decode(self, tokens: list[int], **options: Any) -> Any:
+        self.decoded += len(tokens)
+        return self._tokenizer.decode(tokens, **options)
+
+
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, PIECES], ids=["bytes", "pieces"])
+@pytest.mark.parametrize("code", ["\ufffd".encode(), b"\x80", b"\xc3", b"\xf0\x9f"], ids=str)
+def test_a_text_of_replacement_characters_flows_and_each_token_is_read_a_few_times(tokenizer: Any, code: bytes) -> None:
+    counted = Counted(tokenizer)
+    stream, shown, tokens = TextStream(counted), "", bytes_of(tokenizer, code * 300)
+    for count, token in enumerate(tokens, 1):
+        stream.push(token)
+        shown += stream.take()
+        assert count // len(code) - len(shown) <= 1
+    assert shown + stream.take(final=True) == stream.text == (code * 300).decode("utf8", "replace")
+    assert counted.decoded < 10 * len(tokens)
+
+
+@given(st.binary(max_size=24), st.sampled_from(["bytes", "pieces"]))
+def test_bytes_that_are_no_text_show_as_a_decoder_of_utf8_shows_them(code: bytes, kind: str) -> None:
+    tokenizer = TOKENIZER if kind == "bytes" else PIECES
+    stream, shown = TextStream(tokenizer), ""
+    for token in bytes_of(tokenizer, code):
+        stream.push(token)
+        shown += stream.take()
+    assert shown + stream.take(final=True) == stream.text == code.decode("utf8", "replace")
+
+
+def test_an_answer_of_tokens_that_show_nothing_is_not_read_again_and_again() -> None:
+    counted = Counted(TOKENIZER)
+    stream = TextStream(counted)
+    for token in [*tokens_of("a"), *tokens_of("<|end|>") * 300, *tokens_of("b")]:
+        stream.push(token)
+    assert stream.text == "ab" and counted.decoded < 20
+
+
+def bytes_of(tokenizer: Any, code: bytes) -> list[int]:
+    """One token per byte."""
+    if tokenizer is TOKENIZER:
+        letters = {letter: token for token in range(4, 260) for letter in [raw_bytes(tokenizer, token)]}
+        return [letters[bytes([byte])] for byte in code]
+    return [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in code]
 
 
 @pytest.mark.parametrize("before", [["<s>", "\u2581a"], ["\u2581a"] * 9, []])

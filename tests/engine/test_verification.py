@@ -174,6 +174,77 @@ def test_a_sampled_answer_may_end_as_soon_as_it_has_min_tokens() -> None:
     assert [verify(TokenTree.root_only(0), logits, sampler)[1][0] for _ in range(3)] == [4, 4, 5]
 
 
+EQUALS = torch.tensor([[0.0, 7.0, 7.0, -3.0, 7.0, 0.0, 6.5, 0.0, 0.0, 0.0]])
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 1e-6}, {"temperature": 1e-3}, {"top_k": 1}, {"top_p": 0.0}, {"top_p": 1e-6}], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("grammar", [None, Grammar(regex="[a-z]*")], ids=str)
+def test_where_only_one_candidate_can_be_meant_the_lowest_of_equals_is_drawn_whatever_the_seed(
+    options: dict[str, Any], dtype: torch.dtype, grammar: Grammar | None
+) -> None:
+    logits = torch.zeros(1, VOCABULARY)
+    letters = tiny_tokenizer()("bcd")["input_ids"]
+    logits[0, letters] = 7.0
+    guide = None
+    if grammar is not None:
+        pytest.importorskip("llguidance")
+        matchers = Matchers(tiny_tokenizer, VOCABULARY, [END])
+        guide = matchers.begin(grammar, []).result(30)
+    drawn = set()
+    for seed in range(12):
+        params = SamplingParams(**{"temperature": 1.0, "seed": seed} | options).validate()
+        sampler = Sampler(params, [7, 8], [END], VOCABULARY, (), None if guide is None else guide.copy())
+        drawn |= set(verify(TokenTree.root_only(0), logits.to(dtype), sampler)[1])
+    assert drawn == {min(letters)}
+
+
+def test_just_above_the_bound_equal_logits_are_drawn_by_the_noise() -> None:
+    drawn = set()
+    for seed in range(24):
+        params = SamplingParams(temperature=1.01e-3, seed=seed)
+        drawn |= set(verify(TokenTree.root_only(0), EQUALS, Sampler(params, [7, 8], [], 10))[1])
+    assert drawn == {1, 2, 4}
+
+
+def test_a_stop_token_ends_the_walk_as_the_end_of_sequence_token_does() -> None:
+    tree = TokenTree.chain(0, [4, 1], [0.5, 0.5])
+    sampler = greedy(stop_token_ids=(4, 77), ignore_eos=True)
+    assert verify(tree, logits_of(tree, {0: 4, 1: 1}), sampler) == ([0], [4])
+    assert sampler.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_stop_token_is_not_drawn_before_min_tokens(temperature: float) -> None:
+    logits = torch.full((1, 10), -100.0)
+    logits[0, 4], logits[0, 3] = 50.0, 0.0
+    sampler = greedy(min_tokens=2, temperature=temperature, stop_token_ids=(4,))
+    assert [verify(TokenTree.root_only(0), logits, sampler)[1][0] for _ in range(3)] == [3, 3, 4]
+
+
+@pytest.mark.parametrize("min_tokens", [0, 1])
+@pytest.mark.parametrize(("stop", "expected"), [("b", "b"), ("x", "c"), ("<|user|>", "c")])
+def test_under_a_grammar_a_stop_token_comes_where_the_grammar_lets_it_or_is_complete(
+    stop: str, expected: str, min_tokens: int
+) -> None:
+    """`b` is text of the grammar; the others may only come behind the first `c`, where it is complete."""
+    pytest.importorskip("llguidance")
+    (token, c, first) = (tiny_tokenizer()(text)["input_ids"][0] for text in (stop, "c", expected))
+    first = c if min_tokens else first
+    logits = torch.zeros(1, VOCABULARY)
+    logits[0, token], logits[0, c] = 5.0, 4.0
+    matchers = Matchers(tiny_tokenizer, VOCABULARY, [END])
+    guide = matchers.begin(Grammar(regex="[bc]+"), []).result(30)
+    matchers.close()
+    params = SamplingParams(stop_token_ids=(token,), min_tokens=min_tokens)
+    sampler, drawn = Sampler(params, [7, 8], [END], VOCABULARY, (), guide), []
+    while sampler.finish_reason is None:
+        drawn += verify(TokenTree.root_only(0), logits, sampler)[1]
+    assert drawn == ([token] if first == token else [first, token]) and sampler.finish_reason == "stop"
+
+
 def test_temperature_divides_the_logits() -> None:
     logits = torch.randn(1, 100, generator=torch.Generator().manual_seed(3))
     for temperature in (0.25, 4.0):

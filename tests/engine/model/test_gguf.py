@@ -124,6 +124,48 @@ def test_chat_template_and_special_tokens_come_from_the_file(directory: Callable
     assert tokenizer(text, add_special_tokens=False)["input_ids"] == [1, TOKENS.index("h"), 3, 2]
 
 
+@pytest.mark.parametrize(
+    ("values", "ends"),
+    [
+        ({"tokenizer.ggml.eos_token_id": 0}, [0, 3]),
+        ({"tokenizer.ggml.eos_token_id": None}, [3]),
+        ({"tokenizer.ggml.eos_token_id": 0, "tokenizer.ggml.eom_token_id": 1}, [0, 1, 3]),
+        ({"tokenizer.ggml.eos_token_id": 0, "tokenizer.chat_template": "{{ messages[0].content }}"}, [0]),
+        ({"tokenizer.ggml.eos_token_id": 0, "tokenizer.chat_template": "{{ raise_exception('no') }}"}, [0]),
+        (
+            {
+                "tokenizer.ggml.eos_token_id": 0,
+                "tokenizer.chat_template": "{% for m in messages %}{{ m.content }}"
+                "{{ '<|text|>' if loop.last else '<|end|>' }}{% endfor %}",
+            },
+            [0],
+        ),
+    ],
+    ids=["end of text", "none", "end of message", "no end of turn", "a template that refuses", "its last turn counts"],
+)
+def test_every_end_that_the_file_implies_is_taken(
+    directory: Callable[..., Path], values: dict[str, Any], ends: list[int]
+) -> None:
+    folder = directory(values=values)
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == ends
+
+
+@pytest.mark.parametrize("kind", ["eos", "eot", "bos", "padding"])
+def test_a_token_id_that_is_none_of_the_file_is_one_line(write: Callable[..., tuple[Path, Any]], kind: str) -> None:
+    path, _ = write(values={f"tokenizer.ggml.{kind}_token_id": len(TOKENS)})
+    told = rf"^model=tiny: tokenizer\.ggml\.{kind}_token_id is {len(TOKENS)}, and the file has {len(TOKENS)} tokens; "
+    with pytest.raises(ModelError, match=told):
+        read_gguf(path, "model=tiny")
+
+
+def test_what_a_file_calls_itself_reaches_no_terminal_unescaped(write: Callable[..., tuple[Path, Any]]) -> None:
+    path, _ = write(architecture="mars\x1b]0;gotcha\x07" + "a" * 9999)
+    with pytest.raises(ModelError) as caught:
+        converted(path, f"model={path}", nothing)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 3000
+    assert "GGUF (mars\\x1b]0;gotcha\\x07aaa" in str(caught.value)
+
+
 def test_the_end_of_a_turn_ends_an_answer_too(directory: Callable[..., Path]) -> None:
     folder = directory(values={"tokenizer.ggml.eos_token_id": 0, "tokenizer.ggml.eot_token_id": 3})
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [0, 3]
@@ -265,14 +307,15 @@ def test_a_conversion_that_is_killed_is_told_and_leaves_nothing(
 
 
 async def test_a_gguf_file_answers_as_the_directory_made_of_it(
-    write: Callable[..., tuple[Path, Any]], tmp_path: Path
+    write: Callable[..., tuple[Path, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, _ = write(kind=Kind.Q8_0)
+    path, _ = write(kind=Kind.Q8_0, values={"tokenizer.ggml.eos_token_id": 0})
     options: dict[str, Any] = {"method": "suffix", "transport": "inproc"}
     sampling = SamplingParams(max_tokens=16)
     async with await Engine.start({"model": str(path)}, **options) as engine:
         answer = await engine.generate("ab 48", sampling)
         folder = engine.config.model
+    assert f"model={path}: answers end at '<|text|>' (0) and '<|end|>' (3)\n" in capsys.readouterr().err
     assert Path(folder).parent == tmp_path / "home" / "gguf" and Path(folder).name.startswith("tiny-")
     async with await Engine.start({"model": folder}, **options) as engine:
         assert (await engine.generate("ab 48", sampling)).token_ids == answer.token_ids

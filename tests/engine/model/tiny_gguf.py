@@ -81,6 +81,8 @@ def write_gguf(
     writer.add_chat_template(TEMPLATE)
     for key, value in (values or {}).items():
         writer.kv_data[0].pop(key, None)
+        if value is None:
+            continue
         writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     stored = {_name(name): _as_stored(name, tensor.numpy()) for name, tensor in model.state_dict().items()}
     del stored["output.weight"]

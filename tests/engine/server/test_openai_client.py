@@ -127,7 +127,7 @@ def test_pictures_are_refused(client: openai.OpenAI) -> None:
     ("field", "value"),
     [
         ("temperature", -1),
-        ("top_p", 0),
+        ("top_p", -1),
         ("n", 0),
         ("max_tokens", 0),
         ("max_tokens", 10_000),
