@@ -27,7 +27,7 @@ from engine.prompts import Prompt, check_room, check_sampling, encode_prompt, is
 from engine.sampling import SamplingParams
 from engine.supervisor import Supervisor, say_once
 from engine.tasks import gather
-from engine.text import TextStream, tokenizer_of
+from engine.text import Rendering, TextStream, tokenizer_of
 from engine.worker import settled
 
 
@@ -165,14 +165,14 @@ class Engine:
             raise RequestError(f"sampling={sampling!r}: give SamplingParams(max_tokens=...)")
         return Stream(self, prompt, sampling.validate(), raw)
 
-    async def tokenize(self, prompt: Prompt, raw: bool = False) -> list[int]:
-        """The token ids that `generate` would make of a prompt, however long it is."""
+    async def tokenize(self, prompt: Prompt, raw: bool = False, rendering: Rendering | None = None) -> list[int]:
+        """The token ids that `generate` would make of a prompt, however long it is. rendering: of chat messages."""
         vocabulary = self.target.vocab_size
-        return await anyio.to_thread.run_sync(encode_prompt, self._tokenizer, prompt, raw, vocabulary)
+        return await anyio.to_thread.run_sync(encode_prompt, self._tokenizer, prompt, raw, vocabulary, rendering)
 
-    async def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
+    async def encode(self, prompt: Prompt, raw: bool = False, rendering: Rendering | None = None) -> list[int]:
         """`tokenize`, refused if the tokens leave no room for an answer."""
-        tokens = await self.tokenize(prompt, raw)
+        tokens = await self.tokenize(prompt, raw, rendering)
         check_room(tokens, 1, self.target.context)
         return tokens
 

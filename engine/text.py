@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,17 @@ from engine.model_hub import is_hub_id, is_local
 HALF_A_CHARACTER = "holds half a character; decode the text it comes from as UTF-8"
 _INCOMPLETE = "\ufffd"
 _BEHIND = range(6, 10)  # tokens before an answer to decode its first ones with: some may be special, four a character
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """How chat messages become a prompt. opens_answer: the prompt ends with what begins an answer. continues: the
+    answer continues the last message, which is left open. variables: of the template, such as enable_thinking.
+    """
+
+    opens_answer: bool = True
+    continues: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 def is_text(text: str) -> bool:
@@ -51,25 +64,38 @@ def tokenizer_of(config: Config) -> Any:
     return tokenizer
 
 
-def encode_text(tokenizer: Any, prompt: str | Sequence[Any], raw: bool = False) -> list[int]:
+def encode_text(
+    tokenizer: Any, prompt: str | Sequence[Any], raw: bool = False, rendering: Rendering | None = None
+) -> list[int]:
     """Token ids of a text (one user message, unless `raw`) or of chat messages, through the chat template.
 
-    A tokenizer without a template takes a text as it is. Raises RequestError for messages it cannot take.
+    A tokenizer without a template takes a text as it is. A text without tokens is the token that begins texts, if the
+    tokenizer has one. Raises RequestError for messages it cannot take.
     """
     if isinstance(prompt, str):
         if raw or not tokenizer.chat_template:
-            return _tokens(tokenizer, prompt)
+            begins = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+            return _tokens(tokenizer, prompt) or begins
         prompt = [{"role": "user", "content": prompt}]
     if not tokenizer.chat_template:
         raise RequestError("prompt: this model has no chat template; give text or token ids, or set chat_template=FILE")
     for message in prompt:
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
             raise RequestError(f"prompt: {message!r} is no chat message; each needs role and content")
+    arguments = _arguments(tokenizer, rendering or Rendering())
     try:
-        text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        text = tokenizer.apply_chat_template(prompt, tokenize=False, **arguments)
     except Exception as error:  # the template is the model's own code
         raise RequestError(f"prompt: the chat template refused the messages: {first_line(error)}") from error
     return _tokens(tokenizer, text, add_special_tokens=False)
+
+
+def _arguments(tokenizer: Any, rendering: Rendering) -> dict[str, Any]:
+    """The arguments of `apply_chat_template`. No variable may take the place of one of the method's own."""
+    if taken := rendering.variables.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys():
+        raise RequestError(f"chat_template_kwargs.{min(taken)}: is no variable of a chat template; leave it out")
+    own = {"add_generation_prompt": rendering.opens_answer, "continue_final_message": rendering.continues}
+    return {**rendering.variables, **own}
 
 
 def _tokens(tokenizer: Any, text: str, **options: Any) -> list[int]:

@@ -8,6 +8,7 @@ from engine.answer import Answer, Result
 from engine.messages import TokenLogprob
 from engine.sampling import SamplingParams
 from engine.server.render import TextFormat
+from engine.server.schema import CompletionRequest
 from engine.server.translate import Wanted
 from engine.server.vocabulary import Vocabulary
 from engine.text import TextStream
@@ -23,7 +24,7 @@ def tokens_of(text: str) -> list[int]:
 
 
 def format_of(wanted: list[Wanted]) -> TextFormat:
-    return TextFormat("m", wanted, Vocabulary(TOKENIZER), False, False)
+    return TextFormat("m", wanted, Vocabulary(TOKENIZER), CompletionRequest(model="m", prompt="x"))
 
 
 def scored(text: str) -> tuple[TokenLogprob, ...]:

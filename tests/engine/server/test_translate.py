@@ -24,7 +24,7 @@ class Encoding:
     config = SimpleNamespace(queue=SimpleNamespace(size=4))
     target = SimpleNamespace(context=8)
 
-    async def encode(self, prompt: Any, raw: bool = False) -> list[int]:
+    async def encode(self, prompt: Any, raw: bool = False, rendering: Any = None) -> list[int]:
         return [7]
 
 
