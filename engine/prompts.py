@@ -16,8 +16,8 @@ from engine.text import Rendering, encode_text
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 """Text (one user message), chat messages, or token ids as they are."""
 
-MAXIMUM_LENGTH = "this model's maximum context length is"
-"""The words by which clients know a prompt or an answer that does not fit."""
+TOO_LONG = "the prompt is too long, this model's maximum context length is"
+"""The words by which LangChain and LiteLLM know a prompt that does not fit."""
 
 
 def encode_prompt(
@@ -52,13 +52,12 @@ def check_room(tokens: list[int], max_tokens: int, context: int) -> None:
         raise RequestError("prompt: holds no tokens; give more text")
     if (left := context - len(tokens)) < 1:
         raise OverContext(
-            f"prompt: its {len(tokens)} tokens leave no room for an answer: {MAXIMUM_LENGTH} {context} tokens; "
-            "shorten it"
+            f"prompt: its {len(tokens)} tokens leave no room for an answer: {TOO_LONG} {context} tokens; shorten it"
         )
     if max_tokens > left:
         raise OverContext(
-            f"max_tokens={max_tokens}: is too many with a prompt of {len(tokens)} tokens: {MAXIMUM_LENGTH} {context} "
-            f"tokens; shorten the prompt or ask for at most {left}"
+            f"max_tokens={max_tokens}: with {len(tokens)} tokens before it, {TOO_LONG} {context} tokens; shorten the "
+            f"prompt or ask for at most {left}"
         )
 
 

@@ -92,7 +92,8 @@ def encode_text(
 
 def _arguments(tokenizer: Any, rendering: Rendering) -> dict[str, Any]:
     """The arguments of `apply_chat_template`. No variable may take the place of one of the method's own."""
-    if taken := rendering.variables.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys():
+    reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+    if taken := rendering.variables.keys() & reserved:
         raise RequestError(f"chat_template_kwargs.{min(taken)}: is no variable of a chat template; leave it out")
     own = {"add_generation_prompt": rendering.opens_answer, "continue_final_message": rendering.continues}
     return {**rendering.variables, **own}

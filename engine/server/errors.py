@@ -141,6 +141,8 @@ def _said(error: dict[str, Any]) -> str:
             return "is missing"
         case "too_short":
             return f"has {more['actual_length']} items; give at least {more['min_length']}"
+        case "too_long":
+            return f"has {more['actual_length']} items; give at most {more['max_length']}"
         case "union_tag_not_found":
             return f"names no {kind}"
         case "union_tag_invalid":

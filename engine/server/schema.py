@@ -42,6 +42,7 @@ _IGNORED = (
     "parallel_tool_calls",
     "prompt_cache_key",
     "prompt_cache_retention",
+    "provider_specific_fields",
     "reasoning_effort",
     "safety_identifier",
     "service_tier",
@@ -92,7 +93,7 @@ class _Body(BaseModel):
         """The fields sent, here and in the messages, that have no effect."""
         names = {name for name in _IGNORED if getattr(self, name, False)}
         for value in (getattr(self, name) for name in self.model_fields_set):
-            if isinstance(value, list) and isinstance(value[0], _Body):
+            if isinstance(value, list) and value and isinstance(value[0], _Body):
                 names |= {name for part in value for name in part.ignored}
         return sorted(names)
 
@@ -106,19 +107,20 @@ class TextPart(_Body):
 
 
 class Message(_Body):
-    """A chat message. `developer` is the newer name of `system`. content: of an answer it may be missing or null, which
-    is no text. name: of who wrote it; templates may use it.
+    """A chat message. `developer` is the newer name of `system`. content: of an answer it may be missing, null or
+    an empty list. name: of who wrote it; templates may use it.
     """
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)] | None = None
+    content: str | list[TextPart] | None = None
     name: str | None = None
     cache_control: Ignored = False
+    provider_specific_fields: Ignored = Field(False, description="LiteLLM's, of an answer that it had before.")
 
     @model_validator(mode="after")
     def _says_something(self) -> Message:
-        if self.content is None and self.role != "assistant":
-            raise ValueError("content: is missing")
+        if self.content in (None, []) and self.role != "assistant":
+            raise ValueError("content: is missing; give a text, or text parts")
         return self
 
     def plain(self) -> dict[str, str]:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from engine.api import Engine
-from engine.prompts import MAXIMUM_LENGTH
+from engine.prompts import TOO_LONG
 from engine.sampling import SamplingParams
 from engine.server.errors import CONTEXT_LENGTH, ApiError
 from engine.server.schema import (
@@ -97,8 +97,8 @@ async def _encoded(
     most = settings.max_prompt_tokens
     if most is not None and len(tokens) > most:
         message = (
-            f"{field}: has {len(tokens)} tokens, this server takes {most}; shorten it (for prompts, "
-            f"{MAXIMUM_LENGTH} {most} tokens here)"
+            f"{field}: has {len(tokens)} tokens, this server takes {most}: {TOO_LONG} {engine.target.context} tokens, "
+            f"and {most} of a prompt here; shorten it"
         )
         raise ApiError(400, message, code=CONTEXT_LENGTH, param=field)
     return tokens
