@@ -16,6 +16,7 @@ import anyio.to_thread
 from drafters.registry import check_vocabulary, find
 from engine import config as configuration
 from engine.answer import Answer, Piece, Result
+from engine.chat_text import Rendering
 from engine.config import Config
 from engine.errors import EngineClosed, QueueFull, RequestError, TalonError, shown
 from engine.flight import Flight, Flights
@@ -169,14 +170,14 @@ class Engine:
             raise RequestError(f"sampling={shown(sampling)}: give SamplingParams(max_tokens=...)")
         return Stream(self, prompt, sampling.validate(), raw)
 
-    async def tokenize(self, prompt: Prompt, raw: bool = False) -> list[int]:
-        """The token ids that `generate` would make of a prompt, however long it is."""
+    async def tokenize(self, prompt: Prompt, raw: bool = False, rendering: Rendering | None = None) -> list[int]:
+        """The token ids that `generate` would make of a prompt, however long it is. rendering: of chat messages."""
         vocabulary = self.target.vocab_size
-        return await anyio.to_thread.run_sync(encode_prompt, self._tokenizer, prompt, raw, vocabulary)
+        return await anyio.to_thread.run_sync(encode_prompt, self._tokenizer, prompt, raw, vocabulary, rendering)
 
-    async def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
+    async def encode(self, prompt: Prompt, raw: bool = False, rendering: Rendering | None = None) -> list[int]:
         """`tokenize`, refused if the tokens leave no room for an answer."""
-        tokens = await self.tokenize(prompt, raw)
+        tokens = await self.tokenize(prompt, raw, rendering)
         check_room(tokens, 1, self.target.context)
         return tokens
 

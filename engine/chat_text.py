@@ -7,10 +7,11 @@ the text in disguise, whatever still spells a control token in it is the templat
 
 from __future__ import annotations
 
+import inspect
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,10 +27,30 @@ _TESTED = ("role", "type")  # keys whose values templates compare with words
 _Change = Callable[[str], str]
 
 
-def render(tokenizer: Any, messages: Sequence[Any]) -> str:
-    """The text that the chat template makes of the messages, up to the answer. Raises RequestError."""
+@dataclass(frozen=True)
+class Rendering:
+    """How chat messages become a prompt. opens_answer: the prompt ends with what begins an answer. continues: the
+    answer continues the last message, which is left open. variables: of the template, such as enable_thinking.
+    """
+
+    opens_answer: bool = True
+    continues: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    def arguments(self, tokenizer: Any) -> dict[str, Any]:
+        """Those of `apply_chat_template`. No variable may take the place of one of the method's own."""
+        reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+        if taken := self.variables.keys() & reserved:
+            raise RequestError(f"chat_template_kwargs.{min(taken)}: is no variable of a chat template; leave it out")
+        own = {"add_generation_prompt": self.opens_answer, "continue_final_message": self.continues}
+        return {**self.variables, **own}
+
+
+def render(tokenizer: Any, messages: Sequence[Any], rendering: Rendering) -> str:
+    """The text that the chat template makes of the messages. Raises RequestError."""
+    arguments = rendering.arguments(tokenizer)
     try:
-        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
     except Exception as error:  # the template is the model's own code
         raise RequestError(f"prompt: the chat template refused the messages: {first_line(error)}") from error
 
@@ -52,11 +73,11 @@ def turn_end(tokenizer: Any) -> int | None:
     return None
 
 
-def chat_tokens(tokenizer: Any, messages: Sequence[Any], text: str) -> list[int]:
+def chat_tokens(tokenizer: Any, messages: Sequence[Any], text: str, rendering: Rendering) -> list[int]:
     """The token ids of chat messages, of which the chat template makes `text`."""
     named = [name for name in special_tokens(tokenizer).values() if name.strip()]
     if named and (spelled := _places(named, text)):
-        own = _places_of_template(tokenizer, messages, text, named)
+        own = _places_of_template(tokenizer, messages, text, rendering, named)
         if own != spelled:
             return _without_others(tokenizer, text, own)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -75,7 +96,7 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 def _places_of_template(
-    tokenizer: Any, messages: Sequence[Any], text: str, named: Sequence[str]
+    tokenizer: Any, messages: Sequence[Any], text: str, rendering: Rendering, named: Sequence[str]
 ) -> list[tuple[int, int]]:
     """Where in `text` the template itself wrote control tokens."""
     disguise = Disguise.of(text, named)
@@ -93,7 +114,9 @@ def _places_of_template(
             return value.translate(disguise.table) if every else spelled(value)
 
         try:
-            outcome = render(tokenizer, [_changed(message, changed, spelled) for message in messages])
+            variables = _changed(rendering.variables, spelled, spelled)
+            disguised = [_changed(message, changed, spelled) for message in messages]
+            outcome = render(tokenizer, disguised, replace(rendering, variables=variables))
         except RequestError:
             return None
         return outcome if disguise.reveal(outcome) == text else None

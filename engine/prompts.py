@@ -7,6 +7,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
+from engine.chat_text import Rendering
 from engine.config import Config
 from engine.errors import OverContext, RequestError, shown
 from engine.messages import Ready
@@ -16,17 +17,24 @@ from engine.text import encode_text
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 """Text (one user message), chat messages, or token ids as they are."""
 
+TOO_LONG = "the prompt is too long, this model's maximum context length is"
+"""The words by which LangChain and LiteLLM know a prompt that does not fit."""
 
-def encode_prompt(tokenizer: Any, prompt: Prompt, raw: bool, vocabulary: int) -> list[int]:
-    """The prompt's token ids, all of them known to the model. raw: without the chat template."""
+
+def encode_prompt(
+    tokenizer: Any, prompt: Prompt, raw: bool, vocabulary: int, rendering: Rendering | None = None
+) -> list[int]:
+    """The prompt's token ids, all of them known to the model. raw: without the chat template. An empty raw text is the
+    token that begins texts, if the tokenizer has one.
+    """
     if (tolist := getattr(prompt, "tolist", None)) is not None:  # an array or a tensor
         prompt = tolist()
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
         raise RequestError(f"prompt: is a {type(prompt).__name__}; give text, chat messages or token ids")
-    if not prompt:
+    if not prompt and not (raw and isinstance(prompt, str) and tokenizer.bos_token_id is not None):
         raise RequestError("prompt: is empty; give text, chat messages or token ids")
     if isinstance(prompt, str) or isinstance(prompt[0], Mapping):
-        tokens = encode_text(tokenizer, prompt, raw)
+        tokens = encode_text(tokenizer, prompt, raw, rendering)
         if (highest := max(tokens, default=0)) >= vocabulary:
             raise RequestError(
                 f"prompt: the tokenizer makes token {highest} of it, the model knows {vocabulary} tokens: resize "
@@ -45,12 +53,12 @@ def check_room(tokens: list[int], max_tokens: int, context: int) -> None:
         raise RequestError("prompt: holds no tokens; give more text")
     if (left := context - len(tokens)) < 1:
         raise OverContext(
-            f"prompt: its {len(tokens)} tokens leave no room for an answer in the context of {context}; shorten it"
+            f"prompt: its {len(tokens)} tokens leave no room for an answer: {TOO_LONG} {context} tokens; shorten it"
         )
     if max_tokens > left:
         raise OverContext(
-            f"max_tokens={max_tokens}: with a prompt of {len(tokens)} tokens that is over the context of {context}; "
-            f"shorten the prompt or ask for at most {left}"
+            f"max_tokens={max_tokens}: with {len(tokens)} tokens before it, {TOO_LONG} {context} tokens; shorten the "
+            f"prompt or ask for at most {left}"
         )
 
 

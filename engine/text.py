@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.chat_text import chat_tokens, render
+from engine.chat_text import Rendering, chat_tokens, render
 from engine.config import Config
 from engine.errors import ConfigError, ModelError, RequestError, first_line, shown
 from engine.model_hub import is_hub_id, is_local
@@ -54,11 +54,14 @@ def tokenizer_of(config: Config) -> Any:
     return tokenizer
 
 
-def encode_text(tokenizer: Any, prompt: str | Sequence[Any], raw: bool = False) -> list[int]:
+def encode_text(
+    tokenizer: Any, prompt: str | Sequence[Any], raw: bool = False, rendering: Rendering | None = None
+) -> list[int]:
     """Token ids of a text (one user message, unless `raw`) or of chat messages, through the chat template.
 
     What a message spells never becomes a special token; a text that is taken as it is (`raw`, or without a template)
-    may spell them. Raises RequestError for messages it cannot take.
+    may spell them, and where it has no tokens it is the token that begins texts, if the tokenizer has one. Raises
+    RequestError for messages it cannot take.
     """
     if isinstance(prompt, str):
         if raw or not tokenizer.chat_template:
@@ -69,9 +72,10 @@ def encode_text(tokenizer: Any, prompt: str | Sequence[Any], raw: bool = False) 
     for message in prompt:
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
             raise RequestError(f"prompt: {shown(message)} is no chat message; each needs role and content")
-    text = render(tokenizer, prompt)
+    rendering = rendering or Rendering()
+    text = render(tokenizer, prompt, rendering)
     _check_text(text)
-    return chat_tokens(tokenizer, prompt, text)
+    return chat_tokens(tokenizer, prompt, text, rendering)
 
 
 def _raw_tokens(tokenizer: Any, text: str) -> list[int]:
@@ -81,6 +85,8 @@ def _raw_tokens(tokenizer: Any, text: str) -> list[int]:
     _check_text(text)
     tokens: list[int] = list(tokenizer(text)["input_ids"])
     begins, spelled = tokenizer.bos_token_id, tokenizer.bos_token
+    if not tokens and begins is not None:
+        return [begins]
     twice = begins is not None and tokens[:2] == [begins, begins] and text.lstrip().startswith(spelled)
     return tokens[1:] if twice else tokens
 

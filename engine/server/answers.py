@@ -83,7 +83,8 @@ class SpeculativeDecoding(BaseModel):
 
 class AnswerMetrics(BaseModel):
     """How an answer, or several choices together, was produced. decoding_s: from the first token to the last, by the
-    verifier's clock; the longest of several choices. exact: the text is that of plain decoding.
+    verifier's clock; the longest of several choices. exact: the text is that of plain decoding. ignored: the request's
+    fields that had no effect.
     """
 
     rounds: int
@@ -92,6 +93,7 @@ class AnswerMetrics(BaseModel):
     time_to_first_token_s: float
     decoding_s: float
     exact: bool
+    ignored: list[str]
     speculative_decoding: SpeculativeDecoding
 
 

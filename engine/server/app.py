@@ -68,7 +68,7 @@ def create_app(serving: Serving) -> FastAPI:
         serving.check()
         request.state.names = names_of(body)
         wanted = await chat_choices(body, engine, settings)
-        format_ = ChatFormat(settings.model, wanted, serving.vocabulary, body.includes_usage, body.return_sources)
+        format_ = ChatFormat(settings.model, wanted, serving.vocabulary, body)
         return await serving.answer(request, body, wanted, format_)
 
     @app.post("/v1/completions", response_model=TextCompletion, responses=_STREAM | _REFUSALS)
@@ -77,7 +77,7 @@ def create_app(serving: Serving) -> FastAPI:
         serving.check()
         request.state.names = names_of(body)
         wanted = await text_choices(body, engine, settings, serving.vocabulary)
-        format_ = TextFormat(settings.model, wanted, serving.vocabulary, body.includes_usage, body.return_sources)
+        format_ = TextFormat(settings.model, wanted, serving.vocabulary, body)
         return await serving.answer(request, body, wanted, format_)
 
     @app.get("/v1/models", responses=_only(401))
@@ -99,7 +99,7 @@ def create_app(serving: Serving) -> FastAPI:
         asked: Any = body.prompt if messages is None else [message.plain() for message in messages]
         if body.model is not None:
             check_model(body.model, settings)
-        tokens = await engine.tokenize(asked, raw=True)
+        tokens = await engine.tokenize(asked, raw=True, rendering=body.rendering)
         return Tokenized(tokens=tokens, count=len(tokens), max_model_len=engine.target.context)
 
     @app.get("/health", responses=_only(503))

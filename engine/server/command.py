@@ -36,6 +36,9 @@ def serve(
     max_prompt_tokens: Annotated[
         int | None, typer.Option(help="Longest prompt.", show_default="the context", min=1)
     ] = None,
+    clamp_max_tokens: Annotated[
+        bool, typer.Option(help="A max_tokens beyond the context means the rest of it, or is refused.")
+    ] = True,
     max_choices: Annotated[int, typer.Option(help="Answers of one request: prompts times n.", min=1)] = 64,
     queue: Annotated[
         int | None, typer.Option(help="Answers under way or waiting; more get 429.", show_default="queue.size", min=1)
@@ -68,6 +71,7 @@ def serve(
             cors_origins=tuple(cors_origin or ()),
             max_body_bytes=max_body,
             max_prompt_tokens=max_prompt_tokens,
+            clamp_max_tokens=clamp_max_tokens,
             max_choices=max_choices,
             log_prompts=log_prompts,
             traces=traces,

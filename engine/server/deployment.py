@@ -53,6 +53,7 @@ class Arguments(BaseModel, extra="forbid"):
     overrides: dict[str, Any] = {}
     served_model_name: str | None = None
     max_prompt_tokens: int | None = None
+    clamp_max_tokens: bool = True
     max_choices: int = 64
     log_prompts: bool = False
     traces: str | None = None
@@ -71,6 +72,7 @@ class Replica:
             model=arguments.served_model_name or short_name(config.model),
             api_keys=read_keys(None),
             max_prompt_tokens=arguments.max_prompt_tokens,
+            clamp_max_tokens=arguments.clamp_max_tokens,
             max_choices=arguments.max_choices,
             log_prompts=arguments.log_prompts,
             traces=arguments.traces,

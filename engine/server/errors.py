@@ -99,7 +99,8 @@ def _refusal(error: RequestError, names: Mapping[str, str]) -> ApiError:
 def _validation(error: RequestValidationError) -> ApiError:
     errors: Any = error.errors()
     branches = [one for one in errors if one["loc"][:2] == errors[0]["loc"][:2]]  # several of a union's
-    first = max(branches, key=lambda one: len(one["loc"]))
+    typed = [one for one in branches if not one["type"].endswith("_type")]  # of the branch that the client meant
+    first = max(typed or branches, key=lambda one: len(one["loc"]))
     field = _path(first["loc"][1:])
     if isinstance(error.body, bytes):  # not read as JSON, whatever it holds
         return ApiError(400, "the body is not sent as JSON; add the header Content-Type: application/json")
@@ -112,9 +113,11 @@ def _validation(error: RequestValidationError) -> ApiError:
     if first["loc"][1:2] == ("prompt",) and len(branches) > 1:  # nobody knows which one was meant
         halved = any(one["type"] == "string_unicode" for one in branches)
         return ApiError(400, f"prompt: {HALF_A_CHARACTER if halved else _PROMPT}", param="prompt")
-    message = _said(first)
+    same = [one for one in branches if typed == [] and _path(one["loc"][1:]) == field]
+    message = " or ".join(dict.fromkeys(map(_said, same or [first])))
     if first["type"] == "value_error" and (named := field_of(message)):  # ours: it names the field
-        return ApiError(400, message, param=f"{field}.{named}" if field else named)
+        above = f"{field}." if field else ""
+        return ApiError(400, above + message, param=above + named)
     return ApiError(400, f"{field or 'body'}: {message[0].lower()}{message[1:]}", param=field)
 
 
@@ -138,6 +141,8 @@ def _said(error: dict[str, Any]) -> str:
             return "is missing"
         case "too_short":
             return f"has {more['actual_length']} items; give at least {more['min_length']}"
+        case "too_long":
+            return f"has {more['actual_length']} items; give at most {more['max_length']}"
         case "union_tag_not_found":
             return f"names no {kind}"
         case "union_tag_invalid":

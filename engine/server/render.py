@@ -28,6 +28,7 @@ from engine.server.answers import (
     TopLogprob,
     Usage,
 )
+from engine.server.schema import Generation
 from engine.server.translate import Wanted
 from engine.server.vocabulary import Vocabulary, offset
 from engine.text import TextStream
@@ -55,36 +56,52 @@ class Format(Protocol):
 
 
 class _Format:
-    """kind: the chunks' `object`. counted: put `usage: null` into chunks, as OpenAI does where usage follows."""
+    """kind: the chunks' `object`. body: the request."""
 
     kind, letters = "", ""
 
-    def __init__(self, model: str, wanted: Sequence[Wanted], vocabulary: Vocabulary, counted: bool, sources: bool):
-        self.wanted, self.vocabulary, self.sources = wanted, vocabulary, sources
+    def __init__(self, model: str, wanted: Sequence[Wanted], vocabulary: Vocabulary, body: Generation):
+        self.wanted, self.vocabulary, self.body = wanted, vocabulary, body
+        self._sent = 0  # tokens of all answers so far
         self._head = {
             "id": f"{self.letters}-{uuid.uuid4().hex}",
             "object": self.kind,
             "created": int(time.time()),
             "model": model,
         }
-        self._tail: Chunk = {"usage": None} if counted else {}
+        self._prompts = sum({id(one.prompt): len(one.prompt) for one in wanted}.values())
+        """Tokens. A prompt counts once, however many choices it has: they share its list. Equal prompts of a batch do
+        not.
+        """
 
     def usage(self, results: Sequence[Result]) -> Chunk:
-        figures = {"usage": self._usage(results).model_dump(), "metrics": _metrics(results).model_dump()}
+        figures = {"usage": self._usage(results).model_dump(), "metrics": self._metrics(results).model_dump()}
         return {**self._head, "choices": [], **figures}
 
     def _usage(self, results: Sequence[Result]) -> Usage:
-        """A prompt counts once, however many choices it has: they share its list. Equal prompts of a batch do not."""
-        prompts = sum({id(one.prompt): len(one.prompt) for one in self.wanted}.values())
         shown = zip(self.wanted, results, strict=True)
-        answers = sum(len(result.token_ids) for wanted, result in shown if not wanted.silent)
-        return Usage(prompt_tokens=prompts, completion_tokens=answers, total_tokens=prompts + answers)
+        return self._count(sum(len(result.token_ids) for wanted, result in shown if not wanted.silent))
+
+    def _count(self, answers: int) -> Usage:
+        return Usage(prompt_tokens=self._prompts, completion_tokens=answers, total_tokens=self._prompts + answers)
+
+    def _metrics(self, results: Sequence[Result]) -> AnswerMetrics:
+        return _metrics(results, self.body.ignored)
+
+    def _see(self, choice: int, piece: Piece) -> None:
+        """Count what is about to be sent."""
+        self._sent += 0 if self.wanted[choice].silent else len(piece.token_ids)
 
     def _chunk(self, choice: Chunk) -> Chunk:
-        return {**self._head, "choices": [choice], **self._tail}
+        chunk = {**self._head, "choices": [choice]}
+        if self.body.counts_throughout:
+            chunk["usage"] = self._count(self._sent).model_dump()
+        elif self.body.includes_usage:  # as OpenAI's, where usage follows
+            chunk["usage"] = None
+        return chunk
 
     def _sources(self, arrival: Piece | Result) -> list[TokenSource] | None:
-        if not self.sources:
+        if not self.body.return_sources:
             return None
         named = zip(arrival.token_ids, arrival.sources, strict=True)
         return [TokenSource(token=self.vocabulary.text(token), source=source) for token, source in named]
@@ -95,7 +112,7 @@ class _Format:
 
     def _envelope(self, results: Sequence[Result]) -> dict[str, Any]:
         head = {name: self._head[name] for name in ("id", "created", "model")}
-        return {**head, "usage": self._usage(results), "metrics": _metrics(results)}
+        return {**head, "usage": self._usage(results), "metrics": self._metrics(results)}
 
 
 class ChatFormat(_Format):
@@ -107,6 +124,7 @@ class ChatFormat(_Format):
         return [self._delta(choice, {"role": "assistant", "content": ""}) for choice in range(len(self.wanted))]
 
     def piece(self, choice: int, piece: Piece) -> Chunk:
+        self._see(choice, piece)
         logprobs = self._logprobs(choice, piece)
         shown = None if logprobs is None else logprobs.model_dump()
         return self._delta(choice, {"content": piece.text}, logprobs=shown, **self._source_fields(piece))
@@ -157,6 +175,7 @@ class TextFormat(_Format):
         return []
 
     def piece(self, choice: int, piece: Piece) -> Chunk:
+        self._see(choice, piece)
         text, logprobs = self._shown(choice, piece, piece.text)
         fields = {} if self.wanted[choice].silent else self._source_fields(piece)
         return self._text(choice, text, logprobs=None if logprobs is None else logprobs.model_dump(), **fields)
@@ -216,7 +235,7 @@ class TextFormat(_Format):
         return {self.vocabulary.text(one.token): one.logprob} | ranked
 
 
-def _metrics(results: Sequence[Result]) -> AnswerMetrics:
+def _metrics(results: Sequence[Result], ignored: list[str]) -> AnswerMetrics:
     """Metrics of all choices together, which ran concurrently."""
     rounds = [round_ for result in results for round_ in result.rounds[1:]]
     tokens = sum(len(result.token_ids) for result in results)
@@ -229,6 +248,7 @@ def _metrics(results: Sequence[Result]) -> AnswerMetrics:
         time_to_first_token_s=min(result.metrics.time_to_first_token_s for result in results),
         decoding_s=max(sum(round_.round_us for round_ in result.rounds[1:]) for result in results) / 1e6,
         exact=all(result.metrics.exact for result in results),
+        ignored=ignored,
         speculative_decoding=SpeculativeDecoding(
             drafts=drafted.drafts,
             draft_tokens=drafted.draft_tokens,

@@ -5,14 +5,16 @@ Names and defaults are OpenAI's; those below "beyond OpenAI" are vLLM's where vL
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from functools import lru_cache
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from engine.chat_text import Rendering
 from engine.sampling import LONGEST_STOP, MOST_STOPS
 from engine.text import HALF_A_CHARACTER, is_text
 
-Token = Annotated[int, Field(ge=0, lt=2**31)]
+Token = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 _ABSENT: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -27,8 +29,38 @@ _ABSENT: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
     "include_obfuscation": (False,),
+    "logprobs": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "use_beam_search": (False,),
 }
-"""Unsupported fields, and their values that ask for nothing."""
+"""Fields, and their values that ask for nothing."""
+Ignored = Annotated[bool, BeforeValidator(lambda _: True, json_schema_input_type=Any)]
+"""A field that clients send and that changes no answer here. Of its value only that there is one is kept."""
+_IGNORED = (
+    "cache_control",
+    "metadata",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "provider_specific_fields",
+    "reasoning_effort",
+    "safety_identifier",
+    "service_tier",
+    "verbosity",
+)
+
+
+@lru_cache
+def _numbers(body: type[BaseModel]) -> frozenset[str]:
+    """The fields that hold numbers."""
+    kinds = {name: {field.annotation, *get_args(field.annotation)} for name, field in body.model_fields.items()}
+    return frozenset(name for name, kind in kinds.items() if kind & {int, float})
+
+
+def _same(value: Any, other: Any) -> bool:
+    return type(value) is type(other) and bool(value == other)
 
 
 class _Body(BaseModel):
@@ -41,10 +73,13 @@ class _Body(BaseModel):
         if not isinstance(values, dict):
             return values
         needed = {name for name, field in cls.model_fields.items() if field.is_required()}
-        unknown = values.keys() - cls.model_fields.keys()
-        idle = {key for key in unknown if values[key] in _ABSENT.get(key, ())}
+        idle = {key for key, value in values.items() if any(_same(value, one) for one in _ABSENT.get(key, ()))}
         idle |= {key for key in values.keys() - needed if values[key] is None}
-        return {key: value for key, value in values.items() if key not in idle}
+        asked = {key: value for key, value in values.items() if key not in idle}
+        for key in _numbers(cls) & asked.keys():
+            if isinstance(asked[key], bool):  # to pydantic true is 1, as to Python
+                raise ValueError(f"{key}: should be a number; {str(asked[key]).lower()} is none")
+        return asked
 
     @field_validator("*")
     @classmethod
@@ -55,32 +90,56 @@ class _Body(BaseModel):
             raise ValueError(HALF_A_CHARACTER)
         return value
 
+    @property
+    def ignored(self) -> list[str]:
+        """The fields sent, here and in the messages, that have no effect."""
+        names = {name for name in _IGNORED if getattr(self, name, False)}
+        for value in (getattr(self, name) for name in self.model_fields_set):
+            if isinstance(value, list) and value and isinstance(value[0], _Body):
+                names |= {name for part in value for name in part.ignored}
+        return sorted(names)
+
 
 class TextPart(_Body):
     """A part of a message. Pictures and sound are not supported."""
 
     type: Literal["text"]
     text: str
+    cache_control: Ignored = False
 
 
 class Message(_Body):
-    """A chat message. `developer` is the newer name of `system`. name: of who wrote it; templates may use it."""
+    """A chat message. `developer` is the newer name of `system`. content: of an answer it may be missing, null or
+    an empty list. name: of who wrote it; templates may use it.
+    """
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    content: str | list[TextPart] | None = None
     name: str | None = None
+    cache_control: Ignored = False
+    provider_specific_fields: Ignored = Field(False, description="LiteLLM's, of an answer that it had before.")
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        if self.content in (None, []) and self.role != "assistant":
+            raise ValueError("content: is missing; give a text, or text parts")
+        return self
 
     def plain(self) -> dict[str, str]:
         """The message as chat templates take it."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        parts = self.content or ""
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         plain = {"role": "system" if self.role == "developer" else self.role, "content": text}
         return plain if self.name is None else plain | {"name": self.name}
 
 
 class StreamOptions(_Body):
-    """include_usage: one more chunk at the end, without choices, that counts tokens."""
+    """include_usage: one more chunk at the end, without choices, that counts tokens. continuous_usage_stats: every
+    chunk counts those so far, as vLLM's do.
+    """
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class JsonSchema(_Body):
@@ -147,15 +206,26 @@ class Generation(_Body):
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float | None = Field(None, ge=0, le=1, description="0 is greedy.")
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: str | list[str] | None = Field(
+    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = Field(
         None, description=f"At most {MOST_STOPS} texts of at most {LONGEST_STOP} characters."
     )
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: (
-        dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] | None
+        dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100, strict=True)]]
+        | None
     ) = None
     user: str | None = Field(None, max_length=512, description="Stands in the log; nothing else depends on it.")
+
+    # Without effect.
+    metadata: Ignored = False
+    parallel_tool_calls: Ignored = False
+    prompt_cache_key: Ignored = False
+    prompt_cache_retention: Ignored = False
+    reasoning_effort: Ignored = False
+    safety_identifier: Ignored = False
+    service_tier: Ignored = False
+    verbosity: Ignored = False
 
     # Beyond OpenAI.
     top_k: int | None = Field(None, ge=-1, lt=2**31, description="0 and -1 are off.")
@@ -187,16 +257,50 @@ class Generation(_Body):
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def counts_throughout(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
-class ChatRequest(Generation):
+
+class _Templated(_Body):
+    """How messages become a prompt, with vLLM's names. The last message is finished, whoever wrote it, and a new answer
+    begins after it; with continue_final_message the answer continues it.
+    """
+
+    add_generation_prompt: bool | None = Field(None, description="Begin an answer: true unless one is continued.")
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables of the chat template, such as enable_thinking."
+    )
+
+    @model_validator(mode="after")
+    def _begins_or_continues(self) -> _Templated:
+        if self.add_generation_prompt and self.continue_final_message:
+            raise ValueError("continue_final_message: add_generation_prompt begins another answer; give one of them")
+        return self
+
+    @property
+    def rendering(self) -> Rendering:
+        opens = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+        return Rendering(opens, self.continue_final_message, self.chat_template_kwargs or {})
+
+
+class ChatRequest(Generation, _Templated):
     """POST /v1/chat/completions. Without a limit an answer may take the rest of the context."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
-    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
-    max_tokens: int | None = Field(None, ge=1, lt=2**31, description="The older name of max_completion_tokens.")
+    max_completion_tokens: int | None = Field(None, ge=-1, description="-1 is the rest of the context.")
+    max_tokens: int | None = Field(None, ge=-1, description="The older name of max_completion_tokens.")
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
+
+    @field_validator("max_tokens", "max_completion_tokens")
+    @classmethod
+    def _minus_one_is_the_rest(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise ValueError("should be at least 1, or -1 for the rest of the context")
+        return None if value == -1 else value
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> ChatRequest:
@@ -225,7 +329,9 @@ class CompletionRequest(Generation):
         | Annotated[list[str], Field(min_length=1, max_length=1024, fail_fast=True)]
         | Annotated[list[Tokens], Field(min_length=1, max_length=1024, fail_fast=True)]
     )
-    max_tokens: int = Field(16, ge=0, lt=2**31, description="0 is for echo: only the prompt comes back.")
+    max_tokens: int = Field(
+        16, ge=-1, description="0 is for echo: only the prompt comes back. -1 is the rest of the context."
+    )
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
 
@@ -236,6 +342,10 @@ class CompletionRequest(Generation):
         return self
 
     @property
+    def limit(self) -> int | None:
+        return None if self.max_tokens == -1 else self.max_tokens
+
+    @property
     def prompts(self) -> list[str | list[int]]:
         if isinstance(self.prompt, str):
             return [self.prompt]
@@ -244,7 +354,7 @@ class CompletionRequest(Generation):
         return list(self.prompt)
 
 
-class TokenizeRequest(_Body):
+class TokenizeRequest(_Templated):
     """POST /tokenize: a text as it is, or messages through the chat template."""
 
     model: str | None = None

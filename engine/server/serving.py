@@ -48,6 +48,7 @@ class Serving:
         self.vocabulary = Vocabulary(engine.tokenizer)
         self.started_s = int(time.time())
         self.draining = False
+        self._ignored: set[str] = set()  # fields that the log has named
 
     async def warm_up(self) -> None:
         """Do the work that a first request would wait for. What this model cannot do is refused when asked for."""
@@ -72,6 +73,7 @@ class Serving:
         record |= {"prompt_tokens": sum(len(one.prompt) for one in wanted)} | ({"user": body.user} if body.user else {})
         if self.log.prompts:
             record["request"] = body.model_dump(exclude_unset=True, by_alias=True)
+        self._note(body.ignored)
         results = Results(self.latencies, record, self.log.prompts, len(wanted))
         if body.stream:
             first = await while_there(request, _next(events))
@@ -79,6 +81,12 @@ class Serving:
             return EventStream(self._stream(events, first, format_, results, body.includes_usage, names))
         await while_there(request, results.collect(events))
         return JSONResponse(format_.whole(results.complete).model_dump(exclude_none=False))
+
+    def _note(self, ignored: Sequence[str]) -> None:
+        """Say in the log, once a field, that clients send what has no effect."""
+        for name in set(ignored) - self._ignored:
+            self.log.warn(f"ignored field: {name}: clients send it, and it changes no answer")
+        self._ignored.update(ignored)
 
     async def _stream(
         self,

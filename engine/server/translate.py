@@ -7,8 +7,12 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from engine.api import Engine
+from engine.chat_text import Rendering
 from engine.errors import printable
+from engine.prompts import TOO_LONG
 from engine.sampling import SamplingParams
 from engine.server.errors import CONTEXT_LENGTH, ApiError
 from engine.server.schema import (
@@ -38,11 +42,11 @@ class Wanted:
 async def chat_choices(body: ChatRequest, engine: Engine, settings: Settings) -> list[Wanted]:
     """The choices of a chat request. Raises RequestError or ApiError."""
     _check(body, body.n, engine, settings)
-    prompt = await _encoded("messages", [message.plain() for message in body.messages], engine, settings)
-    room = engine.target.context - len(prompt)
+    messages = [message.plain() for message in body.messages]
+    prompt = await _encoded("messages", messages, engine, settings, body.rendering)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    more = {"max_tokens": room if body.limit is None else body.limit, "logprobs": logprobs}
-    sampling = _sampling(body, **more)
+    limit = _limit(body.limit, engine.target.context - len(prompt), settings)
+    sampling = _sampling(body, max_tokens=limit, logprobs=logprobs)
     return [Wanted(prompt, sampling.of_choice(choice)) for choice in range(body.n)]
 
 
@@ -52,7 +56,7 @@ async def text_choices(
     """The choices of a text completion, those of the first prompt first. Raises RequestError or ApiError."""
     _check(body, body.n * len(body.prompts), engine, settings)
     more = {
-        "max_tokens": max(1, body.max_tokens),
+        "max_tokens": _limit(body.limit, engine.target.context, settings),
         "logprobs": body.logprobs,
         "prompt_logprobs": body.logprobs if body.echo else None,
     }
@@ -60,9 +64,11 @@ async def text_choices(
     wanted = []
     for prompt in body.prompts:
         tokens = await _encoded("prompt", prompt, engine, settings)
+        limit = _limit(body.limit, engine.target.context - len(tokens), settings)
+        fitting = msgspec.structs.replace(sampling, max_tokens=limit)
         text = prompt if isinstance(prompt, str) else vocabulary.texts(prompt)
         echo, silent = text if body.echo else None, not body.max_tokens
-        wanted += [Wanted(tokens, sampling.of_choice(choice), echo, silent) for choice in range(body.n)]
+        wanted += [Wanted(tokens, fitting.of_choice(choice), echo, silent) for choice in range(body.n)]
     return wanted
 
 
@@ -78,11 +84,23 @@ def names_of(body: ChatRequest | CompletionRequest | TokenizeRequest) -> dict[st
     return names
 
 
-async def _encoded(field: str, prompt: Any, engine: Engine, settings: Settings) -> list[int]:
-    tokens = await engine.encode(prompt, raw=True)
+def _limit(asked: int | None, room: int, settings: Settings) -> int:
+    """The maximum of an answer's tokens. None: what the context has room for. Of 0 the engine makes one, not shown."""
+    if asked is None:
+        return room
+    return max(1, min(asked, room) if settings.clamp_max_tokens else asked)
+
+
+async def _encoded(
+    field: str, prompt: Any, engine: Engine, settings: Settings, rendering: Rendering | None = None
+) -> list[int]:
+    tokens = await engine.encode(prompt, raw=True, rendering=rendering)
     most = settings.max_prompt_tokens
     if most is not None and len(tokens) > most:
-        message = f"{field}: has {len(tokens)} tokens, this server takes {most}; shorten it"
+        message = (
+            f"{field}: has {len(tokens)} tokens, this server takes {most}: {TOO_LONG} {engine.target.context} tokens, "
+            f"and {most} of a prompt here; shorten it"
+        )
         raise ApiError(400, message, code=CONTEXT_LENGTH, param=field)
     return tokens
 

@@ -254,7 +254,7 @@ async def test_a_full_queue_waits_by_default(tiny: str, tiny_draft: str) -> None
         (b"hi", {}, "prompt: is a bytes"),
         ("hi \udcff", {}, "half a character"),
         ("hi" * 400, {}, "its 802 tokens leave no room"),
-        ("hi", {"max_tokens": 5000}, r"max_tokens=5000: .* context of 512"),
+        ("hi", {"max_tokens": 5000}, r"max_tokens=5000: .* maximum context length is 512"),
         ("hi", {"temperature": -1.0}, "temperature=-1.0"),
         ("hi", {"temperature": float("nan")}, "temperature=nan"),
         ("hi", {"top_p": 1.5}, "top_p=1.5"),
@@ -304,7 +304,7 @@ async def test_a_prompt_can_fill_the_context_up_to_the_last_token(tiny: str, tin
             params = SamplingParams(max_tokens=512 - length, ignore_eos=True)
             answer = (await engine.generate(prompt[:length], params)).token_ids
             assert len(answer) == 512 - length and answer[0] == token
-        with pytest.raises(RequestError, match="its 512 tokens leave no room for an answer in the context of 512"):
+        with pytest.raises(RequestError, match=r"its 512 tokens leave no room for an answer: .* is 512 tokens"):
             await engine.generate(prompt, SamplingParams(max_tokens=1))
 
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.chat_text import Rendering
 from engine.config import load
 from engine.errors import ConfigError, ModelError, RequestError
 from engine.text import TextStream, encode_text, load_tokenizer, tokenizer_of
@@ -214,3 +215,40 @@ def test_a_token_that_only_resembles_a_stop_text_ends_nothing() -> None:
     (user,) = tokens_of("<|user|>")
     stream = TextStream(TOKENIZER, ("<|assistant|>",))
     assert not stream.push(user) and not stream.push(tokens_of("a")[0])
+
+
+def rendered(rendering: Rendering) -> str:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% if think %} think{% endif %}{% endif %}"
+    )
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a b"}]
+    text: str = tokenizer.decode(encode_text(tokenizer, messages, rendering=rendering))
+    return text
+
+
+@pytest.mark.parametrize(
+    ("rendering", "text"),
+    [
+        (Rendering(), "user: hi<|end|>assistant: a b<|end|>assistant:"),
+        (Rendering(variables={"think": True}), "user: hi<|end|>assistant: a b<|end|>assistant: think"),
+        (Rendering(opens_answer=False), "user: hi<|end|>assistant: a b<|end|>"),
+        (Rendering(opens_answer=False, continues=True), "user: hi<|end|>assistant: a b"),
+    ],
+)  # fmt: skip
+def test_an_answer_begins_after_the_last_message_or_continues_it(rendering: Rendering, text: str) -> None:
+    assert rendered(rendering) == text
+
+
+@pytest.mark.parametrize("name", ["chat_template", "messages", "sanitize_control_tokens", "tokenize", "tools"])
+def test_a_variable_of_a_template_is_no_argument_of_its_renderer(name: str) -> None:
+    with pytest.raises(RequestError, match=rf"^chat_template_kwargs\.{name}: is no variable"):
+        rendered(Rendering(variables={name: False}))
+
+
+def test_half_a_character_in_a_variable_is_refused() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ mood }}"
+    with pytest.raises(RequestError, match="half a character"):
+        encode_text(tokenizer, [{"role": "user", "content": "hi"}], rendering=Rendering(variables={"mood": "\ud83d"}))

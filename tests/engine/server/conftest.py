@@ -8,11 +8,21 @@ import pytest
 
 pytest.importorskip("fastapi", reason="pip install 'talon-decoding[serve]'")
 
-from tests.engine.server.process import ServerProcess, serving
+from tests.conftest import save_tiny_llama
+from tests.engine.server.process import KEY, ServerProcess, serving
 
 
 @pytest.fixture(scope="session")
 def server(tiny: str) -> Iterator[ServerProcess]:
     drafted = ("--method", "pld", "--set", "verifier.cut=false")  # every draft is verified, be it worth it or not
     with serving("--set", f"model={tiny}", "--served-model-name", "tiny", *drafted) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def one_place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server that wants KEY and answers one request at a time, for which it may take long."""
+    model = save_tiny_llama(tmp_path_factory.mktemp("long"), max_position_embeddings=32768)
+    options = ("--set", f"model={model}", "--served-model-name", "tiny", "--method", "none", "--queue", "1")
+    with serving(*options, TALON_API_KEYS=KEY) as running:
         yield running

@@ -20,9 +20,14 @@ def metric(server: ServerProcess, name: str, key: str = "") -> float:
     return sum(sample.value for sample in samples)
 
 
-def tokens(server: ServerProcess) -> float:
+def tokens(server: ServerProcess, key: str = "") -> float:
     """Of all answers so far."""
-    return metric(server, "vllm:generation_tokens_total")
+    return metric(server, "vllm:generation_tokens_total", key)
+
+
+def refusals(server: ServerProcess) -> int:
+    """Requests so far that found no place."""
+    return sum(line["status"] == 429 for line in server.requests())
 
 
 def settle(server: ServerProcess, key: str = "") -> None:

@@ -13,7 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 ROOT = Path(__file__).parents[3]
+KEY = "secret"
 
 
 class ServerProcess:
@@ -69,3 +72,14 @@ def serving(*options: str, **environment: str) -> Iterator[ServerProcess]:
         if server.process.poll() is None:
             server.process.kill()
             server.process.wait()
+
+
+@contextmanager
+def occupied(server: ServerProcess) -> Iterator[None]:
+    """Inside, a long answer takes the only place of a server that wants KEY."""
+    body = {"model": "tiny", "prompt": "a", "max_tokens": -1, "stream": True, "ignore_eos": True}
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers, timeout=60) as answer:
+        lines = answer.iter_lines()  # whose end would end the request
+        next(lines)
+        yield

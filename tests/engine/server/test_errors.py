@@ -63,6 +63,11 @@ def test_of_what_nobody_expected_a_client_learns_nothing(error: Exception) -> No
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"stream_options": {}}, "stream_options"),
+        ({"n": True}, "n"),
+        ({"temperature": False}, "temperature"),
+        ({"logit_bias": {"1": True}}, "logit_bias.1"),
+        ({"max_tokens": -2}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ],
 )  # fmt: skip
 def test_wrong_fields_are_named_by_their_path(fields: dict[str, object], param: str) -> None:
@@ -80,6 +85,14 @@ def test_wrong_fields_are_named_by_their_path(fields: dict[str, object], param: 
         ({"response_format": {}}, "response_format: names no type"),
         ({"response_format": {"type": "xml"}}, "response_format: type 'xml' is none of 'text', 'json_object', "),
         ({"temperature": -1}, "temperature: should be greater than or equal to 0"),
+        ({"seed": True}, "seed: should be a number; true is none"),
+        ({"stop": 5}, "stop: should be a valid string or should be a valid list"),
+        ({"stop": ["a"] * 17}, "stop: has 17 items; give at most 16"),
+        (
+            {"messages": [{"role": "user", "content": []}]},
+            "messages[0].content: is missing; give a text, or text parts",
+        ),
+        ({"messages": [{"role": "user", "content": [1]}]}, "messages[0].content[0]: should be a valid dictionary"),
     ],
 )
 def test_what_is_wrong_is_said_without_the_names_of_a_library(fields: dict[str, object], said: str) -> None:
@@ -124,6 +137,8 @@ def test_half_a_character_is_no_prompt(prompt: object) -> None:
         ([[]], "give a text"),
         (["a", 1], "give a text"),
         ({"text": "a"}, "give a text"),
+        ([True], "give a text"),
+        ([[1, False]], "give a text"),
         (HALF, "holds half a character"),
         (["a", HALF], "holds half a character"),
     ],
@@ -171,3 +186,34 @@ def test_a_long_list_of_junk_is_refused_by_its_first_item() -> None:
         with pytest.raises(ValidationError) as caught:
             CompletionRequest.model_validate({"model": "m", "prompt": prompt})
         assert caught.value.error_count() < 10
+
+
+def test_log_probabilities_that_nobody_wants_are_not_given() -> None:
+    for given, taken in ((False, None), (None, None), (0, 0), (2, 2)):
+        assert CompletionRequest.model_validate({"model": "m", "prompt": "x", "logprobs": given}).logprobs == taken
+
+
+@pytest.mark.parametrize("said", [{"content": None}, {}, {"content": []}, {"content": ""}])
+def test_an_answer_without_text_is_a_message(said: dict[str, object]) -> None:
+    body = ChatRequest.model_validate({"model": "m", "messages": [*HI, {"role": "assistant"} | said, *HI]})
+    assert body.messages[1].plain() == {"role": "assistant", "content": ""}
+
+
+def test_what_changes_no_answer_is_let_through_and_named() -> None:
+    useless = {
+        "metadata": {"a": 1}, "parallel_tool_calls": False, "prompt_cache_key": "x", "prompt_cache_retention": "24h",
+        "reasoning_effort": "low", "safety_identifier": "x", "service_tier": "flex", "verbosity": "low",
+    }  # fmt: skip
+    for name, value in useless.items():
+        assert ChatRequest.model_validate({"model": "m", "messages": HI, name: value}).ignored == [name]
+        assert CompletionRequest.model_validate({"model": "m", "prompt": "x", name: value}).ignored == [name]
+    part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+    for said in ({"content": [part]}, {"content": "a", "cache_control": {"type": "ephemeral"}}):
+        body = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user"} | said]})
+        assert body.ignored == ["cache_control"]
+    idle = {"service_tier": "auto", "metadata": {}, "verbosity": None}
+    assert ChatRequest.model_validate({"model": "m", "messages": HI, **idle}).ignored == []
+
+
+def test_a_fraction_of_nothing_is_let_through() -> None:
+    assert ChatRequest.model_validate({"model": "m", "messages": HI, "top_p": 0}).top_p == 0

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
-from tests.engine.server.figures import settle, tokens, until
-from tests.engine.server.process import ServerProcess
+from tests.engine.server.figures import refusals, settle, tokens, until
+from tests.engine.server.process import KEY, ServerProcess, occupied
 
 JSON = {"Content-Type": "application/json"}
 HI = [{"role": "user", "content": "1 2 3 1 2 3 1 2"}]
@@ -47,6 +49,7 @@ def test_a_stream_opens_with_the_role_and_ends_with_the_reason_and_usage(client:
     reasons = [chunk.choices[0].finish_reason for chunk in chunks[:-1]]
     assert reasons[-1] == "length" and not any(reasons[:-1])
     assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
+    assert all(chunk.usage is None for chunk in chunks[:-1])
     rounds = whole.metrics["rounds"]
     assert whole.metrics["decoding_s"] > 0 and whole.metrics["exact"]
     assert len(chunks) == 1 + (rounds + 1) + 1 + 1  # role, a chunk a round and one for the prefill, reason, usage
@@ -81,6 +84,75 @@ def test_without_a_limit_an_answer_may_take_the_rest_of_the_context(client: open
     assert answer.usage.total_tokens == 512 and answer.choices[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("limit", [-1, 512, 10**12])
+def test_a_limit_beyond_the_context_means_the_rest_of_it(client: openai.OpenAI, field: str, limit: int) -> None:
+    answer = chat(client, temperature=0, extra_body={"ignore_eos": True}, **{"max_tokens": None, field: limit})
+    assert answer.usage.total_tokens == 512 and answer.choices[0].finish_reason == "length"
+
+
+def test_so_does_that_of_every_prompt_of_a_batch(client: openai.OpenAI) -> None:
+    for limit in (-1, 1000):
+        more = {"max_tokens": limit, "extra_body": {"ignore_eos": True}}
+        answer = client.completions.create(model="tiny", prompt=["a" * 500, "a" * 400], **more)  # type: ignore[call-overload]
+        assert answer.usage.completion_tokens == 12 + 112
+
+
+def test_every_chunk_counts_the_tokens_so_far_if_it_is_asked_to(client: openai.OpenAI) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(chat(client, n=2, stream=True, stream_options=options, extra_body={"ignore_eos": True}))
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts[0] == 0 and counts == sorted(counts) and counts[-1] == 24
+    assert len({chunk.usage.prompt_tokens for chunk in chunks}) == 1
+
+
+def test_the_answer_and_once_the_log_name_the_fields_that_had_no_effect(
+    client: openai.OpenAI, server: ServerProcess
+) -> None:
+    useless: dict[str, Any] = {"verbosity": "low", "metadata": {"a": "b"}, "prompt_cache_key": "x"}
+    plain = chat(client, seed=1)
+    answers = [chat(client, seed=1, **useless) for _ in range(2)]
+    assert plain.metrics["ignored"] == []
+    for answer in answers:
+        assert answer.metrics["ignored"] == sorted(useless)
+        assert answer.choices[0].message.content == plain.choices[0].message.content
+    *_, last = chat(client, stream=True, stream_options={"include_usage": True}, **useless)
+    assert last.metrics["ignored"] == sorted(useless)
+    for name in useless:
+        until(lambda name=name: any(f"ignored field: {name}:" in line["event"] for line in server.lines))  # type: ignore[misc]
+        assert sum(f"ignored field: {name}:" in line["event"] for line in server.lines) == 1
+
+
+def test_an_answer_may_be_sent_back_and_may_be_empty(client: openai.OpenAI) -> None:
+    said = chat(client).choices[0].message
+    for message in (said, said.model_dump(), {"role": "assistant", "content": None}, {"role": "assistant"}):
+        assert chat(client, messages=[*HI, message, *HI]).choices[0].message.content
+
+
+def test_an_answer_continues_the_last_message_only_if_it_is_asked_to(client: openai.OpenAI) -> None:
+    said = [*HI, {"role": "assistant", "content": "4 5"}]
+
+    def prompt(**more: Any) -> list[int]:
+        answer: Any = client.post("/../tokenize", body={"messages": said, **more}, cast_to=object)
+        return list(answer["tokens"])
+
+    ends = prompt(add_generation_prompt=False)
+    assert prompt() == [*ends, 2]  # <|assistant|>
+    assert prompt(continue_final_message=True) == ends  # this template writes nothing after a message
+    for more in ({}, {"continue_final_message": True}):
+        assert chat(client, messages=said, extra_body=more).usage.prompt_tokens == len(prompt(**more))
+    with pytest.raises(openai.BadRequestError) as refused:
+        chat(client, messages=said, extra_body={"continue_final_message": True, "add_generation_prompt": True})
+    assert refused.value.param == "continue_final_message"
+
+
+def test_variables_of_the_chat_template_are_let_through_and_its_arguments_are_not(client: openai.OpenAI) -> None:
+    assert chat(client, extra_body={"chat_template_kwargs": {"enable_thinking": False}}).choices
+    with pytest.raises(openai.BadRequestError) as refused:
+        chat(client, extra_body={"chat_template_kwargs": {"chat_template": "x"}})
+    assert refused.value.param == "chat_template_kwargs.chat_template"
+
+
 def test_a_stop_text_ends_the_answer_before_it(client: openai.OpenAI) -> None:
     whole = chat(client, temperature=0, max_tokens=40, extra_body={"ignore_eos": True}).choices[0].message.content
     stop = whole[5:7]
@@ -107,7 +179,6 @@ def test_the_answer_says_what_drafting_brought(client: openai.OpenAI) -> None:
         ("audio", {"voice": "alloy", "format": "mp3"}),
         ("modalities", ["text", "audio"]),
         ("prediction", {"type": "content", "content": "x"}),
-        ("parallel_tool_calls", True),
         ("store", True),
     ],
 )
@@ -130,7 +201,8 @@ def test_pictures_are_refused(client: openai.OpenAI) -> None:
         ("top_p", -1),
         ("n", 0),
         ("max_tokens", 0),
-        ("max_tokens", 10_000),
+        ("max_tokens", -2),
+        ("n", True),
         ("messages", []),
         ("presence_penalty", 3),
         ("stop", [""]),
@@ -148,7 +220,7 @@ def test_bad_requests_name_the_field(client: openai.OpenAI, field: str, value: A
 
 
 def test_a_prompt_over_the_context_is_refused(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="context of 512") as refused:
+    with pytest.raises(openai.BadRequestError, match="this model's maximum context length is 512") as refused:
         chat(client, messages=[{"role": "user", "content": "x" * 600}], max_tokens=None)
     assert (refused.value.param, refused.value.code) == ("messages", "context_length_exceeded")
 
@@ -244,6 +316,21 @@ def test_an_answer_follows_a_json_schema(client: openai.OpenAI) -> None:
         assert set(value) == {"name", "age"} and len(value["name"]) <= 5 and value["age"] <= 99
 
 
+class Person(BaseModel):
+    name: str = Field(max_length=5)
+    age: int = Field(ge=0, le=99)
+
+
+def test_an_answer_is_parsed_as_a_model_of_pydantic_whole_and_streamed(client: openai.OpenAI) -> None:
+    options: Any = {"model": "tiny", "messages": HI, "max_tokens": 400, "seed": 1, "response_format": Person}
+    person = client.chat.completions.parse(**options).choices[0].message.parsed
+    assert isinstance(person, Person)
+    with client.chat.completions.stream(**options) as events:
+        for _ in events:
+            pass
+        assert events.get_final_completion().choices[0].message.parsed == person
+
+
 def test_an_answer_is_one_of_the_choices(client: openai.OpenAI) -> None:
     body = {"structured_outputs": {"choice": ["red", "blue (dark)"]}}
     texts = {chat(client, extra_body=body, seed=seed).choices[0].message.content for seed in range(6)}
@@ -284,3 +371,24 @@ def test_a_client_that_times_out_frees_its_place(server: ServerProcess) -> None:
         chat(client, max_tokens=400, n=32, extra_body={"ignore_eos": True})
     settle(server)
     assert tokens(server) - before < 32 * 400
+
+
+def test_errors_have_their_classes(one_place: ServerProcess) -> None:
+    url = f"{one_place.url}/v1"
+    with pytest.raises(openai.AuthenticationError):
+        chat(openai.OpenAI(base_url=url, api_key="wrong", max_retries=0))
+    settle(one_place, KEY)
+    with occupied(one_place), pytest.raises(openai.RateLimitError):
+        chat(openai.OpenAI(base_url=url, api_key=KEY, max_retries=0))
+    settle(one_place, KEY)
+
+
+def test_a_call_that_finds_no_place_tries_again(one_place: ServerProcess) -> None:
+    settle(one_place, KEY)
+    before = refusals(one_place)
+    client = openai.OpenAI(base_url=f"{one_place.url}/v1", api_key=KEY, max_retries=5)
+    with ThreadPoolExecutor() as threads:
+        with occupied(one_place):
+            call = threads.submit(chat, client)
+            until(lambda: refusals(one_place) > before)
+        assert call.result().choices[0].message.content

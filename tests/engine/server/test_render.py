@@ -8,6 +8,7 @@ from engine.answer import Answer, Result
 from engine.messages import TokenLogprob
 from engine.sampling import SamplingParams
 from engine.server.render import TextFormat
+from engine.server.schema import CompletionRequest
 from engine.server.translate import Wanted
 from engine.server.vocabulary import Vocabulary
 from engine.text import TextStream
@@ -23,7 +24,7 @@ def tokens_of(text: str) -> list[int]:
 
 
 def format_of(wanted: list[Wanted]) -> TextFormat:
-    return TextFormat("m", wanted, Vocabulary(TOKENIZER), False, False)
+    return TextFormat("m", wanted, Vocabulary(TOKENIZER), CompletionRequest(model="m", prompt="x"))
 
 
 def scored(text: str) -> tuple[TokenLogprob, ...]:
@@ -65,3 +66,19 @@ def test_tokens_that_are_not_shown_move_no_offset() -> None:
     answer, _ = answered(LOGPROBS, "x", "a<|end|>b")
     (whole,) = format_of([Wanted(tokens_of("x"), LOGPROBS)]).whole([answer.result()]).choices
     assert whole.text == "ab" and whole.logprobs is not None and whole.logprobs.text_offset == [0, 1, 1]
+
+
+def test_every_chunk_counts_what_was_sent_so_far_if_the_client_wants_it() -> None:
+    _, pieces = answered(SamplingParams(), "Hi", "x", "yz")
+    options = {"continuous_usage_stats": True}
+    body = CompletionRequest(model="m", prompt="Hi", stream=True, stream_options=options)  # type: ignore[arg-type]
+    format_ = TextFormat("m", [Wanted(tokens_of("Hi"), SamplingParams())], Vocabulary(TOKENIZER), body)
+    counts = [format_.piece(0, piece)["usage"] for piece in pieces]
+    assert [(count["completion_tokens"], count["total_tokens"]) for count in counts] == [(1, 3), (3, 5)]
+
+
+def test_an_answer_names_the_fields_that_had_no_effect() -> None:
+    result: Result = answered(SamplingParams(), "Hi", "x")[0].result()
+    body = CompletionRequest(model="m", prompt="Hi", verbosity="low")  # type: ignore[arg-type]
+    format_ = TextFormat("m", [Wanted(tokens_of("Hi"), SamplingParams())], Vocabulary(TOKENIZER), body)
+    assert format_.whole([result]).metrics.ignored == ["verbosity"]

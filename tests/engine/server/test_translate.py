@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from engine.chat_text import Rendering
 from engine.errors import RequestError
 from engine.prompts import check_room
 from engine.server.errors import ApiError, api_error
@@ -24,7 +25,7 @@ class Encoding:
     config = SimpleNamespace(queue=SimpleNamespace(size=4))
     target = SimpleNamespace(context=8)
 
-    async def encode(self, prompt: Any, raw: bool = False) -> list[int]:
+    async def encode(self, prompt: Any, raw: bool = False, rendering: Any = None) -> list[int]:
         return [7]
 
 
@@ -101,3 +102,31 @@ async def test_a_prompt_over_the_servers_own_limit_has_it_too() -> None:
     with pytest.raises(ApiError, match=r"^messages: has 1 tokens, this server takes 0") as refused:
         await chat_choices(chat(), ENGINE, Settings("m", max_prompt_tokens=0))
     assert (refused.value.param, refused.value.code) == ("messages", "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("asked", "taken", "strictly"), [(3, 3, 3), (9, 7, 9), (10**12, 7, 10**12), (-1, 7, 7), (None, 7, 7)]
+)
+async def test_a_limit_beyond_the_context_means_the_rest_of_it(asked: Any, taken: int, strictly: int) -> None:
+    for field in ("max_tokens", "max_completion_tokens"):
+        (choice,) = await chat_choices(chat(**{field: asked}), ENGINE, Settings("m"))
+        assert choice.sampling.max_tokens == taken
+    (choice,) = await chat_choices(chat(max_tokens=asked), ENGINE, Settings("m", clamp_max_tokens=False))
+    assert choice.sampling.max_tokens == strictly  # which the engine refuses if there is no room
+
+
+@pytest.mark.parametrize(("asked", "taken", "strictly"), [(3, 3, 3), (9, 7, 9), (-1, 7, 7), (None, 7, 16), (0, 1, 1)])
+async def test_so_does_that_of_a_completion(asked: Any, taken: int, strictly: int) -> None:
+    body = completion(max_tokens=asked, echo=True)
+    for settings, limit in ((Settings("m"), taken), (Settings("m", clamp_max_tokens=False), strictly)):
+        (choice,) = await text_choices(body, ENGINE, settings, None)  # type: ignore[arg-type]
+        assert choice.sampling.max_tokens == limit
+
+
+def test_a_continued_message_begins_no_other_answer() -> None:
+    assert chat().rendering == Rendering()
+    assert chat(continue_final_message=True).rendering == Rendering(opens_answer=False, continues=True)
+    assert chat(add_generation_prompt=False).rendering == Rendering(opens_answer=False)
+    assert chat(chat_template_kwargs={"enable_thinking": False}).rendering.variables == {"enable_thinking": False}
+    with pytest.raises(ValueError, match="add_generation_prompt"):
+        chat(continue_final_message=True, add_generation_prompt=True)
