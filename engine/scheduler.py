@@ -122,6 +122,17 @@ class Scheduler:
             [(request, count) for request, count in plan.reading if request in self.running],
         )
 
+    def room(self, request: Request, rows: int) -> int:
+        """How many of `rows` rows fit behind the request's positions, in its own blocks and those that are free, which
+        are reserved.
+        """
+        if (pool := request.target.pool) is None:
+            return rows
+        cache = request.cache
+        fitting = min(rows, cache.capacity + pool.free * BLOCK - cache.length)
+        cache.reserve(cache.length + fitting)
+        return fitting
+
     def _preempt_youngest(self) -> None:
         youngest = self.running.pop()
         youngest.preempt()
