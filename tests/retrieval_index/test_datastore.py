@@ -298,7 +298,7 @@ def test_suffixes_that_point_out_of_the_corpus_are_refused_when_it_is_opened(
     suffixes = np.fromfile(path, np.int32)
     suffixes[len(suffixes) // 2] = place
     path.write_bytes(suffixes.tobytes())
-    with pytest.raises(DatastoreError, match="0000.suffixes: damaged"):
+    with pytest.raises(DatastoreError, match=r"0000\.suffixes: damaged"):
         Datastore(tmp_path / "store")
 
 
@@ -306,7 +306,7 @@ def test_damaged_answers_are_refused_when_they_are_read(corpus: Path, tmp_path: 
     build(tiny_tokenizer(), [corpus], tmp_path / "store")
     path = tmp_path / "store" / "0000.tokens"
     path.write_bytes(bytes(path.stat().st_size))
-    with pytest.raises(DatastoreError, match="0000.tokens: damaged"):
+    with pytest.raises(DatastoreError, match=r"0000\.tokens: damaged"):
         [*Datastore(tmp_path / "store").texts()]
 
 
