@@ -129,7 +129,7 @@ class Scheduler:
         if (pool := request.target.pool) is None:
             return rows
         cache = request.cache
-        fitting = min(rows, cache.capacity + pool.free * BLOCK - cache.length)
+        fitting: int = min(rows, cache.capacity + pool.free * BLOCK - cache.length)
         cache.reserve(cache.length + fitting)
         return fitting
 

@@ -101,7 +101,7 @@ class Datastore:
     def texts(self) -> Iterator[NDArray[np.int32]]:
         """The corpus, shard by shard, -1 after each text. Raises DatastoreError if it is not what was written."""
         for shard, (tokens, _) in zip(self.header.shards, self.shards, strict=True):
-            if zlib.crc32(tokens) != shard.tokens_crc:
+            if zlib.crc32(tokens.data) != shard.tokens_crc:
                 raise self._damaged(shard, "tokens")
             texts = tokens.astype(np.int32)
             texts[tokens == self.separator] = -1
