@@ -57,9 +57,14 @@ class Round:
         """Whether anything is verified but the root."""
         return len(self.kept) > 1
 
-    def root_only(self) -> Round:
-        """The same round, with only the root verified."""
-        return replace(self, kept=self.kept[:1])
+    def best(self, rows: int) -> Round:
+        """The same round, with at most `rows` nodes verified: the root and those worth most, which include all of
+        their ancestors.
+        """
+        if rows >= len(self.kept):
+            return self
+        order = np.argsort(-self.worth[self.kept[1:]], kind="stable") + 1
+        return replace(self, kept=self.kept[np.sort(np.append(0, order[: rows - 1]))])
 
 
 def cut(rounds: Sequence[Round], costs: CostModel) -> list[Round]:

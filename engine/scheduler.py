@@ -1,8 +1,9 @@
 """Which requests take part in the next forward: no I/O, no tensors, no clock of its own.
 
 All decoding requests share each forward: eight rows cost little more than one, so leaving a request out saves nothing.
-The only question is how long to wait for a missing tree. Prompts are read in chunks that join these forwards, in order
-of arrival.
+The only question is how long to wait for a missing tree. Prompts are read in chunks that join these forwards: half of
+the rows go to the prompt that came first, which is therefore never starved, and half to those with the least left to
+read, which therefore do not wait for a long one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from engine.batch import BLOCK
 from engine.cost_model import CostModel
 from engine.errors import OutOfBlocks
+from engine.model.kv_pool import Ending
 from engine.request import Request
 
 
@@ -53,6 +55,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.needs_states = False
+        self._half_row = 1  # owed to the prompt that came first: of an odd number of rows it gets half
 
     def __iter__(self) -> Iterator[Request]:
         yield from self.running
@@ -119,6 +122,17 @@ class Scheduler:
             [(request, count) for request, count in plan.reading if request in self.running],
         )
 
+    def room(self, request: Request, rows: int) -> int:
+        """How many of `rows` rows fit behind the request's positions, in its own blocks and those that are free, which
+        are reserved.
+        """
+        if (pool := request.target.pool) is None:
+            return rows
+        cache = request.cache
+        fitting: int = min(rows, cache.capacity + pool.free * BLOCK - cache.length)
+        cache.reserve(cache.length + fitting)
+        return fitting
+
     def _preempt_youngest(self) -> None:
         youngest = self.running.pop()
         youngest.preempt()
@@ -149,19 +163,20 @@ class Scheduler:
 
     def _chunks(self, rows: int) -> list[tuple[Request, int]]:
         """Which requests read how much. A request waits if another is reading its next block in this forward."""
-        chunks: list[tuple[Request, int]] = []
-        under_way = set()
-        for request in self.running:
+        left = {request: request.read_to - request.cache.length for request in self.running if request.reading}
+        under_way: dict[Ending, Request] = {}
+        counts: dict[Request, int] = dict.fromkeys(left, 0)
+        half, self._half_row = divmod(rows + self._half_row, 2)
+        shares = [(request, half) for request in [*left][:1]]
+        shares += [(request, rows) for request in sorted(left, key=left.__getitem__)]  # the earlier one first on ties
+        for request, most in shares:
             if rows <= 0:
                 break
-            if not request.reading:
-                continue
             if request.shares:
                 ending = request.cache.next_ending(request.to_share)
-                if ending is not None and ending in under_way:
+                if ending is not None and under_way.setdefault(ending, request) is not request:
                     continue
-                under_way.add(ending)
-            count = min(rows, request.read_to - request.cache.length)
-            chunks.append((request, count))
+            count = min(most, rows, left[request] - counts[request])
+            counts[request] += count
             rows -= count
-        return chunks
+        return [(request, count) for request, count in counts.items() if count]

@@ -141,18 +141,14 @@ class Verifier:
         return cut(rounds, self.meter.costs) if cuts else rounds
 
     def _reserve(self, plan: Plan, rounds: list[Round]) -> tuple[Plan, list[Round]]:
-        """The part of the plan that there are blocks for. Drafts never decide whether a request fits: if the last
-        running request has no room for its tree, its root alone is verified. Raises OutOfBlocks if not even that fits.
+        """The part of the plan that there are blocks for. Drafts never decide who takes part: roots and chunks get
+        theirs first, and trees are cut to what is left, the oldest request's first. Raises OutOfBlocks if not even the
+        last running request's root or chunk fits.
         """
-        rows = {round_.request: len(round_.kept) for round_ in rounds} | dict(plan.reading)
-        try:
-            plan = self.requests.reserve(plan, rows.__getitem__)
-        except OutOfBlocks:
-            last = self.requests.running[0]
-            rounds = [round_.root_only() for round_ in rounds if round_.request is last]
-            plan = plan.of(last)
-            plan = self.requests.reserve(plan, lambda request: 1 if rounds else rows[request])
-        return plan, [round_ for round_ in rounds if round_.request in plan.decoding]
+        chunks = dict(plan.reading)
+        plan = self.requests.reserve(plan, lambda request: chunks.get(request, 1))
+        staying = [round_ for round_ in rounds if round_.request in plan.decoding]
+        return plan, [round_.best(self.requests.room(round_.request, len(round_.kept))) for round_ in staying]
 
     def _read(self, plan: Plan, chunks: list[Segment], logits: Tensor, features: Tensor | None) -> Iterator[Conclusion]:
         """Commit the chunks; requests whose prompt ends there draw their first token."""
@@ -214,6 +210,8 @@ class Verifier:
         if request.round:
             request.cache.commit(request.kept_path)
             request.publish()
+            if self.target.pool is not None:
+                request.cache.trim()
 
     def _beat(self) -> None:
         if self.front_end.beat(self.requests):

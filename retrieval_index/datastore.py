@@ -65,7 +65,9 @@ def checksum(path: Path) -> int:
 
 
 class Datastore:
-    """What followed the longest match of a context in the corpus. Opening maps files; it does not read them."""
+    """What followed the longest match of a context in the corpus. Opening maps the files, and reads the suffixes once:
+    kernels trust them as indices.
+    """
 
     def __init__(self, folder: Path, tokenizer: Any = None):
         self.folder = folder
@@ -79,12 +81,17 @@ class Datastore:
             raise DatastoreError(f"{folder}: made by another version of the format: build it again")
         if tokenizer is not None and fingerprint(tokenizer) != self.header.tokenizer:
             raise DatastoreError(f"{folder}: built with another tokenizer: build it again with the target's")
+        if not self.header.shards or any(shard.tokens < 1 for shard in self.header.shards):
+            raise DatastoreError(f"{folder}: {HEADER} names no tokens: build it again")
         self.separator = (1 << 8 * self.header.width) - 1
         token_type = np.uint16 if self.header.width == 2 else np.uint32
         self.shards = [
             (self._map(shard, "tokens", token_type), self._map(shard, "suffixes", np.int32))
             for shard in self.header.shards
         ]
+        for shard, (tokens, suffixes) in zip(self.header.shards, self.shards, strict=True):
+            if suffixes.view(np.uint32).max() >= len(tokens):  # negative ones too
+                raise self._damaged(shard, "suffixes")
 
     @property
     def tokens(self) -> int:
@@ -92,8 +99,10 @@ class Datastore:
         return sum(shard.tokens for shard in self.header.shards)
 
     def texts(self) -> Iterator[NDArray[np.int32]]:
-        """The corpus, shard by shard, -1 after each text."""
-        for tokens, _ in self.shards:
+        """The corpus, shard by shard, -1 after each text. Raises DatastoreError if it is not what was written."""
+        for shard, (tokens, _) in zip(self.header.shards, self.shards, strict=True):
+            if zlib.crc32(tokens.data) != shard.tokens_crc:
+                raise self._damaged(shard, "tokens")
             texts = tokens.astype(np.int32)
             texts[tokens == self.separator] = -1
             yield texts
@@ -103,7 +112,10 @@ class Datastore:
         for shard in self.header.shards:
             for kind, expected in (("tokens", shard.tokens_crc), ("suffixes", shard.suffixes_crc)):
                 if checksum(self.folder / f"{shard.name}.{kind}") != expected:
-                    raise DatastoreError(f"{self.folder / shard.name}.{kind}: damaged: build the datastore again")
+                    raise self._damaged(shard, kind)
+
+    def _damaged(self, shard: Shard, kind: str) -> DatastoreError:
+        return DatastoreError(f"{self.folder / shard.name}.{kind}: damaged: build the datastore again")
 
     def prepare(self) -> None:
         """Load the kernels now, which takes a second, or ten the first time, and release their compiler."""

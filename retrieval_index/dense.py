@@ -69,6 +69,9 @@ class DenseIndex:
                 raise DatastoreError(f"{folder / name}: missing or truncated: build the index again")
         self._tokens = self._map("passages.tokens", np.uint16 if self.header.width == 2 else np.uint32)
         self._starts = self._map("passages.starts", np.int64)
+        ordered = len(self._starts) == self.header.passages + 1 and (np.diff(self._starts) >= 0).all()
+        if not ordered or self._starts[0] < 0 or self._starts[-1] > len(self._tokens):
+            raise DatastoreError(f"{folder / 'passages.starts'}: damaged: build the index again")
         words = self._map("embedding.tokens", np.float16).reshape(-1, self.header.dimensions)
         self.embed = TextEmbedding(words, np.array(self._map("embedding.common", np.float32)))
         self._check("index.faiss")  # faiss trusts what it reads

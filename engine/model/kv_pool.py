@@ -200,6 +200,12 @@ class KVCache:
         if missing > 0:
             self.table = np.concatenate([self.table, np.asarray(self.pool.take(missing), np.int32)])
 
+    def trim(self) -> None:
+        """Return the blocks behind the committed positions: drafts that were not accepted hold none."""
+        used = -(-self.length // BLOCK)
+        self.pool.give(self.table[used:].tolist())
+        self.table = self.table[:used]
+
     def commit(self, path: Sequence[int]) -> None:
         """Keep the entries of the last tree's nodes `path` (ascending) as the next committed positions."""
         self.pending = 0

@@ -481,3 +481,46 @@ def test_who_waits_for_a_passage_does_not_hold_up_those_behind() -> None:
     first, second, third = (request(stage, n, text) for n, text in enumerate(([*passage, 7], [*passage, 8], [500] * 9)))
     requests.waiting += [first, second, third]
     assert plan(requests).reading == [(first, 33), (third, 9)]
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    stage, requests = Stage(blocks=300), scheduler(chunk=64)
+    long, *short = (request(stage, n, [n] * length) for n, length in enumerate((4000, 5, 5, 5)))
+    requests.waiting += [long, *short]
+    assert plan(requests).reading == [(long, 49), *((one, 5) for one in short)]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.integers(1, 300), min_size=1, max_size=8),
+    st.lists(st.integers(1, 9), max_size=120),
+    st.integers(1, 40),
+)
+def test_every_prompt_is_read_in_twice_the_time_of_those_before_it_and_a_short_one_before_the_rest_of_a_long_one(
+    lengths: list[int], stream: list[int], chunk: int
+) -> None:
+    """However many short prompts keep arriving."""
+    stage, requests = Stage(blocks=2000), scheduler(most=1000, chunk=chunk)
+    prompts = [request(stage, n, [n] * length) for n, length in enumerate(lengths)]
+    requests.waiting += prompts
+    arriving = iter([request(stage, 100 + n, [100 + n] * length) for n, length in enumerate(stream)])
+    ended: dict[Request, int] = {}
+    for round_ in range(1, 2 * (sum(lengths) + sum(stream)) + 3):
+        if (new := next(arriving, None)) is not None:
+            requests.waiting.append(new)
+        left = {one: one.read_to - one.cache.length for one in requests if one.reading}
+        reading = requests.reserve(found, lambda r: dict(found.reading)[r]).reading if (found := plan(requests)) else []
+        counts = dict(reading)
+        assert sum(counts.values()) == min(chunk, sum(left.values())), "no row is left unused"
+        shorter = [one for one in left if left[one] <= chunk // 2 // len(left)]
+        assert all(counts[one] == left[one] for one in shorter), "there is room for them beside the oldest one's half"
+        for one, count in reading:
+            one.cache.commit(range(count))
+            if not one.reading:
+                ended[one] = round_
+                requests.remove(one)
+                one.cache.release()
+        if len(ended) == len(prompts) + len(stream):
+            break
+    for n, one in enumerate(prompts):
+        assert ended[one] <= 2 * sum(lengths[: n + 1]) / chunk + n + 2

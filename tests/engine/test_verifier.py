@@ -436,3 +436,27 @@ def test_told_to_stop_it_stops() -> None:
     stage.control.inbox.append((Stop(), []))
     stage.verifier._receive()
     assert stage.verifier.stopping
+
+
+@pytest.mark.parametrize("blocks", [2, 3])
+def test_trees_are_cut_before_a_neighbour_is_evicted(blocks: int) -> None:
+    """Each request has room for its root in a block of its own; a tree of 12 rows needs a second one."""
+    stage = Stage(CALIBRATED, **{"drafter.budget": 20, "verifier.cut": False})
+    stage.target.pool = KVPool(KVShape(1, 1, 16, torch.float32), blocks)
+    one, other = stage.submit(1, [10] * 9), stage.submit(2, [50] * 9)
+    stage.step()
+    for number, request in enumerate((one, other), 1):
+        stage.draft(request, bushy(request.text[-1], *[0.05 * i for i in range(1, 12)]), number)
+    rows = [len(segment) for segment in stage.step()]
+    assert [*stage.verifier.requests.running] == [one, other]
+    assert rows == ([7, 7] if blocks == 2 else [12, 7]), "the best nodes, as far as there are blocks"
+    assert stage.tokens(1)[-2:] == [12, 13] and stage.tokens(2)[-2:] == [52, 53]
+
+
+def test_drafts_that_were_not_accepted_hold_no_blocks() -> None:
+    stage = Stage(CALIBRATED, **{"verifier.cut": False})
+    one = stage.submit(1, [10] * 9)
+    stage.step()
+    stage.draft(one, bushy(one.text[-1], *[0.05 * i for i in range(1, 12)]))
+    stage.step()
+    assert one.cache.length == 11 and stage.target.pool.free == BLOCKS - 1

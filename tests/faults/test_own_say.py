@@ -58,7 +58,7 @@ async def test_a_request_that_is_preempted_goes_on_with_all_it_has_said(
     preempted = []
     preempt = Request.preempt
     monkeypatch.setattr(Request, "preempt", lambda self: (preempted.append(self.number), preempt(self)))
-    room = {"verifier.kv_memory": 20 * BLOCK_BYTES, "verifier.simulated_latency_ms": 20}  # for little more than one
+    room = {"verifier.kv_memory": 16 * BLOCK_BYTES, "verifier.simulated_latency_ms": 20}  # for little more than one
     async with await Engine.start({"model": tiny}, **options | room | {"method": "suffix"}) as engine:
         results = await all_of(engine)
     assert preempted

@@ -286,3 +286,34 @@ def test_a_disk_that_fills_up_is_one_line_and_the_build_goes_on_later(
     assert {path.name for path in (tmp_path / "store").iterdir()} == {"lock", *left}
     build(tiny_tokenizer(), [corpus], tmp_path / "store", 32_000_000)
     Datastore(tmp_path / "store").verify()
+
+
+@pytest.mark.parametrize("place", [-1, -(2**31), 10**6, 2**31 - 1])
+def test_suffixes_that_point_out_of_the_corpus_are_refused_when_it_is_opened(
+    corpus: Path, tmp_path: Path, place: int
+) -> None:
+    """The search would read memory that is not the corpus's, and the process would end."""
+    build(tiny_tokenizer(), [corpus], tmp_path / "store")
+    path = tmp_path / "store" / "0000.suffixes"
+    suffixes = np.fromfile(path, np.int32)
+    suffixes[len(suffixes) // 2] = place
+    path.write_bytes(suffixes.tobytes())
+    with pytest.raises(DatastoreError, match=r"0000\.suffixes: damaged"):
+        Datastore(tmp_path / "store")
+
+
+def test_damaged_answers_are_refused_when_they_are_read(corpus: Path, tmp_path: Path) -> None:
+    build(tiny_tokenizer(), [corpus], tmp_path / "store")
+    path = tmp_path / "store" / "0000.tokens"
+    path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(DatastoreError, match=r"0000\.tokens: damaged"):
+        [*Datastore(tmp_path / "store").texts()]
+
+
+def test_a_header_that_names_no_tokens_is_refused(corpus: Path, tmp_path: Path) -> None:
+    build(tiny_tokenizer(), [corpus], tmp_path / "store")
+    header = tmp_path / "store" / "header.json"
+    for shards in ([], [{"name": "0000", "tokens": 0, "tokens_crc": 0, "suffixes_crc": 0}]):
+        header.write_text(json.dumps(json.loads(header.read_text()) | {"shards": shards}))
+        with pytest.raises(DatastoreError, match="names no tokens"):
+            Datastore(tmp_path / "store")

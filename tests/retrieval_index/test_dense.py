@@ -277,3 +277,13 @@ async def test_passages_feed_the_suffix_drafter_and_change_no_text(tiny: str, co
         async with await Engine.start(options) as engine:
             answers.append((await engine.generate("foxes", SamplingParams(max_tokens=40))).token_ids)
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("starts", [[0, 10**9], [5, 2], [-3, 0]])
+def test_passages_that_leave_the_corpus_are_refused_when_it_is_opened(folder: Path, starts: list[int]) -> None:
+    path = folder / "passages.starts"
+    damaged = np.fromfile(path, np.int64)
+    damaged[-2:] = starts
+    path.write_bytes(damaged.tobytes())
+    with pytest.raises(DatastoreError, match=r"passages\.starts: damaged"):
+        DenseIndex(folder)
