@@ -14,6 +14,7 @@ from drafters.training.answers import Example
 from drafters.training.build import build
 from drafters.training.cli import app
 from drafters.training.features import HeldFeatures
+from drafters.training.loss import Teacher, vocabulary_loss
 from drafters.training.recipe import Recipe
 from drafters.training.run import train
 from drafters.training.trainer import Trainer, states_read
@@ -67,3 +68,18 @@ def test_a_step_waits_for_nothing_on_a_gpu(chatty: Path) -> None:
         trainer.train_step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_loss_of_a_gpu_is_that_of_a_cpu() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(70, 16), (50, 16), (70, 16), (41, 16), (70, 8), (41, 8)]
+    drawn = [torch.randn(shape, generator=generator) for shape in shapes]
+    made = []
+    for device in ("cpu", "cuda"):
+        hidden, head, *flat = (tensor.to(device).requires_grad_(i > 1) for i, tensor in enumerate(drawn))
+        teacher = Teacher(hidden, head[:41], (hidden @ head.T).logsumexp(-1))
+        loss, verdicts = vocabulary_loss([(flat[0], flat[1]), (flat[2], flat[3])], teacher, 0.3, 0.7)
+        found = [loss, verdicts.best, verdicts.overlap, *torch.autograd.grad(loss, flat)]
+        made.append([tensor.detach().cpu() for tensor in found])
+    for one, other in zip(*made, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
