@@ -21,8 +21,11 @@ from torch import Tensor
 from drafters import speculators
 from engine.errors import DrafterMismatch, ModelError, first_line
 from engine.model.catalogue import suggestion
+from engine.model.quantised import BLOCK_INPUTS, Quantised
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+_SCALES = ".scales"
+"""Ending of the tensor beside a matrix that is stored in codes of 8 bits, as Talon's own heads may be."""
 
 
 class Checkpoint:
@@ -39,6 +42,7 @@ class Checkpoint:
         if not found:
             raise self.error(f"has none of {', '.join(files)}")
         self.tensors = read_tensors(found[0], field)
+        self._decode()
         self.speculator: str | None = self.config.get(speculators.TYPE)
         """The kind of head in a file of the `speculators` format, None in the public layout."""
         if self.speculator is not None:
@@ -51,6 +55,17 @@ class Checkpoint:
             raise self.error(f"config.json: {problem}") from None
         if self.speculator != self.method:
             raise self.error(f"is a head for method {self.speculator}, not {self.method}")
+
+    def _decode(self) -> None:
+        """Replace matrices that are stored in codes of 8 bits (`coded`) by their bfloat16 values."""
+        for name in [name for name in self.tensors if name.endswith(_SCALES)]:
+            scales, codes = self.tensors.pop(name), self.tensors.get(name.removesuffix(_SCALES))
+            if codes is None or codes.dtype != torch.int8 or scales.dtype not in (torch.float16, torch.float32):
+                raise self.error(f"tensor {name} belongs to no codes of 8 bits")
+            matrix = Quantised(codes, scales, torch.zeros_like(scales))
+            if codes.dim() != 2 or codes.shape[1] % BLOCK_INPUTS or not matrix.whole:
+                raise self.error(f"tensor {name} has shape {list(scales.shape)}, its codes {list(codes.shape)}")
+            self.tensors[name.removesuffix(_SCALES)] = matrix.values()
 
     def number(self, key: str, default: int | None = None) -> int:
         """A size or count from the config."""
@@ -109,6 +124,20 @@ class Checkpoint:
             f"{self.field}={self.path}: {problem}: give a checkpoint in the public {self.method} layout, "
             f'or train one with "talon train {self.method}"'
         )
+
+
+def coded(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with each matrix of floats as codes of 8 bits and `NAME.scales`, one of 32 inputs, where its inputs
+    are a multiple of 32: half the bytes, and what a CPU makes of the matrices anyway (`drafters.layers.Linear`).
+    """
+    stored: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor.dim() == 2 and tensor.is_floating_point() and tensor.shape[1] % BLOCK_INPUTS == 0:
+            matrix = Quantised.nearest(tensor)
+            stored |= {name: matrix.codes, name + _SCALES: matrix.scales}
+        else:
+            stored[name] = tensor
+    return stored
 
 
 @dataclass(frozen=True)

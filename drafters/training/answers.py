@@ -50,7 +50,7 @@ def read_questions(path: Path, tokenizer: Any, recipe: Recipe) -> list[Question]
     chosen: list[Question] = []
     for key in sorted(rows):
         row = rows[key]
-        prompt = _chat(tokenizer, row.prompt)
+        prompt = chat(tokenizer, row.prompt)
         fits = len(prompt) <= room if row.tokens is None else len(prompt) + len(row.tokens) <= recipe.length
         if fits and row.tokens != []:
             _check_tokens(path, row, len(tokenizer))
@@ -103,11 +103,11 @@ def _answered(
     pad = min(stop, default=0)
     for at in range(len(examples), len(prompts), recipe.answer_batch):
         batch = prompts[at : at + recipe.answer_batch]
-        rows = _generate(model, batch, pad, recipe, seed=recipe.seed + at)
+        rows = generate(model, batch, pad, recipe.answer_tokens, recipe.temperature, seed=recipe.seed + at)
         lines = io.StringIO()
         for prompt, row in zip(batch, rows, strict=True):
-            end = next((i + 1 for i, token in enumerate(row) if token in stop), len(row))
-            examples.append(Example((prompt + row[:end])[: recipe.length], len(prompt)))
+            answer = row[: answer_end(row, stop)]
+            examples.append(Example((prompt + answer)[: recipe.length], len(prompt)))
             lines.write(json.dumps(examples[-1].__dict__) + "\n")
         with cache.open("a", encoding="utf8") as file:
             file.write(lines.getvalue())
@@ -115,6 +115,11 @@ def _answered(
             os.fsync(file.fileno())
         progress(len(examples))
     return examples
+
+
+def answer_end(row: list[int], stop: frozenset[int]) -> int:
+    """How many of the tokens are the answer's: up to the first that ends it."""
+    return next((i + 1 for i, token in enumerate(row) if token in stop), len(row))
 
 
 def target_digest(target: Path) -> str:
@@ -141,7 +146,8 @@ def _unwritable(cache: Path, error: OSError) -> ConfigError:
     )
 
 
-def _chat(tokenizer: Any, prompt: str) -> list[int]:
+def chat(tokenizer: Any, prompt: str) -> list[int]:
+    """The prompt's token ids in the target's chat form."""
     if tokenizer.chat_template:
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
@@ -173,14 +179,30 @@ def _read_cache(cache: Path, prompts: list[list[int]]) -> list[Example]:
 
 
 @torch.inference_mode()
-def _generate(model: Any, batch: list[list[int]], pad: int, recipe: Recipe, seed: int) -> list[list[int]]:
-    """Answers of a batch, [batch, answer_tokens] as lists; prompts are padded on the left."""
+def generate(
+    model: Any, batch: list[list[int]], pad: int, tokens: int, temperature: float, seed: int
+) -> list[list[int]]:
+    """Answers of a batch, [batch, up to `tokens`] as lists; prompts are padded on the left. The batch is halved where
+    an accelerator's memory is too small for it.
+    """
     width = max(map(len, batch))
     ids = torch.tensor([[pad] * (width - len(row)) + row for row in batch], device=model.device)
     seen = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in batch], device=model.device)
     torch.manual_seed(seed)
-    sample: dict[str, Any] = {"do_sample": False}
-    if recipe.temperature:
-        sample = {"do_sample": True, "temperature": recipe.temperature, "top_k": 0, "top_p": 1.0}
-    out = model.generate(ids, attention_mask=seen, max_new_tokens=recipe.answer_tokens, pad_token_id=pad, **sample)
-    return out[:, width:].tolist()  # type: ignore[no-any-return]
+    options: dict[str, Any] = {"do_sample": False}
+    if temperature:
+        options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    if model.device.type == "cuda":  # a cache that grows is copied with every token
+        options |= {"cache_implementation": "static", "disable_compile": True}
+    try:
+        out = model.generate(ids, attention_mask=seen, max_new_tokens=tokens, pad_token_id=pad, **options)
+    except torch.OutOfMemoryError:
+        if len(batch) == 1:
+            raise
+    else:
+        return out[:, width:].tolist()  # type: ignore[no-any-return]
+    torch.cuda.empty_cache()
+    half = len(batch) // 2
+    return [
+        row for part in (batch[:half], batch[half:]) for row in generate(model, part, pad, tokens, temperature, seed)
+    ]

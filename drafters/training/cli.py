@@ -26,6 +26,10 @@ Start = Annotated[
 ]
 Answers = Annotated[Path | None, typer.Option(help="Folder of generated answers, default OUT/../answers.")]
 SaveMinutes = Annotated[float, typer.Option(min=0, help="Time between checkpoints.")]
+Minutes = Annotated[
+    float | None,
+    typer.Option(min=0.01, help="Train this long, not the recipe's steps; the learning rate falls with the time."),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads.")]
 
@@ -43,6 +47,7 @@ def _command(method: str, summary: str) -> None:
         start: Start = None,
         answers: Answers = None,
         save_minutes: SaveMinutes = 3.0,
+        minutes: Minutes = None,
         device: Device = "auto",
         threads: Threads = None,
     ) -> None:
@@ -50,14 +55,44 @@ def _command(method: str, summary: str) -> None:
 
         try:
             train(
-                method, target, data, out, recipe, steps, prompts, resume, start, answers, save_minutes, device, threads
-            )
+                method, target, data, out, recipe, steps, prompts, resume, start, answers, save_minutes, device,
+                threads, minutes,
+            )  # fmt: skip
         except TalonError as error:
             typer.echo(f"talon: {error}", err=True)
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
             typer.echo("stopped; --resume goes on from here", err=True)
             raise typer.Exit(130) from None
+
+
+@app.command("answers", help="The target's answers to prompts, in large batches; `talon train` learns from them.")
+def answers(
+    target: Target,
+    data: Data,
+    out: Annotated[Path, typer.Option(help="JSON lines like `talon answer`'s; what is there is not asked again.")],
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 192,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of every answer.")] = 0,
+    longest: Annotated[int, typer.Option(min=1, help="Longer prompts, in tokens, are left out.")] = 320,
+    batch: Annotated[int, typer.Option(min=1, help="Answers at a time: an accelerator takes a thousand.")] = 32,
+    minutes: Annotated[float | None, typer.Option(min=0.01, help="Begin no batch that would end later.")] = None,
+    device: Device = "auto",
+) -> None:
+    from rich.console import Console  # torch and transformers take seconds to import
+
+    from drafters.training.answer_file import answer_prompts
+    from engine.sampling import SamplingParams
+
+    try:
+        sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens).validate()
+        answer_prompts(target, data, out, sampling, longest, batch, minutes, device, Console())
+    except TalonError as error:
+        typer.echo(f"talon: {error}", err=True)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        typer.echo("stopped; the same command goes on from here", err=True)
+        raise typer.Exit(130) from None
 
 
 _command("block", "Talon's block head: a tree of tokens from one forward.")

@@ -4,12 +4,14 @@ they are first read.
 
 One file per hidden state, [tokens, hidden] in bfloat16, and one of log-normalisers, float32: with these the target's
 probabilities over a draft vocabulary need no product over the whole vocabulary.
+
+An accelerator computes them faster than a disk reads them, and has much memory: it holds them there (HeldFeatures).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,9 @@ from torch import Tensor
 from drafters.training.answers import Example
 from engine.errors import ConfigError
 
-_FORWARD_TOKENS = 2048  # padding included, which bounds a forward's memory
+_FORWARD_TOKENS = {"cpu": 2048, "cuda": 32768}  # padding included, which bounds a forward's memory
+_LOGITS = 1 << 27  # numbers at a time
+_HELD_SHARE = 0.75  # of an accelerator's free memory; the rest is for training
 
 
 def kept_states(layers: int) -> tuple[int, ...]:
@@ -49,7 +53,7 @@ class Features:
         computed: tuple[Tensor, Tensor] = self._compute(chosen, states)
         return computed
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference_mode, whose tensors cannot be saved for backward
     def _compute(self, chosen: Sequence[int], states: Sequence[int]) -> tuple[Tensor, Tensor]:
         """One forward over some examples, padded on the right, which causal attention does not see."""
         width = max(self.lengths[i] for i in chosen)
@@ -57,12 +61,67 @@ class Features:
         tokens = torch.tensor([self.examples[i].tokens + [0] * (width - self.lengths[i]) for i in chosen])
         out = self.target.base_model(tokens.to(device), output_hidden_states=True, use_cache=False)
         hidden = torch.stack([out.hidden_states[state] for state in states], dim=2).to(torch.bfloat16)
-        normaliser = torch.zeros(len(chosen), width, device=device)
-        for row, i in enumerate(chosen):
-            hidden[row, self.lengths[i] :] = 0
-            answer = slice(self.examples[i].answer - 1, self.lengths[i])
-            normaliser[row, answer] = output(out.hidden_states[-1][row, answer]).float().logsumexp(-1)
-        return hidden, normaliser
+        at = torch.arange(width)
+        ends = torch.tensor([self.lengths[i] for i in chosen])[:, None]
+        hidden.masked_fill_((at >= ends).to(device)[:, :, None, None], 0)
+        firsts = torch.tensor([self.examples[i].answer - 1 for i in chosen])[:, None]
+        answered = ((at >= firsts) & (at < ends)).flatten().nonzero().flatten().to(device)
+        last, normaliser = out.hidden_states[-1].flatten(0, 1), torch.zeros(len(chosen) * width, device=device)
+        for rows in answered.split(max(1, _LOGITS // output.weight.shape[0])):
+            normaliser[rows] = output(last[rows]).float().logsumexp(-1)
+        return hidden, normaliser.view(len(chosen), width)
+
+
+class HeldFeatures(Features):
+    """The hidden states `states` of all examples in the accelerator's memory, computed at once.
+
+    held: [tokens + 1, states, hidden] bfloat16, and `normalisers`: [tokens + 1]; the last row is the padding's, zero.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        examples: Sequence[Example],
+        states: Sequence[int],
+        progress: Callable[[int], None] = lambda done: None,
+    ):
+        super().__init__(target, examples)
+        self.states, self.starts = tuple(states), np.concatenate([[0], np.cumsum(self.lengths)])
+        tokens, hidden = int(self.starts[-1]), target.config.get_text_config().hidden_size
+        self.held = torch.zeros(tokens + 1, len(states), hidden, dtype=torch.bfloat16, device=target.device)
+        self.normalisers = torch.zeros(tokens + 1, device=target.device)
+        done = 0
+        for group in _groups(self.lengths, range(len(examples)), _FORWARD_TOKENS[target.device.type]):
+            values, normaliser = self._compute(group, self.states)
+            rows = self._rows(group)
+            real = (rows < tokens).to(target.device)
+            places = rows.to(target.device)[real]
+            self.held[places], self.normalisers[places] = values[real], normaliser[real]
+            done += len(group)
+            progress(done)
+
+    @staticmethod
+    def fits(target: Any, examples: Sequence[Example], states: Sequence[int]) -> bool:
+        """Whether the target is on an accelerator that has the room."""
+        if target.device.type != "cuda":
+            return False
+        tokens = sum(len(example.tokens) for example in examples)
+        needed = tokens * len(states) * target.config.get_text_config().hidden_size * torch.bfloat16.itemsize
+        return bool(needed < _HELD_SHARE * torch.cuda.mem_get_info(target.device)[0])
+
+    def _rows(self, chosen: Sequence[int]) -> Tensor:
+        """[examples, longest] int64: where each token's features lie, on the CPU."""
+        lengths = torch.tensor([self.lengths[i] for i in chosen])[:, None]
+        at = torch.arange(max(self.lengths[i] for i in chosen))
+        rows = torch.from_numpy(self.starts[list(chosen)])[:, None] + at
+        return rows.masked_fill(at >= lengths, int(self.starts[-1]))
+
+    def read(self, chosen: Sequence[int], states: Sequence[int]) -> tuple[Tensor, Tensor]:
+        rows = sent(self._rows(chosen), self.held.device)
+        held = self.held[rows]
+        if tuple(states) != self.states:
+            held = held[:, :, [self.states.index(state) for state in states]]
+        return held, self.normalisers[rows]
 
 
 class StoredFeatures(Features):
@@ -94,7 +153,8 @@ class StoredFeatures(Features):
             self.known[i] = True
 
     def read(self, chosen: Sequence[int], states: Sequence[int]) -> tuple[Tensor, Tensor]:
-        for group in _groups(self.lengths, [i for i in chosen if not self.known[i]]):
+        at_once = _FORWARD_TOKENS[self.target.device.type]
+        for group in _groups(self.lengths, [i for i in chosen if not self.known[i]], at_once):
             self._write(group, *self._compute(group, self.states))
         width = max(self.lengths[i] for i in chosen)
         bits = np.zeros((len(chosen), width, len(states), self.files[self.states[0]].shape[1]), np.uint16)
@@ -123,11 +183,18 @@ def _map(path: Path, dtype: Any, *shape: int) -> Any:
     return np.memmap(path, dtype, "r+", shape=shape)
 
 
-def _groups(lengths: Sequence[int], chosen: Sequence[int]) -> list[list[int]]:
-    """Examples of similar lengths, as many as one forward takes."""
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the CPU on the device, without waiting for what an accelerator still has to do."""
+    if device.type == "cpu":
+        return values
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+def _groups(lengths: Sequence[int], chosen: Sequence[int], at_once: int) -> list[list[int]]:
+    """Examples of similar lengths, as many as one forward of `at_once` tokens takes."""
     groups: list[list[int]] = []
     for i in sorted(chosen, key=lambda i: lengths[i]):
-        if not groups or lengths[i] * (len(groups[-1]) + 1) > _FORWARD_TOKENS:
+        if not groups or lengths[i] * (len(groups[-1]) + 1) > at_once:
             groups.append([])
         groups[-1].append(i)
     return groups

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_ROWS = 1024  # at a time
+_ROWS = {"cpu": 1024, "cuda": 8192}  # at a time: a CPU's caches hold few, an accelerator is idle with few
+
+FUSED_VOCABULARY = 32768
+"""The largest draft vocabulary that `drafters.training.triton_loss` takes: a row of it fits into registers."""
 
 Factors = Sequence[tuple[Tensor, Tensor]]
 """Pairs (x [n, d], weight [vocab, d]); the logits are the sum of the products x @ weight.T."""
@@ -27,9 +30,13 @@ class Teacher:
     head: Tensor
     normaliser: Tensor | None
 
+    def logits(self, rows: slice) -> Tensor:
+        """[rows, vocab] over the draft vocabulary."""
+        return self.hidden[rows] @ self.head.T
+
     def chance(self, rows: slice) -> Tensor:
         """[rows, vocab] float32."""
-        logits = (self.hidden[rows] @ self.head.T).float()
+        logits = self.logits(rows).float()
         if self.normaliser is None:
             return logits.softmax(-1)
         return logits.sub_(self.normaliser[rows, None]).exp_()
@@ -58,13 +65,19 @@ class _Loss(torch.autograd.Function):
     def forward(
         ctx: Any, teacher: Teacher, entropy: float, distance: float, found: list[Verdicts], *flat: Tensor
     ) -> Tensor:
-        n, low = len(flat[0]), teacher.hidden.dtype
+        n, low, at_once = len(flat[0]), teacher.hidden.dtype, _ROWS[flat[0].device.type]
         inputs, weights = [x.to(low) for x in flat[0::2]], [w.to(low) for w in flat[1::2]]
         needed = ctx.needs_input_grad[4:]
         gradients = [torch.zeros_like(tensor) if wanted else None for tensor, wanted in zip(flat, needed, strict=True)]
         losses, best, overlap = (torch.empty(n, device=flat[0].device) for _ in range(3))
-        for start in range(0, n, _ROWS):
-            rows = slice(start, min(start + _ROWS, n))
+        fused = flat[0].device.type == "cuda" and len(teacher.head) <= FUSED_VOCABULARY
+        for start in range(0, n, at_once):
+            rows = slice(start, min(start + at_once, n))
+            if fused:
+                gradient = _fused(teacher, inputs, weights, rows, (entropy, distance), 1 / n, (losses, best, overlap))
+                if any(needed):
+                    _accumulate(gradients, gradient, inputs, weights, rows)
+                continue
             p = teacher.chance(rows)
             z = (inputs[0][rows] @ weights[0].T).float()
             for x, w in zip(inputs[1:], weights[1:], strict=True):
@@ -85,6 +98,28 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
         return (None, None, None, None, *(None if g is None else g.mul_(outer[0]) for g in ctx.gradients))
+
+
+def _fused(
+    teacher: Teacher,
+    inputs: list[Tensor],
+    weights: list[Tensor],
+    rows: slice,
+    parts: tuple[float, float],
+    scale: float,
+    found: tuple[Tensor, Tensor, Tensor],
+) -> Tensor:
+    """One chunk by the kernel: fills `found`, the losses, best ids and overlaps; returns the logits' gradient."""
+    from drafters.training.triton_loss import loss_rows  # comes with torch's CUDA builds alone
+
+    z = inputs[0][rows] @ weights[0].T
+    for x, w in zip(inputs[1:], weights[1:], strict=True):
+        z = z.addmm_(x[rows], w.T)
+    normaliser = None if teacher.normaliser is None else teacher.normaliser[rows]
+    made = loss_rows(teacher.logits(rows), normaliser, z, *parts, scale)
+    for out, values in zip(found, made, strict=True):
+        out[rows] = values
+    return z
 
 
 def _gradient(p: Tensor, q: Tensor, mass: Tensor, entropy: float, distance: float) -> Tensor:

@@ -19,6 +19,7 @@ class Recipe(BaseModel):
     answer_batch, temperature: how the target answers them (0 is greedy); length: tokens of an example, prompt included.
 
     store_features: keep the target's hidden states on disk (StoredFeatures) instead of computing them in every epoch.
+    An accelerator holds them in its memory instead, if they fit.
 
     Optimisation: steps of `batch` examples, with drafts from `anchors` places of each (0: from all); evaluate_every:
     steps between two measurements on held-out text; lr with linear warmup (steps) and cosine decay; unroll: steps of
@@ -29,7 +30,8 @@ class Recipe(BaseModel):
     Head: intermediate_size of the layer; draft_vocab_size (EAGLE-3), 0 is all; heads and blocks (Medusa, Hydra);
     tie_lm_head: use the target's output matrix instead of training one per head (Medusa, Hydra). hidden_size, layers,
     attention_heads: of the small model (sps). layers, markov_rank: of the block head, whose rows are `unroll`;
-    known_share: share of its drafts that start with given tokens.
+    known_share: share of its drafts that start with given tokens. stored_bits: of a weight in the head's file; 8 halve
+    it, but only Talon reads it then.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -67,6 +69,7 @@ class Recipe(BaseModel):
     markov_rank: int = Field(128, ge=1)
     known_share: float = Field(0.0, ge=0, le=1)
     attention_heads: int = Field(5, ge=1)
+    stored_bits: Literal[8, 16] = 16
 
     @classmethod
     def load(cls, path: Path, method: str, **overrides: object) -> Recipe:

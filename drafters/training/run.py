@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,21 @@ from safetensors.torch import save as to_safetensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from drafters.checkpoint import Checkpoint, find_folder
+from drafters.checkpoint import Checkpoint, coded, find_folder
 from drafters.training.answers import Example, Question, answer, cache_name, read_questions, target_digest
 from drafters.training.build import build
-from drafters.training.features import Features, StoredFeatures, features_name
+from drafters.training.features import Features, HeldFeatures, StoredFeatures, features_name
 from drafters.training.head_module import HeadModule
 from drafters.training.interrupt import noted
 from drafters.training.recipe import Recipe
 from drafters.training.score import Score
-from drafters.training.trainer import Trainer, draft_vocabulary, replace_file, wanted_layers
+from drafters.training.trainer import Trainer, draft_vocabulary, replace_file, states_read
 from engine.errors import ConfigError, ModelError, first_line
 from engine.loading import eos_tokens, has_native_bfloat16
 from engine.model.resolve import resolve
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
-_SAID_S = 60.0  # between two progress lines where no bar is shown
+_SAID_S, _SHOWN_S = 60.0, 0.5  # between two progress lines where no bar is shown, and two states of a bar
 _HEAD_FILES = ("model.safetensors", "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
 DEVICES = ("auto", "cpu", "cuda")
 RECIPES = Path(__file__).resolve().parents[2] / "configs" / "train"
@@ -51,9 +52,11 @@ def train(
     save_minutes: float = 3.0,
     device: str = "auto",
     threads: int | None = None,
+    minutes: float | None = None,
     console: Console | None = None,
 ) -> Score:
     """Answer, train, measure, export. start: the folder of a trained head to go on from, instead of a fresh one.
+    minutes: how long to train, instead of the recipe's steps.
 
     Returns the held-out score; raises TalonError, one line.
     """
@@ -69,8 +72,8 @@ def train(
         raise ConfigError(f"out={out}: holds a run already: go on with --resume, or name another folder")
     head = None if start is None else Checkpoint(str(start), method, _HEAD_FILES, "start")
     folder = find_folder(resolve(target, "target"), "target")
-    model, tokenizer = _load_target(folder, device)
-    wanted_layers(plan, model)  # refused before hours of answering, not after
+    model, tokenizer = load_target(folder, device)
+    states_read(plan, model)  # refused before hours of answering, not after
     module = None if head is None else begun_with(head, plan, model)
     questions = read_questions(data, tokenizer, plan)
     try:
@@ -84,25 +87,23 @@ def train(
         examples = _examples(questions, model, digest, plan, kept, progress)
         if len(examples) < 2:
             raise ConfigError(f"data={data}: the target answers fewer than two of its prompts: give other prompts")
-        features = Features(model, examples)
-        if plan.store_features:
-            features = StoredFeatures(kept / features_name(digest, examples), model, examples)
+        features = _features(plan, model, examples, kept / features_name(digest, examples), progress)
         if module is None:
             vocab_size = model.config.get_text_config().vocab_size
             module = build(plan, model, draft_vocabulary(examples, plan.draft_vocab_size, vocab_size))
         seen = 0 if head is None else drafts_seen(head.folder)
-        trainer = Trainer(plan, model, module, features, seen)
+        trainer = Trainer(plan, model, module, features, seen, None if minutes is None else 60 * minutes)
         if resume and checkpoint.is_file():
             trainer.load(checkpoint)
         console.print(f"{len(trainer.training)} answers to train on, {len(trainer.held_out)} to measure on")
-        stage = _Stage(progress, "training", plan.steps, trainer.step)
+        stage = Stage(progress, "training", None if minutes else plan.steps, trainer.step)
 
         def judged(score: Score, best: bool) -> None:
             console.print(
                 f"step {trainer.step}, held out: {_figures(score)}  {score.chain_length():.3f} tokens a round"
             )
             if best:
-                export(trainer.averaged, out)
+                export(trainer.averaged, out, plan.stored_bits)
                 write_card(out, plan, trainer.step, trainer.tokens, score)
 
         def note() -> None:
@@ -115,7 +116,7 @@ def train(
                 checkpoint,
                 save_minutes * 60,
                 lambda step, score: stage(
-                    step, f"loss {score.mean_loss():.2f}, {score.chain_length():.2f} tokens a round"
+                    step, lambda: f"loss {score.mean_loss():.2f}, {score.chain_length():.2f} tokens a round"
                 ),
                 judged,
                 stopping,
@@ -130,20 +131,26 @@ def train(
     return score
 
 
-class _Stage:
-    """A stage's progress: a bar on a terminal, a line a minute elsewhere."""
+class Stage:
+    """A stage's progress: a bar on a terminal, a line a minute elsewhere. total: None if it is not known."""
 
-    def __init__(self, progress: Progress, name: str, total: int, done: int = 0):
+    def __init__(self, progress: Progress, name: str, total: int | None, done: int = 0):
         self._progress, self._name, self._total = progress, name, total
         self._task = progress.add_task(name, total=total, completed=done, figures="")
         self._said_s = time.monotonic()
 
-    def __call__(self, done: int, figures: str = "") -> None:
-        self._progress.update(self._task, completed=done, figures=figures)
+    def __call__(self, done: int, figures: Callable[[], str] = lambda: "") -> None:
+        """figures: called only when they are shown: reading them makes the next step wait."""
+        self._progress.update(self._task, completed=done)
         console, now_s = self._progress.console, time.monotonic()
-        if not console.is_terminal and now_s - self._said_s > _SAID_S:
-            self._said_s = now_s
-            console.print(f"{self._name}: {done} of {self._total}  {figures}".rstrip(), soft_wrap=True)
+        if now_s - self._said_s < (_SHOWN_S if console.is_terminal else _SAID_S):
+            return
+        self._said_s = now_s
+        if console.is_terminal:
+            self._progress.update(self._task, figures=figures())
+        else:
+            of = "" if self._total is None else f" of {self._total}"
+            console.print(f"{self._name}: {done}{of}  {figures()}".rstrip(), soft_wrap=True)
 
 
 def _keep_freed_memory() -> None:
@@ -159,27 +166,39 @@ def _keep_freed_memory() -> None:
 def _examples(
     questions: list[Question], model: Any, digest: str, plan: Recipe, kept: Path, progress: Progress
 ) -> list[Example]:
-    """The training text; prompts without an answer are answered first."""
-    asked = [question.prompt for question in questions if question.answer is None]
+    """The training text; prompts without an answer are answered first, the short ones together."""
+    asked = sorted((question.prompt for question in questions if question.answer is None), key=len)
     answered: list[Example] = []
     if asked:
         stop, cache = eos_tokens(model.generation_config), kept / cache_name(digest, asked, plan)
-        answered = answer(model, asked, stop, plan, cache, _Stage(progress, "answering", len(asked)))
-    fresh = iter(answered)
+        answered = answer(model, asked, stop, plan, cache, Stage(progress, "answering", len(asked)))
+    fresh = {tuple(prompt): example for prompt, example in zip(asked, answered, strict=True)}
     examples = [
-        next(fresh) if question.answer is None else Example(question.prompt + question.answer, len(question.prompt))
+        fresh[tuple(question.prompt)]
+        if question.answer is None
+        else Example(question.prompt + question.answer, len(question.prompt))
         for question in questions
     ]
     return [example for example in examples if len(example.tokens) > example.answer + 1]
 
 
-def export(module: HeadModule, out: Path) -> None:
-    """Write the head in its public layout, bfloat16 safetensors."""
+def _features(plan: Recipe, model: Any, examples: list[Example], folder: Path, progress: Progress) -> Features:
+    states = states_read(plan, model)
+    if HeldFeatures.fits(model, examples, states):
+        return HeldFeatures(model, examples, states, Stage(progress, "reading", len(examples)))
+    if plan.store_features and model.device.type == "cpu":
+        return StoredFeatures(folder, model, examples)
+    return Features(model, examples)
+
+
+def export(module: HeadModule, out: Path, bits: int = 16) -> None:
+    """Write the head in its public layout, as safetensors of bfloat16, or with matrices in codes of 8 bits."""
     name, config, tensors = module.export()
-    stored = {
-        key: (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
+    halved = {
+        key: (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor).detach()
         for key, tensor in tensors.items()
     }
+    stored = {key: tensor.cpu().contiguous() for key, tensor in (coded(halved) if bits == 8 else halved).items()}
     intact = "the training checkpoint is intact"
     replace_file(out / name, to_safetensors(stored), intact)
     replace_file(out / "config.json", (json.dumps(config, indent=2) + "\n").encode(), intact)
@@ -232,7 +251,7 @@ def _figures(score: Score) -> str:
     return f"loss {losses}  accepted {' '.join(f'{share:.2f}' for share in score.acceptance())}"
 
 
-def _load_target(folder: Path, device: str) -> tuple[Any, Any]:
+def load_target(folder: Path, device: str) -> tuple[Any, Any]:
     if device not in DEVICES:
         raise ConfigError(f"device={device!r}: is none of {', '.join(DEVICES)}")
     if device == "cuda" and not torch.cuda.is_available():

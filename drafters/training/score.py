@@ -5,23 +5,36 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 
 @dataclass
 class Score:
-    """Per draft position: tokens predicted, first guesses that were right, summed loss."""
+    """Per draft position: tokens predicted, first guesses that were right, summed loss. The sums stay on the device
+    until they are read, since reading one waits for the device.
+    """
 
     count: list[int] = field(default_factory=list)
-    hits: list[int] = field(default_factory=list)
-    loss: list[float] = field(default_factory=list)
+    _sums: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    def add(self, step: int, count: int, hits: int, loss: float) -> None:
-        while len(self.count) <= step:
-            self.count.append(0)
-            self.hits.append(0)
-            self.loss.append(0.0)
+    def add(self, step: int, count: int, hits: Tensor, loss: Tensor) -> None:
+        """hits: of `count` first guesses; loss: their mean."""
+        hits, loss = hits.detach(), loss.detach().double() * count
+        if step == len(self.count):
+            self.count.append(count)
+            self._sums.append((hits, loss))
+            return
         self.count[step] += count
-        self.hits[step] += hits
-        self.loss[step] += loss * count
+        before = self._sums[step]
+        self._sums[step] = before[0] + hits, before[1] + loss
+
+    @property
+    def hits(self) -> list[int]:
+        return [int(hits) for hits, _ in self._sums]
+
+    @property
+    def loss(self) -> list[float]:
+        return [float(loss) for _, loss in self._sums]
 
     def acceptance(self) -> list[float]:
         """Share of right first guesses per position, given right tokens before it."""
@@ -33,4 +46,5 @@ class Score:
 
     def chain_length(self) -> float:
         """Expected tokens per round of a drafted chain, bonus included."""
-        return 1 + sum(math.prod(self.acceptance()[: k + 1]) for k in range(len(self.count)))
+        acceptance = self.acceptance()
+        return 1 + sum(math.prod(acceptance[: k + 1]) for k in range(len(acceptance)))

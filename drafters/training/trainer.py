@@ -1,7 +1,10 @@
 """Training a head on the target's own answers. The target is frozen and read only.
 
 A run is a pure function of recipe, target and data: the examples of step n, its learning rate and its noise follow
-from n, so a run that was killed and resumed ends with the same weights as one that was not.
+from n, so a run that was killed and resumed ends with the same weights as one that was not. If its time is given, the
+learning rate follows from the time instead, and the run takes as many steps as fit.
+
+A step never waits for an accelerator: indices are computed here and sent there, figures are read when they are shown.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from torch import Tensor
 
 from drafters.eagle3 import fused_layers
 from drafters.training.answers import Example
-from drafters.training.features import Features, kept_states
+from drafters.training.features import Features, kept_states, sent
 from drafters.training.head_module import HeadModule, Texts
 from drafters.training.loss import Teacher, vocabulary_loss
 from drafters.training.recipe import Recipe
@@ -34,22 +37,30 @@ EVALUATED_STEPS = 5  # draft positions in the acceptance table of heads that can
 
 class Trainer:
     """One run. target: a loaded causal LM; features: of its examples, training ones first, then `recipe.held_out` to
-    measure on; tokens: drafts that the module has seen already. averaged: the head with the running mean of its
-    weights, which is measured and kept: wherever a run stops, it is nearly as good as at the end of a schedule. best:
-    the greatest held-out chain length, that of `best_state`.
+    measure on; tokens: drafts that the module has seen already; limit_s: how long to train, instead of the recipe's
+    steps. averaged: the head with the running mean of its weights, which is measured and kept: wherever a run stops, it
+    is nearly as good as at the end of a schedule. best: the greatest held-out chain length, that of `best_state`.
+    trained_s: how long it has been trained.
     """
 
-    def __init__(self, recipe: Recipe, target: Any, module: HeadModule, features: Features, tokens: int = 0):
+    def __init__(
+        self,
+        recipe: Recipe,
+        target: Any,
+        module: HeadModule,
+        features: Features,
+        tokens: int = 0,
+        limit_s: float | None = None,
+    ):
         total = len(features.examples)
         held_out = min(recipe.held_out, total // 2)
         self.recipe, self.target, self.features = recipe, target, features
         self.device: torch.device = target.device
         self.module = module.to(self.device)
         self.training, self.held_out = range(total - held_out), range(total - held_out, total)
-        layers = target.config.get_text_config().num_hidden_layers
         if module.draft_ids is not None:
             module.draft_ids = module.draft_ids.to(self.device)
-        self.states = (*wanted_layers(recipe, target), layers)
+        self.states = states_read(recipe, target)
         self.low_precision = self.device.type == "cuda" or has_native_bfloat16()
         head = target.get_output_embeddings().weight
         self.head = head if module.draft_ids is None else head[module.draft_ids.to(self.device)]
@@ -60,8 +71,11 @@ class Trainer:
             weight_decay=recipe.weight_decay,
             fused=True,
         )
-        self.averaged = copy.deepcopy(self.module).requires_grad_(False).eval()
+        shared = {id(buffer): buffer for buffer in self.module.buffers()}  # constants, the target's embeddings one
+        self.averaged = copy.deepcopy(self.module, shared).requires_grad_(False).eval()
         self.step, self.tokens = 0, tokens
+        self.limit_s, self.trained_s = limit_s, 0.0
+        self._epoch, self._batches = -1, list[list[int]]()
         self.best = 0.0
         self.best_state: dict[str, Tensor] = {}
 
@@ -73,22 +87,29 @@ class Trainer:
         judged: Callable[[Score, bool], None],
         stopping: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Train to the last step, saving periodically and at the end. `report` is called after every step, `judged`
+        """Train to the end, saving periodically and at the end. `report` is called after every step, `judged`
         with every held-out score of `averaged` and whether it is the best so far. stopping: called after every step;
         if true, the run is saved and ends with KeyboardInterrupt.
         """
         saved = time.monotonic()
-        while self.step < self.recipe.steps:
+        began = saved - self.trained_s
+        while self.done < 1:
             score = self.train_step()
             report(self.step, score)
-            if self.step % self.recipe.evaluate_every == 0 or self.step == self.recipe.steps:
+            self.trained_s = time.monotonic() - began
+            if self.step % self.recipe.evaluate_every == 0 or self.done >= 1:
                 self.judge(judged)
             stop = stopping()
-            if stop or time.monotonic() - saved > save_every_s or self.step == self.recipe.steps:
+            if stop or time.monotonic() - saved > save_every_s or self.done >= 1:
                 self.save(checkpoint)
                 saved = time.monotonic()
             if stop:
                 raise KeyboardInterrupt
+
+    @property
+    def done(self) -> float:
+        """The share of the run that is done, from 0 on."""
+        return self.step / self.recipe.steps if self.limit_s is None else self.trained_s / self.limit_s
 
     def judge(self, judged: Callable[[Score, bool], None]) -> None:
         """Measure on held-out text, and keep the weights if they are the best."""
@@ -102,7 +123,7 @@ class Trainer:
     def train_step(self) -> Score:
         recipe, score = self.recipe, Score()
         for group in self.optimizer.param_groups:
-            group["lr"] = recipe.lr * schedule(self.step, recipe)
+            group["lr"] = recipe.lr * schedule(self.step, self.done, recipe.warmup)
         self.module.train()
         self._loss(self._batch(self.step), recipe.unroll, score, seed=recipe.seed + self.step).backward()
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
@@ -129,6 +150,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
             "tokens": self.tokens,
+            "trained_s": self.trained_s,
             "best": self.best,
             "best_state": self.best_state,
             "recipe": self.recipe.model_dump_json(),
@@ -155,7 +177,7 @@ class Trainer:
         self.module.load_state_dict(state["module"])
         self.averaged.load_state_dict(state["averaged"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.tokens = state["step"], state["tokens"]
+        self.step, self.tokens, self.trained_s = state["step"], state["tokens"], state.get("trained_s", 0.0)
         self.best, self.best_state = state["best"], state["best_state"]
 
     def _average(self) -> None:
@@ -168,23 +190,29 @@ class Trainer:
         size, total, lengths = min(self.recipe.batch, len(self.training)), len(self.training), self.features.lengths
         per_epoch = total // size
         epoch, index = divmod(step, per_epoch)
-        generator = torch.Generator().manual_seed(self.recipe.seed + epoch)
-        order = torch.randperm(total, generator=generator).tolist()
-        batches: list[list[int]] = []
-        for at in range(0, per_epoch * size, 16 * size):
-            pool = sorted(order[at : min(at + 16 * size, per_epoch * size)], key=lambda i: lengths[i])
-            batches += [pool[i : i + size] for i in range(0, len(pool), size)]
-        return batches[torch.randperm(per_epoch, generator=generator)[index]]
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(self.recipe.seed + epoch)
+            order = torch.randperm(total, generator=generator).tolist()
+            batches: list[list[int]] = []
+            for at in range(0, per_epoch * size, 16 * size):
+                pool = sorted(order[at : min(at + 16 * size, per_epoch * size)], key=lambda i: lengths[i])
+                batches += [pool[i : i + size] for i in range(0, len(pool), size)]
+            mixed = torch.randperm(per_epoch, generator=generator).tolist()
+            self._epoch, self._batches = epoch, [batches[i] for i in mixed]
+        return self._batches[index]
 
     def _loss(self, chosen: Sequence[int], steps: int, score: Score, seed: int | None) -> Tensor:
         """The recipe's loss of `steps` draft steps; adds each step's figures to `score`. seed: None to measure."""
         recipe, module = self.recipe, self.averaged if seed is None else self.module
         examples = [self.features.examples[i] for i in chosen]
-        lengths = torch.tensor([len(example.tokens) for example in examples], device=self.device)
+        lengths = torch.tensor([len(example.tokens) for example in examples])
         anchors, real = self._anchors(examples, seed)
+        predicted = [torch.nonzero(real & (anchors + step + 2 < lengths[:, None])) for step in range(steps)]
+        known, anchors = sent(self._known(anchors, seed), self.device), sent(anchors, self.device)
         hidden, normaliser = self.features.read(chosen, self.states)
         width = hidden.shape[1]
-        tokens = torch.tensor([e.tokens + [0] * (width + steps - len(e.tokens)) for e in examples], device=self.device)
+        padded = torch.tensor([e.tokens + [0] * (width + steps - len(e.tokens)) for e in examples])
+        tokens = sent(padded, self.device)
         true = hidden[:, :, -1] if self.low_precision else hidden[:, :, -1].float()
         features = hidden[:, :-1, :-1]
         if seed is not None and recipe.feature_noise:
@@ -194,11 +222,11 @@ class Trainer:
         total = torch.zeros((), device=self.device)
         with self._autocast():
             embedded = module.embed(tokens, self.target)
-            texts = Texts(features.to(true.dtype), tokens, embedded, anchors, self._known(anchors, seed))
+            texts = Texts(features.to(true.dtype), tokens, embedded, anchors, known)
             for step, (states, guessed) in enumerate(module.draft(texts, steps)):
-                b, a = torch.nonzero(real & (anchors + step + 2 < lengths[:, None]), as_tuple=True)
-                if not len(b):
+                if not len(predicted[step]):
                     break
+                b, a = sent(predicted[step], self.device).unbind(1)
                 j = anchors[b, a] + 1 + step  # hidden state j predicts token j + 1
                 teacher = Teacher(true[b, j], head, None if module.draft_ids is None else normaliser[b, j])
                 said, previous = states[b, a], tokens[b, j]
@@ -206,7 +234,7 @@ class Trainer:
                     module.factors(said, step, previous), teacher, recipe.entropy_weight, recipe.distance_weight
                 )
                 best = verdicts.best if module.draft_ids is None else module.draft_ids[verdicts.best]
-                score.add(step, len(b), int((best == tokens[b, j + 1]).sum()), loss.item())
+                score.add(step, len(b), (best == tokens[b, j + 1]).sum(), loss)
                 if recipe.method == "eagle":
                     miss = F.smooth_l1_loss(guessed[b, a].float(), true[b, j].float())
                     loss = recipe.logit_weight * loss + recipe.feature_weight * miss
@@ -216,7 +244,7 @@ class Trainer:
         return total
 
     def _anchors(self, examples: Sequence[Example], seed: int | None) -> tuple[Tensor, Tensor]:
-        """[batch, anchors] rows of the answers, in order, and which of them are not padding."""
+        """[batch, anchors] rows of the answers, in order, and which of them are not padding; both on the CPU."""
         generator = torch.Generator().manual_seed(0 if seed is None else seed)
         learns_prompts = self.module.learns_prompts and seed is not None
         rows: list[list[int]] = []
@@ -226,8 +254,8 @@ class Trainer:
             picked = torch.randperm(count, generator=generator)[: self.recipe.anchors or count]
             rows.append((first + picked).sort().values.tolist())
         most = max(map(len, rows))
-        real = torch.tensor([[True] * len(row) + [False] * (most - len(row)) for row in rows], device=self.device)
-        return torch.tensor([row + row[-1:] * (most - len(row)) for row in rows], device=self.device), real
+        real = torch.tensor([[True] * len(row) + [False] * (most - len(row)) for row in rows])
+        return torch.tensor([row + row[-1:] * (most - len(row)) for row in rows]), real
 
     def _known(self, anchors: Tensor, seed: int | None) -> Tensor:
         """[batch, anchors] int64, tokens given: in a share of the drafts, from 1 to all but one of the block's."""
@@ -241,8 +269,14 @@ class Trainer:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.low_precision)
 
 
-def wanted_layers(recipe: Recipe, target: Any) -> tuple[int, ...]:
-    """Hidden states the head reads; ModelError if the target has too few layers."""
+def states_read(recipe: Recipe, target: Any) -> tuple[int, ...]:
+    """Hidden states that training reads: the head's, and the last, from which the target's distribution follows.
+    ModelError if the target has too few layers.
+    """
+    return (*_wanted_layers(recipe, target), target.config.get_text_config().num_hidden_layers)
+
+
+def _wanted_layers(recipe: Recipe, target: Any) -> tuple[int, ...]:
     layers = target.config.get_text_config().num_hidden_layers
     if recipe.method == "block":
         return kept_states(layers)[:-1]
@@ -268,10 +302,10 @@ def draft_vocabulary(examples: Sequence[Example], size: int, vocab: int) -> Tens
     return torch.argsort(-counts, stable=True)[:size].sort().values
 
 
-def schedule(step: int, recipe: Recipe) -> float:
-    """Share of the learning rate: linear warmup, cosine to a twentieth."""
-    warm = min(1.0, (step + 1) / max(recipe.warmup, 1))
-    return warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / recipe.steps)))
+def schedule(step: int, done: float, warmup: int) -> float:
+    """Share of the learning rate: linear warmup, cosine to a twentieth. done: the share of the run before this step."""
+    warm = min(1.0, (step + 1) / max(warmup, 1))
+    return warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(done, 1.0))))
 
 
 def replace_file(path: Path, data: bytes | memoryview, intact: str) -> None:

@@ -96,10 +96,10 @@ def test_answers_are_generated_once_and_a_cut_off_line_is_generated_again(
     lines = complete.splitlines(keepends=True)
     cache.write_bytes(b"".join(lines[:8]) + lines[8][:10])
     generated = []
-    generate = answers_module._generate
+    generate = answers_module.generate
     monkeypatch.setattr(
         answers_module,
-        "_generate",
+        "generate",
         lambda model, batch, *rest, **kw: generated.append(len(batch)) or generate(model, batch, *rest, **kw),
     )
     train("hydra", str(chatty), data, tmp_path / "two", recipe("hydra"))
@@ -248,7 +248,7 @@ def test_prompts_that_come_with_their_answers_are_not_asked(
     data = tmp_path / "answered.jsonl"
     rows = [{"prompt": f"w{4 + i} w{9 + i}", "tokens": [20 + i, 21 + i, 22 + i, 3]} for i in range(8)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr(answers_module, "_generate", None)  # not called
+    monkeypatch.setattr(answers_module, "generate", None)  # not called
     train("medusa", str(chatty), data, tmp_path / "head", recipe("medusa"))
     card = json.loads((tmp_path / "head" / "training.json").read_text())
     assert card["drafts_seen"] > 0 and len(card["held_out_acceptance_by_position"]) == 3
