@@ -56,30 +56,31 @@ _ON_A_CPU = 4  # of them
 def run(device: str) -> Iterator[Record]:
     settings = _SETTINGS if device == "cuda" else _SETTINGS[:_ON_A_CPU]
     plain: dict[str, list[list[int]]] = {}  # by type
-    kept: list[Record] = []  # until there is something to compare with
+    early: list[Record] = []  # before there was something to compare with
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(_SIDE_BY_SIDE if device == "cuda" else 1) as pool:
         yield tried("models", _save, Path(folder), device)
-        done = [pool.submit(tried, ", ".join(one), _apart, folder, device, i) for i, one in enumerate(settings)]
+        done = {pool.submit(tried, ", ".join(one), _apart, folder, device, i): one for i, one in enumerate(settings)}
         for one in as_completed(done):
-            record = one.result()
-            method, dtype = record["check"].split(", ")[0], record["check"].split(", ")[-1]
-            if method == "none" and "inproc" in record["check"] and "texts" in record:
-                plain[dtype] = record["texts"]
-            kept.append(record)
-            for record in [r for r in kept if "texts" not in r or r["check"].split(", ")[-1] in plain]:
-                kept.remove(record)
-                yield _compared(record, plain)
-        for record in kept:
-            yield record | {"failed": "there are no texts of plain decoding to compare with", "texts": None}
+            record, (method, _, transport, dtype) = one.result(), done[one]
+            texts = record.pop("texts", None)
+            if texts is not None and (method, transport) == ("none", "inproc"):
+                plain[dtype] = texts
+            if texts is not None and dtype in plain:
+                record |= _compared(texts, plain[dtype])
+            elif texts is not None:
+                early.append({"check": record["check"], "dtype": dtype, "texts": texts})
+            yield record
+            for record in [r for r in early if r["dtype"] in plain]:
+                early.remove(record)
+                yield {"check": record["check"], **_compared(record["texts"], plain[record["dtype"]])}
+        if early:
+            yield {"failed": f"no texts of plain decoding to compare these with: {[r['check'] for r in early]}"}
 
 
-def _compared(record: Record, plain: dict[str, list[list[int]]]) -> Record:
-    if "texts" not in record:
-        return record
-    expected, texts = plain[record["check"].split(", ")[-1]], record.pop("texts")
+def _compared(texts: list[list[int]], expected: list[list[int]]) -> Record:
     different = [i for i, text in enumerate(texts) if text != expected[i]]
     told = {"equal": f"{len(texts) - len(different)} of {len(texts)}"}
-    return record | told | ({"failed": f"texts {different} differ"} if different else {})
+    return told | ({"failed": f"texts {different} differ"} if different else {})
 
 
 def _save(folder: Path, device: str) -> Record:

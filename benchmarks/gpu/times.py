@@ -13,7 +13,7 @@ _WARM_UPS = 3
 
 def median_us(work: Callable[[], Any], repeats: int = 20) -> float:
     """The median time of one call, in microseconds, launches included."""
-    times = []
+    times: list[float] = []
     for _ in range(_WARM_UPS + repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -21,7 +21,8 @@ def median_us(work: Callable[[], Any], repeats: int = 20) -> float:
         end.record()
         end.synchronize()
         times.append(1000 * begin.elapsed_time(end))
-    return round(median(times[_WARM_UPS:]), 1)
+    middle: float = median(times[_WARM_UPS:])
+    return round(middle, 1)
 
 
 def replay_us(work: Callable[[], Any], calls: int, repeats: int = 10) -> float:
