@@ -29,8 +29,8 @@ from engine.child_environment import child_environment
 from .findings import tail
 
 STEPS = {
-    "card": 40, "kernels": 90, "target": 90, "products": 120, "large": 150, "engines": 150, "heads": 90, "workers": 90,
-    "speed": 120,
+    "card": 90, "kernels": 120, "target": 120, "products": 150, "large": 150, "engines": 150, "heads": 90,
+    "workers": 90, "speed": 120,
 }  # fmt: skip
 """Most seconds of each step on a GPU."""
 _ORDER = "card,kernels+target,products,large,engines+heads,workers,speed"

@@ -2,7 +2,8 @@
 
 cuBLAS picks a kernel by the number of rows. What is asked: does a row's place, the other rows, a captured graph or
 another process change its bits; and which numbers of rows give the same bits as others? Once as torch is by default,
-and with the flags that forbid to split a sum over blocks (split-K), through cuBLAS and through cuBLASLt.
+and with the flags that forbid to split a sum over blocks (split-K), through cuBLAS and through cuBLASLt; and a product
+in Triton.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -36,12 +37,18 @@ _WAYS: dict[str, dict[str, str]] = {
     "no split-K": _FIXED,
     "no split-K, again": _FIXED,
     "no split-K, cuBLASLt": _FIXED,
+    "triton": {},
 }
+
+
+Multiply = Callable[[Tensor, Tensor], Tensor]
 
 
 def run(device: str) -> Iterator[Record]:
     digests: dict[str, str] = {}
     for way, environment in _WAYS.items():
+        if "cuBLASLt" in way and device == "cpu":
+            continue
         command = [sys.executable, "-m", __name__, device, way]
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False)
         for line in done.stdout.splitlines():
@@ -58,7 +65,12 @@ def run(device: str) -> Iterator[Record]:
 
 def main(device: str, way: str) -> None:
     """The findings of one way, in a process of its own: flags count from the first product on."""
-    if way != "default":
+    multiply: Multiply = F.linear
+    if way == "triton":
+        from .triton_product import product
+
+        multiply = product
+    elif way != "default":
         matmul: Any = torch.backends.cuda.matmul
         matmul.allow_bf16_reduced_precision_reduction = (False, False)
     if "cuBLASLt" in way:
@@ -66,26 +78,29 @@ def main(device: str, way: str) -> None:
     timed = device == "cuda" and "again" not in way
     with torch.inference_mode():
         for name, shape in (_SHAPES if device == "cuda" else _SMALL).items():
-            print(json.dumps(tried(name, _product, shape, device, timed)), flush=True)
+            print(json.dumps(tried(name, _product, multiply, shape, device, timed)), flush=True)
 
 
-def _product(shape: tuple[int, int], device: str, timed: bool) -> Record:
+def _product(multiply: Multiply, shape: tuple[int, int], device: str, timed: bool) -> Record:
     generator = torch.Generator(device).manual_seed(0)
     weight = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) * shape[1] ** -0.5
     x = torch.randn(max(_ROWS), shape[1], generator=generator, device=device, dtype=torch.bfloat16)
-    alone = {rows: F.linear(x[:rows], weight)[0] for rows in _ROWS}
+    alone = {rows: multiply(x[:rows], weight)[0] for rows in _ROWS}
     digest = hashlib.sha256()
     for row in alone.values():
         digest.update(row.view(torch.uint8).cpu().numpy().tobytes())
+    exact = x[:64].double() @ weight[:64].double().T
+    error = (multiply(x[:64], weight)[:, :64].double() - exact).norm() / exact.norm()
     found: Record = {
+        "error": float(f"{float(error):.2e}"),
         "same_bits": _groups(alone),
-        "place": {rows: _same_at_any_place(x, weight, rows) for rows in _BUCKETS},
-        "replay": device != "cuda" or all(_same_replayed(x, weight, rows) for rows in _BUCKETS),
+        "place": {rows: _same_at_any_place(multiply, x, weight, rows) for rows in _BUCKETS},
+        "replay": device != "cuda" or all(_same_replayed(multiply, x, weight, rows) for rows in _BUCKETS),
         "digest": digest.hexdigest()[:12],
     }
     if timed:
         copies = [weight.clone() for _ in range(max(1, (256 << 20) // weight.nbytes))]  # more than its cache holds
-        found["us"] = {rows: _time(x[:rows], copies) for rows in _TIMED}
+        found["us"] = {rows: _time(multiply, x[:rows], copies) for rows in _TIMED}
     return found
 
 
@@ -101,35 +116,35 @@ def _groups(found: dict[int, Tensor]) -> list[list[int]]:
     return groups
 
 
-def _same_at_any_place(x: Tensor, weight: Tensor, rows: int) -> bool:
+def _same_at_any_place(multiply: Multiply, x: Tensor, weight: Tensor, rows: int) -> bool:
     """Whether each row has the same bits beside zeros, at its place, and at other places among the others."""
-    expected = F.linear(x[:rows], weight)
+    expected = multiply(x[:rows], weight)
     single = torch.zeros_like(x[:rows])
     single[rows - 1] = x[0]
-    same: bool = torch.equal(F.linear(single, weight)[rows - 1], expected[0])
+    same: bool = torch.equal(multiply(single, weight)[rows - 1], expected[0])
     for shift in {1, 3, rows // 2 + 1, rows - 1}:
-        same &= torch.equal(F.linear(x[:rows].roll(shift, 0), weight), expected.roll(shift, 0))
+        same &= torch.equal(multiply(x[:rows].roll(shift, 0), weight), expected.roll(shift, 0))
     return same
 
 
-def _same_replayed(x: Tensor, weight: Tensor, rows: int) -> bool:
+def _same_replayed(multiply: Multiply, x: Tensor, weight: Tensor, rows: int) -> bool:
     given = x[:rows].clone()
-    expected = F.linear(given, weight)
+    expected = multiply(given, weight)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        out = F.linear(given, weight)
+        out = multiply(given, weight)
     graph.replay()
     same: bool = torch.equal(out, expected)
     return same
 
 
-def _time(x: Tensor, copies: list[Tensor]) -> float:
+def _time(multiply: Multiply, x: Tensor, copies: list[Tensor]) -> float:
     """Microseconds of a product, its weights read from memory, launches not counted."""
 
     def work() -> None:
         for weight in copies:
-            F.linear(x, weight)
+            multiply(x, weight)
 
     return round(replay_us(work, 2) / len(copies), 1)
 
