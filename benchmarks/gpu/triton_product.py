@@ -2,7 +2,7 @@
 whose bits depend on nothing else, compared with cuBLAS by step `products`.
 """
 
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # Triton allows only constexpr annotations on a kernel's parameters.
 from __future__ import annotations
 
