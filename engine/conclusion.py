@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from engine.answer import GRAMMAR
@@ -68,6 +69,8 @@ def conclude_trees(
         known = None if best is None else best[rows]
         try:
             path, tokens = verify(round_.tree, logits[rows], round_.request.sampler, known)
+        except torch.AcceleratorError:
+            raise  # the device's state is lost, as in `Verifier._step`
         except Exception as error:  # logits that are not numbers
             fail(round_.request, error)
             continue
@@ -138,6 +141,8 @@ def conclude_chunks(
             continue
         try:
             token = request.sampler.draw(request.sampler.choices(rows[-1:])[0])
+        except torch.AcceleratorError:
+            raise
         except Exception as error:
             fail(request, error)
         else:

@@ -55,13 +55,25 @@ class CostModel:
     """t(rows, keys) and the rates that follow from it.
 
     seconds: time of a forward by row count, without keys. read_s, seen_s: time of a key for its request, and for each
-    row that sees it. ahead: choice between drafting while rounds run, which takes cores from them, and drafting in
+    row that sees it. slice_rows: forwards run in slices of so many rows, the last one padded, so their time is a
+    staircase. ahead: choice between drafting while rounds run, which takes cores from them, and drafting in
     turns. rest: choice whether a draft model rests while retrieval or plain decoding continues without it.
     """
 
-    def __init__(self, seconds: dict[int, float], read_s: float = 0.0, seen_s: float = 0.0, mode: str = "sequential"):
-        self._sizes = sorted(seconds)
-        self._seconds, self._read_s, self._seen_s = [seconds[size] for size in self._sizes], read_s, seen_s
+    def __init__(
+        self,
+        seconds: dict[int, float],
+        read_s: float = 0.0,
+        seen_s: float = 0.0,
+        mode: str = "sequential",
+        slice_rows: int = 1,
+    ):
+        self._slice_rows = slice_rows
+        least_s: dict[int, float] = {}  # by the rows that are computed
+        for size, taken_s in seconds.items():
+            least_s[self._filled(size)] = min(taken_s, least_s.get(self._filled(size), taken_s))
+        self._sizes = sorted(least_s)
+        self._seconds, self._read_s, self._seen_s = [least_s[size] for size in self._sizes], read_s, seen_s
         self._least = _rising(self._seconds)
         self._plain_s = self._seconds  # as first measured: a fixed baseline for comparisons
         self.ahead = Choice(16, 24, _CLEARLY, second=mode == "async", settled=mode != "auto")
@@ -76,10 +88,15 @@ class CostModel:
 
     @classmethod
     def measure(
-        cls, forward_s: Callable[[int, int], float], largest: int, mode: str = "sequential", longest: int = _LONG
+        cls,
+        forward_s: Callable[[int, int], float],
+        largest: int,
+        mode: str = "sequential",
+        longest: int = _LONG,
+        slice_rows: int = 1,
     ) -> CostModel:
         """forward_s: called with rows and past positions, runs such a forward and returns its time. longest: the most
-        past positions that it can run behind.
+        past positions that it can run behind. slice_rows: as the class has it.
         """
         seconds: dict[int, float] = {}
         for size in [size for size in SIZES if size < largest] + [largest]:
@@ -94,9 +111,9 @@ class CostModel:
             for size in quick:
                 seconds[size] = min(seconds[size], forward_s(size, 0))
         if (long := min(longest, _LONG)) < _LEAST_LONG:
-            return cls(seconds, mode=mode)
+            return cls(seconds, mode=mode, slice_rows=slice_rows)
         few, many = min(seconds), max((size for size in quick if size <= 32), default=min(seconds))
-        return cls(seconds, *_key_seconds(forward_s, few, many, long, _PASSES if quick else 1), mode)
+        return cls(seconds, *_key_seconds(forward_s, few, many, long, _PASSES if quick else 1), mode, slice_rows)
 
     # The forward. Called several times a round on few numbers: plain Python, since numpy takes ten times as long.
 
@@ -104,6 +121,7 @@ class CostModel:
         """t(rows, keys). Linear between two sizes, proportional beyond the largest. Larger sizes cost no less than
         smaller ones.
         """
+        rows = self._filled(rows)
         above, near = self._place(rows)
         below_s, above_s = self._least[max(0, above - 1)], self._least[above]
         keys_s = self._read_s * keys.read + self._seen_s * keys.seen
@@ -121,11 +139,16 @@ class CostModel:
 
     def _place(self, rows: int) -> tuple[int, float]:
         """The index of the next larger size, or the largest, and how far `rows` is on the way to it, 0 to 1."""
+        rows = self._filled(rows)
         above = min(bisect_left(self._sizes, rows), len(self._sizes) - 1)
         if not above or rows >= self._sizes[above]:
             return above, 1.0
         below = self._sizes[above - 1]
         return above, (rows - below) / (self._sizes[above] - below)
+
+    def _filled(self, rows: int) -> int:
+        """The rows that a forward over `rows` rows computes."""
+        return -(-rows // self._slice_rows) * self._slice_rows
 
     # Rounds.
 
@@ -171,7 +194,8 @@ class CostModel:
         """
         rows = np.arange(requests, len(worth) + 1)
         expected = np.cumsum(worth, dtype=np.float64)[requests - 1 :]
-        forward_s = np.interp(rows, self._sizes, self._least) * np.maximum(1.0, rows / self._sizes[-1])
+        filled = -(-rows // self._slice_rows) * self._slice_rows
+        forward_s = np.interp(filled, self._sizes, self._least) * np.maximum(1.0, filled / self._sizes[-1])
         taken_s = forward_s + self._seen_s * keys_each * rows
         return int(rows[np.argmax(expected - self.rate(requests) * taken_s)])
 

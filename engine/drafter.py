@@ -108,6 +108,7 @@ class DrafterWorker:
         try:
             work(numbers)
         except Exception as error:
+            _raise_if_device_lost(error)
             if len(numbers) == 1:
                 self._give_up(numbers[0], error)
             else:
@@ -130,6 +131,7 @@ class DrafterWorker:
         except ProtocolError:
             self.verdicts.malformed += 1
         except Exception as error:  # a token or a feature that the drafter cannot process: the others continue
+            _raise_if_device_lost(error)
             self._give_up(message.request, error)
 
     def _start(self, message: Start, text: list[int]) -> None:
@@ -268,6 +270,14 @@ class DrafterWorker:
             self.heard_ns = now
             self.control.send(Heartbeat())
             self.trace.flush()
+
+
+def _raise_if_device_lost(error: Exception) -> None:
+    """After an error of the device no request can be drafted for: this worker ends, and the next one continues. Drafters
+    without a model do not import torch.
+    """
+    if (torch := sys.modules.get("torch")) is not None and isinstance(error, torch.AcceleratorError):
+        raise error
 
 
 def _follows(tree: TokenTree, path: list[int], tokens: list[int]) -> bool:

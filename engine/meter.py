@@ -40,7 +40,11 @@ class Meter:
         forward = MeasuredForward(self.target, most)
         simulated_s = self.config.verifier.simulated_latency_ms / 1000
         self.costs = CostModel.measure(
-            lambda rows, past: forward.seconds(rows, past) + simulated_s, most, self.config.mode, forward.longest
+            lambda rows, past: forward.seconds(rows, past) + simulated_s,
+            most,
+            self.config.mode,
+            forward.longest,
+            self.target.slice_rows,
         )
         forward.close()
 

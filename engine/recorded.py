@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Generic, TypeVar
 
 import torch
@@ -33,11 +34,15 @@ def bucket(rows: int) -> int:
 
 
 class Recorded:
-    """`work` over tensors that have the same shapes in every call. captures: whether captures succeed in this process:
-    after one has failed none is tried again, since torch's allocator may still count it as under way.
+    """`work` over tensors that have the same shapes in every call.
+
+    captures: whether captures are tried in this process. After one that CUDA invalidated none is, since torch's
+    allocator still counts it as under way. A capture that only ran out of memory ends properly: that work alone is
+    called directly, and the next, perhaps smaller one is tried. told: whether exhausted memory was reported.
     """
 
     captures = True
+    told = False
 
     def __init__(self, work: Work, device: torch.device):
         self._work, self._device = work, device
@@ -64,19 +69,30 @@ class Recorded:
         hold.
         """
         with _CAPTURING:
-            _warm_up(self._work, inputs, self._device)
             if not Recorded.captures:
                 return
+            _warm_up(self._work, inputs, self._device)
             try:
                 self._graph, self._outputs = _captured(self._work, inputs, self._device)
+            except torch.OutOfMemoryError as error:
+                if not Recorded.told:
+                    Recorded.told = True
+                    print(f"talon: no memory for a forward's CUDA graph: {first_line(error)}", file=sys.stderr)
             except RuntimeError as error:
                 Recorded.captures = False
                 print(f"talon: forwards are not captured as CUDA graphs: {first_line(error)}", file=sys.stderr)
 
 
+@cache
+def _aside(device: torch.device, priority: int) -> torch.cuda.Stream:
+    """The stream that captures are made on: one for each priority, which a graph's kernels keep when it is replayed."""
+    return torch.cuda.Stream(device, priority=priority)
+
+
 def _warm_up(work: Work, inputs: list[Tensor], device: torch.device) -> None:
-    """Let libraries do their one-time setup, away from the stream that the results are used on."""
-    here, aside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    """Let libraries do their one-time setup, on the stream that will be captured."""
+    here = torch.cuda.current_stream(device)
+    aside = _aside(device, here.priority)
     aside.wait_stream(here)
     with torch.cuda.stream(aside):
         for _ in range(_WARM_UPS):
@@ -91,7 +107,7 @@ def _captured(
     here, graph = torch.cuda.current_stream(device), torch.cuda.CUDAGraph()
     try:
         # this thread only: over inproc the other worker keeps running
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=_aside(device, here.priority), capture_error_mode="thread_local"):
             outputs = work(*inputs)
     finally:
         torch.cuda.set_stream(here)  # after a failure torch stays on the stream that it captured

@@ -99,6 +99,15 @@ class Target:
         return bool(self.device.type == "cuda")
 
     @property
+    def slice_rows(self) -> int:
+        """How many rows a forward computes at a time: fewer are padded, more run in slices."""
+        if self._forward is None or not self.accelerated:
+            return 1
+        from engine.model.cuda_forward import ROWS  # needs Triton, which such a forward has
+
+        return ROWS
+
+    @property
     def weight_bytes(self) -> int:
         """Memory of the weights as they are laid out."""
         if isinstance(self._forward, LeanDecoder):

@@ -1,61 +1,64 @@
-"""The GPU benchmark's way, gone with toy models on a CPU. On a GPU it has not been run yet."""
+"""The steps for a GPU, gone with small shapes on a CPU."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from benchmarks.gpu import main
+from benchmarks.gpu import __main__ as command
 
 APP = typer.Typer()
-APP.command()(main)
+APP.command()(command.main)
 
 
-def gpu(*arguments: str) -> tuple[int, str]:
-    done = CliRunner().invoke(APP, [*arguments])
-    return done.exit_code, done.output
+def gpu(out: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
+    """The exit code and all records."""
+    done = CliRunner().invoke(APP, ["--out", str(out), "--device", "cpu", *arguments])
+    file = out / "gpu.jsonl"
+    return done.exit_code, [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def test_steps_say_what_they_found_and_that_they_ended(tmp_path: Path) -> None:
+    code, records = gpu(tmp_path, "--steps", "card")
+    assert code == 0, records
+    assert [r["check"] for r in records if r.get("equal")] == [
+        "toy graph, eager", "toy graph, captured", "toy graph, captured in a stream of its own"
+    ]  # fmt: skip
+    assert records[-1]["ended"] and "torch" in records[0]
+
+
+def test_a_step_that_crashes_leaves_the_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(command.STEPS, "no_such_step", 60)
+    code, records = gpu(tmp_path, "--steps", "no_such_step,card")
+    assert code == 1
+    crashed = next(r for r in records if r["step"] == "no_such_step")
+    assert crashed["failed"] == "exit status 1" and "ModuleNotFoundError" in crashed["log"]
+    assert records[-1]["step"] == "card" and records[-1]["ended"]
+
+
+def test_a_step_that_takes_too_long_is_ended_and_says_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(command.STEPS, "heads", 0.5)
+    code, records = gpu(tmp_path, "--steps", "heads")
+    assert code == 1
+    assert records[-1]["failed"] == "no more time after 0 s"
+
+
+def test_a_step_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:
+    done = CliRunner().invoke(APP, ["--out", str(tmp_path), "--steps", "card,kernel"])
+    assert done.exit_code == 2
+    assert done.output.startswith("talon: --steps: 'kernel' is no step; these are: card, kernels")
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_checked_measured_and_reported(tiny: str, questions: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    code, told = gpu(
-        "--model", tiny, "--questions", str(questions), "--out", str(out), "--minutes", "0.01", "--max-tokens", "8",
-        "--methods", "none,pld", "--served", "pld,eagle3", "--at-once", "1,2",
-    )  # fmt: skip
-    assert code == 0, told
-    assert "left out: eagle3" in told
-    assert "| pld | async | inproc | auto | none | 0 | 2 |" in (out / "check.txt").read_text()
-    rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
-    assert {(row["method"], row["temperature"]) for row in rows} == {
-        ("none", 0.0), ("none", 1.0), ("pld", 0.0), ("pld", 1.0)
-    }  # fmt: skip
-    assert "random weights" in (out / "costs.txt").read_text()
-    assert "Many requests" in (out / "report.md").read_text()
-
-
-@pytest.mark.slow
-def test_heads_are_trained_first(tiny: str, questions: Path, tmp_path: Path) -> None:
-    data, out = tmp_path / "prompts.jsonl", tmp_path / "out"
-    data.write_text("".join(json.dumps({"prompt": f"count to {i}"}) + "\n" for i in range(12)))
-    code, told = gpu(
-        "--model", tiny, "--questions", str(questions), "--out", str(out), "--minutes", "0.01", "--max-tokens", "8",
-        "--methods", "none,eagle3", "--served", "eagle3", "--at-once", "1", "--data", str(data), "--train", "eagle3",
-        "--prompts", "8", "--steps", "2",
-    )  # fmt: skip
-    assert code == 0, told
-    assert "left out" not in told and (out / "heads" / "eagle3" / "config.json").exists()
-
-
-def test_two_files_of_one_name_are_one_line(tmp_path: Path) -> None:
-    code, told = gpu("--model", "/no/such", "--questions", "a/dev.jsonl", "--questions", "b/dev.jsonl")
-    assert code == 2 and told.startswith("talon: --questions: a/dev.jsonl and b/dev.jsonl would both be")
-
-
-def test_a_model_that_is_not_there_is_one_line(questions: Path, tmp_path: Path) -> None:
-    code, told = gpu("--model", "/no/such", "--questions", str(questions), "--out", str(tmp_path))
-    assert code == 2 and told.splitlines()[-1].startswith("talon: model=/no/such")
+def test_all_steps_run_on_a_cpu(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    code, records = gpu(tmp_path)
+    assert code == 0, [r for r in records if "failed" in r]
+    assert {r["step"] for r in records if r.get("ended")} == set(command.STEPS)

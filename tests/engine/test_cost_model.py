@@ -519,3 +519,31 @@ def test_what_one_more_row_costs_is_its_time_in_tokens() -> None:
     assert model.rates(2, alone=False).row_tokens == pytest.approx(0.001 * 2 / 0.011), "a round for two has two rows"
     assert CostModel({1: 0.01, 64: 0.01}).rates(1, alone=False).row_tokens == 0
     assert CostModel({1: 0.01, 64: 0.01}, seen_s=1e-6).rates(1, alone=False).row_tokens == 0, "no text, no keys"
+
+
+STAIRCASE = {1: 0.010, 16: 0.0101, 64: 0.010, 128: 0.020, 256: 0.040}
+
+
+@pytest.mark.parametrize(
+    ("rows", "slices"), [(1, 1), (63, 1), (64, 1), (65, 2), (128, 2), (129, 3), (192, 3), (300, 5)]
+)
+def test_rows_that_run_in_slices_take_the_time_of_whole_slices(rows: int, slices: int) -> None:
+    assert CostModel(STAIRCASE, slice_rows=64).seconds(rows) == pytest.approx(0.010 * slices)
+
+
+def test_of_rows_that_run_in_slices_as_many_are_verified_as_fill_one() -> None:
+    """A row after the 64th costs a whole slice, one before it nothing."""
+    worth = np.array([1.0] * 4 + [0.05] * 96, np.float32)
+    assert CostModel(STAIRCASE, slice_rows=64).nodes_worth(worth, 4) == 64
+
+
+def test_a_forward_of_few_rows_tells_what_a_whole_slice_takes() -> None:
+    model = CostModel(STAIRCASE, slice_rows=64)
+    for _ in range(200):
+        model.observe_forward(5, NOTHING, 0.012)
+    assert model.seconds(64) == pytest.approx(0.012, rel=0.01) and model.seconds(1) == model.seconds(64)
+
+
+def test_a_largest_size_within_the_first_slice_is_known_as_that_slice() -> None:
+    model = CostModel.measure(lambda rows, past: 0.010, largest=40, slice_rows=64)
+    assert model.seconds(40) == pytest.approx(0.010) and model.seconds(65) == pytest.approx(0.020)

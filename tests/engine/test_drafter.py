@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import zmq
 
 from drafters.base import BetweenSteps, Drafter, Wanted
@@ -257,6 +259,43 @@ def test_a_drafter_that_fails_on_them_keeps_step_and_drafts_nothing(
     verifier.verdict(6, draft.draft, [0], [31])
     draft, tree = verifier.draft()
     assert (draft.round, draft.token, tree.tokens.tolist()) == (7, 31, [31])
+
+
+class Lost(Counting):
+    """Its device fails in one of the calls."""
+
+    def __init__(self, call: str):
+        super().__init__()
+        self.call = call
+
+    def _fail_in(self, call: str) -> None:
+        if self.call == call:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
+        self._fail_in("start")
+        super().start(request, prompt, sampling)
+
+    def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:
+        self._fail_in("propose")
+        return super().propose(request, continuation)
+
+    def observe(self, request: int, verdict: Observed) -> None:
+        self._fail_in("observe")
+        super().observe(request, verdict)
+
+
+@pytest.mark.parametrize("call", ["start", "propose", "observe"])
+def test_an_error_of_the_device_ends_the_worker_instead_of_one_request(call: str) -> None:
+    """Its context is spoilt for every request: only another process can draft on."""
+    lines = SimpleNamespace(malformed=0, send=lambda *_: None)
+    nothing: Any = lines
+    worker = DrafterWorker(Lost(call), nothing, nothing)
+    arrays = [np.asarray([0]), np.asarray([7]), np.zeros((0, 0)), np.zeros(0, np.int32), np.zeros(0, np.int32)]
+    with pytest.raises(torch.AcceleratorError):
+        worker._hear(Start(request=1, round=0, sampling=SamplingParams()), [np.asarray([5, 6], np.int32)])
+        worker._hear(Verdict(request=1, round=0, draft=0), [*arrays, np.zeros((0, 0, 0), np.float32)])
+        worker._work()
 
 
 def test_what_was_drafted_ahead_of_rounds_without_a_verdict_is_not_used_after_them(verifier: Verifier) -> None:

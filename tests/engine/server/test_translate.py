@@ -49,11 +49,6 @@ async def test_more_choices_than_the_queue_ever_holds_are_refused_for_good() -> 
         await text_choices(completion(prompt=["a", "b", "c"], n=2), ENGINE, Settings("m"), None)  # type: ignore[arg-type]
 
 
-async def test_more_stop_texts_than_there_may_be_are_refused_with_the_limit() -> None:
-    with pytest.raises(RequestError, match=r"^stop=\(.*\): holds 17 texts; 16 are the most$"):
-        await chat_choices(chat(stop=["a"] * 17), ENGINE, Settings("m"))
-
-
 async def test_stop_tokens_and_a_top_p_of_zero_reach_the_engine() -> None:
     (choice,) = await chat_choices(chat(stop_token_ids=[5, 6], top_p=0), ENGINE, Settings("m"))
     assert (choice.sampling.stop_token_ids, choice.sampling.top_p, choice.sampling.greedy) == ((5, 6), 0.0, True)

@@ -1,0 +1,165 @@
+"""The Triton attention against float64, and a row's bits alone, in a tree with others, and over three chunks."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.batch import BLOCK, Batch, Segment
+from engine.model.attention import Rule
+from engine.model.kv_pool import KVCache, KVPool, KVShape
+from engine.model.triton_attention import CHUNK, Rows, TritonAttention
+from engine.tree import TokenTree
+
+from .findings import Record, tried
+from .times import median_us
+
+_SHAPES = {  # kv heads, query heads per kv head, head size
+    "llama 8B": (8, 4, 128),
+    "smollm2": (3, 3, 64),
+    "head size 96": (2, 1, 96),
+    "head size 256": (2, 2, 256),
+    "seven groups": (1, 7, 128),
+}
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of the norm of the result
+
+
+def run(device: str) -> Iterator[Record]:
+    small = device == "cpu"
+    shapes = {"smollm2": (1, 2, 16)} if small else _SHAPES
+    for name, shape in shapes.items():
+        for dtype in (torch.bfloat16,) if small else (torch.bfloat16, torch.float32):
+            yield tried(f"{name} {dtype}".replace("torch.", ""), _check, shape, dtype, torch.device(device))
+    for what in ("window", "soft cap", "sinks"):
+        yield tried(what, _check, shapes["smollm2"], torch.bfloat16, torch.device(device), what)
+    if not small:
+        for length in (512, 4096, 16384):
+            yield tried(f"llama 8B, 64 rows behind {length}", _time, length)
+
+
+class _Texts:
+    """Requests over one pool whose keys and values are random; what nobody has written is NaN."""
+
+    def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, blocks: int):
+        self.kv_heads, self.groups, self.head_dim = shape
+        self.device, self.dtype = device, dtype
+        self.pool = KVPool(KVShape(1, self.kv_heads, self.head_dim, dtype), blocks, device)
+        self.pool.keys.fill_(torch.nan)
+        self.pool.values.fill_(torch.nan)
+        self.pool.take(7)  # so that no text begins at block 0
+        self._generator = torch.Generator().manual_seed(0)
+
+    def random(self, *size: int) -> Tensor:
+        return torch.randn(size, generator=self._generator).to(self.device, self.dtype)
+
+    def cache(self, keys: Tensor, values: Tensor) -> KVCache:
+        """A request that holds these, [slots, kv_heads, head_dim]."""
+        cache = KVCache(self.pool)
+        cache.reserve(len(keys))
+        block, lane = np.divmod(np.arange(len(keys)), BLOCK)
+        blocks = torch.from_numpy(cache.table[block].astype(np.int64)).to(self.device)
+        lanes = torch.from_numpy(lane).to(self.device)
+        self.pool.keys[0][blocks, :, : self.head_dim, lanes] = keys
+        self.pool.values[0][blocks, :, lanes, : self.head_dim] = values
+        return cache
+
+    def attend(self, segments: list[Segment], queries: Tensor, rule: Rule) -> Tensor:
+        """queries, result: [rows, heads, head_dim]."""
+        batch = Batch.of(segments)
+        arrays = (batch.prefixes, batch.others, batch.listed, batch.tables, batch.table_of)
+        # never empty: a pointer to nothing is no address to compute with
+        rows = Rows(*(torch.from_numpy(a if len(a) else np.zeros(1, np.int32)).to(self.device) for a in arrays))
+        chunks = -(-(int(batch.positions.max()) + 1) // CHUNK)
+        return TritonAttention(self.pool, self.groups)(rows, chunks, 0, rule, queries)
+
+    def expected(self, keys: Tensor, values: Tensor, query: Tensor, rule: Rule) -> Tensor:
+        """[heads, head_dim] float64: of a query that sees these."""
+        k, v = (part.double().repeat_interleave(self.groups, 1) for part in (keys, values))
+        if rule.window:
+            k, v = k[-rule.window :], v[-rule.window :]
+        scores = torch.einsum("hd,khd->hk", query.double(), k) * rule.scale
+        if rule.softcap:
+            scores = rule.softcap * (scores / rule.softcap).tanh()
+        if rule.sinks is not None:
+            scores = torch.cat([scores, rule.sinks.double()[:, None]], 1)
+        return torch.einsum("hk,khd->hd", scores.softmax(-1)[:, : len(k)], v)
+
+
+def _check(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, what: str = "") -> Record:
+    """A text of just over two chunks, and a tree behind it whose spine is the text's next positions."""
+    started = time.perf_counter()
+    texts = _Texts(shape, dtype, device, blocks=400)
+    heads, past, drafted = shape[0] * shape[1], 2 * CHUNK + 5, 6
+    rule = {
+        "window": Rule(0.2, window=CHUNK + 9),
+        "soft cap": Rule(0.5, softcap=2.0),
+        "sinks": Rule(0.2, sinks=torch.linspace(-2, 3, heads, device=device)),
+    }.get(what, Rule(shape[2] ** -0.5))
+    whole = past + drafted
+    keys, values, queries = (texts.random(whole, n, shape[2]) for n in (shape[0], shape[0], heads))
+    read = texts.cache(keys, values)
+    read.length = past
+    together = texts.attend([Segment.of_text([0] * drafted, read, "all")], queries[past:], rule)
+    errors = []
+    for i in range(drafted):
+        seen = slice(0, past + i + 1)
+        exact = texts.expected(keys[seen], values[seen], queries[past + i], rule)
+        errors.append(float((together[i].double() - exact).norm() / exact.norm()))
+    alone = [_alone(texts, keys, values, queries, past + i, rule) for i in range(drafted)]
+    tree, spine = _spine_with_siblings(drafted)
+    slots = torch.arange(past).tolist() + [past + min((n + 1) // 2, drafted - 1) for n in range(len(tree))]
+    in_tree = texts.cache(keys[slots], values[slots])
+    in_tree.length = past
+    other = texts.cache(texts.random(3 * CHUNK, shape[0], shape[2]), texts.random(3 * CHUNK, shape[0], shape[2]))
+    other.length = 3 * CHUNK - 2
+    of_tree = queries[[slots[past + node] for node in range(len(tree))]]
+    rows = torch.cat([texts.random(2, heads, shape[2]), of_tree])
+    beside = texts.attend([Segment.of_text([0, 0], other, "all"), Segment.of_tree(tree, in_tree)], rows, rule)
+    return {
+        "right": max(errors) < _TOLERANCE[dtype],
+        "error": float(f"{max(errors):.2e}"),
+        "alone": all(torch.equal(one, row) for one, row in zip(alone, together, strict=True)),
+        "in_tree": torch.equal(beside[2:][spine], together),
+        "finite": bool(together.isfinite().all()),
+        "seconds_with_compiling": round(time.perf_counter() - started, 2),
+    }
+
+
+def _alone(texts: _Texts, keys: Tensor, values: Tensor, queries: Tensor, at: int, rule: Rule) -> Tensor:
+    cache = texts.cache(keys[: at + 1], values[: at + 1])
+    cache.length = at
+    row = texts.attend([Segment.of_text([0], cache, "all")], queries[at : at + 1], rule)[0]
+    cache.release()
+    return row
+
+
+def _spine_with_siblings(length: int) -> tuple[TokenTree, list[int]]:
+    """A path of that many nodes with a sibling before each but the first; and the path's nodes."""
+    parents, spine = [-1], [0]
+    for _ in range(length - 1):
+        parents += [spine[-1], spine[-1]]
+        spine.append(len(parents) - 1)
+    return TokenTree.from_lists([*range(len(parents))], parents, [1.0] * len(parents)), spine
+
+
+def _time(length: int) -> Record:
+    """Of one layer's attention, 64 rows of one request, and the bytes of keys and values that it has to read."""
+    device, random_ = torch.device("cuda"), random.Random(0)
+    texts = _Texts(_SHAPES["llama 8B"], torch.bfloat16, device, blocks=2 * length // BLOCK)
+    keys, values = (torch.randn(length, 8, 128, device=device, dtype=torch.bfloat16) for _ in range(2))
+    cache = texts.cache(keys, values)
+    cache.length = length - 64
+    batch = Batch.of([Segment.of_text([random_.randrange(9)] * 64, cache, "all")])
+    arrays = (batch.prefixes, batch.others, np.zeros(1, np.int32), batch.tables, batch.table_of)
+    rows = Rows(*(torch.from_numpy(array).to(device) for array in arrays))
+    attention, queries = TritonAttention(texts.pool, 4), texts.random(64, 32, 128)
+    chunks, rule = -(-length // CHUNK), Rule(128**-0.5)
+    return {
+        "us": median_us(lambda: attention(rows, chunks, 0, rule, queries)),
+        "read_once_mb": round(keys.nbytes * 2 / 1e6, 1),
+    }

@@ -1,0 +1,104 @@
+"""A model of an 8B shape with random weights. Is it exact and captured, how long do verifications take behind
+short and long texts, and which kernels take that time? Random weights say nothing of text or acceptance.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaForCausalLM
+
+from engine.recorded import Recorded, wait
+from engine.target import Target
+from engine.tree import TokenTree
+
+from .findings import Record, tried
+from .models import LLAMA_8B, TOY
+
+_SIZES = (1, 8, 16, 32, 64, 65, 128)  # nodes
+_BEHIND = (512, 4096, 16384)
+_REPEATS = 10
+_KERNELS = 8  # named in a breakdown
+
+
+def run(device: str) -> Iterator[Record]:
+    model: dict[str, Any] = {}
+    yield tried("load", _load, device, model)
+    if not model:
+        return
+    target: Target = model["target"]
+    for past in _BEHIND if device == "cuda" else (48,):
+        cache = target.new_cache(past + max(_SIZES))
+        yield tried(f"prefill {past}", _prefill, target, cache, past)
+        yield tried(f"verify behind {past}", _verify, target, cache, _SIZES if device == "cuda" else (1, 8))
+        if device == "cuda":
+            yield tried(f"kernels behind {past}", _breakdown, target, cache)
+        target.release(cache)
+    if device == "cuda":
+        yield {"check": "memory", "peak_gb": round(torch.cuda.max_memory_allocated() / 2**30, 2)}
+
+
+def _load(device: str, model: dict[str, Any]) -> Record:
+    started = time.perf_counter()
+    with torch.device(device):
+        stock = LlamaForCausalLM._from_config(LLAMA_8B if device == "cuda" else TOY, dtype=torch.bfloat16)
+    made_s = time.perf_counter() - started
+    target = model["target"] = Target(stock, "random weights", kv_memory=6 << 30 if device == "cuda" else 4 << 20)
+    forward = target._forward
+    return {
+        "exact": target.exact,
+        "inexact": target.inexact,
+        "forward": type(target._masked or forward).__name__,
+        "captures": Recorded.captures,
+        "graphs": len(getattr(forward, "recorded", ())),
+        "seconds_of_weights": round(made_s, 1),
+    }
+
+
+def _prefill(target: Target, cache: Any, past: int) -> Record:
+    """Twice: the first time graphs are captured on the way."""
+    tokens = [(7 + 31 * i) % target.vocab_size for i in range(past)]
+    other = target.new_cache(past)
+    seconds = []
+    for into in (other, cache):
+        started = time.perf_counter()
+        target.prefill(into, tokens)
+        wait(target.device)
+        seconds.append(time.perf_counter() - started)
+    target.release(other)
+    return {"first_s": round(seconds[0], 3), "again_s": round(seconds[1], 3), "tokens_per_s": round(past / seconds[1])}
+
+
+def _verify(target: Target, cache: Any, sizes: tuple[int, ...]) -> Record:
+    trees = {nodes: TokenTree.chain(1, [2] * (nodes - 1), [1.0] * (nodes - 1)) for nodes in sizes}
+    return {"ms": {nodes: _median_ms(partial(target.verify, cache, tree), target) for nodes, tree in trees.items()}}
+
+
+def _breakdown(target: Target, cache: Any) -> Record:
+    """Milliseconds of the kernels of a verification of 64 nodes, the longest first, and of all together."""
+    tree = TokenTree.chain(1, [2] * 63, [1.0] * 63)
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(_REPEATS):
+            target.verify(cache, tree)
+        wait(target.device)
+    times = {e.key: e.self_device_time_total / 1000 / _REPEATS for e in found.key_averages()}
+    longest = sorted(times, key=times.__getitem__, reverse=True)[:_KERNELS]
+    return {"ms": round(sum(times.values()), 3), "kernels": {name[:60]: round(times[name], 3) for name in longest}}
+
+
+def _median_ms(work: Callable[[], Any], target: Target) -> float:
+    """Of a call, the host's part included, after two warm-up calls."""
+    times = []
+    for _ in range(_REPEATS + 2):
+        wait(target.device)
+        started = time.perf_counter()
+        work()
+        wait(target.device)
+        times.append(1000 * (time.perf_counter() - started))
+    return round(median(times[2:]), 2)
