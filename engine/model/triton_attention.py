@@ -30,7 +30,8 @@ CHUNK = 512
 
 _LEAST = 16  # fewest rows of a product on tensor cores
 _TILE_BYTES = 16384  # of keys; with as much of values, twice, it fits into any current GPU's shared memory
-_CHUNKED = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
+# with 4 warps some shapes spill registers, in float32 by kilobytes
+_CHUNKED = {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": False}
 _JOINED = {"num_warps": 1, "enable_fp_fusion": False}
 _INTERPRETED = bool(triton.knobs.runtime.interpret)  # the interpreter multiplies the bits of bfloat16 as integers
 

@@ -524,7 +524,9 @@ def test_what_one_more_row_costs_is_its_time_in_tokens() -> None:
 STAIRCASE = {1: 0.010, 16: 0.0101, 64: 0.010, 128: 0.020, 256: 0.040}
 
 
-@pytest.mark.parametrize(("rows", "slices"), [(1, 1), (63, 1), (64, 1), (65, 2), (128, 2), (129, 3), (192, 3), (300, 5)])
+@pytest.mark.parametrize(
+    ("rows", "slices"), [(1, 1), (63, 1), (64, 1), (65, 2), (128, 2), (129, 3), (192, 3), (300, 5)]
+)
 def test_rows_that_run_in_slices_take_the_time_of_whole_slices(rows: int, slices: int) -> None:
     assert CostModel(STAIRCASE, slice_rows=64).seconds(rows) == pytest.approx(0.010 * slices)
 
