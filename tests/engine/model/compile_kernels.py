@@ -1,7 +1,7 @@
 """`python -m tests.engine.model.compile_kernels`: compiles the attention kernels without a GPU, as launches would.
 
-A process of its own: where Triton interprets, it cannot compile. A JSON line for each kernel: name (of the shape), dtype,
-capability, spills (bytes), shared (bytes of a program).
+A process of its own: where Triton interprets, it cannot compile. A JSON line for each kernel: name (of the shape),
+dtype, capability, spills (bytes), shared (bytes of a program).
 """
 
 from __future__ import annotations
