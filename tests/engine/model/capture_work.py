@@ -35,17 +35,17 @@ from engine.model.triton_attention import TritonAttention
 from tests.drafters import test_eagle
 from tests.drafters.conftest import HIDDEN, LAYERS, VOCAB
 
-COMMON = dict(
-    vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
-    max_position_embeddings=512, bos_token_id=None, eos_token_id=0, pad_token_id=0,
-)  # fmt: skip
+COMMON = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
 GROUPED = COMMON | {"num_key_value_heads": 2}
 SHORT = GROUPED | {"head_dim": 16}
-LLAMA3_ROPE = dict(
-    rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-    original_max_position_embeddings=128,
-)  # fmt: skip
-YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=2.0, original_max_position_embeddings=256)
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 256}
 CONFIGS = {
     "llama": transformers.LlamaConfig(**GROUPED),
     "llama 3.1": transformers.LlamaConfig(**GROUPED, rope_parameters=LLAMA3_ROPE),
