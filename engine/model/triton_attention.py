@@ -7,7 +7,8 @@ neither the other rows nor the lengths of other texts change the order of summat
 own sequence, first the text and then its ancestors in the tree, so it does not matter which of the two a key belongs
 to, nor in which slot it lies.
 
-CUDA builds of torch bring Triton; without a GPU the tests run these kernels through Triton's interpreter.
+CUDA builds of torch bring Triton; without a GPU the tests run these kernels through Triton's interpreter, and compile
+them.
 """
 
 # mypy: disable-error-code="no-untyped-def"
