@@ -230,6 +230,7 @@ def target_of(family: str) -> Target:
 def test_a_target_takes_the_cuda_forward_and_drafts_do_not_change_its_text(family: str) -> None:
     target = target_of(family)
     assert isinstance(target._forward, CudaForward) and target.exact, target.inexact
+    assert target.slice_rows == cuda_forward.ROWS
     prompt, sampling = text(17, 10), SamplingParams(max_tokens=14)
     plain = decoded(target, prompt, sampling)
     assert decoded(target, prompt, sampling, plain) == plain
@@ -299,4 +300,5 @@ def test_without_triton_a_target_on_cuda_is_run_with_masks(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "engine.model.cuda_forward", None)
     target = target_of("llama")
     assert target.inexact == "exact attention on CUDA needs Triton: pip install triton"
+    assert target.slice_rows == 1
     assert target.prefill(target.new_cache(20), [1, 2, 3])[0].isfinite().all()
