@@ -273,8 +273,9 @@ class DrafterWorker:
 
 
 def _raise_if_device_lost(error: Exception) -> None:
-    """After an error of the device no request can be drafted for: this worker ends, and the next one continues. Drafters
-    without a model do not import torch.
+    """After an error of the device no request can be drafted for: this worker ends, and the next one continues.
+
+    Drafters without a model do not import torch.
     """
     if (torch := sys.modules.get("torch")) is not None and isinstance(error, torch.AcceleratorError):
         raise error

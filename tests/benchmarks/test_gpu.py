@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,39 @@ def test_a_step_that_crashes_leaves_the_others_alone(tmp_path: Path, monkeypatch
     assert records[-1]["step"] == "card" and records[-1]["ended"]
 
 
+SLEEPER = """
+import time
+
+def run(device):
+    yield {"check": "before"}
+    fall_asleep()
+
+def fall_asleep():
+    time.sleep(60)
+"""
+
+
 def test_a_step_that_takes_too_long_is_ended_and_says_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(command.STEPS, "heads", 0.5)
-    code, records = gpu(tmp_path, "--steps", "heads")
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    start = subprocess.Popen
+
+    def with_sleeper(arguments: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        """The step's process, to which `benchmarks.gpu.sleeper` is that file."""
+        code = (
+            f"import sys, benchmarks.gpu.step as step; sys.path.insert(0, {str(tmp_path)!r}); import sleeper;"
+            "sys.modules['benchmarks.gpu.sleeper'] = sleeper; step.main()"
+        )
+        return start([arguments[0], "-c", code, *arguments[3:]], **options)
+
+    monkeypatch.setattr(command.subprocess, "Popen", with_sleeper)
+    monkeypatch.setitem(command.STEPS, "sleeper", 5)
+    code, records = gpu(tmp_path, "--steps", "sleeper")
     assert code == 1
-    assert records[-1]["failed"] == "no more time after 0 s"
+    assert records[0]["check"] == "before"
+    assert records[-1]["failed"] == "no more time after 5 s"
+    assert "in fall_asleep" in records[-1]["log"] and "sleeper.py" in records[-1]["log"]
 
 
 def test_a_step_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:

@@ -86,12 +86,13 @@ def run(forward: CudaForward, *segments: Segment) -> Tensor:
     return torch.cat([logits, features.flatten(1)], dim=1)
 
 
-def read(forward: CudaForward, tokens: Sequence[int], chunk: int = 8) -> tuple[KVCache, Tensor]:
-    """A request that has read a text in chunks, and what came of it."""
+def read(forward: CudaForward, tokens: Sequence[int], chunk: int = 8, alone: int = 0) -> tuple[KVCache, Tensor]:
+    """A request that has read a text in chunks, the last `alone` tokens one by one, and what came of it."""
     cache, found = KVCache(forward.pool), []
     cache.reserve(len(tokens) + 40)
-    for at in range(0, len(tokens), chunk):
-        part = tokens[at : at + chunk]
+    whole = len(tokens) - alone
+    for at in [*range(0, whole, chunk), *range(whole, len(tokens))]:
+        part = tokens[at : min(at + chunk, whole)] if at < whole else [tokens[at]]
         found.append(run(forward, Segment.of_text(part, cache, "all")))
         cache.commit(range(len(part)))
     return cache, torch.cat(found)
@@ -122,7 +123,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_bushy_tree_beside_other_requests
     family: str, dtype: torch.dtype
 ) -> None:
     forward, tokens = forward_of(family, dtype), text(26, 5)
-    _, alone = read(forward, tokens, 1)
+    _, alone = read(forward, tokens, alone=8)
     tree, spine = with_siblings(tokens[18], tokens[19:25], random.Random(6))
     assert len(tree) > 2 * cuda_forward.ROWS and spine != list(range(7))
     cache, other, third = (read(forward, start)[0] for start in (tokens[:18], text(20, 7), text(5, 8)))
@@ -167,8 +168,10 @@ def test_logits_come_of_the_rows_wanted_alone_and_in_their_order() -> None:
     assert none.shape == (0, 128) and features is None
 
 
-def test_forwards_are_recorded_once_for_each_length_of_text_in_powers_of_two() -> None:
-    forward, tokens = forward_of("llama"), text(136, 1)
+def test_forwards_are_recorded_once_for_each_length_of_text_in_powers_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_attention, "CHUNK", 16)
+    monkeypatch.setattr(triton_attention, "_TILE_BYTES", 0)  # the smallest tiles, which fit into such chunks
+    forward, tokens = forward_of("llama"), text(40, 1)
     found = read(forward, tokens, 7)[1]  # forwards whose rows need different numbers of chunks are among them
     assert torch.equal(read(forward, tokens, 8)[1], found)
     assert [chunks for chunks, _, _ in forward.recorded] == [1, 2, 4]
@@ -227,6 +230,7 @@ def target_of(family: str) -> Target:
 def test_a_target_takes_the_cuda_forward_and_drafts_do_not_change_its_text(family: str) -> None:
     target = target_of(family)
     assert isinstance(target._forward, CudaForward) and target.exact, target.inexact
+    assert target.slice_rows == cuda_forward.ROWS
     prompt, sampling = text(17, 10), SamplingParams(max_tokens=14)
     plain = decoded(target, prompt, sampling)
     assert decoded(target, prompt, sampling, plain) == plain
@@ -296,4 +300,5 @@ def test_without_triton_a_target_on_cuda_is_run_with_masks(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "engine.model.cuda_forward", None)
     target = target_of("llama")
     assert target.inexact == "exact attention on CUDA needs Triton: pip install triton"
+    assert target.slice_rows == 1
     assert target.prefill(target.new_cache(20), [1, 2, 3])[0].isfinite().all()

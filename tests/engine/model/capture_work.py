@@ -1,0 +1,188 @@
+"""`python -m tests.engine.model.capture_work`: runs what CUDA graphs capture on a device that has no memory.
+
+Its tensors have shapes, types and a device, but no values. So reading one on the host fails, as it does under capture,
+and so does mixing devices. A process of its own, since torch registers the device for good. A JSON line for each work:
+name, and error ("" if there is none).
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import traceback
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+import drafters.layers
+from drafters.checkpoint import TargetWeights
+from drafters.feature_session import FeatureHead, FeatureSession
+from engine.batch import Batch, Segment
+from engine.model import cuda_forward, stock
+from engine.model.cuda_forward import CudaForward
+from engine.model.kv_pool import KVCache, KVPool, KVShape
+from engine.model.masked import MaskedForward
+from engine.model.masked_cache import MaskedCache
+from engine.model.triton_attention import TritonAttention
+from tests.drafters import test_eagle
+from tests.drafters.conftest import HIDDEN, LAYERS, VOCAB
+
+COMMON = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
+GROUPED = COMMON | {"num_key_value_heads": 2}
+SHORT = GROUPED | {"head_dim": 16}
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 256}
+CONFIGS = {
+    "llama": transformers.LlamaConfig(**GROUPED),
+    "llama 3.1": transformers.LlamaConfig(**GROUPED, rope_parameters=LLAMA3_ROPE),
+    "llama with yarn": transformers.LlamaConfig(**GROUPED, rope_parameters=YARN),
+    "qwen2": transformers.Qwen2Config(**GROUPED),
+    "qwen3": transformers.Qwen3Config(**SHORT),
+    "mistral": transformers.MistralConfig(**GROUPED, sliding_window=32),
+    "gemma2": transformers.Gemma2Config(**SHORT, sliding_window=32),
+    "gemma3": transformers.Gemma3TextConfig(**SHORT, sliding_window=32),
+    "phi3": transformers.Phi3Config(**GROUPED),
+    "gpt_neox": transformers.GPTNeoXConfig(**COMMON),
+    "olmo2": transformers.Olmo2Config(**GROUPED),
+    "granite": transformers.GraniteConfig(**GROUPED),
+    "gpt_oss": transformers.GptOssConfig(**SHORT, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3 moe": transformers.Qwen3MoeConfig(**SHORT, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+}
+ROWS = 4
+_setup_privateuseone_for_python_backend("gpux")
+DEVICE = torch.device("gpux:0")
+MODE = FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def on_device(of: Tensor) -> Tensor:
+    """A tensor of that shape and type on the device."""
+    return FakeTensor(MODE, torch.empty(of.shape, dtype=of.dtype, device="meta"), DEVICE)
+
+
+def move(owner: Any, seen: set[int]) -> Any:
+    """`owner` on the device, with all tensors that are reached from it."""
+    if isinstance(owner, Tensor):
+        return on_device(owner)
+    if isinstance(owner, list | tuple):
+        return type(owner)(move(part, seen) for part in owner)
+    if isinstance(owner, dict):
+        return {name: move(part, seen) for name, part in owner.items()}
+    if isinstance(owner, nn.Module):
+        for module in owner.modules():
+            for name, weight in module._parameters.items():
+                if weight is not None:
+                    module._parameters[name] = nn.Parameter(on_device(weight), requires_grad=False)
+            module._buffers.update({name: on_device(held) for name, held in module._buffers.items()})
+    elif isinstance(owner, torch.device):
+        return DEVICE
+    elif type(owner).__module__.startswith("drafters") and id(owner) not in seen:
+        seen.add(id(owner))
+        for name, part in list(vars(owner).items()):
+            setattr(owner, name, move(part, seen))
+    return owner
+
+
+def target_forward(config: Any, features: tuple[int, ...]) -> None:
+    """What `CudaForward` captures, but for the kernels."""
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model.set_attn_implementation(stock.NAME)
+    move(model, set())
+    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    shape = KVShape(3, kv_heads or heads, getattr(config, "head_dim", None) or 16, torch.bfloat16)
+    with MODE, torch.inference_mode():
+        forward = CudaForward(model, KVPool(shape, 60, DEVICE), heads // shape.kv_heads)
+        cache = KVCache(forward.pool)
+        cache.reserve(40)
+        rows, chunks = cuda_forward._Slice.of(Batch.of([Segment.of_text([*range(30)], cache, "all")]), 0, 30)
+        assert_on_device(forward._run(chunks, features, *map(on_device, rows)))
+
+
+def masked_forward(config: Any) -> None:
+    """What `MaskedForward` captures."""
+    model = move(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval(), set())
+    with MODE, torch.inference_mode():
+        forward, cache = MaskedForward(model, "any"), MaskedCache(3, 256, fixed=True)
+        ids, places = (torch.zeros(1, ROWS, dtype=torch.int64, device=DEVICE) for _ in range(2))
+        mask = torch.zeros(1, 1, ROWS, 256, dtype=torch.bfloat16, device=DEVICE)
+        assert_on_device(forward._forward_into(cache, (0, 2), ids, places, mask, places[0]))
+
+
+def draft_step(load: Callable[[Path, TargetWeights], FeatureHead]) -> None:
+    """What a session of a head captures."""
+    embedding = torch.zeros(VOCAB, HIDDEN)
+    with tempfile.TemporaryDirectory() as folder:
+        head = load(Path(folder), TargetWeights(embedding, embedding, LAYERS))
+    move(head, set())
+    head.__dict__ |= {"records": True, "stack": None}
+    with MODE, torch.inference_mode():
+        session = head.open([1, 2], 200, 16)
+        assert isinstance(session, FeatureSession)
+        assert_on_device(session._step(torch.zeros(5, ROWS, dtype=torch.int64, device=DEVICE)))
+
+
+def assert_on_device(found: tuple[Tensor, ...]) -> None:
+    assert {tensor.device for tensor in found} == {DEVICE}
+
+
+def attempt(name: str, work: Callable[..., None], *given: Any) -> None:
+    try:
+        work(*deepcopy(given))  # a model's attention is noted in its configuration
+        error = ""
+    except Exception as failure:
+        error = "".join(traceback.format_exception(failure)[-3:])
+    print(json.dumps({"name": name, "error": error}))
+
+
+def host_window(marker: Tensor | None) -> int:
+    """As `stock._window`: it may read its marker, which is on the host, but there are no values here."""
+    assert marker is None or marker.device.type == "cpu"
+    return 0
+
+
+def host_sync() -> None:
+    """Not captured: shows that reading a result is an error here."""
+    with MODE:
+        torch.zeros(2, device=DEVICE).sum().item()
+
+
+def mixed_devices() -> None:
+    with MODE:
+        torch.zeros(2, device=DEVICE) + torch.zeros(2)
+
+
+def replace(module: ModuleType, **names: Any) -> None:
+    for name, value in names.items():
+        setattr(module, name, value)
+
+
+def main() -> None:
+    TritonAttention.__call__ = lambda self, rows, chunks, layer, rule, query: torch.empty_like(query)
+    replace(stock, _window=host_window)
+    replace(drafters.layers, can_multiply=lambda weight: False, pack=lambda weight: None)
+    attempt("host sync", host_sync)
+    attempt("mixed devices", mixed_devices)
+    for name, config in CONFIGS.items():
+        attempt(f"target {name}", target_forward, config, (0, 2))
+    attempt("target without features", target_forward, CONFIGS["llama"], ())
+    for name in ("llama", "gpt_neox"):
+        attempt(f"masked {name}", masked_forward, CONFIGS[name])
+    attempt("draft eagle", draft_step, test_eagle.eagle)
+    attempt("draft eagle3", draft_step, test_eagle.eagle3)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""`python -m tests.engine.model.compile_kernels`: compiles the attention kernels without a GPU, as launches would.
+
+A process of its own: where Triton interprets, it cannot compile. A JSON line for each kernel: name (of the shape),
+dtype, capability, spills (bytes), shared (bytes of a program).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaDriver
+
+from engine.model import triton_attention
+from engine.model.attention import Rule
+from engine.model.kv_pool import KVPool, KVShape
+from engine.model.triton_attention import Rows, TritonAttention
+
+CAPABILITIES = {80: "sm_80", 90: "sm_90a"}
+_PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+BF16, FP32 = torch.bfloat16, torch.float32
+PLAIN, CAPPED = Rule(0.1), Rule(0.1, softcap=30.0)
+
+
+class Shape(NamedTuple):
+    """groups: query heads per KV head."""
+
+    name: str
+    kv_heads: int
+    groups: int
+    head_dim: int
+    dtype: torch.dtype
+    rule: Rule = PLAIN
+
+
+SHAPES = [
+    Shape("llama 8b", 8, 4, 128, BF16),
+    Shape("llama 8b", 8, 4, 128, FP32),
+    Shape("smollm2", 3, 3, 64, BF16),
+    Shape("smollm2", 3, 3, 64, FP32),
+    Shape("gemma2", 4, 2, 256, BF16, CAPPED),
+    Shape("gemma2", 4, 2, 256, FP32, CAPPED),
+    Shape("phi3", 32, 1, 96, BF16),
+    Shape("qwen2 7b", 4, 7, 128, BF16),
+    Shape("one kv head", 1, 32, 128, BF16),
+    Shape("heads of 16", 1, 2, 16, BF16),
+    Shape("heads of 8", 1, 2, 8, FP32),
+    Shape("gpt_oss", 8, 8, 64, BF16, Rule(0.1, window=128, sinks=torch.zeros(64))),
+]
+
+
+class NoGpu(CudaDriver):
+    """Stands for a GPU of that compute capability, for which kernels are compiled and not launched."""
+
+    def __init__(self, capability: int):
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability  # a cache of compiled kernels for each
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Compiled:
+    """A kernel whose launches only compile it."""
+
+    def __init__(self, kernel: Any):
+        self.kernel, self.found = kernel, []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *given, **named: self.found.append(self.kernel.warmup(*given, grid=grid, **named))
+
+
+def launch(shape: Shape) -> None:
+    """One layer's attention over two rows."""
+    pool = KVPool(KVShape(1, shape.kv_heads, shape.head_dim, shape.dtype), 2)
+    rows = Rows(*(torch.zeros(16, dtype=torch.int32) for _ in Rows._fields))
+    query = torch.zeros(2, shape.kv_heads * shape.groups, shape.head_dim, dtype=shape.dtype)
+    TritonAttention(pool, shape.groups)(rows, 3, 0, shape.rule, query)
+
+
+def spills(ptx: str, capability: int) -> int:
+    """Bytes of registers that the assembler keeps in memory. Raises if it refuses the kernel."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [_PTXAS, "-v", "--fmad=false", f"--gpu-name={CAPABILITIES[capability]}", file.name, "-o", os.devnull]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return sum(int(stored) for stored in re.findall(r"(\d+) bytes spill stores", done.stderr))
+
+
+def main() -> None:
+    kernels = [Compiled(triton_attention._attend_chunk), Compiled(triton_attention._attend_joined)]
+    triton_attention._attend_chunk, triton_attention._attend_joined = kernels
+    for capability in CAPABILITIES:
+        triton.runtime.driver.set_active(NoGpu(capability))
+        for shape in SHAPES:
+            launch(shape)
+            for kernel in [kernel.found.pop() for kernel in kernels]:
+                print(json.dumps({
+                    "name": shape.name, "dtype": str(shape.dtype), "capability": capability,
+                    "kernel": kernel.metadata.name, "spills": spills(kernel.asm["ptx"], capability),
+                    "shared": kernel.metadata.shared,
+                }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
