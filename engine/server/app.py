@@ -30,7 +30,7 @@ from engine.server.guard import CLIENT_GONE, Guard
 from engine.server.render import ChatFormat, TextFormat
 from engine.server.schema import ChatRequest, CompletionRequest, TokenizeRequest
 from engine.server.serving import Serving
-from engine.server.translate import chat_choices, check_model, names_of, text_choices
+from engine.server.translate import chat_choices, check_model, names_of, places_for, text_choices
 
 VERSION = version("talon-decoding")
 Responses = dict[int | str, dict[str, Any]]
@@ -67,18 +67,20 @@ def create_app(serving: Serving) -> FastAPI:
         """Answer chat messages."""
         serving.check()
         request.state.names = names_of(body)
-        wanted = await chat_choices(body, engine, settings)
-        format_ = ChatFormat(settings.model, wanted, serving.vocabulary, body.includes_usage, body.return_sources)
-        return await serving.answer(request, body, wanted, format_)
+        with places_for(body, body.n, engine, settings) as places:
+            wanted = await chat_choices(body, engine, settings)
+            format_ = ChatFormat(settings.model, wanted, serving.vocabulary, body.includes_usage, body.return_sources)
+            return await serving.answer(request, body, wanted, format_, places)
 
     @app.post("/v1/completions", response_model=TextCompletion, responses=_STREAM | _REFUSALS)
     async def complete(body: CompletionRequest, request: Request) -> Response:
         """Continue a text, or several."""
         serving.check()
         request.state.names = names_of(body)
-        wanted = await text_choices(body, engine, settings, serving.vocabulary)
-        format_ = TextFormat(settings.model, wanted, serving.vocabulary, body.includes_usage, body.return_sources)
-        return await serving.answer(request, body, wanted, format_)
+        with places_for(body, body.n * len(body.prompts), engine, settings) as places:
+            wanted = await text_choices(body, engine, settings, serving.vocabulary)
+            format_ = TextFormat(settings.model, wanted, serving.vocabulary, body.includes_usage, body.return_sources)
+            return await serving.answer(request, body, wanted, format_, places)
 
     @app.get("/v1/models", responses=_only(401))
     async def models() -> ModelList:

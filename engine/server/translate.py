@@ -7,6 +7,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
+from engine.admission import Reservation
 from engine.api import Engine
 from engine.sampling import SamplingParams
 from engine.server.errors import CONTEXT_LENGTH, ApiError
@@ -34,9 +35,17 @@ class Wanted:
     silent: bool = False
 
 
+def places_for(body: Generation, choices: int, engine: Engine, settings: Settings) -> Reservation:
+    """Places for all choices of a request, before its prompts are tokenised. Raises QueueFull or ApiError."""
+    check_model(body.model, settings)
+    most = min(settings.max_choices, engine.config.queue.size)
+    if choices > most:
+        raise ApiError(400, f"n: {choices} answers in one request (prompts times n); {most} are the most", param="n")
+    return engine.reserve(choices)
+
+
 async def chat_choices(body: ChatRequest, engine: Engine, settings: Settings) -> list[Wanted]:
     """The choices of a chat request. Raises RequestError or ApiError."""
-    _check(body, body.n, engine, settings)
     prompt = await _encoded("messages", [message.plain() for message in body.messages], engine, settings)
     room = engine.target.context - len(prompt)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -49,7 +58,6 @@ async def text_choices(
     body: CompletionRequest, engine: Engine, settings: Settings, vocabulary: Vocabulary
 ) -> list[Wanted]:
     """The choices of a text completion, those of the first prompt first. Raises RequestError or ApiError."""
-    _check(body, body.n * len(body.prompts), engine, settings)
     more = {
         "max_tokens": max(1, body.max_tokens),
         "logprobs": body.logprobs,
@@ -91,13 +99,6 @@ def check_model(model: str, settings: Settings) -> None:
     if model != settings.model:
         message = f"model: {model} is not served here; ask for {settings.model}"
         raise ApiError(404, message, code="model_not_found", param="model")
-
-
-def _check(body: Generation, choices: int, engine: Engine, settings: Settings) -> None:
-    check_model(body.model, settings)
-    most = min(settings.max_choices, engine.config.queue.size)
-    if choices > most:
-        raise ApiError(400, f"n: {choices} answers in one request (prompts times n); {most} are the most", param="n")
 
 
 def _sampling(body: Generation, **more: Any) -> SamplingParams:
