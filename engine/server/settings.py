@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class Settings:
     """model: the name that clients use. api_keys: any of them grants access; empty: everyone has access. cors_origins:
     pages of these origins may call; empty: no page of another origin. max_body_bytes: of a request. max_prompt_tokens:
-    None: what the context holds. max_choices: maximum answers of one request, over all of its prompts. log_prompts: put
-    prompts and answers into the log. traces: an OTLP endpoint for OpenTelemetry, such as
-    http://localhost:4318/v1/traces.
+    None: what the context holds. max_choices: maximum answers of one request, over all of its prompts. root_path: where
+    a proxy serves this, such as /talon; it may remove that from the paths, or not. log_prompts: put prompts and answers
+    into the log. traces: an OTLP endpoint for OpenTelemetry, such as http://localhost:4318/v1/traces.
     """
 
     model: str
@@ -20,5 +20,6 @@ class Settings:
     max_body_bytes: int = 4 << 20
     max_prompt_tokens: int | None = None
     max_choices: int = 64
+    root_path: str = ""
     log_prompts: bool = False
     traces: str | None = None
