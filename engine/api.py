@@ -232,6 +232,8 @@ class Engine:
                     arrival = await flight.arrivals.get()
                     if isinstance(arrival, TalonError):
                         raise arrival
+                    if not answer.rounds and sampling.prompt_logprobs is None:  # with these, all of it is read
+                        self.totals.look_up(len(tokens), min(arrival.cached, len(tokens)))
                     piece = answer.add(arrival)
                     if piece.text or piece.token_ids:
                         yield piece

@@ -137,7 +137,7 @@ class Results:
             return
         self._results[choice] = arrival
         reason = "length" if arrival.finish_reason == "length" else "stop"
-        self.latencies.ended(self.started_s, reason)
+        self.latencies.ended(self.started_s, arrival, reason)
         record["finish_reasons"] = [*record.get("finish_reasons", []), reason]
         if self.texts:
             record["answers"] = [*record.get("answers", []), arrival.text]

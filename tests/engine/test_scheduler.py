@@ -481,3 +481,17 @@ def test_who_waits_for_a_passage_does_not_hold_up_those_behind() -> None:
     first, second, third = (request(stage, n, text) for n, text in enumerate(([*passage, 7], [*passage, 8], [500] * 9)))
     requests.waiting += [first, second, third]
     assert plan(requests).reading == [(first, 33), (third, 9)]
+
+
+def test_a_request_knows_how_long_it_waited_until_it_first_ran() -> None:
+    stage, requests = Stage(), scheduler(most=1)
+    first, second = request(stage, 1, [1, 2, 3]), request(stage, 2, [4, 5, 6])
+    first.since_ns = second.since_ns = 0
+    requests.waiting.extend([first, second])
+    requests.plan(5_000, COSTS, drafted=False)
+    assert (first.queued_us, second.queued_us) == (5, None)
+    requests.remove(first)
+    requests.plan(9_000, COSTS, drafted=False)
+    requests._preempt_youngest()
+    requests.plan(20_000, COSTS, drafted=False)
+    assert second.queued_us == 9
