@@ -109,10 +109,10 @@ class FrontDoor:
     async def __call__(self, request: Request) -> Response:
         """Pass the request on, and its replica's answer back."""
         try:
-            body, headers = await _plain(request)
+            body, sent = await _plain(request)
         except ApiError as error:
             return error.response()
-        asked = HttpRequest(request.method, request.url.path, request.scope["query_string"], headers, body)
+        asked = HttpRequest(request.method, request.url.path, request.scope["query_string"], sent, body)
         session = session_of(request.headers.get(SESSION_HEADER), body)
         for tried in range(_TRIES):
             await asyncio.sleep(_PAUSE_S * tried)
