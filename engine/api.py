@@ -15,10 +15,11 @@ import anyio.to_thread
 
 from drafters.registry import check_vocabulary, find
 from engine import config as configuration
+from engine.admission import Place, Places, Reservation
 from engine.answer import Answer, Piece, Result
 from engine.chat_text import Rendering
 from engine.config import Config
-from engine.errors import EngineClosed, QueueFull, RequestError, TalonError, shown
+from engine.errors import EngineClosed, RequestError, TalonError, shown
 from engine.flight import Flight, Flights
 from engine.launch import ProcessWorker, begin_imports
 from engine.matcher import check
@@ -40,8 +41,9 @@ class Stream:
     garbage-collected.
     """
 
-    def __init__(self, engine: Engine, prompt: Prompt, sampling: SamplingParams, raw: bool):
-        self._pieces = engine._answer(self, prompt, sampling, raw)
+    def __init__(self, engine: Engine, prompt: Prompt, sampling: SamplingParams, raw: bool, places: Reservation | None):
+        self._pieces = engine._answer(self, prompt, sampling, raw, places)
+        self._accepted = False
         self.result: Result | None = None
 
     async def __aenter__(self) -> Stream:
@@ -51,7 +53,21 @@ class Stream:
         await self.aclose()
 
     def __aiter__(self) -> AsyncIterator[Piece]:
-        return self._pieces
+        return self
+
+    async def __anext__(self) -> Piece:
+        await self.accepted()
+        piece = await anext(self._pieces)
+        assert piece is not None
+        return piece
+
+    async def accepted(self) -> None:
+        """Wait until the engine has accepted the request; raises what refuses it. The first piece comes later, once
+        the prompt has been read.
+        """
+        if not self._accepted:
+            self._accepted = True
+            await anext(self._pieces)
 
     async def aclose(self) -> None:
         """Cancel the request; harmless if it has ended."""
@@ -69,7 +85,7 @@ class Engine:
         self.timeline, self.totals = self._supervisor.timeline, self._supervisor.totals
         self._tokenizer: Any = None
         self._numbers = itertools.count(1)
-        self._places = anyio.CapacityLimiter(config.queue.size)
+        self._places = Places(config.queue)
         self._loop = asyncio.get_running_loop()
 
     @classmethod
@@ -160,15 +176,28 @@ class Engine:
         sampling = (sampling or SamplingParams()).validate()
         return await gather(self.generate(prompt, sampling.of_choice(i), raw=raw) for i in range(n))
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, *, raw: bool = False) -> Stream:
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        raw: bool = False,
+        places: Reservation | None = None,
+    ) -> Stream:
         """Like `generate`, piece by piece: `async with engine.stream(...) as stream: async for piece in stream: ...`.
 
-        Leaving the `async with` cancels a request that has not ended.
+        Leaving the `async with` cancels a request that has not ended. places: a reservation, of which it takes one.
         """
         sampling = SamplingParams() if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
             raise RequestError(f"sampling={shown(sampling)}: give SamplingParams(max_tokens=...)")
-        return Stream(self, prompt, sampling.validate(), raw)
+        return Stream(self, prompt, sampling.validate(), raw, places)
+
+    def reserve(self, count: int) -> Reservation:
+        """Take places in the queue before prompts are tokenised: `with engine.reserve(2) as places: ...`. Raises
+        QueueFull, whatever `queue.full` says.
+        """
+        return self._places.reserve(count)
 
     async def tokenize(self, prompt: Prompt, raw: bool = False, rendering: Rendering | None = None) -> list[int]:
         """The token ids that `generate` would make of a prompt, however long it is. rendering: of chat messages."""
@@ -182,32 +211,34 @@ class Engine:
         return tokens
 
     async def _answer(
-        self, stream: Stream, prompt: Prompt, sampling: SamplingParams, raw: bool
-    ) -> AsyncGenerator[Piece]:
-        """A request's life at the front end."""
+        self, stream: Stream, prompt: Prompt, sampling: SamplingParams, raw: bool, places: Reservation | None
+    ) -> AsyncGenerator[Piece | None]:
+        """A request's life at the front end. Yields None once it is accepted, then its pieces."""
         self._check_open()
         started = time.perf_counter()
-        tokens = await self.encode(prompt, raw)
-        check_room(tokens, sampling.max_tokens, self.target.context)
-        check_sampling(sampling, self.config, self.target)
-        if sampling.grammar is not None:
-            await anyio.to_thread.run_sync(check, sampling.grammar)
-        if self.config.queue.full == "refuse" and not self._places.available_tokens:
-            raise QueueFull(f"queue.size={self.config.queue.size}: all places are taken; try later or raise it")
-        number = next(self._numbers)
-        await self._places.acquire_on_behalf_of(number)
+        place = self._place_at_once(places)
         try:  # no context manager of its own: an event loop that ends closes all generators, that one's before this
+            tokens = await self.encode(prompt, raw)
+            check_room(tokens, sampling.max_tokens, self.target.context)
+            check_sampling(sampling, self.config, self.target)
+            if sampling.grammar is not None:
+                await anyio.to_thread.run_sync(check, sampling.grammar)
+            place = place or await self._places.wait()
             self._check_open()  # after every wait: close() reaches only the requests in _flights
+            number = next(self._numbers)
             flight = self._flights[number] = Flight(number, tokens, sampling)
             self.totals.prompt_tokens += len(tokens)
             try:
                 self._supervisor.hand_over()
+                yield None
                 text = TextStream(self._tokenizer, sampling.stop, behind=tokens)
                 answer = Answer(text, len(tokens), started, self.target.inexact, sampling)
                 while answer.finish_reason is None:
                     arrival = await flight.arrivals.get()
                     if isinstance(arrival, TalonError):
                         raise arrival
+                    if not answer.rounds and sampling.prompt_logprobs is None:  # with these, all of it is read
+                        self.totals.look_up(len(tokens), min(arrival.cached, len(tokens)))
                     piece = answer.add(arrival)
                     if piece.text or piece.token_ids:
                         yield piece
@@ -216,7 +247,16 @@ class Engine:
                 del self._flights[number]
                 self._supervisor.cancel(flight)
         finally:
-            self._places.release_on_behalf_of(number)
+            if place is not None:
+                self._places.leave(place)
+
+    def _place_at_once(self, places: Reservation | None) -> Place | None:
+        """A place before the prompt is tokenised, which may take seconds; None where requests wait for theirs: those
+        that are wrong are refused without one.
+        """
+        if places is None and self._places.refuses:
+            places = self._places.reserve(1)
+        return None if places is None else places.take()
 
     def _check_open(self) -> None:
         if self.failed is not None:
@@ -251,4 +291,4 @@ class Engine:
     @property
     def requests(self) -> int:
         """Requests accepted and not answered yet, plus those waiting for a place in the queue."""
-        return len(self._flights) + self._places.statistics().tasks_waiting
+        return self._places.wanted

@@ -163,4 +163,5 @@ def _tokens(conclusion: Conclusion, forward_ns: int, busy_ns: int, now_ns: int) 
         logprobs=conclusion.logprobs,
         prompt_logprobs=prompt_logprobs,
         cached=request.cached,
+        queued_us=request.queued_us or 0,
     )

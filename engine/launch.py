@@ -163,7 +163,8 @@ class Workers:
         for role in self.roles:
             load_keys(self.config, role)
         if self.config.transport == "tcp":  # else the drafter would join whatever holds the port
-            with zmq.Context() as context, closing(Hub(context, self.config.tcp.endpoint, ())):
+            keys = load_keys(self.config, "verifier")  # drafters that wait elsewhere would take a hub without for ours
+            with zmq.Context() as context, closing(Hub(context, self.config.tcp.endpoint, (), keys)):
                 pass
         if self._drafts_here:
             check(self.config)

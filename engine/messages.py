@@ -87,7 +87,8 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
     forward_us: of the target in this round, draft_us: of a draft model. busy_us: of all target forwards since the
     verifier started. at_us: the verifier's clock. sources: for each token, the bits of the drafters that proposed it, 0
     if none did. logprobs: one per token, if requested. prompt_logprobs: with the first tokens, for all prompt tokens
-    but the first. cached: positions of the text found in the prefix cache.
+    but the first. cached: positions of the text found in the prefix cache. queued_us: from the request's arrival until
+    it ran.
     """
 
     request: int
@@ -106,6 +107,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     cached: int = 0
+    queued_us: int = 0
 
 
 class Emitted(Message, frozen=True, kw_only=True):

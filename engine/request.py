@@ -27,9 +27,9 @@ class Request:
 
     answer: tokens already emitted, by an earlier verifier or before a preemption: they are read like the prompt, and
     decoding continues after them. read_to: the position up to which the text must be read before it is decoded; cached:
-    positions of it found in the prefix cache. matcher: of its grammar. drafted: whether it wants drafts. drafts: by
-    outcome; those of outcomes that did not come true are dropped every round. features: hidden states of its
-    positions, for a draft head.
+    positions of it found in the prefix cache; queued_us: how long it waited until it ran first. matcher: of its
+    grammar. drafted: whether it wants drafts. drafts: by outcome; those of outcomes that did not come true are dropped
+    every round. features: hidden states of its positions, for a draft head.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class Request:
         self.read_to = len(self.text) - bool(answer)
         self.has_answer = bool(answer)
         self.cached = 0
+        self.queued_us: int | None = None
         self.trust = Trust()
         self.round = 0
         self.outcome: Outcome = (1, 0, 0, self.text[-1]) if answer else (0, 0, 0, 0)

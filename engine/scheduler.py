@@ -74,7 +74,7 @@ class Scheduler:
 
     def plan(self, now_ns: int, costs: CostModel, drafted: bool) -> Plan:
         """What to do now. drafted: a drafter is present and responding."""
-        self._admit()
+        self._admit(now_ns)
         self._adopt(now_ns)
         decoding = [request for request in self.running if not request.reading]
         missing = [r for r in decoding if drafted and r.drafted and not r.alone and not r.has_draft]
@@ -138,7 +138,7 @@ class Scheduler:
         youngest.preempt()
         self.waiting.appendleft(youngest)
 
-    def _admit(self) -> None:
+    def _admit(self, now_ns: int) -> None:
         """Admit requests whose texts fit, in addition to what the running requests have yet to read."""
         while self.waiting and len(self.running) < self.most:
             request = self.waiting[0]
@@ -147,6 +147,8 @@ class Scheduler:
                 promised = sum(max(0, other.read_to - other.cache.capacity) for other in self.running)
                 if pool.free * BLOCK - promised < request.read_to:
                     return
+            if request.queued_us is None:  # not admitted again after a preemption
+                request.queued_us = (now_ns - request.since_ns) // 1000
             self.running.append(self.waiting.popleft())
 
     def _adopt(self, now_ns: int) -> None:

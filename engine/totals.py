@@ -13,7 +13,8 @@ class Totals:
 
     prompt_tokens: of accepted requests. rounds: of all requests, without prefills; hits: rounds whose tree had arrived
     by the previous verdict. nodes: verified, roots included. drafts: rounds with a draft; draft_tokens, accepted: of
-    these; accepted_at: rounds that accepted a token at each place of the draft, in order. busy_s: of target forwards.
+    these; accepted_at: rounds that accepted a token at each place of the draft, in order. prefix_queries: tokens of
+    prompts looked up in the prefix cache, prefix_hits: found there. busy_s: of target forwards.
     state: running and waiting requests, blocks of keys and values.
     """
 
@@ -26,6 +27,8 @@ class Totals:
     draft_tokens: int = 0
     accepted: int = 0
     accepted_at: list[int] = field(default_factory=list)
+    prefix_queries: int = 0
+    prefix_hits: int = 0
     busy_s: float = 0.0
     state: Heartbeat = field(default_factory=Heartbeat)
     _busy_us: int = 0  # as counted by the current verifier
@@ -49,6 +52,11 @@ class Totals:
         self.accepted_at += [0] * (accepted - len(self.accepted_at))
         for place in range(accepted):
             self.accepted_at[place] += 1
+
+    def look_up(self, prompt: int, cached: int) -> None:
+        """Count a prompt of so many tokens, of which so many were found in the prefix cache."""
+        self.prefix_queries += prompt
+        self.prefix_hits += cached
 
     def new_verifier(self) -> None:
         """A new verifier's counts begin at zero."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ class Line:
         expected: tuple[type, ...],
         keys: Keys | None = None,
     ):
+        if (file := _file_of(endpoint)) is not None:
+            _check_private(file.parent)
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, _LAST_WORDS_MS)
         self.socket.setsockopt(zmq.IDENTITY, name.encode())
@@ -105,6 +108,9 @@ class Hub:
     """The binding side. keys: for tcp."""
 
     def __init__(self, context: zmq.Context[Any], endpoint: str, expected: tuple[type, ...], keys: Keys | None = None):
+        self._file = _file_of(endpoint)
+        if self._file is not None:
+            _check_private(self._file.parent)
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 200)
         self.socket.set_hwm(0)
@@ -114,7 +120,6 @@ class Hub:
             self.socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST)
         self._authenticator = None if keys is None else secure_verifier(context, self.socket, keys)
         self.endpoint, self.expected = endpoint, expected
-        self._file = Path(endpoint.removeprefix("ipc://")) if endpoint.startswith("ipc://") else None
         self.malformed = 0
         self._bind()
 
@@ -128,9 +133,14 @@ class Hub:
             raise ConfigError(f"{field}{self.endpoint}: cannot be bound: {reason}; free it or name another") from None
 
     def restore(self) -> None:
-        """Bind again if the socket's file was removed (by a cleaner of temporary files, say)."""
+        """Bind again if the socket's file was removed (by a cleaner of temporary files, say). Where somebody else has
+        made the folder anew, peers that are connected go on, and new ones refuse it.
+        """
         if self._file is not None and not self._file.exists():
-            self._file.parent.mkdir(mode=0o700, exist_ok=True)
+            try:
+                _check_private(self._file.parent)
+            except ConfigError:
+                return
             self._bind()
 
     def send(self, peer: str, message: Message, arrays: Sequence[Array] = ()) -> None:
@@ -156,6 +166,21 @@ class Hub:
         self.socket.close()
         if self._authenticator is not None:
             self._authenticator.stop()
+
+
+def _file_of(endpoint: str) -> Path | None:
+    """The file of an ipc endpoint."""
+    return Path(endpoint.removeprefix("ipc://")) if endpoint.startswith("ipc://") else None
+
+
+def _check_private(folder: Path) -> None:
+    """Raise ConfigError unless the folder of a socket, which is made if need be, is ours alone: whoever else can write
+    there could listen in our place.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
+        raise ConfigError(f"TMPDIR: {folder} is not a folder of this user alone; remove it, or set another TMPDIR")
 
 
 def _arrived(socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:

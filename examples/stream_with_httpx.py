@@ -23,10 +23,9 @@ body = {
 with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=120) as answer:
     answer.raise_for_status()
     for line in answer.iter_lines():
-        data = line.removeprefix("data: ")
-        if not line or data == "[DONE]":
+        if not line.startswith("data: {"):  # an empty line, a comment, or data: [DONE]
             continue
-        chunk = json.loads(data)
+        chunk = json.loads(line.removeprefix("data: "))
         if "error" in chunk:
             sys.exit(chunk["error"]["message"])
         for choice in chunk["choices"]:

@@ -30,7 +30,7 @@ from engine.server.guard import CLIENT_GONE, Guard
 from engine.server.render import ChatFormat, TextFormat
 from engine.server.schema import ChatRequest, CompletionRequest, TokenizeRequest
 from engine.server.serving import Serving
-from engine.server.translate import chat_choices, check_model, names_of, text_choices
+from engine.server.translate import chat_choices, check_model, names_of, places_for, text_choices
 
 VERSION = version("talon-decoding")
 Responses = dict[int | str, dict[str, Any]]
@@ -39,6 +39,7 @@ _REFUSALS: Responses = {
     401: {"model": Error, "description": "No valid API key."},
     404: {"model": Error, "description": "No such model."},
     413: {"model": Error, "description": "The body is too long."},
+    415: {"model": Error, "description": "The body's Content-Encoding is not gzip."},
     429: {"model": Error, "description": "All places are taken; Retry-After says when to come back."},
     503: {"model": Error, "description": "The workers are being started again."},
 }
@@ -51,7 +52,13 @@ _STREAM: Responses = {
 def create_app(serving: Serving) -> FastAPI:
     """The application of one engine that has been started."""
     engine, settings = serving.engine, serving.settings
-    app = FastAPI(title="Talon", version=VERSION, redoc_url=None, separate_input_output_schemas=False)
+    app = FastAPI(
+        title="Talon",
+        version=VERSION,
+        redoc_url=None,
+        separate_input_output_schemas=False,
+        root_path=settings.root_path,
+    )
     app.state.serving = serving
     _handle_errors(app, serving)
     app.add_middleware(
@@ -59,7 +66,11 @@ def create_app(serving: Serving) -> FastAPI:
     )
     if settings.cors_origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            allow_private_network=True,
         )
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=_STREAM | _REFUSALS)
@@ -67,18 +78,20 @@ def create_app(serving: Serving) -> FastAPI:
         """Answer chat messages."""
         serving.check()
         request.state.names = names_of(body)
-        wanted = await chat_choices(body, engine, settings)
-        format_ = ChatFormat(settings.model, wanted, serving.vocabulary, body)
-        return await serving.answer(request, body, wanted, format_)
+        with places_for(body, body.n, engine, settings) as places:
+            wanted = await chat_choices(body, engine, settings)
+            format_ = ChatFormat(settings.model, wanted, serving.vocabulary, body)
+            return await serving.answer(request, body, wanted, format_, places)
 
     @app.post("/v1/completions", response_model=TextCompletion, responses=_STREAM | _REFUSALS)
     async def complete(body: CompletionRequest, request: Request) -> Response:
         """Continue a text, or several."""
         serving.check()
         request.state.names = names_of(body)
-        wanted = await text_choices(body, engine, settings, serving.vocabulary)
-        format_ = TextFormat(settings.model, wanted, serving.vocabulary, body)
-        return await serving.answer(request, body, wanted, format_)
+        with places_for(body, body.n * len(body.prompts), engine, settings) as places:
+            wanted = await text_choices(body, engine, settings, serving.vocabulary)
+            format_ = TextFormat(settings.model, wanted, serving.vocabulary, body)
+            return await serving.answer(request, body, wanted, format_, places)
 
     @app.get("/v1/models", responses=_only(401))
     async def models() -> ModelList:
@@ -91,7 +104,7 @@ def create_app(serving: Serving) -> FastAPI:
         check_model(model, settings)
         return _model(serving)
 
-    @app.post("/tokenize", responses=_only(400, 401, 413))
+    @app.post("/tokenize", responses=_only(400, 401, 413, 415))
     async def tokenize(body: TokenizeRequest, request: Request) -> Tokenized:
         """The token ids of a text, or of chat messages through the model's template."""
         request.state.names = names_of(body)
@@ -150,7 +163,9 @@ def _handle_errors(app: FastAPI, serving: Serving) -> None:
 
 
 def _http_error(error: HTTPException) -> ApiError:
-    """Errors of FastAPI itself: no such path, another method, a body that cannot be read or is too long."""
+    """Errors met while a body is read, and those of FastAPI itself: no such path, another method."""
+    if isinstance(error.detail, ApiError):
+        return error.detail
     if error.status_code == 404 and error.detail == "Not Found":
         return ApiError(404, "no such route; there are /v1/chat/completions, /v1/completions and those of /docs")
     if error.status_code == 400:  # in a text that is no UTF-8, or in numbers and nesting that Python does not read

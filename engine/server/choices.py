@@ -4,46 +4,63 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
 
+from engine.admission import Reservation
 from engine.answer import Piece, Result
-from engine.api import Engine
+from engine.api import Engine, Stream
 from engine.server.metrics import Latencies
 from engine.server.translate import Wanted
-from engine.tasks import cancel
+from engine.tasks import cancel, gather
 
 Event = tuple[int, Piece | Result]
 """The number of a choice, and what arrived for it."""
-Events = AsyncGenerator[Event]
 
 
-async def run(engine: Engine, wanted: Sequence[Wanted], latencies: Latencies) -> Events:
-    """Yields (choice, piece) as they arrive and (choice, result) when a choice has ended. Closing it cancels all; if
-    one fails, the others end too.
+class Choices:
+    """The answers of one request. `async with` begins once the engine has accepted all of them, and raises what refuses
+    one; it cancels those that have not ended when it is left. Iterating yields (choice, piece) as they arrive and
+    (choice, result) when a choice has ended; if one fails, its error is raised.
     """
-    arrivals: asyncio.Queue[tuple[int, Piece | Result | Exception]] = asyncio.Queue()
-    started_s = time.perf_counter()
 
-    async def answer(choice: int) -> None:
-        before_s = started_s
-        try:
-            async with engine.stream(wanted[choice].prompt, wanted[choice].sampling) as stream:
-                async for piece in stream:
-                    before_s = latencies.emitted(before_s, len(piece.token_ids), first=before_s == started_s)
-                    arrivals.put_nowait((choice, piece))
-            assert stream.result is not None
-            arrivals.put_nowait((choice, stream.result))
-        except Exception as error:
-            arrivals.put_nowait((choice, error))
+    def __init__(self, engine: Engine, wanted: Sequence[Wanted], latencies: Latencies, places: Reservation):
+        self._streams = [engine.stream(one.prompt, one.sampling, places=places) for one in wanted]
+        self._latencies = latencies
+        self._started_s = time.perf_counter()
+        self._arrivals: asyncio.Queue[tuple[int, Piece | Result | Exception]] = asyncio.Queue()
+        self._left = AsyncExitStack()
 
-    tasks = [asyncio.create_task(answer(choice)) for choice in range(len(wanted))]
-    left = len(tasks)
-    try:
+    async def __aenter__(self) -> Choices:
+        async with AsyncExitStack() as left:
+            for stream in self._streams:
+                left.push_async_callback(stream.aclose)
+            await gather(stream.accepted() for stream in self._streams)
+            tasks = [asyncio.create_task(self._follow(*one)) for one in enumerate(self._streams)]
+            left.push_async_callback(cancel, tasks)
+            self._left = left.pop_all()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._left.aclose()
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        left = len(self._streams)
         while left:
-            choice, arrival = await arrivals.get()
+            choice, arrival = await self._arrivals.get()
             if isinstance(arrival, Exception):
                 raise arrival
             left -= isinstance(arrival, Result)
             yield choice, arrival
-    finally:
-        await cancel(tasks)
+
+    async def _follow(self, choice: int, stream: Stream) -> None:
+        before_s = self._started_s
+        try:
+            async for piece in stream:
+                first = before_s == self._started_s
+                before_s = self._latencies.emitted(before_s, len(piece.token_ids), first)
+                self._arrivals.put_nowait((choice, piece))
+            assert stream.result is not None
+            self._arrivals.put_nowait((choice, stream.result))
+        except Exception as error:
+            self._arrivals.put_nowait((choice, error))

@@ -44,6 +44,10 @@ def serve(
         int | None, typer.Option(help="Answers under way or waiting; more get 429.", show_default="queue.size", min=1)
     ] = None,
     drain: Annotated[int, typer.Option(help="Seconds that SIGTERM leaves to answers under way.", min=0)] = 30,
+    keep_alive: Annotated[int, typer.Option(help="Seconds that a connection without requests stays open.", min=1)] = 75,
+    root_path: Annotated[
+        str, typer.Option(help="Path under which a proxy serves this: /talon.", show_default="none")
+    ] = "",
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Prompts and answers stand in the log.")] = False,
     traces: Annotated[
         str | None, typer.Option(help="Send OpenTelemetry spans: http://HOST:4318/v1/traces", show_default="none")
@@ -73,12 +77,13 @@ def serve(
             max_prompt_tokens=max_prompt_tokens,
             clamp_max_tokens=clamp_max_tokens,
             max_choices=max_choices,
+            root_path=checked_root_path(root_path),
             log_prompts=log_prompts,
             traces=traces,
         )
         if (tls_cert is None) != (tls_key is None):
             raise ConfigError("--tls-cert, --tls-key: give both or neither")
-        await run_server(engine_config, settings, Listening(host, port, tls_cert, tls_key, drain))
+        await run_server(engine_config, settings, Listening(host, port, tls_cert, tls_key, drain, keep_alive))
 
     run(main())
 
@@ -88,13 +93,20 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
     lines = os.environ.get(KEYS_VARIABLE, "").split(",")
     if file is not None:
         try:
-            lines += file.read_text("utf8").splitlines()
+            lines += file.read_text("utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--api-keys {file}: cannot be read: {error}") from None
     keys = tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
     if file is not None and not keys:
         raise ConfigError(f"--api-keys {file}: holds no key, and would let everybody in; write one a line")
     return keys
+
+
+def checked_root_path(path: str) -> str:
+    """The path without its last slash; ConfigError if it is none."""
+    if path and not path.startswith("/"):
+        raise ConfigError(f"--root-path {path}: is no path; begin it with a slash, for example /talon")
+    return path.rstrip("/")
 
 
 def short_name(model: str) -> str:

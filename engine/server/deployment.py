@@ -29,6 +29,7 @@ from engine.server.affinity import SESSION_HEADER, session_of
 from engine.server.app import create_app
 from engine.server.command import read_keys, short_name
 from engine.server.errors import ApiError, returning
+from engine.server.gzip_body import gunzip_for
 from engine.server.in_process import HttpHead, HttpRequest, answer
 from engine.server.log import to_standard_error
 from engine.server.serving import Serving
@@ -109,12 +110,11 @@ class FrontDoor:
 
     async def __call__(self, request: Request) -> Response:
         """Pass the request on, and its replica's answer back."""
-        body = b""
-        async for part in request.stream():
-            body += part
-            if len(body) > _MOST_BODY:
-                return ApiError(413, f"the body is over {_MOST_BODY} bytes; send less", code="body_too_long").response()
-        asked = HttpRequest(request.method, request.url.path, request.scope["query_string"], request.headers.raw, body)
+        try:
+            body, sent = await _plain(request)
+        except ApiError as error:
+            return error.response()
+        asked = HttpRequest(request.method, request.url.path, request.scope["query_string"], sent, body)
         session = session_of(request.headers.get(SESSION_HEADER), body)
         for tried in range(_TRIES):
             await asyncio.sleep(_PAUSE_S * tried)
@@ -126,6 +126,18 @@ class FrontDoor:
             headers = {name.decode("latin1"): value.decode("latin1") for name, value in head.headers}
             return StreamingResponse(_rest(parts), head.status, headers)
         return returning().response()
+
+
+async def _plain(request: Request) -> tuple[bytes, list[tuple[bytes, bytes]]]:
+    """The body without its compression, since its text says which replica the request belongs to, and the headers."""
+    body, gunzip = b"", gunzip_for(request.headers.get("content-encoding", ""), _MOST_BODY)
+    async for part in request.stream():
+        body += part if gunzip is None else gunzip.feed(part)
+        if len(body) > _MOST_BODY:
+            raise ApiError(413, f"the body is over {_MOST_BODY} bytes; send less", code="body_too_long")
+    if gunzip is not None:
+        gunzip.end()
+    return body, [header for header in request.headers.raw if header[0] != b"content-encoding"]
 
 
 async def _rest(parts: Any) -> AsyncGenerator[bytes]:

@@ -1,9 +1,13 @@
-"""What every request passes before it reaches a route: its id, API key check, body size limit and log line."""
+"""What every request passes before it reaches a route: its id, its path as routes know it, API key check, the body's
+size and compression, and log line.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
+import re
 import time
 import uuid
 from collections.abc import Callable
@@ -13,6 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.server.errors import ApiError, api_error
+from engine.server.gzip_body import gunzip_for
 from engine.server.log import Log
 from engine.server.settings import Settings
 from engine.server.traces import Traces
@@ -20,6 +25,7 @@ from engine.server.traces import Traces
 OPEN = ("/", "/health", "/ready", "/version")
 """Paths that need no key: they reveal nothing about requests."""
 CLIENT_GONE = 499
+_SLASHES = re.compile("/{2,}")
 _MOST_NUMBER = 64  # maximum characters of an X-Request-Id that is kept
 
 
@@ -29,7 +35,7 @@ class Guard:
     def __init__(self, app: ASGIApp, settings: Settings, log: Log, traces: Traces, refused: Callable[[int], None]):
         self.app, self.max_body_bytes = app, settings.max_body_bytes
         self.log, self.traces, self.refused = log, traces, refused
-        self._keys = [_digest(key) for key in settings.api_keys]
+        self._keys = [_digest(given) for key in settings.api_keys for given in _as_sent(key)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -47,11 +53,12 @@ class Guard:
                 MutableHeaders(scope=message)["x-request-id"] = number
             await send(message)
 
-        if scope["method"] == "HEAD":  # as GET; the server leaves out the body
-            scope = {**scope, "method": "GET"}
+        path = _route_of(scope)
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]  # the server leaves out the body
+        scope = {**scope, "method": method, "path": path}
         try:
-            self._check(scope["path"], headers)
-            await self.app(scope, self._limited(receive), answer)
+            self._check(path, headers)
+            await self.app(scope, self._limited(receive, headers), answer)
         except Exception as error:  # a wrong key, or an unexpected error
             refusal = api_error(error)
             if not isinstance(error, ApiError):
@@ -62,7 +69,7 @@ class Guard:
         finally:
             if status >= 400:
                 self.refused(status)
-            if scope["path"] not in OPEN or status >= 400:
+            if path not in OPEN or status >= 400:
                 record |= {"status": status, "seconds": round(time.perf_counter() - started_s, 4)}
                 self.log.request(record)
                 self.traces.request(headers, record)
@@ -78,21 +85,27 @@ class Guard:
     def _lets_in(self, authorization: str) -> bool:
         """Compares with every key, in a time that does not depend on the keys."""
         scheme, _, key = authorization.partition(" ")
-        given = _digest(key.strip())
+        given = _digest(key.strip().encode("latin1"))  # ASGI's headers are bytes, which `Headers` decodes so
         fits = [hmac.compare_digest(given, known) for known in self._keys]
         return scheme.lower() == "bearer" and any(fits)
 
-    def _limited(self, receive: Receive) -> Receive:
-        """`receive` that refuses a body once it grows too long."""
-        received = 0
+    def _limited(self, receive: Receive, headers: Headers) -> Receive:
+        """`receive` that decompresses a body, and refuses it once it grows too long."""
+        received, gunzip = 0, gunzip_for(headers.get("content-encoding", ""), self.max_body_bytes)
 
         async def limited() -> Message:
             nonlocal received
             message = await receive()
-            received += len(message.get("body", b""))
-            if received > self.max_body_bytes:  # the exception that FastAPI lets through while it reads a body
-                error = self._too_long()
-                raise HTTPException(error.status, str(error))
+            try:
+                if gunzip is not None and message["type"] == "http.request":
+                    message = {**message, "body": gunzip.feed(message.get("body", b""))}
+                received += len(message.get("body", b""))
+                if received > self.max_body_bytes:
+                    raise self._too_long()
+                if gunzip is not None and message["type"] == "http.request" and not message.get("more_body", False):
+                    gunzip.end()
+            except ApiError as error:  # the exception that FastAPI lets through while it reads a body
+                raise HTTPException(error.status, error) from None
             return message
 
         return limited
@@ -101,8 +114,22 @@ class Guard:
         return ApiError(413, f"the body is over {self.max_body_bytes} bytes; send less", code="body_too_long")
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf8", "surrogateescape")).digest()
+def _as_sent(key: str) -> set[bytes]:
+    """The bytes of a key in a header: clients send letters beyond ASCII as UTF-8 or as Latin-1."""
+    sent = {key.encode("utf8", "surrogateescape")}
+    with contextlib.suppress(UnicodeEncodeError):
+        sent.add(key.encode("latin1"))
+    return sent
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _route_of(scope: Scope) -> str:
+    """The path without what the proxy in front put before it, if it was left there, and without doubled slashes."""
+    path, root = _SLASHES.sub("/", scope["path"]), scope.get("root_path", "")
+    return path.removeprefix(root) if path.startswith(f"{root}/") else path
 
 
 def _number(given: str | None) -> str:

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from engine.answer import Result
 from engine.api import Engine
 
 _FIRST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -27,6 +28,10 @@ class Latencies:
         self._first = histogram("vllm:time_to_first_token_seconds", "Until an answer's first token.", _FIRST_S)
         self._between = histogram("vllm:inter_token_latency_seconds", "For each token after the first.", _TOKEN_S)
         self._whole = histogram("vllm:e2e_request_latency_seconds", "Until an answer's last token.", _REQUEST_S)
+        self._queued = histogram("vllm:request_queue_time_seconds", "Until a request runs.", _REQUEST_S)
+        self._token = histogram(
+            "vllm:request_time_per_output_token_seconds", "Of each answer: the mean after its first token.", _TOKEN_S
+        )
         self._ended = Counter(
             "vllm:request_success", "Answers that ended.", ["model_name", "finished_reason"], registry=registry
         )
@@ -45,9 +50,13 @@ class Latencies:
                 self._between.observe((now_s - before_s) / tokens)
         return now_s
 
-    def ended(self, started_s: float, reason: str) -> None:
+    def ended(self, started_s: float, result: Result, reason: str) -> None:
         """An answer is complete."""
         self._whole.observe(time.perf_counter() - started_s)
+        first, *later = result.rounds
+        self._queued.observe(first.queued_us / 1e6)
+        if (tokens := sum(len(round_.tokens) for round_ in later)) > 0:
+            self._token.observe(sum(round_.round_us for round_ in later) / 1e6 / tokens)
         self._ended.labels(self._model, reason).inc()
 
     def refused(self, status: int) -> None:
@@ -70,6 +79,9 @@ class EngineCollector(Collector):
         share = state.held_blocks / state.blocks if state.blocks else 0.0
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of key and value blocks held, 0 to 1.", share)
         yield self._counter("vllm:prompt_tokens", "Tokens of prompts.", totals.prompt_tokens)
+        queries, hits = totals.prefix_queries, totals.prefix_hits
+        yield self._counter("vllm:prefix_cache_queries", "Tokens of prompts looked up in the prefix cache.", queries)
+        yield self._counter("vllm:prefix_cache_hits", "Tokens of prompts found in the prefix cache.", hits)
         yield self._counter("vllm:generation_tokens", "Tokens of answers.", totals.tokens)
         yield self._counter("vllm:spec_decode_num_drafts", "Rounds that had a draft.", totals.drafts)
         yield self._counter("vllm:spec_decode_num_draft_tokens", "Tokens drafted and verified.", totals.draft_tokens)

@@ -22,6 +22,7 @@ from engine.errors import ConfigError
 from engine.server import traces
 from engine.server.app import create_app
 from engine.server.log import to_standard_error
+from engine.server.protocol import HttpProtocol
 from engine.server.serving import Serving
 from engine.server.settings import Settings
 
@@ -30,13 +31,16 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True)
 class Listening:
-    """Where to listen. certificate, key: PEM files for TLS. drain_s: time for running answers at shutdown."""
+    """Where to listen. certificate, key: PEM files for TLS. drain_s: time for running answers at shutdown.
+    keep_alive_s: how long a connection without requests stays open.
+    """
 
     host: str
     port: int
     certificate: Path | None = None
     key: Path | None = None
     drain_s: int = 30
+    keep_alive_s: int = 75
 
 
 async def run_server(config: Config, settings: Settings, where: Listening) -> None:
@@ -96,6 +100,8 @@ def _uvicorn(serving: Serving, where: Listening) -> uvicorn.Config:
         server_header=False,
         lifespan="off",
         ws="none",
+        http=HttpProtocol,
+        timeout_keep_alive=where.keep_alive_s,
         timeout_graceful_shutdown=where.drain_s,
         ssl_certfile=where.certificate,
         ssl_keyfile=where.key,

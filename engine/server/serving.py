@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -12,12 +12,13 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CollectorRegistry
 
+from engine.admission import Reservation
 from engine.answer import Piece, Result
 from engine.api import Engine
 from engine.errors import RequestError, RequestFailed
 from engine.grammar import Grammar
 from engine.sampling import SamplingParams
-from engine.server import choices
+from engine.server.choices import Choices, Event
 from engine.server.connection import EventStream, while_there
 from engine.server.errors import ApiError, api_error, returning
 from engine.server.log import Log
@@ -65,9 +66,11 @@ class Serving:
         if not self.engine.ready:
             raise returning()
 
-    async def answer(self, request: Request, body: Any, wanted: Sequence[Wanted], format_: Format) -> Response:
-        """Errors before the first token get their own HTTP status, so nothing is sent before it."""
-        events = choices.run(self.engine, wanted, self.latencies)
+    async def answer(
+        self, request: Request, body: Any, wanted: Sequence[Wanted], format_: Format, places: Reservation
+    ) -> Response:
+        """A stream begins once the engine has accepted the request, so that refusals get their own HTTP status."""
+        choices = Choices(self.engine, wanted, self.latencies, places)
         record = request.state.record
         record |= {"model": body.model, "stream": body.stream, "choices": len(wanted)}
         record |= {"prompt_tokens": sum(len(one.prompt) for one in wanted)} | ({"user": body.user} if body.user else {})
@@ -76,10 +79,10 @@ class Serving:
         self._note(body.ignored)
         results = Results(self.latencies, record, self.log.prompts, len(wanted))
         if body.stream:
-            first = await while_there(request, _next(events))
-            names = request.state.names
-            return EventStream(self._stream(events, first, format_, results, body.includes_usage, names))
-        await while_there(request, results.collect(events))
+            events = self._stream(choices, format_, results, body.includes_usage, request.state.names)
+            opening = await while_there(request, anext(events))
+            return EventStream(events, opening)
+        await while_there(request, results.collect(choices))
         return JSONResponse(format_.whole(results.complete).model_dump(exclude_none=False))
 
     def _note(self, ignored: Sequence[str]) -> None:
@@ -89,20 +92,12 @@ class Serving:
         self._ignored.update(ignored)
 
     async def _stream(
-        self,
-        events: choices.Events,
-        first: choices.Event,
-        format_: Format,
-        results: Results,
-        counted: bool,
-        names: Mapping[str, str],
+        self, choices: Choices, format_: Format, results: Results, counted: bool, names: Mapping[str, str]
     ) -> AsyncGenerator[bytes]:
-        async with aclosing(events):
+        async with choices:
             try:
-                for chunk in format_.opening():
-                    yield _event(chunk)
-                yield _event(results.rendered(first, format_))
-                async for event in events:
+                yield b"".join(_event(chunk) for chunk in format_.opening())
+                async for event in choices:
                     yield _event(results.rendered(event, format_))
                 if counted:
                     yield _event(format_.usage(results.complete))
@@ -128,19 +123,19 @@ class Results:
     def complete(self) -> list[Result]:
         return [result for result in self._results if result is not None]
 
-    async def collect(self, events: choices.Events) -> None:
+    async def collect(self, choices: Choices) -> None:
         """Collect all events to the end."""
-        async with aclosing(events):
-            async for event in events:
+        async with choices:
+            async for event in choices:
                 self._see(event)
 
-    def rendered(self, event: choices.Event, format_: Format) -> dict[str, Any]:
+    def rendered(self, event: Event, format_: Format) -> dict[str, Any]:
         """The chunk of an event."""
         self._see(event)
         choice, arrival = event
         return format_.piece(choice, arrival) if isinstance(arrival, Piece) else format_.closing(choice, arrival)
 
-    def _see(self, event: choices.Event) -> None:
+    def _see(self, event: Event) -> None:
         choice, arrival = event
         record = self.record
         if isinstance(arrival, Piece):
@@ -150,18 +145,10 @@ class Results:
             return
         self._results[choice] = arrival
         reason = "length" if arrival.finish_reason == "length" else "stop"
-        self.latencies.ended(self.started_s, reason)
+        self.latencies.ended(self.started_s, arrival, reason)
         record["finish_reasons"] = [*record.get("finish_reasons", []), reason]
         if self.texts:
             record["answers"] = [*record.get("answers", []), arrival.text]
-
-
-async def _next(events: choices.Events) -> choices.Event:
-    try:
-        return await anext(events)
-    except BaseException:
-        await events.aclose()
-        raise
 
 
 def _event(chunk: dict[str, Any]) -> bytes:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from engine.admission import Reservation
 from engine.api import Engine
 from engine.chat_text import Rendering
 from engine.errors import printable
@@ -39,9 +40,17 @@ class Wanted:
     silent: bool = False
 
 
+def places_for(body: Generation, choices: int, engine: Engine, settings: Settings) -> Reservation:
+    """Places for all choices of a request, before its prompts are tokenised. Raises QueueFull or ApiError."""
+    check_model(body.model, settings)
+    most = min(settings.max_choices, engine.config.queue.size)
+    if choices > most:
+        raise ApiError(400, f"n: {choices} answers in one request (prompts times n); {most} are the most", param="n")
+    return engine.reserve(choices)
+
+
 async def chat_choices(body: ChatRequest, engine: Engine, settings: Settings) -> list[Wanted]:
     """The choices of a chat request. Raises RequestError or ApiError."""
-    _check(body, body.n, engine, settings)
     messages = [message.plain() for message in body.messages]
     prompt = await _encoded("messages", messages, engine, settings, body.rendering)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -54,7 +63,6 @@ async def text_choices(
     body: CompletionRequest, engine: Engine, settings: Settings, vocabulary: Vocabulary
 ) -> list[Wanted]:
     """The choices of a text completion, those of the first prompt first. Raises RequestError or ApiError."""
-    _check(body, body.n * len(body.prompts), engine, settings)
     more = {
         "max_tokens": _limit(body.limit, engine.target.context, settings),
         "logprobs": body.logprobs,
@@ -110,13 +118,6 @@ def check_model(model: str, settings: Settings) -> None:
     if model != settings.model:
         message = f"model: {printable(model, 100)} is not served here; ask for {settings.model}"
         raise ApiError(404, message, code="model_not_found", param="model")
-
-
-def _check(body: Generation, choices: int, engine: Engine, settings: Settings) -> None:
-    check_model(body.model, settings)
-    most = min(settings.max_choices, engine.config.queue.size)
-    if choices > most:
-        raise ApiError(400, f"n: {choices} answers in one request (prompts times n); {most} are the most", param="n")
 
 
 def _sampling(body: Generation, **more: Any) -> SamplingParams:

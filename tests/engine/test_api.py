@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from drafters.registry import METHODS
 from engine import Engine, SamplingParams
 from engine.errors import QueueFull, RequestError
+from engine.grammar import Grammar
 from engine.messages import Emitted, Tokens
 from engine.transport import Hub
 from tests.conftest import save_tiny_llama, sentencepiece_tokenizer, tiny_tokenizer
@@ -232,6 +233,32 @@ async def test_a_full_queue_refuses_if_so_configured(tiny: str, tiny_draft: str)
         with pytest.raises(QueueFull, match=r"queue\.size=1"):
             await engine.generate(PROMPTS[0])
         first.cancel()
+
+
+async def test_a_full_queue_refuses_before_it_tokenizes(
+    tiny: str, tiny_draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with tiny_engine(tiny, tiny_draft, **{"queue.size": 1, "queue.full": "refuse"}) as engine:
+        with engine.reserve(1):
+            monkeypatch.setattr(engine, "tokenize", None)
+            with pytest.raises(QueueFull):
+                await engine.generate("a prompt of megabytes", SamplingParams(grammar=Grammar(regex="a(b")))
+        monkeypatch.undo()
+        with pytest.raises(RequestError, match="prompt"):
+            await engine.generate("")
+        assert engine.requests == 0, "a request that is refused leaves its place"
+
+
+async def test_a_stream_is_accepted_before_its_first_piece_and_refused_without_one(tiny: str, tiny_draft: str) -> None:
+    slow = {"verifier.simulated_latency_ms": 500}
+    async with tiny_engine(tiny, tiny_draft, **slow) as engine:
+        async with engine.stream(PROMPTS[0], SamplingParams(max_tokens=3, ignore_eos=True)) as stream:
+            await stream.accepted()
+            assert not next(iter(engine._flights.values())).answer
+            assert [len(piece.token_ids) async for piece in stream] == [1, 1, 1]
+        async with engine.stream(PROMPTS[0], SamplingParams(max_tokens=1000)) as stream:
+            with pytest.raises(RequestError, match="max_tokens"):
+                await stream.accepted()
 
 
 async def test_a_full_queue_waits_by_default(tiny: str, tiny_draft: str) -> None:

@@ -524,3 +524,17 @@ def test_every_prompt_is_read_in_twice_the_time_of_those_before_it_and_a_short_o
             break
     for n, one in enumerate(prompts):
         assert ended[one] <= 2 * sum(lengths[: n + 1]) / chunk + n + 2
+
+
+def test_a_request_knows_how_long_it_waited_until_it_first_ran() -> None:
+    stage, requests = Stage(), scheduler(most=1)
+    first, second = request(stage, 1, [1, 2, 3]), request(stage, 2, [4, 5, 6])
+    first.since_ns = second.since_ns = 0
+    requests.waiting.extend([first, second])
+    requests.plan(5_000, COSTS, drafted=False)
+    assert (first.queued_us, second.queued_us) == (5, None)
+    requests.remove(first)
+    requests.plan(9_000, COSTS, drafted=False)
+    requests._preempt_youngest()
+    requests.plan(20_000, COSTS, drafted=False)
+    assert second.queued_us == 9

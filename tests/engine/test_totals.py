@@ -29,3 +29,10 @@ def test_a_new_verifier_counts_from_nothing() -> None:
     totals.new_verifier()
     totals.add(tokens(1, 1, 1, 200))
     assert totals.busy_s == 700e-6 and totals.state == Heartbeat()
+
+
+def test_what_the_prefix_cache_holds_of_prompts_is_counted() -> None:
+    totals = Totals()
+    totals.look_up(40, 0)
+    totals.look_up(40, 32)
+    assert (totals.prefix_queries, totals.prefix_hits) == (80, 32)

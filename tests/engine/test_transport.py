@@ -146,3 +146,49 @@ def test_a_taken_port_is_told_in_one_line() -> None:
         with pytest.raises(ConfigError, match=f"^tcp.endpoint={endpoint}: cannot be bound: address already in use; "):
             Hub(context, endpoint, (Hello,))
         first.close()
+
+
+@pytest.fixture
+def taken(tmp_path: Path) -> Path:
+    """A socket's folder that a cleaner of temporary files removed, and that others can write to since."""
+    folder = tmp_path / "talon-1"
+    folder.mkdir()
+    folder.chmod(0o777)
+    return folder
+
+
+def test_a_folder_that_is_not_ours_alone_is_refused_by_both_sides(taken: Path) -> None:
+    with zmq.Context() as context:
+        for side in (lambda: Hub(context, f"ipc://{taken}/x", ()), lambda: Line(context, f"ipc://{taken}/x", "a", ())):
+            with pytest.raises(ConfigError, match=r"^TMPDIR: .*talon-1 is not a folder of this user alone; remove it"):
+                side()
+
+
+def test_a_link_to_a_folder_of_ours_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "ours").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "ours")
+    with zmq.Context() as context, pytest.raises(ConfigError, match="TMPDIR"):
+        Hub(context, f"ipc://{tmp_path}/link/x", ())
+
+
+def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with zmq.Context() as context, pytest.raises(ConfigError, match="TMPDIR"):
+        Line(context, f"ipc://{tmp_path}/x", "a", ())
+
+
+def test_a_hub_whose_folder_was_taken_serves_its_peers_and_binds_nothing_there(tmp_path: Path) -> None:
+    folder = tmp_path / "talon-1"
+    with zmq.Context() as context:
+        hub = Hub(context, f"ipc://{folder}/x", (Heartbeat,))
+        line = Line(context, f"ipc://{folder}/x", "peer", (Stop,))
+        line.send(Heartbeat())
+        assert len(await_arrivals(hub, 1)) == 1
+        (folder / "x").unlink()
+        folder.chmod(0o777)
+        hub.restore()
+        assert not list(folder.iterdir())
+        line.send(Heartbeat())
+        assert len(await_arrivals(hub, 1)) == 1
+        hub.close()
+        line.close()

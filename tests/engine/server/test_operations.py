@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.engine.server.figures import metric, settle, tokens, until
 from tests.engine.server.process import ServerProcess, serving
@@ -112,6 +113,27 @@ def test_metrics_count_under_vllms_names(server: ServerProcess) -> None:
     assert metric(server, "talon:verifier_busy_seconds_total") > 0
     assert metric(server, "talon:verified_nodes_total") >= metric(server, "talon:rounds_total") > 0
     assert metric(server, "talon:kv_blocks") > 0
+
+
+def test_metrics_tell_of_the_prefix_cache_the_queue_and_the_time_a_token_takes(server: ServerProcess) -> None:
+    names: tuple[str, ...] = ("prefix_cache_queries_total", "prefix_cache_hits_total")
+    names += ("request_queue_time_seconds_count", "request_time_per_output_token_seconds_count")
+
+    def now() -> list[float]:
+        return [metric(server, f"vllm:{name}") for name in names]
+
+    prompt = "a prompt of more than two blocks, which is asked for twice"
+    before = now()
+    answers = [complete(server, prompt=prompt, ignore_eos=True).json() for _ in range(2)]
+    queries, hits, queued, timed = (after - one for one, after in zip(before, now(), strict=True))
+    assert queries == sum(answer["usage"]["prompt_tokens"] for answer in answers)
+    assert 32 <= hits < len(prompt) and queued == timed == 2
+    assert metric(server, "vllm:request_time_per_output_token_seconds_sum") > 0
+    text = httpx.get(f"{server.url}/metrics").text
+    kinds = {family.name: family.type for family in text_string_to_metric_families(text)}
+    assert [kinds[f"vllm:{name}"] for name in ("prefix_cache_queries", "prefix_cache_hits")] == ["counter"] * 2
+    times = ("request_queue_time_seconds", "request_time_per_output_token_seconds")
+    assert [kinds[f"vllm:{name}"] for name in times] == ["histogram"] * 2
 
 
 def test_plain_calls_and_streams_whose_clients_leave_free_their_blocks(server: ServerProcess) -> None:

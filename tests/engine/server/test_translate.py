@@ -13,7 +13,7 @@ from engine.prompts import check_room
 from engine.server.errors import ApiError, api_error
 from engine.server.schema import ChatRequest, CompletionRequest, TokenizeRequest
 from engine.server.settings import Settings
-from engine.server.translate import chat_choices, names_of, text_choices
+from engine.server.translate import chat_choices, names_of, places_for, text_choices
 
 HI = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "json_schema", "json_schema": {"schema": {}}}
@@ -28,6 +28,9 @@ class Encoding:
     async def encode(self, prompt: Any, raw: bool = False, rendering: Any = None) -> list[int]:
         return [7]
 
+    def reserve(self, count: int) -> int:
+        return count
+
 
 ENGINE: Any = Encoding()
 
@@ -40,13 +43,11 @@ def completion(**more: Any) -> CompletionRequest:
     return CompletionRequest.model_validate({"model": "m", "prompt": "hi"} | more)
 
 
-async def test_more_choices_than_the_queue_ever_holds_are_refused_for_good() -> None:
-    assert len(await chat_choices(chat(n=4), ENGINE, Settings("m"))) == 4
+def test_more_choices_than_the_queue_ever_holds_are_refused_for_good() -> None:
+    assert places_for(chat(n=4), 4, ENGINE, Settings("m")) == 4
     with pytest.raises(ApiError, match=r"^n: 5 answers .* 4 are the most") as refused:
-        await chat_choices(chat(n=5), ENGINE, Settings("m"))
+        places_for(chat(n=5), 5, ENGINE, Settings("m"))
     assert refused.value.status == 400
-    with pytest.raises(ApiError, match=r"^n: 6 answers"):
-        await text_choices(completion(prompt=["a", "b", "c"], n=2), ENGINE, Settings("m"), None)  # type: ignore[arg-type]
 
 
 async def test_stop_tokens_and_a_top_p_of_zero_reach_the_engine() -> None:
