@@ -59,7 +59,7 @@ class Counting:
 
 
 class Wire:
-    """A line or a hub: what arrives is put into `inbox`, what is sent is found in `sent`. full: nothing more is sent."""
+    """A line or a hub: what arrives is put into `inbox`, what is sent is found in `sent`. full: no more is sent."""
 
     def __init__(self) -> None:
         self.inbox: list[Any] = []
