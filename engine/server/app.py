@@ -27,10 +27,10 @@ from engine.server.answers import (
 from engine.server.connection import ClientGone
 from engine.server.errors import ApiError, api_error, not_json
 from engine.server.guard import CLIENT_GONE, Guard
-from engine.server.render import ChatFormat, TextFormat
+from engine.server.render import ChatFormat, TextFormat, unnamed_sources
 from engine.server.schema import ChatRequest, CompletionRequest, TokenizeRequest
 from engine.server.serving import Serving
-from engine.server.translate import chat_choices, check_model, names_of, text_choices
+from engine.server.translate import chat_choices, check_model, names_of, owned, text_choices
 
 VERSION = version("talon-decoding")
 Responses = dict[int | str, dict[str, Any]]
@@ -50,7 +50,7 @@ _STREAM: Responses = {
 
 def create_app(serving: Serving) -> FastAPI:
     """The application of one engine that has been started."""
-    engine, settings = serving.engine, serving.settings
+    engine, settings, unnamed = serving.engine, serving.settings, unnamed_sources(serving.engine.config)
     app = FastAPI(title="Talon", version=VERSION, redoc_url=None, separate_input_output_schemas=False)
     app.state.serving = serving
     _handle_errors(app, serving)
@@ -67,8 +67,9 @@ def create_app(serving: Serving) -> FastAPI:
         """Answer chat messages."""
         serving.check()
         request.state.names = names_of(body)
-        wanted = await chat_choices(body, engine, settings)
-        format_ = ChatFormat(settings.model, wanted, serving.vocabulary, body)
+        choices = await chat_choices(body, engine, settings)
+        wanted = owned(choices, request.state.owner, engine.config)
+        format_ = ChatFormat(settings.model, wanted, serving.vocabulary, body, unnamed)
         return await serving.answer(request, body, wanted, format_)
 
     @app.post("/v1/completions", response_model=TextCompletion, responses=_STREAM | _REFUSALS)
@@ -76,8 +77,9 @@ def create_app(serving: Serving) -> FastAPI:
         """Continue a text, or several."""
         serving.check()
         request.state.names = names_of(body)
-        wanted = await text_choices(body, engine, settings, serving.vocabulary)
-        format_ = TextFormat(settings.model, wanted, serving.vocabulary, body)
+        choices = await text_choices(body, engine, settings, serving.vocabulary)
+        wanted = owned(choices, request.state.owner, engine.config)
+        format_ = TextFormat(settings.model, wanted, serving.vocabulary, body, unnamed)
         return await serving.answer(request, body, wanted, format_)
 
     @app.get("/v1/models", responses=_only(401))

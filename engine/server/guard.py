@@ -1,9 +1,10 @@
-"""What every request passes before it reaches a route: its id, API key check, body size limit and log line."""
+"""What every request passes before it reaches a route: its id, API key check, owner, body size limit and log line."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import secrets
 import time
 import uuid
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from engine.server.affinity import SESSION_HEADER
 from engine.server.errors import ApiError, api_error
 from engine.server.log import Log
 from engine.server.settings import Settings
@@ -30,6 +32,7 @@ class Guard:
         self.app, self.max_body_bytes = app, settings.max_body_bytes
         self.log, self.traces, self.refused = log, traces, refused
         self._keys = [_digest(key) for key in settings.api_keys]
+        self._secret = secrets.token_bytes(32)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -37,7 +40,8 @@ class Guard:
         headers, started_s = Headers(scope=scope), time.perf_counter()
         number = _number(headers.get("x-request-id"))
         record: dict[str, object] = {"id": number, "method": scope["method"], "path": scope["path"]}
-        scope["state"] = {**scope.get("state", {}), "number": number, "record": record, "names": {}}
+        own = {"number": number, "record": record, "names": {}, "owner": self._owner(headers)}
+        scope["state"] = {**scope.get("state", {}), **own}
         status = CLIENT_GONE
 
         async def answer(message: Message) -> None:
@@ -77,10 +81,19 @@ class Guard:
 
     def _lets_in(self, authorization: str) -> bool:
         """Compares with every key, in a time that does not depend on the keys."""
-        scheme, _, key = authorization.partition(" ")
-        given = _digest(key.strip())
+        scheme, given = _given(authorization)
         fits = [hmac.compare_digest(given, known) for known in self._keys]
-        return scheme.lower() == "bearer" and any(fits)
+        return scheme == "bearer" and any(fits)
+
+    def _owner(self, headers: Headers) -> str | None:
+        """A name for the client's API key and session, from which neither can be told; None if it has neither. Without
+        keys of the server's own, what a client gives as one says nothing.
+        """
+        session = headers.get(SESSION_HEADER, "")
+        key = _given(headers.get("authorization", ""))[1] if self._keys else b""
+        if not (key or session):
+            return None
+        return hmac.digest(self._secret, key + session.encode("utf8", "surrogateescape"), "sha256").hex()
 
     def _limited(self, receive: Receive) -> Receive:
         """`receive` that refuses a body once it grows too long."""
@@ -99,6 +112,12 @@ class Guard:
 
     def _too_long(self) -> ApiError:
         return ApiError(413, f"the body is over {self.max_body_bytes} bytes; send less", code="body_too_long")
+
+
+def _given(authorization: str) -> tuple[str, bytes]:
+    """The scheme, and the digest of the key."""
+    scheme, _, key = authorization.partition(" ")
+    return scheme.lower(), _digest(key.strip())
 
 
 def _digest(key: str) -> bytes:
