@@ -18,21 +18,23 @@ if TYPE_CHECKING:
 class Method:
     """drafter: "module:class" with a `from_config`, None for plain decoding. has_model: it runs a torch model.
     merges: it drafts with what `parts` names, one method that has a model and some that have none. probes: it learns
-    from nodes that it does not expect to be accepted, so they must not be cut.
+    from nodes that it does not expect to be accepted, so they must not be cut. remembers: it drafts from what earlier
+    requests of the same owner were answered.
     """
 
     drafter: str | None
     has_model: bool = False
     merges: bool = False
     probes: bool = False
+    remembers: bool = False
 
 
 METHODS = {
     "none": Method(None),
     "pld": Method("drafters.prompt_lookup:PromptLookup"),
-    "suffix": Method("drafters.suffix:SuffixDrafter"),
+    "suffix": Method("drafters.suffix:SuffixDrafter", remembers=True),
     "lookahead": Method("drafters.lookahead:Lookahead", probes=True),
-    "recycling": Method("drafters.recycling:TokenRecycling"),
+    "recycling": Method("drafters.recycling:TokenRecycling", remembers=True),
     "datastore": Method("drafters.datastore:DatastoreDrafter"),
     "sps": Method("drafters.small_model:SmallModel", has_model=True),
     "eagle": Method("drafters.eagle:EagleHead", has_model=True),

@@ -1,6 +1,6 @@
-"""Suffix drafting: trees from the session index, over the request's own text, earlier answers and, if there is a dense
-index, the passages most similar to the prompt: phrasing that the prompt only alludes to. The index may start with
-earlier answers: a datastore of what the target answered to prompts of all kinds."""
+"""Suffix drafting: trees from the session index, over the request's own text, its owner's earlier answers and, if there
+is a dense index, the passages most similar to the prompt: phrasing that the prompt only alludes to. The index may have
+public answers too: a datastore of what the target answered to prompts of all kinds."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ WARM_UP = 512
 class SuffixDrafter(Drafter):
     """The likeliest `budget` nodes of the index's mixture; its probabilities are learned and serve as c(v) directly.
 
-    capacity: tokens of finished answers kept for later requests, besides the initial `answers`; beyond it the oldest
-    are evicted first, those of `answers` before all others. 0 without `answers`: each request sees only its own text.
+    capacity: tokens of finished answers kept for later requests of the same owner (`Speculation.owner`); beyond it, the
+    least recently used owners are forgotten first, and of one owner the oldest answers. answers: public ones, from
+    which every request is drafted. 0 without `answers`: each request sees only its own text.
     dense: index in which `passages` passages are looked up for each prompt, or None. shared_noise: where the target
     samples, rank by the noise of its draw.
     """
@@ -47,10 +48,7 @@ class SuffixDrafter(Drafter):
         self.budget, self.length, self.shared_noise = budget, length, shared_noise
         self._sampling: dict[int, SamplingParams] = {}
         self.dense, self.passages = dense, passages
-        remembered = [] if answers is None else [*answers.texts()]
-        self.index = SessionIndex(capacity + sum(map(len, remembered)))
-        for texts in remembered:
-            self.index.remember(texts)
+        self.index = SessionIndex(capacity, [] if answers is None else [*answers.texts()])
 
     @classmethod
     def from_config(cls, config: Config) -> SuffixDrafter:
@@ -79,7 +77,8 @@ class SuffixDrafter(Drafter):
     def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
         self._sampling[request] = sampling if self.shared_noise else GREEDY
         found = self.dense.query(prompt, self.passages) if self.dense is not None else []
-        self.index.start(request, prompt, [passage.tokens for passage in reversed(found)])  # the best one last
+        passages = [passage.tokens for passage in reversed(found)]  # the best one last
+        self.index.start(request, prompt, passages, sampling.owner)
 
     def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:
         return self.index.draft(request, continuation, self.budget, self.length, self._sampling[request])

@@ -59,7 +59,8 @@ class DrafterConfig(_Section):
     one draft model and any number of retrieval drafters. datastore: a folder made by "talon index build". answers: a
     datastore of the target's own answers, which `suffix` treats like its earlier answers; auto: that of a model that
     Talon knows by name; null: none. dense: a datastore made with --dense; `suffix` reads its `passages` passages most
-    similar to the prompt as if they preceded it.
+    similar to the prompt as if they preceded it. share_answers: `talon serve` drafts for every client from what others
+    were answered; clients can then tell from the speed of an answer what others were told.
     """
 
     budget: int = Field(60, ge=2, le=1024)
@@ -67,6 +68,7 @@ class DrafterConfig(_Section):
     memories: tuple[str, ...] = ("suffix",)
     datastore: str | None = None
     answers: str | None = AUTO
+    share_answers: bool = False
     dense: str | None = None
     passages: int = Field(8, ge=1, le=64)
     growth: GrowthConfig = GrowthConfig()

@@ -24,12 +24,12 @@ from drafters.outcomes import likeliest
 from engine.drafting import Outcome, Request, Running, Sent, Wanted
 from engine.errors import ProtocolError
 from engine.loop_link import LoopLine
-from engine.messages import Array, Draft, Finish, Heartbeat, Hello, Rates, Ready, Start, Stop, Verdict
+from engine.messages import Array, Draft, Finish, Heartbeat, Hello, Rates, Ready, Rejoin, Start, Stop, Verdict
 from engine.trace import Trace
 from engine.transport import Line
 from engine.tree import GRAFT_CHANCE, TokenTree
 
-FROM_VERIFIER = (Start, Verdict, Finish)
+FROM_VERIFIER = (Start, Verdict, Finish, Rejoin)
 FROM_FRONT_END = (Stop,)
 HEARTBEAT_S = 0.5
 OUTCOMES = 24  # maximum drafted for in one round
@@ -119,6 +119,8 @@ class DrafterWorker:
 
     def _hear(self, message: Any, arrays: list[Array]) -> None:
         """Process a message; an invalid one is counted and dropped."""
+        if isinstance(message, Rejoin):
+            return self._join()
         request = self.requests.get(message.request)
         try:
             if isinstance(message, Start):

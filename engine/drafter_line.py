@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -12,7 +13,7 @@ from engine.cost_model import CostModel
 from engine.errors import ProtocolError
 from engine.features import NO_STATES
 from engine.loop_link import LoopHub
-from engine.messages import Array, Draft, Finish, Hello, Start, Verdict
+from engine.messages import Array, Draft, Finish, Hello, Message, Rejoin, Start, Verdict
 from engine.request import Request
 from engine.round import Proposal
 from engine.scheduler import Scheduler
@@ -28,6 +29,9 @@ class DrafterLine:
     """hub: drafters connect to it; the one that sent the latest Hello drafts. budget: maximum nodes of a tree.
     timeout_s: a drafter that owes a draft for longer is late, until its next message. weighed: whether drafts must pay
     for their cost.
+
+    What a drafter leaves unread is bounded by its hub. One to which no more can be sent is dropped, as if it were gone;
+    once it reads again it is asked to rejoin, as a drafter does after a restart.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class DrafterLine:
         self.drafter: str | None = None
         self.wants = Hello()
         self._late = False
+        self._dropped: str | None = None  # to be asked to rejoin
         self._newcomers: list[tuple[str, Hello]] = []  # drafters to welcome between rounds
 
     @property
@@ -64,6 +69,8 @@ class DrafterLine:
         for peer, hello in self._newcomers:
             self._welcome(peer, hello)
         self._newcomers.clear()
+        if self._dropped is not None and self.hub.send(self._dropped, Rejoin()):
+            self._dropped = None
 
     def hear(self) -> None:
         """File the drafts that have arrived; may be called while a round is under way."""
@@ -83,7 +90,7 @@ class DrafterLine:
         wants = msgspec.structs.replace(hello, rests=hello.rests and self.weighed)
         if wants.feature_layers != self.wants.feature_layers:
             self._forget_states()
-        self.drafter, self._late, self.wants = peer, False, wants
+        self.drafter, self._late, self._dropped, self.wants = peer, False, None, wants
         self.requests.needs_states = bool(wants.feature_layers)
         for request in self.requests:
             request.drafts, request.alone, request.asked_ns = {}, False, time.perf_counter_ns()
@@ -130,6 +137,11 @@ class DrafterLine:
 
     # What is sent.
 
+    def _send(self, message: Message, arrays: Sequence[Array] = ()) -> None:
+        """Send to the drafter. If it has left too much unread, it is dropped."""
+        if self.drafter is not None and not self.hub.send(self.drafter, message, arrays):
+            self.drafter, self._dropped = None, self.drafter
+
     def rests(self, costs: CostModel) -> bool:
         """Whether the drafter's model rests for now."""
         return self.wants.rests and costs.rest.second
@@ -141,7 +153,7 @@ class DrafterLine:
         round_ = request.round + 1 if request.has_answer else 0
         request.told = len(request.text)
         start = Start(request=request.number, round=round_, sampling=request.sampling)
-        self.hub.send(self.drafter, start, [np.asarray(request.text)])
+        self._send(start, [np.asarray(request.text)])
 
     def tell(self, conclusion: Conclusion, costs: CostModel, requests: int) -> None:
         """Send the verdict on a round of `requests` requests, with the tokens and features of all positions not sent
@@ -166,9 +178,8 @@ class DrafterLine:
         missed = np.asarray(request.text[request.told : -len(conclusion.tokens)], np.int32)
         request.told = len(request.text)
         arrays = [np.asarray(conclusion.path), np.asarray(conclusion.tokens), successors, grafts, missed, features]
-        self.hub.send(self.drafter, verdict, arrays)
+        self._send(verdict, arrays)
 
     def finish(self, request: Request) -> None:
         """The request is over."""
-        if self.drafter is not None:
-            self.hub.send(self.drafter, Finish(request=request.number))
+        self._send(Finish(request=request.number))

@@ -52,9 +52,11 @@ class LoopHub:
         self.malformed = 0
         self.line = LoopLine()
 
-    def send(self, peer: str, message: Message, arrays: Sequence[Array] = ()) -> None:
+    def send(self, peer: str, message: Message, arrays: Sequence[Array] = ()) -> bool:
+        """Never refused: the drafter reads all that has arrived before the next round."""
         assert peer == _PEER
         self.line.arrived.append((message, _copies(message, arrays)))
+        return True
 
     def received(self) -> Iterator[tuple[str, Any, list[Array]]]:
         """The messages that have arrived, each with its sender's name."""

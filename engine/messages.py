@@ -1,7 +1,8 @@
 """The whole protocol on one page: who says what to whom.
 
     front end -> verifier   Submit, Cancel, Stop      verifier -> front end   Ready, Emitted, Failed, Heartbeat, Spans
-    verifier  -> drafter    Start, Verdict, Finish    drafter  -> verifier    Hello, Draft
+    verifier  -> drafter    Start, Verdict, Finish,   drafter  -> verifier    Hello, Draft
+                            Rejoin
     front end -> drafter    Stop                      drafter  -> front end   Ready, Failed, Heartbeat, Spans
 
 A message is a msgpack frame, [struct, shapes], and, if it carries arrays, a second one with their numbers,
@@ -215,6 +216,10 @@ class Finish(Message, frozen=True, kw_only=True):
     request: int
 
 
+class Rejoin(Message, frozen=True, kw_only=True):
+    """The drafter left too much unread, and messages to it were not sent: it must say Hello again."""
+
+
 class Draft(Message, frozen=True, kw_only=True):
     """A tree for `round`, for one outcome of the previous round. Arrays: those of the TokenTree.
 
@@ -231,7 +236,7 @@ class Draft(Message, frozen=True, kw_only=True):
 
 
 AnyMessage = Union[  # noqa: UP007 - msgspec reads the union at run time, on Python 3.10 too
-    Submit, Cancel, Stop, Ready, Emitted, Failed, Heartbeat, Spans, Hello, Start, Verdict, Finish, Draft
+    Submit, Cancel, Stop, Ready, Emitted, Failed, Heartbeat, Spans, Hello, Start, Verdict, Finish, Rejoin, Draft
 ]
 
 # dtype and dimensions; arrays stay aligned as long as smaller numbers come last

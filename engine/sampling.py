@@ -31,12 +31,15 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     """A request's own drafting options: they affect its speed, never its text.
 
     off: plain decoding. budget: maximum nodes of a tree, root included, up to the engine's drafter.budget. method: the
-    engine's own method, or "off"; None is the engine's own.
+    engine's own method, or "off"; None is the engine's own. owner: whose earlier answers the request is drafted from,
+    and whose later ones are drafted from its answer, for drafters that remember answers; "" is the program itself, None
+    is nobody.
     """
 
     off: bool = False
     budget: int | None = None
     method: str | None = None
+    owner: str | None = ""
 
     def validate(self) -> Speculation:
         """Return it with every value converted to its type, and method "off" as `off`. Raises RequestError naming the
@@ -45,8 +48,9 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
         values = _converted(self, "speculation.")
         if values["budget"] is not None and values["budget"] < 2:
             raise RequestError(f"speculation.budget={shown(self.budget)}: use 2 nodes or more, or off=True")
-        if not is_text(values["method"] or ""):
-            raise RequestError(f"speculation.method={shown(self.method)}: {HALF_A_CHARACTER}")
+        for name in ("method", "owner"):
+            if not is_text(values[name] or ""):
+                raise RequestError(f"speculation.{name}={shown(getattr(self, name))}: {HALF_A_CHARACTER}")
         if values["method"] in ("off", "none"):
             values |= {"off": True, "method": None}
         return Speculation(**values)
@@ -108,6 +112,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             if values[name] is not None:
                 values[name] = values[name].validate()
         return SamplingParams(**values)._in_range()
+
+    @property
+    def owner(self) -> str | None:
+        """Whose memory the request shares (`Speculation.owner`)."""
+        return "" if self.speculation is None else self.speculation.owner
 
     def of_choice(self, index: int) -> SamplingParams:
         """The parameters of answer `index` of `n` to one prompt: the seed is advanced by `index`."""

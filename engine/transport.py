@@ -2,8 +2,9 @@
 
 Every link has one side that binds (a Hub, a ROUTER that serves named peers) and one that connects (a Line, a DEALER).
 The front end is the workers' hub; the verifier is the drafter's. Messages that do not follow the protocol are counted
-and dropped; what is sent to a peer that is gone is lost, and nobody blocks. Over tcp a peer may leave and return at any
-time: ZeroMQ reconnects by itself, pings detect connections that died silently, and keys keep strangers out.
+and dropped; what is sent to a peer that is gone is lost, and nobody blocks. What a peer leaves unread may be bounded:
+beyond that its hub refuses to send. Over tcp a peer may leave and return at any time: ZeroMQ reconnects by itself,
+pings detect connections that died silently, and keys keep strangers out.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ _LARGEST = 1 << 20  # maximum bytes of a message to a hub over tcp: a tree of 10
 
 
 class Line:
-    """The connecting side. name: how the hub knows this peer, unique per start. keys: for tcp."""
+    """The connecting side. name: how the hub knows this peer, unique per start. keys: for tcp. unread: maximum messages
+    that wait here, 0: no maximum; more wait at the hub.
+    """
 
     def __init__(
         self,
@@ -44,13 +47,15 @@ class Line:
         name: str,
         expected: tuple[type, ...],
         keys: Keys | None = None,
+        unread: int = 0,
     ):
         if (file := _file_of(endpoint)) is not None:
             _check_private(file.parent)
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, _LAST_WORDS_MS)
         self.socket.setsockopt(zmq.IDENTITY, name.encode())
-        self.socket.set_hwm(0)
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, unread)
         self.endpoint, self.expected = endpoint, expected
         self.monitor: zmq.Socket[bytes] | None = None
         if endpoint.startswith("tcp:"):
@@ -105,15 +110,24 @@ class Line:
 
 
 class Hub:
-    """The binding side. keys: for tcp."""
+    """The binding side. keys: for tcp. unread: maximum messages that wait here for one peer, 0: no maximum."""
 
-    def __init__(self, context: zmq.Context[Any], endpoint: str, expected: tuple[type, ...], keys: Keys | None = None):
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        endpoint: str,
+        expected: tuple[type, ...],
+        keys: Keys | None = None,
+        unread: int = 0,
+    ):
         self._file = _file_of(endpoint)
         if self._file is not None:
             _check_private(self._file.parent)
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 200)
-        self.socket.set_hwm(0)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.SNDHWM, unread)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # to be told of a message that is not sent
         if endpoint.startswith("tcp:"):
             _ping(self.socket)
             self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # for a peer that is back before its old connection ended
@@ -143,9 +157,16 @@ class Hub:
                 return
             self._bind()
 
-    def send(self, peer: str, message: Message, arrays: Sequence[Array] = ()) -> None:
-        """Send to `peer`; dropped if it is gone."""
-        self.socket.send_multipart([peer.encode(), *encode(message, arrays)], flags=zmq.NOBLOCK)
+    def send(self, peer: str, message: Message, arrays: Sequence[Array] = ()) -> bool:
+        """Send to `peer`; lost if it is gone. False if it has left too much unread, and the message is not sent."""
+        try:
+            self.socket.send_multipart([peer.encode(), *encode(message, arrays)], flags=zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+        return True
 
     def received(self) -> Iterator[tuple[str, Any, list[Array]]]:
         """The messages that have arrived, each with its sender's name."""

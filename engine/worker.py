@@ -77,7 +77,9 @@ def _hub(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -> Hub | L
     """The hub that drafters connect to."""
     from engine.verifier import FROM_DRAFTER
 
-    return LoopHub() if shares_loop(config) else Hub(context, spec.drafts, FROM_DRAFTER, load_keys(config, "verifier"))
+    if shares_loop(config):
+        return LoopHub()
+    return Hub(context, spec.drafts, FROM_DRAFTER, load_keys(config, "verifier"), most_unread(config))
 
 
 @contextmanager
@@ -101,7 +103,9 @@ def _run_drafter(spec: WorkerSpec, config: Config, context: zmq.Context[Any], lo
 
     with (
         _reporting(Line(context, spec.control, spec.name, FROM_FRONT_END)) as control,
-        closing(Line(context, spec.drafts, spec.name, FROM_VERIFIER, load_keys(config, "drafter"))) as verdicts,
+        closing(
+            Line(context, spec.drafts, spec.name, FROM_VERIFIER, load_keys(config, "drafter"), most_unread(config))
+        ) as verdicts,
     ):
         stream: AbstractContextManager[None] = nullcontext()
         if METHODS[config.method].has_model:
@@ -146,6 +150,16 @@ def _reporting(control: Line) -> Iterator[Line]:
             pass  # the engine was closed while this thread was still loading: there is nobody to tell
         except TalonError as error:
             control.send(Failed(request=None, kind=type(error).__name__, text=str(error)))
+
+
+_UNREAD = 1024
+
+
+def most_unread(config: Config) -> int:
+    """Messages that a drafter may leave unread at either end of its line. A drafter that joins is told of all requests
+    at once, and half of that must fit beside what it has not read yet.
+    """
+    return _UNREAD + 4 * config.queue.size
 
 
 def load_keys(config: Config, side: str) -> Keys | None:

@@ -1,8 +1,9 @@
 """The session index: what followed the same words in this request and in earlier answers.
 
-Two stores of counted n-grams (`retrieval_index.ngrams`): one per request with its prompt and output, and one bounded
-cache of finished answers for all requests. A token's chance is a mixture of what followed each context length in each
-store; the weights are learned online from every token that is appended, so that they are acceptance probabilities.
+Three stores of counted n-grams (`retrieval_index.ngrams`): one per request with its prompt and output, one per owner of
+requests with the answers to them, all bounded together, and one of public answers. A token's chance is a mixture of
+what followed each context length in each store; the weights are learned online from every token that is appended, so
+that they are acceptance probabilities.
 """
 
 from __future__ import annotations
@@ -16,44 +17,59 @@ from numpy.typing import NDArray
 
 from engine.sampling import SamplingParams
 from engine.tree import TokenTree
+from retrieval_index.memories import Memories
 
 if TYPE_CHECKING:
     from retrieval_index.ngrams import Store
 
-BYTES_PER_TOKEN = 200  # of `capacity`: the cache takes no more, whatever the text; twice that while it grows
+BYTES_PER_TOKEN = 200  # of `capacity`: memories take no more, whatever the text; twice that while one grows
 GREEDY = SamplingParams()
 CONTEXT = 8  # last tokens of the prompt that are kept with an answer, so that its beginning has a context
 
 
 @dataclass
 class _Request:
-    """own: its text. passages, prompt: how many tokens come before its prompt, and before its answer."""
+    """own: its text. owner: whose memory it shares, None: nobody's. passages, prompt: how many tokens come before its
+    prompt, and before its answer.
+    """
 
     own: Store
+    owner: str | None
     passages: int
     prompt: int
 
 
 class SessionIndex:
-    """Drafts from the live requests' texts and a cache of at most `capacity` tokens of finished answers."""
+    """Drafts from a request's own text, at most `capacity` tokens of its owner's finished answers, and public answers.
 
-    def __init__(self, capacity: int = 1_000_000):
+    capacity: of all owners together. public: SEPARATOR after each answer.
+    """
+
+    def __init__(self, capacity: int = 1_000_000, public: Sequence[NDArray[np.int32]] = ()):
         from engine import noise_bits  # numba: half a second that only users of the index pay
         from retrieval_index import ngrams
 
         self._kernels: Any = ngrams
         self._keys_from = noise_bits.keys_from
         self.capacity = capacity
-        self.shared = self._new_store(max(capacity, 1))
+        self.public: Store = ngrams.store_for(max(sum(map(len, public)), 1))
+        for text in public:
+            self.public = ngrams.with_text(self.public, text, _NO_BOUND)
+        self.memories: Memories[Store] = Memories(capacity)
+        self._nothing: Store = ngrams.store_for(1)
         self.weights = np.zeros((ngrams.COMPONENTS, ngrams.BUCKETS, 2))
         self.weights[..., 0] = 0.5
         self._requests: dict[int, _Request] = {}
 
-    def start(self, request: int, prompt: Sequence[int], passages: Sequence[Sequence[int]] = ()) -> None:
-        """Index a prompt, and passages as if they came before it. Nothing is learned from them."""
+    def start(
+        self, request: int, prompt: Sequence[int], passages: Sequence[Sequence[int]] = (), owner: str | None = ""
+    ) -> None:
+        """Index a prompt, and passages as if they came before it. Nothing is learned from them. owner: whose answers
+        it may be drafted from, and who may be drafted for from its answer; None: nobody's, and nobody.
+        """
         before = [token for passage in passages for token in (*passage, self._kernels.SEPARATOR)]
         text = [*before, *prompt]
-        self._requests[request] = _Request(self._new_store(len(text) + 512), len(before), len(text))
+        self._requests[request] = _Request(self._kernels.store_for(len(text) + 512), owner, len(before), len(text))
         self._append(self._requests[request], np.asarray(text, np.int32), learn=False)
 
     def append(self, request: int, tokens: Sequence[int]) -> None:
@@ -70,7 +86,7 @@ class SessionIndex:
     ) -> TokenTree:
         """The likeliest continuations of text and `continuation`, at most `budget` nodes, root included. sampling:
         how the target draws; the noise of that draw is known, so it ranks the continuations too."""
-        own, shared = self._requests[request].own, self.shared
+        own, memory = self._requests[request].own, self._memory(self._requests[request])
         noise = _NO_NOISE
         if not sampling.greedy:
             position = int(own.state[self._kernels.END]) - self._requests[request].passages + len(continuation)
@@ -78,62 +94,39 @@ class SessionIndex:
         tree, confidence = np.empty((2, budget), np.int32), np.empty(budget, np.float32)
         asked = np.asarray(continuation, np.int32) if continuation else _NOTHING
         n = self._kernels.draft(
-            *(*own, *shared, self.weights, asked, depth, 1e-4),
+            *(*own, *memory, *self.public, self.weights, asked, depth, 1e-4),
             *(noise, min(sampling.temperature, 1.0), tree, confidence),
         )
         return TokenTree(tree[0, :n], tree[1, :n], confidence[:n], np.zeros(n, np.uint32))
 
     def finish(self, request: int) -> None:
-        """Forget the request; its answer goes to the shared cache."""
-        request_state = self._requests.pop(request)
-        if not self.capacity:
+        """Forget the request; its answer goes to its owner's memory."""
+        ended, k = self._requests.pop(request), self._kernels
+        if ended.owner is None or not self.capacity:
             return
-        own = request_state.own
-        text = self._kernels.parts(*own)[2][max(request_state.prompt - CONTEXT, 0) : own.state[self._kernels.END]]
-        self.remember(np.append(text, np.int32(self._kernels.SEPARATOR)))
+        answer = k.parts(*ended.own)[2][max(ended.prompt - CONTEXT, 0) : ended.own.state[k.END]]
+        known = self.memories.of(ended.owner)
+        memory = k.store_for(1) if known is None else known
+        memory = k.with_text(memory, np.append(answer, np.int32(k.SEPARATOR)), self.capacity)
+        self.memories.keep(ended.owner, memory, k.length(memory))
 
-    def remember(self, text: NDArray[np.int32]) -> None:
-        """Cache finished answers, SEPARATOR after each, evicting the oldest tokens beyond `capacity`."""
-        done = 0
-        while done < len(text):
-            done += self._kernels.remember(self.shared.arena, self.shared.state, text[done:], self.capacity)
-            if done < len(text):
-                self.shared = self._grown(self.shared)
+    def cached_tokens(self, owner: str | None = "") -> int:
+        """Tokens in the owner's memory, separators included."""
+        memory = self.memories.of(owner)
+        return 0 if memory is None else int(self._kernels.length(memory))
 
-    @property
-    def cached_tokens(self) -> int:
-        """Tokens in the shared cache, separators included."""
-        return int(self.shared.state[self._kernels.END] - self.shared.state[self._kernels.START])
+    def _memory(self, request: _Request) -> Store:
+        memory = self.memories.of(request.owner)
+        return self._nothing if memory is None else memory
 
     def _append(self, request: _Request, tokens: NDArray[np.int32], learn: bool) -> None:
-        done, shared = 0, self.shared
+        done, memory = 0, self._memory(request)
         while done < len(tokens):
             own = request.own
-            done += self._kernels.append(
-                own.arena, own.state, shared.arena, shared.state, self.weights, tokens[done:], learn
-            )
+            done += self._kernels.append(*own, *memory, *self.public, self.weights, tokens[done:], learn)
             if done < len(tokens):
-                request.own = self._grown(own)
-
-    def _new_store(self, tokens: int) -> Store:
-        size = 1 << max(9, (tokens + 1).bit_length())
-        store: Store = self._kernels.new_store(slots=2 * size, pool=size, ring=size, heads=size)
-        return store
-
-    def _grown(self, store: Store) -> Store:
-        """A copy in which the nearly full parts are doubled."""
-        k = self._kernels
-        state = store.state.tolist()
-        slots, pool, ring, heads = state[k.SLOTS : k.HEADS + 1]
-        if 2 * (state[k.USED] + k.ORDERS) > slots:
-            slots *= 2
-        if 3 * state[k.TOP] + 4 * k.ROOM > 2 * pool:
-            pool *= 2
-        if state[k.END] - state[k.START] + 1 >= ring // 2:
-            ring, heads = 2 * ring, 2 * heads
-        bigger: Store = k.new_store(slots, pool, ring, heads)
-        k.copy_into(*store, *bigger)
-        return bigger
+                request.own = self._kernels.grown(own)
 
 
 _NOTHING, _NO_NOISE = np.empty(0, np.int32), np.empty(0, np.uint64)
+_NO_BOUND = 1 << 62

@@ -27,10 +27,10 @@ from engine.server.answers import (
 from engine.server.connection import ClientGone
 from engine.server.errors import ApiError, api_error, not_json
 from engine.server.guard import CLIENT_GONE, Guard
-from engine.server.render import ChatFormat, TextFormat
+from engine.server.render import ChatFormat, TextFormat, unnamed_sources
 from engine.server.schema import ChatRequest, CompletionRequest, TokenizeRequest
 from engine.server.serving import Serving
-from engine.server.translate import chat_choices, check_model, names_of, places_for, text_choices
+from engine.server.translate import chat_choices, check_model, names_of, owned, places_for, text_choices
 
 VERSION = version("talon-decoding")
 Responses = dict[int | str, dict[str, Any]]
@@ -51,7 +51,7 @@ _STREAM: Responses = {
 
 def create_app(serving: Serving) -> FastAPI:
     """The application of one engine that has been started."""
-    engine, settings = serving.engine, serving.settings
+    engine, settings, unnamed = serving.engine, serving.settings, unnamed_sources(serving.engine.config)
     app = FastAPI(
         title="Talon",
         version=VERSION,
@@ -79,8 +79,9 @@ def create_app(serving: Serving) -> FastAPI:
         serving.check()
         request.state.names = names_of(body)
         with places_for(body, body.n, engine, settings) as places:
-            wanted = await chat_choices(body, engine, settings)
-            format_ = ChatFormat(settings.model, wanted, serving.vocabulary, body)
+            choices = await chat_choices(body, engine, settings)
+            wanted = owned(choices, request.state.owner, engine.config)
+            format_ = ChatFormat(settings.model, wanted, serving.vocabulary, body, unnamed)
             return await serving.answer(request, body, wanted, format_, places)
 
     @app.post("/v1/completions", response_model=TextCompletion, responses=_STREAM | _REFUSALS)
@@ -89,8 +90,9 @@ def create_app(serving: Serving) -> FastAPI:
         serving.check()
         request.state.names = names_of(body)
         with places_for(body, body.n * len(body.prompts), engine, settings) as places:
-            wanted = await text_choices(body, engine, settings, serving.vocabulary)
-            format_ = TextFormat(settings.model, wanted, serving.vocabulary, body)
+            choices = await text_choices(body, engine, settings, serving.vocabulary)
+            wanted = owned(choices, request.state.owner, engine.config)
+            format_ = TextFormat(settings.model, wanted, serving.vocabulary, body, unnamed)
             return await serving.answer(request, body, wanted, format_, places)
 
     @app.get("/v1/models", responses=_only(401))

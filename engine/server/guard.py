@@ -1,5 +1,5 @@
-"""What every request passes before it reaches a route: its id, its path as routes know it, API key check, the body's
-size and compression, and log line.
+"""What every request passes before it reaches a route: its id, its path as routes know it, API key check, owner, the
+body's size and compression, and log line.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import hmac
 import re
+import secrets
 import time
 import uuid
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from engine.server.affinity import SESSION_HEADER
 from engine.server.errors import ApiError, api_error
 from engine.server.gzip_body import gunzip_for
 from engine.server.log import Log
@@ -36,6 +38,7 @@ class Guard:
         self.app, self.max_body_bytes = app, settings.max_body_bytes
         self.log, self.traces, self.refused = log, traces, refused
         self._keys = [_digest(given) for key in settings.api_keys for given in _as_sent(key)]
+        self._secret = secrets.token_bytes(32)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -43,7 +46,8 @@ class Guard:
         headers, started_s = Headers(scope=scope), time.perf_counter()
         number = _number(headers.get("x-request-id"))
         record: dict[str, object] = {"id": number, "method": scope["method"], "path": scope["path"]}
-        scope["state"] = {**scope.get("state", {}), "number": number, "record": record, "names": {}}
+        own = {"number": number, "record": record, "names": {}, "owner": self._owner(headers)}
+        scope["state"] = {**scope.get("state", {}), **own}
         status = CLIENT_GONE
 
         async def answer(message: Message) -> None:
@@ -84,10 +88,19 @@ class Guard:
 
     def _lets_in(self, authorization: str) -> bool:
         """Compares with every key, in a time that does not depend on the keys."""
-        scheme, _, key = authorization.partition(" ")
-        given = _digest(key.strip().encode("latin1"))  # ASGI's headers are bytes, which `Headers` decodes so
+        scheme, given = _given(authorization)
         fits = [hmac.compare_digest(given, known) for known in self._keys]
-        return scheme.lower() == "bearer" and any(fits)
+        return scheme == "bearer" and any(fits)
+
+    def _owner(self, headers: Headers) -> str | None:
+        """A name for the client's API key and session, from which neither can be told; None if it has neither. Without
+        keys of the server's own, what a client gives as one says nothing.
+        """
+        session = headers.get(SESSION_HEADER, "")
+        key = _given(headers.get("authorization", ""))[1] if self._keys else b""
+        if not (key or session):
+            return None
+        return hmac.digest(self._secret, key + session.encode("utf8", "surrogateescape"), "sha256").hex()
 
     def _limited(self, receive: Receive, headers: Headers) -> Receive:
         """`receive` that decompresses a body, and refuses it once it grows too long."""
@@ -120,6 +133,12 @@ def _as_sent(key: str) -> set[bytes]:
     with contextlib.suppress(UnicodeEncodeError):
         sent.add(key.encode("latin1"))
     return sent
+
+
+def _given(authorization: str) -> tuple[str, bytes]:
+    """The scheme, and the digest of the key."""
+    scheme, _, key = authorization.partition(" ")
+    return scheme.lower(), _digest(key.strip().encode("latin1"))  # ASGI's headers are bytes, which `Headers` decodes so
 
 
 def _digest(key: bytes) -> bytes:

@@ -9,7 +9,9 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel
 
+from drafters.registry import METHODS, parts
 from engine.answer import Piece, Result, speculative_decoding
+from engine.config import Config
 from engine.messages import TokenLogprob as Logprob
 from engine.server.answers import (
     AnswerMetrics,
@@ -56,12 +58,19 @@ class Format(Protocol):
 
 
 class _Format:
-    """kind: the chunks' `object`. body: the request."""
+    """kind: the chunks' `object`. body: the request. unnamed: sources that are shown as "target"."""
 
     kind, letters = "", ""
 
-    def __init__(self, model: str, wanted: Sequence[Wanted], vocabulary: Vocabulary, body: Generation):
-        self.wanted, self.vocabulary, self.body = wanted, vocabulary, body
+    def __init__(
+        self,
+        model: str,
+        wanted: Sequence[Wanted],
+        vocabulary: Vocabulary,
+        body: Generation,
+        unnamed: frozenset[str] = frozenset(),
+    ):
+        self.wanted, self.vocabulary, self.body, self.unnamed = wanted, vocabulary, body, unnamed
         self._sent = 0  # tokens of all answers so far
         self._head = {
             "id": f"{self.letters}-{uuid.uuid4().hex}",
@@ -104,7 +113,8 @@ class _Format:
         if not self.body.return_sources:
             return None
         named = zip(arrival.token_ids, arrival.sources, strict=True)
-        return [TokenSource(token=self.vocabulary.text(token), source=source) for token, source in named]
+        shown = ((token, "target" if source in self.unnamed else source) for token, source in named)
+        return [TokenSource(token=self.vocabulary.text(token), source=source) for token, source in shown]
 
     def _source_fields(self, piece: Piece) -> Chunk:
         sources = self._sources(piece)
@@ -233,6 +243,12 @@ class TextFormat(_Format):
         """Of tokens with the same text, the likeliest counts; the token itself is always included."""
         ranked = {self.vocabulary.text(token): logprob for token, logprob in reversed(one.top)}
         return {self.vocabulary.text(one.token): one.logprob} | ranked
+
+
+def unnamed_sources(config: Config) -> frozenset[str]:
+    """The sources that clients are not told of: where answers are shared, retrieval names what others were told."""
+    remembers = any(METHODS[name].remembers for name in parts(config))
+    return frozenset({"retrieval"} if config.drafter.share_answers and remembers else ())
 
 
 def _metrics(results: Sequence[Result], ignored: list[str]) -> AnswerMetrics:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import secrets
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -12,9 +13,10 @@ import msgspec
 from engine.admission import Reservation
 from engine.api import Engine
 from engine.chat_text import Rendering
+from engine.config import Config
 from engine.errors import printable
 from engine.prompts import TOO_LONG
-from engine.sampling import SamplingParams
+from engine.sampling import SamplingParams, Speculation
 from engine.server.errors import CONTEXT_LENGTH, ApiError
 from engine.server.schema import (
     ChatRequest,
@@ -78,6 +80,17 @@ async def text_choices(
         echo, silent = text if body.echo else None, not body.max_tokens
         wanted += [Wanted(tokens, fitting.of_choice(choice), echo, silent) for choice in range(body.n)]
     return wanted
+
+
+def owned(wanted: Sequence[Wanted], owner: str | None, config: Config) -> list[Wanted]:
+    """The choices, drafted for from the earlier answers of `owner` alone, or of all where the operator shares them."""
+    whose = "" if config.drafter.share_answers else owner
+
+    def of(sampling: SamplingParams) -> SamplingParams:
+        say = msgspec.structs.replace(sampling.speculation or Speculation(), owner=whose)
+        return msgspec.structs.replace(sampling, speculation=say)
+
+    return [replace(one, sampling=of(one.sampling)) for one in wanted]
 
 
 def names_of(body: ChatRequest | CompletionRequest | TokenizeRequest) -> dict[str, str]:

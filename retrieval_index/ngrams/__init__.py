@@ -1,12 +1,13 @@
 """Compiled kernels of the session index: counted n-grams in flat arrays, and trees drafted from them.
 
-A store is one text (a request's own, or the shared cache of finished answers) with, for each of its contexts of 0 to 4
-tokens, a short list of the tokens that followed it. Longer contexts are served by a match.
+A store is one text (a request's own, its owner's finished answers, or public ones) with, for each of its contexts of 0
+to 4 tokens, a short list of the tokens that followed it. Longer contexts are served by a match.
 
 Arrays are passed one by one and never sliced in a loop: each view costs an atomic reference count.
 """
 
 from retrieval_index.ngrams.drafting import draft
+from retrieval_index.ngrams.growth import grown, length, store_for, with_text
 from retrieval_index.ngrams.mixture import BUCKETS, COMPONENTS
 from retrieval_index.ngrams.store import (
     END,
@@ -42,7 +43,11 @@ __all__ = [
     "append",
     "copy_into",
     "draft",
+    "grown",
+    "length",
     "new_store",
     "parts",
     "remember",
+    "store_for",
+    "with_text",
 ]

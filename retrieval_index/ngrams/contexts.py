@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from retrieval_index.ngrams.kernel import inlined, kernel
-from retrieval_index.ngrams.store import ORDERS
+from retrieval_index.ngrams.store import ORDERS, STORES
 
 EMPTY = np.uint64(0x51ED270B)  # the key of the context of no tokens
 
@@ -52,11 +52,11 @@ def fill_keys(text, start, position, keys):  # type: ignore[no-untyped-def]
 
 @kernel
 def look_up(slots, keys, n, found, store):  # type: ignore[no-untyped-def]
-    """Fill found[2 * order + store] with slots, -1 where the context is unknown (then all longer ones are, too)."""
+    """Fill found[STORES * order + store] with slots, -1 where the context is unknown (as all longer ones then are)."""
     for order in range(ORDERS):
-        found[2 * order + store] = -1
+        found[STORES * order + store] = -1
     for order in range(n):
         i = find_slot(slots, keys[order])
         if slots[i, 2] == 0:
             break
-        found[2 * order + store] = i
+        found[STORES * order + store] = i

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from retrieval_index.ngrams.kernel import inlined, kernel
-from retrieval_index.ngrams.store import ORDERS
+from retrieval_index.ngrams.store import ORDERS, STORES
 
-COMPONENTS = 2 * ORDERS + 2  # (order, store) from short to long, then the matches; even: shared, odd: own text
+COMPONENTS = STORES * (ORDERS + 1)  # (order, store) from short to long, then the matches
 BUCKETS = 32
 FLOOR = 1e-5  # chance of a token never seen
 RATE, PRIOR = 0.01, 20.0  # slowest step of the weights, and how many observations the first weight stands for

@@ -10,14 +10,15 @@ from numpy.typing import NDArray
 from retrieval_index.ngrams.kernel import inlined, kernel
 
 ORDERS = 5  # contexts of 0, 1, 2, 3 and 4 tokens
+STORES = 3  # that a request is drafted from: 0 public, 1 its owner's memory, 2 its own text
 SEPARATOR = -1  # stands between texts: no context reaches across it
 ROOM = 64 * ORDERS  # pool entries that one token may need
 
 START, END, USED, TOP = 0, 1, 2, 3  # of the text, slots in use, end of the pool's used part
 SLOTS, POOL, RING, HEADS = 4, 5, 6, 7  # sizes of the parts of the arena
 FREE = 8  # FREE + c: first free block of 2 << c followers, -1: none
-SHARED_MATCH, OWN_MATCH = 13, 15  # position after the agreeing tokens, and how many agree
-STATE = 17
+PUBLIC_MATCH, MEMORY_MATCH, OWN_MATCH = 13, 15, 17  # position after the agreeing tokens, and how many agree
+STATE = 19
 
 
 class Store(NamedTuple):
@@ -37,7 +38,7 @@ def new_store(slots: int, pool: int, ring: int, heads: int) -> Store:
     """An empty store; all but `pool` are powers of two. Memory becomes resident only as it fills."""
     state = np.zeros(STATE, np.int64)
     state[SLOTS : HEADS + 1] = slots, pool, ring, heads
-    state[FREE:SHARED_MATCH] = -1
+    state[FREE:PUBLIC_MATCH] = -1
     return Store(np.zeros(4 * slots + 2 * pool + ring + heads, np.int32), state)
 
 

@@ -1,4 +1,4 @@
-"""Texts that grow: a request's own, and the shared one of finished answers, which forgets its oldest tokens."""
+"""Texts that grow: a request's own, and those of finished answers, which forget their oldest tokens."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from retrieval_index.ngrams.mixture import COMPONENTS, adjust, bucket_of, match_
 from retrieval_index.ngrams.store import (
     END,
     FREE,
+    MEMORY_MATCH,
     ORDERS,
     OWN_MATCH,
-    SHARED_MATCH,
+    PUBLIC_MATCH,
     SLOTS,
     START,
+    STORES,
     TOP,
     is_full,
     parts,
@@ -24,13 +26,16 @@ from retrieval_index.ngrams.store import (
 
 
 @kernel
-def append(own_arena, own, shared_arena, shared, weights, tokens, learn):  # type: ignore[no-untyped-def]
+def append(  # type: ignore[no-untyped-def]
+    own_arena, own, memory_arena, memory, public_arena, public, weights, tokens, learn
+):
     """Append to a request's text until its store is full; returns how many tokens were appended. With `learn` they
     adjust the weights. weights: [COMPONENTS, BUCKETS, 2] float64, weight and how often it was adjusted.
     """
     o_slots, o_pool, o_text, o_heads = parts(own_arena, own)
-    s_slots, s_pool, s_text, s_heads = parts(shared_arena, shared)
-    keys, found = np.empty(ORDERS, np.uint64), np.empty(2 * ORDERS, np.int64)
+    m_slots, m_pool, m_text, m_heads = parts(memory_arena, memory)
+    p_slots, p_pool, p_text, p_heads = parts(public_arena, public)
+    keys, found = np.empty(ORDERS, np.uint64), np.empty(STORES * ORDERS, np.int64)
     bucket, share = np.empty(COMPONENTS, np.int64), np.empty(COMPONENTS)
     for done in range(len(tokens)):
         if is_full(own):
@@ -38,26 +43,37 @@ def append(own_arena, own, shared_arena, shared, weights, tokens, learn):  # typ
         token = tokens[done]
         if learn:
             n = fill_keys(o_text, own[START], own[END], keys)
-            look_up(s_slots, keys, n, found, 0)
-            look_up(o_slots, keys, n, found, 1)
-            for c in range(0, 2 * ORDERS, 2):
-                bucket[c] = bucket[c + 1] = -1
+            look_up(p_slots, keys, n, found, 0)
+            look_up(m_slots, keys, n, found, 1)
+            look_up(o_slots, keys, n, found, 2)
+            for c in range(0, STORES * ORDERS, STORES):
+                bucket[c] = bucket[c + 1] = bucket[c + 2] = -1
                 if found[c] >= 0:
-                    bucket[c] = bucket_of(s_slots, s_pool, found[c])
-                    share[c] = share_of(s_slots, s_pool, found[c], token)
+                    bucket[c] = bucket_of(p_slots, p_pool, found[c])
+                    share[c] = share_of(p_slots, p_pool, found[c], token)
                 if found[c + 1] >= 0:
-                    bucket[c + 1] = bucket_of(o_slots, o_pool, found[c + 1])
-                    share[c + 1] = share_of(o_slots, o_pool, found[c + 1], token)
-            s_next = next_of(s_text, shared, own[SHARED_MATCH], own[SHARED_MATCH + 1])
+                    bucket[c + 1] = bucket_of(m_slots, m_pool, found[c + 1])
+                    share[c + 1] = share_of(m_slots, m_pool, found[c + 1], token)
+                if found[c + 2] >= 0:
+                    bucket[c + 2] = bucket_of(o_slots, o_pool, found[c + 2])
+                    share[c + 2] = share_of(o_slots, o_pool, found[c + 2], token)
+            c = STORES * ORDERS
+            p_next = next_of(p_text, public, own[PUBLIC_MATCH], own[PUBLIC_MATCH + 1])
+            m_next = next_of(m_text, memory, own[MEMORY_MATCH], own[MEMORY_MATCH + 1])
             o_next = next_of(o_text, own, own[OWN_MATCH], own[OWN_MATCH + 1])
-            bucket[2 * ORDERS] = match_bucket_of(own[SHARED_MATCH + 1]) if s_next >= 0 else -1
-            bucket[2 * ORDERS + 1] = match_bucket_of(own[OWN_MATCH + 1]) if o_next >= 0 else -1
-            share[2 * ORDERS] = 1.0 if s_next == token else 0.0
-            share[2 * ORDERS + 1] = 1.0 if o_next == token else 0.0
+            bucket[c] = match_bucket_of(own[PUBLIC_MATCH + 1]) if p_next >= 0 else -1
+            bucket[c + 1] = match_bucket_of(own[MEMORY_MATCH + 1]) if m_next >= 0 else -1
+            bucket[c + 2] = match_bucket_of(own[OWN_MATCH + 1]) if o_next >= 0 else -1
+            share[c] = 1.0 if p_next == token else 0.0
+            share[c + 1] = 1.0 if m_next == token else 0.0
+            share[c + 2] = 1.0 if o_next == token else 0.0
             adjust(weights, bucket, share)
         push(o_slots, o_pool, o_text, o_heads, own, token, keys)
-        own[SHARED_MATCH], own[SHARED_MATCH + 1] = follow(
-            s_text, s_heads, shared, o_text, own[END], own[START], own[SHARED_MATCH], own[SHARED_MATCH + 1]
+        own[PUBLIC_MATCH], own[PUBLIC_MATCH + 1] = follow(
+            p_text, p_heads, public, o_text, own[END], own[START], own[PUBLIC_MATCH], own[PUBLIC_MATCH + 1]
+        )
+        own[MEMORY_MATCH], own[MEMORY_MATCH + 1] = follow(
+            m_text, m_heads, memory, o_text, own[END], own[START], own[MEMORY_MATCH], own[MEMORY_MATCH + 1]
         )
         own[OWN_MATCH], own[OWN_MATCH + 1] = follow(
             o_text, o_heads, own, o_text, own[END], own[START], own[OWN_MATCH], own[OWN_MATCH + 1]
@@ -67,7 +83,7 @@ def append(own_arena, own, shared_arena, shared, weights, tokens, learn):  # typ
 
 @kernel
 def remember(arena, state, tokens, bound):  # type: ignore[no-untyped-def]
-    """Append a finished text to the shared store, evicting the oldest tokens beyond `bound`; returns as `append`."""
+    """Append a finished text to a store of such, evicting the oldest tokens beyond `bound`; returns as `append`."""
     slots, pool, text, heads = parts(arena, state)
     keys = np.empty(ORDERS, np.uint64)
     for done in range(len(tokens)):

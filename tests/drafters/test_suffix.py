@@ -9,7 +9,7 @@ import pytest
 
 from drafters.base import Verdict
 from drafters.suffix import SuffixDrafter
-from engine.sampling import SamplingParams
+from engine.sampling import SamplingParams, Speculation
 from engine.tree import TokenTree
 from retrieval_index.datastore import Datastore
 
@@ -23,6 +23,28 @@ def test_it_drafts_from_its_text_and_from_finished_answers() -> None:
     tree = drafter.propose(2)
     assert tree.child(0, 7) is not None
     assert len(tree) == 4
+
+
+def test_an_owner_is_drafted_for_from_its_own_earlier_answers_and_from_nobody_elses() -> None:
+    drafter = SuffixDrafter(budget=8)
+
+    def follows(request: int, owner: str | None) -> bool:
+        drafter.start(request, [6], of(owner))
+        tree = drafter.propose(request)
+        drafter.finish(request)
+        return tree.child(0, 7) is not None
+
+    drafter.start(1, [5], of("a"))
+    drafter.observe(1, Verdict(TokenTree.root_only(5), [0], [6, 7, 8]))
+    drafter.finish(1)
+    drafter.start(2, [5], of(None))
+    drafter.observe(2, Verdict(TokenTree.root_only(5), [0], [6, 7, 8]))
+    drafter.finish(2)
+    assert [follows(3 + i, owner) for i, owner in enumerate(["a", "b", "", None])] == [True, False, False, False]
+
+
+def of(owner: str | None) -> SamplingParams:
+    return SamplingParams(speculation=Speculation(owner=owner))
 
 
 def test_an_outcome_asked_about_moves_the_root() -> None:
@@ -39,7 +61,11 @@ def test_it_begins_with_the_answers_of_a_datastore_and_keeps_room_for_its_own(ti
     (text,) = answers.texts()
     drafter.start(1, text[:3].tolist(), SamplingParams())
     assert drafter.propose(1).child(0, int(text[3])) is not None
-    assert drafter.index.cached_tokens == answers.tokens and drafter.index.capacity == answers.tokens + 4
+    drafter.observe(1, Verdict(TokenTree.root_only(0), [0], [1, 2, 3, 4, 5, 6]))
+    drafter.finish(1)
+    assert drafter.index.cached_tokens() == 4
+    drafter.start(2, text[:3].tolist(), SamplingParams())
+    assert drafter.propose(2).child(0, int(text[3])) is not None
 
 
 @pytest.mark.parametrize("shared_noise", [True, False])

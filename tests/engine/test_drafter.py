@@ -16,7 +16,7 @@ import zmq
 from drafters.base import BetweenSteps, Drafter, Wanted
 from drafters.base import Verdict as Observed
 from engine.drafter import FROM_FRONT_END, FROM_VERIFIER, DrafterWorker
-from engine.messages import Draft, Finish, Heartbeat, Hello, Rates, Ready, Start, Stop, Verdict
+from engine.messages import Draft, Finish, Heartbeat, Hello, Rates, Ready, Rejoin, Start, Stop, Verdict
 from engine.sampling import SamplingParams
 from engine.transport import Hub, Line
 from engine.tree import TokenTree
@@ -319,3 +319,12 @@ def test_a_finished_request_is_drafted_for_no_more(verifier: Verifier) -> None:
     verifier.verdict(0, 0, [0], [7], ahead=True)
     verifier.hub.send(verifier.peer, Start(request=2, round=1, sampling=SamplingParams(max_tokens=9)), [[5]])
     assert verifier.draft()[0].request == 2
+
+
+def test_a_drafter_asked_to_rejoin_says_hello_and_drafts_from_the_texts_it_is_told_of_then(verifier: Verifier) -> None:
+    verifier.hub.send(verifier.peer, Rejoin())
+    assert verifier.receive()[1] == verifier.hello
+    text = np.asarray([5, 6, 7, 40], np.int32)
+    verifier.hub.send(verifier.peer, Start(request=1, round=3, sampling=SamplingParams()), [text])
+    draft, tree = verifier.draft()
+    assert draft.round == 3 and tree.tokens.tolist() == [40, 41, 42]

@@ -5,12 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import zmq
 
 from engine.errors import ConfigError
 from engine.keys import Keys, create, load
-from engine.messages import Heartbeat, Hello, Stop
+from engine.messages import Heartbeat, Hello, Start, Stop
+from engine.sampling import SamplingParams
 from engine.transport import Hub, Line
 from tests.conftest import free_port
 
@@ -73,6 +75,29 @@ def test_sending_to_a_peer_that_is_gone_neither_blocks_nor_fails(pair: Pair) -> 
     hub, _ = pair
     for _ in range(100):
         hub.send("nobody", Stop())
+
+
+@pytest.mark.parametrize("transport", ["inproc", "ipc", "tcp"])
+def test_a_hub_refuses_to_send_to_a_peer_that_leaves_too_much_unread(transport: str, tmp_path: Path) -> None:
+    endpoints = {"inproc": "inproc://x", "ipc": f"ipc://{tmp_path}/x", "tcp": f"tcp://127.0.0.1:{free_port()}"}
+    endpoint = endpoints[transport]
+    message, text = Start(request=1, round=0, sampling=SamplingParams()), np.zeros(1 << 16, np.int32)
+    with zmq.Context() as context:
+        hub = Hub(context, endpoint, (Hello,), unread=8)
+        line = Line(context, endpoint, "peer", (Start,), unread=8)
+        line.send(Hello())
+        await_arrivals(hub, 1)
+        sent = 0
+        while sent < 500 and hub.send("peer", message, [text]):
+            sent += 1
+        assert 8 <= sent < 500
+        assert len(await_arrivals(line, sent)) == sent
+        deadline = time.monotonic() + 10
+        while not (sends_again := hub.send("peer", message, [text])) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert sends_again
+        hub.close()
+        line.close()
 
 
 def test_a_line_joins_once_for_every_hub_it_finds() -> None:

@@ -8,15 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import zmq
 from torch import Tensor
 
+from drafters.prompt_lookup import PromptLookup
 from engine.batch import Segment
 from engine.config import load
 from engine.cost_model import CostModel
-from engine.messages import Cancel, Draft, Emitted, Failed, Finish, Hello, Stop, Submit, Tokens, Verdict
+from engine.drafter import FROM_VERIFIER, DrafterWorker
+from engine.drafter_line import FROM_DRAFTER
+from engine.messages import Cancel, Draft, Emitted, Failed, Finish, Hello, Rejoin, Stop, Submit, Tokens, Verdict
 from engine.model.kv_pool import KVCache, KVPool, KVShape
 from engine.request import Request
 from engine.sampling import SamplingParams
+from engine.transport import Hub, Line
 from engine.tree import TokenTree
 from engine.verifier import Verifier
 from engine.worker import Threads
@@ -54,19 +59,22 @@ class Counting:
 
 
 class Wire:
-    """A line or a hub: what arrives is put into `inbox`, what is sent is found in `sent`."""
+    """A line or a hub: what arrives is put into `inbox`, what is sent is found in `sent`. full: no more is sent."""
 
     def __init__(self) -> None:
         self.inbox: list[Any] = []
         self.sent: list[Any] = []
         self.malformed = 0
+        self.full = False
 
     def received(self) -> list[Any]:
         arrived, self.inbox = self.inbox, []
         return arrived
 
-    def send(self, *parts: Any) -> None:
-        self.sent.append(parts)
+    def send(self, *parts: Any) -> bool:
+        if not self.full:
+            self.sent.append(parts)
+        return not self.full
 
     def restore(self) -> None: ...
 
@@ -74,10 +82,10 @@ class Wire:
 class Stage:
     """A verifier whose rounds the test runs one by one."""
 
-    def __init__(self, hello: Hello | None = None, **options: Any):
+    def __init__(self, hello: Hello | None = None, hub: Hub | None = None, **options: Any):
         self.control, self.drafts, self.target = Wire(), Wire(), Counting()
         config = load({"model": "counting", "method": "pld"}, options)
-        parts: Any = (self.target, self.control, self.drafts)
+        parts: Any = (self.target, self.control, hub or self.drafts)
         self.verifier = Verifier(config, *parts, Threads(1, 1, 1))
         if hello is not None:
             self.drafts.inbox.append((DRAFTER, hello, []))
@@ -460,3 +468,52 @@ def test_drafts_that_were_not_accepted_hold_no_blocks() -> None:
     stage.draft(one, bushy(one.text[-1], *[0.05 * i for i in range(1, 12)]))
     stage.step()
     assert one.cache.length == 11 and stage.target.pool.free == BLOCKS - 1
+
+
+def test_a_drafter_that_leaves_too_much_unread_is_dropped_and_asked_to_rejoin_once_it_reads_again() -> None:
+    stage = Stage(HEAD)
+    request = stage.submit(1, [10, 11])
+    stage.step()
+    stage.drafts.full = True
+    stage.step()
+    assert not stage.verifier.drafter.present
+    stage.step()
+    stage.verifier._receive()
+    stage.drafts.sent.clear()
+    stage.drafts.full = False
+    stage.step()
+    assert not stage.drafts.sent, "nothing is sent that it could not follow"
+    stage.verifier._receive()
+    stage.verifier._receive()
+    assert stage.drafts.sent == [(DRAFTER, Rejoin())]
+    stage.drafts.inbox.append((DRAFTER, HEAD, []))
+    stage.verifier._receive()
+    peer, start, (text,) = stage.drafts.sent[-1]
+    assert (peer, start.round, [*text]) == (DRAFTER, 4, [10, 11, 12, 13, 14, 15])
+    stage.draft(request, bushy(15, 0.5))
+    stage.step()
+    assert positions_sent(stage.verdicts()) == [13, 14, 15, 16]
+    assert stage.tokens(1) == [12, 13, 14, 15, 16, 17]
+
+
+def test_a_drafter_that_slept_comes_back_by_itself() -> None:
+    """Behind real sockets, each of which holds four messages."""
+    with zmq.Context() as context:
+        hub = Hub(context, "inproc://drafts", FROM_DRAFTER, unread=4)
+        line = Line(context, "inproc://drafts", DRAFTER, FROM_VERIFIER, unread=4)
+        control: Any = Wire()
+        drafter = DrafterWorker(PromptLookup(), control, line)
+        stage = Stage(hub=hub)
+        request = stage.submit(1, [10, 11, 12, 10], max_tokens=20)
+        drafter.turn()
+        stage.verifier._receive()
+        assert stage.verifier.drafter.present
+        while stage.verifier.drafter.drafter is not None:  # it sleeps, and more than it may leave unread is sent
+            stage.step()
+            assert request.round < 12
+        for _ in range(4):  # it reads what was sent, is asked to rejoin, says Hello, is told of the request and drafts
+            drafter.turn()
+            stage.verifier._receive()
+        assert stage.verifier.drafter.present and request.has_draft
+        hub.close()
+        line.close()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from engine.noise import gumbel, gumbel_argmax
 from engine.sampling import SamplingParams
 from retrieval_index import ngrams
+from retrieval_index.memories import LEAST
 from retrieval_index.ngrams import SEPARATOR
 from retrieval_index.ngrams.contexts import fill_keys, find_slot
 from retrieval_index.suffix import BYTES_PER_TOKEN, CONTEXT, SessionIndex
@@ -90,7 +91,7 @@ def test_trees_are_valid_and_propose_only_what_was_seen(
         assert tree.tokens[0] == [*text, *continuation][-1]
         assert set(tree.tokens[1:].tolist()) <= {token for earlier in texts[: request + 1] for token in earlier}
         index.finish(request)
-        assert index.cached_tokens <= 64
+        assert index.cached_tokens() <= 64
 
 
 @settings(max_examples=30, deadline=None)
@@ -145,18 +146,63 @@ def test_passages_draft_as_if_they_stood_before_the_prompt_and_are_not_cached() 
     assert first is not None and tree.child(first, 13) is not None
     index.append(1, [12])
     index.finish(1)
-    assert index.cached_tokens <= CONTEXT + 2
+    assert index.cached_tokens() <= CONTEXT + 2
     index.start(2, [13])
     assert index.draft(2).child(0, 14) is None
 
 
 def test_answers_remembered_from_elsewhere_draft_like_finished_ones() -> None:
-    index = SessionIndex(capacity=6)
-    index.remember(np.asarray([11, 12, 13, SEPARATOR, 21, 22, SEPARATOR], np.int32))
-    assert index.cached_tokens == 6, "the oldest made room"
-    index.start(1, [12])
-    tree = index.draft(1, budget=8)
-    assert tree.child(0, 13) is not None and tree.child(0, 11) is None
+    index = SessionIndex(6, [np.asarray([11, 12, 13, SEPARATOR, 21, 22, SEPARATOR], np.int32)])
+    for request, owner in enumerate(["", "a", None]):
+        index.start(request, [12], owner=owner)
+        tree = index.draft(request, budget=8)
+        assert tree.child(0, 13) is not None and tree.child(0, 11) is None
+        index.append(request, [*range(30, 50)])
+        index.finish(request)
+    assert index.cached_tokens("a") == 6, "public answers take no room of it"
+
+
+@settings(max_examples=30, deadline=None)
+@given(texts=TEXTS, owners=st.lists(st.sampled_from(["a", "b", None]), min_size=12, max_size=12))
+def test_no_draft_has_a_token_that_only_others_saw(texts: list[list[int]], owners: list[str | None]) -> None:
+    index, alphabet = SessionIndex(10_000), {"a": 0, "b": 10, None: 20}
+    for request, (text, owner) in enumerate(zip(texts, owners, strict=False)):
+        own = [9, *(alphabet[owner] + token for token in text)]
+        index.start(request, [9], owner=owner)
+        index.append(request, own[1:])
+        tokens = index.draft(request, [9], budget=20).tokens.tolist()
+        assert all(token == 9 or alphabet[owner] <= token < alphabet[owner] + 5 for token in tokens)
+        index.finish(request)
+
+
+def test_the_owner_that_was_used_least_recently_is_forgotten_first() -> None:
+    index = SessionIndex(capacity=2 * LEAST)
+
+    def knows(owner: str) -> bool:
+        return index.cached_tokens(owner) > 0
+
+    for request, owner in enumerate(["a", "b", "a", "c"]):
+        index.start(request, [1], owner=owner)
+        index.append(request, [2, 3])
+        index.finish(request)
+    assert [knows(owner) for owner in "abc"] == [True, False, True]
+
+
+def test_a_request_goes_on_when_its_owner_is_forgotten() -> None:
+    index = SessionIndex(capacity=LEAST)
+    index.start(1, [1], owner="a")
+    index.append(1, [*range(100, 120)])
+    index.finish(1)
+    index.start(2, [*range(100, 110)], owner="a")
+    assert index.draft(2).child(0, 110) is not None
+    index.start(3, [1], owner="b")
+    index.append(3, [2, 3])
+    index.finish(3)
+    assert index.cached_tokens("a") == 0
+    index.append(2, [110])
+    assert index.draft(2).child(0, 111) is None
+    index.finish(2)
+    assert index.cached_tokens("a") > 0
 
 
 SAMPLED = SamplingParams(temperature=1.0, seed=7)
@@ -248,8 +294,8 @@ def test_the_cache_stays_below_200_bytes_for_each_token_it_may_hold(capacity: in
         index.start(1, [])
         index.append(1, answer.tolist())
         index.finish(1)
-        assert index.shared.arena.nbytes <= BYTES_PER_TOKEN * capacity
-    assert index.cached_tokens == capacity
+        assert index.memories.of("").arena.nbytes <= BYTES_PER_TOKEN * capacity
+    assert index.cached_tokens() == capacity
 
 
 def test_importing_the_index_does_not_import_its_compiler() -> None:

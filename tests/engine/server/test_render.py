@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.answer import Answer, Result
+import pytest
+
+from engine.answer import Answer, Piece, Result
+from engine.config import Config
 from engine.messages import TokenLogprob
 from engine.sampling import SamplingParams
-from engine.server.render import TextFormat
+from engine.server.render import TextFormat, unnamed_sources
 from engine.server.schema import CompletionRequest
 from engine.server.translate import Wanted
 from engine.server.vocabulary import Vocabulary
@@ -82,3 +85,24 @@ def test_an_answer_names_the_fields_that_had_no_effect() -> None:
     body = CompletionRequest(model="m", prompt="Hi", verbosity="low")  # type: ignore[arg-type]
     format_ = TextFormat("m", [Wanted(tokens_of("Hi"), SamplingParams())], Vocabulary(TOKENIZER), body)
     assert format_.whole([result]).metrics.ignored == ["verbosity"]
+
+
+@pytest.mark.parametrize(
+    ("method", "shared", "shown"),
+    [
+        ("suffix", False, ["retrieval", "head", "grammar", "target"]),
+        ("suffix", True, ["target", "head", "grammar", "target"]),
+        ("hybrid", True, ["target", "head", "grammar", "target"]),
+        ("pld", True, ["retrieval", "head", "grammar", "target"]),
+        ("none", True, ["retrieval", "head", "grammar", "target"]),
+    ],
+)
+def test_where_answers_are_shared_no_token_is_said_to_come_from_them(
+    method: str, shared: bool, shown: list[str]
+) -> None:
+    config = Config.model_validate({"method": method, "drafter": {"share_answers": shared}})
+    body = CompletionRequest(model="m", prompt="Hi", return_sources=True)
+    wanted = [Wanted(tokens_of("Hi"), SamplingParams())]
+    format_ = TextFormat("m", wanted, Vocabulary(TOKENIZER), body, unnamed_sources(config))
+    piece = Piece("wxyz", (5, 6, 7, 8), ("retrieval", "head", "grammar", "target"))
+    assert [one["source"] for one in format_.piece(0, piece)["choices"][0]["sources"]] == shown

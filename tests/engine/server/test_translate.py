@@ -6,14 +6,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from engine.chat_text import Rendering
+from engine.config import Config
 from engine.errors import RequestError
 from engine.prompts import check_room
+from engine.sampling import Speculation
 from engine.server.errors import ApiError, api_error
 from engine.server.schema import ChatRequest, CompletionRequest, TokenizeRequest
 from engine.server.settings import Settings
-from engine.server.translate import chat_choices, names_of, places_for, text_choices
+from engine.server.translate import chat_choices, names_of, owned, places_for, text_choices
 
 HI = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "json_schema", "json_schema": {"schema": {}}}
@@ -48,6 +51,22 @@ def test_more_choices_than_the_queue_ever_holds_are_refused_for_good() -> None:
     with pytest.raises(ApiError, match=r"^n: 5 answers .* 4 are the most") as refused:
         places_for(chat(n=5), 5, ENGINE, Settings("m"))
     assert refused.value.status == 400
+
+
+async def test_choices_are_drafted_for_from_their_owners_answers_unless_the_operator_shares_all() -> None:
+    for share, owner, whose in ((False, "a", "a"), (False, None, None), (True, "a", ""), (True, None, "")):
+        config = Config.model_validate({"drafter": {"share_answers": share}})
+        asked = await chat_choices(chat(n=2, speculation={"budget": 4}), ENGINE, Settings("m"))
+        choices = owned(asked, owner, config)
+        assert [one.sampling.owner for one in choices] == [whose, whose]
+        assert [one.sampling.speculation for one in choices] == [Speculation(budget=4, owner=whose)] * 2
+        (plain,) = owned(await chat_choices(chat(), ENGINE, Settings("m")), owner, config)
+        assert plain.sampling.owner == whose
+
+
+def test_a_client_cannot_name_an_owner() -> None:
+    with pytest.raises(ValidationError, match="owner"):
+        chat(speculation={"owner": "a"})
 
 
 async def test_stop_tokens_and_a_top_p_of_zero_reach_the_engine() -> None:
