@@ -230,7 +230,7 @@ class Target:
         return "" if trial.equal_bits(self) else "a token's logits depend on the rows beside it"
 
     def _try_cuda(self, trial: Trial, kv_memory: int | None) -> str:
-        """The same on CUDA. Not run on a GPU yet."""
+        """The same on CUDA."""
         try:
             from engine.model.cuda_forward import CudaForward, exact_products
         except ImportError:
