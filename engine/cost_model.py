@@ -57,7 +57,8 @@ class CostModel:
     seconds: time of a forward by row count, without keys. read_s, seen_s: time of a key for its request, and for each
     row that sees it. forward_sizes: a forward computes one of so many rows, the first that holds all, and more run in
     slices of the last, so the time is a staircase. ahead: choice between drafting while rounds run, which takes cores
-    from them, and drafting in turns. rest: choice whether a draft model rests while retrieval or plain decoding continues without it.
+    from them, and drafting in turns. rest: choice whether a draft model rests while retrieval or plain
+    decoding continues without it.
     """
 
     def __init__(
