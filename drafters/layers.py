@@ -34,6 +34,10 @@ def small_dtype(device: torch.device) -> torch.dtype:
     return draft_dtype(device) if device.type == "cuda" or has_native_bfloat16() else torch.float32
 
 
+# cuDNN's attention, torch's choice on an H100, builds a plan for every new length of a text: 30 to 50 ms, each round
+torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 class Linear:
     """x [n, in] -> [n, out], with the weight laid out for few rows. weight: [out, in] as stored in checkpoints.
 

@@ -55,9 +55,10 @@ class CostModel:
     """t(rows, keys) and the rates that follow from it.
 
     seconds: time of a forward by row count, without keys. read_s, seen_s: time of a key for its request, and for each
-    row that sees it. slice_rows: forwards run in slices of so many rows, the last one padded, so their time is a
-    staircase. ahead: choice between drafting while rounds run, which takes cores from them, and drafting in
-    turns. rest: choice whether a draft model rests while retrieval or plain decoding continues without it.
+    row that sees it. forward_sizes: a forward computes one of so many rows, the first that holds all, and more run in
+    slices of the last, so the time is a staircase. ahead: choice between drafting while rounds run, which takes cores
+    from them, and drafting in turns. rest: choice whether a draft model rests while retrieval or plain
+    decoding continues without it.
     """
 
     def __init__(
@@ -66,9 +67,9 @@ class CostModel:
         read_s: float = 0.0,
         seen_s: float = 0.0,
         mode: str = "sequential",
-        slice_rows: int = 1,
+        forward_sizes: Sequence[int] = (1,),
     ):
-        self._slice_rows = slice_rows
+        self._steps = (0, *forward_sizes)
         least_s: dict[int, float] = {}  # by the rows that are computed
         for size, taken_s in seconds.items():
             least_s[self._filled(size)] = min(taken_s, least_s.get(self._filled(size), taken_s))
@@ -93,13 +94,13 @@ class CostModel:
         largest: int,
         mode: str = "sequential",
         longest: int = _LONG,
-        slice_rows: int = 1,
+        forward_sizes: Sequence[int] = (1,),
     ) -> CostModel:
         """forward_s: called with rows and past positions, runs such a forward and returns its time. longest: the most
-        past positions that it can run behind. slice_rows: as the class has it.
+        past positions that it can run behind. forward_sizes: as the class has it.
         """
         seconds: dict[int, float] = {}
-        for size in [size for size in SIZES if size < largest] + [largest]:
+        for size in [size for size in sorted({*SIZES, *forward_sizes}) if size < largest] + [largest]:
             seconds[size] = forward_s(size, 0)  # includes the one-time setup of a size's first forward
             if seconds[size] > _STEEP * min(seconds.values()):
                 seconds[size] = min(seconds[size], forward_s(size, 0))
@@ -111,9 +112,9 @@ class CostModel:
             for size in quick:
                 seconds[size] = min(seconds[size], forward_s(size, 0))
         if (long := min(longest, _LONG)) < _LEAST_LONG:
-            return cls(seconds, mode=mode, slice_rows=slice_rows)
+            return cls(seconds, mode=mode, forward_sizes=forward_sizes)
         few, many = min(seconds), max((size for size in quick if size <= 32), default=min(seconds))
-        return cls(seconds, *_key_seconds(forward_s, few, many, long, _PASSES if quick else 1), mode, slice_rows)
+        return cls(seconds, *_key_seconds(forward_s, few, many, long, _PASSES if quick else 1), mode, forward_sizes)
 
     # The forward. Called several times a round on few numbers: plain Python, since numpy takes ten times as long.
 
@@ -148,7 +149,8 @@ class CostModel:
 
     def _filled(self, rows: int) -> int:
         """The rows that a forward over `rows` rows computes."""
-        return -(-rows // self._slice_rows) * self._slice_rows
+        whole, rest = divmod(rows, self._steps[-1])
+        return whole * self._steps[-1] + self._steps[bisect_left(self._steps, rest)]
 
     # Rounds.
 
@@ -194,7 +196,8 @@ class CostModel:
         """
         rows = np.arange(requests, len(worth) + 1)
         expected = np.cumsum(worth, dtype=np.float64)[requests - 1 :]
-        filled = -(-rows // self._slice_rows) * self._slice_rows
+        whole, rest = np.divmod(rows, self._steps[-1])
+        filled = whole * self._steps[-1] + np.array(self._steps)[np.searchsorted(self._steps, rest)]
         forward_s = np.interp(filled, self._sizes, self._least) * np.maximum(1.0, filled / self._sizes[-1])
         taken_s = forward_s + self._seen_s * keys_each * rows
         return int(rows[np.argmax(expected - self.rate(requests) * taken_s)])

@@ -44,7 +44,7 @@ class Meter:
             most,
             self.config.mode,
             forward.longest,
-            self.target.slice_rows,
+            self.target.forward_sizes,
         )
         forward.close()
 
@@ -52,6 +52,8 @@ class Meter:
         """Maximum rows of the forwards to measure."""
         drafted = 1 if self.config.method == "none" else self.config.drafter.budget
         room = _MEASURED_ROWS if self.target.pool is None else self.target.pool.blocks * BLOCK - BESIDE
+        if len(sizes := self.target.forward_sizes) > 1:  # what a prompt's large forward takes follows from no small one
+            return max(2, min(sizes[-1], room))
         return max(2, min(_MEASURED_ROWS, room, drafted * self.config.verifier.max_running))
 
     # In every round.

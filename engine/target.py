@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from engine.errors import ModelError, first_line
 from engine.free_memory import free_memory
 from engine.loading import eos_tokens, find_device, load_model, name_of, steady_context
 from engine.model.attention import has_pairs
+from engine.model.cuda_products import allow_split_sums, exact_sizes, forbid_split_sums
 from engine.model.decoder import LeanDecoder
 from engine.model.decoder_layer import OtherStructure
 from engine.model.kv_pool import KVCache, KVPool, KVShape
@@ -99,13 +100,11 @@ class Target:
         return bool(self.device.type == "cuda")
 
     @property
-    def slice_rows(self) -> int:
-        """How many rows a forward computes at a time: fewer are padded, more run in slices."""
+    def forward_sizes(self) -> tuple[int, ...]:
+        """How many rows a forward computes: fewer are padded to the next of these, more run in slices of the last."""
         if self._forward is None or not self.accelerated:
-            return 1
-        from engine.model.cuda_forward import ROWS  # needs Triton, which such a forward has
-
-        return ROWS
+            return (1,)
+        return cast("CudaForward", self._forward).sizes
 
     @property
     def weight_bytes(self) -> int:
@@ -185,6 +184,8 @@ class Target:
 
     @torch.inference_mode()
     def _choose_forward(self, kv_memory: int | None) -> None:
+        if self.accelerated:
+            forbid_split_sums()
         trial = Trial(self.model, self.name, self.own_context)
         hold_frequencies(self.model)
         self.inexact = self._try_exact(trial, kv_memory)
@@ -230,18 +231,34 @@ class Target:
         return "" if trial.equal_bits(self) else "a token's logits depend on the rows beside it"
 
     def _try_cuda(self, trial: Trial, kv_memory: int | None) -> str:
-        """The same on CUDA. Not run on a GPU yet."""
+        """The same on CUDA."""
         try:
-            from engine.model.cuda_forward import CudaForward, exact_products
+            from engine.model.cuda_forward import CudaForward
         except ImportError:
             return "exact attention on CUDA needs Triton: pip install triton"
         if reason := self._try_attention(CudaForward.tried, trial, kv_memory):
             return reason
         if (other := _other_matrix(self.model)) is not None:
             return f"{other} is multiplied in a way of its own"
-        if not exact_products(self.model):
+        assert isinstance(self._forward, CudaForward)
+        if not self._take_sizes(self._forward):
             return f"products in {name_of(self.dtype)} depend on a row's place on this machine"
         return "" if trial.equal_bits(self) else "a token's logits depend on the rows beside it"
+
+    def _take_sizes(self, forward: CudaForward) -> bool:
+        """Let the forward have the sizes that give a row the same bits; with none but the usual one, split sums are
+        allowed again. Returns whether there is any.
+        """
+        usual = forward.sizes
+        found = exact_sizes(self.model, forward.possible)
+        if len(found) > 1:
+            found = forward.agreeing(found)
+        if len(found) > 1:
+            forward.sizes = found
+            return True
+        allow_split_sums()
+        forward.recorded.clear()  # they were captured with the other products
+        return exact_sizes(self.model, usual) == usual
 
     def _try_attention(self, make: Callable[[Any, KVPool, int], Forward], trial: Trial, kv_memory: int | None) -> str:
         """Set up the stock forward that `make` makes. Returns why that failed, with everything restored, or ""."""

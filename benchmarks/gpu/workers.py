@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import tempfile
@@ -20,7 +21,6 @@ from transformers import AutoConfig
 from engine.api import Engine
 from engine.launch import ProcessWorker
 from engine.sampling import SamplingParams
-from engine.trace import Timeline
 
 from .findings import Record, tried
 from .models import save_head, save_small
@@ -54,14 +54,15 @@ def _overlap(settings: dict[str, Any], folder: Path) -> Record:
             return result.metrics.tokens_per_second
 
     rate = asyncio.run(work())
-    lanes = Timeline.read(trace).lanes
+    events = json.loads(trace.read_text())["traceEvents"]
     busy: dict[str, list[tuple[int, int]]] = {"verify": [], "draft": []}
     names: dict[str, int] = {}
-    for span in (span for lane in lanes.values() for span in lane):
-        names[span.name] = names.get(span.name, 0) + 1
-        kind = "verify" if span.name == "verify" else "draft" if span.name.startswith("draft") else None
+    for span in (event for event in events if event["ph"] == "X"):
+        name = span["name"]
+        names[name] = names.get(name, 0) + 1
+        kind = "verify" if name == "verify" else "draft" if name.startswith("draft") else None
         if kind is not None:
-            busy[kind].append((span.start_us, span.start_us + span.duration_us))
+            busy[kind].append((span["ts"], span["ts"] + span["dur"]))
     return {
         "tokens_per_s": round(rate, 1),
         "verify_ms": _total_ms(busy["verify"]),

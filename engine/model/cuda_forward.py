@@ -1,10 +1,12 @@
-"""The stock forward with exact attention on CUDA: always 64 rows, captured as CUDA graphs. NOT RUN ON A GPU YET.
+"""The stock forward with exact attention on CUDA: of a few numbers of rows, captured as CUDA graphs.
 
-A GPU library picks a kernel, and with it the order of summation, by the shapes that it is given. So all forwards have
-one shape: a batch is run in slices of 64 rows, and a slice with fewer rows is padded.
+A GPU library picks a kernel, and with it the order of summation, by the shapes that it is given. So forwards have few
+shapes: a batch is padded to the next of a few sizes, and a larger one is run in slices. Only sizes that were found to
+give a row the same bits are used (`engine.model.cuda_products`, `CudaForward.agreeing`); without such, always 64 rows.
+Sizes other than 64 HAVE NOT RUN ON A GPU YET.
 
-One graph serves all requests, because their keys and values lie in one pool. Graphs differ in the text length that they
-can read (attention chunks, in powers of two) and in the layers whose features are requested.
+One graph serves all requests, because their keys and values lie in one pool. Graphs differ in the rows, in the text
+length that they can read (attention chunks, in powers of two) and in the layers whose features are requested.
 """
 
 from __future__ import annotations
@@ -15,29 +17,29 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.batch import BLOCK, Batch, Int, Segment
 from engine.errors import first_line
-from engine.model import triton_attention
+from engine.model import cuda_products, triton_attention
 from engine.model.attention import Rule
 from engine.model.kv_pool import KVCache, KVPool
 from engine.model.stock import NoCache, Unsupported
 from engine.model.triton_attention import Rows, TritonAttention
 from engine.recorded import Recorded, bucket
 
-ROWS = 64
-"""Rows of every forward: all products, norms and sums then have one shape, and a row's bits cannot depend on how many
-other rows there are. A GPU does 64 in about the time of one, which is the time to read the weights.
-"""
+_CAPTURED = 256  # rows: larger forwards, of prompts, take longer than their launches, and graphs of them much memory
+_PROBES = 16  # rows compared between sizes
+_LEAST_LISTED = 4096  # a tree seldom lists more ancestors, so their number is nearly always the same
+_SCRATCH_BYTES = 512 << 20  # of a layer's attention: behind long texts fewer rows go together
 
 
 class _Slice(NamedTuple):
-    """At most ROWS rows of a batch, padded with copies of the last one, as tensors.
+    """At most `rows` rows of a batch, padded to so many with copies of the last one, as tensors.
 
-    tokens, positions: [ROWS]. sources: [ROWS] the row whose key and value this one stores; blocks, lanes: [ROWS]
-    where. prefixes: [ROWS]; others: [ROWS + 1]; listed: [capacity]; see `engine.batch.Batch`. tables: [ROWS, blocks], a
-    table for each row, so that the size depends only on the blocks; table_of: [ROWS] where it begins.
+    tokens, positions: [rows]. sources: [rows] the row whose key and value this one stores; blocks, lanes: [rows]
+    where. prefixes: [rows]; others: [rows + 1]; listed: [capacity]; see `engine.batch.Batch`. tables: [rows, blocks], a
+    table for each row, so that the size depends only on the blocks; table_of: [rows] where it begins.
     """
 
     tokens: Tensor
@@ -52,15 +54,15 @@ class _Slice(NamedTuple):
     table_of: Tensor
 
     @classmethod
-    def of(cls, batch: Batch, first: int, end: int) -> tuple[_Slice, int]:
-        """Rows `first` to `end` of the batch, and the number of attention chunks that they need.
+    def of(cls, batch: Batch, first: int, end: int, size: int) -> tuple[_Slice, int]:
+        """Rows `first` to `end` of the batch, padded to `size`, and the number of attention chunks that they need.
 
         A padding row repeats the last row. It stores the last row's key and value again, so it changes nothing, and it
         sees only its text's first position, so it costs little.
         """
-        sources = np.minimum(np.arange(ROWS), end - first - 1)
+        sources = np.minimum(np.arange(size), end - first - 1)
         rows = first + sources
-        begins = batch.others[np.minimum(first + np.arange(ROWS + 1), end)]
+        begins = batch.others[np.minimum(first + np.arange(size + 1), end)]
         ancestors = batch.listed[begins[0] : begins[-1]]
         prefixes = batch.prefixes[rows]
         prefixes[end - first :] = 1
@@ -70,20 +72,21 @@ class _Slice(NamedTuple):
         # entries past the end of a request's own table are arbitrary: no row reads them
         places = np.minimum(batch.table_of[rows][:, None] + np.arange(width), len(batch.tables) - 1)
         indexes = batch.tokens[rows], batch.positions[rows], sources, *np.divmod(batch.slots[rows], BLOCK)
-        seen = prefixes, begins - begins[0], _filled(ancestors), batch.tables[places], np.arange(0, ROWS * width, width)
+        seen = prefixes, begins - begins[0], _filled(ancestors), batch.tables[places], np.arange(0, size * width, width)
         return cls(*map(_longs, indexes), *(torch.from_numpy(array.astype(np.int32)) for array in seen)), chunks
 
 
 class CudaForward:
-    """Runs batches through a stock model with our attention. recorded: its forwards as CUDA graphs, by attention
-    chunks, ancestors and feature layers.
+    """Runs batches through a stock model with our attention. sizes: numbers of rows that forwards may have, ascending.
+    recorded: its forwards as CUDA graphs, by rows, attention chunks, ancestors and feature layers.
     """
 
     def __init__(self, model: Any, pool: KVPool, groups: int):
         self.model, self.pool = model, pool
         self._attention = TritonAttention(pool, groups)
         self._cache = NoCache(model.config.get_text_config().num_hidden_layers)
-        self.recorded: dict[tuple[int, int, tuple[int, ...]], Recorded] = {}
+        self.sizes: tuple[int, ...] = (cuda_products.SLICE,)
+        self.recorded: dict[tuple[int, int, int, tuple[int, ...]], Recorded] = {}
         self._slice: _Slice | None = None  # the one being run
         self._chunks = 0
 
@@ -107,20 +110,23 @@ class CudaForward:
         """Logits of the chosen rows, [chosen, vocab], and features [rows, layers, hidden] if layers are given."""
         logits: list[Tensor] = []
         features: list[Tensor] = []
-        for first in range(0, len(batch), ROWS):
-            end = min(first + ROWS, len(batch))
-            found, *asked = self._forward(*_Slice.of(batch, first, end), tuple(feature_layers))
+        first = 0
+        while first < len(batch):
+            size = self._size(batch, first)
+            end = min(first + size, len(batch))
+            found, *asked = self._forward(*_Slice.of(batch, first, end, size), tuple(feature_layers))
             chosen = batch.chosen[(batch.chosen >= first) & (batch.chosen < end)] - first
             # copies, because the next slice's results reuse these tensors
             logits.append(found.index_select(0, _longs(chosen).to(found.device)))
             features += [states[: end - first].clone() for states in asked]
+            first = end
         return torch.cat(logits), torch.cat(features) if features else None
 
     def attend(self, layer: int, rule: Rule, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See `engine.model.stock.Attends`."""
         shape, rows = self.pool.shape, self._slice
         assert rows is not None
-        if key.shape[1:] != (shape.kv_heads, ROWS, shape.head_dim) or value.shape != key.shape:
+        if key.shape[1:] != (shape.kv_heads, len(rows.tokens), shape.head_dim) or value.shape != key.shape:
             raise Unsupported("its layers have keys or values of different shapes")
         if query.dtype != shape.dtype:
             raise Unsupported(f"its attention computes in {query.dtype}")
@@ -129,10 +135,60 @@ class CudaForward:
         seen = Rows(rows.prefixes, rows.others, rows.listed, rows.tables, rows.table_of)
         return self._attention(seen, self._chunks, layer, rule, query[0].transpose(0, 1).contiguous())[None]
 
+    @property
+    def possible(self) -> tuple[int, ...]:
+        """The sizes that a batch over this pool can need."""
+        room, sizes = self.pool.blocks * BLOCK, cuda_products.SIZES
+        return tuple(
+            size for below, size in zip((0, *sizes), sizes, strict=False) if below < room or size == cuda_products.SLICE
+        )
+
+    def agreeing(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Those of the sizes, SLICE among them, whose forwards give a text the logits that one of SLICE rows does, bit
+        for bit, alone and after other rows. All of a forward depends on its rows: norms choose their kernels too.
+        """
+        text, before = KVCache(self.pool), KVCache(self.pool)
+        vocabulary = self.model.config.get_text_config().vocab_size
+        probe = [7 * i % vocabulary for i in range(min(_PROBES, *sizes))]
+        text.reserve(len(probe))
+        before.reserve(max(0, min(max(sizes) - len(probe), self.pool.free * BLOCK)))
+
+        def logits(size: int, others: int) -> Tensor:
+            self.sizes = (size,)
+            rest = [Segment.of_text([1] * others, before, "none")] if others else []
+            return self(Batch.of([*rest, Segment.of_text(probe, text, "all")]))[0]
+
+        def agrees(size: int) -> bool:
+            places = {0, min(size - len(probe), before.capacity)}
+            return all(torch.equal(logits(size, others), expected) for others in places)
+
+        usual, found = self.sizes, []
+        expected = logits(cuda_products.SLICE, 0)
+        try:
+            found = [size for size in sizes if size == cuda_products.SLICE or agrees(size)]
+        except torch.OutOfMemoryError:  # with the usual size there is enough
+            found = [cuda_products.SLICE]
+        self.sizes = usual
+        text.release()
+        before.release()
+        return tuple(found)
+
+    def _size(self, batch: Batch, first: int) -> int:
+        """How many rows the forward over the batch's rows from `first` on has."""
+        shape, rows = self.pool.shape, len(batch) - first
+        reach = int(batch.prefixes[first:].max()) + len(batch)
+        chunks = bucket(-(-reach // triton_attention.CHUNK))
+        row_bytes = chunks * self._attention.groups * shape.kv_heads * shape.dims * 4
+        fitting = [size for size in self.sizes if size * row_bytes <= _SCRATCH_BYTES] or self.sizes[:1]
+        return next((size for size in fitting if size >= rows), fitting[-1])
+
     def _forward(self, rows: _Slice, chunks: int, feature_layers: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """All logits, [ROWS, vocab], and [ROWS, layers, hidden] features if layers are given."""
+        """All logits, [rows, vocab], and [rows, layers, hidden] features if layers are given."""
         device, work = self.pool.keys.device, partial(self._run, chunks, feature_layers)
-        key = chunks, len(rows.listed), feature_layers
+        size = len(rows.tokens)
+        if size > _CAPTURED:
+            return work(*(part.to(device) for part in rows))
+        key = size, chunks, len(rows.listed), feature_layers
         if key not in self.recorded:
             self.recorded[key] = Recorded(work, device)
         return self.recorded[key](*rows)
@@ -153,25 +209,9 @@ class CudaForward:
         return out.logits[0], torch.stack([out.hidden_states[layer][0] for layer in feature_layers], dim=1)
 
 
-def exact_products(model: Any) -> bool:
-    """Whether each linear layer, given ROWS rows, gives a row the same bits at any place among them."""
-    linears = [module for module in model.modules() if type(module) is nn.Linear]
-    one_of_each = {(*module.weight.shape, module.weight.dtype, module.bias is None): module for module in linears}
-    return all(_same_everywhere(linear) for linear in one_of_each.values())
-
-
-def _same_everywhere(linear: nn.Linear) -> bool:
-    """Compares a few rows padded with zeros to the same rows in every place among each other."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(ROWS // 4, linear.in_features, generator=generator).to(linear.weight)
-    expected = linear(torch.cat([x, x.new_zeros(ROWS - len(x), linear.in_features)])[None])[0, : len(x)]
-    orders = ((torch.arange(ROWS, device=x.device) + shift) % len(x) for shift in range(len(x)))
-    return all(torch.equal(linear(x[order][None])[0], expected[order]) for order in orders)
-
-
 def _filled(ancestors: Int) -> Int:
-    """Padded with zeros: trees seldom need more than ROWS for each row, so the length is nearly always the same."""
-    listed = np.zeros(max(ROWS * ROWS, bucket(max(1, len(ancestors)))), np.int32)
+    """Padded with zeros."""
+    listed = np.zeros(max(_LEAST_LISTED, bucket(max(1, len(ancestors)))), np.int32)
     listed[: len(ancestors)] = ancestors
     return listed
 

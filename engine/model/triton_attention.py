@@ -1,4 +1,4 @@
-"""The exact attention of `engine.model.attention` on CUDA, as Triton kernels. NOT RUN ON A GPU YET.
+"""The exact attention of `engine.model.attention` on CUDA, as Triton kernels.
 
 It reads the same pool and the same arrays of a batch, and gives the same guarantee: a row's result is a function of its
 own visible keys in the order of positions, and of nothing else. One program computes one row, one KV head and one chunk

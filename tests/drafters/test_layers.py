@@ -46,3 +46,7 @@ def test_a_longer_table_of_turns_changes_no_position_that_was_there() -> None:
     rotary.reserve(1000)
     assert len(rotary.table) >= 1000 and torch.equal(rotary.table[: len(table)], table)
     assert torch.equal(rotary.halves(1000)[:100], halves)
+
+
+def test_attention_of_a_growing_text_does_not_use_a_library_that_plans_each_length_anew() -> None:
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

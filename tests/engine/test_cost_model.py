@@ -528,22 +528,51 @@ STAIRCASE = {1: 0.010, 16: 0.0101, 64: 0.010, 128: 0.020, 256: 0.040}
     ("rows", "slices"), [(1, 1), (63, 1), (64, 1), (65, 2), (128, 2), (129, 3), (192, 3), (300, 5)]
 )
 def test_rows_that_run_in_slices_take_the_time_of_whole_slices(rows: int, slices: int) -> None:
-    assert CostModel(STAIRCASE, slice_rows=64).seconds(rows) == pytest.approx(0.010 * slices)
+    assert CostModel(STAIRCASE, forward_sizes=(64,)).seconds(rows) == pytest.approx(0.010 * slices)
 
 
 def test_of_rows_that_run_in_slices_as_many_are_verified_as_fill_one() -> None:
     """A row after the 64th costs a whole slice, one before it nothing."""
     worth = np.array([1.0] * 4 + [0.05] * 96, np.float32)
-    assert CostModel(STAIRCASE, slice_rows=64).nodes_worth(worth, 4) == 64
+    assert CostModel(STAIRCASE, forward_sizes=(64,)).nodes_worth(worth, 4) == 64
 
 
 def test_a_forward_of_few_rows_tells_what_a_whole_slice_takes() -> None:
-    model = CostModel(STAIRCASE, slice_rows=64)
+    model = CostModel(STAIRCASE, forward_sizes=(64,))
     for _ in range(200):
         model.observe_forward(5, NOTHING, 0.012)
     assert model.seconds(64) == pytest.approx(0.012, rel=0.01) and model.seconds(1) == model.seconds(64)
 
 
 def test_a_largest_size_within_the_first_slice_is_known_as_that_slice() -> None:
-    model = CostModel.measure(lambda rows, past: 0.010, largest=40, slice_rows=64)
+    model = CostModel.measure(lambda rows, past: 0.010, largest=40, forward_sizes=(64,))
     assert model.seconds(40) == pytest.approx(0.010) and model.seconds(65) == pytest.approx(0.020)
+
+
+SIZES = (16, 64, 256)
+
+
+@pytest.mark.parametrize(
+    ("rows", "taken_s"),
+    [(1, 0.01), (16, 0.01), (17, 0.02), (64, 0.02), (65, 0.03), (256, 0.03), (300, 0.03 * 320 / 256), (512, 0.06)],
+)
+def test_rows_take_the_time_of_the_least_forward_that_holds_them(rows: int, taken_s: float) -> None:
+    model = CostModel({4: 0.01, 16: 0.011, 64: 0.02, 128: 0.03}, forward_sizes=SIZES)
+    assert model.seconds(rows) == pytest.approx(taken_s)
+
+
+def test_of_rows_that_are_padded_as_many_are_verified_as_fill_the_least_forward_worth_it() -> None:
+    model = CostModel({16: 0.01, 64: 0.02, 256: 0.08}, forward_sizes=SIZES)
+    assert model.nodes_worth(np.array([1.0] * 4 + [0.01] * 200, np.float32), 4) == 16
+    assert model.nodes_worth(np.array([1.0] * 4 + [0.1] * 200, np.float32), 4) == 64
+
+
+def test_every_size_that_a_forward_may_have_is_measured() -> None:
+    seen: set[int] = set()
+
+    def forward_s(rows: int, past: int) -> float:
+        seen.add(rows)
+        return 0.010
+
+    CostModel.measure(forward_s, largest=1024, forward_sizes=(16, 64, 256, 512, 1024))
+    assert {16, 64, 256, 512, 1024} <= seen

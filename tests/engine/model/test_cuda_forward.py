@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 pytest.importorskip("triton", reason="Triton is not installed: CUDA builds of torch bring it, or pip install triton")
 
+from engine import target as target_module
 from engine.batch import BLOCK, Batch, Segment
-from engine.model import cuda_forward, triton_attention
-from engine.model.cuda_forward import CudaForward, exact_products
+from engine.model import cuda_forward, cuda_products, triton_attention
+from engine.model.cuda_forward import CudaForward
 from engine.model.kv_pool import KVCache, KVPool, KVShape
 from engine.model.stock import NAME, Unsupported
 from engine.recorded import Recorded
@@ -47,11 +48,18 @@ KINDS = [("llama", torch.float32), ("llama", torch.bfloat16), *product(list(FAMI
 
 @pytest.fixture(autouse=True)
 def _small_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Forwards of 4 rows and chunks of 64 positions, since the interpreter is slow; no gradients."""
-    monkeypatch.setattr(cuda_forward, "ROWS", 4)
+    """Forwards of 4 rows, targets' of 2 to 8, chunks of 64 positions: the interpreter is slow. No gradients."""
+    monkeypatch.setattr(cuda_products, "SLICE", 4)
+    monkeypatch.setattr(cuda_products, "SIZES", (2, 4, 8))
     monkeypatch.setattr(triton_attention, "CHUNK", 64)
     with torch.inference_mode():
         yield
+
+
+@pytest.fixture
+def _products_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products whose sums are added in one order in any number of rows: a CPU's libraries choose by the rows too."""
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: (x[..., None, :] * self.weight).sum(-1))
 
 
 def build(family: str, dtype: torch.dtype = torch.float32, layers: int = 2) -> Any:
@@ -125,7 +133,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_bushy_tree_beside_other_requests
     forward, tokens = forward_of(family, dtype), text(26, 5)
     _, alone = read(forward, tokens, alone=8)
     tree, spine = with_siblings(tokens[18], tokens[19:25], random.Random(6))
-    assert len(tree) > 2 * cuda_forward.ROWS and spine != list(range(7))
+    assert len(tree) > 2 * cuda_products.SLICE and spine != list(range(7))
     cache, other, third = (read(forward, start)[0] for start in (tokens[:18], text(20, 7), text(5, 8)))
     beside = Segment.of_tree(TokenTree.chain(1, [2, 3], [1.0] * 2), other), Segment.of_text([4], third)
     found = run(forward, beside[0], Segment.of_tree(tree, cache), beside[1])
@@ -174,7 +182,7 @@ def test_forwards_are_recorded_once_for_each_length_of_text_in_powers_of_two(mon
     forward, tokens = forward_of("llama"), text(40, 1)
     found = read(forward, tokens, 7)[1]  # forwards whose rows need different numbers of chunks are among them
     assert torch.equal(read(forward, tokens, 8)[1], found)
-    assert [chunks for chunks, _, _ in forward.recorded] == [1, 2, 4]
+    assert [chunks for _, chunks, _, _ in forward.recorded] == [1, 2, 4]
 
 
 def test_trying_a_forward_leaves_no_block_taken() -> None:
@@ -204,16 +212,87 @@ def test_what_triton_cannot_run_is_unsupported_with_its_reason(monkeypatch: pyte
         CudaForward.tried(given.model, given.pool, 2)
 
 
-def test_a_product_whose_rows_differ_by_place_is_found() -> None:
-    model = build("llama")
-    assert exact_products(model)
+@pytest.mark.usefixtures("_products_by_rows")
+def test_forwards_of_all_sizes_give_a_text_the_same_bits() -> None:
+    usual, sized, tokens = forward_of("llama"), forward_of("llama"), text(29, 4)
+    sized.sizes = (2, 4, 8, 16)
+    alone = read(usual, tokens, 1)[1]
+    for chunk in (2, 3, 5, 29):
+        assert torch.equal(read(sized, tokens, chunk)[1], alone)
+    assert {size for size, *_ in sized.recorded} == {2, 4, 8, 16}
+
+
+def test_rows_are_padded_to_the_least_size_that_holds_them_and_more_run_in_slices_of_the_largest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forward, ran = forward_of("llama"), []
+    forward.sizes = (2, 4, 8)
+    run_one = forward._run
+    monkeypatch.setattr(forward, "_run", lambda *given: (ran.append(len(given[2])), run_one(*given))[1])
+    for rows in (1, 3, 5, 8, 9, 19):
+        read(forward, text(rows, 5), rows)
+    assert ran == [2, 4, 8, 8, 8, 2, 8, 8, 4]
+
+
+@pytest.mark.usefixtures("_products_by_rows")
+def test_a_long_prompts_forwards_are_not_recorded_and_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, tokens = forward_of("llama"), text(16, 4)
+    alone = read(forward, tokens, 1)[1]
+    monkeypatch.setattr(cuda_forward, "_CAPTURED", 4)
+    forward.sizes = (4, 8)
+    forward.recorded.clear()
+    assert torch.equal(read(forward, tokens, 8)[1], alone)
+    assert not forward.recorded
+
+
+def test_behind_a_long_text_so_many_rows_run_together_as_attention_has_memory_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forward = forward_of("llama")
+    forward.sizes = (2, 4, 8)
+    chunk_bytes = 2 * forward.pool.shape.dims * 4  # of a row, in float32
+    monkeypatch.setattr(cuda_forward, "_SCRATCH_BYTES", 8 * chunk_bytes)
+    cache, _ = read(forward, text(20, 1))
+    assert {size for size, *_ in forward.recorded} == {8, 4}, "20 rows in chunks of 8"
+    cache.reserve(200)
+    cache.length = 100  # two chunks of 64
+    batch = Batch.of([Segment.of_text(text(8, 2), cache)])
+    assert forward._size(batch, 0) == 4
+    monkeypatch.setattr(cuda_forward, "_SCRATCH_BYTES", 1)
+    assert forward._size(batch, 0) == 2, "there is always one"
+
+
+@pytest.mark.usefixtures("_products_by_rows")
+@pytest.mark.parametrize("place", ["all", "last"])
+def test_a_size_in_which_any_operation_gives_a_row_other_bits_is_found(place: str) -> None:
+    """Not products alone: a norm chooses its kernel by the rows too."""
+    forward = forward_of("llama")
+    free = forward.pool.free
+    assert forward.agreeing((2, 4, 8)) == (2, 4, 8)
+    forward.recorded.clear()
 
     def uneven(module: object, inputs: object, out: Tensor) -> Tensor:
-        return out + 1e-6 * (torch.arange(out.shape[1], device=out.device) == cuda_forward.ROWS - 1)[:, None]
+        rows = out.shape[1]
+        at = torch.arange(rows, device=out.device) >= (rows - 1 if place == "last" else 0)
+        return out * (1 + 1e-5 * at * (rows == 8))[:, None]
 
-    model.model.layers[1].mlp.up_proj.register_forward_hook(uneven)
-    model.model.layers[0].mlp.up_proj.register_forward_hook(uneven)
-    assert not exact_products(model)
+    forward.model.model.layers[1].input_layernorm.register_forward_hook(uneven)
+    assert forward.agreeing((2, 4, 8)) == (2, 4)
+    assert forward.pool.free == free and forward.sizes == (4,)
+
+
+def test_sizes_for_which_there_is_no_memory_leave_the_usual_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = forward_of("llama")
+    free, run_one = forward.pool.free, forward._run
+
+    def full(*given: Any) -> tuple[Tensor, ...]:
+        if len(given[2]) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run_one(*given)
+
+    monkeypatch.setattr(forward, "_run", full)
+    assert forward.agreeing((2, 4, 8)) == (4,)
+    assert forward.pool.free == free and forward.sizes == (4,)
 
 
 class AcceleratedTarget(Target):
@@ -226,11 +305,12 @@ def target_of(family: str) -> Target:
     return AcceleratedTarget(build(family, layers=1), family, kv_memory=1 << 20)
 
 
+@pytest.mark.usefixtures("_products_by_rows")
 @pytest.mark.parametrize("family", ["llama", "mistral with a window"])
 def test_a_target_takes_the_cuda_forward_and_drafts_do_not_change_its_text(family: str) -> None:
     target = target_of(family)
     assert isinstance(target._forward, CudaForward) and target.exact, target.inexact
-    assert target.slice_rows == cuda_forward.ROWS
+    assert target.forward_sizes == cuda_products.SIZES
     prompt, sampling = text(17, 10), SamplingParams(max_tokens=14)
     plain = decoded(target, prompt, sampling)
     assert decoded(target, prompt, sampling, plain) == plain
@@ -291,6 +371,37 @@ def test_a_target_whose_bits_depend_on_a_rows_place_says_so() -> None:
     assert target.inexact == "a token's logits depend on the rows beside it"
 
 
+@pytest.mark.usefixtures("_products_by_rows")
+def test_a_target_whose_rows_depend_on_their_number_keeps_to_one_size_and_is_exact() -> None:
+    def uneven(module: object, inputs: object, out: Tensor) -> Tensor:
+        return out * (1 + 1e-5 * (out.shape[1] - cuda_products.SLICE))
+
+    model = build("llama", layers=1)
+    model.model.norm.register_forward_hook(uneven)
+    target = AcceleratedTarget(model, "llama", kv_memory=1 << 20)
+    assert target.exact, target.inexact
+    assert target.forward_sizes == (cuda_products.SLICE,)
+
+
+@pytest.mark.usefixtures("_products_by_rows")
+def test_a_target_whose_products_agree_in_one_size_alone_lets_sums_be_split_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flags: list[str] = []
+    for way in ("forbid", "allow"):
+        monkeypatch.setattr(target_module, f"{way}_split_sums", lambda way=way: flags.append(way))
+
+    def uneven(module: object, inputs: object, out: Tensor) -> Tensor:
+        return out * (1 + 1e-5 * (out.shape[1] - cuda_products.SLICE))
+
+    assert target_of("llama").exact and flags == ["forbid"]
+    model = build("llama", layers=1)
+    model.model.layers[0].mlp.up_proj.register_forward_hook(uneven)
+    target = AcceleratedTarget(model, "llama", kv_memory=1 << 20)
+    assert target.exact and target.forward_sizes == (cuda_products.SLICE,)
+    assert flags == ["forbid", "forbid", "allow"]
+
+
 def test_a_target_of_experts_says_that_their_products_are_not_its_own() -> None:
     target = target_of("gpt_oss with sinks")
     assert "is multiplied in a way of its own" in target.inexact
@@ -300,5 +411,5 @@ def test_without_triton_a_target_on_cuda_is_run_with_masks(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "engine.model.cuda_forward", None)
     target = target_of("llama")
     assert target.inexact == "exact attention on CUDA needs Triton: pip install triton"
-    assert target.slice_rows == 1
+    assert target.forward_sizes == (1,)
     assert target.prefill(target.new_cache(20), [1, 2, 3])[0].isfinite().all()

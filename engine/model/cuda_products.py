@@ -1,0 +1,89 @@
+"""Products on CUDA that give a row the same bits in forwards of several sizes, as far as a check at load proves it.
+
+A GPU library picks a kernel, and with it the order of summation, by the number of rows. Kernels that do not split a sum
+over blocks (split-K) were found to add in one order: cuBLASLt without split-K gave a row the same bits for 1 to 1,024
+rows on an H100. That is nothing to rely on elsewhere, so every shape is compared at load.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SLICE = 64
+"""Rows of a forward where no other number gives the same bits: a GPU does 64 in about the time of one, which is the
+time to read the weights.
+"""
+SIZES = (16, SLICE, 256, 512, 1024)
+"""Rows of a forward: the least that holds all rows; more run in slices of the largest."""
+
+_PROBES = 16  # rows that are compared, in every place
+_LIBRARIES = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}  # KiB: no room for parts of sums
+
+
+def forbid_split_sums() -> bool:
+    """Have this process's products on CUDA use cuBLASLt without split-K. Returns whether torch can; if not, nothing is
+    changed.
+
+    For the whole process, since torch has no narrower setting: draft models in its threads are multiplied so too. The
+    sizes of the workspaces are read at a process's first product, and are left alone where the user set them.
+    """
+    matmul: Any = torch.backends.cuda.matmul
+    try:
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+        matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    except (RuntimeError, TypeError, AttributeError):  # no cuBLASLt, or a version that cannot forbid split-K
+        allow_split_sums()
+        return False
+    for name, value in _LIBRARIES.items():
+        os.environ.setdefault(name, value)
+    return True
+
+
+def allow_split_sums() -> None:
+    """Undo `forbid_split_sums`, but for the sizes of the workspaces."""
+    matmul: Any = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = True
+    torch.backends.cuda.preferred_blas_library("default")
+
+
+def exact_sizes(model: Any, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Those of the sizes of forwards, SLICE among them, in which every linear layer gives a row the same bits as in
+    SLICE rows, at any place. () if it does not in SLICE rows themselves.
+    """
+    linears = [module for module in model.modules() if type(module) is nn.Linear]
+    one_of_each = {(*module.weight.shape, module.weight.dtype, module.bias is None): module for module in linears}
+    found = tuple(sizes)
+    for linear in one_of_each.values():
+        found = _exact_sizes(linear, found)
+    return found if SLICE in found else ()
+
+
+def _exact_sizes(linear: nn.Linear, sizes: Sequence[int]) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(min(_PROBES, *sizes, SLICE), linear.in_features, generator=generator).to(linear.weight)
+    expected = linear(torch.cat([x, x.new_zeros(SLICE - len(x), linear.in_features)])[None])[0, : len(x)]
+    found = []
+    for rows in sizes:
+        try:
+            if all(_repeats(linear(given[None])[0], expected, shift) for shift, given in _placed(x, rows)):
+                found.append(rows)
+        except torch.OutOfMemoryError:  # nor would a forward of as many rows, or more, find the memory
+            break
+    return tuple(found)
+
+
+def _placed(x: Tensor, rows: int) -> Iterator[tuple[int, Tensor]]:
+    """[rows, inputs]: the probes over and over, from each of them on, so that each of them stands in every place."""
+    for shift in range(len(x)):
+        yield shift, x[(torch.arange(rows, device=x.device) + shift) % len(x)]
+
+
+def _repeats(out: Tensor, expected: Tensor, shift: int) -> bool:
+    """Whether `out` is the expected rows over and over, from the row `shift` on."""
+    expected = expected.roll(-shift, 0)
+    return all(torch.equal(part, expected[: len(part)]) for part in out.split(len(expected)))
