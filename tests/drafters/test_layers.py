@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig
 
-from drafters.layers import Linear, Rotary
+from drafters.layers import Linear, PairLinear, Rotary
 from engine.model.matmul import units
 from engine.model.quantised import Form
 
@@ -35,6 +35,23 @@ def test_a_matrix_that_does_not_split_into_blocks_is_kept_as_it_is() -> None:
     linear = Linear(weight)
     assert linear.matmul is not None and linear.matmul.form is Form.BFLOAT16
     torch.testing.assert_close(linear(x), F.linear(x.float(), weight.float()).bfloat16())
+
+
+def test_a_token_is_multiplied_when_it_is_first_read_and_to_the_same_bit_as_all_at_once() -> None:
+    drawn = torch.Generator().manual_seed(4)
+    embedding, weight, x = (torch.randn(n, m, generator=drawn).bfloat16() for n, m in ((50, 32), (64, 64), (3, 32)))
+    asked: list[int] = []
+
+    def embed(tokens: torch.Tensor) -> torch.Tensor:
+        asked.extend(tokens.tolist())
+        return embedding[tokens]
+
+    few, every = (PairLinear(embed, 50, torch.arange(n), weight) for n in (4, 50))
+    asked.clear()
+    tokens = torch.tensor([2, 40, 40])
+    assert torch.equal(few(tokens, x), every(tokens, x)) and asked == [40]
+    few.reserve([40, 7, 2])
+    assert asked == [40, 7] and torch.equal(few.of_token[[2, 7, 40]], every.of_token[[2, 7, 40]])
 
 
 def test_a_longer_table_of_turns_changes_no_position_that_was_there() -> None:

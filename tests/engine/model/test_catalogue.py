@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from engine.config import DEMO, ROOT, load
 from engine.errors import ModelError
 from engine.model import resolve as resolving
+from engine.model import trained
 from engine.model.cache import lock_of
 from engine.model.catalogue import CATALOGUE, KnownModel, find
 from engine.model.commands import app
@@ -155,6 +157,69 @@ def test_a_model_brings_its_answers_and_heads_unless_the_configuration_names_oth
     assert (named.weights("eagle3"), named.answers_folder) == ("/mine", None)
     unknown = with_own(load({"model": "/somewhere"})).drafter
     assert (unknown.weights("eagle3"), unknown.answers_folder) == (None, None)
+
+
+@pytest.fixture
+def known_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, LlamaForCausalLM]:
+    """A tiny GGUF file that answers and heads have been trained for, and its model."""
+    file = tmp_path / "renamed.gguf"
+    norm = torch.linspace(0.5, 2, 64).bfloat16()
+    model = write_gguf(file, tensors={"output_norm.weight": norm.float().numpy()})
+    model.model.norm.weight.data = norm.float()
+    digest = hashlib.sha256(norm.view(torch.int16).numpy().tobytes()).hexdigest()
+    monkeypatch.setattr(trained, "_TARGETS", {digest: "smollm2-135m"})
+    return file, model.bfloat16()
+
+
+def own_of(model: Path) -> tuple[str | None, str | None]:
+    drafter = with_own(load({"model": str(model)})).drafter
+    return drafter.answers_folder, drafter.weights("block")
+
+
+OWN = (str(ROOT / "models/smollm2-135m/answers"), str(ROOT / "models/smollm2-135m/block"))
+
+
+def test_what_was_trained_for_a_model_is_found_for_its_gguf_file_whatever_its_name(
+    known_tiny: tuple[Path, LlamaForCausalLM],
+) -> None:
+    assert own_of(known_tiny[0]) == OWN
+
+
+@pytest.mark.parametrize("shard", ["5GB", "40KB"])
+def test_what_was_trained_for_a_model_is_found_for_its_directory_in_one_file_or_several(
+    known_tiny: tuple[Path, LlamaForCausalLM], tmp_path: Path, shard: str
+) -> None:
+    known_tiny[1].save_pretrained(tmp_path / "saved", max_shard_size=shard)
+    assert (tmp_path / "saved/model.safetensors.index.json").exists() == (shard == "40KB")
+    assert own_of(tmp_path / "saved") == OWN
+
+
+def test_nothing_is_found_for_other_weights_of_the_same_shape(
+    known_tiny: tuple[Path, LlamaForCausalLM], tmp_path: Path
+) -> None:
+    known_tiny[1].model.norm.weight.data += 1
+    known_tiny[1].save_pretrained(tmp_path / "other")
+    assert own_of(tmp_path / "other") == (None, None)
+    write_gguf(tmp_path / "other.gguf")
+    assert own_of(tmp_path / "other.gguf") == (None, None)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 40, b"\x02" + bytes(7) + b"{}", b"\x02" + bytes(7) + b"[]"])
+def test_a_broken_directory_or_file_is_left_to_whoever_loads_it(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    (tmp_path / "model.gguf").write_bytes(content)
+    assert own_of(tmp_path) == own_of(tmp_path / "model.gguf") == (None, None)
+
+
+def test_every_folder_of_trained_heads_holds_answers_and_belongs_to_a_target() -> None:
+    for name in trained._TARGETS.values():
+        own = trained.trained_for_name(name)
+        assert own is not None and own.answers is not None and (own.folder / "block/model.safetensors").is_file()
+    assert {folder.name for folder in (ROOT / "models").iterdir()} == set(trained._TARGETS.values())
+
+
+def test_the_real_model_is_known_by_its_directory(smollm2: str) -> None:
+    assert own_of(Path(smollm2)) == OWN
 
 
 def test_an_unknown_name_is_told_the_nearest() -> None:
