@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from drafters.registry import find, parts
+from drafters.parts import datastore_path, parts, weights_path
 from engine.config import Config
-from engine.errors import ConfigError, ModelError
+from engine.core.errors import ConfigError, ModelError
+from engine.core.methods import find
 
 
 def check(config: Config) -> None:
@@ -76,28 +77,10 @@ def _check_path(key: str, path: str, or_else: str = "") -> None:
         raise ModelError(f"{key}={path}: no such directory; check the path, or name a hub id{or_else}")
 
 
-def weights_path(config: Config) -> str:
-    """Where the weights of the configuration's head or draft model are."""
-    if (path := config.drafter.weights(config.method)) is not None:
-        return path
-    if config.method == "sps":
-        raise ConfigError("drafter.path: method sps needs the directory or hub id of a small model")
-    raise ConfigError(
-        f'drafter.path: method {config.method} needs a head: give its directory, or "talon train {config.method}"'
-    )
-
-
-def datastore_path(config: Config) -> str:
-    """Where the configuration's datastore is."""
-    if (path := config.drafter.datastore) is None:
-        raise ConfigError('drafter.datastore: method datastore needs the folder of one: "talon index build"')
-    return path
-
-
 def check_weights(path: str, method: str) -> None:
     """Require a directory, or a name the hub or its cache knows, with a config.json and a file of weights."""
-    from drafters.checkpoint import find_folder, read_config
-    from engine.model_hub import is_hub_id
+    from drafters.heads.checkpoint import find_folder, read_config
+    from engine.weights.hub import is_hub_id
 
     if method == "sps" and is_hub_id(path) and not Path(path).is_dir():
         return  # the draft model is fetched as the target is

@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from drafters.checkpoint import TargetWeights
-from drafters.growth import Policy, Static
-from drafters.growth_choice import policy_of
-from drafters.head import Head
-from drafters.head_drafter import HeadDrafter
-from drafters.requirements import weights_path
-from drafters.session import Session
+from drafters.heads.checkpoint import TargetWeights
+from drafters.heads.growth.policies import Policy, Static
+from drafters.heads.growth.policy_choice import policy_of
+from drafters.heads.head import Head
+from drafters.heads.head_drafter import HeadDrafter
+from drafters.heads.session import Session
+from drafters.parts import weights_path
 from engine.config import Config
-from engine.errors import DrafterMismatch, ModelError
-from engine.loading import load_config
-from engine.target import Target
-from engine.tree import TokenTree
+from engine.core.errors import DrafterMismatch, ModelError
+from engine.core.tree import TokenTree
+from engine.model.loading import load_config
+from engine.model.target import Target
 
 _CHUNK = 512  # prompt tokens of one forward
 

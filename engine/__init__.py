@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from engine.answer import Metrics, Piece, Result
     from engine.api import Engine
     from engine.config import Config
-    from engine.errors import TalonError
-    from engine.grammar import Grammar
-    from engine.messages import TokenLogprob
-    from engine.sampling import SamplingParams, Speculation
+    from engine.core.errors import TalonError
+    from engine.core.grammar import Grammar
+    from engine.core.params import SamplingParams, Speculation
+    from engine.wire.messages import TokenLogprob
 
 __all__ = [
     "Config",
@@ -32,14 +32,14 @@ __all__ = [
 _HOMES = {
     "Config": "engine.config",
     "Engine": "engine.api",
-    "Grammar": "engine.grammar",
+    "Grammar": "engine.core.grammar",
     "Metrics": "engine.answer",
     "Piece": "engine.answer",
     "Result": "engine.answer",
-    "SamplingParams": "engine.sampling",
-    "Speculation": "engine.sampling",
-    "TalonError": "engine.errors",
-    "TokenLogprob": "engine.messages",
+    "SamplingParams": "engine.core.params",
+    "Speculation": "engine.core.params",
+    "TalonError": "engine.core.errors",
+    "TokenLogprob": "engine.wire.messages",
 }
 
 

@@ -18,7 +18,7 @@ def main() -> None:
     heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a shell's background jobs ignore SIGINT
     if heeded:
         signal.signal(signal.SIGINT, _end)
-    from engine.cli import assemble
+    from engine.cli.main import assemble
 
     app = assemble()
     if heeded:

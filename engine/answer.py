@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import cache
 from itertools import pairwise
 
 import msgspec
 
-from drafters.registry import METHODS, source_names
-from engine.messages import TokenLogprob, Tokens
-from engine.sampling import SamplingParams
-from engine.text import TextStream
-
-GRAMMAR = 1 << 32
-"""Bit of `Tokens.sources`: forced by the request's grammar. The lower bits are the drafters', as in a `TokenTree`."""
+from engine.core.methods import source_name
+from engine.core.params import SamplingParams
+from engine.text.stream import TextStream
+from engine.wire.messages import TokenLogprob, Tokens
 
 
 class SpeculativeDecoding(msgspec.Struct, frozen=True):
@@ -164,12 +160,3 @@ def speculative_decoding(rounds: Sequence[Tokens]) -> SpeculativeDecoding:
         accepted_tokens=sum(accepted),
         accepted_per_position=[sum(count > depth for count in accepted) for depth in range(max(accepted, default=0))],
     )
-
-
-@cache
-def source_name(bits: int) -> str:
-    """The source named for a token: grammar takes precedence over a head, a head over retrieval."""
-    if bits & GRAMMAR:
-        return "grammar"
-    models = [METHODS[name].has_model for name in source_names(bits)]
-    return "target" if not models else "head" if any(models) else "retrieval"

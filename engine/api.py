@@ -13,24 +13,26 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from drafters.registry import check_vocabulary, find
+from drafters.registry import check_vocabulary
 from engine import config as configuration
-from engine.admission import Place, Places, Reservation
 from engine.answer import Answer, Piece, Result
-from engine.chat_text import Rendering
 from engine.config import Config
-from engine.errors import EngineClosed, RequestError, TalonError, shown
-from engine.flight import Flight, Flights
-from engine.launch import ProcessWorker, begin_imports
-from engine.matcher import check
-from engine.messages import Ready
-from engine.model.resolve import resolved
-from engine.prompts import Prompt, check_room, check_sampling, encode_prompt, is_integer
-from engine.sampling import SamplingParams
-from engine.supervisor import Supervisor, say_once
-from engine.tasks import gather
-from engine.text import TextStream, tokenizer_of
-from engine.worker import settled
+from engine.core.errors import EngineClosed, RequestError, TalonError, shown
+from engine.core.methods import find
+from engine.core.params import SamplingParams
+from engine.frontend.admission import Place, Places, Reservation
+from engine.frontend.inflight import Flight, Flights
+from engine.frontend.processes import ProcessWorker, begin_imports
+from engine.frontend.prompts import Prompt, check_room, check_sampling, encode_prompt, is_integer
+from engine.frontend.supervisor import Supervisor, say_once
+from engine.frontend.tasks import gather
+from engine.sampling.matcher import check
+from engine.text.chat import Rendering
+from engine.text.stream import TextStream
+from engine.verifier.placement import settled
+from engine.weights.resolve import resolved
+from engine.weights.tokenizer import tokenizer_of
+from engine.wire.messages import Ready
 
 
 class Stream:

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from engine.errors import ConfigError, first_line, printable, shown
+from engine.core.errors import ConfigError, first_line, printable, shown
+from engine.core.spelling import did_you_mean
 from engine.places import ROOT
-from engine.spelling import did_you_mean
 
 AUTO = "auto"
 DEMO = ROOT / "configs" / "demo.yaml"
@@ -29,7 +29,7 @@ class _Section(BaseModel):
 
 
 class GrowthConfig(_Section):
-    """How a draft head's tree grows (`drafters.growth`).
+    """How a draft head's tree grows (`drafters.heads.growth.policies`).
 
     policy: published is that of the method's paper; None: adaptive for heads, the chain for sps. tree: for `static`.
     depth: layers of `dynamic`. top_k: candidates after each node (`talon`: width of the ungated layers). mu: gate

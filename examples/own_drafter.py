@@ -11,11 +11,9 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from drafters.base import Drafter, Verdict
-from drafters.registry import METHODS, Method
+from drafters.base import METHODS, Drafter, Method, TokenTree, Verdict
 from engine import Config, Engine, SamplingParams
 from engine.config import DEMO
-from engine.tree import TokenTree
 
 
 class Parrot(Drafter):

@@ -1,7 +1,7 @@
 """Speculative decoding in one function: propose, verify, commit. Read this first.
 
 `speculate` gives the text that the engine gives, one request at a time and without processes, batches, cost model or
-recovery: `engine.verifier` is this loop for many requests.
+recovery: `engine.verifier.loop` is this loop for many requests.
 
 python examples/speculative_loop.py
 """
@@ -13,14 +13,15 @@ from collections.abc import Sequence
 
 from drafters.base import Drafter, Verdict
 from drafters.registry import build
-from engine.batch import Segment
 from engine.config import DEMO, load
-from engine.model.resolve import resolved
-from engine.sampling import SamplingParams
-from engine.target import Target
-from engine.text import encode_text, tokenizer_of
-from engine.tree import TokenTree
-from engine.verification import Sampler, verify
+from engine.core.batch import Segment
+from engine.core.params import SamplingParams
+from engine.core.tree import TokenTree
+from engine.model.target import Target
+from engine.sampling.sampler import Sampler, verify
+from engine.text.encode import encode_text
+from engine.weights.resolve import resolved
+from engine.weights.tokenizer import tokenizer_of
 
 
 def speculate(target: Target, drafter: Drafter, prompt: Sequence[int], sampling: SamplingParams) -> list[int]:

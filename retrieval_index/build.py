@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.whole_file import write_whole
+from engine.files.whole_file import write_whole
 from retrieval_index.corpus import tokenised
 from retrieval_index.datastore import HEADER, MAGIC, VERSION, DatastoreError, Header, Shard, checksum, fingerprint
 from retrieval_index.library import library

@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.errors import RequestError
-from engine.json_lines import BadLine, json_lines
-from engine.text import encode_text
+from engine.core.errors import RequestError
+from engine.files.json_lines import BadLine, json_lines
+from engine.text.encode import encode_text
 from retrieval_index.datastore import DatastoreError
 from retrieval_index.suffix import CONTEXT
 

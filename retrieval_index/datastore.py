@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.errors import TalonError
+from engine.core.errors import TalonError
 from retrieval_index.compiler import release_compiler
 
 VERSION = 1

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.whole_file import whole_file, write_whole
+from engine.files.whole_file import whole_file, write_whole
 from retrieval_index.build import PROGRESS, Begun, building_in, described, resume
 from retrieval_index.corpus import tokenised
 from retrieval_index.datastore import HEADER, DatastoreError, checksum, fingerprint

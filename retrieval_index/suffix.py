@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.sampling import SamplingParams
-from engine.tree import TokenTree
+from engine.core.params import SamplingParams
+from engine.core.tree import TokenTree
 from retrieval_index.memories import Memories
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class SessionIndex:
     """
 
     def __init__(self, capacity: int = 1_000_000, public: Sequence[NDArray[np.int32]] = ()):
-        from engine import noise_bits  # numba: half a second that only users of the index pay
+        from engine.sampling import noise_bits  # numba: half a second that only users of the index pay
         from retrieval_index import ngrams
 
         self._kernels: Any = ngrams

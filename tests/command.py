@@ -8,7 +8,7 @@ import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
-from engine.cli import assemble
+from engine.cli.main import assemble
 
 
 @functools.cache

@@ -16,8 +16,8 @@ from hypothesis import Phase, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from engine.model.catalogue import find
-from engine.model.resolve import folder_of
+from engine.weights.catalogue import find
+from engine.weights.resolve import folder_of
 from retrieval_index.build import build
 
 settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate], database=None, deadline=None)

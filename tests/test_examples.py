@@ -14,7 +14,7 @@ import pytest
 from drafters.registry import build
 from engine import Engine, SamplingParams
 from engine.config import load
-from engine.target import Target
+from engine.model.target import Target
 from examples.speculative_loop import speculate
 from tests.engine.server.process import ROOT, ServerProcess, serving
 

@@ -56,5 +56,5 @@ def test_the_command_finds_its_configurations_models_and_benchmarks_in_the_wheel
 
 
 def test_benchmarks_import_each_other_wherever_the_package_is() -> None:
-    for file in (ROOT / "benchmarks").glob("*.py"):
+    for file in (ROOT / "benchmarks").rglob("*.py"):
         assert "from benchmarks" not in file.read_text("utf8"), f"{file.name}: import with a dot, not with a name"

@@ -24,7 +24,7 @@ from typing import IO, Annotated, Any
 
 import typer
 
-from engine.child_environment import child_environment
+from engine.core.child_environment import child_environment
 
 from .findings import tail
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from engine.recorded import Recorded, bucket, own_stream, wait
+from engine.model.cuda.graphs import Recorded, bucket, own_stream, wait
 
 from .findings import Record, tried
 
@@ -54,10 +54,10 @@ def _version(package: str) -> str:
 def _imports() -> Record:
     """The modules that a worker imports."""
     import drafters.registry
-    import engine.target
-    import engine.verifier
+    import engine.model.target
+    import engine.verifier.loop
 
-    return {"modules": [m.__name__ for m in (drafters.registry, engine.target, engine.verifier)]}
+    return {"modules": [m.__name__ for m in (drafters.registry, engine.model.target, engine.verifier.loop)]}
 
 
 def _toy_graph(how: str, device: torch.device) -> Record:

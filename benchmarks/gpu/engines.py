@@ -19,9 +19,9 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from drafters.registry import find
 from engine.api import Engine
-from engine.sampling import SamplingParams
+from engine.core.methods import find
+from engine.core.params import SamplingParams
 
 from .findings import Record, tail, tried
 from .models import HEADS, save_head, save_small

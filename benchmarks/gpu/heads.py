@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from drafters.base import Verdict
-from drafters.checkpoint import TargetWeights
-from drafters.feature_session import FeatureHead
-from drafters.head import Head
-from drafters.head_drafter import HeadDrafter
-from drafters.registry import METHODS
-from engine.recorded import Recorded, wait
-from engine.sampling import SamplingParams
-from engine.target import bfloat16_bits
-from engine.tree import TokenTree
+from drafters.heads.checkpoint import TargetWeights
+from drafters.heads.feature_session import FeatureHead
+from drafters.heads.head import Head
+from drafters.heads.head_drafter import HeadDrafter
+from engine.core.drafter_protocol import Verdict
+from engine.core.methods import METHODS
+from engine.core.params import SamplingParams
+from engine.core.tree import TokenTree
+from engine.model.cuda.graphs import Recorded, wait
+from engine.model.target import bfloat16_bits
 
 from .findings import Record, tried
 from .models import HEADS, LLAMA_8B, TOY, save_head

@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import BLOCK, Batch, Segment
-from engine.model.attention import Rule
-from engine.model.kv_pool import KVCache, KVPool, KVShape
-from engine.model.triton_attention import CHUNK, Rows, TritonAttention
-from engine.tree import TokenTree
+from engine.core.batch import BLOCK, Batch, Segment
+from engine.core.kv_shape import KVShape
+from engine.core.tree import TokenTree
+from engine.kernels.attention.attention import Rule
+from engine.model.cuda.triton_attention import CHUNK, Rows, TritonAttention
+from engine.model.kv_pool import KVCache, KVPool
 
 from .findings import Record, tried
 from .times import median_us

@@ -14,9 +14,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaForCausalLM
 
-from engine.recorded import Recorded, wait
-from engine.target import Target
-from engine.tree import TokenTree
+from engine.core.tree import TokenTree
+from engine.model.cuda.graphs import Recorded, wait
+from engine.model.target import Target
 
 from .findings import Record, tried
 from .models import LLAMA_8B, TOY

@@ -11,9 +11,9 @@ from drafters import requirements
 from drafters.registry import check
 from engine import config as configuration
 from engine.api import Engine
-from engine.errors import TalonError
-from engine.model.resolve import resolved
-from engine.sampling import SamplingParams
+from engine.core.errors import TalonError
+from engine.core.params import SamplingParams
+from engine.weights.resolve import resolved
 
 from .findings import Record, tried
 

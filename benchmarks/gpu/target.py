@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import transformers
 
-from engine.recorded import Recorded
-from engine.target import Target
+from engine.model.cuda.graphs import Recorded
+from engine.model.target import Target
 
 from .findings import Record, tried
 

@@ -19,8 +19,8 @@ import torch
 from transformers import AutoConfig
 
 from engine.api import Engine
-from engine.launch import ProcessWorker
-from engine.sampling import SamplingParams
+from engine.core.params import SamplingParams
+from engine.frontend.processes import ProcessWorker
 
 from .findings import Record, tried
 from .models import save_head, save_small

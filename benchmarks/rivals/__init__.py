@@ -1,0 +1,4 @@
+"""Other engines on the same questions: llama.cpp, OpenVINO, vLLM, each in a process of its own.
+
+Imports `benchmarks.measure`, `benchmarks.inputs` and `benchmarks.report`.
+"""

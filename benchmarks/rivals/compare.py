@@ -20,21 +20,22 @@ from rich.console import Console
 
 from engine.api import Engine
 from engine.config import Config, cores
-from engine.errors import ConfigError, TalonError
-from engine.loading import dtype_of, name_of
-from engine.model.resolve import resolved
-from engine.sampling import SamplingParams
-from engine.tasks import keep_under_way
-from engine.text import encode_text, tokenizer_of
+from engine.core.errors import ConfigError, TalonError
+from engine.core.params import SamplingParams
+from engine.frontend.tasks import keep_under_way
+from engine.model.loading import dtype_of, name_of
+from engine.text.encode import encode_text
+from engine.weights.resolve import resolved
+from engine.weights.tokenizer import tokenizer_of
 
-from ..about import write_about
-from ..budget import Budget, is_narrow
-from ..figures import BASELINE
-from ..load import engines
-from ..load_figures import at_once
-from ..questions import Asked, check_prompts, mixed_questions
-from ..row_file import RowFile
-from .figures import ROWS, Turn, cells
+from ..inputs.questions import Asked, check_prompts, mixed_questions
+from ..measure.budget import Budget, is_narrow
+from ..measure.load import engines
+from ..report.about import write_about
+from ..report.figures import BASELINE
+from ..report.load_figures import at_once
+from ..report.rival_figures import ROWS, Turn, cells
+from ..report.row_file import RowFile
 from .process import Missing, Process, Rival, rivals
 
 Prompts = Sequence[Sequence[int]]

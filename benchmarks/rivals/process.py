@@ -20,8 +20,8 @@ from typing import Any
 
 import anyio
 
-from engine.errors import ConfigError
-from engine.model.matmul import Unit, units
+from engine.core.errors import ConfigError
+from engine.kernels.gemm.matmul import Unit, units
 
 SCRIPTS = Path(__file__).parent
 _START_S, _ANSWER_S, _STOP_S = 300.0, 900.0, 10.0

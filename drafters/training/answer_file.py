@@ -16,14 +16,14 @@ import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
-from drafters.checkpoint import find_folder
+from drafters.heads.checkpoint import find_folder
 from drafters.training.answers import answer_end, chat, generate
 from drafters.training.run import Stage, load_target
-from engine.answer_file import AnswerRow, open_answers
-from engine.loading import eos_tokens
-from engine.model.resolve import resolve
-from engine.prompt_file import read_prompts
-from engine.sampling import SamplingParams
+from engine.core.params import SamplingParams
+from engine.files.answer_rows import AnswerRow, open_answers
+from engine.files.prompt_file import read_prompts
+from engine.model.loading import eos_tokens
+from engine.weights.resolve import resolve
 
 
 def answer_prompts(

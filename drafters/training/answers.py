@@ -18,8 +18,8 @@ import torch
 from filelock import FileLock, Timeout
 
 from drafters.training.recipe import Recipe
-from engine.errors import ConfigError
-from engine.prompt_file import PromptRow, read_prompts
+from engine.core.errors import ConfigError
+from engine.files.prompt_file import PromptRow, read_prompts
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The block head in training (`drafters.block`): all draft steps of an anchor are rows of one block.
+"""The block head in training (`drafters.heads.one_pass.block`): all draft steps of an anchor are rows of one block.
 
 Row 0 holds the anchor's token, the others the mask, except for *known prefixes*: in a share of the drafts the first
 tokens after the anchor are given, as they are when the head drafts after a retrieved passage or a possible outcome.
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
-from drafters.checkpoint import Checkpoint
+from drafters.heads.checkpoint import Checkpoint
 from drafters.training.anchored_attention import AnchoredAttention
 from drafters.training.head_module import HeadModule, Texts, llama_values, vocabulary_maps
 from drafters.training.loss import Factors

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from engine.errors import TalonError
+from engine.core.errors import TalonError
 
 app = typer.Typer(help="Train a draft head for a target.", no_args_is_help=True)
 
@@ -82,7 +82,7 @@ def answers(
     from rich.console import Console  # torch and transformers take seconds to import
 
     from drafters.training.answer_file import answer_prompts
-    from engine.sampling import SamplingParams
+    from engine.core.params import SamplingParams
 
     try:
         sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens).validate()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from drafters.training.answers import Example
-from engine.errors import ConfigError
+from engine.core.errors import ConfigError
 
 _FORWARD_TOKENS = {"cpu": 2048, "cuda": 32768}  # padding included, which bounds a forward's memory
 _LOGITS = 1 << 27  # numbers at a time

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from drafters.checkpoint import Checkpoint
+from drafters.heads.checkpoint import Checkpoint
 from drafters.training.loss import Factors
 
 

@@ -9,7 +9,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine.config import yaml_error
-from engine.errors import ConfigError
+from engine.core.errors import ConfigError
 
 Method = Literal["eagle", "eagle3", "medusa", "hydra", "sps", "block"]
 

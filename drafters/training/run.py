@@ -18,7 +18,7 @@ from safetensors.torch import save as to_safetensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from drafters.checkpoint import Checkpoint, coded, find_folder
+from drafters.heads.checkpoint import Checkpoint, coded, find_folder
 from drafters.training.answers import Example, Question, answer, cache_name, read_questions, target_digest
 from drafters.training.build import build
 from drafters.training.features import Features, HeldFeatures, StoredFeatures, features_name
@@ -27,9 +27,9 @@ from drafters.training.interrupt import noted
 from drafters.training.recipe import Recipe
 from drafters.training.score import Score
 from drafters.training.trainer import Trainer, draft_vocabulary, replace_file, states_read
-from engine.errors import ConfigError, ModelError, first_line
-from engine.loading import eos_tokens, has_native_bfloat16
-from engine.model.resolve import resolve
+from engine.core.errors import ConfigError, ModelError, first_line
+from engine.model.loading import eos_tokens, has_native_bfloat16
+from engine.weights.resolve import resolve
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 _SAID_S, _SHOWN_S = 60.0, 0.5  # between two progress lines where no bar is shown, and two states of a bar

@@ -21,16 +21,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafters.eagle3 import fused_layers
+from drafters.heads.eagle3 import fused_layers
 from drafters.training.answers import Example
 from drafters.training.features import Features, kept_states, sent
 from drafters.training.head_module import HeadModule, Texts
 from drafters.training.loss import Teacher, vocabulary_loss
 from drafters.training.recipe import Recipe
 from drafters.training.score import Score
-from engine.errors import ConfigError, ModelError
-from engine.loading import has_native_bfloat16
-from engine.whole_file import write_whole
+from engine.core.errors import ConfigError, ModelError
+from engine.files.whole_file import write_whole
+from engine.model.loading import has_native_bfloat16
 
 EVALUATED_STEPS = 5  # draft positions in the acceptance table of heads that can draft any number
 

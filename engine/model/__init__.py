@@ -1,1 +1,4 @@
-"""The target: where its weights come from, and how they run."""
+"""The target: how its weights run, and the proof that this equals the stock forward.
+
+Imports `engine.core`, `engine.kernels` and `engine.weights`.
+"""

@@ -3,8 +3,8 @@
 It takes the weights of a loaded stock model. Whether a model has this structure is read from its modules, never from
 its family's name, and confirmed by comparing logits with the stock forward's (`engine.model.target`); any other model
 keeps the stock forward. A layer is four products, attention, and fused kernels between them. All layers are one program
-(`engine.model.team`): where the products are our own too, a forward is one call instead of the stock forward's 1,500.
-The residual stream is kept in float32.
+(`engine.kernels.threads`): where the products are our own too, a forward is one call instead of the stock forward's
+1,500. The residual stream is kept in float32.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from engine.batch import Batch, Places
-from engine.model.attention import Attention, Rule
+from engine.core.batch import Batch, Places
+from engine.kernels.attention.attention import Attention, Rule
+from engine.kernels.fused import EMBED, ENTER, GATE, NORM, embed_kernel, enter_kernel, gate_kernel, norm_kernel
+from engine.kernels.gemm.matmul import NO_SCRATCH, add_product, give_scratch, row_words
+from engine.kernels.gemm.matmul_kernels import MATMUL
+from engine.kernels.gemm.packed_linear import Product, filled
+from engine.kernels.simd import LANES
+from engine.kernels.threads import Program, address_of, words
 from engine.model.decoder_layer import Layer, Matrices, OtherStructure, joined, only, scale_of
-from engine.model.fused import EMBED, ENTER, GATE, NORM, embed_kernel, enter_kernel, gate_kernel, norm_kernel
 from engine.model.kv_pool import KVPool
-from engine.model.matmul import NO_SCRATCH, add_product, give_scratch, row_words
-from engine.model.matmul_kernels import MATMUL
-from engine.model.packed_linear import Product, filled
 from engine.model.rotary import cosines_sines, rounded_up
-from engine.model.simd import LANES
-from engine.model.team import Program, address_of, words
 
 
 class LeanDecoder:

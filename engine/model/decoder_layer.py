@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.model.packed_linear import Product
-from engine.model.quantised import Quantised
+from engine.kernels.gemm.packed_linear import Product
+from engine.kernels.quantised import Quantised
 
 Matrices = Mapping[int, Quantised]
 

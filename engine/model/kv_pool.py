@@ -16,44 +16,22 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import BLOCK, Int
-from engine.errors import OutOfBlocks
-from engine.features import States
-from engine.model.fused import MOVE, move_kernel
+from engine.core.batch import BLOCK, Int
+from engine.core.errors import OutOfBlocks
+from engine.core.hidden_states import States
+from engine.core.kv_shape import KVShape
+from engine.kernels.fused import MOVE, move_kernel
 
 _CPU = torch.device("cpu")
 _STATES_SHARE = 4  # hidden states may take one part in so many of what keys and values take, beside them
 Ending = tuple[int, tuple[int, ...]]
 """The text that a full block ends: the number of the text before it (0: none), and its own 16 tokens."""
-
-
-@dataclass(frozen=True)
-class KVShape:
-    """The shape and dtype of a model's keys and values."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    paired: bool = False
-
-    @property
-    def dims(self) -> int:
-        """head_dim, rounded up to a multiple of 16, or of 32 if paired."""
-        whole = 32 if self.paired else 16
-        return -(-self.head_dim // whole) * whole
-
-    @property
-    def block_bytes(self) -> int:
-        of_number: int = self.dtype.itemsize
-        return 2 * self.layers * self.kv_heads * self.dims * BLOCK * of_number
 
 
 class KVPool:

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from engine.batch import Segment
-from engine.errors import ModelError
+from engine.core.batch import Segment
+from engine.core.errors import ModelError
+from engine.core.tree import TokenTree
+from engine.model.cuda.graphs import Recorded, Spare, bucket, rounded
 from engine.model.masked_cache import MaskedCache
-from engine.recorded import Recorded, Spare, bucket, rounded
-from engine.tree import TokenTree
 
 
 class MaskedForward:
@@ -41,7 +41,7 @@ class MaskedForward:
         self._windows = {kind: option.get("sliding_window") for kind, option in zip(types, options, strict=True)}
         if not windowed and self._windows.pop("sliding_attention", None) is not None:
             self._windows["full_attention"] = None
-        self.records = self.device.type == "cuda" and set(self._windows) == {"full_attention"}  # see engine.recorded
+        self.records = self.device.type == "cuda" and set(self._windows) == {"full_attention"}  # by graphs
         self._spare: Spare[MaskedCache] = Spare()
         if unknown := set(self._windows) - {"full_attention", "sliding_attention"}:
             raise ModelError(

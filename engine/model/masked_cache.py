@@ -3,8 +3,8 @@
 A forward writes its nodes after the committed positions; the verdict then moves the accepted path's entries together
 by index. Nothing is concatenated or reallocated while decoding.
 
-For CUDA graphs (`engine.recorded`) a cache is `fixed`: the slots to write come as a tensor, and attention sees the
-whole buffers, in which the mask hides what does not belong to the text.
+For CUDA graphs (`engine.model.cuda.graphs`) a cache is `fixed`: the slots to write come as a tensor, and attention sees
+the whole buffers, in which the mask hides what does not belong to the text.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from engine.errors import ModelError
-from engine.recorded import Recorded
+from engine.core.errors import ModelError
+from engine.model.cuda.graphs import Recorded
 
 
 class MaskedCache(Cache):

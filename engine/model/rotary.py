@@ -2,7 +2,7 @@
 
 With LongRoPE and dynamic NTK, `transformers` chooses the frequencies of all positions in a forward by the largest of
 them. Keys that were cached before keep the old rotation, and requests beside it in the batch get the new one. So the
-frequencies are held at those of texts up to the limit that is served (`engine.loading.steady_context`).
+frequencies are held at those of texts up to the limit that is served (`engine.model.loading.steady_context`).
 """
 
 from __future__ import annotations

@@ -15,10 +15,11 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from engine.batch import BLOCK, Batch, Segment
-from engine.model.attention import Attention, Rule, has_pairs
-from engine.model.fused import STORE, store_kernel
-from engine.model.kv_pool import KVCache, KVPool, KVShape
+from engine.core.batch import BLOCK, Batch, Segment
+from engine.core.kv_shape import KVShape
+from engine.kernels.attention.attention import Attention, Rule, has_pairs
+from engine.kernels.fused import STORE, store_kernel
+from engine.model.kv_pool import KVCache, KVPool
 
 NAME = "talon"
 """The name of our attention for `attn_implementation`."""

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.errors import ModelError
-from engine.model.gguf_file import read_gguf
+from engine.core.errors import ModelError
 from engine.places import ROOT
+from engine.weights.gguf_file import read_gguf
 
 _TARGETS = {
     "b1c3b88d13d30d192c39ca32dfc07aa9f333844fccae2e5b34d3f3572dd6c5f4": "smollm2-135m",

@@ -13,7 +13,7 @@ from fastapi.responses import HTMLResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
-from engine.errors import TalonError
+from engine.core.errors import TalonError
 from engine.server.answers import (
     ChatCompletion,
     Error,
@@ -24,9 +24,9 @@ from engine.server.answers import (
     Tokenized,
     Version,
 )
-from engine.server.connection import ClientGone
 from engine.server.errors import ApiError, api_error, not_json
-from engine.server.guard import CLIENT_GONE, Guard
+from engine.server.http.connection import ClientGone
+from engine.server.http.guard import CLIENT_GONE, Guard
 from engine.server.render import ChatFormat, TextFormat, unnamed_sources
 from engine.server.schema import ChatRequest, CompletionRequest, TokenizeRequest
 from engine.server.serving import Serving

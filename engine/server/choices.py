@@ -7,12 +7,12 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 
-from engine.admission import Reservation
 from engine.answer import Piece, Result
 from engine.api import Engine, Stream
+from engine.frontend.admission import Reservation
+from engine.frontend.tasks import cancel, gather
 from engine.server.metrics import Latencies
 from engine.server.translate import Wanted
-from engine.tasks import cancel, gather
 
 Event = tuple[int, Piece | Result]
 """The number of a choice, and what arrived for it."""

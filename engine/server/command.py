@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from engine import config as configuration
-from engine.command import MODELS_OWN, ConfigOption, SetOption, overrides, run
-from engine.errors import ConfigError
+from engine.cli.command import MODELS_OWN, ConfigOption, SetOption, overrides, run
+from engine.core.errors import ConfigError
 
 KEYS_VARIABLE = "TALON_API_KEYS"
 

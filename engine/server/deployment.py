@@ -29,8 +29,8 @@ from engine.server.affinity import SESSION_HEADER, session_of
 from engine.server.app import create_app
 from engine.server.command import read_keys, short_name
 from engine.server.errors import ApiError, returning
-from engine.server.gzip_body import gunzip_for
-from engine.server.in_process import HttpHead, HttpRequest, answer
+from engine.server.http.gzip_body import gunzip_for
+from engine.server.http.in_process import HttpHead, HttpRequest, answer
 from engine.server.log import to_standard_error
 from engine.server.serving import Serving
 from engine.server.settings import Settings

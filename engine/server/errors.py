@@ -9,9 +9,9 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
-from engine.errors import EngineClosed, OverContext, ProtocolError, QueueFull, RequestError, TalonError, WorkerDied
+from engine.core.characters import HALF_A_CHARACTER
+from engine.core.errors import EngineClosed, OverContext, ProtocolError, QueueFull, RequestError, TalonError, WorkerDied
 from engine.server.answers import Error, ErrorDetail
-from engine.text import HALF_A_CHARACTER
 
 RETRY_AFTER_S = 1
 CONTEXT_LENGTH = "context_length_exceeded"

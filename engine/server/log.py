@@ -10,7 +10,7 @@ import logging
 import sys
 from typing import Any
 
-from engine.messages import Ready
+from engine.wire.messages import Ready
 
 _LOGGER = "talon.server"
 

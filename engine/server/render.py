@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel
 
-from drafters.registry import METHODS, parts
+from drafters.parts import parts
 from engine.answer import Piece, Result, speculative_decoding
 from engine.config import Config
-from engine.messages import TokenLogprob as Logprob
+from engine.core.methods import METHODS
 from engine.server.answers import (
     AnswerMetrics,
     ChatChoice,
@@ -33,7 +33,8 @@ from engine.server.answers import (
 from engine.server.schema import Generation
 from engine.server.translate import Wanted
 from engine.server.vocabulary import Vocabulary, offset
-from engine.text import TextStream
+from engine.text.stream import TextStream
+from engine.wire.messages import TokenLogprob as Logprob
 
 _REASONS: dict[str, FinishReason] = {"eos": "stop", "stop": "stop", "length": "length"}
 

@@ -18,11 +18,11 @@ import uvicorn
 
 from engine.api import Engine
 from engine.config import Config
-from engine.errors import ConfigError
+from engine.core.errors import ConfigError
 from engine.server import traces
 from engine.server.app import create_app
+from engine.server.http.protocol import HttpProtocol
 from engine.server.log import to_standard_error
-from engine.server.protocol import HttpProtocol
 from engine.server.serving import Serving
 from engine.server.settings import Settings
 

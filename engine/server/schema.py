@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from engine.chat_text import Rendering
-from engine.sampling import LONGEST_STOP, MOST_STOPS
-from engine.text import HALF_A_CHARACTER, is_text
+from engine.core.characters import HALF_A_CHARACTER, is_text
+from engine.core.params import LONGEST_STOP, MOST_STOPS
+from engine.text.chat import Rendering
 
 Token = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 _ABSENT: dict[str, tuple[Any, ...]] = {

@@ -12,15 +12,15 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CollectorRegistry
 
-from engine.admission import Reservation
 from engine.answer import Piece, Result
 from engine.api import Engine
-from engine.errors import RequestError, RequestFailed
-from engine.grammar import Grammar
-from engine.sampling import SamplingParams
+from engine.core.errors import RequestError, RequestFailed
+from engine.core.grammar import Grammar
+from engine.core.params import SamplingParams
+from engine.frontend.admission import Reservation
 from engine.server.choices import Choices, Event
-from engine.server.connection import EventStream, while_there
 from engine.server.errors import ApiError, api_error, returning
+from engine.server.http.connection import EventStream, while_there
 from engine.server.log import Log
 from engine.server.metrics import EngineCollector, Latencies
 from engine.server.render import Format

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from engine.errors import ConfigError
+from engine.core.errors import ConfigError
 
 _NAMES = {
     "id": "gen_ai.request.id",

@@ -10,13 +10,12 @@ from typing import Any
 
 import msgspec
 
-from engine.admission import Reservation
 from engine.api import Engine
-from engine.chat_text import Rendering
 from engine.config import Config
-from engine.errors import printable
-from engine.prompts import TOO_LONG
-from engine.sampling import SamplingParams, Speculation
+from engine.core.errors import printable
+from engine.core.params import SamplingParams, Speculation
+from engine.frontend.admission import Reservation
+from engine.frontend.prompts import TOO_LONG
 from engine.server.errors import CONTEXT_LENGTH, ApiError
 from engine.server.schema import (
     ChatRequest,
@@ -28,6 +27,7 @@ from engine.server.schema import (
 )
 from engine.server.settings import Settings
 from engine.server.vocabulary import Vocabulary
+from engine.text.chat import Rendering
 
 _SEEDS = 2**63
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from engine.text import TextStream
-from engine.token_text import PARTIAL, raw_bytes
+from engine.text.stream import TextStream
+from engine.text.token_pieces import PARTIAL, raw_bytes
 
 
 class Vocabulary:

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from engine.noise_bits import noise_of
+from engine.sampling.noise_bits import noise_of
 from retrieval_index.ngrams.kernel import inlined, kernel
 from retrieval_index.ngrams.mixture import FLOOR
 
@@ -50,8 +50,9 @@ def with_noise(tokens, chances, count, here, key, temperature):  # type: ignore[
 
     The target draws the token with the largest log p + g, and g is known. If log q of our chances q missed log p by
     independent Gumbel errors of scale b, a token would win with a chance proportional to (q e^g)^(1/b): see
-    `drafters.ranking`. What no candidate covers has one weight, the mean of (r e^g)^(1/b). Between temperatures 0 and
-    1 noise counts by its share; b = 1 + SLACK at 1 has the least log loss on answers of SmolLM2-135M.
+    `drafters.heads.growth.ranking`. What no candidate covers has one weight, the mean of (r e^g)^(1/b). Between
+    temperatures 0 and 1 noise counts by its share; b = 1 + SLACK at 1 has the least log loss on answers of
+    SmolLM2-135M.
     """
     power = 1 / (1 + SLACK * temperature)
     covered, total = 0.0, 0.0

@@ -7,7 +7,7 @@ from typing import Any
 
 from numba import njit
 
-from engine.versioned import versioned
+from engine.kernels.jit_cache import versioned
 
 
 def kernel(work: Callable[..., Any]) -> Any:

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from benchmarks.report.rival_figures import Turn, table
+from benchmarks.report.row_file import RowFile
 from benchmarks.rivals.compare import Plan, compare
-from benchmarks.rivals.figures import Turn, table
 from benchmarks.rivals.gguf import file_type, retype
 from benchmarks.rivals.process import INSTALL, Missing, Process, Rival, rivals
-from benchmarks.row_file import RowFile
-from engine.errors import ConfigError
+from engine.core.errors import ConfigError
 
 ECHO = """
 import json, sys

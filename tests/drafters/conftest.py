@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from drafters.checkpoint import TargetWeights
+from drafters.heads.checkpoint import TargetWeights
 from tests.conftest import tiny_tokenizer
 
 HIDDEN, VOCAB, LAYERS, FFN, HEADS, KV_HEADS = 32, 64, 6, 48, 4, 2
@@ -34,7 +34,7 @@ def _float32_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """References are compared in float32, whatever this processor multiplies fastest."""
     for module in ("drafters.training.run", "drafters.training.trainer"):
         monkeypatch.setattr(f"{module}.has_native_bfloat16", lambda: False)
-    monkeypatch.setattr("drafters.layers.multiplies", lambda dtype: False)
+    monkeypatch.setattr("drafters.heads.layers.multiplies", lambda dtype: False)
 
 
 @pytest.fixture(scope="session")

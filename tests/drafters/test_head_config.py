@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from drafters.growth import MEDUSA_63, Adaptive, Dynamic, Static
-from drafters.head_drafter import HeadDrafter
-from drafters.registry import build, build_for_worker, source_of
+from drafters.heads.growth.policies import MEDUSA_63, Adaptive, Dynamic, Static
+from drafters.heads.head_drafter import HeadDrafter
+from drafters.registry import build, build_for_worker
 from engine.config import load
-from engine.errors import ConfigError
+from engine.core.errors import ConfigError
+from engine.core.methods import source_of
 from tests.drafters.conftest import write_checkpoint
-from tests.drafters.test_medusa import COUNT, MEDUSA
+from tests.drafters.heads.test_medusa import COUNT, MEDUSA
 
 
 def drafter(target_dir: Path, path: Path, budget: int = 40, **growth: object) -> HeadDrafter:

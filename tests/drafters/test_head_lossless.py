@@ -11,19 +11,19 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from drafters.base import Verdict
-from drafters.checkpoint import TargetWeights
-from drafters.growth import Adaptive, Dynamic, Policy, Static
-from drafters.head import Head
-from drafters.head_drafter import HeadDrafter
+from drafters.heads.checkpoint import TargetWeights
+from drafters.heads.growth.policies import Adaptive, Dynamic, Policy, Static
+from drafters.heads.head import Head
+from drafters.heads.head_drafter import HeadDrafter
 from engine import Engine
-from engine.sampling import SamplingParams
-from engine.target import Target, bfloat16_bits
-from engine.tree import TokenTree
-from engine.verification import Sampler, verify
-from tests.drafters.test_block import block
-from tests.drafters.test_eagle import eagle, eagle3
-from tests.drafters.test_medusa import hydra, medusa
+from engine.core.drafter_protocol import Verdict
+from engine.core.params import SamplingParams
+from engine.core.tree import TokenTree
+from engine.model.target import Target, bfloat16_bits
+from engine.sampling.sampler import Sampler, verify
+from tests.drafters.heads.one_pass.test_block import block
+from tests.drafters.heads.test_eagle import eagle, eagle3
+from tests.drafters.heads.test_medusa import hydra, medusa
 
 DEVICE = "cuda"
 PROMPT = [1, 9, 33, 12, 2]
@@ -138,7 +138,7 @@ async def test_a_head_behind_the_engine_changes_no_text(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("engine.worker.cores", lambda: 4)  # enough for auto to try both
+    monkeypatch.setattr("engine.verifier.placement.cores", lambda: 4)  # enough for auto to try both
     build(tmp_path, target)
     method = "hybrid" if merged else build.__name__
     drafter = {"path": str(tmp_path), "head": build.__name__}

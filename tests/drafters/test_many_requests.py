@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafters.base import Verdict
-from drafters.checkpoint import TargetWeights
-from drafters.growth import Adaptive, Dynamic, Policy
-from drafters.head import Head
-from drafters.head_drafter import HeadDrafter
-from engine.model.matmul import Unit
-from engine.sampling import SamplingParams
-from engine.target import bfloat16_bits
-from engine.tree import TokenTree
+from drafters.heads.checkpoint import TargetWeights
+from drafters.heads.growth.policies import Adaptive, Dynamic, Policy
+from drafters.heads.head import Head
+from drafters.heads.head_drafter import HeadDrafter
+from engine.core.drafter_protocol import Verdict
+from engine.core.params import SamplingParams
+from engine.core.tree import TokenTree
+from engine.kernels.gemm.matmul import Unit
+from engine.model.target import bfloat16_bits
 from tests.drafters.conftest import HIDDEN
-from tests.drafters.test_block import block
-from tests.drafters.test_eagle import eagle, eagle3, same
-from tests.drafters.test_medusa import hydra, medusa
+from tests.drafters.heads.one_pass.test_block import block
+from tests.drafters.heads.test_eagle import eagle, eagle3, same
+from tests.drafters.heads.test_medusa import hydra, medusa
 
 TEXTS = {1: [5, 6, 7, 8], 2: [9, 3], 3: [11, 12, 13, 14, 15, 16, 17]}
 WANTED = [(1, []), (2, [4]), (3, [21, 22]), (1, [30, 31, 32]), (2, []), (3, [])]
@@ -92,7 +92,7 @@ def test_the_program_of_all_layers_gives_the_trees_of_plain_operations(
 def test_the_pool_grows_with_the_requests_and_gets_back_what_they_held(
     build: Build, tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drafters.stack._BLOCKS", 1)
+    monkeypatch.setattr("drafters.heads.stack._BLOCKS", 1)
     head = build(tmp_path, target)
     drafter = drafter_of(head, [1, 2, 3])
     trees = drafter.propose_many(WANTED)
@@ -111,7 +111,7 @@ def test_the_pool_grows_with_the_requests_and_gets_back_what_they_held(
 
 
 def test_long_texts_are_read_in_parts(tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drafters.context._MOST", 70)
+    monkeypatch.setattr("drafters.heads.one_pass.context._MOST", 70)
     monkeypatch.setitem(TEXTS, 3, [token % 60 for token in range(300)])  # longer than the first rotary turns
     one, other = block(tmp_path / "a", target), block(tmp_path / "b", target)
     other.stack = None
@@ -137,8 +137,8 @@ def test_in_bfloat16_a_block_is_near_to_float32_in_the_program_and_in_plain_oper
     tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     truth = block(tmp_path / "a", target)
-    monkeypatch.setattr("drafters.layers.multiplies", lambda dtype: True)
-    monkeypatch.setattr("drafters.layers.units", lambda: (Unit.FMA,))  # matrices are kept as they are
+    monkeypatch.setattr("drafters.heads.layers.multiplies", lambda dtype: True)
+    monkeypatch.setattr("drafters.heads.layers.units", lambda: (Unit.FMA,))  # matrices are kept as they are
     program, plain = block(tmp_path / "b", target), block(tmp_path / "c", target)
     plain.stack = plain.reader = None
     features = torch.randn(40, len(truth.feature_layers), HIDDEN, generator=torch.manual_seed(3)).bfloat16()
@@ -158,8 +158,8 @@ def test_in_bfloat16_the_program_and_plain_operations_are_both_near_to_float32(
     build: Build, tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     truth = build(tmp_path / "a", target)
-    monkeypatch.setattr("drafters.layers.multiplies", lambda dtype: True)
-    monkeypatch.setattr("drafters.layers.units", lambda: (Unit.FMA,))  # matrices are kept as they are
+    monkeypatch.setattr("drafters.heads.layers.multiplies", lambda dtype: True)
+    monkeypatch.setattr("drafters.heads.layers.units", lambda: (Unit.FMA,))  # matrices are kept as they are
     program, plain = build(tmp_path / "b", target), build(tmp_path / "c", target)
     plain.stack = None  # type: ignore[attr-defined]
     features = torch.randn(40, len(truth.feature_layers), HIDDEN, generator=torch.manual_seed(3)).bfloat16()

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from drafters.base import Drafter, Verdict
-from drafters.registry import METHODS, Method, parts, source_names, source_of
+from drafters.parts import parts
 from engine import Config, Engine, SamplingParams
-from engine.answer import GRAMMAR, source_name
 from engine.config import load
-from engine.errors import ConfigError
-from engine.tree import TokenTree
+from engine.core.drafter_protocol import Drafter, Verdict
+from engine.core.errors import ConfigError
+from engine.core.methods import GRAMMAR, METHODS, Method, source_name, source_names, source_of
+from engine.core.tree import TokenTree
 
 FIRST = [11, 12, 13, 14]
 

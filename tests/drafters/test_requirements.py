@@ -12,10 +12,10 @@ import pytest
 from drafters.requirements import check, check_paths
 from engine import Engine, SamplingParams
 from engine.config import DEMO, ROOT, load
-from engine.errors import ConfigError, ModelError, TalonError
-from engine.launch import Workers
-from engine.model.resolve import resolved
-from engine.text import load_tokenizer
+from engine.core.errors import ConfigError, ModelError, TalonError
+from engine.frontend.processes import Workers
+from engine.weights.resolve import resolved
+from engine.weights.tokenizer import load_tokenizer
 from engine.worker import WorkerSpec
 from retrieval_index.datastore import Datastore
 

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafters.base import Verdict
-from drafters.head_drafter import HeadDrafter
+from drafters.heads.head_drafter import HeadDrafter
 from drafters.small_model import SmallModel, check_same_vocabulary, level_by_level
-from engine.errors import DrafterMismatch
-from engine.loading import load_config
-from engine.sampling import SamplingParams
-from engine.target import Target
-from engine.tree import TokenTree
+from engine.core.drafter_protocol import Verdict
+from engine.core.errors import DrafterMismatch
+from engine.core.params import SamplingParams
+from engine.core.tree import TokenTree
+from engine.model.loading import load_config
+from engine.model.target import Target
 from tests.conftest import save_tiny_llama
 
 PROMPT = list(b"what is one and one?")

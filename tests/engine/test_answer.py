@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from engine.answer import Answer
-from engine.messages import Tokens
-from engine.sampling import SamplingParams
-from engine.text import TextStream
+from engine.core.params import SamplingParams
+from engine.text.stream import TextStream
+from engine.wire.messages import Tokens
 from tests.conftest import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()  # a token is a byte

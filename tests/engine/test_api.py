@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from drafters.registry import METHODS
 from engine import Engine, SamplingParams
-from engine.errors import QueueFull, RequestError
-from engine.grammar import Grammar
-from engine.messages import Emitted, Tokens
-from engine.transport import Hub
+from engine.core.errors import QueueFull, RequestError
+from engine.core.grammar import Grammar
+from engine.core.methods import METHODS
+from engine.wire.messages import Emitted, Tokens
+from engine.wire.transport import Hub
 from tests.conftest import save_tiny_llama, sentencepiece_tokenizer, tiny_tokenizer
 from tests.engine.tiny_engine import DRAFTS, PROMPTS, SLOW, tiny_engine
 from tests.faults.test_faults import until

@@ -14,15 +14,15 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from engine.batch import Segment
+from engine.core.batch import Segment
+from engine.core.params import SamplingParams
+from engine.core.tree import TokenTree
+from engine.kernels.gemm.packed_linear import pack_linears
 from engine.model.decoder import LeanDecoder
 from engine.model.decoder_layer import OtherStructure
-from engine.model.packed_linear import pack_linears
 from engine.model.stock import NAME, StockForward
-from engine.sampling import SamplingParams
-from engine.target import Target
-from engine.tree import TokenTree
-from engine.verification import Sampler, verify
+from engine.model.target import Target
+from engine.sampling.sampler import Sampler, verify
 
 VOCABULARY = 128
 COMMON: dict[str, Any] = {
@@ -246,7 +246,7 @@ def test_transformers_own_generate_gives_the_text_of_the_stock_forward(
     family: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An oracle of its own: transformers' loop, cache and masks, and only attention and products are ours."""
-    monkeypatch.setattr("engine.target.LeanDecoder", refused)
+    monkeypatch.setattr("engine.model.target.LeanDecoder", refused)
     target = Target(build(family, dtype), family, kv_memory=1 << 22)
     assert isinstance(target._forward, StockForward) and target.exact
     model, prompt = build(family, dtype), text_of(family, dtype)[:20]

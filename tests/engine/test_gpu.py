@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine import Engine, SamplingParams
-from engine.target import Target
+from engine.model.target import Target
 from tests.conftest import save_tiny_llama
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -13,14 +13,14 @@ import jsonschema
 import msgspec
 import pytest
 
-from drafters.base import Drafter, Verdict
-from drafters.registry import METHODS, Method
 from engine import Engine, Grammar, SamplingParams, Speculation
 from engine.answer import Result
 from engine.config import Config
-from engine.cost_model import CostModel
-from engine.errors import RequestError
-from engine.tree import TokenTree
+from engine.core.drafter_protocol import Drafter, Verdict
+from engine.core.errors import RequestError
+from engine.core.methods import METHODS, Method
+from engine.core.tree import TokenTree
+from engine.verifier.cost_model import CostModel
 from tests.conftest import VOCABULARY
 from tests.engine.schemas import SCHEMAS
 

@@ -33,7 +33,8 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(
-    ("role", "module", "name"), [("verifier", "verifier", "Verifier"), ("drafter", "drafter", "DrafterWorker")]
+    ("role", "module", "name"),
+    [("verifier", "verifier.loop", "Verifier"), ("drafter", "drafting.worker", "DrafterWorker")],
 )
 def test_garbage_is_not_looked_for_among_what_a_worker_process_loaded(
     tiny: str, folder: Path, role: str, module: str, name: str

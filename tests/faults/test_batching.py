@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from engine import Engine, SamplingParams
-from engine.batch import Segment
-from engine.errors import NotANumber, RequestError, RequestFailed, WorkerDied
+from engine.core.batch import Segment
+from engine.core.errors import NotANumber, RequestError, RequestFailed, WorkerDied
+from engine.core.tree import TokenTree
+from engine.model.target import Target
 from engine.places import ROOT
-from engine.request import Request
-from engine.target import Target
-from engine.tree import TokenTree
-from engine.verification import Sampler
+from engine.sampling.sampler import Sampler
+from engine.verifier.request import Request
 from tests.faults.test_faults import THREADS, _own_temporary_folder, pid_of, until
 
 __all__ = ["_own_temporary_folder"]

@@ -22,7 +22,7 @@ perf_counter, perf_counter_ns, monotonic = time.perf_counter, time.perf_counter_
 async def test_hours_that_pass_between_two_looks_at_the_clock_change_no_text_and_end_nobody(
     tiny: str, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    monkeypatch.setattr("engine.worker.cores", lambda: 4)  # enough for auto to try both
+    monkeypatch.setattr("engine.verifier.placement.cores", lambda: 4)  # enough for auto to try both
     expected = await expected_text(tiny)
     looks, passed_s, restless = itertools.count(), 0, True
 
@@ -37,8 +37,8 @@ async def test_hours_that_pass_between_two_looks_at_the_clock_change_no_text_and
         monkeypatch.setattr(time, "perf_counter", lambda: perf_counter() + jump())  # the workers' too: they are threads
         monkeypatch.setattr(time, "perf_counter_ns", lambda: perf_counter_ns() + jump() * 10**9)
         watch = SimpleNamespace(perf_counter=time.perf_counter, monotonic=lambda: monotonic() + jump())
-        monkeypatch.setattr("engine.supervisor.time", watch)  # the event loop's own timers are not ours to try
-        monkeypatch.setattr("engine.launch.time", watch)
+        monkeypatch.setattr("engine.frontend.supervisor.time", watch)  # the event loop's own timers are not ours to try
+        monkeypatch.setattr("engine.frontend.processes.time", watch)
         results = await asyncio.gather(*(engine.generate(PROMPT, LONG) for _ in range(3)))
         restless = False
         assert [result.token_ids for result in results] == [expected] * 3

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from engine import Engine, SamplingParams
-from engine.launch import ProcessWorker
-from engine.tasks import keep_under_way
+from engine.frontend.processes import ProcessWorker
+from engine.frontend.tasks import keep_under_way
 
 REQUESTS, AT_ONCE, SETTLED = 1000, 32, 100
 POOL = 2 << 20  # what finished requests have read stays known until the pool is full: that grows, and no further

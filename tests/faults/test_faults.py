@@ -21,10 +21,10 @@ import pytest
 import zmq
 
 from engine import Engine, SamplingParams
-from engine.errors import WorkerDied
-from engine.launch import ProcessWorker, ThreadWorker, Worker, Workers
-from engine.messages import Draft, Hello, encode
-from engine.tree import TokenTree
+from engine.core.errors import WorkerDied
+from engine.core.tree import TokenTree
+from engine.frontend.processes import ProcessWorker, ThreadWorker, Worker, Workers
+from engine.wire.messages import Draft, Hello, encode
 from engine.worker import WorkerSpec
 
 PROMPT = list(b"the cat sat on the mat, the cat")
@@ -179,7 +179,7 @@ async def test_a_worker_that_hangs_while_loading_is_killed_when_the_start_has_fa
 
     begin = Workers._begin
     monkeypatch.setattr(Workers, "_begin", begin_and_stop)
-    monkeypatch.setattr("engine.supervisor.STOP_S", 1000.0)
+    monkeypatch.setattr("engine.frontend.supervisor.STOP_S", 1000.0)
     with pytest.raises(WorkerDied, match=r"start_timeout_s=1: the workers were not ready in time"):
         await asyncio.wait_for(Engine.start({"model": tiny}, method="pld", mode="async", start_timeout_s=1), 120)
     assert len(pids) == 2
@@ -241,7 +241,7 @@ async def test_a_drafters_thread_that_hangs_does_not_keep_the_engine_from_closin
         released.wait()
         return TokenTree.root_only(PROMPT[-1])
 
-    monkeypatch.setattr("drafters.prompt_lookup.PromptLookup.propose", hang)
+    monkeypatch.setattr("drafters.lookup.prompt_lookup.PromptLookup.propose", hang)
     engine = await Engine.start({"model": tiny}, method="pld", mode="async", transport="inproc", **THREADS)
     rescue = threading.Timer(60, released.set)  # of this test, if closing waits for the thread
     rescue.start()

@@ -14,11 +14,18 @@ import numpy as np
 import pytest
 import zmq
 
-from drafters.head_drafter import HeadDrafter
+from drafters.heads.head_drafter import HeadDrafter
 from drafters.small_model import SmallModel, level_by_level
 from engine.config import load
-from engine.drafter import FROM_FRONT_END, FROM_VERIFIER, DrafterWorker
-from engine.messages import (
+from engine.core.params import SamplingParams
+from engine.core.tree import TokenTree
+from engine.drafting.worker import FROM_FRONT_END, FROM_VERIFIER, DrafterWorker
+from engine.model.target import Target
+from engine.verifier.loop import FROM_DRAFTER as TO_VERIFIER
+from engine.verifier.loop import FROM_FRONT_END as ORDERS
+from engine.verifier.loop import Verifier
+from engine.verifier.placement import Threads
+from engine.wire.messages import (
     Draft,
     Emitted,
     Failed,
@@ -33,14 +40,7 @@ from engine.messages import (
     Verdict,
     encode,
 )
-from engine.sampling import SamplingParams
-from engine.target import Target
-from engine.transport import Hub, Line
-from engine.tree import TokenTree
-from engine.verifier import FROM_DRAFTER as TO_VERIFIER
-from engine.verifier import FROM_FRONT_END as ORDERS
-from engine.verifier import Verifier
-from engine.worker import Threads
+from engine.wire.transport import Hub, Line
 
 
 @pytest.fixture

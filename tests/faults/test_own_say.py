@@ -14,9 +14,9 @@ import pytest
 
 from engine import Engine, Grammar, SamplingParams
 from engine.answer import Result
-from engine.errors import RequestError, RequestFailed
-from engine.matcher import Matcher, Matchers
-from engine.request import Request
+from engine.core.errors import RequestError, RequestFailed
+from engine.sampling.matcher import Matcher, Matchers
+from engine.verifier.request import Request
 from tests.conftest import save_tiny_llama
 from tests.faults.test_batching import BLOCK_BYTES
 from tests.faults.test_faults import PROMPT, THREADS, pid_of, replaced, until

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from engine import Engine, SamplingParams
-from engine.errors import RequestError, RequestFailed
-from engine.flight import Flight
-from engine.messages import Submit
+from engine.core.errors import RequestError, RequestFailed
+from engine.frontend.inflight import Flight
+from engine.wire.messages import Submit
 from tests.conftest import VOCABULARY, save_tiny_llama, tiny_tokenizer
 from tests.faults.test_faults import LONG, PROMPT, THREADS, _own_temporary_folder, expected_text
 

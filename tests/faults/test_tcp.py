@@ -20,10 +20,10 @@ import yaml
 import zmq
 
 from engine import Engine
-from engine.errors import ConfigError
-from engine.keys import create, load
-from engine.messages import Hello, Start, encode
-from engine.transport import Line
+from engine.core.errors import ConfigError
+from engine.wire.keys import create, load
+from engine.wire.messages import Hello, Start, encode
+from engine.wire.transport import Line
 from tests.conftest import free_port
 from tests.faults.test_faults import (
     LONG,
@@ -63,7 +63,7 @@ async def drafter_process(model: str, method: str, endpoint: str, keys: Path) ->
     """`talon drafter`, as a person on another machine would start it."""
     config = keys.parent / "drafter.yaml"
     config.write_text(yaml.safe_dump({"model": model, "method": method}))
-    command = [sys.executable, "-m", "engine.cli", "drafter", "--config", config, "--connect", endpoint, "--keys", keys]
+    command = [sys.executable, "-m", "engine", "drafter", "--config", config, "--connect", endpoint, "--keys", keys]
     root = Path(__file__).parents[2]
     process = subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True)  # noqa: ASYNC220
     try:

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from engine import Engine
-from engine.target import Target
+from engine.model.target import Target
 from tests.faults.test_batching import THREADS, Asked, alone, random_requests
 from tests.faults.test_endurance import is_running
 from tests.faults.test_faults import _own_temporary_folder, pid_of, replaced, until

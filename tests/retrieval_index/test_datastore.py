@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.text import encode_text
+from engine.text.encode import encode_text
 from retrieval_index import build as building
 from retrieval_index.build import build
 from retrieval_index.datastore import Datastore, DatastoreError
@@ -260,7 +260,7 @@ def test_a_builder_killed_by_the_system_is_taken_over(corpus: Path, tmp_path: Pa
 
 LIMITED = """
 import resource, signal, sys
-from retrieval_index.commands import app
+from engine.cli.index import app
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 limit = int(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))

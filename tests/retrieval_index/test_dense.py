@@ -14,9 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 from engine.api import Engine
-from engine.sampling import SamplingParams
+from engine.cli.index import app
+from engine.core.params import SamplingParams
 from retrieval_index import build as building
-from retrieval_index.commands import app
 from retrieval_index.datastore import Datastore, DatastoreError
 from retrieval_index.dense import FILES, DenseIndex
 from retrieval_index.dense_build import build_dense

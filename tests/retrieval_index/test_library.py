@@ -10,7 +10,7 @@ import pytest
 
 from drafters.requirements import check
 from engine.config import load
-from engine.errors import ConfigError
+from engine.core.errors import ConfigError
 from retrieval_index.build import write_shard
 from retrieval_index.datastore import DatastoreError
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.noise import gumbel, gumbel_argmax
-from engine.sampling import SamplingParams
+from engine.core.params import SamplingParams
+from engine.sampling.noise import gumbel, gumbel_argmax
 from retrieval_index import ngrams
 from retrieval_index.memories import LEAST
 from retrieval_index.ngrams import SEPARATOR
@@ -299,5 +299,5 @@ def test_the_cache_stays_below_200_bytes_for_each_token_it_may_hold(capacity: in
 
 
 def test_importing_the_index_does_not_import_its_compiler() -> None:
-    code = "import sys, retrieval_index.suffix, drafters.suffix; assert 'numba' not in sys.modules"
+    code = "import sys, retrieval_index.suffix, drafters.lookup.suffix; assert 'numba' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

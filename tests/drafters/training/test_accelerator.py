@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from drafters.block import BlockHead
-from drafters.checkpoint import Checkpoint, TargetWeights, coded
-from drafters.eagle3 import Eagle3Head
+from drafters.heads.checkpoint import Checkpoint, TargetWeights, coded
+from drafters.heads.eagle3 import Eagle3Head
+from drafters.heads.one_pass.block import BlockHead
 from drafters.training import answer_file
 from drafters.training import trainer as trainer_module
 from drafters.training.answers import Example, generate
@@ -28,10 +28,10 @@ from drafters.training.recipe import Recipe
 from drafters.training.run import train
 from drafters.training.score import Score
 from drafters.training.trainer import Trainer
-from engine.answer_file import AnswerRow, open_answers
-from engine.errors import ModelError
-from engine.json_lines import json_lines
-from engine.sampling import SamplingParams
+from engine.core.errors import ModelError
+from engine.core.params import SamplingParams
+from engine.files.answer_rows import AnswerRow, open_answers
+from engine.files.json_lines import json_lines
 from tests.drafters.conftest import VOCAB
 from tests.drafters.training.conftest import SMALL
 

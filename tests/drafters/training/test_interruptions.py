@@ -26,8 +26,8 @@ from drafters.training.recipe import Recipe
 from drafters.training.run import train
 from drafters.training.score import Score
 from drafters.training.trainer import Trainer
-from engine.errors import ConfigError, ModelError
-from engine.prompt_file import read_prompts
+from engine.core.errors import ConfigError, ModelError
+from engine.files.prompt_file import read_prompts
 from tests.drafters.conftest import LLAMA
 from tests.drafters.training.conftest import METHODS, weights
 

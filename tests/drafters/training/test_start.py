@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from drafters.training.run import train
-from engine.errors import ConfigError, ModelError
+from engine.core.errors import ConfigError, ModelError
 from tests.drafters.training.conftest import METHODS, tensors
 
 

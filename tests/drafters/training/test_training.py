@@ -12,17 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from drafters.base import Verdict
-from drafters.block import BlockHead
-from drafters.checkpoint import TargetWeights
-from drafters.eagle import EagleHead
-from drafters.eagle3 import Eagle3Head
-from drafters.feature_session import FeatureHead, FeatureSession
-from drafters.growth import Adaptive
-from drafters.head_drafter import HeadDrafter
-from drafters.hydra import HydraHead
-from drafters.medusa import MedusaHead
-from drafters.pooled_session import PooledSession
+from drafters.heads.checkpoint import TargetWeights
+from drafters.heads.eagle import EagleHead
+from drafters.heads.eagle3 import Eagle3Head
+from drafters.heads.feature_session import FeatureHead, FeatureSession
+from drafters.heads.growth.policies import Adaptive
+from drafters.heads.head_drafter import HeadDrafter
+from drafters.heads.hydra import HydraHead
+from drafters.heads.medusa import MedusaHead
+from drafters.heads.one_pass.block import BlockHead
+from drafters.heads.pooled_session import PooledSession
 from drafters.small_model import SmallModel
 from drafters.training import answers as answers_module
 from drafters.training.answers import Example, answer
@@ -33,10 +32,11 @@ from drafters.training.loss import Teacher, vocabulary_loss
 from drafters.training.recipe import Recipe
 from drafters.training.run import export, train
 from drafters.training.trainer import Trainer, draft_vocabulary
-from engine.errors import ConfigError
-from engine.sampling import SamplingParams
-from engine.target import bfloat16_bits
-from engine.tree import TokenTree
+from engine.core.drafter_protocol import Verdict
+from engine.core.errors import ConfigError
+from engine.core.params import SamplingParams
+from engine.core.tree import TokenTree
+from engine.model.target import bfloat16_bits
 from tests.drafters.conftest import LAYERS, LLAMA, VOCAB
 from tests.drafters.training.conftest import METHODS, SMALL, weights
 
@@ -291,7 +291,7 @@ def test_training_and_drafting_run_in_bfloat16_where_the_hardware_has_it(
     """Emulated here: the types must fit together, the speed is the hardware's business."""
     for module in ("drafters.training.run", "drafters.training.trainer"):
         monkeypatch.setattr(f"{module}.has_native_bfloat16", lambda: True)
-    monkeypatch.setattr("drafters.layers.multiplies", lambda dtype: True)
+    monkeypatch.setattr("drafters.heads.layers.multiplies", lambda dtype: True)
     out = tmp_path / "head"
     train(method, str(chatty), data, out, recipe(method, steps=2))
     head = LOADERS[method].load(str(out), TargetWeights.read(str(chatty)))

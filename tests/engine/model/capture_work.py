@@ -22,18 +22,20 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-import drafters.layers
-from drafters.checkpoint import TargetWeights
-from drafters.feature_session import FeatureHead, FeatureSession
-from engine.batch import Batch, Segment
-from engine.model import cuda_forward, stock
-from engine.model.cuda_forward import CudaForward
-from engine.model.kv_pool import KVCache, KVPool, KVShape
+import drafters.heads.layers
+from drafters.heads.checkpoint import TargetWeights
+from drafters.heads.feature_session import FeatureHead, FeatureSession
+from engine.core.batch import Batch, Segment
+from engine.core.kv_shape import KVShape
+from engine.model import stock
+from engine.model.cuda import cuda_forward
+from engine.model.cuda.cuda_forward import CudaForward
+from engine.model.cuda.triton_attention import TritonAttention
+from engine.model.kv_pool import KVCache, KVPool
 from engine.model.masked import MaskedForward
 from engine.model.masked_cache import MaskedCache
-from engine.model.triton_attention import TritonAttention
-from tests.drafters import test_eagle
 from tests.drafters.conftest import HIDDEN, LAYERS, VOCAB
+from tests.drafters.heads import test_eagle
 
 COMMON = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -172,7 +174,7 @@ def replace(module: ModuleType, **names: Any) -> None:
 def main() -> None:
     TritonAttention.__call__ = lambda self, rows, chunks, layer, rule, query: torch.empty_like(query)
     replace(stock, _window=host_window)
-    replace(drafters.layers, can_multiply=lambda weight: False, pack=lambda weight: None)
+    replace(drafters.heads.layers, can_multiply=lambda weight: False, pack=lambda weight: None)
     attempt("host sync", host_sync)
     attempt("mixed devices", mixed_devices)
     for name, config in CONFIGS.items():

@@ -22,10 +22,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver
 
-from engine.model import triton_attention
-from engine.model.attention import Rule
-from engine.model.kv_pool import KVPool, KVShape
-from engine.model.triton_attention import Rows, TritonAttention
+from engine.core.kv_shape import KVShape
+from engine.kernels.attention.attention import Rule
+from engine.model.cuda import triton_attention
+from engine.model.cuda.triton_attention import Rows, TritonAttention
+from engine.model.kv_pool import KVPool
 
 CAPABILITIES = {80: "sm_80", 90: "sm_90a"}
 _PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"

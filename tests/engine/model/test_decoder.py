@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.batch import Segment
+from engine.core.batch import Segment
+from engine.core.tree import TokenTree
 from engine.model.decoder import LeanDecoder
-from engine.target import Target
-from engine.tree import TokenTree
+from engine.model.target import Target
 
 TEXT = [(i * 37) % 128 for i in range(70)]
 

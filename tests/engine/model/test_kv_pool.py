@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.batch import BLOCK
-from engine.errors import OutOfBlocks
-from engine.features import States
-from engine.model.kv_pool import KVCache, KVPool, KVShape, move_by_index
-from tests.engine.model.pool_layout import contents, fill
+from engine.core.batch import BLOCK
+from engine.core.errors import OutOfBlocks
+from engine.core.hidden_states import States
+from engine.core.kv_shape import KVShape
+from engine.model.kv_pool import KVCache, KVPool, move_by_index
+from tests.engine.kernels.pool_layout import contents, fill
 
 BLOCKS = 12
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.batch import Segment
+from engine.core.batch import Segment
+from engine.core.tree import TokenTree
 from engine.model.masked import MaskedForward
 from engine.model.masked_cache import MaskedCache
-from engine.tree import TokenTree
-from tests.engine.test_target import build, random_tree
+from tests.engine.model.test_target import build, random_tree
 
 
 def write(cache: MaskedCache, values: list[float]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from engine.errors import ConfigError
+from engine.core.errors import ConfigError
 from engine.server.command import KEYS_VARIABLE, read_keys, serve, short_name
 
 

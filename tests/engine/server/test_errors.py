@@ -6,7 +6,7 @@ import pytest
 from fastapi.exceptions import RequestValidationError
 from pydantic import TypeAdapter, ValidationError
 
-from engine.errors import EngineClosed, NotANumber, ProtocolError, QueueFull, RequestError, TalonError, WorkerDied
+from engine.core.errors import EngineClosed, NotANumber, ProtocolError, QueueFull, RequestError, TalonError, WorkerDied
 from engine.server.errors import api_error
 from engine.server.schema import ChatRequest, CompletionRequest
 

@@ -8,13 +8,13 @@ import pytest
 
 from engine.answer import Answer, Piece, Result
 from engine.config import Config
-from engine.messages import TokenLogprob
-from engine.sampling import SamplingParams
+from engine.core.params import SamplingParams
 from engine.server.render import TextFormat, unnamed_sources
 from engine.server.schema import CompletionRequest
 from engine.server.translate import Wanted
 from engine.server.vocabulary import Vocabulary
-from engine.text import TextStream
+from engine.text.stream import TextStream
+from engine.wire.messages import TokenLogprob
 from tests.conftest import tiny_tokenizer
 from tests.engine.test_answer import round_of
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from engine.chat_text import Rendering
 from engine.config import Config
-from engine.errors import RequestError
-from engine.prompts import check_room
-from engine.sampling import Speculation
+from engine.core.errors import RequestError
+from engine.core.params import Speculation
+from engine.frontend.prompts import check_room
 from engine.server.errors import ApiError, api_error
 from engine.server.schema import ChatRequest, CompletionRequest, TokenizeRequest
 from engine.server.settings import Settings
 from engine.server.translate import chat_choices, names_of, owned, places_for, text_choices
+from engine.text.chat import Rendering
 
 HI = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "json_schema", "json_schema": {"schema": {}}}

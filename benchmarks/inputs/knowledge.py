@@ -1,0 +1,102 @@
+"""Questions that need knowledge, extracted from prompts that carry their passages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.core.errors import RequestError
+from engine.files.json_lines import BadLine, json_lines
+
+from .squad import normalised
+
+KINDS = ("nq", "rag", "qa")
+
+
+class Item(msgspec.Struct, frozen=True):
+    """passages: those in its prompt (none: `qa`). references: accepted answers; empty: none are known."""
+
+    question_id: str
+    kind: str
+    question: str
+    passages: tuple[str, ...]
+    references: tuple[str, ...]
+
+
+class _Row(msgspec.Struct):
+    question_id: str | int
+    category: str
+    turns: list[str]
+    reference: Any = None
+
+
+def read_items(path: Path, limit: int | None = None) -> tuple[list[Item], list[str]]:
+    """The first `limit` items of each kind, and every passage of the file. Rows of other categories are left out."""
+    items: list[Item] = []
+    passages: dict[str, None] = {}
+    seen: Counter[str] = Counter()
+    try:
+        with path.open("rb") as file:
+            for number, row in json_lines(file, _Row):
+                if row.category not in KINDS:
+                    continue
+                try:
+                    item = _item(row)
+                except (ValueError, IndexError, TypeError):
+                    raise BadLine(number, "its prompt is of another form") from None
+                passages |= dict.fromkeys(item.passages)
+                seen[item.kind] += 1
+                if limit is None or seen[item.kind] <= limit:
+                    items.append(item)
+    except OSError as error:
+        raise RequestError(f"questions={path}: cannot be read: {error.strerror}") from None
+    except BadLine as error:
+        raise RequestError(
+            f"questions={path}:{error.number}: not a row of {', '.join(KINDS)} ({error.reason}): it needs question_id, "
+            "category, turns and, for nq, a passage"
+        ) from None
+    if not items:
+        raise RequestError(f"questions={path}: holds no question of the categories {', '.join(KINDS)}")
+    return items, list(passages)
+
+
+def prompt_of(question: str, passages: list[str]) -> str:
+    """The question alone, or after passages, in the wording of nq_open's prompts."""
+    if not passages:
+        return question
+    told = "".join(f"Passage: {passage}\n\n" for passage in passages)
+    return f"Answer the question using the passage.\n\n{told}Question: {question}"
+
+
+def _item(row: _Row) -> Item:
+    kind, prompt = row.category, row.turns[0].strip()
+    passages: list[str] = []
+    if kind == "nq":
+        told, prompt = prompt.rsplit("\n\nQuestion: ", 1)
+        passages = [told.split("Passage: ", 1)[1]]
+    elif kind == "rag":
+        *passages, prompt = filter(None, (line.strip() for line in prompt.split("\n")))
+    return Item(str(row.question_id), kind, prompt, tuple(passages), tuple(_flat(row.reference or [])))
+
+
+def quoted(answer: str, passages: Sequence[str], words: int = 4) -> float | None:
+    """Share of the answer's runs of `words` words that occur in the passages; None if it is shorter."""
+    runs = _runs(answer, words)
+    known = set().union(*(_runs(passage, words) for passage in passages))
+    return sum(run in known for run in runs) / len(runs) if runs else None
+
+
+def _runs(text: str, words: int) -> list[tuple[str, ...]]:
+    split = normalised(text).split()
+    return [tuple(split[at : at + words]) for at in range(len(split) - words + 1)]
+
+
+def _flat(references: Any) -> list[str]:
+    """Accepted answers: some files hold lists of lists."""
+    if isinstance(references, str):
+        return [references]
+    return [text for reference in references for text in _flat(reference)]

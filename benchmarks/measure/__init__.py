@@ -1,0 +1,4 @@
+"""Measurements of engines: speed, load, quality, exactness.
+
+Imports `benchmarks.inputs` and `benchmarks.report`.
+"""

@@ -1,0 +1,255 @@
+"""`talon bench --concurrency`: many requests at once, methods in turn, and every text compared with that of the same
+prompt alone.
+
+Engines are started once per repeat and see no question twice in it, as long as there are enough: a drafter that
+remembers answers would draft from them, and a prompt in the prefix cache would not be read again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+from engine.api import Engine
+from engine.config import Config, load
+from engine.core.errors import ConfigError
+from engine.core.methods import METHODS
+from engine.core.params import SamplingParams
+from engine.frontend.tasks import gather, keep_under_way
+from engine.text.encode import encode_text
+from engine.weights.resolve import resolved
+from engine.weights.tokenizer import tokenizer_of
+
+from ..inputs.questions import Asked, check_prompts, mixed_questions
+from ..report.about import write_about
+from ..report.figures import BASELINE, PEERS
+from ..report.load_figures import ROWS, LoadRow, at_once, cells, requests_per_second
+from ..report.progress import progress_bar
+from ..report.row_file import RowFile
+from .budget import Budget, is_narrow
+from .contestants import check_name, keys_of
+from .starting import start_each
+
+CAPACITY_AT = 16
+"""Arrivals are shares of the requests a second that plain decoding answers with this many at once."""
+_MOST = 20  # repeats
+_ROUNDS = 4  # requests at a level, for each place: with fewer, the prompts that start together weigh too much
+
+Texts = Mapping[tuple[int, ...], list[int]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One measurement of a repeat: `level` requests at once, or arrivals at a share of plain decoding's capacity."""
+
+    level: int | None = None
+    share: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.level} at once" if self.level is not None else f"arrivals at {self.share:g}"
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is measured. levels: requests at once; shares: arrivals as shares of plain decoding's capacity. repeats: of
+    everything; with minutes, as many as these allow, of the levels whose intervals are not narrow yet.
+    """
+
+    levels: Sequence[int]
+    shares: Sequence[float]
+    sampling: SamplingParams
+    repeats: int
+    minutes: float | None = None
+
+
+def settings_of(name: str, config: Config, heads: Path | None = None) -> Config:
+    """A method as served, with its trees cut to the round's budget; a contestant's name stands for its own keys."""
+    if name in PEERS:
+        raise ConfigError(f"method={name!r}: answers one request at a time; leave it out with --concurrency")
+    if name not in METHODS:
+        check_name(name)
+    weights = {} if heads is None else {"drafter.path": str(heads / "{method}")}
+    return load(config, keys_of(name, as_served=True) | weights | {"queue.full": "wait"})
+
+
+async def run_load(
+    config: Config,
+    names: Sequence[str],
+    files: Sequence[Path],
+    out: Path,
+    limit: int | None,
+    what: Load,
+    heads: Path | None,
+    console: Console,
+) -> list[LoadRow]:
+    """Measure, and write `out`/load.jsonl as the rows come in. Plain decoding is always among the methods."""
+    names = list(dict.fromkeys([BASELINE, *names]))
+    questions_of = mixed_questions(files, limit)
+    for name in names:
+        settings_of(name, config, heads)
+    config = resolved(config)
+    tokenizer = tokenizer_of(config)
+    mixed = [Asked(suite, question, encode_text(tokenizer, question.prompt)) for suite, question in questions_of]
+    parts = _parts(what, len(files))
+    if (wanted := sum(parts.values())) > len(mixed):
+        console.print(
+            f"{len(mixed)} questions for {wanted} requests: some are asked again, which flatters drafters that "
+            "remember and shortens first tokens; give more files, or raise --limit"
+        )
+    questions = dict(zip(parts, _slices(mixed, list(parts.values())), strict=True))
+    rows: list[LoadRow] = []
+    about = partial(write_about, out, config, [what.sampling], what.repeats)
+    with progress_bar(console) as progress, RowFile(out / ROWS, about) as results:
+        different = {tuple(one.prompt): one for part in questions.values() for one in part}
+        budget = Budget(what.minutes)
+        repeated = 0 if budget.bounded else what.repeats  # how many the minutes allow is not known
+        total = len(different) + len(names) * repeated * wanted
+        bench = _Bench(what.sampling, results, rows, progress, total)
+        async with engines([BASELINE], config, None, console) as alone:
+            check_prompts(different.values(), what.sampling.max_tokens, alone[BASELINE].target.context)
+            bench.texts = {prompt: await bench.text(alone[BASELINE], one) for prompt, one in different.items()}
+        order = random.Random(what.sampling.seed)
+        for repeat in range(_MOST if budget.bounded else what.repeats):
+            if repeat and (
+                budget.spent or not (questions := {p: q for p, q in questions.items() if not _known(p, rows)})
+            ):
+                break
+            if budget.bounded:
+                bench.more(len(names) * sum(map(len, questions.values())))
+            async with engines(names, config, heads, console) as started:
+                for part, asked in questions.items():
+                    for name in order.sample(list(started), len(started)):
+                        bench.begin(name, part, repeat)
+                        if part.level is not None:
+                            await bench.at_once(started[name], asked, part.level)
+                        elif part.share is not None:
+                            await bench.arriving(started[name], asked, arrivals(rows, repeat, part.share, len(asked)))
+    return rows
+
+
+class _Bench:
+    """One measurement after the other. texts: the answer to each prompt alone."""
+
+    def __init__(
+        self, sampling: SamplingParams, results: RowFile, rows: list[LoadRow], progress: Progress, total: int
+    ) -> None:
+        self.sampling, self.results, self.rows, self.progress = sampling, results, rows, progress
+        self.texts: Texts = {}
+        self.task, self.total = progress.add_task("alone", total=total), total
+        self.name, self.repeat, self.started_s = "", 0, 0.0
+        self.part = Part()
+
+    def more(self, requests: int) -> None:
+        self.total += requests
+        self.progress.update(self.task, total=self.total)
+
+    def begin(self, name: str, part: Part, repeat: int) -> None:
+        self.name, self.part, self.repeat, self.started_s = name, part, repeat, time.perf_counter()
+        self.progress.update(self.task, description=f"{name}, {part}")
+
+    async def text(self, engine: Engine, one: Asked) -> list[int]:
+        answer = (await engine.generate(one.prompt, self.sampling)).token_ids
+        self.progress.advance(self.task)
+        return answer
+
+    async def at_once(self, engine: Engine, asked: Sequence[Asked], places: int) -> None:
+        """Keep `places` requests under way until there are no more to start."""
+        await keep_under_way(places, asked, lambda one: self._ask(engine, one))
+
+    async def arriving(self, engine: Engine, asked: Sequence[Asked], at_s: Sequence[float]) -> None:
+        """Start each request at its time, whatever is under way."""
+
+        async def later(one: Asked, at: float) -> None:
+            await asyncio.sleep(self.started_s + at - time.perf_counter())
+            await self._ask(engine, one)
+
+        await gather(later(one, at) for one, at in zip(asked, at_s, strict=True))
+
+    async def _ask(self, engine: Engine, one: Asked) -> None:
+        asked_s = self._now_s()
+        emitted: list[tuple[float, int]] = []
+        async with engine.stream(one.prompt, self.sampling) as stream:
+            async for piece in stream:
+                emitted.append((self._now_s(), len(piece.token_ids)))
+        assert stream.result is not None
+        row = LoadRow(
+            suite=one.suite,
+            question_id=one.question.question_id,
+            method=self.name,
+            concurrency=self.part.level,
+            arrivals=self.part.share,
+            repeat=self.repeat,
+            asked_s=asked_s,
+            emitted=emitted,
+            output_equal=stream.result.token_ids == self.texts[tuple(one.prompt)],
+            exact=stream.result.metrics.exact,
+            busy=stream.result.metrics.verifier_busy,
+        )
+        self.rows.append(row)
+        self.results.write(row)
+        self.progress.advance(self.task)
+
+    def _now_s(self) -> float:
+        return time.perf_counter() - self.started_s
+
+
+@asynccontextmanager
+async def engines(
+    names: Sequence[str], config: Config, heads: Path | None, console: Console
+) -> AsyncIterator[dict[str, Engine]]:
+    """An engine for each method that can be started here, warmed up; for the others, a line says what they lack."""
+    started = await start_each(
+        names,
+        lambda name: Engine.start(settings_of(name, config, heads)),
+        lambda engine: engine.generate("Say hello.", SamplingParams(max_tokens=24)),
+        console,
+    )
+    try:
+        yield started
+    finally:
+        for engine in started.values():
+            await engine.close()
+
+
+def arrivals(rows: Sequence[LoadRow], repeat: int, share: float, count: int) -> list[float]:
+    """When `count` requests arrive, in seconds: a Poisson process at that share of plain decoding's capacity.
+
+    The same for every method of a repeat.
+    """
+    rate = share * requests_per_second(
+        [r for r in rows if (r.method, r.concurrency, r.repeat) == (BASELINE, CAPACITY_AT, repeat)]
+    )
+    drawn = random.Random(f"{repeat} {share}")
+    return list(itertools.accumulate(drawn.expovariate(rate) for _ in range(count)))
+
+
+def _parts(what: Load, suites: int) -> dict[Part, int]:
+    """What is measured in a repeat, levels before shares, and with how many requests."""
+    levels = [*what.levels, *([CAPACITY_AT] if what.shares and CAPACITY_AT not in what.levels else [])]
+    counts = {Part(level=level): max(_ROUNDS * level, suites) for level in levels}
+    return counts | {Part(share=share): _ROUNDS * CAPACITY_AT for share in what.shares}
+
+
+def _known(part: Part, rows: Sequence[LoadRow]) -> bool:
+    """Whether it need not be measured again; arrivals always need plain decoding's capacity of the same repeat."""
+    if part.level is None or any(row.arrivals is not None for row in rows):
+        return False
+    ratios = [some for (_, setting, _), some in cells(rows).items() if setting == at_once(part.level)]
+    return all(is_narrow([*some.values()]) for some in ratios)
+
+
+def _slices(mixed: Sequence[Asked], counts: Sequence[int]) -> Iterator[list[Asked]]:
+    """As many questions as each count says, none repeated before all were taken."""
+    endless = itertools.cycle(mixed)
+    for count in counts:
+        yield list(itertools.islice(endless, count))

@@ -1,0 +1,234 @@
+"""`talon qa`: questions that need knowledge, closed book, with their own passage and with retrieved ones.
+
+A dense index over all passages of the files finds those that go into the prompt. Scores belong to the target:
+speculation must not change them, so every answer is compared with plain decoding's and any difference is an error,
+unless two tokens were equally likely (`benchmarks.measure.ties`). A contestant named METHOD+dense drafts from the
+passages found, which the target never sees in the closed-book setting; datastore drafts from all passages.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from drafters.heads.checkpoint import TargetWeights
+from engine import config as configuration
+from engine.config import Config
+from engine.core.errors import ConfigError
+from engine.core.params import SamplingParams
+from engine.text.encode import encode_text
+from engine.weights.resolve import resolved
+from engine.weights.tokenizer import tokenizer_of
+from retrieval_index.build import build
+from retrieval_index.dense import DenseIndex
+from retrieval_index.dense_build import build_dense
+
+from ..inputs.knowledge import Item, prompt_of, quoted, read_items
+from ..inputs.questions import Asked, Question, check_prompts
+from ..inputs.squad import exact_match, f1, subspan_match
+from ..report.about import write_about
+from ..report.figures import BASELINE, Difference
+from ..report.progress import progress_bar
+from ..report.qa_figures import ROWS, QaRow, Retrieval, Scores
+from ..report.records import Run
+from ..report.row_file import RowFile
+from .bench import start_all
+from .budget import Budget, spend
+from .contestants import Contestant
+from .ties import Referee
+
+DENSE = "+dense"
+CLOSED, OWN, FOUND = "closed book", "own passage", "retrieved"
+
+
+@dataclass(frozen=True)
+class Knowledge:
+    """What is asked. limit: questions of each kind; count: passages retrieved into a prompt; minutes: for all of it."""
+
+    files: Sequence[Path]
+    limit: int | None
+    count: int
+    sampling: SamplingParams
+    minutes: float | None = None
+
+
+class Library:
+    """The passages of all files in a dense index and a datastore, which live as long as their folder."""
+
+    def __init__(self, config: Config, passages: Sequence[str], folder: Path):
+        self.passages, self.tokenizer = passages, tokenizer_of(config)
+        text = folder / "passages.jsonl"
+        text.write_text("".join(json.dumps({"text": passage}) + "\n" for passage in passages))
+        embedding = TargetWeights.read(config.model).embedding.float().numpy()
+        self.dense, self.datastore = folder / "dense", folder / "datastore"
+        # passages are not split: the index then numbers them as we do
+        build_dense(self.tokenizer, embedding, [text], self.dense, passage_tokens=10**9)
+        build(self.tokenizer, [text], self.datastore)
+        self.index = DenseIndex(self.dense, self.tokenizer)
+
+    def find(self, question: str, count: int) -> list[str]:
+        """The `count` passages most similar to the question, the best first."""
+        tokens = self.tokenizer.encode(question, add_special_tokens=False)
+        return [self.passages[passage.number] for passage in self.index.query(tokens, count)]
+
+    def recall(self, items: Sequence[Item], found: Mapping[Item, list[str]]) -> Retrieval:
+        """How often a question's own passage was found."""
+        own = [[text in item.passages for text in found[item]] for item in items if item.passages]
+        size = max(1, len(own))
+        return Retrieval(
+            self.index.header.passages,
+            len(own),
+            max(map(len, found.values())),
+            sum(row[0] for row in own) / size,
+            sum(map(any, own)) / size,
+        )
+
+
+async def run_qa(
+    config: Config, names: Sequence[str], what: Knowledge, out: Path, heads: Path | None, console: Console
+) -> tuple[Retrieval | None, list[QaRow]]:
+    """Ask in each setting that the files allow, and write `out`/qa.jsonl as the rows come in."""
+    read = [read_items(file, what.limit) for file in what.files]
+    if any(file.resolve() == (out / ROWS).resolve() for file in what.files):
+        raise ConfigError(f"--out {out}: its {ROWS} is one of the files of questions; name another folder")
+    config = resolved(config)
+    items = [item for some, _ in read for item in some]
+    ids = Counter((item.kind, item.question_id) for item in items)
+    for (kind, question_id), count in ids.items():
+        if count > 1:
+            raise ConfigError(
+                f"--questions: {count} questions of {kind} have the question_id {question_id!r}; rename them"
+            )
+    passages = list(dict.fromkeys(text for _, some in read for text in some))
+    methods = list(dict.fromkeys([BASELINE, *names]))
+    if not passages and any(name.endswith(DENSE) for name in methods):
+        raise ConfigError(f"methods={','.join(names)}: {DENSE} needs passages, and the files hold none")
+    with tempfile.TemporaryDirectory(prefix="talon-qa-") as folder:
+        library = Library(config, passages, Path(folder)) if passages else None
+        found = {item: library.find(item.question, what.count) if library else [] for item in items}
+        settings: dict[str, dict[Item, Sequence[str]]] = {CLOSED: dict.fromkeys(items, ())}
+        if library is not None:
+            settings |= {OWN: {item: item.passages for item in items if item.passages}, FOUND: {**found}}
+        tokenizer = tokenizer_of(config)
+        prompts = {
+            setting: {
+                item: encode_text(tokenizer, prompt_of(item.question, [*passages])) for item, passages in given.items()
+            }
+            for setting, given in settings.items()
+        }
+        asking = _Asking(config, methods, library, found, prompts, what.sampling, heads, console)
+        budget, rows = Budget(what.minutes), list[QaRow]()
+        with RowFile(out / ROWS, partial(write_about, out, config, [what.sampling], 1)) as results:
+            for number, setting in enumerate(settings):
+                async for row in asking.answers(setting, budget.share(len(settings) - number)):
+                    rows.append(row)
+                    results.write(row)
+        return None if library is None else library.recall(items, found), rows
+
+
+@dataclass(frozen=True)
+class _Asking:
+    """found: of every question, the passages most like it. prompts: of every setting."""
+
+    config: Config
+    methods: Sequence[str]
+    library: Library | None
+    found: Mapping[Item, list[str]]
+    prompts: Mapping[str, Mapping[Item, list[int]]]
+    sampling: SamplingParams
+    heads: Path | None
+    console: Console
+
+    async def answers(self, setting: str, budget: Budget) -> AsyncIterator[QaRow]:
+        """One setting: contestants start afresh, since some remember answers, and take turns question by question."""
+        tokenizer, order = tokenizer_of(self.config), random.Random(self.sampling.seed)
+        contestants, referee = await self._start(tokenizer), Referee(self.config)
+        kinds: dict[str, list[Item]] = {}
+        prompts = self.prompts[setting]
+        for item in prompts:
+            kinds.setdefault(item.kind, []).append(item)
+        ratios: dict[str, dict[str, list[float]]] = {kind: {} for kind in kinds}
+        try:
+            self._check_prompts(contestants[BASELINE].context)
+            with progress_bar(self.console) as progress:
+                task = progress.add_task(setting, total=len(prompts))
+                for kind, item, resting in spend(kinds, ratios.__getitem__, budget):
+                    prompt = prompts[item]
+                    asked = [name for name in contestants if name == BASELINE or name not in resting]
+                    runs: dict[str, Run] = {}
+                    for name in order.sample(asked, len(asked)):
+                        runs[name] = await contestants[name].answer(prompt, self.sampling)
+                    for name, run in runs.items():
+                        row = row_of(setting, item, name, run, tokenizer, self.found[item])
+                        row = compared(row, run, runs[BASELINE], prompt, self.sampling, referee)
+                        speed_up = row.tokens_per_second * runs[BASELINE].seconds / len(runs[BASELINE].token_ids)
+                        ratios[kind].setdefault(name, []).append(speed_up)
+                        yield row
+                    progress.advance(task)
+        finally:
+            for contestant in contestants.values():
+                await contestant.close()
+
+    def _check_prompts(self, context: int | None) -> None:
+        """Those of every setting, before the first is asked."""
+        if context is None:
+            return
+        asked = (
+            Asked(f"{item.kind}, {setting}", Question(item.question_id, item.kind, [item.question]), prompt)
+            for setting, prompts in self.prompts.items()
+            for item, prompt in prompts.items()
+        )
+        check_prompts(asked, self.sampling.max_tokens, context)
+
+    async def _start(self, tokenizer: Any) -> dict[str, Contestant]:
+        """The contestants; those that draft from the passages are given them."""
+        warm_up = encode_text(tokenizer, "Say hello.")
+        plain = [name for name in self.methods if not name.endswith(DENSE)]
+        drafting = [name.removesuffix(DENSE) for name in self.methods if name.endswith(DENSE)]
+        with_datastore = with_dense = self.config
+        if self.library is not None:
+            with_datastore = configuration.load(self.config, {"drafter.datastore": str(self.library.datastore)})
+            with_dense = configuration.load(self.config, {"drafter.dense": str(self.library.dense)})
+        contestants = await start_all(plain, with_datastore, self.heads, warm_up, self.console)
+        started = await start_all(drafting, with_dense, self.heads, warm_up, self.console)
+        return contestants | {name + DENSE: contestant for name, contestant in started.items()}
+
+
+def row_of(setting: str, item: Item, name: str, run: Run, tokenizer: Any, found: Sequence[str]) -> QaRow:
+    """The measurements of a method's answer, not yet compared with plain decoding's."""
+    text = tokenizer.decode(run.token_ids, skip_special_tokens=True).strip()
+    accepted = item.references
+    scores = (
+        Scores(exact_match(text, accepted), f1(text, accepted), subspan_match(text, accepted)) if accepted else None
+    )
+    return QaRow(
+        setting=setting,
+        kind=item.kind,
+        question_id=item.question_id,
+        method=name,
+        tokens=len(run.token_ids),
+        seconds=run.seconds,
+        rounds=run.rounds,
+        scores=scores,
+        quoted=quoted(text, found),
+        output_equal=True,
+        tie=False,
+    )
+
+
+def compared(row: QaRow, run: Run, plain: Run, prompt: list[int], sampling: SamplingParams, referee: Referee) -> QaRow:
+    difference = Difference.between(run.token_ids, plain.token_ids)
+    if difference is None:
+        return row
+    tie = not run.exact and referee.is_tie(prompt, run.token_ids, plain.token_ids, sampling)
+    return msgspec.structs.replace(row, output_equal=False, tie=tie, difference=str(difference))

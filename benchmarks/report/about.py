@@ -1,0 +1,49 @@
+"""Records the machine and the configuration of a benchmark when it is run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.config import Config, cores
+from engine.core.params import SamplingParams
+
+ABOUT = "about.txt"
+
+
+def write_about(folder: Path, config: Config, samplings: Sequence[SamplingParams], repeats: int) -> None:
+    """Write `folder`/about.txt, a line for each of machine, versions and configuration."""
+    names = ("torch", "transformers", "numpy")
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+    temperatures = ", ".join(f"{sampling.temperature:g}" for sampling in samplings)
+    lines = [
+        f"Machine: {_processor()}, {cores()} cores, {_instructions()}, {platform.system()}{_gpu()}",
+        f"Versions: Python {platform.python_version()}, {versions}",
+        f"Configuration: model {Path(config.model).name}, dtype {config.dtype}, device {config.device}, transport "
+        f"{config.transport}{config.simulation}; answers of at most {samplings[0].max_tokens} tokens, T = "
+        f"{temperatures}, seed {samplings[0].seed}, repeats {repeats}",
+    ]
+    (folder / ABOUT).write_text("\n".join(lines) + "\n", encoding="utf8")
+
+
+def _instructions() -> str:
+    """What multiplies on a CPU: it decides how much a further row costs."""
+    from engine.kernels.gemm.matmul import units
+
+    return next((unit.value for unit in units()), "no kernels of our own")
+
+
+def _gpu() -> str:
+    import torch
+
+    return f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf8").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

@@ -1,0 +1,4 @@
+"""What one part costs: the forward and its parts, indexes, drafting, pauses.
+
+Imports `benchmarks.report`.
+"""

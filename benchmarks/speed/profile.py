@@ -1,0 +1,136 @@
+"""`talon profile`: what a forward of the target spends its time on, compared with the machine's limits."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import msgspec
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from engine.config import Config
+from engine.core.batch import BLOCK, Segment
+from engine.core.errors import ConfigError
+from engine.core.tree import TokenTree
+from engine.model.target import Target
+from engine.verifier.placement import share_cores
+from engine.weights.resolve import resolve
+
+from ..report.progress import progress_bar
+from ..report.records import Forward, Profile
+from .limits import Limits
+from .parts import PARTS, Seconds, forward_name, multiplied, split, timed
+
+
+def profile_target(target: Target, rows: list[int], behind: int, repeats: int, console: Console) -> Profile:
+    """Every number of rows in turn, with the machine's limits in between, `repeats` times; medians.
+
+    Each forward is run twice a turn: once unprofiled, for its total time, and once profiled, for its parts.
+    """
+    if behind + max(rows) > target.context:
+        raise ConfigError(f"--behind {behind}: with {max(rows)} rows it exceeds the model's {target.context} positions")
+    numbers = multiplied(target)
+    read = target.matrix_bytes or numbers * target.dtype.itemsize
+    limits = Limits(read, target.dtype, target.device)
+    cache = target.new_cache(behind + max(rows))
+    target.prefill(cache, [(7 + 31 * i) % target.vocab_size for i in range(behind)])
+    works = {count: partial(target.run, [Segment.of_tree(_tree(count), cache)]) for count in rows}
+    totals: dict[int, list[float]] = {count: [] for count in rows}
+    splits: dict[int, list[Seconds]] = {count: [] for count in rows}
+    with progress_bar(console) as progress:
+        task = progress.add_task("profiling", total=(repeats + 1) * len(rows))
+        for turn in range(repeats + 1):
+            limits.measure()
+            for count, work in works.items():
+                totals[count].append(timed(work, target.device))
+                splits[count].append(split(target, work))
+                if turn == 0:  # one-time compilation and allocation do not count
+                    totals[count].clear()
+                    splits[count].clear()
+                progress.advance(task)
+    target.release(cache)
+    held = 0 if target.pool is None else target.pool.shape.block_bytes * -(-behind // BLOCK)
+    return Profile(
+        target.name,
+        str(target.dtype).removeprefix("torch."),
+        target.device.type,
+        torch.get_num_threads(),
+        forward_name(target),
+        behind,
+        read / 1e6,
+        limits.bytes_per_s / 1e9,
+        limits.multiply_adds_per_s,
+        [
+            Forward(
+                count,
+                1e3 * median(totals[count]),
+                **_scaled(splits[count], 1e3 * median(totals[count])),
+                memory_ms=1e3 * (read + held) / limits.bytes_per_s,
+                arithmetic_ms=1e3 * count * numbers / limits.multiply_adds_per_s,
+            )
+            for count in rows
+        ],
+    )
+
+
+def _tree(rows: int) -> TokenTree:
+    """Two candidates below each node, as in wide trees."""
+    return TokenTree.from_lists([1 + i % 2 for i in range(rows)], [(i - 1) // 2 for i in range(rows)], [1.0] * rows)
+
+
+def _scaled(splits: list[Seconds], total: float) -> dict[str, float]:
+    """Milliseconds of each part: its share of the profiled forwards (medians), times the unprofiled time."""
+    shares = {part: median(seconds[part] / sum(seconds.values()) for seconds in splits) for part in PARTS}
+    return {f"{part}_ms": total * share / sum(shares.values()) for part, share in shares.items()}
+
+
+def table(profile: Profile) -> Table:
+    lines = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
+    limits = ("limit:\nmemory", "limit:\narithmetic")
+    for column in ("\nrows", "total\nms", *(f"\n{part}" for part in PARTS), "outside\nproducts", *limits):
+        lines.add_column(column, justify="right")
+    for f in profile.forwards:
+        parts = (f.products_ms, f.attention_ms, f.other_ms, f.gaps_ms)
+        shown = [_figure(ms) for ms in (f.total_ms, *parts)]
+        lines.add_row(str(f.rows), *shown, f"{f.outside:.0%}", _figure(f.memory_ms), _figure(f.arithmetic_ms))
+    return lines
+
+
+def _figure(ms: float) -> str:
+    return f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
+
+
+def draw(profile: Profile, out: Path, console: Console) -> None:
+    try:
+        from ..report.forward_plots import forward_bars
+    except ImportError as error:
+        console.print(f"no picture: {error}; pip install 'talon-decoding[bench]'")
+        return
+    try:
+        forward_bars(profile, out)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--out {out}: cannot be written ({error}): give another file, .png or .svg") from None
+    console.print(f"picture: {out}")
+
+
+def loaded(config: Config) -> Target:
+    torch.set_num_threads(share_cores(config).verifier_alone)
+    return Target.load(resolve(config.model), config.dtype, config.device)
+
+
+def show(found: Profile, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(msgspec.to_builtins(found), indent=2))
+        return
+    console = Console()
+    console.print(f"{found.model}, {found.dtype}, {found.device}, threads: {found.threads}, {found.forward}")
+    console.print(f"Forwards behind {found.behind} tokens, which read {found.weights_mb:.3g} MB of weights.")
+    console.print(
+        f"This machine reads {found.read_gb_per_s:.1f} GB/s, {found.multiply_adds_per_s:.2g} multiply-adds/s."
+    )
+    console.print(table(found))

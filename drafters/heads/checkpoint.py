@@ -1,0 +1,242 @@
+"""Reading draft heads in their public layouts, and what they borrow from the target: embeddings and output matrix.
+
+Every tensor is asked for by name and shape and none may be left over, so a head in another layout or for another
+model is refused before it serves a request. Pickles are only ever opened with `weights_only=True`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from drafters.heads import speculators
+from engine.core.errors import DrafterMismatch, ModelError, first_line
+from engine.kernels.quantised import BLOCK_INPUTS, Quantised
+from engine.weights.catalogue import suggestion
+
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+_SCALES = ".scales"
+"""Ending of the tensor beside a matrix that is stored in codes of 8 bits, as Talon's own heads may be."""
+
+
+class Checkpoint:
+    """A directory with `config.json` and one file of tensors, taken out by name until none is left.
+
+    method: what to train instead, for the fix in each message (`talon train <method>`). field: who names the directory.
+    """
+
+    def __init__(self, path: str, method: str, files: Sequence[str] = WEIGHT_FILES, field: str = "drafter.path"):
+        self.path, self.method, self.field = path, method, field
+        folder = self.folder = find_folder(path, field)
+        self.config = read_config(folder, field)
+        found = [folder / name for name in files if (folder / name).is_file()]
+        if not found:
+            raise self.error(f"has none of {', '.join(files)}")
+        self.tensors = read_tensors(found[0], field)
+        self._decode()
+        self.speculator: str | None = self.config.get(speculators.TYPE)
+        """The kind of head in a file of the `speculators` format, None in the public layout."""
+        if self.speculator is not None:
+            self._read_as_public()
+
+    def _read_as_public(self) -> None:
+        try:
+            self.config = speculators.public_config(self.config, self.tensors)
+        except ValueError as problem:
+            raise self.error(f"config.json: {problem}") from None
+        if self.speculator != self.method:
+            raise self.error(f"is a head for method {self.speculator}, not {self.method}")
+
+    def _decode(self) -> None:
+        """Replace matrices that are stored in codes of 8 bits (`coded`) by their bfloat16 values."""
+        for name in [name for name in self.tensors if name.endswith(_SCALES)]:
+            scales, codes = self.tensors.pop(name), self.tensors.get(name.removesuffix(_SCALES))
+            if codes is None or codes.dtype != torch.int8 or scales.dtype not in (torch.float16, torch.float32):
+                raise self.error(f"tensor {name} belongs to no codes of 8 bits")
+            matrix = Quantised(codes, scales, torch.zeros_like(scales))
+            if codes.dim() != 2 or codes.shape[1] % BLOCK_INPUTS or not matrix.whole:
+                raise self.error(f"tensor {name} has shape {list(scales.shape)}, its codes {list(codes.shape)}")
+            self.tensors[name.removesuffix(_SCALES)] = matrix.values()
+
+    def number(self, key: str, default: int | None = None) -> int:
+        """A size or count from the config."""
+        value = self.config.get(key, default)
+        if not isinstance(value, int) or value < 1:
+            raise self.error(f"config.json: {key}={value!r} is not a positive count")
+        return value
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """The tensor `name`, which must have `shape`."""
+        name = speculators.stored_name(name, self.speculator)
+        if name not in self.tensors:
+            raise self.error(f"tensor {name} is missing")
+        tensor = self.tensors.pop(name)
+        if tuple(tensor.shape) != shape:
+            raise self.error(f"tensor {name} has shape {list(tensor.shape)}, not {list(shape)}")
+        return tensor
+
+    def take_optional(self, name: str, *shape: int) -> Tensor | None:
+        return self.take(name, *shape) if speculators.stored_name(name, self.speculator) in self.tensors else None
+
+    def target_ids(self, draft_vocab: int, vocab: int) -> Tensor:
+        """[draft_vocab] int64, the target's ids of the outputs: offsets in `d2t`, checked against `t2d`."""
+        if draft_vocab == vocab and "d2t" not in self.tensors:
+            return torch.arange(vocab)
+        ids = self.take("d2t", draft_vocab).long() + torch.arange(draft_vocab)
+        drafted = self.take("t2d", vocab).bool()
+        inside = bool(((ids >= 0) & (ids < vocab)).all())
+        if (
+            not inside
+            or len(set(ids.tolist())) != draft_vocab
+            or int(drafted.sum()) != draft_vocab
+            or not drafted[ids].all()
+        ):
+            raise self.error("tensors d2t and t2d do not describe the same tokens")
+        return ids
+
+    def ignore(self, suffix: str) -> None:
+        """Drop tensors that published files carry but that hold no weights, such as cached rotary frequencies."""
+        self.tensors = {name: tensor for name, tensor in self.tensors.items() if not name.endswith(suffix)}
+
+    def finish(self) -> None:
+        """Refuse leftover tensors: a head that was read only in part would draft wrongly."""
+        if self.tensors:
+            raise self.error(f"tensor {min(self.tensors)} is not part of the {self.method} layout")
+
+    def match(self, what: str, mine: int, target: int) -> None:
+        if mine != target:
+            raise DrafterMismatch(
+                f"drafter {what} {mine} != target {what} {target} ({self.field}={self.path}): "
+                f'train a head for it with "talon train {self.method}", or use a method without one: suffix'
+            )
+
+    def error(self, problem: str) -> ModelError:
+        return ModelError(
+            f"{self.field}={self.path}: {problem}: give a checkpoint in the public {self.method} layout, "
+            f'or train one with "talon train {self.method}"'
+        )
+
+
+def coded(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with each matrix of floats as codes of 8 bits and `NAME.scales`, one of 32 inputs, where its inputs
+    are a multiple of 32: half the bytes, and what a CPU makes of the matrices anyway (`drafters.heads.layers.Linear`).
+    """
+    stored: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor.dim() == 2 and tensor.is_floating_point() and tensor.shape[1] % BLOCK_INPUTS == 0:
+            matrix = Quantised.nearest(tensor)
+            stored |= {name: matrix.codes, name + _SCALES: matrix.scales}
+        else:
+            stored[name] = tensor
+    return stored
+
+
+@dataclass(frozen=True)
+class TargetWeights:
+    """What a head borrows. embedding: [vocab, hidden]. lm_head: [vocab, hidden], the embedding if tied."""
+
+    embedding: Tensor
+    lm_head: Tensor
+    layers: int
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.embedding)
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding[0])
+
+    @classmethod
+    def read(cls, path: str) -> TargetWeights:
+        """Read the two tensors, and only those, from the target's (possibly sharded) files."""
+        folder = find_folder(path, "model")
+        config = read_config(folder, "model")
+        config = config.get("text_config", config)
+        embedding = _find_tensor(folder, path, "embed_tokens.weight")
+        lm_head = _find_tensor(folder, path, "lm_head.weight")
+        if embedding is None:
+            raise ModelError(f"model={path}: no tensor named *embed_tokens.weight; draft heads need its embeddings")
+        if lm_head is None and not config.get("tie_word_embeddings", True):  # as transformers takes it
+            raise ModelError(
+                f"model={path}: no tensor named lm_head.weight; the directory is incomplete, copy it again"
+            )
+        return cls(embedding, embedding if lm_head is None else lm_head, int(config["num_hidden_layers"]))
+
+
+def find_folder(path: str, field: str) -> Path:
+    """The directory itself, or the cached snapshot of a hub id."""
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        return Path(snapshot_download(path, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError):
+        raise ModelError(
+            f'{field}={path}: no such directory, and not in the hub cache: check the path or run "hf download {path}"'
+            + suggestion(path)
+        ) from None
+
+
+def read_config(folder: Path, field: str) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{field}={folder}: config.json cannot be read ({error}): copy the directory again") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{field}={folder}: config.json does not hold an object: copy the directory again")
+    return config
+
+
+def read_tensors(file: Path, field: str) -> dict[str, Tensor]:
+    """All tensors of a .safetensors file or of a pickle that holds nothing but tensors."""
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as opened:
+                return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+        tensors = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, ValueError, EOFError, SafetensorError) as error:
+        raise ModelError(f"{field}={file}: cannot be read ({first_line(error)}): copy the file again") from None
+    except Exception as error:
+        raise ModelError(
+            f"{field}={file}: is not a plain file of tensors ({type(error).__name__}): convert it to safetensors"
+        ) from None
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise ModelError(f"{field}={file}: holds more than named tensors: convert it to safetensors")
+    return tensors
+
+
+def _find_tensor(folder: Path, path: str, suffix: str) -> Tensor | None:
+    """The one tensor whose name ends in `suffix`."""
+    for index in sorted(folder.glob("*.index.json")):
+        for name, file in json.loads(index.read_text(encoding="utf8"))["weight_map"].items():
+            if name.endswith(suffix):
+                return _read_one(folder / file, name)
+        return None
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    if not files:
+        raise ModelError(f"model={path}: no safetensors or pytorch_model.bin in this directory: copy it again")
+    for file in files:
+        if (tensor := _read_one(file, suffix)) is not None:
+            return tensor
+    return None
+
+
+def _read_one(file: Path, suffix: str) -> Tensor | None:
+    if file.suffix != ".safetensors":
+        tensors = read_tensors(file, "model")
+        return next((tensor for name, tensor in tensors.items() if name.endswith(suffix)), None)
+    try:
+        with safe_open(file, framework="pt") as opened:
+            name = next((name for name in opened.keys() if name.endswith(suffix)), None)  # noqa: SIM118
+            return None if name is None else opened.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"model={file}: cannot be read ({error}): copy the file again") from None

@@ -1,0 +1,83 @@
+"""EAGLE-1 and EAGLE-2 (arXiv 2401.15077, 2406.16858): the same head, drafting a static or a dynamic tree.
+
+Public layout: `embed_tokens.weight`, `fc.weight` [h, 2h] (+ `fc.bias`) over [embedding, last hidden state], and one
+Llama layer `layers.0.*` without input norm. The target's own lm_head gives the logits. Heads trained here leave out
+`embed_tokens.weight`, a frozen copy of the target's; `"target_embeddings": true` in their config says so.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from drafters.heads.checkpoint import Checkpoint, TargetWeights
+from drafters.heads.feature_session import FeatureHead
+from drafters.heads.growth.policies import EAGLE_25, Static
+from drafters.heads.layers import DecoderLayer, KVCache, Linear, PairLinear, draft_dtype, llama_config, qkv_weights
+from drafters.heads.stack import Layer, Stack, fits
+
+
+class EagleHead(FeatureHead):
+    """Predicts the target's last hidden state (after its final norm) from the one before and the token between."""
+
+    method = "eagle"
+    published_growth = Static(EAGLE_25)
+
+    def __init__(self, checkpoint: Checkpoint, target: TargetWeights, device: torch.device):
+        self.device, self.dtype = device, draft_dtype(device)
+        config = llama_config(checkpoint.config, checkpoint.path)
+        self.hidden_size = hidden = config.hidden_size
+        checkpoint.match("hidden size", hidden, target.hidden_size)
+        checkpoint.match("vocabulary", checkpoint.number("vocab_size", target.vocab_size), target.vocab_size)
+        self.feature_layers = (target.layers,)
+        self.target_ids = torch.arange(target.vocab_size, device=device)
+        embedding = target.embedding
+        if not checkpoint.config.get("target_embeddings", False):
+            embedding = checkpoint.take("embed_tokens.weight", target.vocab_size, hidden)
+
+        def take(name: str, *shape: int) -> Tensor:
+            return checkpoint.take(name, *shape).to(device, self.dtype)
+
+        def take_layer(name: str, *shape: int) -> Tensor:
+            return take(f"layers.0.{name}", *shape)
+
+        bias = take("fc.bias", hidden) if checkpoint.config.get("bias", True) else None
+
+        def embed(tokens: Tensor) -> Tensor:
+            return embedding[tokens.to(embedding.device)].to(device, self.dtype)
+
+        weight = take("fc.weight", hidden, 2 * hidden)
+        self.fc = PairLinear(embed, target.vocab_size, torch.arange(target.vocab_size), weight, bias)
+        self.qkv = Linear(*qkv_weights(config, take_layer, hidden))
+        self.layer = DecoderLayer(config, take_layer, device, self.dtype)
+        self.lm_head = Linear(target.lm_head.to(device, self.dtype))
+        checkpoint.ignore("rotary_emb.inv_freq")
+        checkpoint.finish()
+
+    @classmethod
+    def load(cls, path: str, target: TargetWeights, device: str = "cpu") -> EagleHead:
+        return cls(Checkpoint(path, "eagle"), target, torch.device(device))
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return features[:, 0]
+
+    def forward(
+        self, features: Tensor, tokens: Tensor, positions: Tensor, cache: KVCache, at: int | Tensor, mask: Tensor | None
+    ) -> Tensor:
+        x = self.fc(tokens, features)
+        return self.layer(self.qkv(x), x, positions, cache, at, mask)
+
+    def logits(self, features: Tensor) -> Tensor:
+        return self.lm_head(features)
+
+    def new_cache(self, capacity: int) -> KVCache:
+        return KVCache(self.layer, capacity)
+
+    def new_stack(self) -> Stack | None:
+        if not fits(self.hidden_size, self.layer):
+            return None
+        return Stack([Layer(self.qkv, self.layer, None)], self.dtype, self.lm_head)
+
+    def entered(self, features: Tensor, tokens: list[int]) -> tuple[Tensor, Tensor | None]:
+        x = self.fc(torch.tensor(tokens), features.to(self.dtype))
+        return x, x

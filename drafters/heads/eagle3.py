@@ -1,0 +1,126 @@
+"""EAGLE-3 (arXiv 2503.01840): three of the target's hidden states fused, an output matrix of its own, and a vocabulary
+of the most frequent tokens.
+
+Public layout: `fc.weight` [h, 3 * target hidden]; `midlayer.*`, a Llama layer whose attention reads the normalised
+embedding and feature, concatenated; `norm.weight`; `lm_head.weight` [draft_vocab, h]; `d2t` [draft_vocab], what to add
+to a draft id to get the target's; `t2d` [vocab], which target ids have one. Embeddings are the target's, unless the
+file has its own. The config may change two things, as in `speculators` heads: `norm_before_residual` adds
+the attention's output to the normalised feature, `eagle_aux_hidden_state_layer_ids` names the hidden states.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from drafters.heads.checkpoint import Checkpoint, TargetWeights
+from drafters.heads.feature_session import FeatureHead
+from drafters.heads.growth.policies import Dynamic
+from drafters.heads.layers import (
+    DecoderLayer,
+    KVCache,
+    Linear,
+    PairLinear,
+    RMSNorm,
+    draft_dtype,
+    llama_config,
+    qkv_weights,
+)
+from drafters.heads.stack import Layer, Stack, fits
+from engine.core.errors import DrafterMismatch
+
+
+def fused_layers(layers: int) -> tuple[int, int, int]:
+    """The hidden states EAGLE-3 reads: those entering layers 2, L // 2 and L - 3."""
+    return (2, layers // 2, layers - 3)
+
+
+class Eagle3Head(FeatureHead):
+    """The layer's output before `norm` is the next feature, of the same kind as `fuse` makes from true ones."""
+
+    method = "eagle3"
+    published_growth = Dynamic()
+
+    def __init__(self, checkpoint: Checkpoint, target: TargetWeights, device: torch.device):
+        self.device, self.dtype = device, draft_dtype(device)
+        config = llama_config(checkpoint.config, checkpoint.path)
+        self.hidden_size = hidden = config.hidden_size
+        target_hidden = checkpoint.number("target_hidden_size", hidden)
+        vocab = checkpoint.number("draft_vocab_size", target.vocab_size)
+        checkpoint.match("hidden size", target_hidden, target.hidden_size)
+        checkpoint.match("vocabulary", checkpoint.number("vocab_size", target.vocab_size), target.vocab_size)
+        self.feature_layers = self._feature_layers(checkpoint, target.layers)
+        self.norm_before_residual = bool(checkpoint.config.get("norm_before_residual", False))
+
+        def take(name: str, *shape: int) -> Tensor:
+            return checkpoint.take(name, *shape).to(device, self.dtype)
+
+        def take_layer(name: str, *shape: int) -> Tensor:
+            return take(f"midlayer.{name}", *shape)
+
+        own = checkpoint.take_optional("embed_tokens.weight", target.vocab_size, hidden)
+        if own is None:
+            checkpoint.match("embedding size", hidden, target.hidden_size)
+        self.target_ids = checkpoint.target_ids(vocab, target.vocab_size).to(device)
+        self.fc = Linear(take("fc.weight", hidden, 3 * target_hidden))
+        embedding_norm = RMSNorm(take("midlayer.input_layernorm.weight", hidden), config.rms_norm_eps)
+        embedding = target.embedding if own is None else own
+        self.feature_norm = RMSNorm(take("midlayer.hidden_norm.weight", hidden), config.rms_norm_eps)
+
+        def embed(tokens: Tensor) -> Tensor:
+            return embedding_norm(embedding[tokens.to(embedding.device)].to(device, self.dtype))
+
+        likely = self.target_ids if device.type == "cpu" else torch.arange(target.vocab_size)
+        self.qkv = PairLinear(embed, target.vocab_size, likely, *qkv_weights(config, take_layer, 2 * hidden))
+        self.layer = DecoderLayer(config, take_layer, device, self.dtype)
+        self.norm = RMSNorm(take("norm.weight", hidden), config.rms_norm_eps)
+        self.lm_head = Linear(take("lm_head.weight", vocab, hidden))
+        checkpoint.ignore("rotary_emb.inv_freq")
+        checkpoint.finish()
+
+    @classmethod
+    def load(cls, path: str, target: TargetWeights, device: str = "cpu") -> Eagle3Head:
+        return cls(Checkpoint(path, "eagle3"), target, torch.device(device))
+
+    @staticmethod
+    def _feature_layers(checkpoint: Checkpoint, layers: int) -> tuple[int, ...]:
+        """The three hidden states that the head was trained on, those entering these layers of the target."""
+        named = checkpoint.config.get("eagle_aux_hidden_state_layer_ids")
+        read = fused_layers(layers) if named is None else named
+        if not isinstance(read, list | tuple) or len(read) != 3 or not all(isinstance(layer, int) for layer in read):
+            raise checkpoint.error(f"config.json: eagle_aux_hidden_state_layer_ids={named} does not name three layers")
+        if read[-1] < 1 or not all(0 <= layer < layers for layer in read):
+            raise DrafterMismatch(
+                f"target has {layers} layers, EAGLE-3 reads layers {', '.join(map(str, read))} "
+                f'(drafter.path={checkpoint.path}): use a deeper target, or "talon train eagle"'
+            )
+        return tuple(read)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return self.fc(features.flatten(1))
+
+    def forward(
+        self, features: Tensor, tokens: Tensor, positions: Tensor, cache: KVCache, at: int | Tensor, mask: Tensor | None
+    ) -> Tensor:
+        normed = self.feature_norm(features)
+        residual = normed if self.norm_before_residual else features
+        return self.layer(self.qkv(tokens, normed), residual, positions, cache, at, mask)
+
+    def logits(self, features: Tensor) -> Tensor:
+        return self.lm_head(self.norm(features))
+
+    def new_cache(self, capacity: int) -> KVCache:
+        return KVCache(self.layer, capacity)
+
+    def new_stack(self) -> Stack | None:
+        if not fits(self.hidden_size, self.layer):
+            return None
+        layer = Layer(self.qkv.linear, self.layer, None if self.norm_before_residual else self.feature_norm)
+        return Stack([layer], self.dtype, self.lm_head, self.norm, self.qkv.of_token)
+
+    def entered(self, features: Tensor, tokens: list[int]) -> tuple[Tensor, Tensor | None]:
+        self.qkv.reserve(tokens)
+        if not self.norm_before_residual:
+            return features, None
+        normed = self.feature_norm(features.to(self.dtype))
+        return normed, normed

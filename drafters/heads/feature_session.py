@@ -1,0 +1,209 @@
+"""The session of heads that draft by predicting the target's next feature (the EAGLE family).
+
+The feature f[i] of text position i is paired with the token t[i + 1] after it; one layer turns the pair into a guess
+at f[i + 1], from which the next token's logits come. Pairs with the target's true features fill the first cache
+slots; pairs of drafted nodes, whose features are the head's own guesses, follow them and are dropped at the next
+sync. A layer of the tree is one forward: a mask lets each node see the text and its ancestors.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafters.heads import pooled_session
+from drafters.heads.head import Head
+from drafters.heads.layers import KVCache, Linear, causal_mask
+from drafters.heads.session import Session
+from drafters.heads.stack import Stack
+from engine.core.batch import Rows
+from engine.model.cuda.graphs import Recorded, Spare, bucket, rounded
+
+_SYNC_CHUNK = 512  # rows of one forward over a long prompt, which bounds the mask's size
+
+
+class FeatureHead(Head):
+    """What the EAGLE heads have in common: everything but the layer itself."""
+
+    hidden_size: int
+    dtype: torch.dtype
+    lm_head: Linear
+
+    @abstractmethod
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's true features [n, layers, hidden] as the head's own kind, [n, hidden_size]."""
+
+    @abstractmethod
+    def forward(
+        self, features: Tensor, tokens: Tensor, positions: Tensor, cache: KVCache, at: int | Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """[n, hidden_size]: the features guessed after (feature, token) pairs. at: slots, as in `KVCache.write`."""
+
+    @abstractmethod
+    def logits(self, features: Tensor) -> Tensor:
+        """[n, hidden_size] -> [n, draft_vocab]."""
+
+    @abstractmethod
+    def new_cache(self, capacity: int) -> KVCache:
+        """A cache of the head's layer."""
+
+    @abstractmethod
+    def new_stack(self) -> Stack | None:
+        """The head's layer and output matrix as a program, None where a stack does not fit."""
+
+    @abstractmethod
+    def entered(self, features: Tensor, tokens: list[int]) -> tuple[Tensor, Tensor | None]:
+        """The stack's input for these pairs: the residual and, if its layer has no input norm, the input."""
+
+    @cached_property
+    def stack(self) -> Stack | None:
+        return self.new_stack()
+
+    def guess(self, features: Tensor, parts: Sequence[Rows], chosen: Sequence[int] | None) -> Tensor:
+        """Logits [chosen, draft_vocab] after the pairs of these features [rows, hidden_size] and the parts' tokens. The
+        guessed features are in `stack.residual` afterwards.
+        """
+        assert self.stack is not None
+        residual, x = self.entered(features, [token for part in parts for token in part.tokens])
+        return self.stack.run(parts, residual, x, chosen)
+
+    def roots(self, sessions: Sequence[Any]) -> list[Tensor | None]:
+        return super().roots(sessions) if self.stack is None else pooled_session.roots(self, sessions)
+
+    def extend(self, asked: Sequence[tuple[Any, list[int], list[int]]]) -> list[tuple[list[int], Tensor | None]]:
+        return super().extend(asked) if self.stack is None else pooled_session.extend(self, asked)
+
+    @cached_property
+    def records(self) -> bool:
+        """Whether draft steps are captured as CUDA graphs (`engine.model.cuda.graphs`)."""
+        return bool(self.device.type == "cuda")
+
+    @cached_property
+    def spare(self) -> Spare[FeatureSession]:
+        """Sessions that have ended, for reuse."""
+        return Spare()
+
+    def open(self, prompt: Sequence[int], capacity: int, scratch: int) -> Session:
+        if self.stack is not None:
+            return pooled_session.PooledSession(self, scratch)
+        text = rounded(capacity) if self.records else capacity
+        spare = self.spare.take((text, scratch))
+        return FeatureSession(self, text, scratch) if spare is None else spare
+
+
+class FeatureSession(Session):
+    """One request of a `FeatureHead`; node n > 0 occupies the cache slot `slots + n - 1`."""
+
+    def __init__(self, head: FeatureHead, text: int, scratch: int):
+        self.head, self.text, self.scratch = head, text, scratch
+        self.cache = head.new_cache(text + scratch + 1)  # the last slot takes a bucket's padding rows
+        if head.records:
+            self.cache.data.zero_()  # masked slots are still read (0 x NaN = NaN)
+        self.slots = 0  # cache slots that hold true features
+        self.nodes = 1
+        # per node: its predicted feature, the position of its pair, and what it may attend to
+        self.features = torch.empty(scratch + 2, head.hidden_size, device=head.device, dtype=head.dtype)
+        self.positions = [0] * (scratch + 1)
+        # one row per node over the cache slots, so that a layer's mask is a slice and need not be assembled
+        self.visible = torch.zeros(scratch + 2, text + scratch + 1, dtype=torch.bool, device=head.device)
+        self._steps: dict[int, Recorded] = {}  # by rows
+        self._pending: list[tuple[int, Tensor, list[int]]] = []
+        self._root_logits: Tensor | None = None
+
+    def commit(self, start: int, features: Tensor | None, tokens: list[int]) -> None:
+        assert features is not None
+        # computed when first needed: a verdict whose next tree is already drafted must not wait for it
+        self._pending.append((start, features, tokens))
+        self.synced = start + len(tokens)
+        self.nodes, self._root_logits = 1, None
+
+    def behind(self) -> int:
+        return sum(len(tokens) for _, _, tokens in self._pending)
+
+    def root(self) -> Tensor:
+        if self._pending:
+            positions = [start + i for start, _, tokens in self._pending for i in range(len(tokens))]
+            features = torch.cat([features for _, features, _ in self._pending])
+            tokens = [token for _, _, tokens in self._pending for token in tokens]
+            for at in range(0, len(tokens), _SYNC_CHUNK):
+                chunk = slice(at, at + _SYNC_CHUNK)
+                self._sync(positions[chunk], features[chunk], tokens[chunk])
+            self._pending.clear()
+        if self._root_logits is None:
+            self._root_logits = self.head.logits(self.features[:1])
+        return self._root_logits
+
+    def extend(self, parents: list[int], tokens: list[int]) -> tuple[list[int], Tensor]:
+        n, first, head = len(tokens), self.nodes, self.head
+        start = self.slots + first - 1
+        positions = [self.positions[parent] + 1 for parent in parents]
+        self.positions[first : first + n] = positions
+        self.nodes += n
+        nodes = list(range(first, first + n))
+        if head.records:
+            return nodes, self._recorded_step(parents, tokens, positions, nodes, start)
+        # one transfer for all three
+        rows, ids, at = torch.tensor([parents, tokens, positions], device=head.device).unbind()
+        visible = self.visible[first : first + n]
+        visible.copy_(self.visible.index_select(0, rows))
+        visible[:, start : start + n].fill_diagonal_(True)
+        mask = visible[:, : start + n]
+        features = head.forward(self.features.index_select(0, rows), ids, at, self.cache, start, mask)
+        self.features[first : first + n] = features
+        return nodes, head.logits(features)
+
+    def _recorded_step(
+        self, parents: list[int], tokens: list[int], positions: list[int], nodes: list[int], start: int
+    ) -> Tensor:
+        """`extend` as a CUDA graph. Rows that pad the bucket are unused children of node 0."""
+        rows = bucket(len(nodes))
+        slots = range(start, start + len(nodes))
+        unused = (0, 0, 0, self.scratch + 1, self.text + self.scratch)
+        columns = [*zip(parents, tokens, positions, nodes, slots, strict=True)] + [unused] * (rows - len(nodes))
+        if rows not in self._steps:
+            self._steps[rows] = Recorded(self._step, self.head.device)
+        (logits,) = self._steps[rows](torch.tensor(columns).T.contiguous())
+        return logits[: len(nodes)]
+
+    def _step(self, index: Tensor) -> tuple[Tensor]:
+        """index: [5, rows], parents, tokens, positions, nodes and slots."""
+        head, (parents, tokens, positions, nodes, slots) = self.head, index.unbind()
+        seen = self.visible.index_select(0, parents)
+        seen.scatter_(1, slots[:, None], True)
+        self.visible.index_copy_(0, nodes, seen)
+        features = head.forward(self.features.index_select(0, parents), tokens, positions, self.cache, slots, seen)
+        self.features.index_copy_(0, nodes, features)
+        return (head.logits(features),)
+
+    def room(self) -> int:
+        return self.scratch - (self.nodes - 1)
+
+    def clear(self) -> None:
+        self.nodes = 1
+
+    def close(self) -> None:
+        if self.head.records:
+            self.slots, self.synced, self._pending, self._root_logits = 0, 0, [], None
+            self.visible.zero_()
+            self.clear()
+            self.head.spare.give((self.text, self.scratch), self)
+
+    def _sync(self, positions: list[int], features: Tensor, tokens: list[int]) -> None:
+        """Read the pairs with true features at these positions of the text."""
+        n, head = len(tokens), self.head
+        guessed = head.forward(
+            head.fuse(features.to(head.dtype)),
+            torch.tensor(tokens, device=head.device),
+            torch.tensor(positions, device=head.device),
+            self.cache,
+            self.slots,
+            causal_mask(n, self.slots, head.device) if n > 1 else None,
+        )
+        self.slots += n
+        self.visible[0, : self.slots] = True  # the row that all others are copied from
+        self.features[0], self.positions[0] = guessed[-1], positions[-1]

@@ -1,0 +1,99 @@
+"""The forwards of a head, each for several requests: their drafts are entered in the requests' tries."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from drafters.heads.growth.trie import Place, Trie
+from engine.model.cuda.graphs import wait
+
+if TYPE_CHECKING:
+    from drafters.heads.head import Head
+
+
+class Forwards:
+    """count, seconds: of the forwards so far."""
+
+    def __init__(self, head: Head):
+        self.head = head
+        self.count, self.seconds = 0, 0.0
+
+    def begin(self, places: list[Place]) -> list[int]:
+        """The node at the end of each path, from which a tree is to grow."""
+        if not self.head.one_pass or not any(path for _, path in places):
+            return self.descend(places)
+        with self._counted():
+            nodes = self._blocks(places)
+        others = [row for row, node in enumerate(nodes) if node < 0]
+        for row, node in zip(others, self.descend([places[row] for row in others]), strict=True):
+            nodes[row] = node
+        return nodes
+
+    def descend(self, places: list[Place]) -> list[int]:
+        """The node at the end of each path, drafted where its request does not have it yet."""
+        self._draft_roots(dict.fromkeys(trie for trie, _ in places if 0 not in trie.seen))
+        nodes = [0] * len(places)
+        for level in range(max((len(path) for _, path in places), default=0)):
+            going = [row for row, (_, path) in enumerate(places) if len(path) > level]
+            reached = self.nodes([(places[row].trie, nodes[row], places[row].path[level]) for row in going])
+            for row, node in zip(going, reached, strict=True):
+                nodes[row] = node
+        return nodes
+
+    def nodes(self, triples: list[tuple[Trie, int, int]]) -> list[int]:
+        """The nodes of (trie, parent, token); missing ones are drafted in one forward."""
+        new: dict[Trie, dict[tuple[int, int], None]] = {}
+        for trie, parent, token in triples:
+            if (parent, token) in trie.child:
+                continue
+            if trie.sees_no_further(parent):
+                trie.end(parent, token)
+            else:
+                new.setdefault(trie, {})[parent, token] = None
+        if new:
+            self._extend({trie: list(pairs) for trie, pairs in new.items()})
+        return [trie.child[parent, token] for trie, parent, token in triples]
+
+    def _blocks(self, places: list[Place]) -> list[int]:
+        """The nodes where a one-pass head's blocks begin, -1 where a path is too long for one."""
+        tries = list(dict.fromkeys(trie for trie, _ in places))
+        asked = [(trie.session, [path for other, path in places if other is trie]) for trie in tries]
+        begun = {trie: iter(nodes) for trie, nodes in zip(tries, self.head.begin(asked), strict=True)}
+        nodes = [next(begun[trie]) for trie, _ in places]
+        found = [(trie, node, len(path)) for (trie, path), node in zip(places, nodes, strict=True) if node >= 0]
+        for trie, node, depth in found:
+            trie.depth[node] = depth
+        for trie in dict.fromkeys(trie for trie, _, _ in found):
+            trie.note([node for other, node, _ in found if other is trie], None)
+        return nodes
+
+    def _draft_roots(self, tries: Iterable[Trie]) -> None:
+        """Draft what may follow node 0 of each."""
+        if not (new := list(tries)):
+            return
+        with self._counted():
+            roots = self.head.roots([trie.session for trie in new])
+        for trie, logits in zip(new, roots, strict=True):
+            trie.note([0], logits)
+
+    def _extend(self, new: dict[Trie, list[tuple[int, int]]]) -> None:
+        """Draft these nodes, each given by its parent and token: a one-pass head has all they need already."""
+        with self._counted(not self.head.one_pass):
+            asked = [(trie.session, [p for p, _ in pairs], [t for _, t in pairs]) for trie, pairs in new.items()]
+            extended = self.head.extend(asked)
+            wait(self.head.device)
+        for (trie, pairs), (nodes, logits) in zip(new.items(), extended, strict=True):
+            for pair, node in zip(pairs, nodes, strict=True):
+                trie.child[pair], trie.depth[node] = node, trie.depth[pair[0]] + 1
+            trie.note(nodes, logits)
+
+    @contextmanager
+    def _counted(self, is_forward: bool = True) -> Iterator[None]:
+        """Times what is inside, and counts it if it is a forward."""
+        started = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - started
+        self.count += is_forward

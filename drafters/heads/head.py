@@ -1,0 +1,74 @@
+"""Draft heads: weights that predict a target's next tokens.
+
+A `Head` opens one `Session` per request. Its `HeadDrafter` joins it with a growth policy, which decides which nodes a
+tree gets.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from drafters.heads.checkpoint import TargetWeights
+from drafters.heads.growth.policies import Policy
+from drafters.heads.growth.policy_choice import policy_of
+from drafters.heads.head_drafter import HeadDrafter
+from drafters.heads.session import Session
+from drafters.parts import weights_path
+from engine.config import Config
+from engine.model.loading import find_device
+
+
+class Head(ABC):
+    """Weights that predict a target's next tokens from its hidden states.
+
+    feature_layers: as `Drafter.feature_layers`. target_ids: [draft_vocab] int64, the target's id of each output.
+    method: its name in "talon train". published_growth: the policy its paper used. one_pass: whether whole trees come
+    from one forward.
+    """
+
+    feature_layers: tuple[int, ...]
+    target_ids: Tensor
+    device: torch.device
+    method: ClassVar[str]
+    published_growth: Policy
+    one_pass: ClassVar[bool] = False
+
+    @classmethod
+    @abstractmethod
+    def load(cls, path: str, target: TargetWeights, device: str = "cpu") -> Head:
+        """Read a checkpoint in the head's public layout."""
+
+    @classmethod
+    def from_config(cls, config: Config) -> HeadDrafter:
+        """The drafter of this head that `config` describes."""
+        path, options = weights_path(config), config.drafter
+        target = TargetWeights.read(config.model)
+        head = cls.load(path, target, find_device(config.device).type)
+        drafter = HeadDrafter(head, policy_of(options, head.published_growth), options.shared_noise)
+        drafter.warm_up(target.hidden_size)
+        return drafter
+
+    @abstractmethod
+    def open(self, prompt: Sequence[int], capacity: int, scratch: int) -> Session:
+        """A session for a text of at most `capacity` tokens, `prompt` first, with room for `scratch` drafted nodes."""
+
+    # Calls for several sessions at once, which a head may compute in one forward.
+
+    def roots(self, sessions: Sequence[Any]) -> list[Tensor | None]:
+        """`Session.root` of each."""
+        return [session.root() for session in sessions]
+
+    def extend(self, asked: Sequence[tuple[Any, list[int], list[int]]]) -> list[tuple[list[int], Tensor | None]]:
+        """`Session.extend` of each: (session, parents, tokens). Logits last until the next call."""
+        return [session.extend(parents, tokens) for session, parents, tokens in asked]
+
+    def begin(self, asked: Sequence[tuple[Any, list[list[int]]]]) -> list[list[int]]:
+        """Of each session the nodes at the end of some paths below node 0, all drafted together; -1 where no block
+        begins: where a path is too long, and with heads that `extend` one token at a time.
+        """
+        return [[-1] * len(paths) for _, paths in asked]

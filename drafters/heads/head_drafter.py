@@ -1,0 +1,177 @@
+"""Draft heads as drafters: joins a head, which predicts, with a growth policy, which decides what the tree gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from drafters.heads.forwards import Forwards
+from drafters.heads.growth.lockstep import Advice, Growth, grow
+from drafters.heads.growth.policies import Policy
+from drafters.heads.growth.ranking import ErrorScale, Ranking
+from drafters.heads.growth.trie import Place, Trie
+from engine.core.drafter_protocol import BetweenSteps, Drafter, Verdict, Wanted
+from engine.core.outcomes import Following
+from engine.core.params import SamplingParams
+from engine.core.tree import TokenTree
+
+if TYPE_CHECKING:
+    from drafters.heads.head import Head
+
+_FORESEEN = 10  # candidates after each node, for ranking outcomes where the policy wants fewer
+_USUAL_ROWS = 24  # a layer of a tree rarely has more nodes
+_TREES = 12  # of the policy's largest size that a request has room for: those of the likeliest outcomes
+
+
+class HeadDrafter(Drafter):
+    """Drafts with a head and a growth policy; drafts nothing while it rests. shared_noise: see `Ranking`."""
+
+    rests = True
+
+    def __init__(self, head: Head, policy: Policy, shared_noise: bool = True):
+        self.head, self.policy, self.shared_noise = head, policy, shared_noise
+        self.feature_layers = head.feature_layers
+        self.together = 8 if head.one_pass else 4
+        self.error = ErrorScale()
+        self._resting = False
+        self._forwards = Forwards(head)
+        self._requests: dict[int, Trie] = {}
+
+    @property
+    def one_pass(self) -> bool:
+        """Whether one forward predicts the whole tree."""
+        return self.head.one_pass
+
+    @property
+    def steps(self) -> int:
+        """Forwards of the head so far."""
+        return self._forwards.count
+
+    @property
+    def forward_s(self) -> float:  # type: ignore[override]
+        return self._forwards.seconds
+
+    @torch.inference_mode()
+    def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
+        scratch = _TREES * (self.policy.max_expansions + 1)
+        self._requests[request] = Trie(
+            list(prompt),
+            self.head.open(prompt, len(prompt) + sampling.max_tokens + 1, scratch),
+            Ranking(sampling, self.head.target_ids, max(self.policy.top_k, _FORESEEN), self.shared_noise, self.error),
+        )
+
+    def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:
+        trees: list[TokenTree] = self.propose_many([(request, continuation)])
+        return trees[0]
+
+    @torch.inference_mode()
+    def propose_many(
+        self, wanted: Sequence[Wanted], between_steps: BetweenSteps | None = None, advice: Sequence[Advice] = ()
+    ) -> list[TokenTree]:
+        """One tree for each outcome, grown in the same forward passes as far as there is room for all.
+
+        advice: one for each outcome, if another source takes part.
+        """
+        places = [self._requests[request].place(path) for request, path in wanted]
+        if self._resting:
+            return [TokenTree.root_only((path or trie.text)[-1]) for trie, path in places]
+        trees: dict[int, TokenTree] = {}
+        while waiting := [row for row in range(len(wanted)) if row not in trees]:
+            group = self._fitting([(row, places[row]) for row in waiting])
+            served = {places[row].trie for row in group}
+            for trie, row in {places[row].trie: row for row in reversed(waiting)}.items():
+                if trie not in served:  # nothing to draft from, or no room for even one
+                    trees[row] = TokenTree.root_only([*trie.text, *places[row].path][-1])
+            roots = self._forwards.begin([places[row] for row in group])
+            growths = {}
+            for row, root in zip(group, roots, strict=True):
+                trie, path = places[row]
+                adviser = advice[row] if advice else None
+                growths[row] = Growth(trie, root, (path or trie.text)[-1], self.policy, adviser)
+            grow(growths, self._forwards, trees, between_steps)
+        return [trees[row] for row in range(len(wanted))]
+
+    @torch.inference_mode()
+    def warm_up(self, hidden_size: int) -> None:
+        """Draft for a dummy text. On a CPU a product's kernel is compiled when a number of rows first occurs, 2 ms
+        each; this must not happen during a request. hidden_size: the target's.
+        """
+        self.start(0, [0, 0], SamplingParams(max_tokens=1, temperature=1.0))
+        features = np.zeros((2, len(self.feature_layers), hidden_size), np.uint16)
+        self.observe(0, Verdict(TokenTree.root_only(0), [0], [0], features if self.feature_layers else None))
+        session = self._requests[0].session
+        session.root()
+        if session.depth_limit is None:
+            for rows in range(1, min(self.policy.max_expansions, _USUAL_ROWS) + 1):
+                session.clear()
+                session.extend([0] * rows, [0] * rows)
+            session.clear()
+        self.propose(0)
+        self.finish(0)
+
+    @torch.inference_mode()
+    def following(self, wanted: Sequence[Wanted]) -> list[Following]:
+        places = [self._requests[request].place(path) for request, path in wanted]
+        drafts = not self._resting
+        room = {trie: trie.session.room() if drafts and trie.session.synced else -1 for trie, _ in places}
+        for trie, path in places:
+            room[trie] -= len(path)
+        known = [place for place in places if room[place.trie] >= 0]
+        seen = iter([trie.seen[node] for (trie, _), node in zip(known, self._forwards.descend(known), strict=True)])
+        return [next(seen) if room[trie] >= 0 else ([], []) for trie, _ in places]
+
+    @torch.inference_mode()
+    def observe(self, request: int, verdict: Verdict) -> None:
+        self._resting, self.policy.row_tokens = verdict.rest, verdict.row_tokens
+        trie = self._requests[request]
+        session = trie.session
+        if trie.ranking.learns and 0 in trie.seen and session.synced == len(trie.text) - 1:
+            trie.ranking.learn(session.root_logits(), len(trie.text), verdict.tokens[0])
+        trie.text += verdict.tokens
+        if not self.feature_layers:
+            trie.commit(session.synced, None)
+        if verdict.features is None or not len(verdict.features):
+            return
+        start = len(trie.text) - 1 - len(verdict.features)
+        known = max(0, session.synced - start)
+        if known >= len(verdict.features):
+            return
+        bits = torch.tensor(verdict.features[known:], device=self.head.device)  # copied: messages' arrays are read-only
+        trie.commit(start + known, bits.view(torch.bfloat16))
+
+    @torch.inference_mode()
+    def finish(self, request: int) -> None:
+        if (ended := self._requests.pop(request, None)) is not None:
+            ended.session.close()
+
+    def behind(self, request: int) -> int:
+        """Positions of the text that the head has yet to read before it drafts next."""
+        return self._requests[request].session.behind()
+
+    def last_token(self, request: int) -> int:
+        return self._requests[request].text[-1]
+
+    def seen(self, request: int, continuation: Sequence[int]) -> list[Following]:
+        """What the head predicted after the text and after each token of `continuation`, as far as it has drafted."""
+        return self._requests[request].seen_along(continuation)
+
+    def _fitting(self, waiting: list[tuple[int, Place]]) -> list[int]:
+        """For each request, the first rows whose trees are sure to fit into its session, which is cleared if room is
+        short. None for a request that has nothing to draft from, or no room for even one.
+        """
+        room: dict[Trie, int] = {}
+        fitting = []
+        for row, (trie, path) in waiting:
+            need, session = len(path) + self.policy.max_expansions, trie.session
+            if trie not in room:
+                if session.synced and session.room() < need:
+                    session.clear()
+                    trie.forget_nodes()
+                room[trie] = session.room() if session.synced else -1
+            room[trie] = room[trie] - need if room[trie] >= need else -1  # nor any later row of the request
+            if room[trie] >= 0:
+                fitting.append(row)
+        return fitting

@@ -1,0 +1,146 @@
+"""The result of a block head's forward, and what it predicts after any token.
+
+A row predicts by itself, and by its link with the token before it, whichever that is: the text's last token, a node of
+the tree, a retrieved token. Where the head says how much of the target's probability its own covers (confidence c), the
+chance of a token is c * q: the common mass, distributed as q.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from drafters.heads.growth.ranking import Ranking
+from drafters.heads.one_pass.markov_link import NO_LINK, add_link
+from drafters.heads.top import enter, write_top
+from engine.core.outcomes import Following
+from engine.kernels.jit_cache import versioned
+
+if TYPE_CHECKING:
+    from drafters.heads.one_pass.block import BlockHead
+
+_CANDIDATES = 128  # per row, by the row alone; a link often lifts one that is far down
+
+
+class Asked(NamedTuple):
+    """One prediction to compute. before: the token before the row."""
+
+    row: int
+    before: int
+
+
+class Outputs(NamedTuple):
+    """What comes of rows' states in one product. logits: [rows, draft_vocab], without links; gates: [rows, rank], the
+    states' part in the link's gate, zero without one; sure: [rows], their part in the confidence, if the head has one.
+    """
+
+    logits: Tensor
+    gates: Tensor
+    sure: Tensor
+
+
+class BlockForward:
+    """The result of one forward for one session: the rows after each block's known prefix, concatenated.
+
+    outputs: of these rows; positions: [rows], of the tokens that they predict. The likeliest tokens of a row by the row
+    alone are found when it is first asked for: small trees ask only for the first rows. Where a request samples, top-k,
+    top-p and min-p rule out tokens before links are added.
+    """
+
+    def __init__(self, outputs: Outputs, positions: list[int]):
+        self.outputs, self.positions = outputs, positions
+        rows, candidates = len(positions), min(_CANDIDATES, outputs.logits.shape[1])
+        self._found: set[int] = set()
+        self._gain = np.float32(1)  # of a link
+        self._scores, self._ids = np.empty((rows, candidates), np.float32), np.empty((rows, candidates), np.int64)
+        self._totals = np.empty(rows, np.float32)  # sum of exp(score - best score) of all tokens
+        self._gates, self._sure = (part.float().cpu().contiguous().numpy() for part in (outputs.gates, outputs.sure))
+
+    def following(self, head: BlockHead, ranking: Ranking, asked: Sequence[Asked]) -> list[Following]:
+        """What the head predicts in each case."""
+        rows, before = np.array([one.row for one in asked]), np.array([one.before for one in asked])
+        self._find(ranking, {one.row for one in asked})
+        sure = np.ones(len(asked), np.float32)
+        if head.confidence is not None:
+            sure = head.confidence.chance(self._sure[rows], before)
+        k = min(ranking.top_k, self._scores.shape[1])
+        ids, chances = np.zeros((len(asked), k), np.int64), np.empty((len(asked), k), np.float32)
+        tables = NO_LINK if head.link is None else head.link.tables
+        likeliest(
+            tables, rows, before, self._scores, self._totals, self._ids, self._gates, sure, self._gain, ids, chances
+        )
+        return list(zip(head.tokens[ids].tolist(), chances.tolist(), strict=True))
+
+    def linked(self, head: BlockHead, one: Asked) -> Tensor:
+        """[1, draft_vocab] float32: the logits of a row that was asked for before, its candidates' with their links."""
+        assert one.row in self._found
+        logits = self.outputs.logits[one.row : one.row + 1].to("cpu", torch.float32, copy=True)
+        if head.link is not None:
+            row, ids = logits[0].numpy(), self._ids[one.row]
+            scores = row[ids]
+            head.link.add(scores, ids, self._gates[one.row], one.before)
+            row[ids] = scores
+        return logits.to(head.device)
+
+    def _find(self, ranking: Ranking, rows: set[int]) -> None:
+        """Find the likeliest tokens of these rows."""
+        if not (new := rows - self._found):
+            return
+        if not self._found:
+            self._gain = np.float32(ranking.gain)  # it changes with every verdict, those of other requests too
+        parts, logits = [slice(row, row + 1) for row in new], self.outputs.logits
+        if logits.device.type != "cpu":  # a copy to the CPU takes longer than the search
+            rows, parts = set(range(len(logits))), [slice(None)]
+        for part in parts:
+            scores = ranking.scores(logits[part], self.positions[part])
+            write_top(scores, self._scores[part], self._ids[part], self._totals[part])
+        self._found |= rows
+
+
+@njit(cache=True, nogil=True)
+@versioned
+def likeliest(
+    tables: Any,
+    rows: Any,
+    before: Any,
+    scores: Any,
+    totals: Any,
+    ids: Any,
+    gates: Any,
+    sure: Any,
+    gain: Any,
+    best_ids: Any,
+    chances: Any,
+) -> None:
+    """The k likeliest tokens after some nodes, best first, and their chances.
+
+    rows, before: [n], row and token of each node. scores, ids: [rows, candidates], best first; totals: [rows], sum of
+    exp(score - best score) of all tokens; gates: [rows, rank]; sure: [n], by which chances are multiplied; tables,
+    gain: the link's. Written: best_ids, [n, k] int64, and chances, [n, k] float32.
+    """
+    candidates, k = scores.shape[1], chances.shape[1]
+    places, best, linked = np.empty(k, np.int64), np.empty(k, np.float32), np.empty(gates.shape[1], np.float32)
+    for node in range(len(rows)):
+        row, count = rows[node], 0
+        own, rest = scores[row] - scores[row, 0], totals[row]
+        for column in range(candidates):
+            rest -= math.exp(own[column])
+        if tables.rank:
+            add_link(tables, own, ids[row], gates.ctypes.data + 4 * row * tables.rank, before[node], gain, linked)
+        for column in range(candidates):
+            count = enter(own[column], column, best, places, count)
+        peak, sums = best[0], 0.0
+        if rest > 0:  # what is no candidate
+            peak = max(peak, np.float32(0))  # exp(-peak) must not overflow
+            sums = rest * math.exp(-peak)
+        for column in range(candidates):
+            sums += math.exp(own[column] - peak)
+        for column in range(k):
+            best_ids[node, column] = ids[row, places[column]]
+            chances[node, column] = sure[node] * math.exp(best[column] - peak) / sums

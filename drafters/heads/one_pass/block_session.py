@@ -1,0 +1,249 @@
+"""The session of one-pass heads: every tree grows from a *block*, the rows after one place of the text.
+
+The context's keys and values fill the first cache slots, one for each position whose features are known. A block's rows
+follow them and are dropped when the next features come. All blocks wanted at once are computed in one forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from drafters.heads.growth.policies import Candidates
+from drafters.heads.growth.ranking import Ranking
+from drafters.heads.one_pass.block_forward import Asked, BlockForward, Outputs
+from drafters.heads.session import Session
+from drafters.heads.stack import PooledCache
+from engine.core.batch import Int, Rows
+from engine.core.outcomes import Following
+
+if TYPE_CHECKING:
+    from drafters.heads.one_pass.block import BlockHead
+
+_SYNC_CHUNK = 512  # positions of the context that are read at once
+_BLOCKS = 64  # per synced text, at most
+
+
+@dataclass(eq=False)
+class _Block:
+    """known: the tokens after the root that it starts with. forward: holds its `rows` rows, from `row` on."""
+
+    root: int
+    known: tuple[int, ...]
+    forward: BlockForward
+    row: int
+    rows: int
+
+
+@dataclass
+class _Nodes:
+    """Parallel lists; node 0 is the root. The rows after a node in its block predict what follows it."""
+
+    block: list[int] = field(default_factory=lambda: [0])
+    depth: list[int] = field(default_factory=lambda: [0])
+    token: list[int] = field(default_factory=lambda: [-1])
+
+
+class BlockSession(Session):
+    def __init__(self, head: BlockHead, capacity: int):
+        self.head, self.depth_limit = head, head.depth
+        self.cache = PooledCache(head.stack.pool) if head.stack is not None else None
+        self.caches = [] if head.stack is not None else head.new_caches(capacity + _BLOCKS * head.size)
+        self.slots = 0
+        self.last = torch.empty(0)  # the last position's context vector
+        self.blocks: list[_Block] = []
+        self.nodes = _Nodes()
+        self._pending: list[tuple[int, Tensor, list[int]]] = []
+        self._root_token = -1
+
+    def commit(self, start: int, features: Tensor | None, tokens: list[int]) -> None:
+        assert features is not None
+        self._pending.append((start, features, tokens))
+        self.synced, self._root_token = start + len(tokens), tokens[-1]
+        self.clear()
+
+    def behind(self) -> int:
+        return sum(len(tokens) for _, _, tokens in self._pending)
+
+    def root(self) -> None:
+        self._begin([()])
+
+    def root_logits(self) -> Tensor:
+        self.root()
+        block = self.blocks[0]
+        return block.forward.linked(self.head, Asked(block.row, block.root))
+
+    def short(self, paths: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+        """The paths that leave room in a block to predict more."""
+        return [tuple(path) for path in paths if len(path) < self.head.depth]
+
+    def ends(self, paths: Sequence[Sequence[int]]) -> list[int]:
+        """New nodes at the end of the paths, -1 where there is no block."""
+        wanted = [tuple(path) for path in paths]
+        number = {block.known: index for index, block in enumerate(self.blocks)}
+        return [
+            (self._add(number[path], len(path), path[-1]) if path else 0) if path in number else -1 for path in wanted
+        ]
+
+    def extend(self, parents: list[int], tokens: list[int]) -> tuple[list[int], Tensor | None]:
+        nodes = self.nodes
+        added = [
+            self._add(nodes.block[parent], nodes.depth[parent] + 1, token)
+            for parent, token in zip(parents, tokens, strict=True)
+        ]
+        return added, None
+
+    def rank(self, ranking: Ranking, nodes: list[int], logits: Tensor | None, positions: list[int]) -> Candidates:
+        found: list[Following] = [([], [])] * len(nodes)
+        asked: dict[BlockForward, dict[int, Asked]] = {}
+        for place, node in enumerate(nodes):
+            block, depth, token = self.blocks[self.nodes.block[node]], self.nodes.depth[node], self.nodes.token[node]
+            if (row := depth - len(block.known)) < block.rows:
+                one = Asked(block.row + row, token if row else block.root)
+                asked.setdefault(block.forward, {})[place] = one
+        for forward, some in asked.items():
+            for place, following in zip(some, forward.following(self.head, ranking, [*some.values()]), strict=True):
+                found[place] = following
+        return Candidates([tokens for tokens, _ in found], [chances for _, chances in found])
+
+    def room(self) -> int:
+        return 1 << 20
+
+    def clear(self) -> None:
+        self.blocks, self.nodes = [], _Nodes()
+
+    def close(self) -> None:
+        if self.cache is not None:
+            self.cache.release()
+
+    def _add(self, block: int, depth: int, token: int) -> int:
+        self.nodes.block.append(block)
+        self.nodes.depth.append(depth)
+        self.nodes.token.append(token)
+        return len(self.nodes.token) - 1
+
+    # The forward.
+
+    def _begin(self, paths: list[tuple[int, ...]]) -> None:
+        begin([(self, paths)])
+
+    def lacking(self, paths: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """The `paths` that no block starts with yet, and the root if there is no block; as far as there is room."""
+        if not self.blocks:
+            paths = [(), *paths]  # the first block is the root's
+        there = {block.known for block in self.blocks}
+        return [path for path in dict.fromkeys(paths) if path not in there][: _BLOCKS - len(self.blocks)]
+
+    def begun(self, paths: list[tuple[int, ...]]) -> Tensor:
+        """[blocks * size, inputs]: what the rows of blocks that begin with the root and these tokens start from."""
+        head, size = self.head, self.head.size
+        known = [(block * size + row, token) for block, path in enumerate(paths)
+                 for row, token in zip(range(size), (self._root_token, *path), strict=False)]  # fmt: skip
+        rows, tokens = torch.tensor(known, device=head.device).unbind(1)
+        masks = head.mask.expand(size * len(paths), -1).contiguous()  # quicker than repeat
+        x = masks.index_copy_(0, rows, head.embedding.index_select(0, tokens))
+        return x if head.entry is None else torch.cat([x, self.last.expand_as(x)], dim=1)
+
+    def computed(self, x: Tensor, paths: list[tuple[int, ...]]) -> Tensor:
+        """[blocks * size, hidden]: the states of the rows that start from x, computed for this session alone."""
+        head, count = self.head, len(paths)
+        own = torch.ones(head.size, head.size, dtype=torch.bool, device=head.device)
+        own = torch.block_diag(*[own.tril() if head.causal else own] * count).bool()
+        mask = torch.cat([own.new_ones(len(x), self.slots), own], dim=1)
+        positions = torch.tensor(self.positions(count), device=head.device)
+        x = x if head.entry is None else head.entry(x)
+        return head.forward(x, positions, self.caches, self.slots, mask)
+
+    def positions(self, count: int) -> list[int]:
+        """Positions of the rows of `count` blocks."""
+        return list(range(self.synced, self.synced + self.head.size)) * count
+
+    def rows(self, paths: list[tuple[int, ...]]) -> Rows:
+        """The blocks' rows, for the stack. A row sees the context and its block, or only the block's rows up to it."""
+        assert self.cache is not None
+        size, count = self.head.size, len(paths)
+        blocks = [list(range(at, at + size)) for at in range(self.slots, self.slots + size * count, size)]
+        sees = [block[: row + 1] if self.head.causal else block for block in blocks for row in range(size)]
+        n = size * count
+        return Rows(self.cache, self.slots, [0] * n, self.positions(count), [self.slots] * n, sees)
+
+    def add(self, paths: list[tuple[int, ...]], outputs: Outputs) -> None:
+        """New blocks. outputs: of the rows after the known tokens."""
+        head = self.head
+        ends = list(accumulate(len(head.predicting(path)) for path in paths))
+        roots = [path[-1] if path else self._root_token for path in paths]
+        positions = [self.synced + 1 + len(path) + row for path in paths for row in range(len(head.predicting(path)))]
+        forward = BlockForward(outputs, positions)
+        self.blocks += [
+            _Block(root, path, forward, first, end - first)
+            for root, path, first, end in zip(roots, paths, [0, *ends[:-1]], ends, strict=True)
+        ]
+
+    def places(self, count: int) -> Int:
+        """[count]: places in the pool of the next slots."""
+        assert self.cache is not None
+        return self.cache.places(self.slots, count)
+
+    def unread(self) -> tuple[Tensor, list[int]] | None:
+        """The features not read yet, [n, layers, hidden], and their positions; None if there are none."""
+        if not self._pending:
+            return None
+        positions = [position for start, _, tokens in self._pending for position in range(start, start + len(tokens))]
+        return torch.cat([features for _, features, _ in self._pending]), positions
+
+    def read(self, features: Tensor, positions: list[int]) -> None:
+        """Read features into this session's caches alone."""
+        for at in range(0, len(positions), _SYNC_CHUNK):
+            context = self.head.fuse(features[at : at + _SYNC_CHUNK])
+            places = torch.tensor(positions[at : at + _SYNC_CHUNK], device=self.head.device)
+            for layer, cache in zip(self.head.layers, self.caches, strict=True):
+                layer.read(context, places, cache, self.slots + at)
+        self.has_read(len(positions), context[-1])
+
+    def has_read(self, count: int, last: Tensor) -> None:
+        """All features are read: their keys and values are in the next `count` slots. last: the last context vector."""
+        self._pending.clear()
+        self.slots += count
+        self.last = last.clone()
+
+
+def begin(asked: Sequence[tuple[BlockSession, list[tuple[int, ...]]]]) -> None:
+    """Compute blocks for the roots of several sessions, starting with these paths, in one forward; existing blocks are
+    not computed again.
+    """
+    head = asked[0][0].head
+    _read(head, [session for session, _ in asked])
+    new = [(session, lacking) for session, paths in asked if (lacking := session.lacking(paths))]
+    if not new:
+        return
+    starts, kept = accumulate((len(paths) * head.size for _, paths in new), initial=0), []
+    for (_, paths), start in zip(new, starts, strict=False):
+        kept.append([start + i * head.size + row for i, path in enumerate(paths) for row in head.predicting(path)])
+    chosen = [row for rows in kept for row in rows]
+    begun = [session.begun(paths) for session, paths in new]
+    if head.stack is None:
+        parts = [session.computed(x, paths) for (session, paths), x in zip(new, begun, strict=True)]
+        multiplied = head.output(torch.cat(parts)[chosen])
+    else:
+        multiplied = head.stack.run([session.rows(paths) for session, paths in new], torch.cat(begun), None, chosen)
+    for (session, paths), of_session in zip(new, multiplied.split(list(map(len, kept))), strict=True):
+        session.add(paths, head.outputs(of_session))
+
+
+def _read(head: BlockHead, sessions: Sequence[BlockSession]) -> None:
+    """Read the features that have come, those of all sessions together where the head has a program for it."""
+    unread = [(session, *pending) for session in sessions if (pending := session.unread()) is not None]
+    if head.reader is None:
+        for session, features, positions in unread:
+            session.read(features, positions)
+    elif unread:
+        slots = [session.places(len(positions)) for session, _, positions in unread]
+        features = torch.cat([features for _, features, _ in unread]).flatten(1)
+        context = head.reader.read(features, [at for _, _, positions in unread for at in positions], slots)
+        for (session, _, _), own in zip(unread, context.split(list(map(len, slots))), strict=True):
+            session.has_read(len(own), own[-1])

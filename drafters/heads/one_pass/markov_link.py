@@ -1,0 +1,109 @@
+"""The Markov link of one-pass heads: what the token before a row adds to the row's logits, as in DSpark.
+
+It adds second @ (gate * first[token]), where gate = sigmoid(of_state @ state + of_token[token]), or 1 without a gate.
+Only a row's candidates are linked, for the nodes that a tree grows from: on the CPU whatever computes the head, since
+these are few numbers from large tables. What a link adds to all tokens alike changes no probability, so that much is
+taken out of it: candidates then compare with tokens that are not linked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numba import njit
+from torch import Tensor
+
+from drafters.heads.checkpoint import Checkpoint
+from drafters.heads.layers import small_dtype
+from drafters.heads.top import Floats, Integers
+from engine.kernels.exponential import exp
+from engine.kernels.jit_cache import versioned
+from engine.kernels.simd import FLOAT32, LANES, add, divide, fma, load, multiply, numbers_at, splat, store, total
+
+
+@dataclass(frozen=True)
+class Gate:
+    """of_state: [hidden, rank], on the head's device; of_token: [vocab, rank], the bias included, on the CPU."""
+
+    of_state: Tensor
+    of_token: Tensor
+
+
+class Tables(NamedTuple):
+    """Addresses of a link's tables (of_token: 0 without a gate), bytes of their numbers, and numbers of a token."""
+
+    first: int
+    of_token: int
+    second: int
+    width: int
+    rank: int
+
+
+NO_LINK = Tables(0, 0, 0, 0, 0)
+
+
+class Link:
+    """first: [vocab, rank], second: [draft_vocab, rank] less its mean, both on the CPU, the rank filled up to whole
+    vectors.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, vocab: int, outputs: int, hidden: int, device: torch.device):
+        dtype = small_dtype(device)
+        rank = checkpoint.number("markov_rank")
+        kind = checkpoint.config.get("markov_head_type", "vanilla")
+        if kind not in ("vanilla", "gated"):
+            raise checkpoint.error(f"config.json: markov_head_type={kind!r} is not supported, vanilla and gated are")
+        first = checkpoint.take("markov_head.markov_w1.weight", vocab, rank).to(device, dtype)
+        self.first = _whole(first).cpu()
+        second = checkpoint.take("markov_head.markov_w2.weight", outputs, rank).float()
+        self.second = _whole((second - second.mean(0)).to(dtype)).cpu()
+        self.gate: Gate | None = None
+        if kind == "gated":
+            weight = checkpoint.take("markov_head.gate_proj.weight", rank, hidden + rank).to(device, dtype)
+            bias = checkpoint.take("markov_head.gate_proj.bias", rank).to(device, dtype)
+            self.gate = Gate(_whole(weight[:, :hidden].T), _whole(first @ weight[:, hidden:].T + bias).cpu())
+
+    @cached_property
+    def tables(self) -> Tables:
+        """Where `add_link` finds the link."""
+        of_token = 0 if self.gate is None else self.gate.of_token.data_ptr()
+        return Tables(self.first.data_ptr(), of_token, self.second.data_ptr(), self.first.itemsize, self.first.shape[1])
+
+    def add(self, scores: Floats, candidates: Integers, gates: Floats, token: int) -> None:
+        """Add the link to the scores of one row's candidates: see `add_link`."""
+        add_link(self.tables, scores, candidates, gates.ctypes.data, token, np.float32(1), np.empty_like(gates))
+
+
+def _whole(weight: Tensor) -> Tensor:
+    return F.pad(weight, (0, -weight.shape[1] % LANES)).contiguous()
+
+
+@njit(cache=True, nogil=True)
+@versioned
+def add_link(tables: Any, scores: Any, candidates: Any, gates: int, token: int, gain: Any, linked: Any) -> None:
+    """Add the link, times `gain`, to the scores of a row's candidates.
+
+    scores, candidates: [k], the draft vocabulary's ids; gates: address of the state's part in the gate, [rank]; token:
+    before the row; linked: [rank], scratch.
+    """
+    one, place = splat(np.float32(1)), linked.ctypes.data
+    width, rank = tables.width, tables.rank
+    for lane in range(0, rank, LANES):
+        x = numbers_at(tables.first + (token * rank + lane) * width, width)
+        if tables.of_token:
+            said = add(
+                load(gates + 4 * lane, FLOAT32), numbers_at(tables.of_token + (token * rank + lane) * width, width)
+            )
+            x = divide(x, add(one, exp(multiply(splat(np.float32(-1)), said))))
+        store(x, place + 4 * lane, FLOAT32)
+    for column in range(len(scores)):
+        of_candidate, sums = candidates[column] * rank, splat(np.float32(0))
+        for lane in range(0, rank, LANES):
+            weights = numbers_at(tables.second + (of_candidate + lane) * width, width)
+            sums = fma(load(place + 4 * lane, FLOAT32), weights, sums)
+        scores[column] += gain * total(sums)

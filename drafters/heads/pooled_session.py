@@ -1,0 +1,139 @@
+"""Sessions of feature heads on a CPU: all requests' rows go through the head in the same forwards.
+
+What `drafters.heads.feature_session` says about slots and nodes holds here too. The differences: keys and values of all
+requests lie in one pool, a node lists the slots of its ancestors instead of having a mask, and features are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from drafters.heads.session import Session
+from drafters.heads.stack import PooledCache
+from engine.core.batch import Rows
+
+if TYPE_CHECKING:
+    from drafters.heads.feature_session import FeatureHead
+
+_READ = 512  # positions of texts that are read in one forward
+
+
+class PooledSession(Session):
+    """One request of a `FeatureHead`; node n > 0 occupies the slot `slots + n - 1`."""
+
+    def __init__(self, head: FeatureHead, scratch: int):
+        assert head.stack is not None
+        self.head, self.scratch = head, scratch
+        self.cache = PooledCache(head.stack.pool)
+        self.slots = 0  # cache slots that hold true features
+        self.features = torch.empty(scratch + 1, head.hidden_size)  # by node, as predicted
+        self.positions = [0]  # by node, the position of its pair
+        self.sees: list[list[int]] = [[]]  # by node, the slots after the text that it sees
+        self._unread: list[tuple[int, Tensor, list[int]]] = []
+        self.logits: Tensor | None = None  # after the text
+
+    def commit(self, start: int, features: Tensor | None, tokens: list[int]) -> None:
+        assert features is not None
+        # read when first needed: a verdict whose next tree is already drafted must not wait for it
+        self._unread.append((start, features, tokens))
+        self.synced = start + len(tokens)
+        self.clear()
+        self.logits = None
+
+    def behind(self) -> int:
+        return sum(len(tokens) for _, _, tokens in self._unread)
+
+    def root(self) -> Tensor:
+        (logits,) = roots(self.head, [self])
+        assert logits is not None
+        return logits
+
+    def extend(self, parents: list[int], tokens: list[int]) -> tuple[list[int], Tensor | None]:
+        (extended,) = extend(self.head, [(self, parents, tokens)])
+        return extended
+
+    def room(self) -> int:
+        return self.scratch - (len(self.positions) - 1)
+
+    def clear(self) -> None:
+        del self.positions[1:], self.sees[1:]
+
+    def close(self) -> None:
+        self.cache.release()
+
+    def take(self, most: int) -> tuple[Tensor, Rows]:
+        """The next unread positions of the text, at most `most`: their true features and their rows."""
+        start, features, tokens = self._unread[0]
+        features, tokens = features[:most], tokens[:most]
+        slots = range(self.slots, self.slots + len(tokens))
+        positions = list(range(start, start + len(tokens)))
+        return features, Rows(self.cache, self.slots, tokens, positions, [s + 1 for s in slots], [[]] * len(tokens))
+
+    def took(self, rows: Rows, guessed: Tensor) -> None:
+        """The head has read these positions and guesses this feature after the last."""
+        start, features, tokens = self._unread.pop(0)
+        count = len(rows)
+        if count < len(tokens):
+            self._unread.insert(0, (start + count, features[count:], tokens[count:]))
+        self.slots += count
+        self.features[0], self.positions[0] = guessed, rows.positions[-1]
+
+    def grow(self, parents: list[int], tokens: list[int]) -> Rows:
+        """The rows of new nodes."""
+        place = self.slots + len(self.positions) - 1
+        self.positions += [self.positions[parent] + 1 for parent in parents]
+        self.sees += [[*self.sees[parent], place + row] for row, parent in enumerate(parents)]
+        n = len(tokens)
+        return Rows(self.cache, place, tokens, self.positions[-n:], [self.slots] * n, self.sees[-n:])
+
+    @property
+    def unread(self) -> bool:
+        return bool(self._unread)
+
+
+def roots(head: FeatureHead, sessions: Sequence[PooledSession]) -> list[Tensor | None]:
+    """Each session's logits after its text, [1, draft_vocab]; unread positions are read first."""
+    while reading := [session for session in sessions if session.unread]:
+        taken: list[tuple[PooledSession, Tensor, Rows]] = []
+        room = _READ
+        for session in reading:
+            if room:
+                taken.append((session, *session.take(room)))
+                room -= len(taken[-1][2])
+        _read(head, taken)
+    return [session.logits for session in sessions]
+
+
+def _read(head: FeatureHead, taken: Sequence[tuple[PooledSession, Tensor, Rows]]) -> None:
+    """Read positions of several texts in one forward."""
+    assert head.stack is not None
+    features = head.fuse(torch.cat([features for _, features, _ in taken]).to(head.dtype))
+    parts = [rows for _, _, rows in taken]
+    last = [end - 1 for end in accumulate(map(len, parts))]
+    logits = head.guess(features, parts, last)
+    for (session, _, rows), row, of_session in zip(taken, last, logits.split(1), strict=True):
+        session.took(rows, head.stack.residual[row])
+        session.logits = of_session
+
+
+def extend(
+    head: FeatureHead, asked: Sequence[tuple[PooledSession, list[int], list[int]]]
+) -> list[tuple[list[int], Tensor | None]]:
+    """Draft new nodes of several sessions in one forward."""
+    assert head.stack is not None
+    features = [session.features.index_select(0, torch.tensor(parents)) for session, parents, _ in asked]
+    parts = [session.grow(parents, tokens) for session, parents, tokens in asked]
+    logits = head.guess(features[0] if len(features) == 1 else torch.cat(features), parts, None)
+    found: list[tuple[list[int], Tensor | None]] = []
+    at = 0
+    for (session, _, _), part in zip(asked, parts, strict=True):
+        first, end = len(session.positions) - len(part), at + len(part)
+        session.features[first : first + len(part)] = head.stack.residual[at:end]
+        found.append((list(range(first, first + len(part))), logits[at:end]))
+        at = end
+    return found

@@ -1,0 +1,65 @@
+"""What a draft head keeps of one request."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from drafters.heads.growth.policies import Candidates
+from drafters.heads.growth.ranking import Ranking
+
+
+class Session(ABC):
+    """One request's state in a head. Node 0 is the last synced token; other nodes are drafted below it.
+
+    synced: features have been committed for this many positions of the text; the token at that index is node 0.
+    Before the first commit it is 0 and there is no node. depth_limit: nodes this deep predict nothing.
+    """
+
+    synced: int = 0
+    depth_limit: int | None = None
+
+    @abstractmethod
+    def commit(self, start: int, features: Tensor | None, tokens: list[int]) -> None:
+        """True features [m, layers, hidden] of the text's positions from `start` on; tokens: the m that follow them.
+        None for a head without `feature_layers`.
+
+        Drops all drafted nodes. `start` is `synced` unless features were lost in between; the head then lacks them.
+        """
+
+    def behind(self) -> int:
+        """Positions of the text that the next `root` reads first."""
+        return 0
+
+    @abstractmethod
+    def root(self) -> Tensor | None:
+        """Prepare to draft below node 0 and return its logits, [1, draft_vocab]; None where `rank` needs none."""
+
+    def root_logits(self) -> Tensor:
+        """Node 0's logits, [1, draft_vocab], never None."""
+        logits = self.root()
+        assert logits is not None
+        return logits
+
+    @abstractmethod
+    def extend(self, parents: list[int], tokens: list[int]) -> tuple[list[int], Tensor | None]:
+        """New nodes below known ones, in one forward: their ids and logits, [n, draft_vocab] (or [1, ...] for all);
+        None where `rank` needs none.
+        """
+
+    def rank(self, ranking: Ranking, nodes: list[int], logits: Tensor | None, positions: list[int]) -> Candidates:
+        """What may follow these nodes. positions: of the tokens that they predict."""
+        assert logits is not None
+        return ranking(logits, positions)
+
+    @abstractmethod
+    def room(self) -> int:
+        """How many more nodes can be drafted."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Drop all nodes but node 0."""
+
+    def close(self) -> None:  # noqa: B027
+        """The request is over."""

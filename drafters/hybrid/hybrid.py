@@ -1,0 +1,225 @@
+"""The hybrid drafter: what a draft model predicts and what retrieval remembers, in one confidence-gated tree.
+
+The growth policy asks for the candidates after a node. Here they are those of the head and those of the retrieval tree
+at the same place, so a token that both propose is one node, the head drafts on below retrieved nodes, and the gate and
+the budget see the union. Where the head is no longer worth its time, retrieval continues alone. Without retrieval it
+is the head alone, with chances learned from verdicts, and drafting only where it pays.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import NamedTuple
+
+import numpy as np
+
+from drafters.heads.growth.policies import Frontier, Sketch
+from drafters.heads.head_drafter import HeadDrafter
+from drafters.hybrid.merge import Merge
+from drafters.hybrid.retrieval_advice import RetrievalAdvice, followings
+from engine.config import Config
+from engine.core.drafter_protocol import BetweenSteps, Drafter, Verdict, Wanted
+from engine.core.outcomes import Following
+from engine.core.params import SamplingParams
+from engine.core.tree import TokenTree
+
+_SLOWLY = 0.01  # weight of the latest observation of a chance
+_LONG = 64  # positions of the text that take the head longer to read than a step
+_HOPED = 0.6
+_FORGETTING = 0.005  # per round without the head, so that it is tried again
+_NUDGE = 1.05  # factor by which one measurement moves the time of a draft step
+
+
+class Known(NamedTuple):
+    """What was drafted for an outcome. retrieved: retrieval's tree; asked: whether the head drafted too."""
+
+    retrieved: TokenTree
+    asked: bool = False
+
+
+class Unlearned(NamedTuple):
+    """A verdict to learn from. seen: what the head predicts along its tokens. asked: whether the tree that was verified
+    has the head's nodes.
+    """
+
+    retrieved: TokenTree
+    seen: list[Following]
+    tokens: list[int]
+    asked: bool
+
+
+class HybridDrafter(Drafter):
+    """head: drafts with a model. memories: the retrieval drafters whose trees are merged in. budget: maximum nodes of a
+    tree.
+    """
+
+    calibrated = rests = True
+
+    def __init__(self, head: HeadDrafter, memories: Sequence[Drafter], budget: int):
+        self.head, self.memories, self.budget = head, memories, budget
+        self.source = head.source
+        self.feature_layers, self.together = head.feature_layers, head.together
+        self.successors = max((memory.successors for memory in memories), default=0)
+        self.merge = Merge()
+        self._rescue = _HOPED  # chance that the head's nodes are accepted where retrieval misses the next token
+        self._resting = False  # retrieval drafts alone for now
+        self._step_s = 0.001  # the time from one of the head's forwards to the next
+        self._token_s = 0.01  # what a token is worth, by the verifier's cost model
+        self._known: dict[int, dict[tuple[int, ...], Known]] = {}  # per request, by continuation
+        self._unlearned: list[Unlearned] = []
+        self._unread: list[tuple[int, Verdict]] = []  # by the head
+
+    @classmethod
+    def from_config(cls, config: Config) -> HybridDrafter:
+        from drafters.registry import build
+
+        head = build(config.model_copy(update={"method": config.drafter.head}))
+        assert isinstance(head, HeadDrafter)
+        memories = [build(config.model_copy(update={"method": name})) for name in config.drafter.memories]
+        return cls(head, memories, config.drafter.budget)
+
+    @property
+    def forward_s(self) -> float:  # type: ignore[override]
+        return self.head.forward_s
+
+    def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
+        self._known[request] = {}
+        for drafter in (*self.memories, self.head):
+            drafter.start(request, prompt, sampling)
+
+    def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:
+        return self.propose_many([(request, continuation)])[0]
+
+    def propose_many(self, wanted: Sequence[Wanted], between_steps: BetweenSteps | None = None) -> list[TokenTree]:
+        if not (self._resting and self.memories):
+            self._catch_up()
+        trees = [self._retrieve(request, continuation) for request, continuation in wanted]
+        advice = [] if self._resting else self._advice(wanted, trees)
+        drafting = [row for row, one in enumerate(advice) if one.surplus(_root_of(trees[row])) > 0]
+        for row, ((request, continuation), tree) in enumerate(zip(wanted, trees, strict=True)):
+            self._known[request][tuple(continuation)] = Known(tree, row in drafting)
+
+        def so_far(grown: Callable[[], dict[int, TokenTree]]) -> None:
+            assert between_steps is not None
+            between_steps(lambda: self._so_far(trees, {drafting[i]: tree for i, tree in grown().items()}))
+
+        if drafting:
+            reads = sum(self.head.behind(request) for request in {wanted[row][0] for row in drafting}) > _LONG
+            started, steps = time.perf_counter(), self.head.steps
+            grown = self.head.propose_many(
+                [wanted[row] for row in drafting], between_steps and so_far, [advice[row] for row in drafting]
+            )
+            if (taken := self.head.steps - steps) and not reads:
+                self._time_steps((time.perf_counter() - started) / taken)
+            for row, tree in zip(drafting, grown, strict=True):
+                if len(tree) > 1:
+                    trees[row] = self._merged(tree, trees[row])
+        return trees
+
+    def _advice(self, wanted: Sequence[Wanted], trees: Sequence[TokenTree]) -> list[RetrievalAdvice]:
+        """Retrieval's part in the growth of each tree. The requests share the time of the head's forwards."""
+        needed = self._step_s / self._token_s / max(1, len({request for request, _ in wanted}))
+        return [RetrievalAdvice(self.merge, tree, needed, self._rescue, self.head.one_pass) for tree in trees]
+
+    def _so_far(self, retrieved: Sequence[TokenTree], grown: dict[int, TokenTree]) -> dict[int, TokenTree]:
+        """The trees under way where they already hold more than retrieval's, elsewhere retrieval's."""
+        trees = dict(enumerate(retrieved))
+        for row, tree in grown.items():
+            if tree.confidence.sum() > trees[row].confidence.sum():
+                trees[row] = self._merged(tree, trees[row])
+        return trees
+
+    def _merged(self, tree: TokenTree, retrieved: TokenTree) -> TokenTree:
+        return _with_sources(tree, retrieved, self.head.source)
+
+    def _time_steps(self, seconds: float) -> None:
+        """Update the estimated step time. Each measurement moves it by a fixed factor, so it follows the median."""
+        self._step_s *= _NUDGE if seconds > self._step_s else 1 / _NUDGE
+
+    def following(self, wanted: Sequence[Wanted]) -> list[Following]:
+        self._catch_up()
+        read = [row for row, (request, _) in enumerate(wanted) if self._has_read(request)]
+        seen = dict(zip(read, self.head.following([wanted[row] for row in read]), strict=True))
+        return [
+            self.merge.following(model if model[0] else None, followings(self._retrieve(request, continuation))[0])
+            for row, (request, continuation) in enumerate(wanted)
+            for model in [seen.get(row, ([], []))]
+        ]
+
+    def _has_read(self, request: int) -> bool:
+        """Whether the head can say what may follow the text, without reading much of it first."""
+        return not self._resting and (not self.memories or self.head.behind(request) <= _LONG)
+
+    def observe(self, request: int, verdict: Verdict) -> None:
+        self.settle()
+        known, tokens = self._known[request], verdict.tokens
+        if not self._resting:  # retrieval's own calibration covers what it drafts alone
+            now = known[()] if () in known else Known(self._retrieve(request, ()))
+            asked = now.asked and len(verdict.tree) > 1  # the root alone may have been verified instead
+            self._unlearned.append(Unlearned(now.retrieved, self.head.seen(request, tokens[:-1]), tokens, asked))
+        self._known[request] = {(): known[ahead]} if (ahead := tuple(tokens)) in known else {}
+        self._resting, self._token_s = verdict.rest and self.rests, verdict.token_s
+        for memory in self.memories:
+            memory.observe(request, verdict)
+        self._unread.append((request, verdict))
+
+    def settle(self) -> None:
+        self._catch_up()
+        for verdict in self._unlearned:
+            self._learn(verdict)
+        self._unlearned.clear()
+
+    def _catch_up(self) -> None:
+        """Pass the head the verdicts it has not seen: a tree drafted without it need not wait for this."""
+        while self._unread:
+            self.head.observe(*self._unread.pop(0))
+
+    def finish(self, request: int) -> None:
+        self._unread = [(of, verdict) for of, verdict in self._unread if of != request]
+        self._known.pop(request, None)
+        for drafter in (*self.memories, self.head):
+            drafter.finish(request)
+
+    def _retrieve(self, request: int, continuation: Sequence[int]) -> TokenTree:
+        if not self.memories:
+            return TokenTree.root_only(continuation[-1] if continuation else self.head.last_token(request))
+        trees = (memory.propose(request, continuation).marked(memory.source) for memory in self.memories)
+        return reduce(TokenTree.union, trees).prune(self.budget)
+
+    def _learn(self, verdict: Unlearned) -> None:
+        """Learn about every candidate along the accepted path, the head's and retrieval's."""
+        retrieved, seen, tokens, asked = verdict
+        behind, place = followings(retrieved), 0
+        if not asked:
+            self._rescue += _FORGETTING * (_HOPED - self._rescue)
+        for depth, token in enumerate(tokens):
+            model, memory = seen[depth] if depth < len(seen) else None, behind[place]
+            for candidate, p, q in self.merge.candidates(model, memory):
+                self.merge.learn(p, q, candidate == token)
+            if asked and model is not None and token not in memory[0]:
+                is_accepted = depth + 1 < len(tokens)
+                self._rescue += _SLOWLY * (is_accepted - self._rescue)
+            following = retrieved.child(place, token)
+            if following is None:
+                break
+            place = following
+
+
+def _root_of(tree: TokenTree) -> Frontier:
+    return Sketch([int(tree.tokens[0])]).frontier([0])
+
+
+def _with_sources(tree: TokenTree, retrieved: TokenTree, head: int) -> TokenTree:
+    """The tree with each node's source marked: retrieval where it has the node, the head for all others."""
+    source = np.full(len(tree), head, np.uint32)
+    place: list[int | None] = [0] * len(tree)
+    source[0] = 0
+    for node, (parent, token) in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)):
+        if node:
+            above = place[parent]
+            place[node] = found = None if above is None else retrieved.child(above, token)
+            if found is not None:
+                source[node] = retrieved.source[found]
+    return TokenTree(tree.tokens, tree.parents, tree.confidence, source)

@@ -1,0 +1,91 @@
+"""Suffix drafting: trees from the session index, over the request's own text, its owner's earlier answers and, if there
+is a dense index, the passages most similar to the prompt: phrasing that the prompt only alludes to. The index may have
+public answers too: a datastore of what the target answered to prompts of all kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.config import Config
+from engine.core.drafter_protocol import Drafter, Verdict
+from engine.core.params import SamplingParams
+from engine.core.tree import TokenTree
+from retrieval_index.compiler import release_compiler
+from retrieval_index.datastore import Datastore
+from retrieval_index.suffix import GREEDY, SessionIndex
+
+if TYPE_CHECKING:
+    from retrieval_index.dense import DenseIndex
+
+WARM_UP = 512
+"""Tokens of an answer that is too long for a new request's initial room."""
+
+
+class SuffixDrafter(Drafter):
+    """The likeliest `budget` nodes of the index's mixture; its probabilities are learned and serve as c(v) directly.
+
+    capacity: tokens of finished answers kept for later requests of the same owner (`Speculation.owner`); beyond it, the
+    least recently used owners are forgotten first, and of one owner the oldest answers. answers: public ones, from
+    which every request is drafted. 0 without `answers`: each request sees only its own text.
+    dense: index in which `passages` passages are looked up for each prompt, or None. shared_noise: where the target
+    samples, rank by the noise of its draw.
+    """
+
+    calibrated = True
+
+    def __init__(
+        self,
+        budget: int = 32,
+        length: int = 24,
+        capacity: int = 1_000_000,
+        dense: DenseIndex | None = None,
+        passages: int = 8,
+        answers: Datastore | None = None,
+        shared_noise: bool = True,
+    ):
+        self.budget, self.length, self.shared_noise = budget, length, shared_noise
+        self._sampling: dict[int, SamplingParams] = {}
+        self.dense, self.passages = dense, passages
+        self.index = SessionIndex(capacity, [] if answers is None else [*answers.texts()])
+
+    @classmethod
+    def from_config(cls, config: Config) -> SuffixDrafter:
+        warm_up = cls(budget=4)  # kernels are compiled when first called: before the worker is ready, not in a request
+        warm_up.start(0, [1, 2, 1], SamplingParams(temperature=1.0))
+        warm_up.observe(0, Verdict(warm_up.propose(0, [2]), [0], [*range(WARM_UP)]))  # enough that its store grows
+        warm_up.finish(0)
+        release_compiler()
+        dense: DenseIndex | None = None
+        if (path := config.drafter.dense) is not None:
+            from engine.weights.tokenizer import load_tokenizer
+            from retrieval_index.dense import DenseIndex
+
+            dense = DenseIndex(Path(path), load_tokenizer(config.model))
+            dense.query([0])  # loads faiss
+        options = config.drafter
+        answers = None if (folder := options.answers_folder) is None else Datastore(Path(folder))
+        return cls(
+            options.budget,
+            dense=dense,
+            passages=options.passages,
+            answers=answers,
+            shared_noise=options.shared_noise,
+        )
+
+    def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
+        self._sampling[request] = sampling if self.shared_noise else GREEDY
+        found = self.dense.query(prompt, self.passages) if self.dense is not None else []
+        passages = [passage.tokens for passage in reversed(found)]  # the best one last
+        self.index.start(request, prompt, passages, sampling.owner)
+
+    def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:
+        return self.index.draft(request, continuation, self.budget, self.length, self._sampling[request])
+
+    def observe(self, request: int, verdict: Verdict) -> None:
+        self.index.append(request, verdict.tokens)
+
+    def finish(self, request: int) -> None:
+        self.index.finish(request)
+        del self._sampling[request]

@@ -1,0 +1,44 @@
+"""What a configuration's drafter is made of, and where its files are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine.core.errors import ConfigError, shown
+
+if TYPE_CHECKING:
+    from engine.config import Config
+
+from engine.config import Config
+from engine.core.methods import METHODS, find
+
+
+def parts(config: Config) -> tuple[str, ...]:
+    """The methods that the configuration's drafter is made of; ConfigError if they do not go together."""
+    if not find(config.method).merges:
+        return (config.method,)
+    head, memories = config.drafter.head, config.drafter.memories
+    for key, name, model in [("head", head, True), *(("memories", name, False) for name in memories)]:
+        fitting = [n for n, m in METHODS.items() if m.drafter and not (m.merges or m.probes) and m.has_model == model]
+        find(name, f"drafter.{key}")
+        if name not in fitting:
+            raise ConfigError(f"drafter.{key}={shown(name)}: cannot stand there; these can: {', '.join(fitting)}")
+    return (head, *memories)
+
+
+def weights_path(config: Config) -> str:
+    """Where the weights of the configuration's head or draft model are."""
+    if (path := config.drafter.weights(config.method)) is not None:
+        return path
+    if config.method == "sps":
+        raise ConfigError("drafter.path: method sps needs the directory or hub id of a small model")
+    raise ConfigError(
+        f'drafter.path: method {config.method} needs a head: give its directory, or "talon train {config.method}"'
+    )
+
+
+def datastore_path(config: Config) -> str:
+    """Where the configuration's datastore is."""
+    if (path := config.drafter.datastore) is None:
+        raise ConfigError('drafter.datastore: method datastore needs the folder of one: "talon index build"')
+    return path

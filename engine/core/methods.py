@@ -1,0 +1,72 @@
+"""The methods a configuration can name. Adding a drafter: its file, one line here, one file in configs/."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from engine.core.errors import ConfigError, shown
+from engine.core.spelling import did_you_mean
+
+
+@dataclass(frozen=True)
+class Method:
+    """drafter: "module:class" with a `from_config`, None for plain decoding. has_model: it runs a torch model.
+    merges: it drafts with what `parts` names, one method that has a model and some that have none. probes: it learns
+    from nodes that it does not expect to be accepted, so they must not be cut. remembers: it drafts from what earlier
+    requests of the same owner were answered.
+    """
+
+    drafter: str | None
+    has_model: bool = False
+    merges: bool = False
+    probes: bool = False
+    remembers: bool = False
+
+
+METHODS = {
+    "none": Method(None),
+    "pld": Method("drafters.lookup.prompt_lookup:PromptLookup"),
+    "suffix": Method("drafters.lookup.suffix:SuffixDrafter", remembers=True),
+    "lookahead": Method("drafters.lookup.lookahead:Lookahead", probes=True),
+    "recycling": Method("drafters.lookup.recycling:TokenRecycling", remembers=True),
+    "datastore": Method("drafters.lookup.datastore:DatastoreDrafter"),
+    "sps": Method("drafters.small_model:SmallModel", has_model=True),
+    "eagle": Method("drafters.heads.eagle:EagleHead", has_model=True),
+    "eagle3": Method("drafters.heads.eagle3:Eagle3Head", has_model=True),
+    "medusa": Method("drafters.heads.medusa:MedusaHead", has_model=True),
+    "hydra": Method("drafters.heads.hydra:HydraHead", has_model=True),
+    "block": Method("drafters.heads.one_pass.block:BlockHead", has_model=True),
+    "hybrid": Method("drafters.hybrid.hybrid:HybridDrafter", has_model=True, merges=True),
+}
+
+
+def find(method: str, key: str = "method") -> Method:
+    """The method of that name; ConfigError with the nearest name otherwise. key: where it is named."""
+    if method not in METHODS:
+        meant = did_you_mean(method, METHODS) or ";"
+        raise ConfigError(f"{key}={shown(method)}: unknown method{meant} known: {', '.join(METHODS)}")
+    return METHODS[method]
+
+
+def source_of(method: str) -> int:
+    """The bit that marks the nodes which the method proposes."""
+    return 1 << list(METHODS).index(method)
+
+
+def source_names(bits: int) -> list[str]:
+    """The methods that proposed a node."""
+    return [name for name in METHODS if bits & source_of(name)]
+
+
+GRAMMAR = 1 << 32
+"""Bit of `Tokens.sources`: forced by the request's grammar. The lower bits are the drafters', as in a `TokenTree`."""
+
+
+@cache
+def source_name(bits: int) -> str:
+    """The source named for a token: grammar takes precedence over a head, a head over retrieval."""
+    if bits & GRAMMAR:
+        return "grammar"
+    models = [METHODS[name].has_model for name in source_names(bits)]
+    return "target" if not models else "head" if any(models) else "retrieval"

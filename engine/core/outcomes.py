@@ -1,0 +1,72 @@
+"""Which outcomes of the round under way to draft for.
+
+A round ends at node v if v is accepted and none of its children is; the token drawn there is then one that the drafter
+had left out. So the outcome (v, token) has the chance (c(v) - sum of c over v's children) * p(token | v, no child),
+where p comes from the drafter's own candidates after v.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.core.tree import TokenTree
+
+_LEAST = 0.0005  # chances rank outcomes better than they measure them: a confidence head's are far too low here
+Following = tuple[list[int], list[float]]
+"""Tokens that may come next, likeliest first, and their chances."""
+
+
+class Outcome(NamedTuple):
+    """The round of `request` may end at `node` with the bonus token `token`."""
+
+    request: int
+    node: int
+    token: int
+    chance: float
+
+
+def likeliest(
+    trees: Mapping[int, TokenTree],
+    following: Callable[[Sequence[tuple[int, Sequence[int]]]], list[Following]],
+    limit: int,
+    least: float = _LEAST,
+) -> list[Outcome]:
+    """The likeliest outcomes of the rounds over `trees`, by request, best first: at most `limit` for each request, and
+    none with a chance below `least`.
+
+    following: as `Drafter.following`.
+    """
+    ends = {request: _ends(tree) for request, tree in trees.items()}
+    places = [
+        (request, int(node))
+        for request, chance in ends.items()
+        for node in np.argsort(-chance, kind="stable")[:limit]
+        if chance[node] >= least
+    ]
+    outcomes: dict[int, list[Outcome]] = {request: [] for request in trees}
+    behind = following([(request, trees[request].path_tokens(node)[1:]) for request, node in places])
+    for (request, node), (tokens, chances) in zip(places, behind, strict=True):
+        tree = trees[request]
+        new = [(token, p) for token, p in zip(tokens, chances, strict=True) if tree.child(node, token) is None]
+        drafted = sum(chances) - sum(p for _, p in new)
+        rest, end = max(1 - drafted, 1e-6), float(ends[request][node])
+        outcomes[request] += [Outcome(request, node, token, end * min(1.0, p / rest)) for token, p in new]
+    kept = [heapq.nlargest(limit, (o for o in found if o.chance >= least), key=_chance) for found in outcomes.values()]
+    return sorted(chain.from_iterable(kept), key=_chance, reverse=True)
+
+
+def _chance(outcome: Outcome) -> float:
+    return outcome.chance
+
+
+def _ends(tree: TokenTree) -> NDArray[np.float64]:
+    """[nodes]: the chance that the round ends at each node."""
+    ends = tree.confidence.astype(np.float64)
+    np.subtract.at(ends, tree.parents[1:], tree.confidence[1:])
+    return ends

@@ -1,0 +1,291 @@
+"""The drafter worker: owns the drafter, receives every verdict, and has the next tree ready before it is needed.
+
+Once the tree of the next round is known (named by a verdict, or just sent), the worker ranks that round's outcomes and
+drafts for the likeliest, a few at a time, and sends each draft as soon as it is ready. Messages are read before
+anything is drafted, so that no draft is made for an outcome already overtaken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from engine.core.drafter_protocol import Drafter
+from engine.core.drafter_protocol import Verdict as Observed
+from engine.core.errors import ProtocolError
+from engine.core.outcomes import Outcome as Guess
+from engine.core.outcomes import likeliest
+from engine.core.tree import GRAFT_CHANCE, TokenTree
+from engine.drafting.states import Outcome, Request, Running, Sent, Wanted
+from engine.wire.loop_link import LoopLine
+from engine.wire.messages import Array, Draft, Finish, Heartbeat, Hello, Rates, Ready, Rejoin, Start, Stop, Verdict
+from engine.wire.trace import Trace
+from engine.wire.transport import Line
+
+FROM_VERIFIER = (Start, Verdict, Finish, Rejoin)
+FROM_FRONT_END = (Stop,)
+HEARTBEAT_S = 0.5
+OUTCOMES = 24  # maximum drafted for in one round
+_ENOUGH = 0.75  # share of a round's usual tokens at which a tree that is waited for is sent unfinished
+
+
+class Overtaken(Exception):
+    """A verdict has arrived or is due: the trees being drafted ahead are set aside, or sent as they are."""
+
+
+class DrafterWorker:
+    """control: the line to the front end; verdicts: the line to the verifier."""
+
+    def __init__(self, drafter: Drafter, control: Line, verdicts: Line | LoopLine, traced: bool = False):
+        self.drafter, self.control, self.verdicts = drafter, control, verdicts
+        self.trace = Trace(control, traced)
+        self.poller = zmq.Poller()
+        self.requests: dict[int, Request] = {}
+        self.rates = Rates()
+        self.heard_ns = 0
+        self.stopping = False
+
+    def run(self) -> None:
+        """Serve until told to stop."""
+        self.control.send(Ready())
+        for socket in (self.control.socket, self.verdicts.socket, self.verdicts.monitor):
+            if socket is not None:
+                self.poller.register(socket, zmq.POLLIN)
+        while not self.stopping:
+            self.turn()
+            self._beat()
+            self.poller.poll(0 if self._wanted() or self._idle() else int(HEARTBEAT_S * 1000))
+            for _ in self.control.received():
+                self.stopping = True
+        self.trace.flush()
+
+    def turn(self) -> None:
+        """Process the messages that have arrived, then draft what is wanted now or may be wanted next."""
+        if self.verdicts.joined():
+            self._join()
+        for message, arrays in self.verdicts.received():
+            self._hear(message, arrays)
+        self._work()
+
+    def _join(self) -> None:
+        """Introduce the drafter. The verifier then announces every request anew, so the known ones are dropped."""
+        for _ in self.verdicts.received():
+            pass
+        for number in list(self.requests):
+            self._hear(Finish(request=number), [])
+        wants = self.drafter
+        self.verdicts.send(
+            Hello(
+                feature_layers=wants.feature_layers,
+                successors=wants.successors,
+                calibrated=wants.calibrated,
+                rests=wants.rests,
+            )
+        )
+
+    def _work(self) -> None:
+        """Draft the trees that are waited for; if there are none, one batch of trees for possible outcomes."""
+        if waited_for := self._wanted():
+            self._draft(waited_for)
+        elif idle := self._idle():
+            self._attempt(self._draft_ahead, idle)
+
+    def _wanted(self) -> list[int]:
+        return [number for number, request in self.requests.items() if isinstance(request.state, Wanted)]
+
+    def _idle(self) -> list[int]:
+        return [number for number, request in self.requests.items() if request.idle is not None]
+
+    def _attempt(self, work: Callable[[list[int]], None], numbers: list[int]) -> None:
+        """Work for these requests together; if the drafter fails, for each alone, which isolates the faulty one."""
+        try:
+            work(numbers)
+        except Exception as error:
+            _raise_if_device_lost(error)
+            if len(numbers) == 1:
+                self._give_up(numbers[0], error)
+            else:
+                for number in numbers:
+                    self._attempt(work, [number])
+
+    # What arrives.
+
+    def _hear(self, message: Any, arrays: list[Array]) -> None:
+        """Process a message; an invalid one is counted and dropped."""
+        if isinstance(message, Rejoin):
+            return self._join()
+        request = self.requests.get(message.request)
+        try:
+            if isinstance(message, Start):
+                self._start(message, arrays[0].tolist())
+            elif isinstance(message, Finish):
+                if (ended := self.requests.pop(message.request, None)) is not None and not ended.given_up:
+                    self.drafter.finish(message.request)
+            elif request is not None:
+                self._observe(message, arrays, request)
+        except ProtocolError:
+            self.verdicts.malformed += 1
+        except Exception as error:  # a token or a feature that the drafter cannot process: the others continue
+            _raise_if_device_lost(error)
+            self._give_up(message.request, error)
+
+    def _start(self, message: Start, text: list[int]) -> None:
+        if message.request in self.requests or not text:
+            raise ProtocolError("request is known, or has no text")
+        self.requests[message.request] = Request(message.round, text[-1])
+        self.drafter.start(message.request, text, message.sampling)
+
+    def _observe(self, message: Verdict, arrays: list[Array], request: Request) -> None:
+        started = time.perf_counter_ns()
+        path, tokens, missed = arrays[0].tolist(), arrays[1].tolist(), arrays[4].tolist()
+        root = request.root
+        if missed:
+            request.catch_up(message.round, missed[-1])
+        tree = request.verified(message.draft).grafted(arrays[3].tolist(), GRAFT_CHANCE)
+        if message.round != request.round or not _follows(tree, path, tokens):
+            raise ProtocolError("verdict is of another round or does not follow its tree")
+        self.rates, request.ahead = message.rates, message.ahead
+        request.conclude(message.draft, path, tokens, message.alone, started + round(message.rates.round_s * 1e9))
+        waited_for = isinstance(request.state, Wanted)
+        if not request.given_up:
+            worth = message.rates.token_s, message.rates.row_tokens
+            if missed:
+                self.drafter.observe(message.request, Observed(root, [0], missed, None, None, True, *worth))
+            features = arrays[5] if arrays[5].size else None
+            successors = arrays[2] if len(arrays[2]) == len(tree) else None
+            self.drafter.observe(
+                message.request, Observed(tree, path, tokens, features, successors, message.rest, *worth)
+            )
+            if not waited_for:
+                self.drafter.settle()
+        self.trace.span("sync (miss)" if waited_for else "sync", started, message.request)
+
+    def _give_up(self, number: int, error: Exception) -> None:
+        """The drafter failed on this request: it gets root-only trees, which is plain decoding."""
+        print(f"talon: drafter: request {number}: {type(error).__name__}: {error}; not drafted for", file=sys.stderr)
+        if (request := self.requests.get(number)) is not None:
+            request.given_up = True
+            with contextlib.suppress(Exception):
+                self.drafter.finish(number)
+
+    # What is drafted.
+
+    def _draft(self, numbers: list[int]) -> None:
+        """Draft and send the trees that the verifier waits for."""
+        started = time.perf_counter_ns()
+        before_s = self.drafter.forward_s
+        begun = {number: self.requests[number].begun for number in numbers}
+        trees = {number: tree or self.requests[number].root for number, tree in begun.items()}
+
+        def propose(of: list[int]) -> None:
+            for number, tree in zip(of, self.drafter.propose_many([(number, ()) for number in of]), strict=True):
+                trees[number] = tree
+
+        if lacking := [n for n in numbers if not self._enough(trees[n]) and not self.requests[n].given_up]:
+            self._attempt(propose, lacking)
+        for number, tree in trees.items():
+            request = self.requests[number]
+            outcome, sent = request.answer(tree.marked(self.drafter.source))
+            self._send(number, request.round, outcome, sent, before_s)
+            before_s = self.drafter.forward_s  # their time is counted once
+            self.trace.span("draft", started, number, f"{len(tree)} nodes")
+        self._attempt(lambda of: self.drafter.settle(), numbers)
+
+    def _enough(self, tree: TokenTree) -> bool:
+        """Whether the tree may be sent as it is."""
+        return len(tree) > 1 and float(tree.confidence.sum()) > _ENOUGH * self.rates.tokens
+
+    def _draft_ahead(self, numbers: list[int]) -> None:
+        """Draft trees for the next few likeliest outcomes of the running rounds."""
+        started = time.perf_counter_ns()
+        running = {number: idle for number in numbers if (idle := self.requests[number].idle) is not None}
+        batch = self._next(running)
+        outcomes = [Outcome(running[guess.request].under.draft, guess.node, guess.token) for guess in batch]
+        wanted = [
+            (guess.request, [*running[guess.request].under.tree.path_tokens(guess.node)[1:], guess.token])
+            for guess in batch
+        ]
+        before_s = self.drafter.forward_s
+        trees: dict[int, TokenTree] = {}
+        last_ns = started
+
+        def stop_in_time(so_far: Callable[[], dict[int, TokenTree]]) -> None:
+            nonlocal trees, last_ns
+            now_ns = time.perf_counter_ns()
+            step_ns, last_ns = now_ns - last_ns, now_ns
+            if self.poller.poll(0):
+                for row, tree in so_far().items():
+                    running[batch[row].request].begun[outcomes[row]] = tree
+                for guess in reversed(batch):  # other requests than the message's still have time
+                    running[guess.request].put_back(guess)
+                raise Overtaken
+            if any(now_ns <= running[guess.request].due_ns < now_ns + step_ns for guess in batch):
+                trees = so_far()
+                raise Overtaken
+
+        with contextlib.suppress(Overtaken):
+            trees = dict(enumerate(self.drafter.propose_many(wanted, stop_in_time)))
+        for row, tree in trees.items():
+            if len(tree) > 1:
+                number, request = batch[row].request, self.requests[batch[row].request]
+                sent = request.add(outcomes[row], tree.marked(self.drafter.source))
+                self._send(number, request.round + 1, outcomes[row], sent, before_s)
+                before_s = self.drafter.forward_s  # the batch's time is counted once
+        what = f"{len(trees)} outcomes" if trees else "overtaken"
+        self.trace.span("draft ahead", started, min((guess.request for guess in batch), default=0), what)
+
+    def _next(self, running: dict[int, Running]) -> list[Guess]:
+        """The outcomes to draft for now, removed from their requests' lists, which are ranked first if needed."""
+        unranked = {number: state.under.tree for number, state in running.items() if state.guesses is None}
+        outcomes = likeliest(unranked, self.drafter.following, OUTCOMES) if unranked else []
+        for number in unranked:
+            running[number].guesses = deque(outcome for outcome in outcomes if outcome.request == number)
+        guesses = [guess for state in running.values() for guess in state.guesses or ()]
+        batch = heapq.nlargest(self.drafter.together, guesses, key=lambda guess: guess.chance)
+        for guess in batch:
+            running[guess.request].take(guess)
+        return batch
+
+    def _send(self, number: int, round_: int, outcome: Outcome, sent: Sent, since_s: float) -> None:
+        draft = Draft(
+            request=number,
+            round=round_,
+            draft=sent.draft,
+            parent=outcome.draft,
+            node=outcome.node,
+            token=outcome.token,
+            draft_us=int((self.drafter.forward_s - since_s) * 1e6),
+        )
+        tree = sent.tree
+        self.verdicts.send(draft, [tree.tokens, tree.parents, tree.confidence, tree.source])
+
+    def _beat(self) -> None:
+        now = time.perf_counter_ns()
+        if now - self.heard_ns > HEARTBEAT_S * 1e9:
+            self.heard_ns = now
+            self.control.send(Heartbeat())
+            self.trace.flush()
+
+
+def _raise_if_device_lost(error: Exception) -> None:
+    """After an error of the device no request can be drafted for: this worker ends, and the next one continues.
+
+    Drafters without a model do not import torch.
+    """
+    if (torch := sys.modules.get("torch")) is not None and isinstance(error, torch.AcceleratorError):
+        raise error
+
+
+def _follows(tree: TokenTree, path: list[int], tokens: list[int]) -> bool:
+    """Whether a verdict fits this tree: a path from the root, its tokens, and one more."""
+    if not path or path[0] != 0 or len(tokens) != len(path):
+        return False
+    steps = zip(path, path[1:], tokens, strict=False)
+    return all(tree.child(above, token) == node for above, node, token in steps)

@@ -1,0 +1,62 @@
+"""How many requests an engine has accepted at once: a request holds a place until its answer has ended."""
+
+from __future__ import annotations
+
+import anyio
+
+from engine.config import QueueConfig
+from engine.core.errors import QueueFull
+
+Place = object
+"""One of the places; only its identity counts."""
+
+
+class Places:
+    """The places of one engine, `queue.size` of them."""
+
+    def __init__(self, options: QueueConfig):
+        self.refuses = options.full == "refuse"
+        self._size = options.size
+        self._limiter = anyio.CapacityLimiter(options.size)
+
+    @property
+    def wanted(self) -> int:
+        """Places taken, and requests that wait for one."""
+        return self._limiter.borrowed_tokens + self._limiter.statistics().tasks_waiting
+
+    def reserve(self, count: int) -> Reservation:
+        """Take that many places at once, or none of them and raise QueueFull."""
+        if self._limiter.available_tokens < count:
+            raise QueueFull(f"queue.size={self._size}: all places are taken; try later or raise it")
+        places = [Place() for _ in range(count)]
+        for place in places:
+            self._limiter.acquire_on_behalf_of_nowait(place)
+        return Reservation(self, places)
+
+    async def wait(self) -> Place:
+        """Take a place once there is one."""
+        place = Place()
+        await self._limiter.acquire_on_behalf_of(place)
+        return place
+
+    def leave(self, place: Place) -> None:
+        """Free a place."""
+        self._limiter.release_on_behalf_of(place)
+
+
+class Reservation:
+    """Places taken before their requests are known in full. `with` frees those that no request has taken over."""
+
+    def __init__(self, places: Places, unused: list[Place]):
+        self._places, self._unused = places, unused
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        while self._unused:
+            self._places.leave(self._unused.pop())
+
+    def take(self) -> Place:
+        """A place, which its request frees."""
+        return self._unused.pop()

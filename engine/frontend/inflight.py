@@ -1,0 +1,85 @@
+"""A request as the front end knows it: everything that a new verifier needs to continue where the last one stopped."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine.core.errors import TalonError, WorkerDied
+from engine.core.params import SamplingParams
+from engine.wire.messages import Array, Submit, Tokens
+
+_SUSPECTED = 2  # verifiers that died with a request before emitting a token for it
+_GIVEN_UP = 5  # such verifiers in a row
+
+
+@dataclass
+class Flight:
+    """verifier: the worker that has the request, "" while none has. answer: the tokens received so far. lost:
+    consecutive verifiers that died with it without emitting a token for it.
+    """
+
+    number: int
+    prompt: list[int]
+    sampling: SamplingParams
+    arrivals: asyncio.Queue[Tokens | TalonError] = field(default_factory=asyncio.Queue)
+    answer: list[int] = field(default_factory=list)
+    verifier: str = ""
+    ended: bool = False
+    lost: int = 0
+
+    @property
+    def suspected(self) -> bool:
+        """Whether this request may be what kills verifiers."""
+        return self.lost >= _SUSPECTED and not self.ended
+
+    def hear(self, arrival: Tokens | TalonError) -> None:
+        """Receive what a round emitted, or why there will be no more."""
+        if isinstance(arrival, Tokens):
+            self.lost = 0
+            self.answer += arrival.tokens
+            self.ended = arrival.finish_reason is not None
+        else:
+            self.ended = True
+        self.arrivals.put_nowait(arrival)
+
+    def submission(self, defaults: SamplingParams) -> tuple[Submit, list[Array]]:
+        """The message that makes a verifier start or continue the request. defaults: the model's own."""
+        submit = Submit(request=self.number, sampling=self.sampling.over(defaults))
+        return submit, [np.asarray(self.prompt, np.int32), np.asarray(self.answer, np.int32)]
+
+
+class Flights(dict[int, Flight]):
+    """The requests in flight, by their number."""
+
+    def hear(self, number: int, arrival: Tokens | TalonError) -> None:
+        """Messages for a request that has ended or is unknown are dropped."""
+        if (flight := self.get(number)) is not None and not flight.ended:
+            flight.hear(arrival)
+
+    def fail(self, error: TalonError) -> None:
+        """End all requests with that error."""
+        for flight in self.values():
+            flight.hear(error)
+
+    def due(self, verifier: str) -> list[Flight]:
+        """The requests to submit to the verifier of that name now. A suspected request goes first and by itself: if it
+        kills this verifier too, the culprit is known.
+        """
+        suspects = [flight for flight in self.values() if flight.suspected]
+        if any(flight.verifier == verifier for flight in suspects):
+            return []
+        waiting = [flight for flight in self.values() if flight.verifier != verifier and not flight.ended]
+        return suspects[:1] or waiting
+
+    def lose(self, verifier: str) -> None:
+        """The verifier of that name has died. A request that kills every verifier fails; the others continue."""
+        for flight in self.values():
+            if flight.verifier == verifier and not flight.ended:
+                flight.lost += 1
+                if flight.lost == _GIVEN_UP:
+                    flight.hear(
+                        WorkerDied(f"{_GIVEN_UP} verifiers in a row died with this request before it had a token")
+                    )

@@ -1,0 +1,121 @@
+"""Exact attention: a row's result depends on the keys that it sees, in the order of positions, and on nothing else.
+
+It does not depend on other rows, the slots of its keys, padding, or threads. So a token's logits are the same bits
+whether it was decoded alone, verified in a tree with rejected siblings, or read with its prompt, in any batch.
+
+Keys and values lie in blocks of 16 positions (`engine.model.kv_pool`). `lane_attention` reads them on any processor;
+for bfloat16, `tile_attention` does so with AMX and `pair_attention` with AVX512-BF16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.core.batch import BLOCK, Batch, Int, Places
+from engine.kernels.amx import TILE_ROWS
+from engine.kernels.attention.attention_work import ATTENTION
+from engine.kernels.attention.lane_attention import VECTORS, lane_kernel
+from engine.kernels.attention.pair_attention import pair_kernel
+from engine.kernels.attention.paired_attention import scratch_of_own
+from engine.kernels.attention.tile_attention import TILES, tile_kernel
+from engine.kernels.gemm.matmul import Unit, units
+from engine.kernels.threads import Kernel, address_of, words
+from engine.model.kv_pool import KVPool
+
+
+def has_pairs(dtype: torch.dtype) -> bool:
+    """Whether keys and values of this type are kept in pairs, for instructions that multiply bfloat16."""
+    return dtype == torch.bfloat16 and any(unit.paired for unit in units())
+
+
+def _paired_kernel() -> Kernel:
+    return tile_kernel() if units()[0] is Unit.AMX else pair_kernel()
+
+
+def attention_kernels() -> list[Kernel]:
+    """The attention kernels that this processor can run."""
+    return [lane_kernel(), _paired_kernel()] if has_pairs(torch.bfloat16) else [lane_kernel()]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one layer attends. window: positions a row sees, itself included, 0: all. softcap: of scores, 0: none."""
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+
+
+class Attention:
+    """Attention over a pool, one batch at a time. groups: query heads per KV head."""
+
+    def __init__(self, pool: KVPool, groups: int):
+        self.pool, self.groups = pool, groups
+        self._work = np.zeros(pool.shape.layers, ATTENTION)  # a record for each layer
+        shape, work = pool.shape, self._work
+        for name, value in (("kv_heads", shape.kv_heads), ("groups", groups), ("dims", shape.dims)):
+            work[name] = value
+        work["head_dim"], work["width"] = shape.head_dim, shape.dtype.itemsize
+        self.kernel: Kernel = _paired_kernel() if shape.paired else lane_kernel()
+        self._queries = TILE_ROWS if shape.paired else VECTORS  # per tile
+        work["tile_sizes"] = TILES.ctypes.data
+        self.queries = torch.zeros(0, dtype=shape.dtype if shape.paired else torch.float32)
+        self._of_batch, self._own_bytes = words(work, "tables", "rows"), scratch_of_own(shape.dims)
+        self._scratch = torch.zeros(0, dtype=torch.uint8)
+        self._numbers, self._numbers_at, self._tile_count = np.zeros(0, np.int32), 0, 0
+
+    def begin(self, batch: Batch) -> Places:
+        """Set the batch for the next calls. Returns the addresses of its arrays, valid until the next batch."""
+        shape, rows = self.pool.shape, len(batch)
+        of_tile = max(1, self._queries // self.groups)
+        tiles = batch.tiles(of_tile)
+        self._tile_count = len(tiles) - 1
+        if self.queries.numel() < (needed := rows * self.groups * shape.kv_heads * shape.dims):
+            self.queries = self.queries.new_zeros(needed)
+        vectors = min(of_tile, rows) * self.groups
+        # an odd number of cache lines, so that rows do not compete for the same ones
+        step = (-(-max(map(len, batch.tables_of)) // 2) | 1) * 2 * BLOCK
+        bytes_each = vectors * (step * 6 + shape.dims * 4 + 4) + self._own_bytes
+        bytes_each = -(-bytes_each // 64) * 64 + 64
+        if self._scratch.numel() < (needed := bytes_each * torch.get_num_threads()):
+            self._scratch = torch.zeros(needed, dtype=torch.uint8)
+        first, tables = self._put([*batch.numbers, *tiles], batch.tables_of)
+        at = Places(*(first + 4 * start for start in batch.starts))
+        seen = tables, at.table_of, at.prefixes, at.others, at.listed, at.tiles
+        room = self.queries.data_ptr(), self._scratch.data_ptr(), bytes_each, step
+        self._of_batch[:] = *seen, *room, self._tile_count, rows
+        return at
+
+    def _put(self, numbers: list[int], tables: Sequence[Int]) -> tuple[int, int]:
+        """Store the numbers as int32, and the tables after them; returns both addresses. Asking an array for its
+        address takes as long as filling it, so one array is kept.
+        """
+        ends = list(accumulate(map(len, tables), initial=len(numbers)))
+        if len(self._numbers) < ends[-1]:
+            self._numbers = np.zeros(2 * ends[-1], np.int32)
+            self._numbers_at = int(self._numbers.ctypes.data)
+        self._numbers[: len(numbers)] = numbers
+        for start, end, table in zip(ends, ends[1:], tables, strict=False):
+            self._numbers[start:end] = table
+        return self._numbers_at, self._numbers_at + 4 * len(numbers)
+
+    def attend(self, layer: int, rule: Rule, out: Tensor) -> None:
+        """Attend with each row's query, in `queries`, to the layer's keys and values. out: [rows, heads * head_dim]."""
+        address = self.record(layer, rule, out)
+        self.kernel(address, self._tile_count * self.pool.shape.kv_heads)
+
+    def record(self, layer: int, rule: Rule, out: Tensor) -> int:
+        """The address of the kernel's record for this layer, which stays valid for later batches."""
+        record = self._work[layer]
+        record["keys"], record["values"] = self.pool.addresses(layer)
+        record["window"], record["scale"], record["softcap"] = rule.window, rule.scale, rule.softcap
+        record["sinks"] = 0 if rule.sinks is None else rule.sinks.data_ptr()
+        record["out"] = out.data_ptr()
+        return address_of(self._work, layer)

@@ -1,0 +1,195 @@
+"""Exact attention in vectors of 16 float32 numbers, for any processor and both types.
+
+Scores are computed for 16 keys at once, each lane summing over the dimensions in order; values are added one by one in
+the order of positions. Queries of the heads that share keys, and of neighbouring rows, share the loads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import carray, njit
+
+from engine.kernels.attention.attention_work import ATTENTION, first_seen, last_slot, put_shares, softmax
+from engine.kernels.attention.lane_products import scores_of, weigh
+from engine.kernels.simd import (
+    BFLOAT16,
+    FLOAT32,
+    LANES,
+    divide,
+    features,
+    float_at,
+    int_at,
+    put_float,
+    splat,
+    store,
+)
+from engine.kernels.threads import kernel, member, members
+
+VECTORS = 12
+"""Queries of a tile."""
+_SCORED, _SLAB = (VECTORS, 4) if "+avx512f" in features() else (VECTORS // 2, 1)
+"""What fits into the vector registers: queries that are scored in one pass over the keys, and vectors of 16 dimensions
+in which up to 6 queries' values are summed.
+"""
+
+
+@kernel(ATTENTION)
+def lane_kernel(address: Any) -> None:
+    """A unit of work is a tile with one KV head."""
+    work = carray(address, 1)[0]
+    team = members()
+    for unit in range(member(), work.tile_count * work.kv_heads, team):
+        _attend(work, unit // work.kv_heads, unit % work.kv_heads, work.scratch + member() * work.scratch_bytes)
+
+
+@njit
+def _attend(work: Any, tile: int, head: int, scratch: int) -> None:
+    """Attend with all rows of a tile to one KV head, for the query heads that share it."""
+    first, end = int_at(work.tiles + 4 * tile), int_at(work.tiles + 4 * tile + 4)
+    count = (end - first) * work.groups
+    scores, step = scratch, work.step * 4
+    sums = scratch + count * step
+    queries = work.queries + (head * work.rows + first) * work.groups * work.dims * 4
+    table = work.tables + 4 * int_at(work.rows_table + 4 * first)
+
+    low, high, reach = 1 << 40, 0, 1 << 40  # low: first position seen; high: end of slots read; reach: common prefix
+    lows = 0
+    for row in range(first, end):
+        start = first_seen(work, row)
+        low, lows = min(low, start), max(lows, start)
+        reach = min(reach, int_at(work.rows_prefix + 4 * row))
+        high = max(high, last_slot(work, row) + 1)
+
+    for block in range(low // LANES, (high + LANES - 1) // LANES):
+        at = (int_at(table + 4 * block) * work.kv_heads + head) * work.dims * LANES * work.width
+        if work.width == BFLOAT16:
+            _scores_of_halves(work.dims, count, queries, work.keys + at, scores + 4 * LANES * block, step)
+        else:
+            _scores_of_floats(work.dims, count, queries, work.keys + at, scores + 4 * LANES * block, step)
+
+    for row in range(first, end):
+        for group in range(work.groups):
+            vector = (row - first) * work.groups + group
+            at = scores + vector * step
+            sum_of = softmax(work, row, head * work.groups + group, at, at, FLOAT32)
+            for i in range(0, work.dims, LANES):
+                store(splat(np.float32(0)), sums + (vector * work.dims + i) * 4, FLOAT32)
+            put_float(sums + (count * work.dims + vector) * 4, sum_of)
+
+    for row in range(first, end):  # from the row's own start to the positions that all rows see
+        vector = (row - first) * work.groups
+        stop = min(lows, int_at(work.rows_prefix + 4 * row))
+        _add_values(work, table, head, work.groups, first_seen(work, row), stop, scores, step, sums, vector)
+    if lows < reach:
+        _add_values(work, table, head, count, lows, reach, scores, step, sums, 0)
+    for row in range(first, end):
+        vector, prefix = (row - first) * work.groups, int_at(work.rows_prefix + 4 * row)
+        start = max(lows, reach, first_seen(work, row)) if lows < reach else max(lows, first_seen(work, row))
+        _add_values(work, table, head, work.groups, start, prefix, scores, step, sums, vector)
+        begin = int_at(work.rows_others + 4 * row)
+        for i in range(int_at(work.rows_others + 4 * row + 4) - begin):
+            if prefix + i >= first_seen(work, row):
+                slot = int_at(work.others + 4 * (begin + i))
+                _add_value(work, table, head, slot, prefix + i, scores, step, sums, vector)
+
+    for row in range(first, end):
+        for group in range(work.groups):
+            vector = (row - first) * work.groups + group
+            share = divide(splat(np.float32(1)), splat(float_at(sums + (count * work.dims + vector) * 4)))
+            place = work.out + ((row * work.kv_heads + head) * work.groups + group) * work.head_dim * work.width
+            put_shares(work, sums + vector * work.dims * 4, share, place)
+
+
+def _scores_of(size: int) -> Any:
+    @njit
+    def scores(dims: int, count: int, queries: int, keys: int, scores: int, step: int) -> None:
+        """The products of `count` queries with one block of keys."""
+        done = 0
+        while count - done >= _SCORED:
+            scores_of(_SCORED, size, dims, queries + done * dims * 4, keys, scores + done * step, step)
+            done += _SCORED
+        while count - done >= 3:
+            scores_of(3, size, dims, queries + done * dims * 4, keys, scores + done * step, step)
+            done += 3
+        while count > done:
+            scores_of(1, size, dims, queries + done * dims * 4, keys, scores + done * step, step)
+            done += 1
+
+    return scores
+
+
+def _sums_of(size: int) -> Any:
+    @njit
+    def sums(dims: int, count: int, weights: int, step: int, many: int, values: int, sums: int) -> None:
+        """Add `many` weighted values to the sums of `count` queries."""
+        slab = _SLAB * LANES
+        for first in range(0, dims, slab):
+            done, here = 0, values + first * size
+            while done < count:
+                of, place = weights + done * step, sums + (done * dims + first) * 4
+                if dims - first < slab:  # a narrower remainder, 16 dimensions at a time
+                    for i in range(0, dims - first, LANES):
+                        weigh(1, 1, size, dims, of, step, many, here + i * size, place + 4 * i)
+                    done += 1
+                elif count - done >= 6:
+                    weigh(6, _SLAB, size, dims, of, step, many, here, place)
+                    done += 6
+                elif count - done >= 3:
+                    weigh(3, _SLAB, size, dims, of, step, many, here, place)
+                    done += 3
+                else:
+                    weigh(1, _SLAB, size, dims, of, step, many, here, place)
+                    done += 1
+
+    return sums
+
+
+_scores_of_halves, _scores_of_floats = _scores_of(BFLOAT16), _scores_of(FLOAT32)
+_sums_of_halves, _sums_of_floats = _sums_of(BFLOAT16), _sums_of(FLOAT32)
+
+
+@njit
+def _add_values(
+    work: Any, table: int, head: int, count: int, start: int, end: int, scores: int, step: int, sums: int, vector: int
+) -> None:
+    """Add the weighted values at positions start to end to the sums of `count` queries from `vector` on."""
+    position = start
+    while position < end:
+        block, lane = position // LANES, position % LANES
+        many = min(LANES - lane, end - position)
+        _weigh(work, table, head, block, lane, many, count, position, scores, step, sums, vector)
+        position += many
+
+
+@njit
+def _add_value(
+    work: Any, table: int, head: int, slot: int, position: int, scores: int, step: int, sums: int, vector: int
+) -> None:
+    """Add the value in `slot`, weighted by the score at `position`, to the sums of one row's queries."""
+    _weigh(work, table, head, slot // LANES, slot % LANES, 1, work.groups, position, scores, step, sums, vector)
+
+
+@njit
+def _weigh(
+    work: Any,
+    table: int,
+    head: int,
+    block: int,
+    lane: int,
+    many: int,
+    count: int,
+    position: int,
+    scores: int,
+    step: int,
+    sums: int,
+    vector: int,
+) -> None:
+    at = (int_at(table + 4 * block) * work.kv_heads + head) * work.dims * LANES
+    values = work.values + (at + lane * work.dims) * work.width
+    weights, place = scores + vector * step + 4 * position, sums + vector * work.dims * 4
+    if work.width == BFLOAT16:
+        _sums_of_halves(work.dims, count, weights, step, many, values, place)
+    else:
+        _sums_of_floats(work.dims, count, weights, step, many, values, place)

@@ -1,0 +1,136 @@
+"""Exact bfloat16 attention in AVX512-BF16 vectors, for processors without AMX tiles: see `paired_attention`."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.extending import intrinsic
+
+from engine.kernels.amx import pointer
+from engine.kernels.attention.attention_work import ATTENTION
+from engine.kernels.attention.paired_attention import (
+    PANEL_BYTES,
+    WEIGHT_BYTES,
+    attending,
+    gather,
+    next_block,
+    own_blocks,
+)
+from engine.kernels.gemm.matmul_sums import SUMS, dot, pair_vectors, row_counts, row_starts, sum_vectors
+from engine.kernels.quantised import Form
+from engine.kernels.simd import FLOAT32, LANES, splat, store
+from engine.kernels.threads import kernel
+
+_SCORED = 16  # queries whose scores are kept in registers
+_WEIGHED, _PANELS = 6, 4  # queries, and panels of 16 dimensions, whose sums are kept there
+_WORD = ir.IntType(64)
+
+
+@njit
+def _score_all(work: Any, queries: int, count: int, table: int, head: int, low: int, high: int, scores: int) -> None:
+    stride, step, steps = work.dims * 2, work.step * 4, work.dims // 32
+    for begin in range(0, count, _SCORED):
+        some, q = min(_SCORED, count - begin), queries + begin * stride
+        for block in range(low, high):
+            at = next_block(work, work.keys, table, block, high, head)
+            place = scores + begin * step + 4 * LANES * block
+            sum_vectors(_SCORED, 1, 0, 0, some, q, stride, at, steps, place, step, 0)
+
+
+@njit
+def _weigh_all(
+    work: Any,
+    table: int,
+    head: int,
+    first: int,
+    end: int,
+    low: int,
+    common: int,
+    weights: int,
+    sums: int,
+    own: int,
+) -> None:
+    count = (end - first) * work.groups
+    for i in range(count * work.dims // LANES):
+        store(splat(np.float32(0)), sums + 4 * LANES * i, FLOAT32)
+    for begin in range(0, count, _WEIGHED):
+        some = min(_WEIGHED, count - begin)
+        for block in range(low, common):
+            at = next_block(work, work.values, table, block, common, head)
+            _add(work, begin, some, block, at, weights, sums)
+    values = own + 2 * WEIGHT_BYTES
+    store(splat(np.float32(0)), own, FLOAT32)
+    for row in range(first, end):
+        begun, stop, seen = own_blocks(work, row, common)
+        for block in range(begun, stop):
+            gather(work, table, head, row, block * LANES, seen, 0, work.dims // LANES, values, own)
+            for group in range(0, work.groups, _WEIGHED):
+                some = min(_WEIGHED, work.groups - group)
+                _add(work, (row - first) * work.groups + group, some, block, values, weights, sums)
+
+
+@njit
+def _add(work: Any, begin: int, some: int, block: int, values: int, weights: int, sums: int) -> None:
+    """Add a block's weighted values to the sums of `some` queries from `begin` on."""
+    step, stride = work.step * 2, work.dims * 4
+    of, panels = weights + begin * step + block * WEIGHT_BYTES, work.dims // LANES
+    for panel in range(0, panels, _PANELS):
+        at, place = values + panel * PANEL_BYTES, sums + begin * stride + panel * 4 * LANES
+        if panels - panel < _PANELS:  # dimensions are a multiple of 32
+            _add_values(_WEIGHED, 2, some, of, step, at, place, stride)
+        else:
+            _add_values(_WEIGHED, _PANELS, some, of, step, at, place, stride)
+
+
+@intrinsic(prefer_literal=True)
+def _add_values(
+    context: Any,
+    most: Any,
+    panels: Any,
+    rows: Any,
+    weights: Any,
+    step: Any,
+    values: Any,
+    sums: Any,
+    stride: Any,
+) -> Any:
+    """Add 16 weighted values to the sums of `rows` rows, at most `most`, of 16 dimensions for each of the panels.
+
+    most, panels: compile-time constants. weights: address of the first row's weights, one every `step` bytes; sums: of
+    its sums, one every `stride` bytes.
+    """
+    width = panels.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        rows, weights, step, values, sums, stride = args[2:]
+        for count in row_counts(builder, rows, most.literal_value):
+            starts = row_starts(builder, count, weights, step)
+            places = [
+                [pointer(builder, builder.add(start, _WORD(4 * LANES * panel)), SUMS) for panel in range(width)]
+                for start in row_starts(builder, count, sums, stride)
+            ]
+            totals = [[builder.load(place, align=4) for place in row] for row in places]
+            matrices = [
+                pair_vectors(builder, Form.BFLOAT16, builder.add(values, _WORD(PANEL_BYTES * i))) for i in range(width)
+            ]
+            for pair in range(LANES // 2):
+                matrix = [next(one) for one in matrices]
+                for row, start in enumerate(starts):
+                    totals[row] = dot(builder, totals[row], matrix, start, pair)
+            for place, one in zip(itertools.chain(*places), itertools.chain(*totals), strict=True):
+                builder.store(one, place, align=4)
+        return context.get_dummy_value()
+
+    return types.void(most, panels, *[types.int64] * 6), generate
+
+
+_attend_all = attending(_score_all, _weigh_all)
+
+
+@kernel(ATTENTION)
+def pair_kernel(address: Any) -> None:
+    _attend_all(carray(address, 1)[0])

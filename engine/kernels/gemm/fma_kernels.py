@@ -1,0 +1,123 @@
+"""Matrix products in ordinary vectors, for float32 and for processors that do not multiply bfloat16: see `matmul`.
+
+A panel's step is 32 inputs of 16 outputs: float32 as [32, 16]; bfloat16 in pairs, [16, 16, 2], whose second number is
+the upper half of a word and whose first becomes float32 by a shift. A sum takes one input after the other, each
+multiplied and added with one rounding. Each thread first widens rows of bfloat16 for itself, some at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.extending import intrinsic
+
+from engine.kernels.amx import pointer
+from engine.kernels.gemm.matmul_kernels import MATMUL, first_panel, put_sums
+from engine.kernels.gemm.matmul_sums import (
+    PANELS,
+    ROW_BYTES,
+    STEP,
+    SUMS,
+    fetch_later,
+    new_room,
+    row_counts,
+    sums_in_registers,
+)
+from engine.kernels.simd import BFLOAT16, FLOAT, FLOAT32, LANES, features, fused, integers, load, read, spread, store
+from engine.kernels.threads import kernel, member, members
+
+WIDENED = 64
+"""Rows that a thread widens at once: with 1,536 inputs they fit into a core's L2 cache."""
+_WORD = ir.IntType(64)
+_ROWS, _ROWS_OF_TWO = (8, 8) if "+avx512f" in features() else (4, 2)
+"""Rows whose sums of one panel, and of two, fit into the vector registers."""
+
+
+@kernel(MATMUL)
+def fma_kernel(address: Any) -> None:
+    """Multiply the thread's panels by some rows at a time."""
+    work = carray(address, 1)[0]
+    begin, end = first_panel(work, member(), members()), first_panel(work, member() + 1, members())
+    steps, stride, room = work.inputs // STEP, work.inputs * 4, new_room()
+    for first in range(0, work.rows, WIDENED):
+        count, x = min(WIDENED, work.rows - first), work.x + first * work.inputs * work.width
+        if work.width == BFLOAT16:
+            wide = work.scratch + member() * work.scratch_bytes
+            for at in range(0, count * work.inputs, LANES):
+                store(load(x + 2 * at, BFLOAT16), wide + 4 * at, FLOAT32)
+            x = wide
+        panel = begin
+        while panel < end:
+            width = min(end - panel, PANELS)
+            weights = work.weights + panel * steps * STEP * LANES * work.width
+            for row in range(0, count, _ROWS):
+                rows = min(_ROWS, count - row)
+                if work.width == BFLOAT16:
+                    _sums_of_halves(rows, width, x + row * stride, stride, weights, steps, room)
+                else:
+                    _sums_of_floats(rows, width, x + row * stride, stride, weights, steps, room)
+                put_sums(work, first + row, rows, panel, width, room)
+            panel += width
+
+
+def _sums_of(size: int) -> Any:
+    panel_bytes = STEP * LANES * size
+
+    @njit
+    def sums(rows: int, width: int, x: int, stride: int, weights: int, steps: int, room: int) -> None:
+        """Products of up to _ROWS rows with one or two panels."""
+        if width == 2 and rows <= _ROWS_OF_TWO:
+            sum_fused(_ROWS_OF_TWO, 2, size, rows, x, stride, weights, steps, room)
+        else:
+            for panel in range(width):
+                at, place = weights + panel * steps * panel_bytes, room + 4 * LANES * panel
+                sum_fused(_ROWS, 1, size, rows, x, stride, at, steps, place)
+
+    return sums
+
+
+@intrinsic(prefer_literal=True)
+def sum_fused(
+    context: Any, most: Any, panels: Any, size: Any, rows: Any, x: Any, stride: Any, weights: Any, steps: Any, room: Any
+) -> Any:
+    """Write the products of `rows` rows, at most `most`, with `panels` panels to `room`, [rows, 2 * 16] float32.
+
+    most, panels, size: compile-time constants. size: bytes of a number of the matrix. x: address of the first row of
+    float32, one every `stride` bytes. weights: address of the first panel.
+    """
+    width, of_number = panels.literal_value, size.literal_value
+    tile_bytes, pair_bytes = STEP * LANES * of_number, 2 * LANES * of_number
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        rows, *_, weights, steps, _ = args[3:]
+        where = [*args[4:], _WORD(ROW_BYTES)]
+        for count in row_counts(builder, rows, most.literal_value):
+            with sums_in_registers(builder, count, width, tile_bytes, FLOAT32, *where) as (step, tiles, here, sums):
+                fetch_later(builder, step, steps, weights, tile_bytes, width)
+                for pair in range(STEP // 2):
+                    matrices = [
+                        _pair(builder, builder.add(tile, _WORD(pair * pair_bytes)), of_number) for tile in tiles
+                    ]
+                    for half in range(2):
+                        for row, at in zip(sums, here, strict=True):
+                            number = builder.load(pointer(builder, builder.add(at, _WORD(8 * pair + 4 * half)), FLOAT))
+                            for cell, matrix in zip(row, matrices, strict=True):
+                                total = fused(builder, spread(builder, number), matrix[half], builder.load(cell))
+                                builder.store(total, cell)
+        return context.get_dummy_value()
+
+    return types.void(most, panels, size, *[types.int64] * 6), generate
+
+
+def _pair(builder: ir.IRBuilder, address: ir.Value, size: int) -> tuple[ir.Value, ir.Value]:
+    """Two neighbouring inputs of 16 outputs, as float32."""
+    if size == FLOAT32:
+        return read(builder, address, FLOAT32), read(builder, builder.add(address, _WORD(4 * LANES)), FLOAT32)
+    both = builder.bitcast(read(builder, address, FLOAT32), integers(0).type)
+    upper = builder.and_(both, integers(0xFFFF0000 - (1 << 32)))
+    return builder.bitcast(builder.shl(both, integers(16)), SUMS), builder.bitcast(upper, SUMS)
+
+
+_sums_of_halves, _sums_of_floats = _sums_of(BFLOAT16), _sums_of(FLOAT32)

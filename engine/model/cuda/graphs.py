@@ -1,0 +1,170 @@
+"""Work of fixed shapes, captured once as a CUDA graph and replayed from then on.
+
+A GPU computes a small forward faster than its host can launch it kernel by kernel; a graph is one launch. Captured
+tensors must not change in shape or address, so rows are padded to a bucket's size and texts live in caches of fixed
+size. On a CPU the same work is called directly each time, which is what the tests exercise.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from engine.core.errors import first_line
+
+Work = Callable[..., tuple[Tensor, ...]]
+Buffers = TypeVar("Buffers")
+_ROUND, _SPARE = 256, 32  # buffer lengths are multiples of the first; so many spare buffers are kept
+_WARM_UPS = 3  # calls before capture
+_GRAPHS = ("cuda",)  # devices whose work can be captured
+_CAPTURING = threading.Lock()  # torch captures one graph at a time in a process
+
+
+def bucket(rows: int) -> int:
+    """The row count of the graph that serves `rows` rows: the next power of two."""
+    return 1 << (rows - 1).bit_length()
+
+
+class Recorded:
+    """`work` over tensors that have the same shapes in every call.
+
+    captures: whether captures are tried in this process. After one that CUDA invalidated none is, since torch's
+    allocator still counts it as under way. A capture that only ran out of memory ends properly: that work alone is
+    called directly, and the next, perhaps smaller one is tried. told: whether exhausted memory was reported.
+    """
+
+    captures = True
+    told = False
+
+    def __init__(self, work: Work, device: torch.device):
+        self._work, self._device = work, device
+        self._inputs: list[Tensor] | None = None
+        self._outputs: tuple[Tensor, ...] = ()
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """What `work` returns; the next call overwrites it. inputs: on any device."""
+        if self._inputs is None:
+            held = [given.to(self._device, copy=True) for given in inputs]
+            if self._device.type in _GRAPHS:
+                self._capture(held)
+            self._inputs = held
+        for kept, given in zip(self._inputs, inputs, strict=True):
+            kept.copy_(given)
+        if self._graph is None:
+            return self._work(*self._inputs)
+        self._graph.replay()
+        return self._outputs
+
+    def _capture(self, inputs: list[Tensor]) -> None:
+        """Capture the work. Where that fails, say so once: some models synchronise with the host, which a graph cannot
+        hold.
+        """
+        with _CAPTURING:
+            if not Recorded.captures:
+                return
+            _warm_up(self._work, inputs, self._device)
+            try:
+                self._graph, self._outputs = _captured(self._work, inputs, self._device)
+            except torch.OutOfMemoryError as error:
+                if not Recorded.told:
+                    Recorded.told = True
+                    print(f"talon: no memory for a forward's CUDA graph: {first_line(error)}", file=sys.stderr)
+            except RuntimeError as error:
+                Recorded.captures = False
+                print(f"talon: forwards are not captured as CUDA graphs: {first_line(error)}", file=sys.stderr)
+
+
+@cache
+def _aside(device: torch.device, priority: int) -> torch.cuda.Stream:
+    """The stream that captures are made on: one for each priority, which a graph's kernels keep when it is replayed."""
+    return torch.cuda.Stream(device, priority=priority)
+
+
+def _warm_up(work: Work, inputs: list[Tensor], device: torch.device) -> None:
+    """Let libraries do their one-time setup, on the stream that will be captured."""
+    here = torch.cuda.current_stream(device)
+    aside = _aside(device, here.priority)
+    aside.wait_stream(here)
+    with torch.cuda.stream(aside):
+        for _ in range(_WARM_UPS):
+            work(*inputs)
+    here.wait_stream(aside)
+
+
+def _captured(
+    work: Work, inputs: list[Tensor], device: torch.device
+) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
+    """The graph of the work, and the tensors that it writes its results to."""
+    here, graph = torch.cuda.current_stream(device), torch.cuda.CUDAGraph()
+    try:
+        # this thread only: over inproc the other worker keeps running
+        with torch.cuda.graph(graph, stream=_aside(device, here.priority), capture_error_mode="thread_local"):
+            outputs = work(*inputs)
+    finally:
+        torch.cuda.set_stream(here)  # after a failure torch stays on the stream that it captured
+    return graph, outputs
+
+
+def release_memory() -> None:
+    """Return a GPU's memory that ended workers held: graphs and forwards refer to each other, and torch keeps what is
+    freed.
+    """
+    if torch.cuda.is_initialized():
+        with _CAPTURING:
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def rounded(length: int) -> int:
+    """The buffer length for a text of at most `length` positions: few different lengths, so that buffers are reused."""
+    return -(-length // _ROUND) * _ROUND
+
+
+class Spare(Generic[Buffers]):
+    """Buffers of finished requests: graphs captured over them serve another request of the same size."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[object, Buffers]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def take(self, size: object) -> Buffers | None:
+        """Buffers of that size, if there are any."""
+        found = next((entry for entry in self._waiting if entry[0] == size), None)
+        if found is None:
+            return None
+        self._waiting.remove(found)
+        return found[1]
+
+    def give(self, size: object, buffers: Buffers) -> None:
+        """Return buffers to the pool; evict the oldest."""
+        if all(buffers is not other for _, other in self._waiting):
+            self._waiting = [*self._waiting, (size, buffers)][-_SPARE:]
+
+
+def wait(device: torch.device) -> None:
+    """Wait until this thread's work is done: GPU launches are asynchronous and say nothing of the time it takes."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+@contextmanager
+def own_stream(device: torch.device, urgent: bool) -> Iterator[None]:
+    """On a GPU, run this thread's work in a stream of its own, so that it overlaps with the other worker's. urgent: it
+    goes first where both have work: a draft step is short, and a verification waits for it.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.stream(torch.cuda.Stream(device, priority=-1 if urgent else 0)):
+        yield

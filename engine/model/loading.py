@@ -1,0 +1,129 @@
+"""Loads a model of `transformers` onto its device, and reads what its files say."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils import logging as transformers_logging
+
+from engine.config import Config
+from engine.core.errors import ConfigError, ModelError, first_line
+from engine.weights.catalogue import suggestion
+from engine.weights.hub import hub_answers, is_hub_id, is_local
+
+# Threads as workers load target and draft model at once; `transformers` was seen to leave out tied weights then.
+_LOADING = threading.Lock()
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+
+
+def load_model(path: str, dtype: str, device: torch.device) -> Any:
+    """The model of a directory or hub id, with all of its weights present and finite."""
+    transformers_logging.disable_progress_bar()
+    config = load_config(path)
+    try:
+        with _LOADING:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=find_dtype(dtype, config, device),
+                local_files_only=is_local(path),
+                output_loading_info=True,
+            )
+    except Exception as error:  # every file format has errors of its own
+        raise ModelError(f"model={path}: cannot be loaded: {first_line(error)}") from error
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(
+            f"model={path}: {len(missing)} weights are missing, {missing[0]} first; get the whole checkpoint"
+        )
+    _check_numbers(model, path)
+    try:
+        return model.to(device)
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"model={path}: does not fit the GPU ({first_line(error)}); free its memory or name a smaller model"
+        ) from error
+
+
+def load_config(path: str) -> Any:
+    """The model's `transformers` configuration; ModelError if there is none or it is not a decoder-only model."""
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=is_local(path))
+    except Exception as error:  # an invalid file may raise anything
+        if Path(path).is_dir():
+            raise ModelError(f"model={path}: no usable config.json in this directory: {first_line(error)}") from error
+        if is_hub_id(path) and not hub_answers():
+            raise ModelError(
+                f"model={path}: no such directory, not in the hub cache, and the hub cannot be reached: check the "
+                f"network, or name a directory{suggestion(path)}"
+            ) from error
+        reason = f" ({first_line(error)})" if is_hub_id(path) else ""
+        raise ModelError(
+            f"model={path}: no such directory, and no usable model of that name on the hub{reason}{suggestion(path)}"
+        ) from error
+    if config.is_encoder_decoder:
+        raise ModelError(f"model={path}: {config.model_type} is an encoder-decoder; use a decoder-only model")
+    return config
+
+
+def find_device(device: str) -> torch.device:
+    """The device that a configuration's `device` names."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device='cuda': torch finds no CUDA device here; use device: cpu or auto")
+    return torch.device(device)
+
+
+def dtype_of(config: Config) -> torch.dtype:
+    """What the configuration's target computes in, without loading it."""
+    return find_dtype(config.dtype, load_config(config.model), find_device(config.device))
+
+
+def find_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
+    """The type a model with that `transformers` configuration is loaded in."""
+    if dtype != "auto":
+        return DTYPES[dtype]
+    from engine.kernels.gemm.packed_linear import multiplies  # imports all kernels, which the front end does not need
+
+    stored = config.get_text_config().dtype or torch.float32
+    if device.type == "cpu" and (stored == torch.float16 or (stored == torch.bfloat16 and not multiplies(stored))):
+        return torch.float32
+    return stored
+
+
+def has_native_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 natively; if not, torch's own bfloat16 products are slow."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The type's name, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def eos_tokens(generation_config: GenerationConfig) -> frozenset[int]:
+    """The token ids that end an answer."""
+    eos = generation_config.eos_token_id
+    return frozenset([eos] if isinstance(eos, int) else eos or [])
+
+
+def steady_context(config: Any, context: int) -> int:
+    """The positions over which a token's key stays valid. LongRoPE rotates all keys differently as soon as a text
+    outgrows the original length, which invalidates cached keys. Dynamic NTK does so beyond the context itself.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+    short: list[int] = [
+        kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"
+    ]
+    return min([context, *short])
+
+
+def _check_numbers(model: Any, path: str) -> None:
+    for name, weight in model.named_parameters():
+        if not torch.isfinite(weight.sum(dtype=torch.float32)) and not torch.isfinite(weight).all():
+            raise ModelError(f"model={path}: weight {name} holds NaN or infinity; get the checkpoint again")

@@ -1,0 +1,140 @@
+"""Tries a model with a short text when it is loaded, at the first positions and at far ones.
+
+Logits are compared with those of the model as it was loaded, and a token's bits alone with those in a batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from engine.core.batch import Segment
+from engine.core.errors import ModelError
+from engine.core.tree import TokenTree
+from engine.model.loading import name_of
+from engine.model.masked import refusal
+from engine.model.windows import short_windows
+
+if TYPE_CHECKING:
+    from engine.model.target import Target
+
+_TOKENS = 24
+_FAR_ERROR = 5.0  # how much more than the near text's error a far text's may be
+_LIMITS = ("original_max_position_embeddings", "sliding_window", "attention_chunk_size")
+
+
+class Trial:
+    """expected: [tokens, vocab] float32, the logits of the model as it was loaded; beyond: those with short windows,
+    None if the model names no windows; far: the logits where the text begins at a later position, by that position.
+
+    context: the positions that will be served.
+    """
+
+    def __init__(self, model: Any, name: str, context: int):
+        self.model, self.name = model, name
+        self.config = model.config.get_text_config()
+        self.tokens = [(7 + 31 * i) % self.config.vocab_size for i in range(_TOKENS)]
+        self.expected = self._untouched()
+        if self.expected.isnan().any():
+            raise ModelError(
+                f"model={name}: the logits of a short text are not numbers (NaN) in {name_of(model.dtype)}: "
+                "the model overflows, or its weights are damaged; use dtype: float32 or get the checkpoint again"
+            )
+        with short_windows(self.config) as windowed:
+            self.beyond = self._untouched() if windowed else None
+        self.far = {start: self._untouched(start) for start in far_positions(self.config, context)}
+
+    @property
+    def heeds_windows(self) -> bool:
+        """Whether the model attends by the windows that its configuration names, if any."""
+        return self.beyond is None or not torch.equal(self.beyond, self.expected)
+
+    def agrees(self, target: Target, expected: Tensor) -> bool:
+        """Whether the text gives the expected logits when read in two parts, the second as a tree of two branches."""
+        return self._error(target, expected) <= _tolerance(target)
+
+    def agrees_anywhere(self, target: Target) -> bool:
+        """The same for the logits of the first positions and of all far ones. A far text may err little more than the
+        near one does: in bfloat16 a scale by position can be smaller than what rounding is allowed. The near one is
+        read last, so that it shows a forward that far positions change.
+        """
+        far = max((self._error(target, expected, start) for start, expected in self.far.items()), default=0.0)
+        near, tolerance = self._error(target, self.expected), _tolerance(target)
+        return near <= tolerance and far <= min(tolerance, max(1e-3, _FAR_ERROR * near))
+
+    def _error(self, target: Target, expected: Tensor, start: int = 0) -> float:
+        """The text's error in standard deviations of the expected logits, when it begins at position `start`."""
+        tokens, split = self.tokens, _TOKENS - 4
+        cache = target.new_cache(_TOKENS + 8)
+        try:
+            target.run([replace(Segment.of_text(tokens[:split], cache), offset=start)])
+            cache.commit(range(split))
+            wrong = (tokens[split] + 1) % target.vocab_size
+            nodes = [tokens[split], wrong, tokens[split + 1], wrong, tokens[split + 2]]
+            tree = TokenTree.from_lists(nodes, [-1, 0, 0, 2, 2], [1.0] * 5)
+            logits, _ = target.run([replace(Segment.of_tree(tree, cache), offset=start)])
+        finally:
+            target.release(cache)
+        found, expected = logits[[0, 2, 4]].float(), expected[split : split + 3]
+        error = (found - expected).pow(2).mean().sqrt() / expected.std()
+        return float(error.nan_to_num(torch.inf))
+
+    def equal_bits(self, target: Target) -> bool:
+        """Whether a token's logits are the same bits read with others, alone, and in a tree with wrong siblings."""
+        tokens = self.tokens
+        read = target.new_cache(_TOKENS)
+        whole, _ = target.run([Segment.of_text(tokens, read, wanted="all")])
+        target.release(read)
+        alone = target.new_cache(_TOKENS)
+        equal = True
+        for i, token in enumerate(tokens):
+            logits, _ = target.run([Segment.of_text([token], alone)])
+            alone.commit([0])
+            equal &= torch.equal(logits[0], whole[i])
+        target.release(alone)
+        split = _TOKENS // 2
+        tree, spine = self._with_siblings(split)
+        drafted = target.new_cache(_TOKENS * 3)
+        target.prefill(drafted, tokens[:split])
+        logits, _ = target.run([Segment.of_tree(tree, drafted)])
+        target.release(drafted)
+        return equal and torch.equal(logits[spine], whole[split:])
+
+    def _with_siblings(self, split: int) -> tuple[TokenTree, list[int]]:
+        """The text from `split` on as a tree, with two wrong siblings beside every node; and the right nodes."""
+        nodes: list[int] = []
+        parents: list[int] = []
+        spine: list[int] = []
+        for token in self.tokens[split:]:
+            parent = spine[-1] if spine else -1
+            spine.append(len(nodes))
+            wrong = [(token + 1 + i) % self.config.vocab_size for i in range(2)]
+            nodes += [token, *wrong] if parent >= 0 else [token]
+            parents += [parent, parent, parent] if parent >= 0 else [parent]
+        return TokenTree.from_lists(nodes, parents, [1.0] * len(nodes)), spine
+
+    def _untouched(self, start: int = 0) -> Tensor:
+        """The logits of the text by the model as it was loaded, [tokens, vocab] float32; start: its first position."""
+        device = self.model.device
+        places = {"position_ids": torch.arange(start, start + _TOKENS, device=device)[None]} if start else {}
+        try:
+            logits: Tensor = self.model(torch.tensor([self.tokens], device=device), **places).logits[0].float()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise refusal(self.model, self.name) from error
+        return logits
+
+
+def far_positions(config: Any, context: int) -> list[int]:
+    """Where far texts begin: past each limit that the configuration names, past half of the context, and at its end."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    named = [config.to_dict(), rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+    limits = {values[key] for values in named for key in _LIMITS if isinstance(values.get(key), int)}
+    last = context - _TOKENS
+    return sorted(start for start in limits | {context // 2, last} if 0 < start <= last)
+
+
+def _tolerance(target: Target) -> float:
+    return 1e-3 if target.dtype == torch.float32 else 0.1

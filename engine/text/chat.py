@@ -1,0 +1,230 @@
+"""Chat messages to token ids: control tokens are those that the chat template writes, never what a message spells.
+
+A template is a program, so only a trial tells what it wrote from what it copied: it runs again on messages in disguise,
+whose characters are replaced, one by one, with private-use characters that the text does not hold. If the outcome is
+the text in disguise, whatever still spells a control token in it is the template's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from tokenizers import AddedToken, Tokenizer
+
+from engine.core.errors import RequestError, first_line, shown
+from engine.text.token_pieces import special_tokens
+
+_BLOCK = 256
+_BLOCKS = range(0xF0000 // _BLOCK, 0x10FF00 // _BLOCK)  # of private-use characters
+_ESCAPED = '"\\'  # JSON's escapes would depend on the disguise
+_TESTED = ("role", "type")  # keys whose values templates compare with words
+_Change = Callable[[str], str]
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """How chat messages become a prompt. opens_answer: the prompt ends with what begins an answer. continues: the
+    answer continues the last message, which is left open. variables: of the template, such as enable_thinking.
+    """
+
+    opens_answer: bool = True
+    continues: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    def arguments(self, tokenizer: Any) -> dict[str, Any]:
+        """Those of `apply_chat_template`. No variable may take the place of one of the method's own."""
+        reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+        if taken := self.variables.keys() & reserved:
+            raise RequestError(f"chat_template_kwargs.{min(taken)}: is no variable of a chat template; leave it out")
+        own = {"add_generation_prompt": self.opens_answer, "continue_final_message": self.continues}
+        return {**self.variables, **own}
+
+
+def render(tokenizer: Any, messages: Sequence[Any], rendering: Rendering) -> str:
+    """The text that the chat template makes of the messages. Raises RequestError."""
+    arguments = rendering.arguments(tokenizer)
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
+    except Exception as error:  # the template is the model's own code
+        raise RequestError(f"prompt: the chat template refused the messages: {first_line(error)}") from error
+
+
+def turn_end(tokenizer: Any) -> int | None:
+    """The added token that the chat template writes after an assistant's turn, the last one if it says; None if it
+    writes none.
+    """
+    if not tokenizer.chat_template:
+        return None
+    asked, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "TALON"}
+    for messages in ([asked, answer], [asked, answer, asked]):
+        try:
+            text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        except Exception:  # the template is the model's own code, and need not like such messages
+            continue
+        behind = tokenizer(text.rpartition(answer["content"])[2].lstrip(), add_special_tokens=False)["input_ids"]
+        if behind and behind[0] in tokenizer.added_tokens_decoder:
+            return int(behind[0])
+    return None
+
+
+def chat_tokens(tokenizer: Any, messages: Sequence[Any], text: str, rendering: Rendering) -> list[int]:
+    """The token ids of chat messages, of which the chat template makes `text`."""
+    named = [name for name in special_tokens(tokenizer).values() if name.strip()]
+    if named and (spelled := _places(named, text)):
+        own = _places_of_template(tokenizer, messages, text, rendering, named)
+        if own != spelled:
+            return _without_others(tokenizer, text, own)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _places(named: Iterable[str], text: str) -> list[tuple[int, int]]:
+    return [match.span() for match in _any_of(named).finditer(text)]
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """The longest of the texts at a place, as tokenizers find special tokens."""
+    return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)) or r"(?!)")
+
+
+# What the template wrote.
+
+
+def _places_of_template(
+    tokenizer: Any, messages: Sequence[Any], text: str, rendering: Rendering, named: Sequence[str]
+) -> list[tuple[int, int]]:
+    """Where in `text` the template itself wrote control tokens."""
+    disguise = Disguise.of(text, named)
+
+    def rendered(every: bool, hidden: Iterable[str]) -> str | None:
+        """The disguised text, None if the disguise changes what the template does. every: disguise all characters, and
+        not only those that spell one of the `hidden`.
+        """
+        pattern = _any_of(hidden)
+
+        def spelled(value: str) -> str:
+            return pattern.sub(lambda match: match[0].translate(disguise.table), value)
+
+        def changed(value: str) -> str:
+            return value.translate(disguise.table) if every else spelled(value)
+
+        try:
+            variables = _changed(rendering.variables, spelled, spelled)
+            disguised = [_changed(message, changed, spelled) for message in messages]
+            outcome = render(tokenizer, disguised, replace(rendering, variables=variables))
+        except RequestError:
+            return None
+        return outcome if disguise.reveal(outcome) == text else None
+
+    # a template that tests what a message holds does not know it in disguise: then only control tokens are disguised,
+    # and of these only the ones that it does not test for
+    outcome = rendered(True, named) or rendered(False, named)
+    if outcome is None:
+        held = {match[0] for value in _texts(messages) for match in _any_of(named).finditer(value)}
+        outcome = rendered(False, [name for name in sorted(held) if rendered(False, [name]) is not None])
+    if outcome is None:
+        raise RequestError(
+            f"prompt: the chat template treats messages that hold control tokens such as {shown(min(held))} in another "
+            "way; leave them out"
+        )
+    return _places(named, outcome)
+
+
+@dataclass(frozen=True)
+class Disguise:
+    """table: of `str.translate`, from characters to private-use ones that the text does not hold."""
+
+    table: dict[int, int]
+
+    @classmethod
+    def of(cls, text: str, named: Sequence[str]) -> Disguise:
+        """A disguise for what is copied into `text`. Raises RequestError if it holds all private-use blocks."""
+        taken = {ord(character) // _BLOCK for character in text if ord(character) >= _BLOCKS[0] * _BLOCK}
+        block = next((block for block in _BLOCKS if block not in taken), None)
+        if block is None:
+            raise RequestError("prompt: holds characters of every private-use block; leave some out")
+        characters = {chr(code) for code in range(33, 127)} | set("".join(named))
+        hidden = sorted(character for character in characters if not (character.isspace() or character in _ESCAPED))
+        return cls({ord(character): block * _BLOCK + i for i, character in enumerate(hidden[:_BLOCK])})
+
+    def reveal(self, text: str) -> str:
+        return text.translate({hidden: plain for plain, hidden in self.table.items()})
+
+
+def _changed(value: Any, changed: _Change, spelled: _Change) -> Any:
+    """A message, or a value in one, with its texts changed; those that templates test, and keys, as `spelled` says."""
+    if isinstance(value, str):
+        return changed(value)
+    if isinstance(value, Mapping):
+        return {
+            spelled(key) if isinstance(key, str) else key: _changed(
+                item, spelled if key in _TESTED else changed, spelled
+            )
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_changed(item, changed, spelled) for item in value]
+    return value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _texts(key)
+            yield from _texts(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
+
+
+# Tokens of a text of which only some places are control tokens.
+
+
+@dataclass(frozen=True)
+class _PlainTokenizer:
+    """A copy of a tokenizer for which a special token's text is text. The tokens themselves have a mark before it, that
+    nobody can guess. ids: the original ids of the tokens so marked.
+    """
+
+    tokenizer: Tokenizer
+    mark: str
+    ids: dict[int, int]
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> _PlainTokenizer:
+        copy, mark = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str()), f"\U0010fffd{secrets.token_hex(8)}"
+        copy.no_truncation()
+        copy.no_padding()
+        copy.encode_special_tokens = True
+        ids: dict[int, int] = {}
+        for token, known in tokenizer.added_tokens_decoder.items():
+            if known.special:
+                how = {name: getattr(known, name) for name in ("lstrip", "rstrip", "single_word", "normalized")}
+                copy.add_tokens([AddedToken(mark + known.content, **how)])
+                marked = copy.token_to_id(mark + known.content)
+                assert marked is not None
+                ids[marked] = token
+        return cls(copy, mark, ids)
+
+
+_plain: WeakKeyDictionary[Any, _PlainTokenizer] = WeakKeyDictionary()
+
+
+def _without_others(tokenizer: Any, text: str, own: Sequence[tuple[int, int]]) -> list[int]:
+    """The token ids of `text`, in which special tokens are at the places `own` alone."""
+    if tokenizer not in _plain:
+        _plain[tokenizer] = _PlainTokenizer.of(tokenizer)
+    plain, marked, end = _plain[tokenizer], "", 0
+    for start, stop in own:
+        marked += text[end:start] + plain.mark + text[start:stop]
+        end = stop
+    ids = plain.tokenizer.encode(marked + text[end:], add_special_tokens=False).ids
+    return [plain.ids.get(token, token) for token in ids]

@@ -1,0 +1,52 @@
+"""Text and chat messages to tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engine.core.characters import HALF_A_CHARACTER, is_text
+from engine.core.errors import RequestError, shown
+from engine.text.chat import Rendering, chat_tokens, render
+
+
+def encode_text(
+    tokenizer: Any, prompt: str | Sequence[Any], raw: bool = False, rendering: Rendering | None = None
+) -> list[int]:
+    """Token ids of a text (one user message, unless `raw`) or of chat messages, through the chat template.
+
+    What a message spells never becomes a special token; a text that is taken as it is (`raw`, or without a template)
+    may spell them, and where it has no tokens it is the token that begins texts, if the tokenizer has one. Raises
+    RequestError for messages it cannot take.
+    """
+    if isinstance(prompt, str):
+        if raw or not tokenizer.chat_template:
+            return _raw_tokens(tokenizer, prompt)
+        prompt = [{"role": "user", "content": prompt}]
+    if not tokenizer.chat_template:
+        raise RequestError("prompt: this model has no chat template; give text or token ids, or set chat_template=FILE")
+    for message in prompt:
+        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+            raise RequestError(f"prompt: {shown(message)} is no chat message; each needs role and content")
+    rendering = rendering or Rendering()
+    text = render(tokenizer, prompt, rendering)
+    _check_text(text)
+    return chat_tokens(tokenizer, prompt, text, rendering)
+
+
+def _raw_tokens(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a text that may spell special ones. The token that the tokenizer begins a text with is not there
+    twice, where the text spells it too.
+    """
+    _check_text(text)
+    tokens: list[int] = list(tokenizer(text)["input_ids"])
+    begins, spelled = tokenizer.bos_token_id, tokenizer.bos_token
+    if not tokens and begins is not None:
+        return [begins]
+    twice = begins is not None and tokens[:2] == [begins, begins] and text.lstrip().startswith(spelled)
+    return tokens[1:] if twice else tokens
+
+
+def _check_text(text: str) -> None:
+    if not is_text(text):
+        raise RequestError(f"prompt: {HALF_A_CHARACTER}")

@@ -1,0 +1,92 @@
+"""Text to tokens and back. The text comes back in pieces of whole characters that cannot begin a stop string."""
+
+from __future__ import annotations
+
+from codecs import getincrementaldecoder
+from collections.abc import Container, Sequence
+from typing import Any
+
+from engine.text.stop import StopText
+from engine.text.token_pieces import PARTIAL, partial_bytes, special_tokens
+
+_BEHIND = range(6, 10)  # tokens before an answer to decode its first ones with: some may be special, four a character
+
+
+class TextStream:
+    """Detokenises one answer. `push` tokens, `take` what can be shown; `text` is all there is so far.
+
+    tokenizer: a `transformers` tokenizer. A window of the last tokens is decoded with and without the newest, because
+    a token's text depends on its neighbours (word-initial spaces). Tokens that are parts of characters are decoded
+    here, byte by byte: only an incomplete character is waited for, not every U+FFFD that a text ends in. special:
+    special tokens are part of the text. behind: the tokens before the answer, without which the decoders of
+    SentencePiece drop the space that it begins with.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), special: bool = False, behind: Sequence[int] = ()):
+        self._tokenizer, self._stop = tokenizer, [StopText(text) for text in stop]
+        named = special_tokens(tokenizer)
+        self._stop_tokens = {token for token, text in named.items() if text in stop} if stop else set()
+        self._hidden: Container[int] = () if special else named
+        self._tokens = self._whole_end(behind)
+        self._window, self._read = 0, len(self._tokens)
+        self._bytes = getincrementaldecoder("utf8")("replace")
+        self._shown = 0
+        self.text = ""
+        self._may_stop, self.stopped = True, False
+
+    def push(self, token: int, may_stop: bool = True) -> bool:
+        """Add a token; true once a stop string is complete, which ends the text before it. may_stop: whether a stop
+        string that ends with this token counts.
+        """
+        self._may_stop = may_stop
+        if may_stop and token in self._stop_tokens:
+            self._append(self._bytes.decode(b"", final=True))
+            self.stopped = True
+        elif token not in self._hidden:
+            self._append(self._text_of(token))
+        return self.stopped
+
+    def take(self, final: bool = False) -> str:
+        """Text not taken yet. `final`: nothing follows, so hold nothing back."""
+        if final and not self.stopped:
+            self._append(self._bytes.decode(b"", final=True))
+        end = len(self.text)
+        if not final and not self.stopped:
+            end -= max((stop.matched for stop in self._stop), default=0)
+        piece, self._shown = self.text[self._shown : end], max(self._shown, end)
+        return piece
+
+    def _text_of(self, token: int) -> str:
+        """The text that is complete with `token`, which is added."""
+        self._tokens.append(token)
+        if (part := partial_bytes(self._tokenizer, token)) is not None:
+            piece = self._bytes.decode(part)
+        else:
+            known, now = (self._decode(self._tokens[self._window : end]) for end in (self._read, len(self._tokens)))
+            piece = self._bytes.decode(b"", final=True) + now[len(known) :]
+        if piece:  # the space behind a special token that shows nothing would be dropped if the window began there
+            self._window = self._read
+        self._read = len(self._tokens)
+        return piece
+
+    def _whole_end(self, tokens: Sequence[int]) -> list[int]:
+        """A few of the last tokens whose text is whole characters: half of one would spoil what it is decoded with."""
+        for count in _BEHIND:
+            last = [*tokens[-count:]]
+            text = self._decode(last)
+            if not text.startswith(PARTIAL):
+                return [] if text.endswith(PARTIAL) else last
+        return []
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(
+            tokens, skip_special_tokens=self._hidden != (), clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def _append(self, piece: str) -> None:
+        begins = [at for stop in self._stop if (at := stop.find(piece, self._may_stop)) is not None]
+        before = len(self.text)
+        self.text += piece
+        if begins:
+            self.text, self.stopped = self.text[: max(0, before + min(begins))], True

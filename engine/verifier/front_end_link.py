@@ -1,0 +1,167 @@
+"""The verifier's line to the front end: requests come in, once their grammar is read; tokens and failures go out."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+
+from engine.config import Config
+from engine.core.errors import NotANumber, ProtocolError, RequestError, first_line
+from engine.core.params import not_applied, own_defaults
+from engine.model.target import Target
+from engine.sampling.matcher import Matcher, Matchers
+from engine.verifier.request import Request
+from engine.verifier.scheduler import Scheduler
+from engine.verifier.step_result import Conclusion
+from engine.weights.tokenizer import load_tokenizer
+from engine.wire.messages import Array, Cancel, Emitted, Failed, Heartbeat, Ready, Stop, Submit, Tokens
+from engine.wire.transport import Line
+
+FROM_FRONT_END = (Submit, Cancel, Stop)
+HEARTBEAT_S = 0.5
+_GRAMMAR_S = 0.005  # between checks whether a grammar has been read
+
+
+class FrontEndLine:
+    """budget: maximum nodes of a tree, for which a request reserves room."""
+
+    def __init__(self, line: Line, target: Target, config: Config):
+        self.line, self.target, self.budget = line, target, config.drafter.budget
+        self._matchers = Matchers(lambda: load_tokenizer(config.model), target.vocab_size, target.eos_tokens)
+        self._unmatched: list[tuple[Submit, list[Array], Future[Matcher]]] = []  # whose grammar is being read
+        self._beaten_ns = 0
+
+    @property
+    def patience_s(self) -> float:
+        """How long to wait for messages at most."""
+        return _GRAMMAR_S if self._unmatched else HEARTBEAT_S
+
+    def close(self) -> None:
+        self._matchers.close()
+
+    # What arrives.
+
+    def received(self) -> Iterator[Request | Cancel | Stop]:
+        """New requests, and control messages. An invalid request is refused at once."""
+        for message, arrays in self.line.received():
+            if not isinstance(message, Submit):
+                if isinstance(message, Cancel):
+                    self._drop(message.request)
+                yield message
+            elif (grammar := message.sampling.grammar) is not None:
+                self._unmatched.append((message, arrays, self._matchers.begin(grammar, arrays[1].tolist())))
+            else:
+                yield from self._request(message, arrays, None)
+        yield from self._matched()
+
+    def _drop(self, number: int) -> None:
+        """Forget the request if its grammar is still to be read, or others would wait for it."""
+        for message, _, future in self._unmatched:
+            if message.request == number:
+                future.cancel()
+        self._unmatched = [entry for entry in self._unmatched if entry[0].request != number]
+
+    def _matched(self) -> Iterator[Request]:
+        """Requests whose grammar has been read."""
+        waiting, self._unmatched = self._unmatched, []
+        for message, arrays, future in waiting:
+            if not future.done():
+                self._unmatched.append((message, arrays, future))
+            elif (error := future.exception()) is not None:
+                self.refuse(message.request, error)
+            else:
+                yield from self._request(message, arrays, future.result())
+
+    def _request(self, message: Submit, arrays: list[Array], matcher: Matcher | None) -> Iterator[Request]:
+        prompt, answer = (array.tolist() for array in arrays)
+        try:
+            if not prompt or min(prompt) < 0 or max(prompt) >= self.target.vocab_size:
+                raise ProtocolError(f"a prompt of token ids from 0 to {self.target.vocab_size - 1} was expected")
+            request = Request(message.request, prompt, answer, message.sampling, self.target, self.budget, matcher)
+        except Exception as error:  # whatever is wrong with one request, the others continue
+            return self.refuse(message.request, error)
+        yield request
+
+    # What is sent.
+
+    def tell_ready(self) -> None:
+        """Send the front end the facts about the target."""
+        target = self.target
+        own = target.model.generation_config
+        if ignored := not_applied(own):
+            names = ", ".join(ignored)
+            print(f"talon: model={target.name}: of generation_config.json not applied: {names}", file=sys.stderr)
+        if target.own_context < target.full_context:
+            print(
+                f"talon: model={target.name}: {target.own_context} of the context's {target.full_context} positions "
+                "are served, because positions rotate differently (LongRoPE) in longer texts",
+                file=sys.stderr,
+            )
+        if target.context < target.own_context:
+            print(
+                f"talon: model={target.name}: verifier.kv_memory has room for {target.context} of the context's "
+                f"{target.own_context} positions; longer requests are refused",
+                file=sys.stderr,
+            )
+        defaults = own_defaults(own, target.name)
+        pool = target.pool
+        ready = Ready(
+            vocab_size=target.vocab_size,
+            context=target.context,
+            inexact=target.inexact,
+            defaults=defaults,
+            eos_tokens=tuple(sorted(target.eos_tokens)),
+            weight_bytes=target.weight_bytes,
+            kv_bytes=0 if pool is None else pool.blocks * pool.shape.block_bytes,
+        )
+        self.line.send(ready)
+
+    def tell(self, concluded: Sequence[Conclusion], forward_ns: int, busy_ns: int, now_ns: int) -> None:
+        """Send the tokens of a round. forward_ns: of this round's forward; busy_ns: of all so far."""
+        if concluded:
+            self.line.send(Emitted(tokens=tuple(_tokens(one, forward_ns, busy_ns, now_ns) for one in concluded)))
+
+    def refuse(self, number: int, error: BaseException) -> None:
+        """End the request of that number with an error."""
+        refused = isinstance(error, RequestError)
+        told = "" if refused else f"request {number}: {type(error).__name__} in the target: "
+        kind = type(error).__name__ if refused or isinstance(error, NotANumber) else "RequestFailed"
+        self.line.send(Failed(request=number, kind=kind, text=told + first_line(error)))
+
+    def beat(self, requests: Scheduler) -> bool:
+        """Send a heartbeat if one is due. Returns whether it was."""
+        now = time.perf_counter_ns()
+        if now - self._beaten_ns <= HEARTBEAT_S * 1e9:
+            return False
+        self._beaten_ns = now
+        pool = self.target.pool
+        blocks, free = (0, 0) if pool is None else (pool.blocks, pool.free)
+        running, waiting = len(requests.running), len(requests.waiting)
+        self.line.send(Heartbeat(running=running, waiting=waiting, held_blocks=blocks - free, blocks=blocks))
+        return True
+
+
+def _tokens(conclusion: Conclusion, forward_ns: int, busy_ns: int, now_ns: int) -> Tokens:
+    request = conclusion.request
+    prompt_logprobs, request.prompt_logprobs = tuple(request.prompt_logprobs), []
+    return Tokens(
+        request=request.number,
+        round=request.round,
+        tokens=tuple(conclusion.tokens),
+        finish_reason=request.sampler.finish_reason,
+        nodes=conclusion.nodes,
+        depth=conclusion.depth,
+        hit=conclusion.hit,
+        round_us=(now_ns - request.since_ns) // 1000,
+        forward_us=forward_ns // 1000,
+        draft_us=conclusion.draft_us,
+        busy_us=busy_ns // 1000,
+        at_us=now_ns // 1000,
+        sources=conclusion.sources,
+        logprobs=conclusion.logprobs,
+        prompt_logprobs=prompt_logprobs,
+        cached=request.cached,
+        queued_us=request.queued_us or 0,
+    )

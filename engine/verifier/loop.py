@@ -1,0 +1,244 @@
+"""The verifier worker: owns the target and every request's keys and values, and turns drafts into tokens.
+
+One round: receive -> schedule -> run -> verify -> commit -> tell. All requests share a forward; without a drafter, or
+when it is late, a request's tree is its root alone, which is plain decoding: the drafter decides speed, never text.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+import zmq
+from torch import Tensor
+
+from engine.config import Config
+from engine.core.batch import Segment
+from engine.core.errors import OutOfBlocks
+from engine.core.methods import METHODS
+from engine.model.target import Target
+from engine.verifier.drafter_link import FROM_DRAFTER, DrafterLine
+from engine.verifier.front_end_link import FROM_FRONT_END, FrontEndLine
+from engine.verifier.placement import Threads
+from engine.verifier.request import Request
+from engine.verifier.round_timer import Meter
+from engine.verifier.scheduler import Plan, Scheduler
+from engine.verifier.step_input import Round, cut
+from engine.verifier.step_result import Conclusion, conclude_chunks, conclude_trees
+from engine.wire.loop_link import LoopHub
+from engine.wire.messages import Cancel
+from engine.wire.trace import Trace
+from engine.wire.transport import Hub, Line
+
+if TYPE_CHECKING:
+    from engine.drafting.worker import DrafterWorker
+
+__all__ = ["FROM_DRAFTER", "FROM_FRONT_END", "Verifier"]
+
+
+class Verifier:
+    """The worker's loop. control: the line to the front end; drafts: the hub drafters connect to. beside: a drafter
+    that takes turns with the verifier in this loop.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        target: Target,
+        control: Line,
+        drafts: Hub | LoopHub,
+        threads: Threads,
+        beside: DrafterWorker | None = None,
+    ):
+        self.config, self.target = config, target
+        options = config.verifier
+        self.requests = Scheduler(options.max_running, options.prefill_chunk, options.draft_timeout_s)
+        self.front_end = FrontEndLine(control, target, config)
+        budget, timeout_s = config.drafter.budget, options.draft_timeout_s
+        self.drafter = DrafterLine(drafts, target, self.requests, budget, timeout_s, options.cut)
+        self.trace = Trace(control, config.trace is not None)
+        self.meter = Meter(config, target, threads, self.trace)
+        self.method = METHODS[config.method]
+        self.beside = beside
+        self.stopping = False
+
+    def run(self) -> None:
+        """Serve until told to stop."""
+        self.meter.measure()
+        self.front_end.tell_ready()
+        poller = zmq.Poller()
+        for socket in (self.front_end.line.socket, self.drafter.hub.socket):
+            if socket is not None:
+                poller.register(socket, zmq.POLLIN)
+        while not self.stopping:
+            if plan := self._plan():
+                self._step(plan)
+            else:
+                poller.poll(math.ceil(min(self.front_end.patience_s, plan.wait_s) * 1000))
+            if self.beside is not None:
+                self.beside.turn()
+            self._receive()
+            self._beat()
+        self.front_end.close()
+        self._flush()
+
+    # The round, on one page.
+
+    def _receive(self) -> None:
+        for arrival in self.front_end.received():
+            if isinstance(arrival, Request):
+                self.requests.waiting.append(arrival)
+                self.drafter.introduce(arrival)
+            elif isinstance(arrival, Cancel):
+                if (request := self.requests.find(arrival.request)) is not None:
+                    self._forget(request)
+            else:
+                self.stopping = True
+        self.drafter.receive()
+
+    def _plan(self) -> Plan:
+        return self.requests.plan(time.perf_counter_ns(), self.meter.costs, self.drafter.present)
+
+    def _step(self, plan: Plan) -> None:
+        """Run one forward over the trees and chunks of the plan, and send the results."""
+        if self.drafter.drafter is not None:
+            self.meter.observe_wait(plan.decoding)
+        rounds = self._rounds(plan.decoding)
+        try:
+            plan, rounds = self._reserve(plan, rounds)
+        except OutOfBlocks as error:
+            return self._fail(self.requests.running[0], error)
+        segments = [Segment.of_tree(round_.tree, round_.request.cache) for round_ in rounds]
+        segments += [request.chunk(count) for request, count in plan.reading]
+        if not segments:
+            return
+        started_ns = time.perf_counter_ns()
+        try:
+            logits, features = self.target.run(segments, self.drafter.wants.feature_layers)
+        except torch.AcceleratorError:
+            raise  # the device's state is lost: this worker ends, and the next one continues
+        except Exception as error:  # exhausted memory, say
+            return self._blame(plan, error)
+        self.meter.end_forward(started_ns, segments)
+        if self.meter.costs.ahead.second:
+            self.drafter.hear()  # drafts that arrived meanwhile
+        trees = conclude_trees(rounds, logits, features, self.drafter.wants.successors, self._fail)
+        chunks = self._read(plan, segments[len(rounds) :], logits, features)
+        concluded = self._tell_drafter(plan, chain(trees, chunks))
+        self.meter.observe_round(concluded, rounds, segments, self.drafter)
+        self._tell_front_end(concluded)
+        for conclusion in concluded:
+            self._commit(conclusion)
+
+    def _rounds(self, decoding: list[Request]) -> list[Round]:
+        """The trees of all requests, cut together to the nodes that pay."""
+        rounds = [Round.of(request, self.drafter.proposal(request)) for request in decoding]
+        cuts = self.config.verifier.cut and self.drafter.wants.calibrated
+        return cut(rounds, self.meter.costs) if cuts else rounds
+
+    def _reserve(self, plan: Plan, rounds: list[Round]) -> tuple[Plan, list[Round]]:
+        """The part of the plan that there are blocks for. Drafts never decide who takes part: roots and chunks get
+        theirs first, and trees are cut to what is left, the oldest request's first. Raises OutOfBlocks if not even the
+        last running request's root or chunk fits.
+        """
+        chunks = dict(plan.reading)
+        plan = self.requests.reserve(plan, lambda request: chunks.get(request, 1))
+        staying = [round_ for round_ in rounds if round_.request in plan.decoding]
+        return plan, [round_.best(self.requests.room(round_.request, len(round_.kept))) for round_ in staying]
+
+    def _read(self, plan: Plan, chunks: list[Segment], logits: Tensor, features: Tensor | None) -> Iterator[Conclusion]:
+        """Commit the chunks; requests whose prompt ends there draw their first token."""
+        readers = [request for request, _ in plan.reading]
+        yield from conclude_chunks(readers, chunks, logits, features, self._fail)
+        for request in readers:
+            if request in self.requests.running:  # not failed
+                request.publish()
+
+    def _tell_drafter(self, plan: Plan, conclusions: Iterable[Conclusion]) -> list[Conclusion]:
+        """Send each verdict as soon as it is known: retrieval drafts for one request while the next tree is walked
+        down. But a model drafts for all of them in one forward, and gets all verdicts at once.
+        """
+        if not self.method.has_model or self.drafter.rests(self.meter.costs):
+            requests, missing = len(plan.members), sum(request.drafted for request in plan.decoding)
+        else:
+            conclusions = [*conclusions]
+            requests = len(conclusions)
+            missing = sum(one.request.drafted and not one.request.hit for one in conclusions)
+        alone, concluded = self._go_alone(missing), []
+        for conclusion in conclusions:
+            self._tell_of(conclusion, requests, alone)
+            concluded.append(conclusion)
+        return concluded
+
+    def _go_alone(self, missing: int) -> bool:
+        """Whether the `missing` requests, which have no tree yet, continue with their roots alone."""
+        if self._nobody_drafts:
+            return True
+        return missing > 0 and self.drafter.present and not self.requests.waits(self.meter.costs, missing)
+
+    @property
+    def _nobody_drafts(self) -> bool:
+        """Whether the drafter is a model alone, and rests."""
+        return self.drafter.rests(self.meter.costs) and not self.method.merges
+
+    def _tell_of(self, conclusion: Conclusion, requests: int, alone: bool) -> None:
+        """Send a verdict, if there is anyone to draft. alone: whether the request continues with its root if it has no
+        tree yet.
+        """
+        request = conclusion.request
+        request.alone = alone and request.drafted and not request.hit
+        if request.drafted and request.sampler.finish_reason is None and not (request.alone and self._nobody_drafts):
+            self.drafter.tell(conclusion, self.meter.costs, requests)
+
+    def _tell_front_end(self, concluded: list[Conclusion]) -> None:
+        now_ns = time.perf_counter_ns()
+        self.front_end.tell(concluded, self.meter.forward_ns, self.meter.busy_ns, now_ns)
+        for conclusion in concluded:
+            request = conclusion.request
+            request.drafts = {request.outcome: request.drafts[request.outcome]} if request.hit else {}
+            request.since_ns = request.asked_ns = now_ns
+
+    def _commit(self, conclusion: Conclusion) -> None:
+        """Keep the accepted path's keys and values, or release all. Done last, while the drafter already works."""
+        request = conclusion.request
+        if request.sampler.finish_reason is not None:
+            return self._forget(request)
+        if request.round:
+            request.cache.commit(request.kept_path)
+            request.publish()
+            if self.target.pool is not None:
+                request.cache.trim()
+
+    def _beat(self) -> None:
+        if self.front_end.beat(self.requests):
+            self.drafter.hub.restore()
+            self._flush()
+
+    def _flush(self) -> None:
+        self.trace.flush()
+        if self.beside is not None:
+            self.beside.trace.flush()
+
+    # When a request ends, or something fails.
+
+    def _blame(self, plan: Plan, error: Exception) -> None:
+        """A forward failed: run each request's part alone, and end only the requests that fail."""
+        members = plan.members
+        if len(members) == 1:
+            return self._fail(members[0], error)
+        for request in members:
+            if request in self.requests.running:  # not preempted or failed by the step of an earlier one
+                self._step(plan.of(request))
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        self.front_end.refuse(request.number, error)
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        self.requests.remove(request)
+        self.target.release(request.cache)
+        self.drafter.finish(request)

@@ -1,0 +1,85 @@
+"""Where the drafter runs, and how many threads each worker has."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from engine.config import Config, cores
+
+
+def shares_loop(config: Config) -> bool:
+    """Whether the verifier's worker also runs the drafter. In turns one of the two always waits for the other: a
+    process has to be woken, a thread contends for Python's lock, and a draft model has half of the cores.
+    """
+    from engine.core.methods import find
+
+    return config.mode == "sequential" and config.transport != "tcp" and find(config.method).drafter is not None
+
+
+_BOTH_CORES = 4  # with fewer, drafting during the target's forward slows it down more than it gains
+
+
+def settled(config: Config) -> tuple[Config, str | None]:
+    """The configuration with `mode: auto` set to `sequential` if overlap cannot pay, and a line that says so.
+
+    On two cores drafting ahead was 0.4 times (`hybrid`) to 0.9 times (`block`) as fast as turns in one loop.
+    """
+    from engine.core.methods import find
+    from engine.model.loading import find_device
+
+    if config.mode != "auto" or find(config.method).drafter is None:
+        return config, None
+    elsewhere = config.transport == "tcp" or config.verifier.simulated_latency_ms > 0
+    if cores() >= _BOTH_CORES or elsewhere or find_device(config.device).type != "cpu":
+        return config, None
+    line = f"mode=auto: drafter and verifier work in turns, as both at once would share {cores()} cores"
+    return config.model_copy(update={"mode": "sequential"}), line
+
+
+class Threads(NamedTuple):
+    """Threads of each worker's pool. verifier_alone: while no draft model computes at the same time."""
+
+    verifier_alone: int
+    verifier_beside: int
+    drafter: int
+
+    def verifier(self, ahead: bool) -> int:
+        """Threads of the target. ahead: drafts are made while it runs."""
+        return self.verifier_beside if ahead else self.verifier_alone
+
+
+def share_cores(config: Config) -> Threads:
+    """A draft model in its own worker gets half of the cores; in the verifier's loop it uses the verifier's threads.
+    Any other drafter needs none. More threads than cores are refused: two workers of two threads each on two cores were
+    measured to run 6 to 8 times slower.
+    """
+    from engine.core.methods import find
+
+    available, wanted = cores(), config.verifier.threads
+    alone = min(wanted or available, available)
+    if config.remote:  # neither shares its machine with the other
+        return Threads(alone, alone, min(config.drafter.threads or available, available))
+    if shares_loop(config):
+        return Threads(alone, alone, alone)
+    if not find(config.method).has_model:
+        return Threads(alone, alone, 1)
+    drafter = min(config.drafter.threads or max(1, available // 2), available)
+    return Threads(alone, min(wanted or available, max(1, available - drafter)), drafter)
+
+
+def oversubscription(config: Config) -> str | None:
+    """A warning if the configuration asks for threads that it does not get, else None."""
+    given, asked = share_cores(config), config.drafter.threads
+    if shares_loop(config) and asked is not None and asked != given.drafter:
+        return f"drafter.threads={asked}: {given.drafter} used, those of the verifier, in whose loop the drafter works"
+    beside = given.verifier_alone if config.mode == "sequential" else given.verifier_beside
+    for key, wanted, threads in (
+        ("verifier.threads", config.verifier.threads, beside),
+        ("drafter.threads", config.drafter.threads, given.drafter),
+    ):
+        if wanted is not None and wanted > threads:
+            return (
+                f"{key}={wanted}: {threads} used, since drafter and verifier share {cores()} cores; "
+                "with more threads than cores both were measured to run 6 to 8 times slower"
+            )
+    return None

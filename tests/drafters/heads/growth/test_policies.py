@@ -1,0 +1,314 @@
+"""Growth policies, driven by random heads."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafters.heads.growth.policies import (
+    EAGLE_25,
+    MEDUSA_63,
+    Adaptive,
+    Candidates,
+    Dynamic,
+    Frontier,
+    Policy,
+    Static,
+    Talon,
+)
+from engine.core.tree import TokenTree
+
+VOCAB = 50
+
+
+def grow(policy: Policy, root: int, expand: Callable[[Frontier], Candidates]) -> TokenTree:
+    """Run one policy to its end."""
+    steps = policy.steps(root)
+    try:
+        frontier = next(steps)
+        while True:
+            frontier = steps.send(expand(frontier))
+    except StopIteration as end:
+        tree: TokenTree = end.value
+        return tree
+
+
+class RandomHead:
+    """Answers like a head: k distinct tokens per node with falling chances that sum to at most one; always the same
+    behind the same path.
+    """
+
+    def __init__(self, seed: int, k: int, sharpness: float):
+        self.seed, self.k, self.sharpness = seed, k, sharpness
+        self.frontiers: list[Frontier] = []
+        self.answers: list[Candidates] = []
+
+    def __call__(self, frontier: Frontier) -> Candidates:
+        self.frontiers.append(frontier)
+        tokens, chances = [], []
+        for node in frontier.nodes:
+            path = [frontier.sketch.tokens[n] for n in ancestors(frontier.sketch.parents, node)]
+            chance = random.Random(repr((self.seed, path)))
+            weights = sorted((chance.random() ** self.sharpness for _ in range(self.k)), reverse=True)
+            total = sum(weights) * (1 + chance.random())
+            tokens.append(chance.sample(range(VOCAB), self.k))
+            chances.append([weight / total for weight in weights])
+        self.answers.append(Candidates(tokens, chances))
+        return self.answers[-1]
+
+
+policies = st.one_of(
+    st.sampled_from([Static(EAGLE_25), Static(MEDUSA_63), Static([(0,), (1,), (1, 2)])]),
+    st.builds(Dynamic, depth=st.integers(0, 5), top_k=st.integers(1, 6), budget=st.integers(1, 30)),
+    st.builds(
+        Talon,
+        budget=st.integers(2, 40),
+        width=st.integers(1, 10),
+        mu=st.sampled_from([0.01, 0.03, 0.9]),
+        ungated=st.integers(0, 3),
+    ),
+    st.builds(
+        Adaptive,
+        budget=st.integers(2, 40),
+        top_k=st.integers(1, 10),
+        mu=st.sampled_from([0.01, 0.03, 0.2, 0.9]),
+        gate=st.sampled_from(["path", "layer"]),
+    ),
+)
+heads = st.tuples(st.integers(0, 10**6), st.integers(1, 10), st.sampled_from([0.2, 1.0, 8.0]))
+
+
+@given(policies, heads)
+def test_a_tree_is_well_formed_and_never_over_budget(policy: Policy, head: tuple[int, int, float]) -> None:
+    tree = grow(policy, 7, RandomHead(*head))
+    assert len(tree) <= policy.budget
+    assert tree.tokens[0] == 7
+    tree.validate(VOCAB)  # topological order, distinct siblings, falling confidence
+
+
+@given(policies, heads)
+def test_the_same_head_gives_the_same_tree(policy: Policy, head: tuple[int, int, float]) -> None:
+    one, two = grow(policy, 7, RandomHead(*head)), grow(policy, 7, RandomHead(*head))
+    assert (one.tokens == two.tokens).all() and (one.parents == two.parents).all()
+    assert (one.confidence == two.confidence).all()
+
+
+@given(policies, heads)
+def test_a_policy_expands_each_node_once_after_its_parent_and_within_its_promise(
+    policy: Policy, head: tuple[int, int, float]
+) -> None:
+    answers = RandomHead(*head)
+    grow(policy, 7, answers)
+    expanded = [node for frontier in answers.frontiers for node in frontier.nodes]
+    assert len(expanded) == len(set(expanded)) <= policy.max_expansions
+    for frontier in answers.frontiers[1:]:
+        assert set(frontier.parents) <= set(expanded)
+
+
+@given(st.sampled_from(["path", "layer"]), st.sampled_from([0.03, 0.2]), heads)
+def test_every_layer_of_an_adaptive_tree_below_the_first_obeys_the_gate(
+    gate: str, mu: float, head: tuple[int, int, float]
+) -> None:
+    policy = Adaptive(budget=40, mu=mu, gate=gate)  # type: ignore[arg-type]
+    tree = grow(policy, 7, RandomHead(*head))
+    if len(tree) < policy.budget:
+        assert (tree.depths == 1).sum() == min(policy.top_k, head[1])
+    for depth in range(2, int(tree.depths.max()) + 1):
+        layer = tree.confidence[tree.depths == depth]
+        assert (layer >= np.float32(policy.threshold(float(layer.max()))) - 1e-7).all()
+
+
+@given(st.sampled_from([0.0, 0.03, 0.3]), st.integers(0, 2), heads)
+def test_the_talon_tree_is_that_of_the_papers_algorithm(mu: float, ungated: int, head: tuple[int, int, float]) -> None:
+    """Algorithm 2 once more, over paths instead of nodes."""
+    policy = Talon(budget=30, width=4, mu=mu, ungated=ungated)
+    answers, kept, layer, depth = RandomHead(*head), {(): 1.0}, [()], 0
+    tree = grow(policy, 7, answers)
+    behind = {}
+    for frontier, seen in zip(answers.frontiers, answers.answers, strict=True):
+        for node, tokens, chances in zip(frontier.nodes, seen.tokens, seen.chance, strict=True):
+            path = tuple(frontier.sketch.tokens[n] for n in ancestors(frontier.sketch.parents, node))[1:]
+            behind[path] = list(zip(tokens, chances, strict=True))
+    while len(kept) < 30 and layer:
+        pool = sorted(((kept[p] * c, (*p, t)) for p in layer for t, c in behind[p]), key=lambda child: -child[0])
+        gated = [child for child in pool if child[0] >= mu * pool[0][0]] if depth >= ungated else pool[:4]
+        layer = [path for _, path in gated[: 30 - len(kept)]]
+        kept |= {path: c for c, path in gated[: 30 - len(kept)]}
+        depth += 1
+    found = {tuple(tree.path_tokens(node)[1:]): float(tree.confidence[node]) for node in range(len(tree))}
+    assert found == pytest.approx(kept, rel=1e-5)
+
+
+def ancestors(parents: list[int], node: int) -> list[int]:
+    """The path from the root to a node."""
+    return [*ancestors(parents, parents[node]), node] if node > 0 else [0]
+
+
+@given(heads)
+def test_the_dynamic_tree_is_the_best_of_all_candidates(head: tuple[int, int, float]) -> None:
+    wide = grow(Dynamic(depth=3, top_k=4, budget=10**6), 7, RandomHead(*head))
+    narrow = grow(Dynamic(depth=3, top_k=4, budget=12), 7, RandomHead(*head))
+    best = sorted(wide.confidence.tolist(), reverse=True)[: len(narrow)]
+    assert sorted(narrow.confidence.tolist(), reverse=True) == best
+
+
+def test_adaptive_trees_are_deep_for_sure_heads_and_shallow_for_unsure_ones() -> None:
+    def head(chance: float) -> TokenTree:
+        row = [chance] + [(1 - chance) / 9] * 9
+        return grow(Adaptive(), 0, lambda f: Candidates([list(range(10))] * len(f.nodes), [row] * len(f.nodes)))
+
+    assert head(0.99).depths.max() > 20
+    assert head(0.12).depths.max() == 1
+    assert len(head(0.12)) == 11
+
+
+def test_the_published_trees_have_their_published_sizes() -> None:
+    assert len(EAGLE_25) == 25 and len(MEDUSA_63) == 63
+    for paths in (EAGLE_25, MEDUSA_63):
+        tree = grow(Static(paths), 0, RandomHead(1, 10, 1.0))
+        assert len(tree) == len(paths) + 1 == Static(paths).budget
+
+
+def test_a_static_tree_takes_the_candidates_at_its_ranks() -> None:
+    answers = iter([Candidates([[5, 6, 7]], [[0.5, 0.3, 0.1]]), Candidates([[8, 9]], [[0.5, 0.25]])])
+    tree = grow(Static([(0,), (2,), (2, 1)]), 1, lambda _: next(answers))
+    assert tree.tokens.tolist() == [1, 5, 7, 9]
+    assert tree.parents.tolist() == [-1, 0, 0, 2]
+    assert tree.confidence.tolist() == pytest.approx([1, 0.5, 0.1, 0.025])
+
+
+def test_a_static_tree_without_the_parent_of_a_path_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"\[0, 1\] has no parent"):
+        Static([(1,), (0, 1)])
+
+
+def sure(*chances: float) -> Callable[[Frontier], Candidates]:
+    """A head that sees the same candidates, 1, 2, ..., behind every node."""
+    tokens = list(range(1, len(chances) + 1))
+    return lambda frontier: Candidates([tokens] * len(frontier.nodes), [list(chances)] * len(frontier.nodes))
+
+
+def asked(policy: Policy, head: Callable[[Frontier], Candidates]) -> list[list[int]]:
+    """The nodes of every frontier that a head is asked about."""
+    frontiers: list[list[int]] = []
+
+    def noted(frontier: Frontier) -> Candidates:
+        frontiers.append(frontier.nodes)
+        return head(frontier)
+
+    grow(policy, 7, noted)
+    return frontiers
+
+
+def test_a_head_is_told_of_every_node_all_that_it_needs() -> None:
+    head = RandomHead(1, 2, 1.0)
+    grow(Dynamic(depth=2, top_k=2, budget=20), 7, head)
+    last = head.frontiers[-1]
+    assert len(last.nodes) == 2
+    assert last.parents == [last.sketch.parents[node] for node in last.nodes]
+    assert last.tokens == [last.sketch.tokens[node] for node in last.nodes]
+    assert last.confidence == [last.sketch.confidence[node] for node in last.nodes]
+    assert head.frontiers[0].tokens == [7] and head.frontiers[0].confidence == [1.0]
+
+
+@pytest.mark.parametrize("policy", [Static(EAGLE_25), Dynamic(), Adaptive()])
+def test_a_tree_that_no_source_is_named_for_is_marked_with_none(policy: Policy) -> None:
+    assert not grow(policy, 7, RandomHead(1, 10, 1.0)).source.any()
+
+
+def test_published_parameters_are_the_defaults() -> None:
+    dynamic, adaptive, talon = Dynamic(), Adaptive(), Talon()
+    assert (dynamic.depth, dynamic.top_k, dynamic.budget) == (7, 10, 60)
+    assert (adaptive.budget, adaptive.top_k, adaptive.mu, adaptive.max_depth) == (60, 10, 0.03, 60)
+    assert (talon.budget, talon.width, talon.mu, talon.ungated) == (60, 10, 0.03, 1)
+
+
+@given(heads)
+def test_talons_rule_needs_no_more_candidates_than_it_asks_for(head: tuple[int, int, float]) -> None:
+    policy, answers = Talon(budget=5), RandomHead(*head)
+
+    def asked_for(frontier: Frontier) -> Candidates:
+        seen, k = answers(frontier), policy.top_k
+        return Candidates([row[:k] for row in seen.tokens], [row[:k] for row in seen.chance])
+
+    assert grow(policy, 7, asked_for).tokens.tolist() == grow(policy, 7, RandomHead(*head)).tokens.tolist()
+
+
+def test_a_static_tree_says_how_many_candidates_and_expansions_it_needs() -> None:
+    assert (Static(EAGLE_25).top_k, Static(MEDUSA_63).top_k) == (4, 10)
+    for paths in (EAGLE_25, MEDUSA_63):
+        policy = Static(paths)
+        assert sum(map(len, asked(policy, RandomHead(1, 10, 1.0)))) == policy.max_expansions
+
+
+@pytest.mark.parametrize("paths", [[(0,), (0, 0, 1)], [()], [(0,), ()]])
+def test_paths_that_make_no_tree_are_refused(paths: list[tuple[int, ...]]) -> None:
+    with pytest.raises(ValueError, match="has no parent in the list"):
+        Static(paths)
+
+
+def test_a_dynamic_tree_is_as_deep_as_it_says_and_as_wide_as_its_promise() -> None:
+    policy = Dynamic(depth=2, top_k=3, budget=10**6)
+    tree = grow(policy, 7, sure(0.4, 0.3, 0.2, 0.1))
+    assert tree.depths.max() == 3
+    assert sum(map(len, asked(policy, sure(0.4, 0.3, 0.2, 0.1)))) == policy.max_expansions == 1 + 2 * 3
+
+
+@pytest.mark.parametrize("policy", [Static(EAGLE_25), Dynamic(), Adaptive(), Talon()])
+def test_a_head_that_sees_no_further_ends_the_tree(policy: Policy) -> None:
+    assert len(grow(policy, 7, sure())) == 1
+
+
+@pytest.mark.parametrize(
+    ("gate", "expected"),
+    [  # layer 0 is ungated; then 0.5 times 0.5 is just enough for the path gate, half of the layer's best for the other
+        ("path", [1.0, 0.5, 0.25, 0.125, 0.25]),
+        ("layer", [1.0, 0.5, 0.25, 0.125, 0.25, 0.125, 0.125, 0.125, 0.0625, 0.0625, 0.0625]),
+    ],
+)
+def test_a_gate_lets_pass_what_just_reaches_it(gate: str, expected: list[float]) -> None:
+    mu = 0.25 if gate == "path" else 0.5
+    policy = Adaptive(mu=mu, gate=gate, max_depth=3 if gate == "layer" else None)  # type: ignore[arg-type]
+    assert policy.threshold(0.5) == 0.25
+    assert grow(policy, 7, sure(0.5, 0.25, 0.125)).confidence.tolist() == expected
+
+
+def test_nodes_below_the_path_gate_are_not_expanded_and_those_on_it_are() -> None:
+    assert asked(Adaptive(mu=0.25), sure(0.5, 0.25, 0.125)) == [[0], [1, 2], [4]]
+    assert asked(Adaptive(mu=0.25, gate="layer", max_depth=2), sure(0.5, 0.25, 0.125)) == [[0], [1, 2, 3]]
+
+
+def test_an_adaptive_tree_may_be_limited_in_depth() -> None:
+    assert grow(Adaptive(max_depth=2), 7, sure(0.9)).depths.max() == 2
+
+
+def test_talons_rule_asks_for_nothing_more_once_the_budget_is_spent() -> None:
+    assert asked(Talon(budget=3), sure(0.5, 0.4, 0.1)) == [[0]]
+
+
+def test_a_full_adaptive_tree_asks_on_where_better_nodes_may_be_found() -> None:
+    assert asked(Adaptive(budget=3), sure(0.5, 0.4, 0.1)) == [[0], [1]]
+    assert asked(Adaptive(budget=3), sure(0.5, 0.5)) == [[0]], "no child would be better than the worst"
+    assert grow(Adaptive(budget=4), 7, sure(0.9, 0.1)).depths.max() == 3
+
+
+@given(heads)
+def test_where_a_row_costs_nothing_an_adaptive_tree_is_the_best_of_all_candidates(head: tuple[int, int, float]) -> None:
+    free = Adaptive(budget=20, top_k=4, max_depth=4)
+    free.row_tokens = 0.0
+    adaptive, dynamic = (grow(policy, 7, RandomHead(*head)) for policy in (free, Dynamic(3, 4, 20)))
+    assert sorted(adaptive.confidence.tolist()) == pytest.approx(sorted(dynamic.confidence.tolist()))
+
+
+def test_a_node_is_kept_if_it_brings_what_its_row_costs_and_mu_is_the_most_that_is_asked() -> None:
+    sizes = []
+    for row_tokens in (0.001, 0.01, 0.03, 0.5):
+        policy = Adaptive()
+        policy.row_tokens = row_tokens
+        sizes.append(len(grow(policy, 7, sure(0.3, 0.2))))
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[1] > sizes[2] == sizes[3]

@@ -1,0 +1,102 @@
+"""Candidates at T = 0 and, with the target's noise, at T > 0."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from drafters.heads.growth.ranking import ErrorScale, Ranking
+from engine.core.params import SamplingParams
+from engine.sampling.noise import gumbel, gumbel_argmax
+
+VOCAB = 300
+IDS = torch.arange(VOCAB)
+
+
+def random_logits(n: int, seed: int) -> Tensor:
+    """About the entropy of a language model's next token."""
+    return torch.randn(n, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2.5
+
+
+def test_greedy_candidates_are_the_heads_best_with_their_softmax() -> None:
+    logits = random_logits(4, 0)
+    seen = Ranking(SamplingParams(), IDS, 5)(logits, [7, 7, 7, 7])
+    best = logits.softmax(-1).topk(5)
+    assert seen.tokens == best.indices.tolist()
+    torch.testing.assert_close(torch.tensor(seen.chance), best.values)
+
+
+def test_with_shared_noise_the_order_is_that_of_the_targets_draw() -> None:
+    params, logits = SamplingParams(temperature=0.7, seed=11), random_logits(3, 1)
+    seen = Ranking(params, IDS, 4)(logits, [20, 21, 20])
+    for row, position in enumerate([20, 21, 20]):
+        scores = logits[row].double() / 0.7 + gumbel(11, position, IDS)
+        assert seen.tokens[row] == scores.topk(4).indices.tolist()
+        assert seen.tokens[row][0] == gumbel_argmax(logits[row] / 0.7, 11, position)
+
+
+def test_the_noise_is_that_of_target_ids_not_of_draft_ids() -> None:
+    params, ids, logits = SamplingParams(temperature=1.0, seed=3), IDS.flip(0)[:100], random_logits(1, 2)[:, :100]
+    seen = Ranking(params, ids, 3)(logits, [5])
+    assert seen.tokens[0] == ids[(logits[0].double() + gumbel(3, 5, ids)).topk(3).indices].tolist()
+
+
+def test_without_shared_noise_the_order_is_the_heads_own() -> None:
+    params, logits = SamplingParams(temperature=2.0, seed=3), random_logits(2, 3)
+    seen = Ranking(params, IDS, 3, shared_noise=False)(logits, [5, 5])
+    assert seen.tokens == logits.topk(3).indices.tolist()
+
+
+def acceptance(shared_noise: bool, draws: int = 400) -> tuple[list[bool], list[float]]:
+    """Whether the first candidate is the target's draw, and the chance claimed; the head errs by a unit normal."""
+    logits, error = random_logits(draws, 4), torch.randn(draws, VOCAB, generator=torch.Generator().manual_seed(9))
+    ranking = Ranking(SamplingParams(temperature=1.0, seed=1), IDS, 4, shared_noise, ErrorScale(0.6))
+    hits, chances = [], []
+    for row in range(draws):
+        seen = ranking(logits[row : row + 1] + error[row], [row])
+        hits.append(seen.tokens[0][0] == gumbel_argmax(logits[row], 1, row))
+        chances.append(seen.chance[0][0])
+    return hits, chances
+
+
+def test_shared_noise_guesses_far_more_of_the_targets_draws() -> None:
+    with_noise, without = acceptance(True)[0], acceptance(False)[0]
+    assert sum(with_noise) > 1.5 * sum(without)
+
+
+def test_the_claimed_chance_is_near_the_observed_one_where_it_is_high_and_where_it_is_low() -> None:
+    hits, chances = (torch.tensor(values).float() for values in acceptance(True, 800))
+    order = chances.argsort()
+    for part in order.chunk(3):
+        assert abs(hits[part].mean() - chances[part].mean()) < 0.1
+
+
+def test_the_heads_error_is_learnt_from_the_draws() -> None:
+    """From far off on either side to where the claimed chances fit: a head that errs by a unit normal has 0.6."""
+    for start in (0.1, 4.0):
+        error = ErrorScale(start)
+        ranking = Ranking(SamplingParams(temperature=0.8, seed=2), IDS, 1, error=error)
+        for row in range(300):
+            logits = random_logits(1, row)
+            miss = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(10**6 + row))
+            ranking.learn(logits + miss, row, gumbel_argmax(logits[0] / 0.8, 2, row))
+        assert 0.4 < error.value < 0.9
+
+
+def test_tokens_the_request_rules_out_get_no_chance() -> None:
+    logits = torch.tensor([[5.0, 4.0, 0.0, -1.0]])
+    for params in (
+        SamplingParams(temperature=1.0, top_k=2),
+        SamplingParams(temperature=1.0, top_p=0.9),
+        SamplingParams(temperature=1.0, min_p=0.1),
+    ):
+        for shared in (True, False):
+            seen = Ranking(params, torch.arange(4), 4, shared)(logits, [0])
+            assert {t for t, c in zip(seen.tokens[0], seen.chance[0], strict=True) if c > 0} == {0, 1}
+
+
+def test_old_noise_is_forgotten() -> None:
+    ranking = Ranking(SamplingParams(temperature=1.0), IDS, 2)
+    for position in range(200):
+        ranking(random_logits(1, 0), [position])
+    assert len(ranking._noise) <= 65

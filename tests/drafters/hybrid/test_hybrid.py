@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafters.heads.checkpoint import TargetWeights
+from drafters.heads.growth.policies import Adaptive, Sketch
+from drafters.heads.head_drafter import HeadDrafter
+from drafters.hybrid.hybrid import HybridDrafter, _root_of
+from drafters.hybrid.merge import Merge
+from drafters.hybrid.retrieval_advice import RetrievalAdvice
+from drafters.lookup.prompt_lookup import PromptLookup
+from drafters.lookup.recycling import TokenRecycling
+from drafters.lookup.suffix import SuffixDrafter
+from engine.core.drafter_protocol import Verdict
+from engine.core.methods import source_of
+from engine.core.params import SamplingParams
+from engine.core.tree import TokenTree
+from engine.model.target import bfloat16_bits
+from tests.drafters.conftest import VOCAB
+from tests.drafters.heads.test_eagle import eagle3, true_features
+
+TEXT = [5, 6, 7, 8, 9, 5, 6, 7]
+CHANCES = st.none() | st.floats(0, 1)
+
+
+def hybrid(path: Path, target: TargetWeights, text: list[int] = TEXT) -> HybridDrafter:
+    """A hybrid that has read `text`, of which the last token is the target's; tokens are dear, so any step pays."""
+    drafter = HybridDrafter(HeadDrafter(eagle3(path, target), Adaptive(budget=24)), [SuffixDrafter(budget=24)], 24)
+    drafter.head.source, drafter.memories[0].source = source_of("eagle3"), source_of("suffix")
+    drafter.start(1, text[:-1], SamplingParams(max_tokens=160))
+    features = bfloat16_bits(true_features(len(text) - 1, "eagle3"))
+    drafter.observe(1, Verdict(TokenTree.root_only(text[-2]), [0], text[-1:], features, token_s=1e6))
+    return drafter
+
+
+def test_its_tree_holds_what_the_head_and_what_the_text_suggest(tmp_path: Path, target: TargetWeights) -> None:
+    drafter = hybrid(tmp_path, target)
+    tree = drafter.propose(1).validate(VOCAB)
+    model = drafter.head.propose(1)
+    assert tree.child(0, 8) is not None  # what followed 5 6 7 in the text
+    assert tree.child(0, int(model.tokens[1])) is not None  # the head's first guess
+    assert len(tree) <= 24
+
+
+def test_the_head_drafts_on_below_a_retrieved_node(tmp_path: Path, target: TargetWeights) -> None:
+    drafter = hybrid(tmp_path, target)
+    tree = drafter.propose(1)
+    retrieved = tree.child(0, 8)
+    assert retrieved is not None
+    continued = [child for child in tree.children(retrieved) if not tree.source[child] & source_of("suffix")]
+    assert continued
+
+
+def test_a_node_of_the_index_is_marked_as_such(tmp_path: Path, target: TargetWeights) -> None:
+    tree = hybrid(tmp_path, target).propose(1)
+    assert tree.source[0] == 0 and tree.source[tree.child(0, 8)] & source_of("suffix")
+    assert (tree.source[1:] > 0).all()
+
+
+def test_before_the_first_features_retrieval_drafts_alone(tmp_path: Path, target: TargetWeights) -> None:
+    drafter = HybridDrafter(HeadDrafter(eagle3(tmp_path, target), Adaptive()), [PromptLookup()], 60)
+    drafter.start(1, TEXT, SamplingParams())
+    assert drafter.propose(1).child(0, 8) is not None
+
+
+def test_an_outcome_asked_about_leaves_no_trace(tmp_path: Path, target: TargetWeights) -> None:
+    drafter = hybrid(tmp_path, target)
+    before = drafter.propose(1)
+    assert [tree.tokens[0] for tree in drafter.propose_many([(1, [3]), (1, [4, 5])])] == [3, 5]
+    assert drafter.propose(1).tokens.tolist() == before.tokens.tolist()
+
+
+def test_a_step_that_costs_more_than_it_can_bring_is_left_to_retrieval(tmp_path: Path, target: TargetWeights) -> None:
+    drafter = hybrid(tmp_path, target)
+    drafter._token_s = 1e-9
+    steps = drafter.head.steps
+    tree = drafter.propose(1)
+    assert drafter.head.steps == steps
+    assert tree.child(tree.child(0, 8) or 0, 9) is not None  # the text goes on: 8 9
+
+
+def test_a_head_that_is_to_rest_drafts_no_more_until_it_may_again(tmp_path: Path, target: TargetWeights) -> None:
+    drafter = hybrid(tmp_path, target)
+
+    def steps_after(rest: bool) -> int:
+        tree, steps = drafter.propose(1), drafter.head.steps
+        features = bfloat16_bits(true_features(1, "eagle3"))
+        drafter.observe(1, Verdict(tree, [0], [int(tree.tokens[0])], features, rest=rest, token_s=1e6))
+        drafter.propose(1)
+        return drafter.head.steps - steps
+
+    assert [steps_after(rest) > 0 for rest in (False, True, True, False)] == [True, False, False, True]
+    assert drafter.rests
+
+
+def test_the_more_requests_share_a_step_the_less_it_has_to_bring(tmp_path: Path, target: TargetWeights) -> None:
+    drafter = hybrid(tmp_path, target)
+    features = bfloat16_bits(true_features(len(TEXT) - 1, "eagle3"))
+    drafter.start(2, TEXT[:-1], SamplingParams(max_tokens=160))
+    drafter.observe(2, Verdict(TokenTree.root_only(TEXT[-2]), [0], TEXT[-1:], features, token_s=1.0))
+    steps = drafter.head.steps
+    surplus = RetrievalAdvice(drafter.merge, drafter._retrieve(1, ()), 0.0, drafter._rescue).surplus(
+        _root_of(drafter._retrieve(1, ()))
+    )
+    drafter._step_s = 1.5 * surplus  # of a token's time
+    drafter.propose(1)
+    assert drafter.head.steps == steps
+    drafter.propose_many([(1, ()), (2, ())])
+    assert drafter.head.steps > steps
+
+
+def test_below_the_root_a_one_pass_heads_candidates_cost_no_forward() -> None:
+    text, tree = Sketch([5]), TokenTree.root_only(5)
+    below = text.frontier([text.add(0, 6, 0.01)])
+    dear = {one_pass: RetrievalAdvice(Merge(), tree, 1.0, 0.5, one_pass) for one_pass in (False, True)}
+    assert [dear[one_pass].worth_drafting(below) for one_pass in (False, True)] == [False, True]
+    assert dear[True].surplus(text.frontier([0])) < 0  # the first forward is weighed
+
+
+def test_a_step_behind_which_the_head_read_a_long_text_is_not_timed(tmp_path: Path, target: TargetWeights) -> None:
+    timed = []
+    for text in (TEXT, TEXT * 10):
+        drafter = hybrid(tmp_path, target, text)
+        before = drafter._step_s
+        drafter.propose(1)
+        assert drafter.head.steps
+        timed.append(drafter._step_s != before)
+    assert timed == [True, False]
+
+
+def rescue_after(drafter: HybridDrafter, tree: TokenTree, path: list[int], tokens: list[int]) -> float:
+    """The learned chance, after this verdict."""
+    features = bfloat16_bits(true_features(len(path), "eagle3"))
+    drafter.observe(1, Verdict(tree, path, tokens, features))
+    drafter.settle()
+    return drafter._rescue
+
+
+def test_how_often_the_head_is_followed_where_retrieval_misses_is_learned(
+    tmp_path: Path, target: TargetWeights
+) -> None:
+    drafter = hybrid(tmp_path, target)
+    before, tree = drafter._rescue, drafter.propose(1)
+    retrieved = drafter._retrieve(1, ())
+    listed = next(
+        int(tree.tokens[node]) for node in tree.children(0) if retrieved.child(0, int(tree.tokens[node])) is None
+    )
+    node = tree.child(0, listed)
+    assert node is not None
+    unforeseen = next(t for t in range(VOCAB) if tree.child(0, t) is None)
+    drafter.observe(1, Verdict(tree, [0], [unforeseen], bfloat16_bits(true_features(1, "eagle3"))))
+    assert drafter._rescue == before  # the next tree is waited for: learning is not
+    drafter.settle()
+    assert drafter._rescue < before
+    cut = hybrid(tmp_path / "cut", target)
+    cut.propose(1)
+    assert rescue_after(cut, tree, [0], [listed]) < before  # the verifier had cut the node
+    followed = hybrid(tmp_path / "followed", target)
+    followed.propose(1)
+    assert rescue_after(followed, tree, [0, node], [listed, unforeseen]) > before
+
+
+def test_only_rounds_whose_tree_has_the_heads_nodes_tell_whether_it_is_followed(
+    tmp_path: Path, target: TargetWeights
+) -> None:
+    drafter = hybrid(tmp_path, target)
+    drafter._rescue = 0.3
+    drafter._token_s = 1e-9
+    tree = drafter.propose(1)  # retrieval's alone
+    drafter.following([(1, ())])  # but the head was asked what may come next
+    unforeseen = next(t for t in range(VOCAB) if tree.child(0, t) is None)
+    assert rescue_after(drafter, tree, [0], [unforeseen]) > 0.3
+    alone = hybrid(tmp_path / "alone", target)
+    alone._rescue = 0.3
+    alone.propose(1)
+    assert rescue_after(alone, TokenTree.root_only(TEXT[-1]), [0], [unforeseen]) > 0.3
+
+
+def test_a_tree_that_has_just_begun_does_not_replace_retrievals(tmp_path: Path, target: TargetWeights) -> None:
+    def offers(drafter: HybridDrafter) -> list[TokenTree]:
+        offered: list[TokenTree] = []
+        drafter.propose_many([(1, ())], lambda so_far: offered.append(so_far()[0]))
+        return offered
+
+    long = hybrid(tmp_path, target)
+    assert {tuple(tree.tokens.tolist()) for tree in offers(long)} == {tuple(long._retrieve(1, ()).tokens.tolist())}
+    long.memories = []
+    sizes = [len(tree) for tree in offers(long)]
+    assert sizes[0] == 1 and sizes[1] > 1 and sizes == sorted(sizes)
+
+
+def test_what_several_memories_retrieve_together_fits_the_budget(tmp_path: Path, target: TargetWeights) -> None:
+    head = HeadDrafter(eagle3(tmp_path, target), Adaptive(budget=6))
+    drafter = HybridDrafter(head, [SuffixDrafter(budget=6), TokenRecycling(budget=6)], 6)
+    drafter.start(1, [5, 6, 7, 8, 9, 5, 1, 5, 2, 5, 3, 5, 4, 5, 6], SamplingParams())
+    assert [len(memory.propose(1)) for memory in drafter.memories] == [6, 6]
+    assert len(drafter.propose(1).validate(VOCAB)) == 6
+
+
+def test_a_head_alone_drafts_nothing_while_it_rests(tmp_path: Path, target: TargetWeights) -> None:
+    drafter = hybrid(tmp_path, target)
+    drafter.memories = []
+    assert len(drafter.propose(1)) > 1
+    drafter.observe(1, Verdict(TokenTree.root_only(TEXT[-1]), [0], [3], rest=True, token_s=1e6))
+    assert drafter.propose(1).tokens.tolist() == [3]
+    features = bfloat16_bits(true_features(2, "eagle3"))
+    drafter.observe(1, Verdict(TokenTree.root_only(3), [0], [4], features, token_s=1e6))
+    tree = drafter.propose(1)
+    assert len(tree) > 1 and set(tree.source[1:].tolist()) == {source_of("eagle3")}
+
+
+def test_a_head_that_was_not_asked_for_long_is_hoped_for_again(tmp_path: Path, target: TargetWeights) -> None:
+    drafter = hybrid(tmp_path, target)
+    drafter._rescue, drafter._step_s = 0.1, 1e6
+    tree = drafter.propose(1)
+    assert not drafter.head.steps
+    assert rescue_after(drafter, tree, [0], [TEXT[0]]) > 0.1
+
+
+@given(CHANCES, CHANCES)
+def test_until_something_was_seen_a_token_is_right_unless_both_are_wrong(
+    model: float | None, memory: float | None
+) -> None:
+    expected = 1 - (1 - (model or 0)) * (1 - (memory or 0))
+    assert Merge().chance(model, memory) == pytest.approx(expected)
+
+
+def test_the_chance_of_a_pair_of_opinions_is_learned() -> None:
+    merge = Merge()
+    for _ in range(400):
+        merge.learn(0.9, 0.5, accepted=False)
+        merge.learn(0.1, 0.5, accepted=True)
+    assert merge.chance(0.9, 0.5) < 0.1 and merge.chance(0.1, 0.5) > 0.9
+    assert merge.chance(0.1, None) == pytest.approx(0.1)
+
+
+@given(st.dictionaries(st.integers(0, 9), st.floats(0, 1)), st.dictionaries(st.integers(0, 9), st.floats(0, 1)))
+def test_merged_candidates_are_both_sides_best_first_and_no_more_than_certain(
+    model: dict[int, float], memory: dict[int, float]
+) -> None:
+    tokens, chances = Merge().following((list(model), list(model.values())), (list(memory), list(memory.values())))
+    assert sorted(tokens) == sorted(model | memory)
+    assert chances == sorted(chances, reverse=True) and sum(chances) <= 1 + 1e-6
+
+
+def test_a_verdict_that_the_head_cannot_digest_is_not_kept_for_ever(tmp_path: Path, target: TargetWeights) -> None:
+    drafter = hybrid(tmp_path, target)
+    drafter.settle()
+    tree = drafter.propose(1)
+    drafter.observe(1, Verdict(tree, [0], [3], np.zeros((1, 3, 5), np.uint16)))
+    with pytest.raises(RuntimeError):
+        drafter.settle()
+        drafter.propose(1)
+    drafter.settle()
+    drafter.finish(1)
+
+
+def test_a_request_ends_whatever_others_left_to_read(
+    tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = hybrid(tmp_path, target)
+    drafter.settle()
+    drafter.start(2, TEXT, SamplingParams())
+    monkeypatch.setattr(drafter.head, "observe", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
+    drafter.observe(1, Verdict(drafter.propose(1), [0], [3]))
+    drafter.finish(2)
+    drafter.finish(1)
+    drafter.settle()

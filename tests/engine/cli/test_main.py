@@ -1,0 +1,119 @@
+"""The command's ends: interrupted, and on a full disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from engine.cli.main import assemble
+
+ROOT = Path(__file__).parents[3]
+
+
+def restore_interrupt() -> None:
+    """A shell's background job ignores Ctrl-C, and so would its children."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.mark.parametrize("imported", ["pydantic", "typer", "zmq", "engine.cli.main", "numpy", "torch", "transformers"])
+def test_an_interrupt_while_it_imports_ends_it_without_a_traceback(tiny: str, imported: str) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "engine", "generate", "hi", "--set", f"model={tiny}"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=restore_interrupt
+    )
+    assert process.stderr is not None
+    try:
+        while (line := process.stderr.readline()).split("|")[-1].strip() != imported:
+            assert line, f"ended before it had imported {imported}"
+        process.send_signal(signal.SIGINT)
+        _, rest = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert not [line for line in rest.splitlines() if line and not line.startswith("import time:")]
+
+
+@pytest.mark.parametrize("file", ["results.jsonl", "about.txt", "report.md", "headline.png"])
+def test_a_disk_that_fills_during_a_benchmark_is_one_line(tiny: str, tmp_path: Path, file: str) -> None:
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text(json.dumps({"question_id": 1, "category": "test", "turns": ["count"]}) + "\n")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / file).symlink_to("/dev/full")
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "engine", "bench", "--questions", questions, "--methods", "none", "--max-tokens", "8",
+            "--out", out, "--set", f"model={tiny}", "--set", "transport=inproc",
+        ],
+        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert [line for line in done.stderr.splitlines() if line.startswith(f"talon: --out {out}: the disk is full")]
+    assert "Traceback" not in done.stderr
+
+
+def test_an_answer_that_cannot_be_printed_is_one_line(tiny: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "engine", "generate", "hi", "--method", "none", "--max-tokens", "4", "--set",
+             f"model={tiny}", "--set", "transport=inproc"],
+            cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300,
+        )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == "talon: output: the disk is full: make room and run again\n"
+
+
+WRONG = [
+    ["--method", "nope", "--set", "model=/nowhere"],
+    ["--method", "hybrid", "--set", "drafter.path=/nowhere/{method}"],
+    ["--method", "eagle3", "--set", "drafter.path=null"],
+    ["--method", "datastore"],
+    ["--set", "drafter.answers=/nowhere"],
+    ["--regex", "("],
+    ["--set", "drafter.bugdet=3"],
+    ["--set", "model=/nowhere"],
+    ["--method", "eagle3", "--set", "drafter.path=/nowhere"],
+    ["--set", "verifier.draft_timeout_s=.inf"],
+    ["--set", "drafter.min_ngram=9", "--set", "drafter.max_ngram=3"],
+    ["--temperature", "-1"],
+]
+RUN = """
+import sys
+from engine.cli.main import assemble
+try:
+    assemble()(sys.argv[1:], prog_name="talon")
+except SystemExit as ended:
+    code = ended.code
+loaded = {"torch", "transformers", "numba"} & set(sys.modules)
+sys.exit(f"loaded: {loaded}" if loaded else code)
+"""
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=" ".join)
+def test_a_wrong_option_is_told_before_any_library_of_models_is_loaded(wrong: list[str]) -> None:
+    command = [sys.executable, "-c", RUN, "generate", "hi", *wrong]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+
+
+def test_no_answers_at_all_are_refused_before_the_model_is_looked_for() -> None:
+    done = CliRunner().invoke(assemble(), ["generate", "hi", "-n", "0", "--set", "model=/nowhere"])
+    assert done.exit_code == 2 and "/nowhere" not in done.output
+
+
+def test_standard_input_that_is_no_text_is_one_line(tiny: str) -> None:
+    done = CliRunner().invoke(assemble(), ["generate", "-", "--set", f"model={tiny}"], input=b"\xff")
+    assert done.exit_code == 2
+    assert done.stderr == "talon: prompt: standard input is no text in utf-8; convert it\n"
+
+
+def test_no_library_of_models_is_loaded_for_the_help() -> None:
+    done = subprocess.run([sys.executable, "-c", RUN, "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from engine import Engine
+from engine.core.errors import ModelError, RequestError
+from engine.core.grammar import Grammar
+from engine.core.params import SamplingParams, Speculation, not_applied, own_defaults
+from tests.conftest import save_tiny_llama
+
+PROMPT = list(b"the cat sat on the mat, the cat")
+LENGTH = 40
+OFF = SamplingParams(max_tokens=LENGTH, repetition_penalty=1.0)
+
+
+def save_with_defaults(folder: Path, **defaults: Any) -> str:
+    """A tiny model whose generation_config.json says more than where an answer ends."""
+    model = save_tiny_llama(folder)
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | defaults))
+    return model
+
+
+@pytest.fixture(scope="module")
+def penal(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_with_defaults(
+        tmp_path_factory.mktemp("penal"), repetition_penalty=1.3, do_sample=True, temperature=0.7, top_k=3
+    )
+
+
+def test_what_a_request_says_goes_before_what_the_model_says() -> None:
+    model = SamplingParams(top_k=20, top_p=0.8, repetition_penalty=1.1)
+    asked = SamplingParams(top_p=1.0, repetition_penalty=1.0, seed=4).over(model)
+    assert (asked.top_k, asked.top_p, asked.min_p, asked.repetition_penalty) == (20, 1.0, None, 1.0)
+    assert (asked.temperature, asked.seed) == (0.0, 4)
+
+
+def test_one_stop_text_may_stand_by_itself() -> None:
+    assert SamplingParams(stop="end").validate().stop == ("end",)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("params", "told"),
+    [
+        ({"stop": tuple("abcdefghijklmnopq")}, r"stop=\('a'.*: holds 17 texts; 16 are the most"),
+        ({"stop": ("a" * 1025,)}, r"stop=\('a.*: holds a text of 1025 characters; 1024 are the most"),
+        ({"stop_token_ids": tuple(range(1025))}, r"stop_token_ids=\(0, .*: holds 1025 tokens; 1024 are the most"),
+        ({"top_p": -0.1}, r"top_p=-0\.1: use a fraction in \[0, 1\], 0 is greedy"),
+    ],
+)
+def test_what_is_over_a_bound_is_refused_with_the_bound(params: dict[str, Any], told: str) -> None:
+    with pytest.raises(RequestError, match=f"^{told}$"):
+        SamplingParams(**params).validate()
+
+
+async def test_a_stop_token_ends_the_answer_and_is_no_part_of_its_text(tiny: str) -> None:
+    async with await Engine.start(model=tiny, method="none", transport="inproc") as engine:
+        whole = await engine.generate(PROMPT, SamplingParams(max_tokens=LENGTH, ignore_eos=True))
+        at = next(i for i in range(4, LENGTH) if whole.token_ids[i] not in whole.token_ids[:i])
+        stopped = await engine.generate(
+            PROMPT, SamplingParams(max_tokens=LENGTH, ignore_eos=True, stop_token_ids=(whole.token_ids[at],))
+        )
+        with pytest.raises(RequestError, match=r"^stop_token_ids=\(260,\): token ids go from 0 to 259$"):
+            await engine.generate(PROMPT, SamplingParams(stop_token_ids=(260,)))
+        before = engine.tokenizer.decode(whole.token_ids[:at], skip_special_tokens=True)
+    assert stopped.token_ids == whole.token_ids[: at + 1]
+    assert (stopped.text, stopped.finish_reason) == (before, "stop")
+
+
+@pytest.mark.parametrize(
+    ("params", "named"),
+    [
+        ({"stop": ("end", "\ud83d")}, "stop="),
+        ({"speculation": Speculation(method="\ud83d")}, r"speculation\.method="),
+        ({"grammar": Grammar(regex="\ud83d")}, r"grammar\.regex: "),
+        ({"grammar": Grammar(json_schema='{"title": "\ud83d"}')}, r"grammar\.json_schema: "),
+    ],
+)
+def test_half_a_character_is_refused_where_it_stands(params: dict[str, Any], named: str) -> None:
+    with pytest.raises(RequestError, match=f"^{named}.*half a character"):
+        SamplingParams(**params).validate()
+
+
+def test_a_value_that_makes_no_sense_is_refused_with_the_file_it_is_in() -> None:
+    with pytest.raises(ModelError, match=r"^model=m: generation_config\.json: repetition_penalty=-1\.0: use"):
+        own_defaults(GenerationConfig(repetition_penalty=-1.0), "m")
+
+
+def test_settings_that_would_change_the_text_and_are_not_followed_are_named() -> None:
+    stored = GenerationConfig(no_repeat_ngram_size=3, eos_token_id=2, repetition_penalty=1.1, temperature=0.7)
+    assert not_applied(stored) == ["no_repeat_ngram_size=3"]
+
+
+@pytest.mark.parametrize("method", ["none", "sps"])
+async def test_the_models_own_penalty_holds_unless_the_request_has_one(penal: str, method: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(penal, dtype=torch.float32)
+
+    def generated(**options: Any) -> list[int]:
+        ids = torch.tensor([PROMPT])
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=LENGTH, do_sample=False, **options
+        )
+        return output[0, len(PROMPT) :].tolist()
+
+    overrides = {"method": method, "transport": "inproc", "drafter.path": penal}
+    async with await Engine.start({"model": penal}, **overrides) as engine:
+        own = (await engine.generate(PROMPT, SamplingParams(max_tokens=LENGTH))).token_ids
+        assert own == generated()
+        assert (await engine.generate(PROMPT, OFF)).token_ids == generated(repetition_penalty=1.0) != own
+
+
+async def test_the_models_own_top_k_holds_when_sampling(penal: str) -> None:
+    def sampling(**given: Any) -> SamplingParams:
+        return SamplingParams(max_tokens=LENGTH, temperature=2.0, repetition_penalty=1.0, **given)
+
+    async with await Engine.start({"model": penal}, method="pld", transport="inproc") as engine:
+        texts = [(await engine.generate(PROMPT, params)).token_ids for params in (
+            sampling(), sampling(top_k=3), sampling(top_k=0)
+        )]  # fmt: skip
+    assert texts[0] == texts[1] != texts[2]

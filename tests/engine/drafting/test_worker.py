@@ -1,0 +1,330 @@
+"""The drafter worker behind real sockets, with a drafter whose every answer is known."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zmq
+
+from engine.core.drafter_protocol import BetweenSteps, Drafter, Wanted
+from engine.core.drafter_protocol import Verdict as Observed
+from engine.core.params import SamplingParams
+from engine.core.tree import TokenTree
+from engine.drafting.worker import FROM_FRONT_END, FROM_VERIFIER, DrafterWorker
+from engine.wire.messages import Draft, Finish, Heartbeat, Hello, Rates, Ready, Rejoin, Start, Stop, Verdict
+from engine.wire.transport import Hub, Line
+
+
+class Counting(Drafter):
+    """Behind token t comes t + 1 for sure."""
+
+    def __init__(self) -> None:
+        self.text: list[int] = []
+        self.told: list[tuple[bool, float, float]] = []
+
+    def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
+        self.text = list(prompt)
+
+    def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:
+        last = [*self.text, *continuation][-1]
+        return TokenTree.chain(last, [last + 1, last + 2], [0.9, 0.8])
+
+    def observe(self, request: int, verdict: Observed) -> None:
+        self.text += verdict.tokens
+        self.told.append((verdict.rest, verdict.token_s, verdict.row_tokens))
+
+    def finish(self, request: int) -> None:
+        self.text = []
+
+
+class Slow(Counting):
+    """Never ends what it drafts ahead. drafting: it has begun; go_on: the first step may end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drafting, self.go_on = threading.Event(), threading.Event()
+
+    def propose_many(self, wanted: Sequence[Wanted], between_steps: BetweenSteps | None = None) -> list[TokenTree]:
+        if between_steps is None:
+            return super().propose_many(wanted)
+        self.drafting.set()
+        assert self.go_on.wait(20)
+        begun = {row: TokenTree.chain(last[-1], [77], [0.95]) for row, (_, last) in enumerate(wanted)}
+        while True:
+            between_steps(lambda: begun)
+
+
+class Verifier:
+    """The test's end of the worker's line."""
+
+    def __init__(self, hub: Hub):
+        self.hub = hub
+        peer, self.hello, _ = self.receive()
+        self.peer = peer
+
+    def receive(self) -> tuple[str, Any, list[Any]]:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            for arrival in self.hub.received():
+                return arrival
+            time.sleep(0.002)
+        raise AssertionError("nothing arrived")
+
+    def draft(self) -> tuple[Draft, TokenTree]:
+        _, message, arrays = self.receive()
+        assert isinstance(message, Draft)
+        return message, TokenTree(*arrays)
+
+    def verdict(
+        self,
+        round_: int,
+        draft: int,
+        path: list[int],
+        tokens: list[int],
+        grafts: Sequence[int] = (),
+        missed: Sequence[int] = (),
+        **fields: Any,
+    ) -> None:
+        message = Verdict(request=1, round=round_, draft=draft, **fields)
+        features, successors = np.zeros((0, 0, 0), np.float32), np.zeros((0, 0), np.int32)
+        grafted, earlier = np.asarray(grafts, np.int32), np.asarray(missed, np.int32)
+        arrays = [np.asarray(path), np.asarray(tokens), successors, grafted, earlier, features]
+        self.hub.send(self.peer, message, arrays)
+
+
+@pytest.fixture
+def slow() -> Slow:
+    return Slow()
+
+
+@pytest.fixture
+def counting() -> Counting:
+    return Counting()
+
+
+@pytest.fixture
+def verifier(request: pytest.FixtureRequest, counting: Counting) -> Iterator[Verifier]:
+    drafter = request.getfixturevalue("slow") if "slow" in request.fixturenames else counting
+    context: zmq.Context[Any] = zmq.Context()
+    front_end = Hub(context, "inproc://control", (Ready, Heartbeat))
+    hub = Hub(context, "inproc://drafts", (Hello, Draft))
+    control = Line(context, "inproc://control", "drafter-1", FROM_FRONT_END)
+    verdicts = Line(context, "inproc://drafts", "drafter-1", FROM_VERIFIER)
+    thread = threading.Thread(target=DrafterWorker(drafter, control, verdicts).run)
+    thread.start()
+    verifier = Verifier(hub)
+    verifier.hub.send(
+        verifier.peer, Start(request=1, round=0, sampling=SamplingParams()), [np.asarray([5, 6], np.int32)]
+    )
+    yield verifier
+    front_end.send("drafter-1", Stop())
+    thread.join(20)
+    assert not thread.is_alive()
+    context.destroy(linger=0)
+
+
+def test_a_verdict_is_answered_with_the_tree_of_its_outcome(verifier: Verifier) -> None:
+    verifier.verdict(0, 0, [0], [7])
+    draft, tree = verifier.draft()
+    assert (draft.round, draft.parent, draft.node, draft.token) == (1, 0, 0, 7)
+    assert tree.tokens.tolist() == [7, 8, 9]
+
+
+def test_the_drafter_is_told_what_tokens_and_rows_are_worth(verifier: Verifier, counting: Counting) -> None:
+    verifier.verdict(0, 0, [0], [7], rates=Rates(0.2, 1.5, 0.25, 0.125))
+    verifier.draft()
+    verifier.verdict(2, 0, [0], [9], missed=[8], rates=Rates(0.2, 1.5, 0.5, 0.0))
+    verifier.draft()
+    assert counting.told == [(False, 0.25, 0.125), (True, 0.5, 0.0), (False, 0.5, 0.0)]
+
+
+def test_what_the_verifier_grafts_onto_a_draft_is_part_of_the_verdict(verifier: Verifier) -> None:
+    verifier.verdict(0, 0, [0], [7])
+    first, _ = verifier.draft()
+    # 7 -> 8 -> 9 was drafted, 7 -> 8 -> 40 -> 41 became part of it, and 50 was drawn behind that
+    verifier.verdict(1, first.draft, [0, 1, 3, 4], [8, 40, 41, 50], grafts=[8, 40, 41])
+    second, tree = verifier.draft()
+    assert (second.round, second.parent, second.node, second.token) == (2, first.draft, 4, 50)
+    assert tree.tokens.tolist() == [50, 51, 52]
+    verifier.verdict(2, 0, [0, 1], [60, 61], grafts=[60])  # the root alone, with a graft
+    assert verifier.draft()[0].token == 61
+
+
+def test_in_turns_nothing_is_drafted_before_it_is_asked_for(verifier: Verifier) -> None:
+    verifier.verdict(0, 0, [0], [7])
+    first, _ = verifier.draft()
+    time.sleep(0.2)
+    assert not list(verifier.hub.received())
+    verifier.verdict(1, first.draft, [0], [30])
+    assert verifier.draft()[0].token == 30
+
+
+def test_ahead_the_likeliest_outcome_is_drafted_while_the_round_runs(verifier: Verifier) -> None:
+    verifier.verdict(0, 0, [0], [7], ahead=True)
+    first, _ = verifier.draft()
+    ahead, tree = verifier.draft()
+    # all of 7 -> 8 -> 9 is accepted and 10 is drawn
+    assert (ahead.round, ahead.parent, ahead.node, ahead.token) == (2, first.draft, 2, 10)
+    assert tree.tokens.tolist() == [10, 11, 12]
+
+
+def test_on_a_hit_the_worker_goes_on_from_the_tree_the_verifier_has(verifier: Verifier) -> None:
+    verifier.verdict(0, 0, [0], [7], ahead=True)
+    first, _ = verifier.draft()
+    ahead, _ = verifier.draft()
+    verifier.verdict(1, first.draft, [0, 1, 2], [8, 9, 10], ahead=True)
+    following, tree = verifier.draft()
+    assert (following.round, following.parent, following.node, following.token) == (3, ahead.draft, 2, 13)
+    assert tree.tokens.tolist() == [13, 14, 15]
+
+
+def test_a_tree_that_crossed_its_verdict_is_not_drafted_again(verifier: Verifier) -> None:
+    """The verifier did not have it yet when it told of the outcome; it has it now."""
+    verifier.verdict(0, 0, [0], [7], ahead=True)
+    first, _ = verifier.draft()
+    ahead, _ = verifier.draft()
+    verifier.verdict(1, first.draft, [0, 1, 2], [8, 9, 10], ahead=True)
+    assert verifier.draft()[0].parent == ahead.draft
+
+
+def test_on_a_miss_the_outcome_that_came_true_is_drafted_first(verifier: Verifier) -> None:
+    verifier.verdict(0, 0, [0], [7], ahead=True)
+    first, _ = verifier.draft()
+    verifier.draft()
+    verifier.verdict(1, first.draft, [0], [50], ahead=True)
+    draft, tree = verifier.draft()
+    assert (draft.round, draft.parent, draft.node, draft.token) == (2, first.draft, 0, 50)
+    assert tree.tokens.tolist() == [50, 51, 52]
+
+
+def test_while_the_root_is_verified_alone_what_may_follow_it_is_drafted(verifier: Verifier) -> None:
+    verifier.verdict(0, 0, [0], [7], ahead=True, alone=True)
+    ahead, tree = verifier.draft()
+    assert (ahead.round, ahead.parent, ahead.node, ahead.token) == (2, 0, 0, 8)
+    assert tree.tokens.tolist() == [8, 9, 10]
+    verifier.verdict(1, 0, [0], [8], ahead=True)
+    following, _ = verifier.draft()
+    assert (following.round, following.parent) == (3, ahead.draft)
+
+
+def test_a_tree_that_comes_too_late_for_a_round_is_not_counted_on(verifier: Verifier) -> None:
+    """It crossed a verdict that told of a round without it."""
+    verifier.verdict(0, 0, [0], [7], ahead=True)
+    first, _ = verifier.draft()
+    verifier.draft()
+    verifier.verdict(1, first.draft, [0, 1, 2], [8, 9, 10], ahead=True, alone=True)
+    following, _ = verifier.draft()
+    assert (following.round, following.parent, following.node, following.token) == (3, 0, 0, 11)
+
+
+def test_a_tree_under_way_when_its_outcome_comes_true_goes_out_as_it_is(slow: Slow, verifier: Verifier) -> None:
+    verifier.verdict(0, 0, [0], [7], ahead=True)
+    first, _ = verifier.draft()
+    assert slow.drafting.wait(20)
+    verifier.verdict(1, first.draft, [0, 1, 2], [8, 9, 10], ahead=False)
+    slow.go_on.set()
+    draft, tree = verifier.draft()
+    assert (draft.round, draft.token, tree.tokens.tolist()) == (2, 10, [10, 77])
+
+
+def test_tokens_of_rounds_without_a_verdict_come_with_the_next_one(slow: Slow, verifier: Verifier) -> None:
+    verifier.verdict(0, 0, [0], [7])
+    first, _ = verifier.draft()
+    verifier.verdict(5, 0, [0], [30], missed=[8, 20, 21, 22])
+    draft, tree = verifier.draft()
+    assert (draft.round, draft.parent, draft.node, draft.token) == (6, 0, 0, 30)
+    assert tree.tokens.tolist() == [30, 31, 32] and draft.draft > first.draft
+    assert slow.text == [5, 6, 7, 8, 20, 21, 22, 30]
+
+
+def test_a_drafter_that_fails_on_them_keeps_step_and_drafts_nothing(
+    slow: Slow, verifier: Verifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(request: int, verdict: Observed) -> None:
+        raise ValueError("seven tokens behind one node")
+
+    verifier.verdict(0, 0, [0], [7])
+    verifier.draft()
+    monkeypatch.setattr(slow, "observe", fails)
+    verifier.verdict(5, 0, [0], [30], missed=[8, 20, 21, 22])
+    draft, tree = verifier.draft()
+    assert (draft.round, draft.token, tree.tokens.tolist()) == (6, 30, [30])
+    verifier.verdict(6, draft.draft, [0], [31])
+    draft, tree = verifier.draft()
+    assert (draft.round, draft.token, tree.tokens.tolist()) == (7, 31, [31])
+
+
+class Lost(Counting):
+    """Its device fails in one of the calls."""
+
+    def __init__(self, call: str):
+        super().__init__()
+        self.call = call
+
+    def _fail_in(self, call: str) -> None:
+        if self.call == call:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
+        self._fail_in("start")
+        super().start(request, prompt, sampling)
+
+    def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:
+        self._fail_in("propose")
+        return super().propose(request, continuation)
+
+    def observe(self, request: int, verdict: Observed) -> None:
+        self._fail_in("observe")
+        super().observe(request, verdict)
+
+
+@pytest.mark.parametrize("call", ["start", "propose", "observe"])
+def test_an_error_of_the_device_ends_the_worker_instead_of_one_request(call: str) -> None:
+    """Its context is spoilt for every request: only another process can draft on."""
+    lines = SimpleNamespace(malformed=0, send=lambda *_: None)
+    nothing: Any = lines
+    worker = DrafterWorker(Lost(call), nothing, nothing)
+    arrays = [np.asarray([0]), np.asarray([7]), np.zeros((0, 0)), np.zeros(0, np.int32), np.zeros(0, np.int32)]
+    with pytest.raises(torch.AcceleratorError):
+        worker._hear(Start(request=1, round=0, sampling=SamplingParams()), [np.asarray([5, 6], np.int32)])
+        worker._hear(Verdict(request=1, round=0, draft=0), [*arrays, np.zeros((0, 0, 0), np.float32)])
+        worker._work()
+
+
+def test_what_was_drafted_ahead_of_rounds_without_a_verdict_is_not_used_after_them(verifier: Verifier) -> None:
+    verifier.verdict(0, 0, [0], [7], ahead=True, alone=True)
+    assert verifier.draft()[0].token == 8
+    verifier.verdict(3, 0, [0], [8], missed=[30, 31])
+    draft, _ = verifier.draft()
+    assert (draft.round, draft.parent, draft.node, draft.token) == (4, 0, 0, 8)
+
+
+def test_a_verdict_that_repeats_what_is_known_is_dropped(verifier: Verifier) -> None:
+    verifier.verdict(0, 0, [0], [7])
+    verifier.draft()
+    verifier.verdict(0, 0, [0], [30], missed=[7])
+    verifier.verdict(1, 1, [0], [40])
+    assert verifier.draft()[0].token == 40
+
+
+def test_a_finished_request_is_drafted_for_no_more(verifier: Verifier) -> None:
+    verifier.hub.send(verifier.peer, Finish(request=1))
+    verifier.verdict(0, 0, [0], [7], ahead=True)
+    verifier.hub.send(verifier.peer, Start(request=2, round=1, sampling=SamplingParams(max_tokens=9)), [[5]])
+    assert verifier.draft()[0].request == 2
+
+
+def test_a_drafter_asked_to_rejoin_says_hello_and_drafts_from_the_texts_it_is_told_of_then(verifier: Verifier) -> None:
+    verifier.hub.send(verifier.peer, Rejoin())
+    assert verifier.receive()[1] == verifier.hello
+    text = np.asarray([5, 6, 7, 40], np.int32)
+    verifier.hub.send(verifier.peer, Start(request=1, round=3, sampling=SamplingParams()), [text])
+    draft, tree = verifier.draft()
+    assert draft.round == 3 and tree.tokens.tolist() == [40, 41, 42]

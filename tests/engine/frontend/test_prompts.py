@@ -1,0 +1,28 @@
+"""Prompts, before they reach the engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.core.errors import OverContext, RequestError
+from engine.frontend.prompts import check_room, encode_prompt
+from tests.conftest import sentencepiece_tokenizer, tiny_tokenizer
+
+
+def test_an_empty_raw_text_is_the_token_that_begins_texts() -> None:
+    tokenizer = sentencepiece_tokenizer()
+    assert encode_prompt(tokenizer, "", True, len(tokenizer)) == [tokenizer.bos_token_id]
+
+
+def test_without_such_a_token_an_empty_text_is_refused() -> None:
+    for tokenizer, raw in ((tiny_tokenizer(), True), (sentencepiece_tokenizer(), False)):
+        with pytest.raises(RequestError, match="prompt: is empty"):
+            encode_prompt(tokenizer, "", raw, len(tokenizer))
+
+
+@pytest.mark.parametrize(("tokens", "asked"), [(8, 1), (5, 4)])
+def test_what_does_not_fit_is_told_in_the_words_that_clients_look_for(tokens: int, asked: int) -> None:
+    with pytest.raises(OverContext) as refused:
+        check_room([1] * tokens, asked, context=8)
+    assert "prompt is too long" in str(refused.value)  # LangChain
+    assert "this model's maximum context length is 8 tokens" in str(refused.value)  # LiteLLM

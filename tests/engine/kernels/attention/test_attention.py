@@ -1,0 +1,183 @@
+"""Exact attention against a definition in float64, and its bits against those of other layouts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.core.batch import BLOCK, Batch, Segment
+from engine.core.kv_shape import KVShape
+from engine.core.tree import TokenTree
+from engine.kernels.attention.attention import Attention, Rule, has_pairs
+from engine.model.kv_pool import KVCache, KVPool
+from tests.engine.kernels.pool_layout import fill
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Which kernel, by the pool that it reads. error: what its result may differ by from the definition."""
+
+    dtype: torch.dtype
+    paired: bool
+    absolute_error: float
+    relative_error: float
+
+    def __str__(self) -> str:
+        return f"{'tiles' if self.paired else 'lanes'}-{str(self.dtype).removeprefix('torch.')}"
+
+
+FLOAT32 = Kernel(torch.float32, False, 1e-4, 1e-5)
+TILES = Kernel(torch.bfloat16, True, 0.05, 2**-8)  # weights are rounded to bfloat16, values are around 2
+KERNELS = [FLOAT32, Kernel(torch.bfloat16, False, 1e-5, 2**-8)]
+if has_pairs(torch.bfloat16):
+    KERNELS.append(TILES)
+KV_HEADS = 2
+# two branches below the root, the second longer than the first, and a sibling of the root's child without children
+BUSHY = TokenTree.from_lists([0, 1, 2, 3, 4, 5, 6, 7], [-1, 0, 0, 1, 2, 0, 4, 6], [1.0] * 8)
+
+
+class Request:
+    """Random keys, values and queries of one text and the tree behind it. past: positions of text."""
+
+    def __init__(self, seed: int, past: int, tree: TokenTree | None, rows: int = 0, dims: int = 64, groups: int = 3):
+        generator = torch.Generator().manual_seed(seed)
+        self.past, self.tree = past, tree
+        self.rows = rows if tree is None else len(tree)
+        self.keys, self.values = torch.randn(2, past + self.rows, KV_HEADS, dims, generator=generator) * 2
+        self.queries = torch.randn(self.rows, KV_HEADS, groups, dims, generator=generator) * 2
+
+    def seen(self, row: int) -> list[int]:
+        """The slots that the row attends to, in the order of positions."""
+        if self.tree is None:
+            return list(range(self.past + row + 1))
+        return list(range(self.past)) + [self.past + node for node in self.tree.path(row)]
+
+    def segment(self, cache: KVCache) -> Segment:
+        if self.tree is not None:
+            return Segment.of_tree(self.tree, cache)
+        return Segment.of_text([0] * self.rows, cache)
+
+
+def attend(
+    requests: Sequence[Request], rule: Rule, kernel: Kernel = FLOAT32, order: int = 0, unseen: float = 0.0
+) -> list[Tensor]:
+    """Each request's result [rows, heads, head_dim]. order: seed of the blocks' order; unseen: what all else holds."""
+    _, kv_heads, groups, dims = requests[0].queries.shape
+    pool = KVPool(KVShape(2, kv_heads, dims, kernel.dtype, kernel.paired), 64)
+    random.Random(order).shuffle(pool._free)
+    keys, values = torch.zeros(2, 2, 64, kv_heads, BLOCK, pool.shape.dims, dtype=kernel.dtype)
+    keys[..., :dims] = unseen
+    values[..., :dims] = unseen
+    caches = [KVCache(pool) for _ in requests]
+    for cache, request in zip(caches, requests, strict=True):
+        cache.reserve(request.past + request.rows)
+        cache.length = request.past
+        for i in range(request.past + request.rows):
+            block, lane = int(cache.table[i // BLOCK]), i % BLOCK
+            keys[1, block, :, lane, :dims] = request.keys[i]
+            values[1, block, :, lane, :dims] = request.values[i]
+    fill(pool, keys, values)
+    attention = Attention(pool, groups)
+    batch = Batch.of([request.segment(cache) for request, cache in zip(requests, caches, strict=True)])
+    attention.begin(batch)
+    rows, padded = len(batch), pool.shape.dims
+    queries = attention.queries[: rows * kv_heads * groups * padded].view(kv_heads, rows, groups, padded)
+    queries[..., :dims] = torch.cat([request.queries for request in requests]).to(kernel.dtype).transpose(0, 1)
+    out = torch.empty(rows, kv_heads * groups, dims, dtype=kernel.dtype)
+    attention.attend(1, rule, out)
+    return list(out.split([request.rows for request in requests]))
+
+
+def definition(request: Request, rule: Rule, dtype: torch.dtype) -> Tensor:
+    """Softmax attention in float64, of numbers that are rounded to `dtype`."""
+    keys, values, queries = (x.to(dtype).double() for x in (request.keys, request.values, request.queries))
+    out = torch.zeros(queries.shape, dtype=torch.float64)
+    _, kv_heads, groups, _ = queries.shape
+    for row in range(request.rows):
+        seen = request.seen(row)
+        seen = seen[-rule.window :] if rule.window else seen
+        for head in range(kv_heads):
+            for group in range(groups):
+                scores = keys[seen, head] @ queries[row, head, group] * rule.scale
+                if rule.softcap:
+                    scores = rule.softcap * torch.tanh(scores / rule.softcap)
+                if rule.sinks is not None:
+                    scores = torch.cat([scores, rule.sinks[head * groups + group, None].double()])
+                out[row, head, group] = scores.softmax(0)[: len(seen)] @ values[seen, head]
+    return out.flatten(1, 2)
+
+
+def assert_right(requests: Sequence[Request], rule: Rule, kernel: Kernel, **layout: float) -> None:
+    for request, found in zip(requests, attend(requests, rule, kernel, **layout), strict=True):
+        expected = definition(request, rule, kernel.dtype)
+        torch.testing.assert_close(found.double(), expected, atol=kernel.absolute_error, rtol=kernel.relative_error)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("groups", [1, 2, 3, 7])
+def test_it_is_softmax_attention_for_any_head_size_and_group(head_dim: int, groups: int, kernel: Kernel) -> None:
+    requests = [Request(1, 37, BUSHY, 0, head_dim, groups), Request(2, 16, None, 9, head_dim, groups)]
+    assert_right(requests, Rule(head_dim**-0.5), kernel, unseen=float("nan"))
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pytest.mark.parametrize("rule", [Rule(0.1, 1), Rule(0.1, 5), Rule(0.1, 16), Rule(0.1, 40), Rule(0.1, 5, 8.0)])
+@pytest.mark.parametrize("past", [0, 3, 16, 45])
+def test_a_row_sees_its_window_of_positions_and_no_more(past: int, rule: Rule, kernel: Kernel) -> None:
+    assert_right([Request(3, past, BUSHY), Request(4, past, None, 21)], rule, kernel)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pytest.mark.parametrize("softcap", [0.0, 2.0, 50.0])
+def test_soft_caps_and_sinks_are_those_of_the_definition(softcap: float, kernel: Kernel) -> None:
+    sinks = torch.linspace(-2, 4, 6)
+    assert_right([Request(5, 40, BUSHY), Request(6, 33, None, 5)], Rule(0.125, 0, softcap, sinks), kernel)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pytest.mark.parametrize("rule", [Rule(0.125), Rule(0.125, 5), Rule(0.125, 20, 30.0)])
+def test_what_nobody_sees_may_be_nan(rule: Rule, kernel: Kernel) -> None:
+    requests = [Request(7, 30, BUSHY), Request(8, 5, None, 6)]
+    clean, dirty = attend(requests, rule, kernel), attend(requests, rule, kernel, unseen=float("nan"))
+    assert all(torch.equal(one, other) for one, other in zip(clean, dirty, strict=True))
+
+
+def test_a_nan_that_is_seen_is_not_hidden() -> None:
+    request = Request(9, 30, BUSHY)
+    request.values[request.past + 1] = float("nan")
+    (out,) = attend([request], Rule(0.125))
+    assert [bool(row.isnan().all()) for row in out] == [1 in BUSHY.path(node) for node in range(len(BUSHY))]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pytest.mark.parametrize("rule", [Rule(0.125), Rule(0.125, 20), Rule(0.125, 0, 30.0)])
+def test_bits_depend_neither_on_neighbours_nor_on_the_order_of_blocks_nor_on_threads(
+    rule: Rule, kernel: Kernel
+) -> None:
+    requests = [Request(10, 61, BUSHY), Request(11, 17, None, 30), Request(12, 200, BUSHY), Request(13, 0, None, 2)]
+    alone = [attend([request], rule, kernel)[0] for request in requests]
+    for order, threads in ((1, 1), (2, 2)):
+        torch.set_num_threads(threads)
+        together = attend(requests, rule, kernel, order)
+        backwards = attend(requests[::-1], rule, kernel, order)[::-1]
+        for one, *others in zip(alone, together, backwards, strict=True):
+            assert all(torch.equal(one, other) for other in others)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pytest.mark.parametrize("rule", [Rule(0.125), Rule(0.125, 20)])
+def test_a_node_has_the_bits_of_its_path_read_as_text(rule: Rule, kernel: Kernel) -> None:
+    request = Request(14, 45, BUSHY)
+    (out,) = attend([request], rule, kernel)
+    for node in range(len(BUSHY)):
+        path = BUSHY.path(node)
+        text = Request(0, request.past, None, len(path))
+        slots = [*range(request.past), *(request.past + other for other in path)]
+        text.keys, text.values, text.queries = request.keys[slots], request.values[slots], request.queries[path]
+        assert torch.equal(attend([text], rule, kernel)[0][-1], out[node])

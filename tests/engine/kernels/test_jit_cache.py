@@ -1,0 +1,60 @@
+"""Functions that are compiled into each other from several files, and numba's cache."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from engine.kernels import jit_cache
+
+INNER = """
+from numba import njit
+
+@njit
+def inner(x):
+    return x + {}
+"""
+OUTER = """
+from numba import njit
+from drafters.inner import inner
+from engine.kernels.jit_cache import versioned
+
+@njit(cache=True)
+@versioned
+def outer(x):
+    return inner(x)
+
+print(outer(1), sum(outer.stats.cache_hits.values()))
+"""
+
+
+def test_a_function_is_compiled_again_when_one_of_another_package_has_changed(tmp_path: Path) -> None:
+    for package in ("engine", "engine/kernels", "drafters"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+    shutil.copy(jit_cache.__file__, tmp_path / "engine" / "kernels")
+    (tmp_path / "engine" / "outer.py").write_text(OUTER)
+
+    def run(added: int, source: str = INNER) -> str:
+        (tmp_path / "drafters" / "inner.py").write_text(source.format(added))
+        command = [sys.executable, "-c", "import engine.outer"]
+        environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}  # bytecode is told by second and size, which stay
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        return done.stdout + done.stderr
+
+    assert [run(1), run(1), run(2), run(2)] == ["2 0\n", "2 1\n", "3 0\n", "3 1\n"]
+    (tmp_path / "engine" / "ours.py").write_text("from numba import njit as kernel\n")
+    by_ours = INNER.replace("from numba import njit", "from engine.ours import kernel").replace("@njit", "@kernel")
+    assert [run(4, by_ours), run(5, by_ours)] == ["5 0\n", "6 0\n"], "also by a decorator of our own"
+
+
+def test_every_function_in_the_cache_is_versioned() -> None:
+    root = Path(jit_cache.__file__).parents[2]
+    files = [file for package in jit_cache._PACKAGES for file in (root / package).rglob("*.py")]
+    cached = [found for file in files for found in re.findall(r"(?:njit|cfunc)\(.*cache=True.*\n?.*", file.read_text())]
+    assert len(cached) > 10
+    assert [found for found in cached if "versioned" not in found] == []

@@ -1,0 +1,417 @@
+"""The CUDA forward: on a GPU where there is one, else through Triton's interpreter."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+pytest.importorskip("triton", reason="Triton is not installed: CUDA builds of torch bring it, or pip install triton")
+
+from engine.core.batch import BLOCK, Batch, Segment
+from engine.core.kv_shape import KVShape
+from engine.core.params import SamplingParams
+from engine.core.tree import TokenTree
+from engine.model import cuda_products
+from engine.model import target as target_module
+from engine.model.cuda import cuda_forward, triton_attention
+from engine.model.cuda.cuda_forward import CudaForward
+from engine.model.cuda.graphs import Recorded
+from engine.model.kv_pool import KVCache, KVPool
+from engine.model.stock import NAME, Unsupported
+from engine.model.target import Target
+from tests.engine.model.test_target import COMMON
+from tests.engine.test_exact import decoded, with_siblings
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+FEATURES = (0, 2)
+LLAMA = COMMON | {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+FAMILIES: dict[str, Any] = {
+    "llama": transformers.LlamaConfig(**LLAMA),
+    "mistral with a window": transformers.MistralConfig(**LLAMA, sliding_window=12),
+    "gemma2 with soft caps": transformers.Gemma2Config(**LLAMA, head_dim=8, sliding_window=12),
+    "gpt_oss with sinks": transformers.GptOssConfig(
+        **LLAMA, head_dim=8, sliding_window=12, num_local_experts=2, num_experts_per_tok=1
+    ),
+}
+
+
+KINDS = [("llama", torch.float32), ("llama", torch.bfloat16), *product(list(FAMILIES)[1:3], [torch.float32])]
+
+
+@pytest.fixture(autouse=True)
+def _small_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forwards of 4 rows, targets' of 2 to 8, chunks of 64 positions: the interpreter is slow. No gradients."""
+    monkeypatch.setattr(cuda_products, "SLICE", 4)
+    monkeypatch.setattr(cuda_products, "SIZES", (2, 4, 8))
+    monkeypatch.setattr(triton_attention, "CHUNK", 64)
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture
+def _products_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products whose sums are added in one order in any number of rows: a CPU's libraries choose by the rows too."""
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: (x[..., None, :] * self.weight).sum(-1))
+
+
+def build(family: str, dtype: torch.dtype = torch.float32, layers: int = 2) -> Any:
+    torch.manual_seed(0)
+    config = deepcopy(FAMILIES[family])
+    config.num_hidden_layers = layers
+    return AutoModelForCausalLM.from_config(config).to(DEVICE, dtype).eval()
+
+
+def forward_of(family: str, dtype: torch.dtype = torch.float32) -> CudaForward:
+    """Over a pool in which what nobody has written is NaN."""
+    model = build(family, dtype)
+    model.set_attn_implementation(NAME)
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    pool = KVPool(KVShape(config.num_hidden_layers, 1, head_dim, dtype), 60, DEVICE)
+    pool.keys.fill_(torch.nan)
+    pool.values.fill_(torch.nan)
+    pool.take(3)  # so that blocks do not begin at 0
+    return CudaForward(model, pool, 2)
+
+
+def text(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(128) for _ in range(length)]
+
+
+def run(forward: CudaForward, *segments: Segment) -> Tensor:
+    """[rows, vocab + features]"""
+    logits, features = forward(Batch.of(segments), FEATURES)
+    assert features is not None
+    return torch.cat([logits, features.flatten(1)], dim=1)
+
+
+def read(forward: CudaForward, tokens: Sequence[int], chunk: int = 8, alone: int = 0) -> tuple[KVCache, Tensor]:
+    """A request that has read a text in chunks, the last `alone` tokens one by one, and what came of it."""
+    cache, found = KVCache(forward.pool), []
+    cache.reserve(len(tokens) + 40)
+    whole = len(tokens) - alone
+    for at in [*range(0, whole, chunk), *range(whole, len(tokens))]:
+        part = tokens[at : min(at + chunk, whole)] if at < whole else [tokens[at]]
+        found.append(run(forward, Segment.of_text(part, cache, "all")))
+        cache.commit(range(len(part)))
+    return cache, torch.cat(found)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_features_are_the_untouched_models(family: str) -> None:
+    forward, model, prompt = forward_of(family), build(family), text(30, 1)
+    tree, _ = with_siblings(5, text(3, 2), random.Random(3))
+    cache, _ = read(forward, prompt)
+    found = run(forward, Segment.of_tree(tree, cache))
+    for node in range(len(tree)):
+        out = model(torch.tensor([prompt + tree.path_tokens(node)], device=DEVICE), output_hidden_states=True)
+        expected = torch.cat([out.logits[0, -1], *(out.hidden_states[layer][0, -1] for layer in FEATURES)])
+        torch.testing.assert_close(found[node], expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize(("family", "dtype"), KINDS, ids=str)
+def test_a_text_gives_the_same_bits_in_chunks_of_every_size(family: str, dtype: torch.dtype) -> None:
+    forward, tokens = forward_of(family, dtype), text(17, 4)
+    alone = read(forward, tokens, 1)[1]
+    for chunk in (3, 4, 17):  # less than the rows of a forward, all of them, and more
+        assert torch.equal(read(forward, tokens, chunk)[1], alone)
+
+
+@pytest.mark.parametrize(("family", "dtype"), KINDS, ids=str)
+def test_a_row_has_the_same_bits_alone_and_in_a_bushy_tree_beside_other_requests(
+    family: str, dtype: torch.dtype
+) -> None:
+    forward, tokens = forward_of(family, dtype), text(26, 5)
+    _, alone = read(forward, tokens, alone=8)
+    tree, spine = with_siblings(tokens[18], tokens[19:25], random.Random(6))
+    assert len(tree) > 2 * cuda_products.SLICE and spine != list(range(7))
+    cache, other, third = (read(forward, start)[0] for start in (tokens[:18], text(20, 7), text(5, 8)))
+    beside = Segment.of_tree(TokenTree.chain(1, [2, 3], [1.0] * 2), other), Segment.of_text([4], third)
+    found = run(forward, beside[0], Segment.of_tree(tree, cache), beside[1])
+    assert torch.equal(found[3:-1][spine], alone[18:25])
+    cache.commit(spine)  # the rejected siblings' keys are overwritten
+    assert torch.equal(run(forward, Segment.of_text(tokens[25:], cache)), alone[25:])
+
+
+def test_rows_that_fill_up_change_nothing_in_the_pool_and_read_nothing_unwritten() -> None:
+    forward = forward_of("llama")
+    neighbour, _ = read(forward, text(9, 9))
+    before = forward.pool.keys.clone(), forward.pool.values.clone()
+    cache = KVCache(forward.pool)
+    cache.reserve(20)
+    assert run(forward, Segment.of_text([1, 2, 3], cache, "all")).isfinite().all()
+    block = int(cache.table[0])
+    assert block not in neighbour.table
+    for held, was, lanes in (
+        (forward.pool.keys, before[0], (slice(None), block, slice(None), slice(None), slice(3))),
+        (forward.pool.values, before[1], (slice(None), block, slice(None), slice(3))),
+    ):
+        assert held[lanes].isfinite().all()
+        held[lanes] = was[lanes]
+        torch.testing.assert_close(held, was, atol=0, rtol=0, equal_nan=True)
+
+
+def test_logits_come_of_the_rows_wanted_alone_and_in_their_order() -> None:
+    forward, caches = forward_of("llama"), []
+    for _ in range(3):
+        caches.append(KVCache(forward.pool))
+        caches[-1].reserve(20)
+    long, short = text(18, 8), text(5, 9)
+    kinds = ((long, "last"), (short, "none"), (short, "all"))
+    segments = [Segment.of_text(part, cache, kind) for cache, (part, kind) in zip(caches, kinds, strict=True)]
+    logits, features = forward(Batch.of(segments), FEATURES)
+    assert features is not None and features.shape == (28, 2, 32)
+    assert torch.equal(logits[:1], read(forward, long)[1][-1:, :128])
+    assert torch.equal(logits[1:], read(forward, short)[1][:, :128])
+    none, features = forward(Batch.of([Segment.of_text(short, caches[0], "none")]))
+    assert none.shape == (0, 128) and features is None
+
+
+def test_forwards_are_recorded_once_for_each_length_of_text_in_powers_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_attention, "CHUNK", 16)
+    monkeypatch.setattr(triton_attention, "_TILE_BYTES", 0)  # the smallest tiles, which fit into such chunks
+    forward, tokens = forward_of("llama"), text(40, 1)
+    found = read(forward, tokens, 7)[1]  # forwards whose rows need different numbers of chunks are among them
+    assert torch.equal(read(forward, tokens, 8)[1], found)
+    assert [chunks for _, chunks, _, _ in forward.recorded] == [1, 2, 4]
+
+
+def test_trying_a_forward_leaves_no_block_taken() -> None:
+    given = forward_of("llama")
+    forward = CudaForward.tried(given.model, given.pool, 2)
+    assert given.pool.free == 57
+    assert read(forward, [1, 2])[1].isfinite().all()
+
+
+def test_a_pool_that_does_not_fit_is_no_lack_of_support(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    given = forward_of("llama")
+    monkeypatch.setattr(triton_attention.TritonAttention, "__call__", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        CudaForward.tried(given.model, given.pool, 2)
+
+
+def test_what_triton_cannot_run_is_unsupported_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise NameError("no ptxas\nand much more")
+
+    given = forward_of("llama")
+    monkeypatch.setattr(triton_attention.TritonAttention, "__call__", broken)
+    with pytest.raises(Unsupported, match=r"^no ptxas$"):
+        CudaForward.tried(given.model, given.pool, 2)
+
+
+@pytest.mark.usefixtures("_products_by_rows")
+def test_forwards_of_all_sizes_give_a_text_the_same_bits() -> None:
+    usual, sized, tokens = forward_of("llama"), forward_of("llama"), text(29, 4)
+    sized.sizes = (2, 4, 8, 16)
+    alone = read(usual, tokens, 1)[1]
+    for chunk in (2, 3, 5, 29):
+        assert torch.equal(read(sized, tokens, chunk)[1], alone)
+    assert {size for size, *_ in sized.recorded} == {2, 4, 8, 16}
+
+
+def test_rows_are_padded_to_the_least_size_that_holds_them_and_more_run_in_slices_of_the_largest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forward, ran = forward_of("llama"), []
+    forward.sizes = (2, 4, 8)
+    run_one = forward._run
+    monkeypatch.setattr(forward, "_run", lambda *given: (ran.append(len(given[2])), run_one(*given))[1])
+    for rows in (1, 3, 5, 8, 9, 19):
+        read(forward, text(rows, 5), rows)
+    assert ran == [2, 4, 8, 8, 8, 2, 8, 8, 4]
+
+
+@pytest.mark.usefixtures("_products_by_rows")
+def test_a_long_prompts_forwards_are_not_recorded_and_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, tokens = forward_of("llama"), text(16, 4)
+    alone = read(forward, tokens, 1)[1]
+    monkeypatch.setattr(cuda_forward, "_CAPTURED", 4)
+    forward.sizes = (4, 8)
+    forward.recorded.clear()
+    assert torch.equal(read(forward, tokens, 8)[1], alone)
+    assert not forward.recorded
+
+
+def test_behind_a_long_text_so_many_rows_run_together_as_attention_has_memory_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forward = forward_of("llama")
+    forward.sizes = (2, 4, 8)
+    chunk_bytes = 2 * forward.pool.shape.dims * 4  # of a row, in float32
+    monkeypatch.setattr(cuda_forward, "_SCRATCH_BYTES", 8 * chunk_bytes)
+    cache, _ = read(forward, text(20, 1))
+    assert {size for size, *_ in forward.recorded} == {8, 4}, "20 rows in chunks of 8"
+    cache.reserve(200)
+    cache.length = 100  # two chunks of 64
+    batch = Batch.of([Segment.of_text(text(8, 2), cache)])
+    assert forward._size(batch, 0) == 4
+    monkeypatch.setattr(cuda_forward, "_SCRATCH_BYTES", 1)
+    assert forward._size(batch, 0) == 2, "there is always one"
+
+
+@pytest.mark.usefixtures("_products_by_rows")
+@pytest.mark.parametrize("place", ["all", "last"])
+def test_a_size_in_which_any_operation_gives_a_row_other_bits_is_found(place: str) -> None:
+    """Not products alone: a norm chooses its kernel by the rows too."""
+    forward = forward_of("llama")
+    free = forward.pool.free
+    assert forward.agreeing((2, 4, 8)) == (2, 4, 8)
+    forward.recorded.clear()
+
+    def uneven(module: object, inputs: object, out: Tensor) -> Tensor:
+        rows = out.shape[1]
+        at = torch.arange(rows, device=out.device) >= (rows - 1 if place == "last" else 0)
+        return out * (1 + 1e-5 * at * (rows == 8))[:, None]
+
+    forward.model.model.layers[1].input_layernorm.register_forward_hook(uneven)
+    assert forward.agreeing((2, 4, 8)) == (2, 4)
+    assert forward.pool.free == free and forward.sizes == (4,)
+
+
+def test_sizes_for_which_there_is_no_memory_leave_the_usual_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = forward_of("llama")
+    free, run_one = forward.pool.free, forward._run
+
+    def full(*given: Any) -> tuple[Tensor, ...]:
+        if len(given[2]) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run_one(*given)
+
+    monkeypatch.setattr(forward, "_run", full)
+    assert forward.agreeing((2, 4, 8)) == (4,)
+    assert forward.pool.free == free and forward.sizes == (4,)
+
+
+class AcceleratedTarget(Target):
+    """Does what a target does on CUDA with whatever is here."""
+
+    accelerated = True
+
+
+def target_of(family: str) -> Target:
+    return AcceleratedTarget(build(family, layers=1), family, kv_memory=1 << 20)
+
+
+@pytest.mark.usefixtures("_products_by_rows")
+@pytest.mark.parametrize("family", ["llama", "mistral with a window"])
+def test_a_target_takes_the_cuda_forward_and_drafts_do_not_change_its_text(family: str) -> None:
+    target = target_of(family)
+    assert isinstance(target._forward, CudaForward) and target.exact, target.inexact
+    assert target.forward_sizes == cuda_products.SIZES
+    prompt, sampling = text(17, 10), SamplingParams(max_tokens=14)
+    plain = decoded(target, prompt, sampling)
+    assert decoded(target, prompt, sampling, plain) == plain
+    assert target.pool is not None and target.pool.free == target.pool.blocks
+    assert decoded(Target(build(family, layers=1), family, 1 << 20), prompt, sampling) == plain
+
+
+def test_what_is_recorded_with_short_windows_is_not_replayed_with_the_real_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A CUDA graph keeps the windows that it was captured with; what stands for one here does too."""
+    model = build("mistral with a window", layers=1)
+
+    class Keeping(Recorded):
+        window = 0
+
+        def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+            now, self.window = model.config.sliding_window, self.window or model.config.sliding_window
+            model.config.sliding_window = self.window
+            out = super().__call__(*inputs)
+            model.config.sliding_window = now
+            return out
+
+    monkeypatch.setattr(cuda_forward, "Recorded", Keeping)
+    target = AcceleratedTarget(model, "windowed", kv_memory=1 << 20)
+    assert target.exact, target.inexact
+
+
+def test_requests_share_blocks_of_a_target_with_the_cuda_forward() -> None:
+    target = target_of("llama")
+    tokens = text(BLOCK + 3, 11)
+    first, second = target.open_cache(60), target.open_cache(60)
+    expected, _ = target.prefill(first, tokens)
+    first.publish(tokens)
+    second.adopt(tokens)
+    assert second.length == BLOCK and torch.equal(target.prefill(second, tokens[BLOCK:])[0], expected)
+
+
+def test_a_model_whose_logits_come_out_otherwise_is_run_with_masks() -> None:
+    model = build("llama", layers=1)
+    usual = model.config._attn_implementation
+    model.model.layers[0].self_attn.register_forward_hook(
+        lambda module, inputs, out: (out[0] * (1 + (module.config._attn_implementation == NAME)), *out[1:])
+    )
+    target = AcceleratedTarget(model, "llama", kv_memory=1 << 20)
+    assert target.inexact == "its logits differ with exact attention"
+    assert target.pool is None and model.config._attn_implementation == usual
+    assert target.prefill(target.new_cache(20), [1, 2, 3])[0].isfinite().all()
+
+
+def test_a_target_whose_bits_depend_on_a_rows_place_says_so() -> None:
+    def uneven(module: object, inputs: object, out: Tensor) -> Tensor:
+        return out * (1 + 1e-6 * torch.arange(out.shape[1], device=out.device))[:, None]
+
+    model = build("llama", layers=1)
+    model.model.norm.register_forward_hook(uneven)
+    target = AcceleratedTarget(model, "llama", kv_memory=1 << 20)
+    assert target.inexact == "a token's logits depend on the rows beside it"
+
+
+@pytest.mark.usefixtures("_products_by_rows")
+def test_a_target_whose_rows_depend_on_their_number_keeps_to_one_size_and_is_exact() -> None:
+    def uneven(module: object, inputs: object, out: Tensor) -> Tensor:
+        return out * (1 + 1e-5 * (out.shape[1] - cuda_products.SLICE))
+
+    model = build("llama", layers=1)
+    model.model.norm.register_forward_hook(uneven)
+    target = AcceleratedTarget(model, "llama", kv_memory=1 << 20)
+    assert target.exact, target.inexact
+    assert target.forward_sizes == (cuda_products.SLICE,)
+
+
+@pytest.mark.usefixtures("_products_by_rows")
+def test_a_target_whose_products_agree_in_one_size_alone_lets_sums_be_split_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flags: list[str] = []
+    for way in ("forbid", "allow"):
+        monkeypatch.setattr(target_module, f"{way}_split_sums", lambda way=way: flags.append(way))
+
+    def uneven(module: object, inputs: object, out: Tensor) -> Tensor:
+        return out * (1 + 1e-5 * (out.shape[1] - cuda_products.SLICE))
+
+    assert target_of("llama").exact and flags == ["forbid"]
+    model = build("llama", layers=1)
+    model.model.layers[0].mlp.up_proj.register_forward_hook(uneven)
+    target = AcceleratedTarget(model, "llama", kv_memory=1 << 20)
+    assert target.exact and target.forward_sizes == (cuda_products.SLICE,)
+    assert flags == ["forbid", "forbid", "allow"]
+
+
+def test_a_target_of_experts_says_that_their_products_are_not_its_own() -> None:
+    target = target_of("gpt_oss with sinks")
+    assert "is multiplied in a way of its own" in target.inexact
+
+
+def test_without_triton_a_target_on_cuda_is_run_with_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "engine.model.cuda.cuda_forward", None)
+    target = target_of("llama")
+    assert target.inexact == "exact attention on CUDA needs Triton: pip install triton"
+    assert target.forward_sizes == (1,)
+    assert target.prefill(target.new_cache(20), [1, 2, 3])[0].isfinite().all()

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.model.cuda import graphs
+from engine.model.cuda.graphs import Recorded, bucket, own_stream, wait
+
+CPU = torch.device("cpu")
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=gpu)]
+
+
+def stub(monkeypatch: pytest.MonkeyPatch, capture: object) -> None:
+    """Capture by `capture` on the CPU."""
+    monkeypatch.setattr(graphs, "_GRAPHS", ("cpu",))
+    monkeypatch.setattr(graphs, "_warm_up", lambda *_: None)
+    monkeypatch.setattr(graphs, "_captured", capture)
+    monkeypatch.setattr(Recorded, "captures", True)
+    monkeypatch.setattr(Recorded, "told", False)
+
+
+@pytest.mark.parametrize(("rows", "filled"), [(1, 1), (2, 2), (3, 4), (8, 8), (9, 16), (60, 64)])
+def test_a_bucket_is_the_next_power_of_two(rows: int, filled: int) -> None:
+    assert bucket(rows) == filled
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_recorded_work_gives_what_the_work_gives(device: torch.device) -> None:
+    def work(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return x @ y, x.sum(0)
+
+    same = Recorded(work, device)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        x, y = torch.randn(3, 5), torch.randn(5, 2)
+        for found, expected in zip(same(x, y), work(x, y), strict=True):
+            torch.testing.assert_close(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_recorded_work_keeps_what_it_writes(device: torch.device) -> None:
+    """As keys and values are kept: in a buffer that is the same in every call."""
+    held = torch.zeros(8, device=device)
+
+    def work(slots: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        return (held.index_copy_(0, slots, values).sum(),)
+
+    kept = Recorded(work, device)
+    for slot in range(8):
+        (total,) = kept(torch.tensor([slot]), torch.tensor([float(slot)]))
+    assert total.item() == sum(range(8))
+
+
+def test_work_that_cannot_be_captured_is_called_and_said_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried: list[int] = []
+
+    def refuse(work: object, inputs: list[Tensor], device: torch.device) -> None:
+        tried.append(len(inputs))
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    stub(monkeypatch, refuse)
+    for _ in range(2):
+        work = Recorded(lambda x: (x * 2,), CPU)
+        for value in (1.0, 2.0):
+            assert work(torch.tensor([value]))[0].item() == 2 * value
+    assert tried == [1]
+    said = "talon: forwards are not captured as CUDA graphs: operation not permitted when stream is capturing\n"
+    assert capsys.readouterr().err == said
+
+
+class Replayed:
+    """Stands for a graph: counts its replays."""
+
+    count = 0
+
+    def replay(self) -> None:
+        self.count += 1
+
+
+def test_work_whose_graph_has_no_memory_is_called_and_smaller_work_is_still_captured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph = Replayed()
+
+    def capture(work: object, inputs: list[Tensor], device: torch.device) -> tuple[Replayed, tuple[Tensor, ...]]:
+        if len(inputs[0]) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nand more")
+        return graph, (inputs[0],)
+
+    stub(monkeypatch, capture)
+    for _ in range(2):
+        large = Recorded(lambda x: (x * 2,), CPU)
+        for value in (1.0, 2.0):
+            assert large(torch.full([8], value))[0].tolist() == [2 * value] * 8
+    small = Recorded(lambda x: (x * 2,), CPU)
+    small(torch.ones(4))
+    small(torch.ones(4))
+    assert graph.count == 2
+    said = "talon: no memory for a forward's CUDA graph: CUDA out of memory. Tried to allocate 2 GiB\n"
+    assert capsys.readouterr().err == said
+
+
+def test_memory_exhausted_before_a_capture_is_the_callers_and_the_next_call_tries_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph, full = Replayed(), [True]
+
+    def warm_up(*_: object) -> None:
+        if full:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    stub(monkeypatch, lambda work, inputs, device: (graph, (inputs[0],)))
+    monkeypatch.setattr(graphs, "_warm_up", warm_up)
+    work = Recorded(lambda x: (x * 2,), CPU)
+    with pytest.raises(torch.OutOfMemoryError):
+        work(torch.ones(4))
+    full.clear()
+    work(torch.ones(4))
+    assert graph.count == 1
+
+
+def test_one_capture_is_made_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    running, most = [0], [0]
+
+    def capture(work: object, inputs: list[Tensor], device: torch.device) -> tuple[Replayed, tuple[Tensor, ...]]:
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        time.sleep(0.01)
+        running[0] -= 1
+        return Replayed(), (inputs[0],)
+
+    stub(monkeypatch, capture)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: Recorded(lambda x: (x,), CPU)(torch.ones(2)), range(4)))
+    assert most == [1]
+
+
+class Stream:
+    """Stands for a CUDA stream."""
+
+    def __init__(self, device: torch.device, priority: int = 0):
+        self.priority = priority
+
+    def wait_stream(self, other: Stream) -> None:
+        pass
+
+
+@pytest.mark.parametrize("priority", [-1, 0])
+def test_work_is_warmed_up_and_captured_on_one_stream_of_the_priority_that_it_is_replayed_with(
+    priority: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, used = Stream(CPU, priority), []
+
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        used.append(stream)
+        yield
+
+    def graph(graph: object, stream: Stream, capture_error_mode: str) -> AbstractContextManager[None]:
+        return on(stream)
+
+    for name, value in {
+        "Stream": Stream, "stream": on, "graph": graph, "CUDAGraph": Replayed, "set_stream": lambda _: None,
+        "current_stream": lambda _: here,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(graphs, "_GRAPHS", ("cpu",))
+    monkeypatch.setattr(Recorded, "captures", True)
+    graphs._aside.cache_clear()
+    for _ in range(2):
+        Recorded(lambda x: (x,), CPU)(torch.ones(2))
+    graphs._aside.cache_clear()
+    assert len(used) == 4 and len(set(map(id, used))) == 1
+    assert used[0] is not here and used[0].priority == priority
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_work_on_a_stream_of_its_own_is_waited_for(device: torch.device) -> None:
+    with own_stream(device, urgent=True):
+        product = torch.ones(64, 64, device=device) @ torch.ones(64, 64, device=device)
+        wait(device)
+    assert product.sum().item() == 64**3

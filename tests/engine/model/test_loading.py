@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.core.errors import ModelError
+from engine.model import loading
+
+
+@pytest.mark.parametrize("error", [OSError("a gated repo.\nLog in."), ValueError("no known architecture")])
+def test_why_the_hub_gives_no_model_is_told(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", refuse)
+    monkeypatch.setattr(loading, "hub_answers", lambda: True)
+    monkeypatch.setattr(loading, "is_local", lambda path: False)
+    with pytest.raises(ModelError) as caught:
+        loading.load_config("Some/Model-1B")
+    assert str(caught.value).endswith(f"of that name on the hub ({str(error).splitlines()[0]})")
+
+
+def test_whatever_an_invalid_file_makes_transformers_raise_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "rope_scaling": 5, "num_attention_heads": 0}')
+    with pytest.raises(ModelError, match=r"no usable config\.json") as caught:
+        loading.load_config(str(tmp_path))
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,179 @@
+"""What depends on position is the stock forward's at every position that is served, and no other text changes it."""
+
+from __future__ import annotations
+
+import random
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from engine.core.batch import Segment
+from engine.core.tree import TokenTree
+from engine.model.decoder import LeanDecoder
+from engine.model.decoder_layer import Layer, OtherStructure, only
+from engine.model.probe import far_positions
+from engine.model.target import Target
+
+CONTEXT, ORIGINAL = 256, 64
+SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+COMMON_STRUCTURE = [
+    "Ernie4_5Config",
+    "GemmaConfig",
+    "GlmConfig",
+    "GraniteConfig",
+    "HeliumConfig",
+    "InternLM3Config",
+    "IQuestCoderConfig",
+    "LlamaConfig",
+    "MinistralConfig",
+    "Ministral3Config",
+    "MistralConfig",
+    "Phi3Config",
+    "Qwen2Config",
+    "Qwen3Config",
+    "SeedOssConfig",
+    "SmolLM3Config",
+]
+"""Every family that gets past the check of the lean decoder's structure."""
+ROPES: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "longrope": {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": ORIGINAL,
+    },
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+}
+QUERY_SCALE = {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": ORIGINAL}
+TREE = TokenTree.from_lists([5, 1, 2, 3, 4], [-1, 0, 0, 1, 3], [1.0] * 5)
+
+
+def build(family: str, rope: str = "as it is", **changes: Any) -> Any:
+    torch.manual_seed(0)
+    parameters = ROPES[rope] | {"rope_theta": 1e4}
+    if family == "Ministral3Config":
+        parameters = QUERY_SCALE | {"rope_type": "default"} | parameters
+    if family == "GlmConfig":
+        changes = {"partial_rotary_factor": 1.0} | changes
+    options = {"original_max_position_embeddings": ORIGINAL} if rope == "longrope" else {}
+    config = getattr(transformers, family)(**SIZES | options | changes | {"rope_parameters": parameters})
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def text_of(length: int) -> list[int]:
+    rng = random.Random(length)
+    return [rng.randrange(128) for _ in range(length)]
+
+
+def read(target: Target, text: list[int]) -> Tensor:
+    """The logits of every token of a text."""
+    cache = target.new_cache(len(text))
+    try:
+        return target.run([Segment.of_text(text, cache, wanted="all")])[0]
+    finally:
+        target.release(cache)
+
+
+@torch.no_grad()
+def stock(model: Any, text: list[int]) -> Tensor:
+    """The last logits of a text by the model itself."""
+    logits: Tensor = model(torch.tensor([text]), use_cache=False).logits[0, -1]
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("family", "rope"),
+    [(family, rope) for family in COMMON_STRUCTURE for rope in ROPES if (family, rope) != ("Phi3Config", "dynamic")],
+)
+def test_texts_up_to_the_served_length_are_the_stock_forwards_plain_and_drafted(family: str, rope: str) -> None:
+    model = build(family, rope)
+    untouched, target = deepcopy(model), Target(model, family, kv_memory=1 << 22)
+    assert target.context == (ORIGINAL if rope == "longrope" else CONTEXT)
+    for length in (target.context // 2, ORIGINAL + 20, target.context - TREE.depths.max() - 1):
+        text = text_of(min(int(length), target.context - 4))
+        cache = target.new_cache(target.context + 16)
+        plain, _ = target.prefill(cache, text)
+        torch.testing.assert_close(plain, stock(untouched, text), atol=1e-3, rtol=1e-3)
+        drafted, _ = target.verify(cache, TREE)
+        for node in range(len(TREE)):
+            if len(text) + int(TREE.depths[node]) < target.context:
+                expected = stock(untouched, text + TREE.path_tokens(node))
+                torch.testing.assert_close(drafted[node], expected, atol=1e-3, rtol=1e-3)
+        target.release(cache)
+
+
+def test_the_families_of_the_common_structure_are_the_ones_tested() -> None:
+    found = set()
+    for family in MODEL_FOR_CAUSAL_LM_MAPPING:
+        try:
+            with torch.device("meta"):
+                model: Any = AutoModelForCausalLM.from_config(family(**SIZES))
+            only(model, {"model", "lm_head"})
+            only(model.model, {"embed_tokens", "layers", "norm", "rotary_emb"})
+            for layer in model.model.layers:
+                Layer(layer, {})
+        except OtherStructure:
+            continue
+        except Exception:  # the sizes mean nothing to that family, or a part is missing
+            continue
+        found.add(family.__name__)
+    assert found == set(COMMON_STRUCTURE)
+
+
+@pytest.mark.parametrize(
+    ("family", "rope"),
+    [("LlamaConfig", "dynamic"), ("Phi3Config", "longrope"), ("OlmoConfig", "longrope"), ("GPTNeoXConfig", "dynamic")],
+)
+def test_a_text_and_a_draft_past_the_limit_change_no_other_text(family: str, rope: str) -> None:
+    target = Target(build(family, rope, **({} if "Neo" not in family else {"num_key_value_heads": None})), family)
+    text = text_of(20)
+    expected = read(target, text)
+    near, far = target.new_cache(40), target.new_cache(40)
+    beyond = replace(Segment.of_text(text, far, wanted="all"), offset=CONTEXT + 100)
+    beside, _ = target.run([Segment.of_text(text, near, wanted="all"), beyond])
+    assert torch.equal(beside[: len(text)], expected)
+    assert torch.equal(read(target, text), expected)
+
+
+def test_a_scale_by_position_is_seen_by_the_trial_though_no_module_shows_it() -> None:
+    scaled, plain = Target(build("Ministral3Config"), "scaled"), Target(build("LlamaConfig"), "plain")
+    assert not isinstance(scaled._forward, LeanDecoder) and scaled.exact
+    assert isinstance(plain._forward, LeanDecoder) and plain.exact
+
+
+def test_the_trial_leaves_no_table_of_all_positions() -> None:
+    decoder = Target(build("LlamaConfig", max_position_embeddings=1 << 16), "long")._forward
+    assert isinstance(decoder, LeanDecoder)
+    assert len(decoder._turns.table) < 1 << 12
+
+
+def test_far_texts_begin_past_every_limit_and_end_with_the_context() -> None:
+    config = transformers.MistralConfig(
+        max_position_embeddings=4096,
+        sliding_window=512,
+        rope_parameters=ROPES["longrope"] | {"rope_theta": 1e4, "factor": 64.0},
+    )
+    assert far_positions(config, 4096) == [64, 512, 2048, 4072]
+    assert far_positions(config, 512) == [64, 256, 488]
+    assert far_positions(config, 16) == []

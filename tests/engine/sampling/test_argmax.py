@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.sampling.argmax import NAN, _in_numpy, _in_torch, argmax
+
+BITS = st.lists(st.lists(st.integers(0, 2**16 - 1), min_size=7, max_size=7), min_size=1, max_size=4)
+
+
+def bfloat16(bits: list[list[int]]) -> torch.Tensor:
+    return torch.from_numpy(np.array(bits, np.uint16).view(np.int16)).view(torch.bfloat16)
+
+
+@settings(deadline=None)  # the first call compiles
+@given(BITS)
+def test_the_first_of_the_largest_is_found_and_nan_is_told_apart(bits: list[list[int]]) -> None:
+    logits = bfloat16(bits)
+    for row, found in zip(logits.float().tolist(), argmax(logits), strict=True):
+        if any(x != x for x in row):
+            assert found == NAN
+        else:
+            assert row[found] == max(row) and (max(row) == 0 or found == row.index(max(row)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_both_kinds_of_nan_are_found(dtype: torch.dtype, sign: int) -> None:
+    logits = torch.randn(3, 50).to(dtype)
+    logits[1, 7] = torch.copysign(torch.tensor(torch.nan), torch.tensor(float(sign)))
+    assert [token == NAN for token in argmax(logits)] == [False, True, False]
+
+
+@pytest.mark.parametrize("way", [argmax, _in_numpy, _in_torch])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_way_finds_the_first_of_equals(way: Callable[[torch.Tensor], list[int]], dtype: torch.dtype) -> None:
+    logits = torch.randn(50, 20, generator=torch.Generator().manual_seed(1)).round().add(0.5).to(dtype)
+    assert way(logits) == [min(token for token in range(20) if row[token] == row.max()) for row in logits]
+
+
+@pytest.mark.parametrize("way", [argmax, _in_numpy, _in_torch])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_way_tells_nan_from_infinity(way: Callable[[torch.Tensor], list[int]], dtype: torch.dtype) -> None:
+    logits = torch.zeros(4, 10, dtype=dtype)
+    logits[1, 4], logits[2, 3], logits[3, :9] = torch.nan, torch.inf, -torch.inf
+    assert way(logits) == [0, NAN, 3, 9]
+
+
+@pytest.mark.parametrize("places", [(1023, 1024), (3000, 3001), (1024, 2048), (0, 2500)])
+def test_rows_longer_than_a_part_are_searched_in_order(places: tuple[int, int]) -> None:
+    logits = torch.randn(2, 3100, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    logits[0, list(places)] = 40.0
+    logits[1, places[1]] = 40.0
+    assert argmax(logits) == [*places]
+
+
+@pytest.mark.parametrize("place", [0, 1024, 3099])
+def test_nan_is_found_in_every_part(place: int) -> None:
+    logits = torch.randn(1, 3100, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    logits[0, place] = torch.nan
+    assert argmax(logits) == [NAN]

@@ -1,0 +1,321 @@
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+from engine.api import Engine
+from engine.core.errors import ModelError
+from engine.core.params import SamplingParams
+from engine.weights import gguf as conversion
+from engine.weights.dequantise import dequantise, llama3_factors
+from engine.weights.gguf import converted
+from engine.weights.gguf_file import read_gguf
+from tests.engine.weights.tiny_gguf import TOKENS, write_gguf
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TALON_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
+    """Write a GGUF file; returns its path and the model in it."""
+
+    def write(**changes: Any) -> tuple[Path, Any]:
+        path = tmp_path / "tiny.gguf"
+        return path, write_gguf(path, **changes)
+
+    return write
+
+
+@pytest.fixture
+def directory(tmp_path: Path, write: Callable[..., tuple[Path, Any]]) -> Callable[..., Path]:
+    """Write a GGUF file and convert it in this process, which saves the imports of another."""
+
+    def directory(**changes: Any) -> Path:
+        folder = tmp_path / "converted"
+        folder.mkdir()
+        path, _ = write(**changes)
+        dequantise(read_gguf(path, "model=tiny"), folder, "tiny", "Made for a test.")
+        return folder
+
+    return directory
+
+
+def nothing(*_: Any) -> None:
+    """Nobody watches the progress."""
+
+
+def left_in(home: Path) -> list[str]:
+    return sorted(path.name for path in home.rglob("*") if path.is_file() and not path.name.endswith(".lock"))
+
+
+def test_an_unquantised_file_gives_the_models_own_weights(
+    write: Callable[..., tuple[Path, Any]], tmp_path: Path
+) -> None:
+    path, model = write()
+    (tmp_path / "out").mkdir()
+    dequantise(read_gguf(path, "model=tiny"), tmp_path / "out", "tiny", "")
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16).state_dict()
+    for name, tensor in model.to(torch.bfloat16).state_dict().items():
+        assert torch.equal(ours[name], tensor), name
+
+
+def test_a_quantised_file_gives_the_logits_of_transformers_own_reader(
+    directory: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = directory(kind=Kind.Q4_1)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="tiny.gguf", quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+    )
+    ours = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    prompt = torch.arange(40)[None]
+    with torch.inference_mode():
+        assert torch.equal(ours(prompt).logits, theirs(prompt).logits)
+
+
+def test_each_digit_is_a_word_where_the_vocabulary_says_so(directory: Callable[..., Path]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(directory())
+    assert tokenizer.tokenize("a  48") == ["a", "ĠĠ", "4", "8"]
+
+
+def test_other_vocabularies_keep_their_words(directory: Callable[..., Path]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(directory(values={"tokenizer.ggml.pre": "gpt-2"}))
+    assert tokenizer.tokenize("a  48") == ["a", "Ġ", "Ġ", "48"]
+
+
+def test_an_unknown_way_of_splitting_text_is_told(
+    directory: Callable[..., Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    directory(values={"tokenizer.ggml.pre": "martian"})
+    assert "talon: tiny.gguf: text is split into words as for GPT-2; 'martian' is not known" in capfd.readouterr().out
+
+
+def test_no_token_is_added_to_those_of_the_file(directory: Callable[..., Path]) -> None:
+    assert AutoTokenizer.from_pretrained(directory()).get_vocab() == {token: i for i, token in enumerate(TOKENS)}
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_file_says_whether_text_begins_with_a_token(directory: Callable[..., Path], wanted: bool) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(directory(values={"tokenizer.ggml.add_bos_token": wanted}))
+    assert tokenizer("hi")["input_ids"] == [0] * wanted + [TOKENS.index("h"), TOKENS.index("i")]
+
+
+def test_chat_template_and_special_tokens_come_from_the_file(directory: Callable[..., Path]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(directory())
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "h"}], tokenize=False)
+    assert text == "<|user|>h<|end|><|assistant|>"
+    assert tokenizer(text, add_special_tokens=False)["input_ids"] == [1, TOKENS.index("h"), 3, 2]
+
+
+@pytest.mark.parametrize(
+    ("values", "ends"),
+    [
+        ({"tokenizer.ggml.eos_token_id": 0}, [0, 3]),
+        ({"tokenizer.ggml.eos_token_id": None}, [3]),
+        ({"tokenizer.ggml.eos_token_id": 0, "tokenizer.ggml.eom_token_id": 1}, [0, 1, 3]),
+        ({"tokenizer.ggml.eos_token_id": 0, "tokenizer.chat_template": "{{ messages[0].content }}"}, [0]),
+        ({"tokenizer.ggml.eos_token_id": 0, "tokenizer.chat_template": "{{ raise_exception('no') }}"}, [0]),
+        (
+            {
+                "tokenizer.ggml.eos_token_id": 0,
+                "tokenizer.chat_template": "{% for m in messages %}{{ m.content }}"
+                "{{ '<|text|>' if loop.last else '<|end|>' }}{% endfor %}",
+            },
+            [0],
+        ),
+    ],
+    ids=["end of text", "none", "end of message", "no end of turn", "a template that refuses", "its last turn counts"],
+)
+def test_every_end_that_the_file_implies_is_taken(
+    directory: Callable[..., Path], values: dict[str, Any], ends: list[int]
+) -> None:
+    folder = directory(values=values)
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == ends
+
+
+@pytest.mark.parametrize("kind", ["eos", "eot", "bos", "padding"])
+def test_a_token_id_that_is_none_of_the_file_is_one_line(write: Callable[..., tuple[Path, Any]], kind: str) -> None:
+    path, _ = write(values={f"tokenizer.ggml.{kind}_token_id": len(TOKENS)})
+    told = rf"^model=tiny: tokenizer\.ggml\.{kind}_token_id is {len(TOKENS)}, and the file has {len(TOKENS)} tokens; "
+    with pytest.raises(ModelError, match=told):
+        read_gguf(path, "model=tiny")
+
+
+def test_what_a_file_calls_itself_reaches_no_terminal_unescaped(write: Callable[..., tuple[Path, Any]]) -> None:
+    path, _ = write(architecture="mars\x1b]0;gotcha\x07" + "a" * 9999)
+    with pytest.raises(ModelError) as caught:
+        converted(path, f"model={path}", nothing)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 3000
+    assert "GGUF (mars\\x1b]0;gotcha\\x07aaa" in str(caught.value)
+
+
+def test_the_end_of_a_turn_ends_an_answer_too(directory: Callable[..., Path]) -> None:
+    folder = directory(values={"tokenizer.ggml.eos_token_id": 0, "tokenizer.ggml.eot_token_id": 3})
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [0, 3]
+
+
+def test_files_beside_the_gguf_file_are_not_read(directory: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("another model's")
+    assert "another" not in AutoTokenizer.from_pretrained(directory()).chat_template
+
+
+def test_the_card_says_what_the_weights_are(directory: Callable[..., Path]) -> None:
+    card = (directory(kind=Kind.Q4_1) / "README.md").read_text()
+    assert "Made for a test." in card and "15 Q4_1" in card and "bfloat16" in card
+
+
+def test_llama_3s_factors_become_its_scaling_of_positions(directory: Callable[..., Path]) -> None:
+    factors = llama3_factors(10_000.0, 8, 32.0).astype(np.float32)
+    folder = directory(tensors={"rope_freqs.weight": factors})
+    rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
+    assert rope["rope_type"] == "llama3" and rope["factor"] == 32
+    turned = AutoModelForCausalLM.from_pretrained(folder).model.rotary_emb.inv_freq
+    plain = 10_000.0 ** (-np.arange(8) / 8)
+    assert torch.allclose(turned, torch.tensor(plain / factors, dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"tensors": {"rope_freqs.weight": np.full(8, 3, np.float32)}}, "not those of Llama 3"),
+        ({"tensors": {"rope_factors_long.weight": np.ones(8, np.float32)}}, "rope_"),
+        ({"values": {"llama.rope.scaling.type": "yarn"}}, "yarn"),
+        ({"tensors": {"blk.0.attn_q.bias": np.ones(64, np.float32)}}, "transformers reads"),
+        ({"tensors": {"blk.1.ffn_up.weight": None}}, "mlp.up_proj"),
+    ],
+)
+def test_a_file_that_would_not_be_followed_in_all_is_refused(
+    directory: Callable[..., Path], changes: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ModelError, match=told):
+        directory(**changes)
+
+
+def test_a_file_is_converted_once_until_it_changes(
+    write: Callable[..., tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[Path] = []
+    monkeypatch.setattr(conversion, "convert", lambda file, folder, *_: runs.append(folder))
+    path, _ = write()
+    first = converted(path, f"model={path}", nothing)
+    assert converted(path, f"model={path}", nothing) == first
+    os.utime(path, ns=(0, 0))
+    assert converted(path, f"model={path}", nothing) != first
+    assert len(runs) == 2
+
+
+def test_a_file_cut_short_anywhere_is_one_line(write: Callable[..., tuple[Path, Any]]) -> None:
+    path, _ = write()
+    content = path.read_bytes()
+    start = read_gguf(path, "model=x").start
+    for length in [*range(4, start, 97), start, len(content) - 1]:
+        path.write_bytes(content[:length])
+        with pytest.raises(ModelError, match="cut short") as caught:
+            read_gguf(path, "model=x")
+        assert "\n" not in str(caught.value) and "model=x" in str(caught.value)
+
+
+def test_damage_to_the_head_is_either_harmless_or_told(write: Callable[..., tuple[Path, Any]]) -> None:
+    path, _ = write()
+    content, chance = path.read_bytes(), random.Random(0)
+    start = read_gguf(path, "model=x").start
+    for _ in range(400):
+        damaged = bytearray(content)
+        for _ in range(chance.choice([1, 1, 8])):
+            damaged[chance.randrange(start)] = chance.randrange(256)
+        path.write_bytes(damaged)
+        try:
+            read_gguf(path, "model=x")
+        except ModelError as error:
+            assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "is no GGUF file"),
+        (b"PK\x03\x04 something else", "is no GGUF file"),
+        (b"GGUF\x01\0\0\0", "version 1"),
+        (b"GGUF\0\0\0\x03", "byte order"),
+        (b"GGUF\x03\0\0\0" + b"\xff" * 16, "cut short"),
+    ],
+)
+def test_what_is_no_gguf_file_of_today_is_told(tmp_path: Path, content: bytes, told: str) -> None:
+    (tmp_path / "x.gguf").write_bytes(content)
+    with pytest.raises(ModelError, match=told):
+        read_gguf(tmp_path / "x.gguf", "model=x.gguf")
+
+
+def test_one_of_several_parts_says_how_to_join_them(write: Callable[..., tuple[Path, Any]]) -> None:
+    path, _ = write(values={"split.count": 3})
+    with pytest.raises(ModelError, match="one of 3 parts; join them with llama-gguf-split --merge"):
+        read_gguf(path, "model=x")
+
+
+def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"model=no\.gguf: cannot be read: No such file"):
+        converted(tmp_path / "no.gguf", "model=no.gguf", nothing)
+
+
+def test_an_unknown_architecture_is_one_line_and_leaves_nothing(
+    write: Callable[..., tuple[Path, Any]], tmp_path: Path
+) -> None:
+    path, _ = write(architecture="martian")
+    with pytest.raises(ModelError) as caught:
+        converted(path, f"model={path}", nothing)
+    assert str(caught.value).startswith(f"model={path}: cannot be converted from GGUF (martian): ")
+    assert "not supported" in str(caught.value) and "\n" not in str(caught.value)
+    assert left_in(tmp_path / "home") == []
+
+
+def test_a_conversion_that_is_killed_is_told_and_leaves_nothing(
+    write: Callable[..., tuple[Path, Any]], tmp_path: Path
+) -> None:
+    path, _ = write()
+    mine = psutil.Process()
+
+    def kill() -> None:
+        deadline = time.monotonic() + 60
+        while not (children := [child for child in mine.children() if "engine.weights.dequantise" in child.cmdline()]):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        children[0].send_signal(signal.SIGKILL)
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    with pytest.raises(ModelError, match="killed by signal 9"):
+        converted(path, f"model={path}", nothing)
+    killer.join()
+    assert left_in(tmp_path / "home") == []
+
+
+async def test_a_gguf_file_answers_as_the_directory_made_of_it(
+    write: Callable[..., tuple[Path, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, _ = write(kind=Kind.Q8_0, values={"tokenizer.ggml.eos_token_id": 0})
+    options: dict[str, Any] = {"method": "suffix", "transport": "inproc"}
+    sampling = SamplingParams(max_tokens=16)
+    async with await Engine.start({"model": str(path)}, **options) as engine:
+        answer = await engine.generate("ab 48", sampling)
+        folder = engine.config.model
+    assert f"model={path}: answers end at '<|text|>' (0) and '<|end|>' (3)\n" in capsys.readouterr().err
+    assert Path(folder).parent == tmp_path / "home" / "gguf" and Path(folder).name.startswith("tiny-")
+    async with await Engine.start({"model": folder}, **options) as engine:
+        assert (await engine.generate("ab 48", sampling)).token_ids == answer.token_ids

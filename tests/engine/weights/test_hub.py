@@ -1,0 +1,138 @@
+"""Models of the hub, from a hub of one repository that runs here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from engine.config import load
+from engine.weights.hub import _needed
+from engine.weights.resolve import resolved
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@contextmanager
+def hub(files: Path) -> Iterator[tuple[str, list[str]]]:
+    """A hub whose only repository is Some/Model with these files; its address, and the paths that are read."""
+    names = {str(file.relative_to(files)): file.read_bytes() for file in files.rglob("*") if file.is_file()}
+    read: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.answer()
+
+        def do_GET(self) -> None:
+            self.answer()
+
+        def answer(self) -> None:
+            path, prefix = self.path.partition("?")[0], f"/Some/Model/resolve/{COMMIT}/"
+            if path == "/":
+                self.send(b"", {})
+            elif path == "/api/models/Some/Model/revision/main":
+                self.send(json.dumps({"id": "Some/Model", "sha": COMMIT}).encode(), {})
+            elif path.startswith(f"/api/models/Some/Model/tree/{COMMIT}"):
+                tree = [
+                    {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                    for name, data in names.items()
+                ]
+                self.send(json.dumps(tree).encode(), {})
+            elif path.startswith(prefix) and (name := path[len(prefix) :]) in names:
+                if self.command == "GET":
+                    read.append(name)
+                etag = hashlib.sha1(names[name]).hexdigest()
+                self.send(names[name], {"X-Repo-Commit": COMMIT, "ETag": f'"{etag}"'})
+            else:
+                self.send_error(404)
+
+        def send(self, data: bytes, headers: dict[str, str]) -> None:
+            self.send_response(200)
+            for name, value in {"Content-Length": str(len(data)), **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(data)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", read
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def fetched(model: str, endpoint: str, home: Path) -> tuple[str, str]:
+    """What a process of its own gets, since the hub's address is read at import, and what it says."""
+    code = f"from engine.weights.hub import fetched; print(fetched({model!r}))"
+    environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    return done.stdout.strip(), done.stderr
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    folder = tmp_path / "files"
+    (folder / "onnx").mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"x" * 2_000_000)
+    (folder / "pytorch_model.bin").write_bytes(b"the same again")
+    (folder / "onnx" / "model.json").write_text("{}")
+    return folder
+
+
+def test_a_model_of_the_hub_is_downloaded_once_without_copies_in_other_formats(files: Path, tmp_path: Path) -> None:
+    with hub(files) as (endpoint, read):
+        folder, said = fetched("Some/Model", endpoint, tmp_path / "home")
+        assert sorted(path.name for path in Path(folder).iterdir()) == ["config.json", "model.safetensors"]
+        assert said == "talon: downloading Some/Model, 2 MB\n"
+        assert sorted(read) == ["config.json", "model.safetensors"]
+        assert fetched("Some/Model", endpoint, tmp_path / "home") == (folder, "")
+        assert len(read) == 2
+
+
+def test_without_the_hub_its_cache_is_used(files: Path, tmp_path: Path) -> None:
+    with hub(files) as (endpoint, _):
+        folder, _ = fetched("Some/Model", endpoint, tmp_path / "home")
+    assert fetched("Some/Model", endpoint, tmp_path / "home") == (folder, "")
+
+
+def test_what_the_hub_does_not_have_stays_a_name(files: Path, tmp_path: Path) -> None:
+    with hub(files) as (endpoint, _):
+        assert fetched("Other/Model", endpoint, tmp_path / "home") == ("Other/Model", "")
+        assert fetched("heads/{method}", endpoint, tmp_path / "home") == ("heads/{method}", "")
+
+
+def test_pickled_weights_are_read_where_there_are_no_others() -> None:
+    names = ["config.json", "pytorch_model.bin", "training_args.bin", "README.md"]
+    assert _needed(names) == ["config.json", "pytorch_model.bin", "training_args.bin"]
+    assert _needed([*names, "model.safetensors"]) == ["config.json", "model.safetensors"]
+
+
+def test_target_and_drafter_are_fetched_before_anything_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.weights.resolve.fetched", lambda name: f"/fetched/{name}")
+    config = resolved(load({"model": "Some/Model", "drafter": {"path": "Some/Head"}}))
+    assert (config.model, config.drafter.path) == ("/fetched/Some/Model", "/fetched/Some/Head")
+
+
+def test_weights_that_lie_there_under_two_names_are_fetched_once() -> None:
+    names = ["config.json", "consolidated.safetensors", "model-00001-of-00002.safetensors"]
+    assert _needed(names) == ["config.json", "model-00001-of-00002.safetensors"]
+    assert _needed(names[:2]) == names[:2]
