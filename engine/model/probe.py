@@ -5,8 +5,9 @@ Logits are compared with those of the model as it was loaded, and a token's bits
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,12 +19,22 @@ from engine.model.loading import name_of
 from engine.model.masked import refusal
 from engine.model.windows import short_windows
 
-if TYPE_CHECKING:
-    from engine.model.target import Target
-
 _TOKENS = 24
 _FAR_ERROR = 5.0  # how much more than the near text's error a far text's may be
 _LIMITS = ("original_max_position_embeddings", "sliding_window", "attention_chunk_size")
+
+
+class Runs(Protocol):
+    """A target that can be tried: the part of `engine.model.target.Target` that a trial needs."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def vocab_size(self) -> int: ...
+    def new_cache(self, capacity: int) -> Any: ...
+    def release(self, cache: Any) -> None: ...
+    def prefill(self, cache: Any, tokens: list[int]) -> Any: ...
+    def run(self, segments: Sequence[Segment]) -> tuple[Tensor, Any]: ...
 
 
 class Trial:
@@ -52,11 +63,11 @@ class Trial:
         """Whether the model attends by the windows that its configuration names, if any."""
         return self.beyond is None or not torch.equal(self.beyond, self.expected)
 
-    def agrees(self, target: Target, expected: Tensor) -> bool:
+    def agrees(self, target: Runs, expected: Tensor) -> bool:
         """Whether the text gives the expected logits when read in two parts, the second as a tree of two branches."""
         return self._error(target, expected) <= _tolerance(target)
 
-    def agrees_anywhere(self, target: Target) -> bool:
+    def agrees_anywhere(self, target: Runs) -> bool:
         """The same for the logits of the first positions and of all far ones. A far text may err little more than the
         near one does: in bfloat16 a scale by position can be smaller than what rounding is allowed. The near one is
         read last, so that it shows a forward that far positions change.
@@ -65,7 +76,7 @@ class Trial:
         near, tolerance = self._error(target, self.expected), _tolerance(target)
         return near <= tolerance and far <= min(tolerance, max(1e-3, _FAR_ERROR * near))
 
-    def _error(self, target: Target, expected: Tensor, start: int = 0) -> float:
+    def _error(self, target: Runs, expected: Tensor, start: int = 0) -> float:
         """The text's error in standard deviations of the expected logits, when it begins at position `start`."""
         tokens, split = self.tokens, _TOKENS - 4
         cache = target.new_cache(_TOKENS + 8)
@@ -82,7 +93,7 @@ class Trial:
         error = (found - expected).pow(2).mean().sqrt() / expected.std()
         return float(error.nan_to_num(torch.inf))
 
-    def equal_bits(self, target: Target) -> bool:
+    def equal_bits(self, target: Runs) -> bool:
         """Whether a token's logits are the same bits read with others, alone, and in a tree with wrong siblings."""
         tokens = self.tokens
         read = target.new_cache(_TOKENS)
@@ -136,5 +147,5 @@ def far_positions(config: Any, context: int) -> list[int]:
     return sorted(start for start in limits | {context // 2, last} if 0 < start <= last)
 
 
-def _tolerance(target: Target) -> float:
+def _tolerance(target: Runs) -> float:
     return 1e-3 if target.dtype == torch.float32 else 0.1

@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.core.batch import BLOCK, Batch, Int, Places
+from engine.core.kv_shape import KVShape
 from engine.kernels.amx import TILE_ROWS
 from engine.kernels.attention.attention_work import ATTENTION
 from engine.kernels.attention.lane_attention import VECTORS, lane_kernel
@@ -26,7 +28,6 @@ from engine.kernels.attention.paired_attention import scratch_of_own
 from engine.kernels.attention.tile_attention import TILES, tile_kernel
 from engine.kernels.gemm.matmul import Unit, units
 from engine.kernels.threads import Kernel, address_of, words
-from engine.model.kv_pool import KVPool
 
 
 def has_pairs(dtype: torch.dtype) -> bool:
@@ -53,10 +54,20 @@ class Rule:
     sinks: Tensor | None = None
 
 
+class Pool(Protocol):
+    """Where keys and values lie (`engine.model.kv_pool`)."""
+
+    @property
+    def shape(self) -> KVShape: ...
+
+    def addresses(self, layer: int) -> tuple[int, int]:
+        """The addresses of the layer's keys and values."""
+
+
 class Attention:
     """Attention over a pool, one batch at a time. groups: query heads per KV head."""
 
-    def __init__(self, pool: KVPool, groups: int):
+    def __init__(self, pool: Pool, groups: int):
         self.pool, self.groups = pool, groups
         self._work = np.zeros(pool.shape.layers, ATTENTION)  # a record for each layer
         shape, work = pool.shape, self._work
