@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from engine.core.errors import ConfigError, shown
-
-if TYPE_CHECKING:
-    from engine.config import Config
-
 from engine.config import Config
+from engine.core.errors import ConfigError, shown
 from engine.core.methods import METHODS, find
 
 

@@ -1,10 +1,12 @@
-"""The methods a configuration can name. Adding a drafter: its file, one line here, one file in configs/."""
+"""The factory of drafters: the one place that knows all of them. The table of methods is `engine.core.methods`."""
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from drafters.parts import parts
+from drafters.requirements import check, check_vocabulary
 from engine.core.errors import ConfigError
 from engine.core.methods import find, source_of
 
@@ -12,14 +14,25 @@ if TYPE_CHECKING:
     from engine.config import Config
     from engine.core.drafter_protocol import Drafter
 
+__all__ = ["build", "build_for_worker", "check", "check_vocabulary"]
+
 
 def build(config: Config) -> Drafter:
     """The drafter that `config` names."""
-    where = find(config.method).drafter
-    if where is None:
+    method = find(config.method)
+    if method.drafter is None:
         raise ConfigError(f"method={config.method}: has no drafter")
-    module, name = where.split(":")
-    drafter: Drafter = getattr(import_module(module), name).from_config(config)
+    module, name = method.drafter.split(":")
+    kind = getattr(import_module(module), name)
+    drafter: Drafter
+    if method.merges:
+        drafter = kind.of_parts([build(config.model_copy(update={"method": part})) for part in parts(config)], config)
+    elif hasattr(kind, "from_config"):
+        drafter = kind.from_config(config)
+    else:
+        from drafters.heads.head_drafter import HeadDrafter  # torch: seconds that only heads pay
+
+        drafter = HeadDrafter.of_kind(kind, config)
     drafter.source = source_of(config.method)
     return drafter
 
@@ -34,17 +47,3 @@ def build_for_worker(config: Config) -> Drafter:
         if isinstance(drafter, HeadDrafter):
             drafter = HybridDrafter(drafter, [], config.drafter.budget)
     return drafter
-
-
-def check(config: Config) -> None:
-    """Raise, before anything loads, the errors that the drafter of `config` would raise at once."""
-    from drafters import requirements
-
-    requirements.check(config)
-
-
-def check_vocabulary(config: Config, tokenizer: Any) -> None:
-    """Raise, once the target's tokenizer is loaded, if what drafts for it was made for another one."""
-    from drafters import requirements
-
-    requirements.check_vocabulary(config, tokenizer)

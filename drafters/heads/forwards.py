@@ -5,13 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from drafters.heads.growth.trie import Place, Trie
+from drafters.heads.head import Head
 from engine.model.cuda.graphs import wait
-
-if TYPE_CHECKING:
-    from drafters.heads.head import Head
 
 
 class Forwards:

@@ -15,12 +15,7 @@ from torch import Tensor
 
 from drafters.heads.checkpoint import TargetWeights
 from drafters.heads.growth.policies import Policy
-from drafters.heads.growth.policy_choice import policy_of
-from drafters.heads.head_drafter import HeadDrafter
 from drafters.heads.session import Session
-from drafters.parts import weights_path
-from engine.config import Config
-from engine.model.loading import find_device
 
 
 class Head(ABC):
@@ -42,16 +37,6 @@ class Head(ABC):
     @abstractmethod
     def load(cls, path: str, target: TargetWeights, device: str = "cpu") -> Head:
         """Read a checkpoint in the head's public layout."""
-
-    @classmethod
-    def from_config(cls, config: Config) -> HeadDrafter:
-        """The drafter of this head that `config` describes."""
-        path, options = weights_path(config), config.drafter
-        target = TargetWeights.read(config.model)
-        head = cls.load(path, target, find_device(config.device).type)
-        drafter = HeadDrafter(head, policy_of(options, head.published_growth), options.shared_noise)
-        drafter.warm_up(target.hidden_size)
-        return drafter
 
     @abstractmethod
     def open(self, prompt: Sequence[int], capacity: int, scratch: int) -> Session:

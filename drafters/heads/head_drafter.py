@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from drafters.heads.checkpoint import TargetWeights
 from drafters.heads.forwards import Forwards
 from drafters.heads.growth.lockstep import Advice, Growth, grow
 from drafters.heads.growth.policies import Policy
+from drafters.heads.growth.policy_choice import policy_of
 from drafters.heads.growth.ranking import ErrorScale, Ranking
 from drafters.heads.growth.trie import Place, Trie
+from drafters.heads.head import Head
+from drafters.parts import weights_path
+from engine.config import Config
 from engine.core.drafter_protocol import BetweenSteps, Drafter, Verdict, Wanted
 from engine.core.outcomes import Following
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
-
-if TYPE_CHECKING:
-    from drafters.heads.head import Head
+from engine.model.loading import find_device
 
 _FORESEEN = 10  # candidates after each node, for ranking outcomes where the policy wants fewer
 _USUAL_ROWS = 24  # a layer of a tree rarely has more nodes
@@ -39,6 +41,16 @@ class HeadDrafter(Drafter):
         self._resting = False
         self._forwards = Forwards(head)
         self._requests: dict[int, Trie] = {}
+
+    @classmethod
+    def of_kind(cls, kind: type[Head], config: Config) -> HeadDrafter:
+        """The drafter that `config` describes, with a head of this kind."""
+        path, options = weights_path(config), config.drafter
+        target = TargetWeights.read(config.model)
+        head = kind.load(path, target, find_device(config.device).type)
+        drafter = cls(head, policy_of(options, head.published_growth), options.shared_noise)
+        drafter.warm_up(target.hidden_size)
+        return drafter
 
     @property
     def one_pass(self) -> bool:

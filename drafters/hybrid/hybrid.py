@@ -72,12 +72,10 @@ class HybridDrafter(Drafter):
         self._unread: list[tuple[int, Verdict]] = []  # by the head
 
     @classmethod
-    def from_config(cls, config: Config) -> HybridDrafter:
-        from drafters.registry import build
-
-        head = build(config.model_copy(update={"method": config.drafter.head}))
+    def of_parts(cls, parts: Sequence[Drafter], config: Config) -> HybridDrafter:
+        """parts: the drafters of the methods that `drafters.parts` names, in its order."""
+        head, *memories = parts
         assert isinstance(head, HeadDrafter)
-        memories = [build(config.model_copy(update={"method": name})) for name in config.drafter.memories]
         return cls(head, memories, config.drafter.budget)
 
     @property
