@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from drafters.heads.checkpoint import TargetWeights
-from drafters.heads.feature_session import FeatureHead
+from drafters.heads.feature_head import FeatureHead
 from drafters.heads.head import Head
 from drafters.heads.head_drafter import HeadDrafter
 from engine.core.drafter_protocol import Verdict

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from drafters.heads.checkpoint import Checkpoint, TargetWeights
-from drafters.heads.feature_session import FeatureHead
+from drafters.heads.feature_head import FeatureHead
 from drafters.heads.growth.policies import EAGLE_25, Static
 from drafters.heads.layers import DecoderLayer, KVCache, Linear, PairLinear, draft_dtype, llama_config, qkv_weights
 from drafters.heads.stack import Layer, Stack, fits

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from drafters.heads.checkpoint import Checkpoint, TargetWeights
-from drafters.heads.feature_session import FeatureHead
+from drafters.heads.feature_head import FeatureHead
 from drafters.heads.growth.policies import Dynamic
 from drafters.heads.layers import (
     DecoderLayer,

@@ -8,98 +8,21 @@ sync. A layer of the tree is one forward: a mask lets each node see the text and
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Sequence
-from functools import cached_property
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from drafters.heads import pooled_session
-from drafters.heads.head import Head
-from drafters.heads.layers import KVCache, Linear, causal_mask
+from drafters.heads.feature_weights import FeatureWeights
+from drafters.heads.layers import causal_mask
 from drafters.heads.session import Session
-from drafters.heads.stack import Stack
-from engine.core.batch import Rows
-from engine.model.cuda.graphs import Recorded, Spare, bucket, rounded
+from engine.model.cuda.graphs import Recorded, bucket
 
 _SYNC_CHUNK = 512  # rows of one forward over a long prompt, which bounds the mask's size
-
-
-class FeatureHead(Head):
-    """What the EAGLE heads have in common: everything but the layer itself."""
-
-    hidden_size: int
-    dtype: torch.dtype
-    lm_head: Linear
-
-    @abstractmethod
-    def fuse(self, features: Tensor) -> Tensor:
-        """The target's true features [n, layers, hidden] as the head's own kind, [n, hidden_size]."""
-
-    @abstractmethod
-    def forward(
-        self, features: Tensor, tokens: Tensor, positions: Tensor, cache: KVCache, at: int | Tensor, mask: Tensor | None
-    ) -> Tensor:
-        """[n, hidden_size]: the features guessed after (feature, token) pairs. at: slots, as in `KVCache.write`."""
-
-    @abstractmethod
-    def logits(self, features: Tensor) -> Tensor:
-        """[n, hidden_size] -> [n, draft_vocab]."""
-
-    @abstractmethod
-    def new_cache(self, capacity: int) -> KVCache:
-        """A cache of the head's layer."""
-
-    @abstractmethod
-    def new_stack(self) -> Stack | None:
-        """The head's layer and output matrix as a program, None where a stack does not fit."""
-
-    @abstractmethod
-    def entered(self, features: Tensor, tokens: list[int]) -> tuple[Tensor, Tensor | None]:
-        """The stack's input for these pairs: the residual and, if its layer has no input norm, the input."""
-
-    @cached_property
-    def stack(self) -> Stack | None:
-        return self.new_stack()
-
-    def guess(self, features: Tensor, parts: Sequence[Rows], chosen: Sequence[int] | None) -> Tensor:
-        """Logits [chosen, draft_vocab] after the pairs of these features [rows, hidden_size] and the parts' tokens. The
-        guessed features are in `stack.residual` afterwards.
-        """
-        assert self.stack is not None
-        residual, x = self.entered(features, [token for part in parts for token in part.tokens])
-        return self.stack.run(parts, residual, x, chosen)
-
-    def roots(self, sessions: Sequence[Any]) -> list[Tensor | None]:
-        return super().roots(sessions) if self.stack is None else pooled_session.roots(self, sessions)
-
-    def extend(self, asked: Sequence[tuple[Any, list[int], list[int]]]) -> list[tuple[list[int], Tensor | None]]:
-        return super().extend(asked) if self.stack is None else pooled_session.extend(self, asked)
-
-    @cached_property
-    def records(self) -> bool:
-        """Whether draft steps are captured as CUDA graphs (`engine.model.cuda.graphs`)."""
-        return bool(self.device.type == "cuda")
-
-    @cached_property
-    def spare(self) -> Spare[FeatureSession]:
-        """Sessions that have ended, for reuse."""
-        return Spare()
-
-    def open(self, prompt: Sequence[int], capacity: int, scratch: int) -> Session:
-        if self.stack is not None:
-            return pooled_session.PooledSession(self, scratch)
-        text = rounded(capacity) if self.records else capacity
-        spare = self.spare.take((text, scratch))
-        return FeatureSession(self, text, scratch) if spare is None else spare
 
 
 class FeatureSession(Session):
     """One request of a `FeatureHead`; node n > 0 occupies the cache slot `slots + n - 1`."""
 
-    def __init__(self, head: FeatureHead, text: int, scratch: int):
+    def __init__(self, head: FeatureWeights, text: int, scratch: int):
         self.head, self.text, self.scratch = head, text, scratch
         self.cache = head.new_cache(text + scratch + 1)  # the last slot takes a bucket's padding rows
         if head.records:

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from drafters.heads.feature_weights import FeatureWeights
 from drafters.heads.session import Session
 from drafters.heads.stack import PooledCache
 from engine.core.batch import Rows
-
-if TYPE_CHECKING:
-    from drafters.heads.feature_session import FeatureHead
 
 _READ = 512  # positions of texts that are read in one forward
 
@@ -26,7 +23,7 @@ _READ = 512  # positions of texts that are read in one forward
 class PooledSession(Session):
     """One request of a `FeatureHead`; node n > 0 occupies the slot `slots + n - 1`."""
 
-    def __init__(self, head: FeatureHead, scratch: int):
+    def __init__(self, head: FeatureWeights, scratch: int):
         assert head.stack is not None
         self.head, self.scratch = head, scratch
         self.cache = PooledCache(head.stack.pool)
@@ -96,7 +93,7 @@ class PooledSession(Session):
         return bool(self._unread)
 
 
-def roots(head: FeatureHead, sessions: Sequence[PooledSession]) -> list[Tensor | None]:
+def roots(head: FeatureWeights, sessions: Sequence[PooledSession]) -> list[Tensor | None]:
     """Each session's logits after its text, [1, draft_vocab]; unread positions are read first."""
     while reading := [session for session in sessions if session.unread]:
         taken: list[tuple[PooledSession, Tensor, Rows]] = []
@@ -109,7 +106,7 @@ def roots(head: FeatureHead, sessions: Sequence[PooledSession]) -> list[Tensor |
     return [session.logits for session in sessions]
 
 
-def _read(head: FeatureHead, taken: Sequence[tuple[PooledSession, Tensor, Rows]]) -> None:
+def _read(head: FeatureWeights, taken: Sequence[tuple[PooledSession, Tensor, Rows]]) -> None:
     """Read positions of several texts in one forward."""
     assert head.stack is not None
     features = head.fuse(torch.cat([features for _, features, _ in taken]).to(head.dtype))
@@ -122,7 +119,7 @@ def _read(head: FeatureHead, taken: Sequence[tuple[PooledSession, Tensor, Rows]]
 
 
 def extend(
-    head: FeatureHead, asked: Sequence[tuple[PooledSession, list[int], list[int]]]
+    head: FeatureWeights, asked: Sequence[tuple[PooledSession, list[int], list[int]]]
 ) -> list[tuple[list[int], Tensor | None]]:
     """Draft new nodes of several sessions in one forward."""
     assert head.stack is not None

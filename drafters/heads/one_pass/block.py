@@ -1,215 +1,24 @@
-"""One-pass heads: a block of tokens from one forward. DFlash (arXiv 2602.06036), JetSpec (arXiv 2606.18394), DSpark
-(deepseek-ai/DeepSpec), and Talon's own block head, which is DSpark's with a draft vocabulary, a causal block and known
-prefixes.
-
-A few Transformer layers over a block: row 0 holds the last committed token, the others the mask embedding. Each layer
-attends to the block and to the *context*: the target's hidden states, concatenated and fused by `fc` and `hidden_norm`,
-through that layer's own key and value projections. Talon's rows also start from the last context vector (`entry` maps
-the token's embedding and this vector); in the published layouts only attention supplies it. Embeddings and output
-matrix are the target's unless the file has its own (for DSpark it must).
-
-Which token a row predicts: DFlash and JetSpec fill in the masks, so row r >= 1 predicts the r-th token from the root,
-and row 0 nothing (unless `dflash_config.draft_shift` says otherwise). DSpark's row r predicts the token after it.
-
-The *link* (DSpark's Markov head) adds W2 W1[token before] to a row's logits, or W2 (gate * W1[token before]) with
-gate = sigmoid(gate_proj [row; W1[token before]]): the branches of a tree then differ although they share the rows.
-"""
+"""One-pass heads as drafters use them: their weights, with the sessions that run them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from drafters.heads.checkpoint import WEIGHT_FILES, Checkpoint, TargetWeights
-from drafters.heads.growth.policies import Dynamic, Policy, Static
-from drafters.heads.head import Head
-from drafters.heads.layers import (
-    DecoderLayer,
-    KVCache,
-    Linear,
-    RMSNorm,
-    draft_dtype,
-    llama_config,
-    qkv_weights,
-    small_dtype,
-)
-from drafters.heads.one_pass.block_forward import Outputs
 from drafters.heads.one_pass.block_session import BlockSession, begin
-from drafters.heads.one_pass.context import ContextReader
-from drafters.heads.one_pass.markov_link import Link
-from drafters.heads.stack import Layer, Stack, fits
-from drafters.heads.top import Floats, Integers
-from engine.core.errors import DrafterMismatch
-from engine.kernels.simd import LANES
+from drafters.heads.one_pass.block_weights import BlockWeights
 
 
-class BlockLayer:
-    """One layer: queries, keys and values of the block's rows, keys and values of the context."""
-
-    def __init__(self, config: Any, checkpoint: Checkpoint, index: int, device: torch.device, dtype: torch.dtype):
-        def take(name: str, *shape: int) -> Tensor:
-            return checkpoint.take(f"layers.{index}.{name}", *shape).to(device, dtype)
-
-        weight, bias = qkv_weights(config, take, config.hidden_size)
-        self.input_norm = RMSNorm(take("input_layernorm.weight", config.hidden_size), config.rms_norm_eps)
-        self.decoder = DecoderLayer(config, take, device, dtype)
-        queries = self.decoder.heads * self.decoder.head_dim
-        self.qkv = Linear(weight, bias)
-        self.kv = Linear(weight[queries:].contiguous(), None if bias is None else bias[queries:])
-        names = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
-        if all(f"layers.{index}.{name}" in checkpoint.tensors for name in names):
-            norms = [RMSNorm(take(name, self.decoder.head_dim), config.rms_norm_eps) for name in names]
-            self.decoder.query_norm, self.decoder.key_norm = norms
-
-    def __call__(self, x: Tensor, positions: Tensor, cache: KVCache, at: int, mask: Tensor) -> Tensor:
-        return self.decoder(self.qkv(self.input_norm(x)), x, positions, cache, at, mask)
-
-    def read(self, context: Tensor, positions: Tensor, cache: KVCache, at: int) -> None:
-        """Write the context's keys and values, [n, hidden] at `positions`, to the slots from `at` on."""
-        cache.write(*self.decoder.keys_values(self.kv(context), positions), at)
-
-
-class Confidence:
-    """How much of the target's probability a row's own distribution covers, by its state and the token before it.
-
-    of_state: [hidden]; of_token: [vocab] float32, the bias included.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor, hidden: int, vocab: int, link: Link | None):
-        """weight: [hidden], or [hidden + rank] with the link's `first` of the token."""
-        self.of_state, of_link = weight[:hidden], weight[hidden:].cpu()
-        self.of_token = bias.float().cpu().expand(vocab).numpy()
-        if link is not None and len(of_link):
-            self.of_token = (
-                self.of_token + (link.first[:, : len(of_link)] @ of_link.to(link.first.dtype)).float().numpy()
-            )
-
-    def chance(self, of_states: Floats, tokens: Integers) -> Floats:
-        """[n] float32. of_states: [n], the states' part; tokens: [n], the target's ids of those before."""
-        said = (of_states + self.of_token[tokens]).clip(-80, 80)  # beyond, exp overflows
-        chance: Floats = 1 / (1 + np.exp(-said))
-        return chance
-
-
-class BlockHead(Head):
-    """size: rows of a block. first: the row that predicts the token after the root. depth: tokens predicted. tokens:
-    `target_ids` on the CPU.
-    """
-
-    method = "block"
-    one_pass = True
-    published_growth: Policy = Static([(0,) * depth for depth in range(1, 8)])
-
-    def __init__(self, checkpoint: Checkpoint, target: TargetWeights, device: torch.device):
-        self.device, self.dtype = device, draft_dtype(device)
-        config, options = llama_config(checkpoint.config, checkpoint.path), checkpoint.config
-        flash = options.get("dflash_config") or {}
-        hidden = self.hidden_size = config.hidden_size
-        checkpoint.match("hidden size", hidden, target.hidden_size)
-        checkpoint.match("vocabulary", checkpoint.number("vocab_size", target.vocab_size), target.vocab_size)
-        _refuse_windows(checkpoint)
-        self.feature_layers = _feature_layers(checkpoint, flash, target.layers)
-        self.size = checkpoint.number("block_size", flash.get("block_size"))
-        shifted = bool(flash.get("draft_shift", False)) if "dflash_config" in options else True
-        self.first = 0 if shifted else 1
-        self.depth = self.size - self.first
-        self.causal = bool(options.get("causal", flash.get("causal_head", False)))
-        # a chain for DFlash and DSpark; for JetSpec the best paths over the top seven tokens of each depth
-        chain = Static([(0,) * depth for depth in range(1, self.depth + 1)])
-        self.published_growth = Dynamic(self.depth - 1, 7, 128) if flash.get("causal_head", False) else chain
-        vocab = checkpoint.number("draft_vocab_size", target.vocab_size)
-        self.target_ids = checkpoint.target_ids(vocab, target.vocab_size).to(device)
-        self.tokens: Integers = self.target_ids.cpu().numpy()
-
-        def take(name: str, *shape: int) -> Tensor:
-            return checkpoint.take(name, *shape).to(device, self.dtype)
-
-        embedding = checkpoint.take_optional("embed_tokens.weight", target.vocab_size, hidden)
-        self.embedding = (target.embedding if embedding is None else embedding).to(device, self.dtype)
-        lm_head = checkpoint.take_optional("lm_head.weight", vocab, hidden)
-        multiplied = [target.lm_head[self.target_ids.cpu()] if lm_head is None else lm_head]
-        self.mask = self._mask(checkpoint, flash)
-        self.fc = Linear(take("fc.weight", hidden, len(self.feature_layers) * hidden))
-        self.hidden_norm = RMSNorm(take("hidden_norm.weight", hidden), config.rms_norm_eps)
-        self.layers = [
-            BlockLayer(config, checkpoint, index, device, self.dtype)
-            for index in range(checkpoint.number("num_hidden_layers"))
-        ]
-        self.norm = RMSNorm(take("norm.weight", hidden), config.rms_norm_eps)
-        entry = checkpoint.take_optional("entry.weight", hidden, 2 * hidden)
-        self.entry = None if entry is None else Linear(entry.to(device, self.dtype))
-        self.link: Link | None = None
-        rank = options.get("markov_rank") or 0
-        if rank:
-            self.link = Link(checkpoint, target.vocab_size, vocab, hidden, device)
-        self.confidence: Confidence | None = None
-        if options.get("enable_confidence_head", False):
-            width = hidden + (rank if options.get("confidence_head_with_markov", False) else 0)
-            weight, bias = take("confidence_head.proj.weight", 1, width)[0], take("confidence_head.proj.bias", 1)
-            self.confidence = Confidence(weight.to(small_dtype(device)), bias, hidden, target.vocab_size, self.link)
-        if self.link is not None and self.link.gate is not None:
-            multiplied.append(self.link.gate.of_state.T)
-        if self.confidence is not None:
-            multiplied.append(self.confidence.of_state[None])
-        joined = torch.cat([weight.to(device, self.dtype) for weight in multiplied])
-        self.output = Linear(F.pad(joined, (0, 0, 0, -len(joined) % LANES)))
-        checkpoint.ignore("rotary_emb.inv_freq")
-        checkpoint.finish()
+class BlockHead(BlockWeights):
+    """A head that drafts whole trees from one forward; see `BlockWeights` for the layouts."""
 
     @classmethod
     def load(cls, path: str, target: TargetWeights, device: str = "cpu") -> BlockHead:
         return cls(Checkpoint(path, "block", WEIGHT_FILES), target, torch.device(device))
-
-    def _mask(self, checkpoint: Checkpoint, flash: dict[str, Any]) -> Tensor:
-        """[hidden]: the embedding of rows whose token is not known."""
-        own = checkpoint.take_optional("mask_embedding", self.hidden_size)
-        if own is not None:
-            return own.to(self.device, self.dtype)
-        token = flash.get("mask_token_id", checkpoint.config.get("mask_token_id"))
-        if not isinstance(token, int) or not 0 <= token < len(self.embedding):
-            raise checkpoint.error(f"config.json: mask_token_id={token!r} is no token of the target")
-        return self.embedding[token]
-
-    def fuse(self, features: Tensor) -> Tensor:
-        """The target's true features [n, layers, hidden] as context, [n, hidden]."""
-        return self.hidden_norm(self.fc(features.to(self.dtype).flatten(1)))
-
-    def forward(self, x: Tensor, positions: Tensor, caches: Sequence[KVCache], at: int, mask: Tensor) -> Tensor:
-        """x: [n, hidden], the rows' embeddings; mask: [n, at + n]. Returns the rows' states after `norm`."""
-        for layer, cache in zip(self.layers, caches, strict=True):
-            x = layer(x, positions, cache, at, mask)
-        return self.norm(x)
-
-    def outputs(self, multiplied: Tensor) -> Outputs:
-        """multiplied: [rows, outputs], states times `output`."""
-        vocab, rank = len(self.target_ids), 0 if self.link is None else self.link.first.shape[1]
-        gated = self.link is not None and self.link.gate is not None
-        ends = vocab, vocab + (rank if gated else 0)
-        logits, gates, sure = multiplied.tensor_split(ends, dim=1)
-        return Outputs(logits, gates if gated else logits.new_zeros(len(logits), rank), sure[:, :1].flatten())
-
-    def predicting(self, path: Sequence[int]) -> range:
-        """The rows that predict something in a block that starts with this path after the root."""
-        return range(self.first + len(path), self.size)
-
-    @cached_property
-    def stack(self) -> Stack | None:
-        """All from the rows' inputs to their outputs as a program, None where a stack does not fit."""
-        if not fits(self.hidden_size, self.layers[0].decoder):
-            return None
-        layers = [Layer(layer.qkv, layer.decoder, layer.input_norm) for layer in self.layers]
-        return Stack(layers, self.dtype, self.output, self.norm, entry=self.entry)
-
-    @cached_property
-    def reader(self) -> ContextReader | None:
-        """Reads the context into the stack's pool."""
-        return None if self.stack is None else ContextReader(self, self.stack)
 
     def roots(self, sessions: Sequence[Any]) -> list[Tensor | None]:
         begin([(session, [()]) for session in sessions])
@@ -219,39 +28,5 @@ class BlockHead(Head):
         begin([(session, session.short(paths)) for session, paths in asked])
         return [session.ends(paths) for session, paths in asked]
 
-    def new_caches(self, capacity: int) -> list[KVCache]:
-        return [KVCache(layer.decoder, capacity) for layer in self.layers]
-
     def open(self, prompt: Sequence[int], capacity: int, scratch: int) -> BlockSession:
         return BlockSession(self, capacity)
-
-
-def _feature_layers(checkpoint: Checkpoint, flash: dict[str, Any], layers: int) -> tuple[int, ...]:
-    """The hidden states that form the context. The files name the layers that output them; -1 is the input."""
-    named = flash.get("target_layer_ids", checkpoint.config.get("target_layer_ids"))
-    if named is None:
-        named = _spread(layers, checkpoint.number("num_hidden_layers"))
-    if not isinstance(named, list) or not named or not all(isinstance(layer, int) for layer in named):
-        raise checkpoint.error(f"config.json: target_layer_ids={named!r} is not a list of layers")
-    if not all(-1 <= layer < layers for layer in named):
-        raise DrafterMismatch(
-            f"target has {layers} layers, the head reads the outputs of {', '.join(map(str, named))} "
-            f"(drafter.path={checkpoint.path}): use the target it was trained for"
-        )
-    return tuple(layer + 1 for layer in named)
-
-
-def _spread(target_layers: int, draft_layers: int) -> list[int]:
-    """The layers that JetSpec reads where the file names none."""
-    if draft_layers == 1:
-        return [target_layers // 2]
-    step = (target_layers - 4) / (draft_layers - 1)
-    return [round(1 + index * step) for index in range(draft_layers)]
-
-
-def _refuse_windows(checkpoint: Checkpoint) -> None:
-    config = checkpoint.config
-    if "sliding_attention" in (config.get("layer_types") or ()) and config.get("sliding_window") is not None:
-        raise checkpoint.error("config.json: layer_types with sliding_attention are not supported")
-    if any(name.startswith("candidate_selector.") for name in checkpoint.tensors):
-        raise checkpoint.error("DFlash 2 (candidate_selector) is not supported, DFlash is")

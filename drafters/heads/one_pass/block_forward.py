@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,13 +17,11 @@ from numba import njit
 from torch import Tensor
 
 from drafters.heads.growth.ranking import Ranking
+from drafters.heads.one_pass.block_weights import BlockWeights, Outputs
 from drafters.heads.one_pass.markov_link import NO_LINK, add_link
 from drafters.heads.top import enter, write_top
 from engine.core.outcomes import Following
 from engine.kernels.jit_cache import versioned
-
-if TYPE_CHECKING:
-    from drafters.heads.one_pass.block import BlockHead
 
 _CANDIDATES = 128  # per row, by the row alone; a link often lifts one that is far down
 
@@ -33,16 +31,6 @@ class Asked(NamedTuple):
 
     row: int
     before: int
-
-
-class Outputs(NamedTuple):
-    """What comes of rows' states in one product. logits: [rows, draft_vocab], without links; gates: [rows, rank], the
-    states' part in the link's gate, zero without one; sure: [rows], their part in the confidence, if the head has one.
-    """
-
-    logits: Tensor
-    gates: Tensor
-    sure: Tensor
 
 
 class BlockForward:
@@ -62,7 +50,7 @@ class BlockForward:
         self._totals = np.empty(rows, np.float32)  # sum of exp(score - best score) of all tokens
         self._gates, self._sure = (part.float().cpu().contiguous().numpy() for part in (outputs.gates, outputs.sure))
 
-    def following(self, head: BlockHead, ranking: Ranking, asked: Sequence[Asked]) -> list[Following]:
+    def following(self, head: BlockWeights, ranking: Ranking, asked: Sequence[Asked]) -> list[Following]:
         """What the head predicts in each case."""
         rows, before = np.array([one.row for one in asked]), np.array([one.before for one in asked])
         self._find(ranking, {one.row for one in asked})
@@ -77,7 +65,7 @@ class BlockForward:
         )
         return list(zip(head.tokens[ids].tolist(), chances.tolist(), strict=True))
 
-    def linked(self, head: BlockHead, one: Asked) -> Tensor:
+    def linked(self, head: BlockWeights, one: Asked) -> Tensor:
         """[1, draft_vocab] float32: the logits of a row that was asked for before, its candidates' with their links."""
         assert one.row in self._found
         logits = self.outputs.logits[one.row : one.row + 1].to("cpu", torch.float32, copy=True)

@@ -9,21 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from drafters.heads.growth.policies import Candidates
 from drafters.heads.growth.ranking import Ranking
-from drafters.heads.one_pass.block_forward import Asked, BlockForward, Outputs
+from drafters.heads.one_pass.block_forward import Asked, BlockForward
+from drafters.heads.one_pass.block_weights import BlockWeights, Outputs
 from drafters.heads.session import Session
 from drafters.heads.stack import PooledCache
 from engine.core.batch import Int, Rows
 from engine.core.outcomes import Following
-
-if TYPE_CHECKING:
-    from drafters.heads.one_pass.block import BlockHead
 
 _SYNC_CHUNK = 512  # positions of the context that are read at once
 _BLOCKS = 64  # per synced text, at most
@@ -50,7 +47,7 @@ class _Nodes:
 
 
 class BlockSession(Session):
-    def __init__(self, head: BlockHead, capacity: int):
+    def __init__(self, head: BlockWeights, capacity: int):
         self.head, self.depth_limit = head, head.depth
         self.cache = PooledCache(head.stack.pool) if head.stack is not None else None
         self.caches = [] if head.stack is not None else head.new_caches(capacity + _BLOCKS * head.size)
@@ -235,7 +232,7 @@ def begin(asked: Sequence[tuple[BlockSession, list[tuple[int, ...]]]]) -> None:
         session.add(paths, head.outputs(of_session))
 
 
-def _read(head: BlockHead, sessions: Sequence[BlockSession]) -> None:
+def _read(head: BlockWeights, sessions: Sequence[BlockSession]) -> None:
     """Read the features that have come, those of all sessions together where the head has a program for it."""
     unread = [(session, *pending) for session in sessions if (pending := session.unread()) is not None]
     if head.reader is None:

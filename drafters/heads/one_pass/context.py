@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from drafters.heads.enter import Enter
-from drafters.heads.layers import Linear
+from drafters.heads.layers import DecoderLayer, Linear, RMSNorm
 from drafters.heads.stack import ALONE, Stack
 from engine.core.batch import Int
 from engine.kernels.fused import NORM, enter_kernel, norm_kernel
@@ -18,34 +17,40 @@ from engine.kernels.gemm.matmul import NO_SCRATCH, add_product, give_scratch, ro
 from engine.kernels.gemm.matmul_kernels import MATMUL
 from engine.kernels.threads import Program, address_of, words
 
-if TYPE_CHECKING:
-    from drafters.heads.one_pass.block import BlockHead
-
 _MOST = 512  # rows of one run
 
 
 class ContextReader:
-    """Writes keys and values of the context to the pool of a head's stack."""
+    """Writes keys and values of the context to the pool of a head's stack. fc, norm: make the context of features;
+    layers: what each layer of the head reads it with.
+    """
 
-    def __init__(self, head: BlockHead, stack: Stack):
+    def __init__(
+        self,
+        stack: Stack,
+        fc: Linear,
+        norm: RMSNorm,
+        layers: Sequence[tuple[DecoderLayer, Linear]],
+        dtype: torch.dtype,
+    ):
         self.stack = stack
-        self._features = torch.zeros(_MOST, head.fc.inputs, dtype=head.dtype)
-        self._fused, self._context = (torch.zeros(_MOST, stack.hidden, dtype=head.dtype) for _ in range(2))
-        self._kv = torch.zeros(_MOST, head.layers[0].kv.outputs, dtype=head.dtype)
-        self._enter = Enter(stack.pool, [layer.decoder for layer in head.layers], self._kv, groups=0)
-        self._residual, self._scale = torch.zeros(_MOST, stack.hidden), head.hidden_norm.weight.float().contiguous()
+        self._features = torch.zeros(_MOST, fc.inputs, dtype=dtype)
+        self._fused, self._context = (torch.zeros(_MOST, stack.hidden, dtype=dtype) for _ in range(2))
+        self._kv = torch.zeros(_MOST, layers[0][1].outputs, dtype=dtype)
+        self._enter = Enter(stack.pool, [decoder for decoder, _ in layers], self._kv, groups=0)
+        self._residual, self._scale = torch.zeros(_MOST, stack.hidden), norm.weight.float().contiguous()
         self._norm = np.zeros(1, NORM)
         self._norm["residual"], self._norm["delta"] = self._residual.data_ptr(), self._fused.data_ptr()
         self._norm["weight"], self._norm["out"] = self._scale.data_ptr(), self._context.data_ptr()
-        self._norm["epsilon"], self._norm["hidden"] = float(head.hidden_norm.eps), stack.hidden
-        self._norm["width"] = head.dtype.itemsize
-        self._products = np.zeros(1 + len(head.layers), MATMUL)
+        self._norm["epsilon"], self._norm["hidden"] = float(norm.eps), stack.hidden
+        self._norm["width"] = dtype.itemsize
+        self._products = np.zeros(1 + len(layers), MATMUL)
         self._of_products = words(self._products, "rows", "tiles")
         self._scratch, self._rows, self._program = NO_SCRATCH, 0, Program()
-        self._add_product(0, head.fc, self._features, self._fused)
+        self._add_product(0, fc, self._features, self._fused)
         self._program.add(norm_kernel(), address_of(self._norm), ALONE)
-        for index, layer in enumerate(head.layers):
-            self._add_product(1 + index, layer.kv, self._context, self._kv)
+        for index, (_, kv) in enumerate(layers):
+            self._add_product(1 + index, kv, self._context, self._kv)
             self._program.add(enter_kernel(), self._enter.address(index), ALONE)
 
     def read(self, features: Tensor, positions: Sequence[int], slots: Sequence[Int]) -> Tensor:

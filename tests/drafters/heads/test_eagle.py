@@ -12,7 +12,7 @@ from torch import Tensor
 from drafters.heads.checkpoint import TargetWeights
 from drafters.heads.eagle import EagleHead
 from drafters.heads.eagle3 import Eagle3Head
-from drafters.heads.feature_session import FeatureHead
+from drafters.heads.feature_head import FeatureHead
 from drafters.heads.growth.policies import Adaptive, Dynamic
 from drafters.heads.head_drafter import HeadDrafter
 from engine.core.drafter_protocol import Verdict

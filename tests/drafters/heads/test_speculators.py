@@ -12,7 +12,7 @@ from torch import Tensor
 from drafters.heads.checkpoint import TargetWeights
 from drafters.heads.eagle import EagleHead
 from drafters.heads.eagle3 import Eagle3Head
-from drafters.heads.feature_session import FeatureHead
+from drafters.heads.feature_head import FeatureHead
 from engine.core.errors import DrafterMismatch, ModelError
 from tests.drafters import reference
 from tests.drafters.conftest import HIDDEN, LAYERS, LLAMA, VOCAB, write_checkpoint

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from drafters.heads.checkpoint import TargetWeights
 from drafters.heads.eagle import EagleHead
 from drafters.heads.eagle3 import Eagle3Head
-from drafters.heads.feature_session import FeatureHead, FeatureSession
+from drafters.heads.feature_head import FeatureHead
+from drafters.heads.feature_session import FeatureSession
 from drafters.heads.growth.policies import Adaptive
 from drafters.heads.head_drafter import HeadDrafter
 from drafters.heads.hydra import HydraHead

@@ -14,8 +14,9 @@ from drafters.heads.checkpoint import TargetWeights
 from drafters.heads.growth.policies import Adaptive
 from drafters.heads.growth.ranking import Ranking
 from drafters.heads.head_drafter import HeadDrafter
-from drafters.heads.one_pass.block import BlockHead, Outputs
+from drafters.heads.one_pass.block import BlockHead
 from drafters.heads.one_pass.block_session import BlockSession
+from drafters.heads.one_pass.block_weights import Outputs
 from engine.core.errors import DrafterMismatch, ModelError
 from engine.core.params import SamplingParams
 from tests.drafters.conftest import FFN, HEADS, HIDDEN, KV_HEADS, LLAMA, VOCAB, random_tensors, write_checkpoint

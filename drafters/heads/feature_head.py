@@ -1,0 +1,31 @@
+"""Heads that draft by predicting the target's next feature: their weights, with the sessions that run them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from drafters.heads import pooled_session
+from drafters.heads.feature_session import FeatureSession
+from drafters.heads.feature_weights import FeatureWeights
+from drafters.heads.session import Session
+from engine.model.cuda.graphs import rounded
+
+
+class FeatureHead(FeatureWeights):
+    """What the EAGLE heads have in common: everything but the layer itself."""
+
+    def roots(self, sessions: Sequence[Any]) -> list[Tensor | None]:
+        return super().roots(sessions) if self.stack is None else pooled_session.roots(self, sessions)
+
+    def extend(self, asked: Sequence[tuple[Any, list[int], list[int]]]) -> list[tuple[list[int], Tensor | None]]:
+        return super().extend(asked) if self.stack is None else pooled_session.extend(self, asked)
+
+    def open(self, prompt: Sequence[int], capacity: int, scratch: int) -> Session:
+        if self.stack is not None:
+            return pooled_session.PooledSession(self, scratch)
+        text = rounded(capacity) if self.records else capacity
+        spare = self.spare.take((text, scratch))
+        return FeatureSession(self, text, scratch) if spare is None else spare

@@ -1,0 +1,73 @@
+"""The weights of heads that predict the target's next feature (the EAGLE family), as their sessions use them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from drafters.heads.head import Head
+from drafters.heads.layers import KVCache, Linear
+from drafters.heads.session import Session
+from drafters.heads.stack import Stack
+from engine.core.batch import Rows
+from engine.model.cuda.graphs import Spare
+
+
+class FeatureWeights(Head):
+    """What the sessions of an EAGLE head need of it."""
+
+    hidden_size: int
+    dtype: torch.dtype
+    lm_head: Linear
+
+    @abstractmethod
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's true features [n, layers, hidden] as the head's own kind, [n, hidden_size]."""
+
+    @abstractmethod
+    def forward(
+        self, features: Tensor, tokens: Tensor, positions: Tensor, cache: KVCache, at: int | Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """[n, hidden_size]: the features guessed after (feature, token) pairs. at: slots, as in `KVCache.write`."""
+
+    @abstractmethod
+    def logits(self, features: Tensor) -> Tensor:
+        """[n, hidden_size] -> [n, draft_vocab]."""
+
+    @abstractmethod
+    def new_cache(self, capacity: int) -> KVCache:
+        """A cache of the head's layer."""
+
+    @abstractmethod
+    def new_stack(self) -> Stack | None:
+        """The head's layer and output matrix as a program, None where a stack does not fit."""
+
+    @abstractmethod
+    def entered(self, features: Tensor, tokens: list[int]) -> tuple[Tensor, Tensor | None]:
+        """The stack's input for these pairs: the residual and, if its layer has no input norm, the input."""
+
+    @cached_property
+    def stack(self) -> Stack | None:
+        return self.new_stack()
+
+    def guess(self, features: Tensor, parts: Sequence[Rows], chosen: Sequence[int] | None) -> Tensor:
+        """Logits [chosen, draft_vocab] after the pairs of these features [rows, hidden_size] and the parts' tokens. The
+        guessed features are in `stack.residual` afterwards.
+        """
+        assert self.stack is not None
+        residual, x = self.entered(features, [token for part in parts for token in part.tokens])
+        return self.stack.run(parts, residual, x, chosen)
+
+    @cached_property
+    def records(self) -> bool:
+        """Whether draft steps are captured as CUDA graphs (`engine.model.cuda.graphs`)."""
+        return bool(self.device.type == "cuda")
+
+    @cached_property
+    def spare(self) -> Spare[Session]:
+        """Sessions that have ended, for reuse."""
+        return Spare()
