@@ -14,7 +14,7 @@ from engine.text.stream import TextStream
 from engine.wire.messages import TokenLogprob, Tokens
 
 
-class SpeculativeDecoding(msgspec.Struct, frozen=True):
+class DraftingGains(msgspec.Struct, frozen=True):
     """What drafting gained, as servers count it. drafts: trees verified; draft_tokens: their nodes below the roots;
     accepted_tokens: drafted nodes that the target drew; accepted_per_position: by depth, starting just below the root.
     """
@@ -44,7 +44,7 @@ class Metrics(msgspec.Struct, frozen=True):
     cached_tokens: int
     exact: bool
     inexact: str
-    speculative_decoding: SpeculativeDecoding
+    speculative_decoding: DraftingGains
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -151,10 +151,10 @@ class Answer:
         return self.sampling.prompt_logprobs is not None and round_ is self.rounds[0]
 
 
-def speculative_decoding(rounds: Sequence[Tokens]) -> SpeculativeDecoding:
+def speculative_decoding(rounds: Sequence[Tokens]) -> DraftingGains:
     """Counts over the rounds after the prefill."""
     accepted = [len(round_.tokens) - 1 for round_ in rounds]
-    return SpeculativeDecoding(
+    return DraftingGains(
         drafts=sum(round_.nodes > 1 for round_ in rounds),
         draft_tokens=sum(round_.nodes - 1 for round_ in rounds),
         accepted_tokens=sum(accepted),

@@ -20,8 +20,8 @@ from engine.config import Config
 from engine.core.errors import EngineClosed, RequestError, TalonError, shown
 from engine.core.methods import find
 from engine.core.params import SamplingParams
-from engine.frontend.admission import Place, Places, Reservation
-from engine.frontend.inflight import Flight, Flights
+from engine.frontend.admission import QueuePlace, QueuePlaces, Reservation
+from engine.frontend.inflight import InflightRequest, InflightRequests
 from engine.frontend.processes import ProcessWorker, begin_imports
 from engine.frontend.prompts import Prompt, check_room, check_sampling, encode_prompt, is_integer
 from engine.frontend.supervisor import Supervisor, say_once
@@ -81,13 +81,13 @@ class Engine:
 
     def __init__(self, config: Config, first_verifier: ProcessWorker | None = None):
         self.config = config
-        self._flights = Flights()
+        self._flights = InflightRequests()
         self._supervisor = Supervisor(config, self._flights, first_verifier)
         self._workers, self._ready = self._supervisor.workers, self._supervisor.ready
         self.timeline, self.totals = self._supervisor.timeline, self._supervisor.totals
         self._tokenizer: Any = None
         self._numbers = itertools.count(1)
-        self._places = Places(config.queue)
+        self._places = QueuePlaces(config.queue)
         self._loop = asyncio.get_running_loop()
 
     @classmethod
@@ -228,7 +228,7 @@ class Engine:
             place = place or await self._places.wait()
             self._check_open()  # after every wait: close() reaches only the requests in _flights
             number = next(self._numbers)
-            flight = self._flights[number] = Flight(number, tokens, sampling)
+            flight = self._flights[number] = InflightRequest(number, tokens, sampling)
             self.totals.prompt_tokens += len(tokens)
             try:
                 self._supervisor.hand_over()
@@ -252,7 +252,7 @@ class Engine:
             if place is not None:
                 self._places.leave(place)
 
-    def _place_at_once(self, places: Reservation | None) -> Place | None:
+    def _place_at_once(self, places: Reservation | None) -> QueuePlace | None:
         """A place before the prompt is tokenised, which may take seconds; None where requests wait for theirs: those
         that are wrong are refused without one.
         """

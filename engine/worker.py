@@ -22,9 +22,9 @@ from engine.config import Config
 from engine.core.errors import TalonError
 from engine.verifier.placement import share_cores, shares_loop
 from engine.wire.keys import Keys, load
-from engine.wire.loop_link import LoopHub, LoopLine
+from engine.wire.loop_link import LoopDealer, LoopRouter
 from engine.wire.messages import Failed
-from engine.wire.transport import Hub, Line
+from engine.wire.transport import Dealer, Router
 
 if TYPE_CHECKING:
     from engine.drafting.worker import DrafterWorker
@@ -57,7 +57,7 @@ def _run_verifier(spec: WorkerSpec, config: Config, context: zmq.Context[Any], l
     from engine.verifier.loop import FROM_FRONT_END, Verifier
 
     with (
-        _reporting(Line(context, spec.control, spec.name, FROM_FRONT_END)) as control,
+        _reporting(Dealer(context, spec.control, spec.name, FROM_FRONT_END)) as control,
         closing(_hub(spec, config, context)) as drafts,
     ):
         import torch
@@ -74,23 +74,23 @@ def _run_verifier(spec: WorkerSpec, config: Config, context: zmq.Context[Any], l
             verifier.run()
 
 
-def _hub(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -> Hub | LoopHub:
+def _hub(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -> Router | LoopRouter:
     """The hub that drafters connect to."""
     from engine.verifier.loop import FROM_DRAFTER
 
     if shares_loop(config):
-        return LoopHub()
-    return Hub(context, spec.drafts, FROM_DRAFTER, load_keys(config, "verifier"), most_unread(config))
+        return LoopRouter()
+    return Router(context, spec.drafts, FROM_DRAFTER, load_keys(config, "verifier"), most_unread(config))
 
 
 @contextmanager
 def _beside(
-    spec: WorkerSpec, config: Config, context: zmq.Context[Any], drafts: Hub | LoopHub
+    spec: WorkerSpec, config: Config, context: zmq.Context[Any], drafts: Router | LoopRouter
 ) -> Iterator[DrafterWorker | None]:
     """The drafter that takes turns with the verifier in its own loop; None if it runs elsewhere."""
-    if isinstance(drafts, LoopHub):
+    if isinstance(drafts, LoopRouter):
         with (
-            closing(Line(context, spec.control, f"drafter-of-{spec.name}", ())) as control,
+            closing(Dealer(context, spec.control, f"drafter-of-{spec.name}", ())) as control,
             _drafter(config, control, drafts.line) as worker,
         ):
             yield worker
@@ -103,9 +103,9 @@ def _run_drafter(spec: WorkerSpec, config: Config, context: zmq.Context[Any], lo
     from engine.drafting.worker import FROM_FRONT_END, FROM_VERIFIER
 
     with (
-        _reporting(Line(context, spec.control, spec.name, FROM_FRONT_END)) as control,
+        _reporting(Dealer(context, spec.control, spec.name, FROM_FRONT_END)) as control,
         closing(
-            Line(context, spec.drafts, spec.name, FROM_VERIFIER, load_keys(config, "drafter"), most_unread(config))
+            Dealer(context, spec.drafts, spec.name, FROM_VERIFIER, load_keys(config, "drafter"), most_unread(config))
         ) as verdicts,
     ):
         stream: AbstractContextManager[None] = nullcontext()
@@ -123,7 +123,7 @@ def _run_drafter(spec: WorkerSpec, config: Config, context: zmq.Context[Any], lo
 
 
 @contextmanager
-def _drafter(config: Config, control: Line, verdicts: Line | LoopLine) -> Iterator[DrafterWorker]:
+def _drafter(config: Config, control: Dealer, verdicts: Dealer | LoopDealer) -> Iterator[DrafterWorker]:
     """The loaded drafter; what it has learnt is saved at the end."""
     from drafters.registry import build_for_worker
     from engine.drafting.worker import DrafterWorker
@@ -133,7 +133,7 @@ def _drafter(config: Config, control: Line, verdicts: Line | LoopLine) -> Iterat
 
 
 @contextmanager
-def _reporting(control: Line) -> Iterator[Line]:
+def _reporting(control: Dealer) -> Iterator[Dealer]:
     """The line to the front end, which is told in one line why the worker ended."""
     with closing(control):
         try:

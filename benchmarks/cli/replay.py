@@ -27,7 +27,7 @@ from ..simulate.followed_answer import followed
 from .options import names_in
 
 
-class Recorded(msgspec.Struct):
+class RecordedConversation(msgspec.Struct):
     """One line of a trace: a conversation's questions and its answers."""
 
     turns: list[str]
@@ -65,7 +65,7 @@ def requests(trace: Path, tokenizer: Any, limit: int | None) -> Iterator[tuple[l
     count = 0
     try:
         with open(trace, "rb") as file:
-            for _, recorded in json_lines(file, Recorded):
+            for _, recorded in json_lines(file, RecordedConversation):
                 text = ""
                 for turn, answer in zip(recorded.turns, recorded.answers, strict=False):
                     if count == limit:

@@ -14,7 +14,7 @@ from engine.core.batch import BLOCK, Batch, Segment
 from engine.core.kv_shape import KVShape
 from engine.core.tree import TokenTree
 from engine.kernels.attention.attention import Rule
-from engine.model.cuda.triton_attention import CHUNK, Rows, TritonAttention
+from engine.model.cuda.triton_attention import CHUNK, DeviceRows, TritonAttention
 from engine.model.kv_pool import KVCache, KVPool
 
 from .findings import Record, tried
@@ -74,7 +74,7 @@ class _Texts:
         batch = Batch.of(segments)
         arrays = (batch.prefixes, batch.others, batch.listed, batch.tables, batch.table_of)
         # never empty: a pointer to nothing is no address to compute with
-        rows = Rows(*(torch.from_numpy(a if len(a) else np.zeros(1, np.int32)).to(self.device) for a in arrays))
+        rows = DeviceRows(*(torch.from_numpy(a if len(a) else np.zeros(1, np.int32)).to(self.device) for a in arrays))
         chunks = -(-(int(batch.positions.max()) + 1) // CHUNK)
         return TritonAttention(self.pool, self.groups)(rows, chunks, 0, rule, queries)
 
@@ -157,7 +157,7 @@ def _time(length: int) -> Record:
     cache.length = length - 64
     batch = Batch.of([Segment.of_text([random_.randrange(9)] * 64, cache, "all")])
     arrays = (batch.prefixes, batch.others, np.zeros(1, np.int32), batch.tables, batch.table_of)
-    rows = Rows(*(torch.from_numpy(array).to(device) for array in arrays))
+    rows = DeviceRows(*(torch.from_numpy(array).to(device) for array in arrays))
     attention, queries = TritonAttention(texts.pool, 4), texts.random(64, 32, 128)
     chunks, rule = -(-length // CHUNK), Rule(128**-0.5)
     return {

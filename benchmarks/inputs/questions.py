@@ -46,7 +46,7 @@ class Question(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedQuestion:
     """A question and its prompt."""
 
     suite: str
@@ -64,7 +64,7 @@ def naming(suite: str, question: Question, turn: int = 1) -> Iterator[None]:
         raise RequestError(f"question {question.question_id} of {suite}{later}: {error}") from None
 
 
-def check_prompts(asked: Iterable[Asked], max_tokens: int, context: int) -> None:
+def check_prompts(asked: Iterable[AskedQuestion], max_tokens: int, context: int) -> None:
     """Refuse a prompt that leaves no room for its answer now, not after hours of others."""
     for one in asked:
         with naming(one.suite, one.question):

@@ -22,11 +22,11 @@ from engine.weights.resolve import resolved
 from engine.weights.tokenizer import tokenizer_of
 from engine.wire.messages import Tokens
 
-from ..inputs.questions import Asked, Question, check_prompts, naming, read_questions
+from ..inputs.questions import AskedQuestion, Question, check_prompts, naming, read_questions
 from ..report.about import write_about
 from ..report.figures import BASELINE, ROWS, Difference, Row, loops, speed_ups, summaries
 from ..report.progress import progress_bar
-from ..report.records import Run
+from ..report.records import TimedAnswer
 from ..report.row_file import RowFile
 from ..report.tables import Table, known
 from .budget import Budget, spend
@@ -67,7 +67,9 @@ async def run_bench(
     names = list(dict.fromkeys([BASELINE, *names]))
     config = resolved(config)
     tokenizer, referee = tokenizer_of(config), Referee(config)
-    first_turns = [Asked(suite, q, encode_text(tokenizer, q.prompt)) for suite, some in suites.items() for q in some]
+    first_turns = [
+        AskedQuestion(suite, q, encode_text(tokenizer, q.prompt)) for suite, some in suites.items() for q in some
+    ]
     rows: list[Row] = []
     budget = Budget(what.minutes)
     passes = [(repeat, sampling) for repeat in range(what.repeats) for sampling in what.samplings]
@@ -119,7 +121,7 @@ class Asking:
         answers: list[str] = []
         for turn in range(1, len(question.turns) + 1):
             prompt = question.encoded(self.tokenizer, answers)
-            runs: dict[str, Run] = {}
+            runs: dict[str, TimedAnswer] = {}
             with naming(suite, question, turn):
                 for name in self.order.sample(names, len(names)):
                     runs[name] = await self.contestants[name].answer(prompt, self.sampling)
@@ -152,7 +154,7 @@ async def start_all(
     return await start_each(names, start, lambda one: one.answer(warm_up, SamplingParams(max_tokens=24)), console)
 
 
-def row_of(suite: str, question: Question, name: str, sampling: SamplingParams, repeat: int, run: Run) -> Row:
+def row_of(suite: str, question: Question, name: str, sampling: SamplingParams, repeat: int, run: TimedAnswer) -> Row:
     """The measurements of one answer."""
     log = run.log[1:]
     rounds_ms, tokens_ms = [r.round_us / 1000 for r in log], run.token_ms

@@ -28,7 +28,7 @@ from engine.text.encode import encode_text
 from engine.weights.resolve import resolved
 from engine.weights.tokenizer import tokenizer_of
 
-from ..inputs.questions import Asked, Question, check_prompts, read_questions
+from ..inputs.questions import AskedQuestion, Question, check_prompts, read_questions
 from ..report.figures import BASELINE, Difference
 from ..report.progress import progress_bar
 from .equality import TRANSFORMERS, Comparison, Different, Setting
@@ -71,7 +71,7 @@ Texts = dict[int, list[int]]
 """By the question's index, in order."""
 
 
-class Log:
+class CheckLog:
     """Finished comparisons, saved to a file as they come; those in the file are not repeated."""
 
     def __init__(self, path: Path | None, about: dict[str, Any]):
@@ -106,7 +106,9 @@ class Log:
 class Check:
     """One check in progress. The float32 model is loaded only when there is a gap to judge."""
 
-    def __init__(self, config: Config, tokenizer: Any, asked: Sequence[Asked], sampling: SamplingParams, grid: Grid):
+    def __init__(
+        self, config: Config, tokenizer: Any, asked: Sequence[AskedQuestion], sampling: SamplingParams, grid: Grid
+    ):
         self.config, self.tokenizer, self.asked, self.grid = config, tokenizer, asked, grid
         self.sampling = sampling
         self.samplings = {t: msgspec.structs.replace(sampling, temperature=t) for t in grid.temperatures}
@@ -215,9 +217,11 @@ async def run_check(
             load(settings_of(setting.method, config), {"mode": setting.mode, "transport": setting.transport})
         )
     config = resolved(config)
-    kept = Log(log, _about(config, questions, sampling, grid))
+    kept = CheckLog(log, _about(config, questions, sampling, grid))
     tokenizer = tokenizer_of(config)
-    asked = [Asked(suite, q, encode_text(tokenizer, q.prompt)) for suite, some in questions.items() for q in some]
+    asked = [
+        AskedQuestion(suite, q, encode_text(tokenizer, q.prompt)) for suite, some in questions.items() for q in some
+    ]
     for setting in grid.settings():
         grid.questions_of(setting, len(asked))  # refused before anything is answered
     check = Check(config, tokenizer, asked, sampling, grid)

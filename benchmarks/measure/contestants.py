@@ -18,7 +18,7 @@ from engine.core.spelling import did_you_mean
 from engine.frontend.processes import ProcessWorker
 
 from ..report.figures import PEERS
-from ..report.records import Run
+from ..report.records import TimedAnswer
 
 
 class Contestant(Protocol):
@@ -28,7 +28,7 @@ class Contestant(Protocol):
     def context(self) -> int | None:
         """The most tokens of prompt and answer, None where a prompt that is too long is not refused."""
 
-    async def answer(self, prompt: list[int], sampling: SamplingParams) -> Run: ...
+    async def answer(self, prompt: list[int], sampling: SamplingParams) -> TimedAnswer: ...
 
     def peak_memory_mb(self) -> float | None:
         """Peak memory of its own processes so far, None where that is unknown."""
@@ -50,11 +50,11 @@ class TalonContestant:
     def context(self) -> int:
         return self.engine.target.context
 
-    async def answer(self, prompt: list[int], sampling: SamplingParams) -> Run:
+    async def answer(self, prompt: list[int], sampling: SamplingParams) -> TimedAnswer:
         started = time.perf_counter()
         result = await self.engine.generate(prompt, sampling)
         metrics = result.metrics
-        return Run(
+        return TimedAnswer(
             result.token_ids,
             time.perf_counter() - started,
             metrics.rounds,
@@ -175,6 +175,6 @@ async def start_contestant(name: str, config: Config, heads: Path | None = None)
     return await TalonContestant.start(settings)
 
 
-def overhead_us(run: Run) -> np.ndarray[Any, np.dtype[np.int64]]:
+def overhead_us(run: TimedAnswer) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Per round: microseconds in which neither target nor draft model computed."""
     return np.array([r.round_us - r.forward_us - r.draft_us for r in run.log[1:]], dtype=np.int64)

@@ -30,7 +30,7 @@ from engine.text.encode import encode_text
 from engine.weights.resolve import resolved
 from engine.weights.tokenizer import tokenizer_of
 
-from ..inputs.questions import Asked, check_prompts, mixed_questions
+from ..inputs.questions import AskedQuestion, check_prompts, mixed_questions
 from ..report.about import write_about
 from ..report.figures import BASELINE, PEERS
 from ..report.load_figures import ROWS, LoadRow, at_once, cells, requests_per_second
@@ -99,7 +99,9 @@ async def run_load(
         settings_of(name, config, heads)
     config = resolved(config)
     tokenizer = tokenizer_of(config)
-    mixed = [Asked(suite, question, encode_text(tokenizer, question.prompt)) for suite, question in questions_of]
+    mixed = [
+        AskedQuestion(suite, question, encode_text(tokenizer, question.prompt)) for suite, question in questions_of
+    ]
     parts = _parts(what, len(files))
     if (wanted := sum(parts.values())) > len(mixed):
         console.print(
@@ -157,25 +159,25 @@ class _Bench:
         self.name, self.part, self.repeat, self.started_s = name, part, repeat, time.perf_counter()
         self.progress.update(self.task, description=f"{name}, {part}")
 
-    async def text(self, engine: Engine, one: Asked) -> list[int]:
+    async def text(self, engine: Engine, one: AskedQuestion) -> list[int]:
         answer = (await engine.generate(one.prompt, self.sampling)).token_ids
         self.progress.advance(self.task)
         return answer
 
-    async def at_once(self, engine: Engine, asked: Sequence[Asked], places: int) -> None:
+    async def at_once(self, engine: Engine, asked: Sequence[AskedQuestion], places: int) -> None:
         """Keep `places` requests under way until there are no more to start."""
         await keep_under_way(places, asked, lambda one: self._ask(engine, one))
 
-    async def arriving(self, engine: Engine, asked: Sequence[Asked], at_s: Sequence[float]) -> None:
+    async def arriving(self, engine: Engine, asked: Sequence[AskedQuestion], at_s: Sequence[float]) -> None:
         """Start each request at its time, whatever is under way."""
 
-        async def later(one: Asked, at: float) -> None:
+        async def later(one: AskedQuestion, at: float) -> None:
             await asyncio.sleep(self.started_s + at - time.perf_counter())
             await self._ask(engine, one)
 
         await gather(later(one, at) for one, at in zip(asked, at_s, strict=True))
 
-    async def _ask(self, engine: Engine, one: Asked) -> None:
+    async def _ask(self, engine: Engine, one: AskedQuestion) -> None:
         asked_s = self._now_s()
         emitted: list[tuple[float, int]] = []
         async with engine.stream(one.prompt, self.sampling) as stream:
@@ -248,7 +250,7 @@ def _known(part: Part, rows: Sequence[LoadRow]) -> bool:
     return all(is_narrow([*some.values()]) for some in ratios)
 
 
-def _slices(mixed: Sequence[Asked], counts: Sequence[int]) -> Iterator[list[Asked]]:
+def _slices(mixed: Sequence[AskedQuestion], counts: Sequence[int]) -> Iterator[list[AskedQuestion]]:
     """As many questions as each count says, none repeated before all were taken."""
     endless = itertools.cycle(mixed)
     for count in counts:

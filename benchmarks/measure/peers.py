@@ -16,7 +16,7 @@ from engine.model.loading import dtype_of, find_device
 from engine.verifier.placement import share_cores
 from engine.weights.hub import is_local
 
-from ..report.records import Run
+from ..report.records import TimedAnswer
 
 
 class TransformersContestant:
@@ -49,10 +49,10 @@ class TransformersContestant:
         model, options = await asyncio.to_thread(load)
         return cls(model, share_cores(config.model_copy(update={"method": "none"})).verifier_alone, options)
 
-    async def answer(self, prompt: list[int], sampling: SamplingParams) -> Run:
+    async def answer(self, prompt: list[int], sampling: SamplingParams) -> TimedAnswer:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._answer, prompt, sampling)
 
-    def _answer(self, prompt: list[int], sampling: SamplingParams) -> Run:
+    def _answer(self, prompt: list[int], sampling: SamplingParams) -> TimedAnswer:
         torch.manual_seed(sampling.seed)
         sampling = sampling.over(self.defaults)
         truncation: dict[str, Any] = {}
@@ -77,7 +77,7 @@ class TransformersContestant:
         ended = time.perf_counter()
         first_s = clock.arrivals[1][0] - started if clock is not None else None
         token_ms = clock.token_ms() if clock is not None else []
-        return Run(tokens, ended - started, None, None, first_s, None, None, [], token_ms)
+        return TimedAnswer(tokens, ended - started, None, None, first_s, None, None, [], token_ms)
 
     def peak_memory_mb(self) -> float | None:
         return None  # it lives in the benchmark's own process, with the other peers
@@ -105,7 +105,7 @@ class _Clock:
         self.arrivals.append((time.perf_counter(), tokens.numel()))
 
     def token_ms(self) -> list[float]:
-        """As `Run.token_ms`."""
+        """As `TimedAnswer.token_ms`."""
         pairs = zip(self.arrivals[1:], self.arrivals[2:], strict=False)
         return [1000 * (now - before) / count for (before, _), (now, count) in pairs for _ in range(count)]
 

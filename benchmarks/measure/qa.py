@@ -34,13 +34,13 @@ from retrieval_index.dense import DenseIndex
 from retrieval_index.dense_build import build_dense
 
 from ..inputs.knowledge import Item, prompt_of, quoted, read_items
-from ..inputs.questions import Asked, Question, check_prompts
+from ..inputs.questions import AskedQuestion, Question, check_prompts
 from ..inputs.squad import exact_match, f1, subspan_match
 from ..report.about import write_about
 from ..report.figures import BASELINE, Difference
 from ..report.progress import progress_bar
 from ..report.qa_figures import ROWS, QaRow, Retrieval, Scores
-from ..report.records import Run
+from ..report.records import TimedAnswer
 from ..report.row_file import RowFile
 from .bench import start_all
 from .budget import Budget, spend
@@ -165,7 +165,7 @@ class _Asking:
                 for kind, item, resting in spend(kinds, ratios.__getitem__, budget):
                     prompt = prompts[item]
                     asked = [name for name in contestants if name == BASELINE or name not in resting]
-                    runs: dict[str, Run] = {}
+                    runs: dict[str, TimedAnswer] = {}
                     for name in order.sample(asked, len(asked)):
                         runs[name] = await contestants[name].answer(prompt, self.sampling)
                     for name, run in runs.items():
@@ -184,7 +184,7 @@ class _Asking:
         if context is None:
             return
         asked = (
-            Asked(f"{item.kind}, {setting}", Question(item.question_id, item.kind, [item.question]), prompt)
+            AskedQuestion(f"{item.kind}, {setting}", Question(item.question_id, item.kind, [item.question]), prompt)
             for setting, prompts in self.prompts.items()
             for item, prompt in prompts.items()
         )
@@ -204,7 +204,7 @@ class _Asking:
         return contestants | {name + DENSE: contestant for name, contestant in started.items()}
 
 
-def row_of(setting: str, item: Item, name: str, run: Run, tokenizer: Any, found: Sequence[str]) -> QaRow:
+def row_of(setting: str, item: Item, name: str, run: TimedAnswer, tokenizer: Any, found: Sequence[str]) -> QaRow:
     """The measurements of a method's answer, not yet compared with plain decoding's."""
     text = tokenizer.decode(run.token_ids, skip_special_tokens=True).strip()
     accepted = item.references
@@ -226,7 +226,9 @@ def row_of(setting: str, item: Item, name: str, run: Run, tokenizer: Any, found:
     )
 
 
-def compared(row: QaRow, run: Run, plain: Run, prompt: list[int], sampling: SamplingParams, referee: Referee) -> QaRow:
+def compared(
+    row: QaRow, run: TimedAnswer, plain: TimedAnswer, prompt: list[int], sampling: SamplingParams, referee: Referee
+) -> QaRow:
     difference = Difference.between(run.token_ids, plain.token_ids)
     if difference is None:
         return row

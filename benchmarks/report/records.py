@@ -81,7 +81,7 @@ def simulation(found: Sequence[Accepted]) -> str:
     return "" if simulated_ms is None else f", simulated forwards of {simulated_ms:g} ms"
 
 
-class Round(msgspec.Struct, frozen=True):
+class GrownRound(msgspec.Struct, frozen=True):
     """nodes: of the tree, the root included; promised: the tokens its confidences add up to."""
 
     suite: str
@@ -96,7 +96,7 @@ class Round(msgspec.Struct, frozen=True):
 class Grown(msgspec.Struct, frozen=True):
     group: str
     value: str
-    rounds: list[Round]
+    rounds: list[GrownRound]
 
     @property
     def draft_s(self) -> float:
@@ -158,7 +158,7 @@ class Profile(msgspec.Struct):
     forwards: list[Forward]
 
 
-class Run(msgspec.Struct, frozen=True):
+class TimedAnswer(msgspec.Struct, frozen=True):
     """One answer and its timings. seconds: from the call to the last token. token_ms: for every token but the first,
     its share of the time since the last emission, as several may come at once. exact, inexact: as in engine.answer.
     """

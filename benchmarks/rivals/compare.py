@@ -28,7 +28,7 @@ from engine.text.encode import encode_text
 from engine.weights.resolve import resolved
 from engine.weights.tokenizer import tokenizer_of
 
-from ..inputs.questions import Asked, check_prompts, mixed_questions
+from ..inputs.questions import AskedQuestion, check_prompts, mixed_questions
 from ..measure.budget import Budget, is_narrow
 from ..measure.load import engines
 from ..report.about import write_about
@@ -44,7 +44,7 @@ _MOST = 20  # repeats
 
 
 @dataclass(frozen=True)
-class Plan:
+class RivalPlan:
     """What is asked. levels: requests at once. repeats: of all levels; with a bounded budget, as many as it allows.
     weights: the type that Talon's engines compute with.
     """
@@ -105,9 +105,12 @@ async def run_rivals(
         raise ConfigError("--temperature: rivals are compared at 0 only; leave it out with --rivals")
     config = resolved(config)
     tokenizer = tokenizer_of(config)
-    asked = [Asked(suite, q, encode_text(tokenizer, q.prompt)) for suite, q in mixed_questions(what.files, what.limit)]
+    asked = [
+        AskedQuestion(suite, q, encode_text(tokenizer, q.prompt))
+        for suite, q in mixed_questions(what.files, what.limit)
+    ]
     dtype = name_of(dtype_of(config))
-    plan = Plan(
+    plan = RivalPlan(
         what.levels, what.sampling.max_tokens, [one.prompt for one in asked], what.repeats, Budget(what.minutes), dtype
     )
     threads = config.verifier.threads or cores()
@@ -121,7 +124,7 @@ async def run_rivals(
 
 
 async def compare(
-    ours: Mapping[str, Engine], others: Sequence[Rival | Missing], plan: Plan, results: RowFile, console: Console
+    ours: Mapping[str, Engine], others: Sequence[Rival | Missing], plan: RivalPlan, results: RowFile, console: Console
 ) -> list[Turn]:
     """Let all contestants take turns. Rivals that cannot be started are named and left out; so are those that fail
     later, from then on.

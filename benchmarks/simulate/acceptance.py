@@ -20,14 +20,14 @@ from engine.config import Config, load
 from engine.core.errors import ConfigError
 from engine.core.methods import METHODS
 from engine.core.tree import TokenTree
-from engine.verifier.confidence_scale import Trust
+from engine.verifier.confidence_scale import ConfidenceScale
 from engine.verifier.cost_model import NOTHING, CostModel
 from engine.verifier.step_input import paying
 
 from ..measure.contestants import AS_PUBLISHED
 from ..report.records import POSITIONS, Accepted, Drafted, simulation
 from ..report.tables import Table
-from .known_answers import Known, follow
+from .known_answers import KnownAnswer, follow
 
 BUDGET = 60  # nodes of a tree, the root included
 _CHAIN = {"drafter.growth.policy": "dynamic", "drafter.growth.top_k": 1, "drafter.growth.depth": POSITIONS - 1}
@@ -92,8 +92,8 @@ class Follower:
         self.way, self.costs = way, CostModel(dict(seconds))
         self.drafter = build(load(config, dict(way.keys)))
 
-    def rounds(self, request: int, known: Known) -> Iterator[Drafted]:
-        costs, trust, room = self.costs, Trust(), len(known.tokens) - 2
+    def rounds(self, request: int, known: KnownAnswer) -> Iterator[Drafted]:
+        costs, trust, room = self.costs, ConfidenceScale(), len(known.tokens) - 2
 
         def propose(request: int) -> TokenTree:
             tree = self.drafter.propose(request)
@@ -113,7 +113,7 @@ class Follower:
 def accept_all(
     ways: Sequence[Way],
     config: Config,
-    answers: Sequence[Known],
+    answers: Sequence[KnownAnswer],
     round_s: Callable[[], Mapping[int, float]],
     progress: Progress,
     simulated_ms: float | None = None,

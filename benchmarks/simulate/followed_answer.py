@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 from engine.core.tree import TokenTree
 
-Round = tuple[TokenTree, list[int], list[int], float]
+FollowedRound = tuple[TokenTree, list[int], list[int], float]
 """The tree, its accepted path, the tokens emitted, and the seconds that drafting took."""
 
 
-def followed(answer: Sequence[int], propose: Callable[[], TokenTree], position: int = 0) -> Iterator[Round]:
+def followed(answer: Sequence[int], propose: Callable[[], TokenTree], position: int = 0) -> Iterator[FollowedRound]:
     """The rounds in which a known answer is given, from `position` on. propose: returns the next round's tree."""
     while position < len(answer):
         started = time.perf_counter()

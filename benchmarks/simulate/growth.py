@@ -30,8 +30,8 @@ from engine.core.outcomes import Following
 from engine.core.tree import TokenTree
 from engine.model.target import Target
 
-from ..report.records import Grown, Round
-from .known_answers import Known, follow
+from ..report.records import Grown, GrownRound
+from .known_answers import KnownAnswer, follow
 
 MUS = (0.003, 0.01, 0.03, 0.1, 0.3)
 BUDGETS = (16, 32, 60, 96, 128)
@@ -41,7 +41,7 @@ _BUCKETS = 16  # of chances, for the calibrator
 ROWS = (1, 8, 16, 32, 64, 128)  # numbers of nodes whose verification is timed
 
 
-class Setting(NamedTuple):
+class PolicySetting(NamedTuple):
     """group: the experiment; value: what is varied in it. overconfident, calibrated: of the head."""
 
     group: str
@@ -51,23 +51,23 @@ class Setting(NamedTuple):
     calibrated: bool = False
 
 
-def settings() -> Iterator[Setting]:
+def settings() -> Iterator[PolicySetting]:
     for mu in MUS:
-        yield Setting("mu", f"{mu:g}", Talon(mu=mu))
+        yield PolicySetting("mu", f"{mu:g}", Talon(mu=mu))
     for budget in BUDGETS:
-        yield Setting("N", str(budget), Talon(budget=budget))
+        yield PolicySetting("N", str(budget), Talon(budget=budget))
     for ungated in UNGATED:
-        yield Setting("k", str(ungated), Talon(ungated=ungated))
-    yield Setting("policy", "talon", Talon())
-    yield Setting("policy", "adaptive path", Adaptive())
-    yield Setting("policy", "adaptive layer", Adaptive(gate="layer"))
-    yield Setting("policy", "dynamic 60", Dynamic())
-    yield Setting("policy", "static 25", Static(EAGLE_25))
-    yield Setting("policy", "static 63", Static(MEDUSA_63))
+        yield PolicySetting("k", str(ungated), Talon(ungated=ungated))
+    yield PolicySetting("policy", "talon", Talon())
+    yield PolicySetting("policy", "adaptive path", Adaptive())
+    yield PolicySetting("policy", "adaptive layer", Adaptive(gate="layer"))
+    yield PolicySetting("policy", "dynamic 60", Dynamic())
+    yield PolicySetting("policy", "static 25", Static(EAGLE_25))
+    yield PolicySetting("policy", "static 63", Static(MEDUSA_63))
     for policy, name in ((Talon(), "talon"), (Adaptive(), "adaptive")):
-        yield Setting("head", f"{name}, as it is", policy)
-        yield Setting("head", f"{name}, too sure", policy, OVERCONFIDENCE)
-        yield Setting("head", f"{name}, too sure, calibrated", policy, OVERCONFIDENCE, True)
+        yield PolicySetting("head", f"{name}, as it is", policy)
+        yield PolicySetting("head", f"{name}, too sure", policy, OVERCONFIDENCE)
+        yield PolicySetting("head", f"{name}, too sure, calibrated", policy, OVERCONFIDENCE, True)
 
 
 class Doubt:
@@ -109,9 +109,9 @@ class Doubt:
                         self.calibrator.observe(*kind, token == said)
 
 
-def replay(head: Head, setting: Setting, answers: Sequence[Known]) -> Grown:
+def replay(head: Head, setting: PolicySetting, answers: Sequence[KnownAnswer]) -> Grown:
     """One policy over all answers."""
-    drafter, rounds = HeadDrafter(head, setting.policy), list[Round]()
+    drafter, rounds = HeadDrafter(head, setting.policy), list[GrownRound]()
     doubt = Doubt(setting.overconfident, Calibrator() if setting.calibrated else None)
     advice = [doubt] if setting.overconfident or setting.calibrated else []
 
@@ -126,7 +126,7 @@ def replay(head: Head, setting: Setting, answers: Sequence[Known]) -> Grown:
             tree, emitted = verdict.tree, len(verdict.tokens)
             doubt.learn(tree, verdict.path, verdict.tokens)
             promised, depth = float(tree.confidence.sum()), int(tree.depths.max())
-            rounds.append(Round(known.suite, len(tree), depth, emitted, promised, draft_s, drafter.steps - steps))
+            rounds.append(GrownRound(known.suite, len(tree), depth, emitted, promised, draft_s, drafter.steps - steps))
             steps = drafter.steps
     return Grown(setting.group, setting.value, rounds)
 

@@ -29,7 +29,7 @@ _ROOM = 64  # positions that the largest tree takes beyond the answer
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownAnswer:
     """layers: whose hidden states are kept. states: [prompt + answer - 1, layers, hidden] uint16, or None."""
 
     suite: str
@@ -52,7 +52,7 @@ def record(
     suites: dict[str, list[list[int]]],
     sampling: SamplingParams,
     progress: Progress,
-) -> list[Known]:
+) -> list[KnownAnswer]:
     """The target's answers. Prompts that leave no room in the context are left out; ConfigError if all do."""
     task = progress.add_task(f"answers, T = {sampling.temperature:g}", total=sum(map(len, suites.values())))
     drafter, found = PromptLookup(), []
@@ -67,7 +67,7 @@ def record(
             tokens = [token for verdict in verdicts for token in verdict.tokens]
             states = [verdict.features for verdict in verdicts if verdict.features is not None]
             kept = np.concatenate(states) if states else None
-            found.append(Known(suite, prompt, tokens, sampling, drafter.feature_layers, kept))
+            found.append(KnownAnswer(suite, prompt, tokens, sampling, drafter.feature_layers, kept))
     if left_out := sum(map(len, suites.values())) - len(found):
         progress.console.print(f"{left_out} prompts are left out: with {sampling.max_tokens} tokens they do not fit")
     if not found:
@@ -78,7 +78,7 @@ def record(
 def follow(
     drafter: Drafter,
     request: int,
-    known: Known,
+    known: KnownAnswer,
     propose: Callable[[int], TokenTree],
     rates: Callable[[], Rates] = Rates,
 ) -> Iterator[tuple[Verdict, float]]:

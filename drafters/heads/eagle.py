@@ -13,8 +13,8 @@ from torch import Tensor
 from drafters.heads.checkpoint import Checkpoint, TargetWeights
 from drafters.heads.feature_head import FeatureHead
 from drafters.heads.growth.policies import EAGLE_25, Static
-from drafters.heads.layers import DecoderLayer, KVCache, Linear, PairLinear, draft_dtype, llama_config, qkv_weights
-from drafters.heads.stack import Layer, Stack, fits
+from drafters.heads.layers import DecoderLayer, HeadCache, Linear, PairLinear, draft_dtype, llama_config, qkv_weights
+from drafters.heads.stack import Stack, StackLayer, fits
 
 
 class EagleHead(FeatureHead):
@@ -62,7 +62,13 @@ class EagleHead(FeatureHead):
         return features[:, 0]
 
     def forward(
-        self, features: Tensor, tokens: Tensor, positions: Tensor, cache: KVCache, at: int | Tensor, mask: Tensor | None
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: HeadCache,
+        at: int | Tensor,
+        mask: Tensor | None,
     ) -> Tensor:
         x = self.fc(tokens, features)
         return self.layer(self.qkv(x), x, positions, cache, at, mask)
@@ -70,13 +76,13 @@ class EagleHead(FeatureHead):
     def logits(self, features: Tensor) -> Tensor:
         return self.lm_head(features)
 
-    def new_cache(self, capacity: int) -> KVCache:
-        return KVCache(self.layer, capacity)
+    def new_cache(self, capacity: int) -> HeadCache:
+        return HeadCache(self.layer, capacity)
 
     def new_stack(self) -> Stack | None:
         if not fits(self.hidden_size, self.layer):
             return None
-        return Stack([Layer(self.qkv, self.layer, None)], self.dtype, self.lm_head)
+        return Stack([StackLayer(self.qkv, self.layer, None)], self.dtype, self.lm_head)
 
     def entered(self, features: Tensor, tokens: list[int]) -> tuple[Tensor, Tensor | None]:
         x = self.fc(torch.tensor(tokens), features.to(self.dtype))

@@ -18,7 +18,7 @@ from drafters.heads.feature_head import FeatureHead
 from drafters.heads.growth.policies import Dynamic
 from drafters.heads.layers import (
     DecoderLayer,
-    KVCache,
+    HeadCache,
     Linear,
     PairLinear,
     RMSNorm,
@@ -26,7 +26,7 @@ from drafters.heads.layers import (
     llama_config,
     qkv_weights,
 )
-from drafters.heads.stack import Layer, Stack, fits
+from drafters.heads.stack import Stack, StackLayer, fits
 from engine.core.errors import DrafterMismatch
 
 
@@ -100,7 +100,13 @@ class Eagle3Head(FeatureHead):
         return self.fc(features.flatten(1))
 
     def forward(
-        self, features: Tensor, tokens: Tensor, positions: Tensor, cache: KVCache, at: int | Tensor, mask: Tensor | None
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: HeadCache,
+        at: int | Tensor,
+        mask: Tensor | None,
     ) -> Tensor:
         normed = self.feature_norm(features)
         residual = normed if self.norm_before_residual else features
@@ -109,13 +115,13 @@ class Eagle3Head(FeatureHead):
     def logits(self, features: Tensor) -> Tensor:
         return self.lm_head(self.norm(features))
 
-    def new_cache(self, capacity: int) -> KVCache:
-        return KVCache(self.layer, capacity)
+    def new_cache(self, capacity: int) -> HeadCache:
+        return HeadCache(self.layer, capacity)
 
     def new_stack(self) -> Stack | None:
         if not fits(self.hidden_size, self.layer):
             return None
-        layer = Layer(self.qkv.linear, self.layer, None if self.norm_before_residual else self.feature_norm)
+        layer = StackLayer(self.qkv.linear, self.layer, None if self.norm_before_residual else self.feature_norm)
         return Stack([layer], self.dtype, self.lm_head, self.norm, self.qkv.of_token)
 
     def entered(self, features: Tensor, tokens: list[int]) -> tuple[Tensor, Tensor | None]:

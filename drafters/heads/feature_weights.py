@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drafters.heads.head import Head
-from drafters.heads.layers import KVCache, Linear
+from drafters.heads.layers import HeadCache, Linear
 from drafters.heads.session import Session
 from drafters.heads.stack import Stack
 from engine.core.batch import Rows
@@ -30,16 +30,22 @@ class FeatureWeights(Head):
 
     @abstractmethod
     def forward(
-        self, features: Tensor, tokens: Tensor, positions: Tensor, cache: KVCache, at: int | Tensor, mask: Tensor | None
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: HeadCache,
+        at: int | Tensor,
+        mask: Tensor | None,
     ) -> Tensor:
-        """[n, hidden_size]: the features guessed after (feature, token) pairs. at: slots, as in `KVCache.write`."""
+        """[n, hidden_size]: the features guessed after (feature, token) pairs. at: slots, as in `HeadCache.write`."""
 
     @abstractmethod
     def logits(self, features: Tensor) -> Tensor:
         """[n, hidden_size] -> [n, draft_vocab]."""
 
     @abstractmethod
-    def new_cache(self, capacity: int) -> KVCache:
+    def new_cache(self, capacity: int) -> HeadCache:
         """A cache of the head's layer."""
 
     @abstractmethod

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from drafters.heads.growth.trie import Place, Trie
+from drafters.heads.growth.trie import Trie, TriePlace
 from drafters.heads.head import Head
 from engine.model.cuda.graphs import wait
 
@@ -18,7 +18,7 @@ class Forwards:
         self.head = head
         self.count, self.seconds = 0, 0.0
 
-    def begin(self, places: list[Place]) -> list[int]:
+    def begin(self, places: list[TriePlace]) -> list[int]:
         """The node at the end of each path, from which a tree is to grow."""
         if not self.head.one_pass or not any(path for _, path in places):
             return self.descend(places)
@@ -29,7 +29,7 @@ class Forwards:
             nodes[row] = node
         return nodes
 
-    def descend(self, places: list[Place]) -> list[int]:
+    def descend(self, places: list[TriePlace]) -> list[int]:
         """The node at the end of each path, drafted where its request does not have it yet."""
         self._draft_roots(dict.fromkeys(trie for trie, _ in places if 0 not in trie.seen))
         nodes = [0] * len(places)
@@ -54,7 +54,7 @@ class Forwards:
             self._extend({trie: list(pairs) for trie, pairs in new.items()})
         return [trie.child[parent, token] for trie, parent, token in triples]
 
-    def _blocks(self, places: list[Place]) -> list[int]:
+    def _blocks(self, places: list[TriePlace]) -> list[int]:
         """The nodes where a one-pass head's blocks begin, -1 where a path is too long for one."""
         tries = list(dict.fromkeys(trie for trie, _ in places))
         asked = [(trie.session, [path for other, path in places if other is trie]) for trie in tries]

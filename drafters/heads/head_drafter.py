@@ -13,7 +13,7 @@ from drafters.heads.growth.lockstep import Advice, Growth, grow
 from drafters.heads.growth.policies import Policy
 from drafters.heads.growth.policy_choice import policy_of
 from drafters.heads.growth.ranking import ErrorScale, Ranking
-from drafters.heads.growth.trie import Place, Trie
+from drafters.heads.growth.trie import Trie, TriePlace
 from drafters.heads.head import Head
 from drafters.parts import weights_path
 from engine.config import Config
@@ -170,7 +170,7 @@ class HeadDrafter(Drafter):
         """What the head predicted after the text and after each token of `continuation`, as far as it has drafted."""
         return self._requests[request].seen_along(continuation)
 
-    def _fitting(self, waiting: list[tuple[int, Place]]) -> list[int]:
+    def _fitting(self, waiting: list[tuple[int, TriePlace]]) -> list[int]:
         """For each request, the first rows whose trees are sure to fit into its session, which is cleared if room is
         short. None for a request that has nothing to draft from, or no room for even one.
         """

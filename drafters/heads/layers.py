@@ -162,7 +162,7 @@ class Rotary:
         return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
-class KVCache:
+class HeadCache:
     """Keys and values of one request in one preallocated block: [2, kv_heads, capacity, head_dim]."""
 
     def __init__(self, layer: DecoderLayer, capacity: int):
@@ -224,9 +224,9 @@ class DecoderLayer:
         self.key_norm: RMSNorm | None = None
 
     def __call__(
-        self, qkv: Tensor, residual: Tensor, positions: Tensor, cache: KVCache, at: int | Tensor, mask: Tensor | None
+        self, qkv: Tensor, residual: Tensor, positions: Tensor, cache: HeadCache, at: int | Tensor, mask: Tensor | None
     ) -> Tensor:
-        """qkv: [n, (heads + 2 * kv_heads) * head_dim]; residual: [n, hidden]; at: as for `KVCache.write`.
+        """qkv: [n, (heads + 2 * kv_heads) * head_dim]; residual: [n, hidden]; at: as for `HeadCache.write`.
 
         mask: [n, slots returned] bool, what each row may attend to; None for one row that sees all of them.
         Returns [n, hidden].

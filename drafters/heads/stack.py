@@ -20,7 +20,7 @@ from torch import Tensor
 
 from drafters.heads.enter import Enter
 from drafters.heads.layers import DecoderLayer, Linear, RMSNorm
-from engine.core.batch import Batch, Int, Places, Rows
+from engine.core.batch import Batch, BatchAddresses, Int, Rows
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Attention, Rule, has_pairs
 from engine.kernels.fused import NORM, enter_kernel, norm_kernel
@@ -51,7 +51,7 @@ def add_tokens_kernel(address: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Layer:
+class StackLayer:
     """input_norm: None where the caller gives the input of the first product."""
 
     qkv: Linear
@@ -101,7 +101,7 @@ class Stack:
 
     def __init__(
         self,
-        layers: Sequence[Layer],
+        layers: Sequence[StackLayer],
         dtype: torch.dtype,
         head: Linear,
         norm: RMSNorm | None = None,
@@ -158,7 +158,7 @@ class Stack:
         self._program.run(rows, 0, len(self._program))
         return out
 
-    def _set(self, rows: int, picked: Any, count: int, places: Places) -> None:
+    def _set(self, rows: int, picked: Any, count: int, places: BatchAddresses) -> None:
         """Set what depends on the batch."""
         self._norms["count"] = self._adds["rows"] = rows
         if self.norm is not None:
@@ -208,7 +208,7 @@ class Stack:
             lambda: (self.x[: len(self._out)], self._out),
         )  # fmt: skip
 
-    def _add_layer(self, index: int, layer: Layer) -> None:
+    def _add_layer(self, index: int, layer: StackLayer) -> None:
         decoder = layer.decoder
         if layer.input_norm is not None:
             self._add_norm(2 * index, layer.input_norm)

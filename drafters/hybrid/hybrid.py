@@ -32,7 +32,7 @@ _FORGETTING = 0.005  # per round without the head, so that it is tried again
 _NUDGE = 1.05  # factor by which one measurement moves the time of a draft step
 
 
-class Known(NamedTuple):
+class KnownDraft(NamedTuple):
     """What was drafted for an outcome. retrieved: retrieval's tree; asked: whether the head drafted too."""
 
     retrieved: TokenTree
@@ -67,7 +67,7 @@ class HybridDrafter(Drafter):
         self._resting = False  # retrieval drafts alone for now
         self._step_s = 0.001  # the time from one of the head's forwards to the next
         self._token_s = 0.01  # what a token is worth, by the verifier's cost model
-        self._known: dict[int, dict[tuple[int, ...], Known]] = {}  # per request, by continuation
+        self._known: dict[int, dict[tuple[int, ...], KnownDraft]] = {}  # per request, by continuation
         self._unlearned: list[Unlearned] = []
         self._unread: list[tuple[int, Verdict]] = []  # by the head
 
@@ -97,7 +97,7 @@ class HybridDrafter(Drafter):
         advice = [] if self._resting else self._advice(wanted, trees)
         drafting = [row for row, one in enumerate(advice) if one.surplus(_root_of(trees[row])) > 0]
         for row, ((request, continuation), tree) in enumerate(zip(wanted, trees, strict=True)):
-            self._known[request][tuple(continuation)] = Known(tree, row in drafting)
+            self._known[request][tuple(continuation)] = KnownDraft(tree, row in drafting)
 
         def so_far(grown: Callable[[], dict[int, TokenTree]]) -> None:
             assert between_steps is not None
@@ -154,7 +154,7 @@ class HybridDrafter(Drafter):
         self.settle()
         known, tokens = self._known[request], verdict.tokens
         if not self._resting:  # retrieval's own calibration covers what it drafts alone
-            now = known[()] if () in known else Known(self._retrieve(request, ()))
+            now = known[()] if () in known else KnownDraft(self._retrieve(request, ()))
             asked = now.asked and len(verdict.tree) > 1  # the root alone may have been verified instead
             self._unlearned.append(Unlearned(now.retrieved, self.head.seen(request, tokens[:-1]), tokens, asked))
         self._known[request] = {(): known[ahead]} if (ahead := tuple(tokens)) in known else {}

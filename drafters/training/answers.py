@@ -31,14 +31,14 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Question:
+class PromptQuestion:
     """prompt: token ids in the target's chat form. answer: the target's own, where it came with the prompt."""
 
     prompt: list[int]
     answer: list[int] | None = None
 
 
-def read_questions(path: Path, tokenizer: Any, recipe: Recipe) -> list[Question]:
+def read_questions(path: Path, tokenizer: Any, recipe: Recipe) -> list[PromptQuestion]:
     """The file's prompts without duplicates, in an order that does not depend on the file's."""
     room = max(recipe.length - recipe.answer_tokens, recipe.length // 2)
     rows = {
@@ -47,14 +47,14 @@ def read_questions(path: Path, tokenizer: Any, recipe: Recipe) -> list[Question]
     }
     if len(rows) < 2:
         raise ConfigError(f"data={path}: holds {len(rows)} prompts: give at least two, one is held out")
-    chosen: list[Question] = []
+    chosen: list[PromptQuestion] = []
     for key in sorted(rows):
         row = rows[key]
         prompt = chat(tokenizer, row.prompt)
         fits = len(prompt) <= room if row.tokens is None else len(prompt) + len(row.tokens) <= recipe.length
         if fits and row.tokens != []:
             _check_tokens(path, row, len(tokenizer))
-            chosen.append(Question(prompt, row.tokens))
+            chosen.append(PromptQuestion(prompt, row.tokens))
         if len(chosen) == recipe.prompts:
             break
     if len(chosen) < 2:

@@ -47,7 +47,7 @@ class BlockAttention(AnchoredAttention):
         return self.o_proj(attended.permute(0, 2, 3, 1, 4).flatten(3))
 
 
-class BlockLayer(nn.Module):
+class BlockLayerModule(nn.Module):
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -111,7 +111,7 @@ class BlockModule(HeadModule):
         self.vocab_size = len(embedding)
         self.fc = nn.Linear(len(states) * hidden, hidden, bias=False)
         self.hidden_norm = LlamaRMSNorm(hidden, config.rms_norm_eps)
-        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(recipe.layers))
+        self.layers = nn.ModuleList(BlockLayerModule(config) for _ in range(recipe.layers))
         self.norm = LlamaRMSNorm(hidden, config.rms_norm_eps)
         self.entry = nn.Linear(2 * hidden, hidden, bias=False)
         self.mask_embedding = nn.Parameter(embedding.float().mean(0))

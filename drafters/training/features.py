@@ -33,7 +33,7 @@ def kept_states(layers: int) -> tuple[int, ...]:
     return (*sorted(state for state in inner if 0 < state < layers), layers)
 
 
-class Features:
+class FeatureSource:
     """Features recomputed at every read, which takes no disk space."""
 
     def __init__(self, target: Any, examples: Sequence[Example]):
@@ -72,7 +72,7 @@ class Features:
         return hidden, normaliser.view(len(chosen), width)
 
 
-class HeldFeatures(Features):
+class HeldFeatures(FeatureSource):
     """The hidden states `states` of all examples in the accelerator's memory, computed at once.
 
     held: [tokens + 1, states, hidden] bfloat16, and `normalisers`: [tokens + 1]; the last row is the padding's, zero.
@@ -124,7 +124,7 @@ class HeldFeatures(Features):
         return held, self.normalisers[rows]
 
 
-class StoredFeatures(Features):
+class StoredFeatures(FeatureSource):
     """The hidden states `kept_states` of all examples in files of `folder`."""
 
     def __init__(self, folder: Path, target: Any, examples: Sequence[Example]):

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from drafters.heads.checkpoint import Checkpoint, coded, find_folder
-from drafters.training.answers import Example, Question, answer, cache_name, read_questions, target_digest
+from drafters.training.answers import Example, PromptQuestion, answer, cache_name, read_questions, target_digest
 from drafters.training.build import build
-from drafters.training.features import Features, HeldFeatures, StoredFeatures, features_name
+from drafters.training.features import FeatureSource, HeldFeatures, StoredFeatures, features_name
 from drafters.training.head_module import HeadModule
 from drafters.training.interrupt import noted
 from drafters.training.recipe import Recipe
@@ -164,7 +164,7 @@ def _keep_freed_memory() -> None:
 
 
 def _examples(
-    questions: list[Question], model: Any, digest: str, plan: Recipe, kept: Path, progress: Progress
+    questions: list[PromptQuestion], model: Any, digest: str, plan: Recipe, kept: Path, progress: Progress
 ) -> list[Example]:
     """The training text; prompts without an answer are answered first, the short ones together."""
     asked = sorted((question.prompt for question in questions if question.answer is None), key=len)
@@ -182,13 +182,13 @@ def _examples(
     return [example for example in examples if len(example.tokens) > example.answer + 1]
 
 
-def _features(plan: Recipe, model: Any, examples: list[Example], folder: Path, progress: Progress) -> Features:
+def _features(plan: Recipe, model: Any, examples: list[Example], folder: Path, progress: Progress) -> FeatureSource:
     states = states_read(plan, model)
     if HeldFeatures.fits(model, examples, states):
         return HeldFeatures(model, examples, states, Stage(progress, "reading", len(examples)))
     if plan.store_features and model.device.type == "cpu":
         return StoredFeatures(folder, model, examples)
-    return Features(model, examples)
+    return FeatureSource(model, examples)
 
 
 def export(module: HeadModule, out: Path, bits: int = 16) -> None:

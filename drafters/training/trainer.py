@@ -23,7 +23,7 @@ from torch import Tensor
 
 from drafters.heads.eagle3 import fused_layers
 from drafters.training.answers import Example
-from drafters.training.features import Features, kept_states, sent
+from drafters.training.features import FeatureSource, kept_states, sent
 from drafters.training.head_module import HeadModule, Texts
 from drafters.training.loss import Teacher, vocabulary_loss
 from drafters.training.recipe import Recipe
@@ -48,7 +48,7 @@ class Trainer:
         recipe: Recipe,
         target: Any,
         module: HeadModule,
-        features: Features,
+        features: FeatureSource,
         tokens: int = 0,
         limit_s: float | None = None,
     ):

@@ -25,7 +25,7 @@ from engine.frontend.processes import STOP_S, ThreadWorker
 from engine.weights.resolve import resolved
 from engine.wire.keys import create
 from engine.wire.messages import Failed, Heartbeat, Ready, Spans, Stop
-from engine.wire.transport import Hub
+from engine.wire.transport import Router
 from engine.worker import WorkerSpec, load_keys
 
 _POLL_S = 0.2
@@ -68,7 +68,7 @@ async def serve(config: Config) -> None:
     check(config)
     name = f"drafter-{uuid.uuid4().hex[:12]}"
     control = f"inproc://{name}"
-    with zmq.Context() as context, closing(Hub(context, control, (Ready, Failed, Heartbeat, Spans))) as hub:
+    with zmq.Context() as context, closing(Router(context, control, (Ready, Failed, Heartbeat, Spans))) as hub:
         spec = WorkerSpec("drafter", name, control, config.tcp.endpoint, config.model_dump(mode="json"))
         worker = ThreadWorker(spec, context)
         try:

@@ -19,7 +19,7 @@ from engine.core.tree import TokenTree
 BLOCK = 16  # positions of a block of the pool
 
 Int = NDArray[np.int32]
-Wanted = Literal["all", "last", "none"]
+WantedRows = Literal["all", "last", "none"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +63,7 @@ class Segment:
     cache: Any
     past: int
     pending: int = 0
-    wanted: Wanted = "all"
+    wanted: WantedRows = "all"
     offset: int = 0
 
     @classmethod
@@ -72,7 +72,7 @@ class Segment:
         return cls(tree.tokens[first:], tree, cache, cache.length, first)
 
     @classmethod
-    def of_text(cls, tokens: Sequence[int], cache: Any, wanted: Wanted = "last") -> Segment:
+    def of_text(cls, tokens: Sequence[int], cache: Any, wanted: WantedRows = "last") -> Segment:
         """The next tokens of a request's text."""
         return cls(np.asarray(tokens, np.int32), None, cache, cache.length, 0, wanted)
 
@@ -113,7 +113,7 @@ class Segment:
         return prefixes[self.pending :], others[self.pending :]
 
 
-class Places(NamedTuple):
+class BatchAddresses(NamedTuple):
     """Where the parts of a batch lie in memory, in order, followed by its tiles."""
 
     tokens: int
@@ -131,7 +131,7 @@ class _Part:
     """One array of a batch, built on first access."""
 
     def __init__(self, index: int):
-        self._index, self._name = index, Places._fields[index]
+        self._index, self._name = index, BatchAddresses._fields[index]
 
     def __get__(self, batch: Batch, owner: type[Batch]) -> Int:
         part = batch.numbers[batch.starts[self._index] : batch.starts[self._index + 1]]

@@ -12,7 +12,7 @@ States = NDArray[np.uint16]
 NO_STATES: States = np.zeros((0, 0, 0), np.uint16)
 
 
-class Features:
+class HiddenStates:
     """shared: whether blocks are shared at all. _kept: hidden states of the positions from `_begin` to `_end`, of which
     no block has been published yet.
     """

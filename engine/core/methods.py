@@ -13,8 +13,8 @@ from engine.core.spelling import did_you_mean
 class Method:
     """drafter: "module:class", a `Head` or a drafter with a `from_config`; None for plain decoding. has_model: it runs
     a torch model. merges: it drafts with what `drafters.parts` names, one method that has a model and some that have
-    none. probes: it learns from nodes that it does not expect to be accepted, so they must not be cut. remembers: it drafts from
-    what earlier requests of the same owner were answered.
+    none. probes: it learns from nodes that it does not expect to be accepted, so they must not be cut. remembers: it
+    drafts from what earlier requests of the same owner were answered.
     """
 
     drafter: str | None

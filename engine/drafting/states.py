@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.core.errors import ProtocolError
-from engine.core.outcomes import Outcome as Guess
+from engine.core.outcomes import Outcome
 from engine.core.tree import TokenTree
 
 
-class Outcome(NamedTuple):
+class DraftKey(NamedTuple):
     """What a draft is for, as a `Draft` names it: tree `draft` was accepted up to `node`, then `token` was drawn."""
 
     draft: int
@@ -41,10 +41,10 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedDraft:
     """begun: the partial tree, if drafting ahead was interrupted by this outcome."""
 
-    outcome: Outcome
+    outcome: DraftKey
     begun: TokenTree | None = None
 
 
@@ -57,45 +57,45 @@ class Running:
 
     under: Sent
     due_ns: float
-    guesses: deque[Guess] | None = None
-    ahead: dict[Outcome, Sent] = field(default_factory=dict)
-    begun: dict[Outcome, TokenTree] = field(default_factory=dict)
+    guesses: deque[Outcome] | None = None
+    ahead: dict[DraftKey, Sent] = field(default_factory=dict)
+    begun: dict[DraftKey, TokenTree] = field(default_factory=dict)
 
-    def take(self, guess: Guess) -> None:
+    def take(self, guess: Outcome) -> None:
         """Remove an outcome that is being drafted for."""
         assert self.guesses is not None
         self.guesses.remove(guess)
 
-    def put_back(self, guess: Guess) -> None:
+    def put_back(self, guess: Outcome) -> None:
         """Return an outcome that could not be drafted for yet."""
         assert self.guesses is not None
         self.guesses.appendleft(guess)
 
 
-State = Reading | Wanted | Running
+State = Reading | WantedDraft | Running
 
 
-def after_verdict(state: State, outcome: Outcome, alone: bool, due_ns: float) -> State:
+def after_verdict(state: State, outcome: DraftKey, alone: bool, due_ns: float) -> State:
     """The state after an outcome came true. alone: the next round is already running and verifies its root alone.
     due_ns: when that round ends, if it is running.
     """
     if alone:
         return Running(Sent(0, TokenTree.root_only(outcome.token)), due_ns)
     if not isinstance(state, Running):
-        return Wanted(outcome)
+        return WantedDraft(outcome)
     if (sent := state.ahead.get(outcome)) is not None:
         return Running(sent, due_ns)
-    return Wanted(outcome, state.begun.get(outcome))
+    return WantedDraft(outcome, state.begun.get(outcome))
 
 
-class Request:
+class DraftedRequest:
     """round: the current one. last_token: of its text. drafts: trees sent so far. ahead: whether the verifier wants
     trees while it runs a round. given_up: the drafter failed on it, so only roots are sent.
     """
 
     def __init__(self, round_: int, last_token: int):
         self.round, self.last_token = round_, last_token
-        self.state: State = Wanted(Outcome(0, 0, last_token)) if round_ else Reading()
+        self.state: State = WantedDraft(DraftKey(0, 0, last_token)) if round_ else Reading()
         self.drafts = 0
         self.ahead = self.given_up = False
 
@@ -113,7 +113,7 @@ class Request:
     @property
     def begun(self) -> TokenTree | None:
         """The partial tree that is waited for, if there is one."""
-        return self.state.begun if isinstance(self.state, Wanted) else None
+        return self.state.begun if isinstance(self.state, WantedDraft) else None
 
     def verified(self, draft: int) -> TokenTree:
         """The tree with the number that a verdict names."""
@@ -132,16 +132,16 @@ class Request:
     def conclude(self, draft: int, path: list[int], tokens: list[int], alone: bool, due_ns: float) -> None:
         """A verdict: the round ended at path's last node, and the next one begins."""
         self.round, self.last_token = self.round + 1, tokens[-1]
-        self.state = after_verdict(self.state, Outcome(draft, path[-1], tokens[-1]), alone, due_ns)
+        self.state = after_verdict(self.state, DraftKey(draft, path[-1], tokens[-1]), alone, due_ns)
 
-    def answer(self, tree: TokenTree) -> tuple[Outcome, Sent]:
+    def answer(self, tree: TokenTree) -> tuple[DraftKey, Sent]:
         """Number the tree that was waited for; its round now runs."""
-        assert isinstance(self.state, Wanted)
+        assert isinstance(self.state, WantedDraft)
         outcome, sent = self.state.outcome, self._number(tree)
         self.state = Running(sent, math.inf)
         return outcome, sent
 
-    def add(self, outcome: Outcome, tree: TokenTree) -> Sent:
+    def add(self, outcome: DraftKey, tree: TokenTree) -> Sent:
         """Add a tree for an outcome of the running round."""
         assert isinstance(self.state, Running)
         sent = self.state.ahead[outcome] = self._number(tree)

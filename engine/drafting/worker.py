@@ -17,19 +17,17 @@ from typing import Any
 
 import zmq
 
-from engine.core.drafter_protocol import Drafter
-from engine.core.drafter_protocol import Verdict as Observed
+from engine.core.drafter_protocol import Drafter, Verdict
 from engine.core.errors import ProtocolError
-from engine.core.outcomes import Outcome as Guess
-from engine.core.outcomes import likeliest
+from engine.core.outcomes import Outcome, likeliest
 from engine.core.tree import GRAFT_CHANCE, TokenTree
-from engine.drafting.states import Outcome, Request, Running, Sent, Wanted
-from engine.wire.loop_link import LoopLine
-from engine.wire.messages import Array, Draft, Finish, Heartbeat, Hello, Rates, Ready, Rejoin, Start, Stop, Verdict
+from engine.drafting.states import DraftedRequest, DraftKey, Running, Sent, WantedDraft
+from engine.wire.loop_link import LoopDealer
+from engine.wire.messages import Array, Draft, Finish, Heartbeat, Hello, Rates, Ready, Rejoin, RoundVerdict, Start, Stop
 from engine.wire.trace import Trace
-from engine.wire.transport import Line
+from engine.wire.transport import Dealer
 
-FROM_VERIFIER = (Start, Verdict, Finish, Rejoin)
+FROM_VERIFIER = (Start, RoundVerdict, Finish, Rejoin)
 FROM_FRONT_END = (Stop,)
 HEARTBEAT_S = 0.5
 OUTCOMES = 24  # maximum drafted for in one round
@@ -43,11 +41,11 @@ class Overtaken(Exception):
 class DrafterWorker:
     """control: the line to the front end; verdicts: the line to the verifier."""
 
-    def __init__(self, drafter: Drafter, control: Line, verdicts: Line | LoopLine, traced: bool = False):
+    def __init__(self, drafter: Drafter, control: Dealer, verdicts: Dealer | LoopDealer, traced: bool = False):
         self.drafter, self.control, self.verdicts = drafter, control, verdicts
         self.trace = Trace(control, traced)
         self.poller = zmq.Poller()
-        self.requests: dict[int, Request] = {}
+        self.requests: dict[int, DraftedRequest] = {}
         self.rates = Rates()
         self.heard_ns = 0
         self.stopping = False
@@ -98,7 +96,7 @@ class DrafterWorker:
             self._attempt(self._draft_ahead, idle)
 
     def _wanted(self) -> list[int]:
-        return [number for number, request in self.requests.items() if isinstance(request.state, Wanted)]
+        return [number for number, request in self.requests.items() if isinstance(request.state, WantedDraft)]
 
     def _idle(self) -> list[int]:
         return [number for number, request in self.requests.items() if request.idle is not None]
@@ -139,10 +137,10 @@ class DrafterWorker:
     def _start(self, message: Start, text: list[int]) -> None:
         if message.request in self.requests or not text:
             raise ProtocolError("request is known, or has no text")
-        self.requests[message.request] = Request(message.round, text[-1])
+        self.requests[message.request] = DraftedRequest(message.round, text[-1])
         self.drafter.start(message.request, text, message.sampling)
 
-    def _observe(self, message: Verdict, arrays: list[Array], request: Request) -> None:
+    def _observe(self, message: RoundVerdict, arrays: list[Array], request: DraftedRequest) -> None:
         started = time.perf_counter_ns()
         path, tokens, missed = arrays[0].tolist(), arrays[1].tolist(), arrays[4].tolist()
         root = request.root
@@ -153,15 +151,15 @@ class DrafterWorker:
             raise ProtocolError("verdict is of another round or does not follow its tree")
         self.rates, request.ahead = message.rates, message.ahead
         request.conclude(message.draft, path, tokens, message.alone, started + round(message.rates.round_s * 1e9))
-        waited_for = isinstance(request.state, Wanted)
+        waited_for = isinstance(request.state, WantedDraft)
         if not request.given_up:
             worth = message.rates.token_s, message.rates.row_tokens
             if missed:
-                self.drafter.observe(message.request, Observed(root, [0], missed, None, None, True, *worth))
+                self.drafter.observe(message.request, Verdict(root, [0], missed, None, None, True, *worth))
             features = arrays[5] if arrays[5].size else None
             successors = arrays[2] if len(arrays[2]) == len(tree) else None
             self.drafter.observe(
-                message.request, Observed(tree, path, tokens, features, successors, message.rest, *worth)
+                message.request, Verdict(tree, path, tokens, features, successors, message.rest, *worth)
             )
             if not waited_for:
                 self.drafter.settle()
@@ -207,7 +205,7 @@ class DrafterWorker:
         started = time.perf_counter_ns()
         running = {number: idle for number in numbers if (idle := self.requests[number].idle) is not None}
         batch = self._next(running)
-        outcomes = [Outcome(running[guess.request].under.draft, guess.node, guess.token) for guess in batch]
+        outcomes = [DraftKey(running[guess.request].under.draft, guess.node, guess.token) for guess in batch]
         wanted = [
             (guess.request, [*running[guess.request].under.tree.path_tokens(guess.node)[1:], guess.token])
             for guess in batch
@@ -241,7 +239,7 @@ class DrafterWorker:
         what = f"{len(trees)} outcomes" if trees else "overtaken"
         self.trace.span("draft ahead", started, min((guess.request for guess in batch), default=0), what)
 
-    def _next(self, running: dict[int, Running]) -> list[Guess]:
+    def _next(self, running: dict[int, Running]) -> list[Outcome]:
         """The outcomes to draft for now, removed from their requests' lists, which are ranked first if needed."""
         unranked = {number: state.under.tree for number, state in running.items() if state.guesses is None}
         outcomes = likeliest(unranked, self.drafter.following, OUTCOMES) if unranked else []
@@ -253,7 +251,7 @@ class DrafterWorker:
             running[guess.request].take(guess)
         return batch
 
-    def _send(self, number: int, round_: int, outcome: Outcome, sent: Sent, since_s: float) -> None:
+    def _send(self, number: int, round_: int, outcome: DraftKey, sent: Sent, since_s: float) -> None:
         draft = Draft(
             request=number,
             round=round_,

@@ -7,11 +7,11 @@ import anyio
 from engine.config import QueueConfig
 from engine.core.errors import QueueFull
 
-Place = object
+QueuePlace = object
 """One of the places; only its identity counts."""
 
 
-class Places:
+class QueuePlaces:
     """The places of one engine, `queue.size` of them."""
 
     def __init__(self, options: QueueConfig):
@@ -28,18 +28,18 @@ class Places:
         """Take that many places at once, or none of them and raise QueueFull."""
         if self._limiter.available_tokens < count:
             raise QueueFull(f"queue.size={self._size}: all places are taken; try later or raise it")
-        places = [Place() for _ in range(count)]
+        places = [QueuePlace() for _ in range(count)]
         for place in places:
             self._limiter.acquire_on_behalf_of_nowait(place)
         return Reservation(self, places)
 
-    async def wait(self) -> Place:
+    async def wait(self) -> QueuePlace:
         """Take a place once there is one."""
-        place = Place()
+        place = QueuePlace()
         await self._limiter.acquire_on_behalf_of(place)
         return place
 
-    def leave(self, place: Place) -> None:
+    def leave(self, place: QueuePlace) -> None:
         """Free a place."""
         self._limiter.release_on_behalf_of(place)
 
@@ -47,7 +47,7 @@ class Places:
 class Reservation:
     """Places taken before their requests are known in full. `with` frees those that no request has taken over."""
 
-    def __init__(self, places: Places, unused: list[Place]):
+    def __init__(self, places: QueuePlaces, unused: list[QueuePlace]):
         self._places, self._unused = places, unused
 
     def __enter__(self) -> Reservation:
@@ -57,6 +57,6 @@ class Reservation:
         while self._unused:
             self._places.leave(self._unused.pop())
 
-    def take(self) -> Place:
+    def take(self) -> QueuePlace:
         """A place, which its request frees."""
         return self._unused.pop()

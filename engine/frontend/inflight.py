@@ -16,7 +16,7 @@ _GIVEN_UP = 5  # such verifiers in a row
 
 
 @dataclass
-class Flight:
+class InflightRequest:
     """verifier: the worker that has the request, "" while none has. answer: the tokens received so far. lost:
     consecutive verifiers that died with it without emitting a token for it.
     """
@@ -51,7 +51,7 @@ class Flight:
         return submit, [np.asarray(self.prompt, np.int32), np.asarray(self.answer, np.int32)]
 
 
-class Flights(dict[int, Flight]):
+class InflightRequests(dict[int, InflightRequest]):
     """The requests in flight, by their number."""
 
     def hear(self, number: int, arrival: Tokens | TalonError) -> None:
@@ -64,7 +64,7 @@ class Flights(dict[int, Flight]):
         for flight in self.values():
             flight.hear(error)
 
-    def due(self, verifier: str) -> list[Flight]:
+    def due(self, verifier: str) -> list[InflightRequest]:
         """The requests to submit to the verifier of that name now. A suspected request goes first and by itself: if it
         kills this verifier too, the culprit is known.
         """

@@ -24,7 +24,7 @@ from engine.config import Config
 from engine.core.child_environment import child_environment
 from engine.core.methods import find
 from engine.verifier.placement import share_cores, shares_loop
-from engine.wire.transport import Hub
+from engine.wire.transport import Router
 from engine.worker import WorkerSpec, load_keys, run_worker
 
 STOP_S = 5.0
@@ -166,7 +166,7 @@ class Workers:
             load_keys(self.config, role)
         if self.config.transport == "tcp":  # else the drafter would join whatever holds the port
             keys = load_keys(self.config, "verifier")  # drafters that wait elsewhere would take a hub without for ours
-            with zmq.Context() as context, closing(Hub(context, self.config.tcp.endpoint, (), keys)):
+            with zmq.Context() as context, closing(Router(context, self.config.tcp.endpoint, (), keys)):
                 pass
         if self._drafts_here:
             check(self.config)

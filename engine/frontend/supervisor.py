@@ -23,14 +23,14 @@ import zmq.asyncio
 from engine.config import Config
 from engine.core import errors
 from engine.core.errors import EngineClosed, TalonError, WorkerDied, printable
-from engine.frontend.inflight import Flight, Flights
+from engine.frontend.inflight import InflightRequest, InflightRequests
 from engine.frontend.processes import STOP_S, ProcessWorker, Workers
 from engine.frontend.tasks import cancel
 from engine.frontend.totals import Totals
 from engine.verifier.placement import oversubscription
 from engine.wire.messages import Cancel, Emitted, Failed, Heartbeat, Ready, Spans, Stop
 from engine.wire.trace import Timeline
-from engine.wire.transport import Hub
+from engine.wire.transport import Router
 
 FROM_WORKERS = (Ready, Emitted, Failed, Heartbeat, Spans)
 _WATCH_S = 0.05
@@ -46,11 +46,11 @@ class Supervisor:
     verifier any more, else None. first_verifier: a process started early, still without a spec.
     """
 
-    def __init__(self, config: Config, flights: Flights, first_verifier: ProcessWorker | None = None):
+    def __init__(self, config: Config, flights: InflightRequests, first_verifier: ProcessWorker | None = None):
         self.config, self.flights = config, flights
         self.context = zmq.asyncio.Context()
         self.workers = Workers(config, zmq.Context.shadow(self.context), first_verifier)
-        self.hub = Hub(self.context, self.workers.control, FROM_WORKERS)
+        self.hub = Router(self.context, self.workers.control, FROM_WORKERS)
         self.timeline = Timeline(f"{config.method}, {config.mode}{config.simulation}")
         self.totals = Totals()
         self.target = Ready()
@@ -130,7 +130,7 @@ class Supervisor:
             flight.verifier = verifier
             self.hub.send(verifier, *flight.submission(self.target.defaults))
 
-    def cancel(self, flight: Flight) -> None:
+    def cancel(self, flight: InflightRequest) -> None:
         """Tell the verifier that the front end no longer needs the request."""
         if not self.closed and flight.verifier:
             self.hub.send(flight.verifier, Cancel(request=flight.number))

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from engine.core.batch import Batch, Places
+from engine.core.batch import Batch, BatchAddresses
 from engine.kernels.attention.attention import Attention, Rule
 from engine.kernels.fused import EMBED, ENTER, GATE, NORM, embed_kernel, enter_kernel, gate_kernel, norm_kernel
 from engine.kernels.gemm.matmul import NO_SCRATCH, add_product, give_scratch, row_words
@@ -154,7 +154,7 @@ class _Steps:
         self._end = len(self._program)
         self._add_head(decoder.head)
 
-    def begin(self, rows: int, count: int, places: Places, turns: Tensor) -> None:
+    def begin(self, rows: int, count: int, places: BatchAddresses, turns: Tensor) -> None:
         """Set up the next run. count: rows of the last norm, all or the chosen ones. places: of the batch's arrays."""
         if (threads := torch.get_num_threads()) != self._threads:
             self._make_scratch(threads)

@@ -37,7 +37,7 @@ class Runs(Protocol):
     def run(self, segments: Sequence[Segment]) -> tuple[Tensor, Any]: ...
 
 
-class Trial:
+class ModelProbe:
     """expected: [tokens, vocab] float32, the logits of the model as it was loaded; beyond: those with short windows,
     None if the model names no windows; far: the logits where the text begins at a later position, by that position.
 

@@ -31,7 +31,7 @@ from engine.model.free_memory import free_memory
 from engine.model.kv_pool import KVCache, KVPool
 from engine.model.loading import eos_tokens, find_device, load_model, name_of, steady_context
 from engine.model.masked import MaskedForward, refusal
-from engine.model.probe import Trial
+from engine.model.probe import ModelProbe
 from engine.model.rotary import hold_frequencies
 from engine.model.stock import NAME, StockForward, Unsupported
 from engine.model.windows import short_windows
@@ -187,13 +187,13 @@ class Target:
     def _choose_forward(self, kv_memory: int | None) -> None:
         if self.accelerated:
             forbid_split_sums()
-        trial = Trial(self.model, self.name, self.own_context)
+        trial = ModelProbe(self.model, self.name, self.own_context)
         hold_frequencies(self.model)
         self.inexact = self._try_exact(trial, kv_memory)
         if self.inexact and self._forward is None:
             self._take_masks(trial)
 
-    def _take_masks(self, trial: Trial) -> None:
+    def _take_masks(self, trial: ModelProbe) -> None:
         """Fall back to masks."""
         try:
             with short_windows(trial.config):  # a forward looks up the windows when it is made
@@ -207,7 +207,7 @@ class Target:
         if not agrees:
             raise refusal(self.model, self.name)
 
-    def _try_exact(self, trial: Trial, kv_memory: int | None) -> str:
+    def _try_exact(self, trial: ModelProbe, kv_memory: int | None) -> str:
         """Set up a forward with exact attention. Returns why the target is not exact, "" if it is."""
         if self.dtype not in (torch.float32, torch.bfloat16):
             return f"its type is {name_of(self.dtype)}"
@@ -231,7 +231,7 @@ class Target:
             return f"products in {name_of(self.dtype)} depend on the number of rows on this machine"
         return "" if trial.equal_bits(self) else "a token's logits depend on the rows beside it"
 
-    def _try_cuda(self, trial: Trial, kv_memory: int | None) -> str:
+    def _try_cuda(self, trial: ModelProbe, kv_memory: int | None) -> str:
         """The same on CUDA."""
         try:
             from engine.model.cuda.cuda_forward import CudaForward
@@ -261,7 +261,9 @@ class Target:
         forward.recorded.clear()  # they were captured with the other products
         return exact_sizes(self.model, usual) == usual
 
-    def _try_attention(self, make: Callable[[Any, KVPool, int], Forward], trial: Trial, kv_memory: int | None) -> str:
+    def _try_attention(
+        self, make: Callable[[Any, KVPool, int], Forward], trial: ModelProbe, kv_memory: int | None
+    ) -> str:
         """Set up the stock forward that `make` makes. Returns why that failed, with everything restored, or ""."""
         usual = self.model.config._attn_implementation
         try:
@@ -284,7 +286,7 @@ class Target:
             self.model.set_attn_implementation(usual)
         return reason
 
-    def _try_lean(self, trial: Trial) -> bool:
+    def _try_lean(self, trial: ModelProbe) -> bool:
         """Use the lean decoder if the model has its structure and the logits agree.
 
         Returns whether its products are exact.

@@ -27,7 +27,7 @@ _UNITS = 2**40  # of a chance, in sums of integers
 
 
 @dataclass(frozen=True)
-class Choices:
+class LogitsView:
     """The target's logits at a tree's nodes. rows: [nodes, vocab] in any type. settled: that tokens are drawn from them
     unchanged, whatever came before. best: [nodes] the argmax of each node's logits, if known.
     """
@@ -36,8 +36,8 @@ class Choices:
     settled: bool
     best: Sequence[int] | None = None
 
-    def __getitem__(self, node: int) -> Choice:
-        return Choice(self, node)
+    def __getitem__(self, node: int) -> NodeLogits:
+        return NodeLogits(self, node)
 
     def best_of(self, node: int) -> int:
         """The argmax of a node's logits, `NAN` if they hold NaN."""
@@ -45,10 +45,10 @@ class Choices:
 
 
 @dataclass(frozen=True)
-class Choice:
+class NodeLogits:
     """One node's choices, as `Sampler.draw` takes them."""
 
-    choices: Choices
+    choices: LogitsView
     node: int
 
     @property
@@ -104,11 +104,11 @@ class Sampler:
         self._greedy = params.greedy
         self._truncates = bool(params.top_k or (params.top_p or 1.0) < 1 or params.min_p)
 
-    def choices(self, logits: Tensor, best: Sequence[int] | None = None) -> Choices:
+    def choices(self, logits: Tensor, best: Sequence[int] | None = None) -> LogitsView:
         """The choices that `logits`, [nodes, vocab] in any type, leave. best: the argmax of each node's, if known."""
-        return Choices(logits, not self._penalties and self._is_long_enough, best)
+        return LogitsView(logits, not self._penalties and self._is_long_enough, best)
 
-    def draw(self, choice: Choice) -> int:
+    def draw(self, choice: NodeLogits) -> int:
         """The next token. Raises NotANumber if the logits are not a distribution."""
         token = self._choose(choice)
         if token == NAN:
@@ -137,7 +137,7 @@ class Sampler:
         taken, self.logprobs = tuple(self.logprobs), []
         return taken
 
-    def _choose(self, choice: Choice) -> int:
+    def _choose(self, choice: NodeLogits) -> int:
         if self._matcher is None:
             return self._best(choice, None)
         if self._greedy or not self._truncates:
@@ -179,7 +179,7 @@ class Sampler:
     def _may_end(self) -> bool:
         return self._is_long_enough and not self.params.ignore_eos
 
-    def _best(self, choice: Choice, allowed: Tensor | None) -> int:
+    def _best(self, choice: NodeLogits, allowed: Tensor | None) -> int:
         """The draw from the tokens that are `allowed`, all if None."""
         params, temperature = self.params, self.params.temperature
         if allowed is None and choice.settled and (self._greedy or not self._truncates):

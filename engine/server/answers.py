@@ -25,14 +25,14 @@ class TopLogprob(BaseModel):
     bytes: list[int]
 
 
-class TokenLogprob(TopLogprob):
+class ChatTokenLogprob(TopLogprob):
     """A token of the answer."""
 
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(BaseModel):
-    content: list[TokenLogprob]
+    content: list[ChatTokenLogprob]
 
 
 class TextLogprobs(BaseModel):

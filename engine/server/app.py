@@ -27,7 +27,7 @@ from engine.server.answers import (
 from engine.server.errors import ApiError, api_error, not_json
 from engine.server.http.connection import ClientGone
 from engine.server.http.guard import CLIENT_GONE, Guard
-from engine.server.render import ChatFormat, TextFormat, unnamed_sources
+from engine.server.render import ChatRenderer, TextRenderer, unnamed_sources
 from engine.server.schema import ChatRequest, CompletionRequest, TokenizeRequest
 from engine.server.serving import Serving
 from engine.server.translate import chat_choices, check_model, names_of, owned, places_for, text_choices
@@ -81,7 +81,7 @@ def create_app(serving: Serving) -> FastAPI:
         with places_for(body, body.n, engine, settings) as places:
             choices = await chat_choices(body, engine, settings)
             wanted = owned(choices, request.state.owner, engine.config)
-            format_ = ChatFormat(settings.model, wanted, serving.vocabulary, body, unnamed)
+            format_ = ChatRenderer(settings.model, wanted, serving.vocabulary, body, unnamed)
             return await serving.answer(request, body, wanted, format_, places)
 
     @app.post("/v1/completions", response_model=TextCompletion, responses=_STREAM | _REFUSALS)
@@ -92,7 +92,7 @@ def create_app(serving: Serving) -> FastAPI:
         with places_for(body, body.n * len(body.prompts), engine, settings) as places:
             choices = await text_choices(body, engine, settings, serving.vocabulary)
             wanted = owned(choices, request.state.owner, engine.config)
-            format_ = TextFormat(settings.model, wanted, serving.vocabulary, body, unnamed)
+            format_ = TextRenderer(settings.model, wanted, serving.vocabulary, body, unnamed)
             return await serving.answer(request, body, wanted, format_, places)
 
     @app.get("/v1/models", responses=_only(401))

@@ -12,26 +12,26 @@ from engine.api import Engine, Stream
 from engine.frontend.admission import Reservation
 from engine.frontend.tasks import cancel, gather
 from engine.server.metrics import Latencies
-from engine.server.translate import Wanted
+from engine.server.translate import ChoiceRequest
 
 Event = tuple[int, Piece | Result]
 """The number of a choice, and what arrived for it."""
 
 
-class Choices:
+class RunningChoices:
     """The answers of one request. `async with` begins once the engine has accepted all of them, and raises what refuses
     one; it cancels those that have not ended when it is left. Iterating yields (choice, piece) as they arrive and
     (choice, result) when a choice has ended; if one fails, its error is raised.
     """
 
-    def __init__(self, engine: Engine, wanted: Sequence[Wanted], latencies: Latencies, places: Reservation):
+    def __init__(self, engine: Engine, wanted: Sequence[ChoiceRequest], latencies: Latencies, places: Reservation):
         self._streams = [engine.stream(one.prompt, one.sampling, places=places) for one in wanted]
         self._latencies = latencies
         self._started_s = time.perf_counter()
         self._arrivals: asyncio.Queue[tuple[int, Piece | Result | Exception]] = asyncio.Queue()
         self._left = AsyncExitStack()
 
-    async def __aenter__(self) -> Choices:
+    async def __aenter__(self) -> RunningChoices:
         async with AsyncExitStack() as left:
             for stream in self._streams:
                 left.push_async_callback(stream.aclose)

@@ -19,27 +19,27 @@ from engine.server.answers import (
     ChatCompletion,
     ChatLogprobs,
     ChatMessage,
+    ChatTokenLogprob,
     Chunk,
     FinishReason,
     SpeculativeDecoding,
     TextChoice,
     TextCompletion,
     TextLogprobs,
-    TokenLogprob,
     TokenSource,
     TopLogprob,
     Usage,
 )
 from engine.server.schema import Generation
-from engine.server.translate import Wanted
+from engine.server.translate import ChoiceRequest
 from engine.server.vocabulary import Vocabulary, offset
 from engine.text.stream import TextStream
-from engine.wire.messages import TokenLogprob as Logprob
+from engine.wire.messages import TokenLogprob
 
 _REASONS: dict[str, FinishReason] = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
-class Format(Protocol):
+class Renderer(Protocol):
     """One of the two kinds of answers."""
 
     def opening(self) -> list[Chunk]:
@@ -66,7 +66,7 @@ class _Format:
     def __init__(
         self,
         model: str,
-        wanted: Sequence[Wanted],
+        wanted: Sequence[ChoiceRequest],
         vocabulary: Vocabulary,
         body: Generation,
         unnamed: frozenset[str] = frozenset(),
@@ -126,7 +126,7 @@ class _Format:
         return {**head, "usage": self._usage(results), "metrics": self._metrics(results)}
 
 
-class ChatFormat(_Format):
+class ChatRenderer(_Format):
     """chat.completion and its chunks."""
 
     kind, letters = "chat.completion.chunk", "chatcmpl"
@@ -164,15 +164,15 @@ class ChatFormat(_Format):
             return None
         return ChatLogprobs(content=[self._token(one) for one in arrival.logprobs or ()])
 
-    def _token(self, one: Logprob) -> TokenLogprob:
+    def _token(self, one: TokenLogprob) -> ChatTokenLogprob:
         top = [self._top(token, logprob) for token, logprob in one.top]
-        return TokenLogprob(**self._top(one.token, one.logprob).model_dump(), top_logprobs=top)
+        return ChatTokenLogprob(**self._top(one.token, one.logprob).model_dump(), top_logprobs=top)
 
     def _top(self, token: int, logprob: float) -> TopLogprob:
         return TopLogprob(token=self.vocabulary.text(token), logprob=logprob, bytes=self.vocabulary.bytes(token))
 
 
-class TextFormat(_Format):
+class TextRenderer(_Format):
     """text_completion and its chunks, which have the same form."""
 
     kind, letters = "text_completion", "cmpl"
@@ -221,7 +221,7 @@ class TextFormat(_Format):
         text = (echo or "") + ("" if wanted.silent else text)
         if wanted.sampling.logprobs is None:
             return text, None
-        tokens: list[tuple[int, Logprob | None]] = []
+        tokens: list[tuple[int, TokenLogprob | None]] = []
         offsets: list[int] = []
         if echo is not None:
             logprobs = arrival.prompt_logprobs or [None] * len(wanted.prompt)
@@ -232,7 +232,7 @@ class TextFormat(_Format):
             offsets += [len(wanted.echo or "") + offset(answer, one.token) for one in arrival.logprobs or ()]
         return text, self._logprobs(tokens, offsets)
 
-    def _logprobs(self, tokens: Sequence[tuple[int, Logprob | None]], offsets: list[int]) -> TextLogprobs:
+    def _logprobs(self, tokens: Sequence[tuple[int, TokenLogprob | None]], offsets: list[int]) -> TextLogprobs:
         return TextLogprobs(
             tokens=[self.vocabulary.text(token) for token, _ in tokens],
             token_logprobs=[None if one is None else one.logprob for _, one in tokens],
@@ -240,7 +240,7 @@ class TextFormat(_Format):
             text_offset=offsets,
         )
 
-    def _top(self, one: Logprob) -> dict[str, float]:
+    def _top(self, one: TokenLogprob) -> dict[str, float]:
         """Of tokens with the same text, the likeliest counts; the token itself is always included."""
         ranked = {self.vocabulary.text(token): logprob for token, logprob in reversed(one.top)}
         return {self.vocabulary.text(one.token): one.logprob} | ranked

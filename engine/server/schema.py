@@ -108,7 +108,7 @@ class TextPart(_Body):
     cache_control: Ignored = False
 
 
-class Message(_Body):
+class AskedMessage(_Body):
     """A chat message. `developer` is the newer name of `system`. content: of an answer it may be missing, null or
     an empty list. name: of who wrote it; templates may use it.
     """
@@ -120,7 +120,7 @@ class Message(_Body):
     provider_specific_fields: Ignored = Field(False, description="LiteLLM's, of an answer that it had before.")
 
     @model_validator(mode="after")
-    def _says_something(self) -> Message:
+    def _says_something(self) -> AskedMessage:
         if self.content in (None, []) and self.role != "assistant":
             raise ValueError("content: is missing; give a text, or text parts")
         return self
@@ -188,7 +188,7 @@ class StructuredOutputs(_Body):
         return self
 
 
-class Speculation(_Body):
+class SpeculationFields(_Body):
     """Drafting options of this request. off: plain decoding. budget: maximum nodes of a tree. The text is the same."""
 
     off: bool = False
@@ -235,7 +235,7 @@ class Generation(_Body):
     stop_token_ids: list[Token] | None = Field(None, description="Tokens that end the answer, as its end token does.")
     ignore_eos: bool = False
     structured_outputs: StructuredOutputs | None = None
-    speculation: Speculation | None = None
+    speculation: SpeculationFields | None = None
     return_sources: bool = Field(False, description="Say of each token who proposed it, as `sources` of its choice.")
 
     @field_validator("top_k")
@@ -288,7 +288,7 @@ class _Templated(_Body):
 class ChatRequest(Generation, _Templated):
     """POST /v1/chat/completions. Without a limit an answer may take the rest of the context."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
+    messages: Annotated[list[AskedMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=-1, description="-1 is the rest of the context.")
     max_tokens: int | None = Field(None, ge=-1, description="The older name of max_completion_tokens.")
     logprobs: bool = False
@@ -359,7 +359,7 @@ class TokenizeRequest(_Templated):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
+    messages: Annotated[list[AskedMessage], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
 
     @model_validator(mode="after")
     def _is_one(self) -> TokenizeRequest:

@@ -18,15 +18,15 @@ from engine.core.errors import RequestError, RequestFailed
 from engine.core.grammar import Grammar
 from engine.core.params import SamplingParams
 from engine.frontend.admission import Reservation
-from engine.server.choices import Choices, Event
+from engine.server.choices import Event, RunningChoices
 from engine.server.errors import ApiError, api_error, returning
 from engine.server.http.connection import EventStream, while_there
 from engine.server.log import Log
 from engine.server.metrics import EngineCollector, Latencies
-from engine.server.render import Format
+from engine.server.render import Renderer
 from engine.server.settings import Settings
 from engine.server.traces import Traces
-from engine.server.translate import Wanted
+from engine.server.translate import ChoiceRequest
 from engine.server.vocabulary import Vocabulary
 
 _DONE = b"data: [DONE]\n\n"
@@ -67,10 +67,10 @@ class Serving:
             raise returning()
 
     async def answer(
-        self, request: Request, body: Any, wanted: Sequence[Wanted], format_: Format, places: Reservation
+        self, request: Request, body: Any, wanted: Sequence[ChoiceRequest], format_: Renderer, places: Reservation
     ) -> Response:
         """A stream begins once the engine has accepted the request, so that refusals get their own HTTP status."""
-        choices = Choices(self.engine, wanted, self.latencies, places)
+        choices = RunningChoices(self.engine, wanted, self.latencies, places)
         record = request.state.record
         record |= {"model": body.model, "stream": body.stream, "choices": len(wanted)}
         record |= {"prompt_tokens": sum(len(one.prompt) for one in wanted)} | ({"user": body.user} if body.user else {})
@@ -92,7 +92,7 @@ class Serving:
         self._ignored.update(ignored)
 
     async def _stream(
-        self, choices: Choices, format_: Format, results: Results, counted: bool, names: Mapping[str, str]
+        self, choices: RunningChoices, format_: Renderer, results: Results, counted: bool, names: Mapping[str, str]
     ) -> AsyncGenerator[bytes]:
         async with choices:
             try:
@@ -123,13 +123,13 @@ class Results:
     def complete(self) -> list[Result]:
         return [result for result in self._results if result is not None]
 
-    async def collect(self, choices: Choices) -> None:
+    async def collect(self, choices: RunningChoices) -> None:
         """Collect all events to the end."""
         async with choices:
             async for event in choices:
                 self._see(event)
 
-    def rendered(self, event: Event, format_: Format) -> dict[str, Any]:
+    def rendered(self, event: Event, format_: Renderer) -> dict[str, Any]:
         """The chunk of an event."""
         self._see(event)
         choice, arrival = event

@@ -33,7 +33,7 @@ _SEEDS = 2**63
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ChoiceRequest:
     """One choice: an answer to a prompt. echo: the prompt's text, shown first. silent: the answer is not shown."""
 
     prompt: list[int]
@@ -51,19 +51,19 @@ def places_for(body: Generation, choices: int, engine: Engine, settings: Setting
     return engine.reserve(choices)
 
 
-async def chat_choices(body: ChatRequest, engine: Engine, settings: Settings) -> list[Wanted]:
+async def chat_choices(body: ChatRequest, engine: Engine, settings: Settings) -> list[ChoiceRequest]:
     """The choices of a chat request. Raises RequestError or ApiError."""
     messages = [message.plain() for message in body.messages]
     prompt = await _encoded("messages", messages, engine, settings, body.rendering)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     limit = _limit(body.limit, engine.target.context - len(prompt), settings)
     sampling = _sampling(body, max_tokens=limit, logprobs=logprobs)
-    return [Wanted(prompt, sampling.of_choice(choice)) for choice in range(body.n)]
+    return [ChoiceRequest(prompt, sampling.of_choice(choice)) for choice in range(body.n)]
 
 
 async def text_choices(
     body: CompletionRequest, engine: Engine, settings: Settings, vocabulary: Vocabulary
-) -> list[Wanted]:
+) -> list[ChoiceRequest]:
     """The choices of a text completion, those of the first prompt first. Raises RequestError or ApiError."""
     more = {
         "max_tokens": _limit(body.limit, engine.target.context, settings),
@@ -78,11 +78,11 @@ async def text_choices(
         fitting = msgspec.structs.replace(sampling, max_tokens=limit)
         text = prompt if isinstance(prompt, str) else vocabulary.texts(prompt)
         echo, silent = text if body.echo else None, not body.max_tokens
-        wanted += [Wanted(tokens, fitting.of_choice(choice), echo, silent) for choice in range(body.n)]
+        wanted += [ChoiceRequest(tokens, fitting.of_choice(choice), echo, silent) for choice in range(body.n)]
     return wanted
 
 
-def owned(wanted: Sequence[Wanted], owner: str | None, config: Config) -> list[Wanted]:
+def owned(wanted: Sequence[ChoiceRequest], owner: str | None, config: Config) -> list[ChoiceRequest]:
     """The choices, drafted for from the earlier answers of `owner` alone, or of all where the operator shares them."""
     whose = "" if config.drafter.share_answers else owner
 

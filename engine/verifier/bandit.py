@@ -11,7 +11,7 @@ _SELDOM = 8  # times `_RETRIED` is the longest interval
 _KEPT = 0.95  # share of earlier measurements kept with every block
 
 
-class Choice:
+class Bandit:
     """second: whether the second option is in use. settled: the choice is fixed.
 
     block: consecutive rounds of one option; the first is not counted, since it still pays for the switch. first: rounds

@@ -13,7 +13,7 @@ _LEARNING = 0.06  # step size of one round
 _LEAST, _GREATEST = 0.4, 1.6  # exponents
 
 
-class Trust:
+class ConfidenceScale:
     """In this request c(v) is worth c(v) ** exponent.
 
     A source's chances are those of all requests. A text that repeats itself accepts more than they promise, one that

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.verifier.bandit import Choice
+from engine.verifier.bandit import Bandit
 from engine.wire.messages import Rates
 
 SIZES = (1, 4, 8, 16, 32, 48, 64, 128, 256)
@@ -77,8 +77,8 @@ class CostModel:
         self._seconds, self._read_s, self._seen_s = [least_s[size] for size in self._sizes], read_s, seen_s
         self._least = _rising(self._seconds)
         self._plain_s = self._seconds  # as first measured: a fixed baseline for comparisons
-        self.ahead = Choice(16, 24, _CLEARLY, second=mode == "async", settled=mode != "auto")
-        self.rest = Choice(4)
+        self.ahead = Bandit(16, 24, _CLEARLY, second=mode == "async", settled=mode != "auto")
+        self.rest = Bandit(4)
         self._tokens = 1.0  # per request and round
         self._rows = 1.0  # per request and round
         self._past = 0.0  # positions before a request's rows

@@ -16,10 +16,10 @@ from engine.verifier.cost_model import CostModel
 from engine.verifier.request import Request
 from engine.verifier.scheduler import Scheduler
 from engine.verifier.step_input import Proposal
-from engine.verifier.step_result import Conclusion
-from engine.wire.loop_link import LoopHub
-from engine.wire.messages import Array, Draft, Finish, Hello, Message, Rejoin, Start, Verdict
-from engine.wire.transport import Hub
+from engine.verifier.step_result import StepResult
+from engine.wire.loop_link import LoopRouter
+from engine.wire.messages import Array, Draft, Finish, Hello, Message, Rejoin, RoundVerdict, Start
+from engine.wire.transport import Router
 
 FROM_DRAFTER = (Hello, Draft)
 _KEPT_DRAFTS = 64  # per request
@@ -36,7 +36,7 @@ class DrafterLine:
 
     def __init__(
         self,
-        hub: Hub | LoopHub,
+        hub: Router | LoopRouter,
         target: Target,
         requests: Scheduler,
         budget: int,
@@ -155,7 +155,7 @@ class DrafterLine:
         start = Start(request=request.number, round=round_, sampling=request.sampling)
         self._send(start, [np.asarray(request.text)])
 
-    def tell(self, conclusion: Conclusion, costs: CostModel, requests: int) -> None:
+    def tell(self, conclusion: StepResult, costs: CostModel, requests: int) -> None:
         """Send the verdict on a round of `requests` requests, with the tokens and features of all positions not sent
         yet: a resting head gets them when it wakes.
         """
@@ -164,7 +164,7 @@ class DrafterLine:
         request = conclusion.request
         rest = self.rests(costs)
         features = NO_STATES if rest else request.features.take()
-        verdict = Verdict(
+        verdict = RoundVerdict(
             request=request.number,
             round=request.round,
             draft=conclusion.draft,

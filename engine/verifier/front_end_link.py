@@ -14,10 +14,10 @@ from engine.model.target import Target
 from engine.sampling.matcher import Matcher, Matchers
 from engine.verifier.request import Request
 from engine.verifier.scheduler import Scheduler
-from engine.verifier.step_result import Conclusion
+from engine.verifier.step_result import StepResult
 from engine.weights.tokenizer import load_tokenizer
 from engine.wire.messages import Array, Cancel, Emitted, Failed, Heartbeat, Ready, Stop, Submit, Tokens
-from engine.wire.transport import Line
+from engine.wire.transport import Dealer
 
 FROM_FRONT_END = (Submit, Cancel, Stop)
 HEARTBEAT_S = 0.5
@@ -27,7 +27,7 @@ _GRAMMAR_S = 0.005  # between checks whether a grammar has been read
 class FrontEndLine:
     """budget: maximum nodes of a tree, for which a request reserves room."""
 
-    def __init__(self, line: Line, target: Target, config: Config):
+    def __init__(self, line: Dealer, target: Target, config: Config):
         self.line, self.target, self.budget = line, target, config.drafter.budget
         self._matchers = Matchers(lambda: load_tokenizer(config.model), target.vocab_size, target.eos_tokens)
         self._unmatched: list[tuple[Submit, list[Array], Future[Matcher]]] = []  # whose grammar is being read
@@ -118,7 +118,7 @@ class FrontEndLine:
         )
         self.line.send(ready)
 
-    def tell(self, concluded: Sequence[Conclusion], forward_ns: int, busy_ns: int, now_ns: int) -> None:
+    def tell(self, concluded: Sequence[StepResult], forward_ns: int, busy_ns: int, now_ns: int) -> None:
         """Send the tokens of a round. forward_ns: of this round's forward; busy_ns: of all so far."""
         if concluded:
             self.line.send(Emitted(tokens=tuple(_tokens(one, forward_ns, busy_ns, now_ns) for one in concluded)))
@@ -143,7 +143,7 @@ class FrontEndLine:
         return True
 
 
-def _tokens(conclusion: Conclusion, forward_ns: int, busy_ns: int, now_ns: int) -> Tokens:
+def _tokens(conclusion: StepResult, forward_ns: int, busy_ns: int, now_ns: int) -> Tokens:
     request = conclusion.request
     prompt_logprobs, request.prompt_logprobs = tuple(request.prompt_logprobs), []
     return Tokens(

@@ -25,14 +25,14 @@ from engine.verifier.drafter_link import FROM_DRAFTER, DrafterLine
 from engine.verifier.front_end_link import FROM_FRONT_END, FrontEndLine
 from engine.verifier.placement import Threads
 from engine.verifier.request import Request
-from engine.verifier.round_timer import Meter
+from engine.verifier.round_timer import RoundTimer
 from engine.verifier.scheduler import Plan, Scheduler
-from engine.verifier.step_input import Round, cut
-from engine.verifier.step_result import Conclusion, conclude_chunks, conclude_trees
-from engine.wire.loop_link import LoopHub
+from engine.verifier.step_input import StepInput, cut
+from engine.verifier.step_result import StepResult, conclude_chunks, conclude_trees
+from engine.wire.loop_link import LoopRouter
 from engine.wire.messages import Cancel
 from engine.wire.trace import Trace
-from engine.wire.transport import Hub, Line
+from engine.wire.transport import Dealer, Router
 
 if TYPE_CHECKING:
     from engine.drafting.worker import DrafterWorker
@@ -49,8 +49,8 @@ class Verifier:
         self,
         config: Config,
         target: Target,
-        control: Line,
-        drafts: Hub | LoopHub,
+        control: Dealer,
+        drafts: Router | LoopRouter,
         threads: Threads,
         beside: DrafterWorker | None = None,
     ):
@@ -61,7 +61,7 @@ class Verifier:
         budget, timeout_s = config.drafter.budget, options.draft_timeout_s
         self.drafter = DrafterLine(drafts, target, self.requests, budget, timeout_s, options.cut)
         self.trace = Trace(control, config.trace is not None)
-        self.meter = Meter(config, target, threads, self.trace)
+        self.meter = RoundTimer(config, target, threads, self.trace)
         self.method = METHODS[config.method]
         self.beside = beside
         self.stopping = False
@@ -134,13 +134,13 @@ class Verifier:
         for conclusion in concluded:
             self._commit(conclusion)
 
-    def _rounds(self, decoding: list[Request]) -> list[Round]:
+    def _rounds(self, decoding: list[Request]) -> list[StepInput]:
         """The trees of all requests, cut together to the nodes that pay."""
-        rounds = [Round.of(request, self.drafter.proposal(request)) for request in decoding]
+        rounds = [StepInput.of(request, self.drafter.proposal(request)) for request in decoding]
         cuts = self.config.verifier.cut and self.drafter.wants.calibrated
         return cut(rounds, self.meter.costs) if cuts else rounds
 
-    def _reserve(self, plan: Plan, rounds: list[Round]) -> tuple[Plan, list[Round]]:
+    def _reserve(self, plan: Plan, rounds: list[StepInput]) -> tuple[Plan, list[StepInput]]:
         """The part of the plan that there are blocks for. Drafts never decide who takes part: roots and chunks get
         theirs first, and trees are cut to what is left, the oldest request's first. Raises OutOfBlocks if not even the
         last running request's root or chunk fits.
@@ -150,7 +150,7 @@ class Verifier:
         staying = [round_ for round_ in rounds if round_.request in plan.decoding]
         return plan, [round_.best(self.requests.room(round_.request, len(round_.kept))) for round_ in staying]
 
-    def _read(self, plan: Plan, chunks: list[Segment], logits: Tensor, features: Tensor | None) -> Iterator[Conclusion]:
+    def _read(self, plan: Plan, chunks: list[Segment], logits: Tensor, features: Tensor | None) -> Iterator[StepResult]:
         """Commit the chunks; requests whose prompt ends there draw their first token."""
         readers = [request for request, _ in plan.reading]
         yield from conclude_chunks(readers, chunks, logits, features, self._fail)
@@ -158,7 +158,7 @@ class Verifier:
             if request in self.requests.running:  # not failed
                 request.publish()
 
-    def _tell_drafter(self, plan: Plan, conclusions: Iterable[Conclusion]) -> list[Conclusion]:
+    def _tell_drafter(self, plan: Plan, conclusions: Iterable[StepResult]) -> list[StepResult]:
         """Send each verdict as soon as it is known: retrieval drafts for one request while the next tree is walked
         down. But a model drafts for all of them in one forward, and gets all verdicts at once.
         """
@@ -185,7 +185,7 @@ class Verifier:
         """Whether the drafter is a model alone, and rests."""
         return self.drafter.rests(self.meter.costs) and not self.method.merges
 
-    def _tell_of(self, conclusion: Conclusion, requests: int, alone: bool) -> None:
+    def _tell_of(self, conclusion: StepResult, requests: int, alone: bool) -> None:
         """Send a verdict, if there is anyone to draft. alone: whether the request continues with its root if it has no
         tree yet.
         """
@@ -194,7 +194,7 @@ class Verifier:
         if request.drafted and request.sampler.finish_reason is None and not (request.alone and self._nobody_drafts):
             self.drafter.tell(conclusion, self.meter.costs, requests)
 
-    def _tell_front_end(self, concluded: list[Conclusion]) -> None:
+    def _tell_front_end(self, concluded: list[StepResult]) -> None:
         now_ns = time.perf_counter_ns()
         self.front_end.tell(concluded, self.meter.forward_ns, self.meter.busy_ns, now_ns)
         for conclusion in concluded:
@@ -202,7 +202,7 @@ class Verifier:
             request.drafts = {request.outcome: request.drafts[request.outcome]} if request.hit else {}
             request.since_ns = request.asked_ns = now_ns
 
-    def _commit(self, conclusion: Conclusion) -> None:
+    def _commit(self, conclusion: StepResult) -> None:
         """Keep the accepted path's keys and values, or release all. Done last, while the drafter already works."""
         request = conclusion.request
         if request.sampler.finish_reason is not None:

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from engine.core.batch import Segment, Wanted
-from engine.core.hidden_states import Features
+from engine.core.batch import Segment, WantedRows
+from engine.core.hidden_states import HiddenStates
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.model.target import Target
 from engine.sampling.matcher import Matcher
 from engine.sampling.sampler import Sampler
-from engine.verifier.confidence_scale import Trust
+from engine.verifier.confidence_scale import ConfidenceScale
 from engine.wire.messages import Array, Draft, TokenLogprob
 
 Outcome = tuple[int, int, int, int]
@@ -54,7 +54,7 @@ class Request:
         self.has_answer = bool(answer)
         self.cached = 0
         self.queued_us: int | None = None
-        self.trust = Trust()
+        self.trust = ConfidenceScale()
         self.round = 0
         self.outcome: Outcome = (1, 0, 0, self.text[-1]) if answer else (0, 0, 0, 0)
         self.drafts: dict[Outcome, tuple[Draft, list[Array]]] = {}
@@ -89,7 +89,7 @@ class Request:
 
     def forget_states(self) -> None:
         """Drop the hidden states kept so far."""
-        self.features = Features(shared=self.target.pool is not None)
+        self.features = HiddenStates(shared=self.target.pool is not None)
 
     @property
     def shares(self) -> bool:
@@ -113,7 +113,7 @@ class Request:
         """The next `count` tokens to read; after the last one of a prompt, logits are wanted to draw from."""
         start: int = self.cache.length
         last = start + count == self.read_to and not self.has_answer
-        wanted: Wanted = "all" if self.reads_all else "last" if last else "none"
+        wanted: WantedRows = "all" if self.reads_all else "last" if last else "none"
         return Segment.of_text(self.text[start : start + count], self.cache, wanted)
 
     def grafts(self, tree: TokenTree) -> list[int]:

@@ -16,14 +16,14 @@ from engine.verifier.drafter_link import DrafterLine
 from engine.verifier.measured_forward import BESIDE, MeasuredForward
 from engine.verifier.placement import Threads
 from engine.verifier.request import Request
-from engine.verifier.step_input import Round
-from engine.verifier.step_result import Conclusion
+from engine.verifier.step_input import StepInput
+from engine.verifier.step_result import StepResult
 from engine.wire.trace import Trace
 
 _MEASURED_ROWS = 256  # maximum rows of the forwards measured at start-up
 
 
-class Meter:
+class RoundTimer:
     """busy_ns: time of all forwards so far. forward_ns: of the latest."""
 
     def __init__(self, config: Config, target: Target, threads: Threads, trace: Trace):
@@ -75,7 +75,11 @@ class Meter:
         self.busy_ns += self.forward_ns
 
     def observe_round(
-        self, concluded: Sequence[Conclusion], rounds: Sequence[Round], segments: Sequence[Segment], drafts: DrafterLine
+        self,
+        concluded: Sequence[StepResult],
+        rounds: Sequence[StepInput],
+        segments: Sequence[Segment],
+        drafts: DrafterLine,
     ) -> None:
         """End of a round. Rounds that lost a request teach nothing but the forward's time, and those that read a prompt
         only that and what drafts gain.

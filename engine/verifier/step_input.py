@@ -25,7 +25,7 @@ class Proposal:
 
 
 @dataclass(frozen=True)
-class Round:
+class StepInput:
     """proposal: the tree as sent. asked: whether a drafter was asked for it. drafted: the tree with `grafts`, tokens
     that the grammar implies. worth: [nodes drafted] float32, expected tokens of each. kept: the nodes that are
     verified.
@@ -40,7 +40,7 @@ class Round:
     kept: Array
 
     @classmethod
-    def of(cls, request: Request, proposal: Proposal) -> Round:
+    def of(cls, request: Request, proposal: Proposal) -> StepInput:
         """The proposal plus what the request's grammar grafts, minus what the grammar or the request rules out."""
         grafts = request.grafts(proposal.tree)
         tree = proposal.tree.grafted(grafts, GRAFT_CHANCE)
@@ -57,7 +57,7 @@ class Round:
         """Whether anything is verified but the root."""
         return len(self.kept) > 1
 
-    def best(self, rows: int) -> Round:
+    def best(self, rows: int) -> StepInput:
         """The same round, with at most `rows` nodes verified: the root and those worth most, which include all of
         their ancestors.
         """
@@ -67,7 +67,7 @@ class Round:
         return replace(self, kept=self.kept[np.sort(np.append(0, order[: rows - 1]))])
 
 
-def cut(rounds: Sequence[Round], costs: CostModel) -> list[Round]:
+def cut(rounds: Sequence[StepInput], costs: CostModel) -> list[StepInput]:
     """The rounds cut to the nodes that pay, chosen over all trees together."""
     if not any(round_.is_speculative for round_ in rounds):
         return [*rounds]

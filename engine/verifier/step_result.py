@@ -21,7 +21,7 @@ from engine.sampling.argmax import argmax
 from engine.sampling.logprobs import token_logprobs
 from engine.sampling.sampler import verify
 from engine.verifier.request import Request
-from engine.verifier.step_input import Round
+from engine.verifier.step_input import StepInput
 from engine.wire.messages import Array, TokenLogprob
 
 _SMALL = 8  # nodes of a tree of which the argmax is found without knowing whether it is needed
@@ -29,7 +29,7 @@ Fail = Callable[[Request, Exception], None]
 
 
 @dataclass(frozen=True)
-class Conclusion:
+class StepResult:
     """draft: the tree's number. path: accepted nodes of the drafted tree; tokens: emitted. nodes: verified, or read.
     hit: the verified tree had arrived when the previous round ended.
 
@@ -51,8 +51,8 @@ class Conclusion:
 
 
 def conclude_trees(
-    rounds: Sequence[Round], logits: Tensor, features: Tensor | None, successors: int, fail: Fail
-) -> Iterator[Conclusion]:
+    rounds: Sequence[StepInput], logits: Tensor, features: Tensor | None, successors: int, fail: Fail
+) -> Iterator[StepResult]:
     """Walk down each tree in turn. successors: how many the drafter wants per node.
 
     logits: [rows, vocab], features: [rows, layers, hidden], the trees' rows first.
@@ -80,8 +80,8 @@ def conclude_trees(
 
 
 def _conclude(
-    round_: Round, path: list[int], tokens: list[int], states: States | None, successors: Array | None
-) -> Conclusion:
+    round_: StepInput, path: list[int], tokens: list[int], states: States | None, successors: Array | None
+) -> StepResult:
     """Record in the request how the round ended. path: accepted nodes of the verified tree; states: theirs."""
     request, own = round_.request, len(round_.proposal.tree)
     if round_.is_speculative and not round_.grafts:
@@ -93,7 +93,7 @@ def _conclude(
     if states is not None:
         request.features.add(request.cache.length, states, unsent=request.drafted)
     sources = (GRAMMAR if node >= own else int(round_.drafted.source[node]) for node in accepted[1:])
-    return Conclusion(
+    return StepResult(
         request,
         round_.proposal.number,
         accepted,
@@ -109,7 +109,7 @@ def _conclude(
     )
 
 
-def _successors(round_: Round, logits: Tensor, count: int) -> Array:
+def _successors(round_: StepInput, logits: Tensor, count: int) -> Array:
     """[nodes, count] int32: the target's likeliest tokens after every drafted node, -1 for nodes that were cut."""
     ranked = np.full((len(round_.drafted), count), -1, np.int32)
     ranked[round_.kept] = logits.topk(count).indices.cpu().numpy()
@@ -118,7 +118,7 @@ def _successors(round_: Round, logits: Tensor, count: int) -> Array:
 
 def conclude_chunks(
     readers: Sequence[Request], chunks: Sequence[Segment], logits: Tensor, features: Tensor | None, fail: Fail
-) -> list[Conclusion]:
+) -> list[StepResult]:
     """Commit the chunks; after the last one of a prompt, draw the first token.
 
     logits: [rows wanted, vocab], features: [rows, layers, hidden], the chunks' rows last.
@@ -149,5 +149,5 @@ def conclude_chunks(
             request.has_answer = True
             request.go_on(0, 0, [token])
             logprobs = request.sampler.take_logprobs()
-            concluded.append(Conclusion(request, 0, [0], [token], len(chunk), logprobs=logprobs))
+            concluded.append(StepResult(request, 0, [0], [token], len(chunk), logprobs=logprobs))
     return concluded

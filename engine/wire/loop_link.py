@@ -15,8 +15,8 @@ from engine.wire.messages import ARRAYS, Array, Message
 _PEER = "in the loop"
 
 
-class LoopLine:
-    """The drafter's end, like `Line`. Arrays arrive as copies in the protocol's types, since senders reuse theirs."""
+class LoopDealer:
+    """The drafter's end, like `Dealer`. Arrays arrive as copies in the protocol's types, since senders reuse theirs."""
 
     socket = monitor = None
 
@@ -43,14 +43,14 @@ class LoopLine:
         """There is nothing to flush."""
 
 
-class LoopHub:
-    """The verifier's end, like `Hub`, with one peer: `line`."""
+class LoopRouter:
+    """The verifier's end, like `Router`, with one peer: `line`."""
 
     socket = None
 
     def __init__(self) -> None:
         self.malformed = 0
-        self.line = LoopLine()
+        self.line = LoopDealer()
 
     def send(self, peer: str, message: Message, arrays: Sequence[Array] = ()) -> bool:
         """Never refused: the drafter reads all that has arrived before the next round."""

@@ -190,7 +190,7 @@ class Rates(msgspec.Struct, frozen=True, array_like=True):
     row_tokens: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 1.0
 
 
-class Verdict(Message, frozen=True, kw_only=True):
+class RoundVerdict(Message, frozen=True, kw_only=True):
     """The verdict on `draft` (0: a tree the verifier made itself) in `round`.
 
     ahead: whether to draft for the outcomes of the next round while it runs. alone: the next round verifies the root
@@ -236,14 +236,14 @@ class Draft(Message, frozen=True, kw_only=True):
 
 
 AnyMessage = Union[  # noqa: UP007 - msgspec reads the union at run time, on Python 3.10 too
-    Submit, Cancel, Stop, Ready, Emitted, Failed, Heartbeat, Spans, Hello, Start, Verdict, Finish, Rejoin, Draft
+    Submit, Cancel, Stop, Ready, Emitted, Failed, Heartbeat, Spans, Hello, Start, RoundVerdict, Finish, Rejoin, Draft
 ]
 
 # dtype and dimensions; arrays stay aligned as long as smaller numbers come last
 ARRAYS: dict[type, tuple[tuple[str, int], ...]] = {
     Submit: (("int32", 1), ("int32", 1)),
     Start: (("int32", 1),),
-    Verdict: (("int32", 1), ("int32", 1), ("int32", 2), ("int32", 1), ("int32", 1), ("uint16", 3)),
+    RoundVerdict: (("int32", 1), ("int32", 1), ("int32", 2), ("int32", 1), ("int32", 1), ("uint16", 3)),
     Draft: (("int32", 1), ("int32", 1), ("float32", 1), ("uint32", 1)),
 }
 

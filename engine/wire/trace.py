@@ -8,13 +8,13 @@ from pathlib import Path
 
 from engine.core.errors import ConfigError
 from engine.wire.messages import Span, Spans
-from engine.wire.transport import Line
+from engine.wire.transport import Dealer
 
 
 class Trace:
     """A worker's spans, sent to the front end from time to time; costs one comparison if tracing is off."""
 
-    def __init__(self, control: Line, wanted: bool):
+    def __init__(self, control: Dealer, wanted: bool):
         self._control, self._wanted = control, wanted
         self._spans: list[Span] = []
 

@@ -1,6 +1,6 @@
 """ZeroMQ sockets that speak `engine.wire.messages`.
 
-Every link has one side that binds (a Hub, a ROUTER that serves named peers) and one that connects (a Line, a DEALER).
+Every link has one side that binds (a `Router`, which serves named peers) and one that connects (a `Dealer`).
 The front end is the workers' hub; the verifier is the drafter's. Messages that do not follow the protocol are counted
 and dropped; what is sent to a peer that is gone is lost, and nobody blocks. What a peer leaves unread may be bounded:
 beyond that its hub refuses to send. Over tcp a peer may leave and return at any time: ZeroMQ reconnects by itself,
@@ -35,7 +35,7 @@ _LAST_WORDS_MS = 1000  # maximum time for a closing line to flush what was sent:
 _LARGEST = 1 << 20  # maximum bytes of a message to a hub over tcp: a tree of 1024 nodes has 14 kB
 
 
-class Line:
+class Dealer:
     """The connecting side. name: how the hub knows this peer, unique per start. keys: for tcp. unread: maximum messages
     that wait here, 0: no maximum; more wait at the hub.
     """
@@ -109,7 +109,7 @@ class Line:
         self.socket.close()
 
 
-class Hub:
+class Router:
     """The binding side. keys: for tcp. unread: maximum messages that wait here for one peer, 0: no maximum."""
 
     def __init__(

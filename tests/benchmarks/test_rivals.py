@@ -15,7 +15,7 @@ from rich.console import Console
 
 from benchmarks.report.rival_figures import Turn, table
 from benchmarks.report.row_file import RowFile
-from benchmarks.rivals.compare import Plan, compare
+from benchmarks.rivals.compare import RivalPlan, compare
 from benchmarks.rivals.gguf import file_type, retype
 from benchmarks.rivals.process import INSTALL, Missing, Process, Rival, rivals
 from engine.core.errors import ConfigError
@@ -51,7 +51,7 @@ async def test_a_rival_that_cannot_start_is_named() -> None:
 
 
 async def test_rivals_take_turns_at_every_level(tmp_path: Path) -> None:
-    plan = Plan([1, 8], 3, [[1], [2], [3]], repeats=2)
+    plan = RivalPlan([1, 8], 3, [[1], [2], [3]], repeats=2)
     said = Console(file=io.StringIO(), width=200)
     broken, gone = rival("broken", "raise SystemExit"), Missing("gone", "pip install gone")
     with RowFile(tmp_path / "turns.jsonl") as results:
@@ -68,7 +68,7 @@ async def test_a_rival_that_ends_in_its_turn_is_left_out_from_there_on_and_ends_
     tried_and_one_turn = ECHO.replace("in sys.stdin", "in (sys.stdin.readline() for _ in range(2))")
     results, said = RowFile(tmp_path / "turns.jsonl"), Console(file=io.StringIO(), width=200)
     others = [rival("one"), rival("mortal", tried_and_one_turn)]
-    turns = await compare({}, others, Plan([1], 3, [[1]], repeats=3), results, said)
+    turns = await compare({}, others, RivalPlan([1], 3, [[1]], repeats=3), results, said)
     assert sorted(turn.contestant for turn in turns) == ["mortal", "one", "one", "one"]
     printed = said.file.getvalue()  # type: ignore[attr-defined]
     assert printed.count("left out from here on: rival=mortal: ended") == 1

@@ -15,7 +15,7 @@ from engine.core.errors import QueueFull, RequestError
 from engine.core.grammar import Grammar
 from engine.core.methods import METHODS
 from engine.wire.messages import Emitted, Tokens
-from engine.wire.transport import Hub
+from engine.wire.transport import Router
 from tests.conftest import save_tiny_llama, sentencepiece_tokenizer, tiny_tokenizer
 from tests.engine.tiny_engine import DRAFTS, PROMPTS, SLOW, tiny_engine
 from tests.faults.test_faults import until
@@ -205,14 +205,14 @@ async def test_leaving_the_block_of_a_stream_ends_its_request_in_the_verifier(
 ) -> None:
     heard: list[int] = []
 
-    def listen(hub: Hub, frames: list[bytes]) -> Any:
+    def listen(hub: Router, frames: list[bytes]) -> Any:
         arrival = open_frames(hub, frames)
         if arrival is not None and isinstance(arrival[1], Emitted):
             heard.extend(tokens.request for tokens in arrival[1].tokens)
         return arrival
 
-    open_frames = Hub.open
-    monkeypatch.setattr(Hub, "open", listen)
+    open_frames = Router.open
+    monkeypatch.setattr(Router, "open", listen)
     async with tiny_engine(tiny, tiny_draft, **{"verifier.simulated_latency_ms": 2}) as engine:
         async with engine.stream(PROMPTS[2], SamplingParams(max_tokens=450, ignore_eos=True)) as stream:
             async for _ in stream:

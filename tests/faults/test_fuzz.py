@@ -21,9 +21,8 @@ from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.drafting.worker import FROM_FRONT_END, FROM_VERIFIER, DrafterWorker
 from engine.model.target import Target
-from engine.verifier.loop import FROM_DRAFTER as TO_VERIFIER
+from engine.verifier.loop import FROM_DRAFTER, Verifier
 from engine.verifier.loop import FROM_FRONT_END as ORDERS
-from engine.verifier.loop import Verifier
 from engine.verifier.placement import Threads
 from engine.wire.messages import (
     Draft,
@@ -34,13 +33,13 @@ from engine.wire.messages import (
     Hello,
     Message,
     Ready,
+    RoundVerdict,
     Start,
     Stop,
     Submit,
-    Verdict,
     encode,
 )
-from engine.wire.transport import Hub, Line
+from engine.wire.transport import Dealer, Router
 
 
 @pytest.fixture
@@ -59,7 +58,7 @@ def random_message(draw: random.Random) -> list[Any]:
     messages: list[tuple[Message, list[Any]]] = [
         (Start(request=request, round=number, sampling=SamplingParams(max_tokens=9)), [tokens]),
         (
-            Verdict(request=request, round=number, draft=draw.randrange(6), ahead=number > 2),
+            RoundVerdict(request=request, round=number, draft=draw.randrange(6), ahead=number > 2),
             [path, tokens, np.zeros((number, 2), np.int32), tokens[:1], tokens[2:], features],
         ),
         (Finish(request=request), []),
@@ -86,10 +85,10 @@ def test_the_drafter_survives_every_message_and_drafts_as_before(
     context: zmq.Context[Any], tiny_draft: str, count: int
 ) -> None:
     model = SmallModel(Target.load(tiny_draft))
-    front_end = Hub(context, "inproc://control", (Ready, Heartbeat, Failed))
-    hub = Hub(context, "inproc://drafts", (Hello, Draft))
-    control = Line(context, "inproc://control", "drafter-1", FROM_FRONT_END)
-    verdicts = Line(context, "inproc://drafts", "drafter-1", FROM_VERIFIER)
+    front_end = Router(context, "inproc://control", (Ready, Heartbeat, Failed))
+    hub = Router(context, "inproc://drafts", (Hello, Draft))
+    control = Dealer(context, "inproc://control", "drafter-1", FROM_FRONT_END)
+    verdicts = Dealer(context, "inproc://drafts", "drafter-1", FROM_VERIFIER)
     worker = DrafterWorker(HeadDrafter(model, level_by_level([2, 1], 8)), control, verdicts)
     thread = threading.Thread(target=worker.run, daemon=True)
     thread.start()
@@ -119,14 +118,14 @@ class Liar:
     """A drafter that answers verdicts with trees of no sense, says what nobody asked for, and repeats itself."""
 
     def __init__(self, context: zmq.Context[Any], draw: random.Random):
-        self.line = Line(context, "inproc://drafts", "liar", (Start, Verdict, Finish))
+        self.line = Dealer(context, "inproc://drafts", "liar", (Start, RoundVerdict, Finish))
         self.draw = draw
         self.told: list[list[Any]] = []
         self.last = (1, 0, 0, 0, 0)  # request, round, draft, node, token of the latest verdict
 
     def speak(self) -> None:
         for message, arrays in self.line.received():
-            if isinstance(message, Verdict):
+            if isinstance(message, RoundVerdict):
                 path, tokens = arrays[0].tolist(), arrays[1].tolist()
                 self.last = (message.request, message.round, message.draft, path[-1], tokens[-1])
         draw = self.draw
@@ -166,9 +165,9 @@ class Liar:
 def test_the_verifiers_text_is_that_of_plain_decoding_whatever_a_drafter_says(
     context: zmq.Context[Any], tiny: str, count: int
 ) -> None:
-    front_end = Hub(context, "inproc://control", (Ready, Heartbeat, Failed, Emitted))
-    drafts = Hub(context, "inproc://drafts", TO_VERIFIER)
-    control = Line(context, "inproc://control", "verifier-1", ORDERS)
+    front_end = Router(context, "inproc://control", (Ready, Heartbeat, Failed, Emitted))
+    drafts = Router(context, "inproc://drafts", FROM_DRAFTER)
+    control = Dealer(context, "inproc://control", "verifier-1", ORDERS)
     config = load({"model": tiny, "method": "pld"}, {"verifier.draft_timeout_s": 0.002, "mode": "async"})
     worker = Verifier(config, Target.load(tiny), control, drafts, Threads(1, 1, 1))
     thread = threading.Thread(target=worker.run, daemon=True)

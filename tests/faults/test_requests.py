@@ -10,7 +10,7 @@ import pytest
 
 from engine import Engine, SamplingParams
 from engine.core.errors import RequestError, RequestFailed
-from engine.frontend.inflight import Flight
+from engine.frontend.inflight import InflightRequest
 from engine.wire.messages import Submit
 from tests.conftest import VOCABULARY, save_tiny_llama, tiny_tokenizer
 from tests.faults.test_faults import LONG, PROMPT, THREADS, _own_temporary_folder, expected_text
@@ -44,7 +44,7 @@ async def test_prompts_that_the_verifier_cannot_take_end_their_own_requests_and_
         verifier = engine._workers.running["verifier"].name
         beside = asyncio.create_task(engine.generate(PROMPT, LONG))
         for prompt in ([VOCABULARY], [-1], []):
-            flight = engine._flights[99] = Flight(99, [], SamplingParams(), verifier=verifier)
+            flight = engine._flights[99] = InflightRequest(99, [], SamplingParams(), verifier=verifier)
             submit = Submit(request=99, sampling=SamplingParams(max_tokens=4, repetition_penalty=1.3))
             engine._supervisor.hub.send(verifier, submit, [np.array(prompt), np.array([])])
             error = await asyncio.wait_for(flight.arrivals.get(), 60)

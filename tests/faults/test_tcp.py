@@ -23,7 +23,7 @@ from engine import Engine
 from engine.core.errors import ConfigError
 from engine.wire.keys import create, load
 from engine.wire.messages import Hello, Start, encode
-from engine.wire.transport import Line
+from engine.wire.transport import Dealer
 from tests.conftest import free_port
 from tests.faults.test_faults import (
     LONG,
@@ -144,7 +144,7 @@ async def test_strangers_and_a_second_engine_at_the_port_change_nothing_under_lo
         await drafts_arrive(engine, expected)
         asked = [asyncio.create_task(engine.generate(PROMPT, LONG)) for _ in range(8)]
         with zmq.Context() as context, contextlib.ExitStack() as open_files:
-            strangers = [Line(context, endpoint, f"drafter-{n}", (Start,), wrong[n % 3]) for n in range(12)]
+            strangers = [Dealer(context, endpoint, f"drafter-{n}", (Start,), wrong[n % 3]) for n in range(12)]
             for stranger in strangers:
                 open_files.callback(stranger.close)
                 stranger.send(Hello())

@@ -42,9 +42,9 @@ class Trie:
         """Tokens after node 0 whose features have not come (yet): drafted like a continuation, without them."""
         return self.text[self.session.synced + 1 :] if self.session.synced else []
 
-    def place(self, continuation: Sequence[int]) -> Place:
+    def place(self, continuation: Sequence[int]) -> TriePlace:
         """The end of the continuation."""
-        return Place(self, [*self.unsynced(), *continuation])
+        return TriePlace(self, [*self.unsynced(), *continuation])
 
     def seen_along(self, continuation: Sequence[int]) -> list[Following]:
         """What the head predicted after the text and after each token of `continuation`, as far as it has drafted."""
@@ -75,7 +75,7 @@ class Trie:
             self.seen[node] = (seen.tokens[row], seen.chance[row])
 
 
-class Place(NamedTuple):
+class TriePlace(NamedTuple):
     """A place in a trie: a path from node 0."""
 
     trie: Trie

@@ -26,7 +26,7 @@ from engine.kernels.jit_cache import versioned
 _CANDIDATES = 128  # per row, by the row alone; a link often lifts one that is far down
 
 
-class Asked(NamedTuple):
+class RowQuery(NamedTuple):
     """One prediction to compute. before: the token before the row."""
 
     row: int
@@ -50,7 +50,7 @@ class BlockForward:
         self._totals = np.empty(rows, np.float32)  # sum of exp(score - best score) of all tokens
         self._gates, self._sure = (part.float().cpu().contiguous().numpy() for part in (outputs.gates, outputs.sure))
 
-    def following(self, head: BlockWeights, ranking: Ranking, asked: Sequence[Asked]) -> list[Following]:
+    def following(self, head: BlockWeights, ranking: Ranking, asked: Sequence[RowQuery]) -> list[Following]:
         """What the head predicts in each case."""
         rows, before = np.array([one.row for one in asked]), np.array([one.before for one in asked])
         self._find(ranking, {one.row for one in asked})
@@ -65,7 +65,7 @@ class BlockForward:
         )
         return list(zip(head.tokens[ids].tolist(), chances.tolist(), strict=True))
 
-    def linked(self, head: BlockWeights, one: Asked) -> Tensor:
+    def linked(self, head: BlockWeights, one: RowQuery) -> Tensor:
         """[1, draft_vocab] float32: the logits of a row that was asked for before, its candidates' with their links."""
         assert one.row in self._found
         logits = self.outputs.logits[one.row : one.row + 1].to("cpu", torch.float32, copy=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from drafters.heads.growth.policies import Candidates
 from drafters.heads.growth.ranking import Ranking
-from drafters.heads.one_pass.block_forward import Asked, BlockForward
+from drafters.heads.one_pass.block_forward import BlockForward, RowQuery
 from drafters.heads.one_pass.block_weights import BlockWeights, Outputs
 from drafters.heads.session import Session
 from drafters.heads.stack import PooledCache
@@ -73,7 +73,7 @@ class BlockSession(Session):
     def root_logits(self) -> Tensor:
         self.root()
         block = self.blocks[0]
-        return block.forward.linked(self.head, Asked(block.row, block.root))
+        return block.forward.linked(self.head, RowQuery(block.row, block.root))
 
     def short(self, paths: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
         """The paths that leave room in a block to predict more."""
@@ -97,11 +97,11 @@ class BlockSession(Session):
 
     def rank(self, ranking: Ranking, nodes: list[int], logits: Tensor | None, positions: list[int]) -> Candidates:
         found: list[Following] = [([], [])] * len(nodes)
-        asked: dict[BlockForward, dict[int, Asked]] = {}
+        asked: dict[BlockForward, dict[int, RowQuery]] = {}
         for place, node in enumerate(nodes):
             block, depth, token = self.blocks[self.nodes.block[node]], self.nodes.depth[node], self.nodes.token[node]
             if (row := depth - len(block.known)) < block.rows:
-                one = Asked(block.row + row, token if row else block.root)
+                one = RowQuery(block.row + row, token if row else block.root)
                 asked.setdefault(block.forward, {})[place] = one
         for forward, some in asked.items():
             for place, following in zip(some, forward.following(self.head, ranking, [*some.values()]), strict=True):

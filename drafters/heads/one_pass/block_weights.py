@@ -31,7 +31,7 @@ from drafters.heads.growth.policies import Dynamic, Policy, Static
 from drafters.heads.head import Head
 from drafters.heads.layers import (
     DecoderLayer,
-    KVCache,
+    HeadCache,
     Linear,
     RMSNorm,
     draft_dtype,
@@ -41,7 +41,7 @@ from drafters.heads.layers import (
 )
 from drafters.heads.one_pass.context import ContextReader
 from drafters.heads.one_pass.markov_link import Link
-from drafters.heads.stack import Layer, Stack, fits
+from drafters.heads.stack import Stack, StackLayer, fits
 from drafters.heads.top import Floats, Integers
 from engine.core.errors import DrafterMismatch
 from engine.kernels.simd import LANES
@@ -65,10 +65,10 @@ class BlockLayer:
             norms = [RMSNorm(take(name, self.decoder.head_dim), config.rms_norm_eps) for name in names]
             self.decoder.query_norm, self.decoder.key_norm = norms
 
-    def __call__(self, x: Tensor, positions: Tensor, cache: KVCache, at: int, mask: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, positions: Tensor, cache: HeadCache, at: int, mask: Tensor) -> Tensor:
         return self.decoder(self.qkv(self.input_norm(x)), x, positions, cache, at, mask)
 
-    def read(self, context: Tensor, positions: Tensor, cache: KVCache, at: int) -> None:
+    def read(self, context: Tensor, positions: Tensor, cache: HeadCache, at: int) -> None:
         """Write the context's keys and values, [n, hidden] at `positions`, to the slots from `at` on."""
         cache.write(*self.decoder.keys_values(self.kv(context), positions), at)
 
@@ -186,7 +186,7 @@ class BlockWeights(Head):
         """The target's true features [n, layers, hidden] as context, [n, hidden]."""
         return self.hidden_norm(self.fc(features.to(self.dtype).flatten(1)))
 
-    def forward(self, x: Tensor, positions: Tensor, caches: Sequence[KVCache], at: int, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, caches: Sequence[HeadCache], at: int, mask: Tensor) -> Tensor:
         """x: [n, hidden], the rows' embeddings; mask: [n, at + n]. Returns the rows' states after `norm`."""
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, positions, cache, at, mask)
@@ -209,7 +209,7 @@ class BlockWeights(Head):
         """All from the rows' inputs to their outputs as a program, None where a stack does not fit."""
         if not fits(self.hidden_size, self.layers[0].decoder):
             return None
-        layers = [Layer(layer.qkv, layer.decoder, layer.input_norm) for layer in self.layers]
+        layers = [StackLayer(layer.qkv, layer.decoder, layer.input_norm) for layer in self.layers]
         return Stack(layers, self.dtype, self.output, self.norm, entry=self.entry)
 
     @cached_property
@@ -223,8 +223,8 @@ class BlockWeights(Head):
             )
         )
 
-    def new_caches(self, capacity: int) -> list[KVCache]:
-        return [KVCache(layer.decoder, capacity) for layer in self.layers]
+    def new_caches(self, capacity: int) -> list[HeadCache]:
+        return [HeadCache(layer.decoder, capacity) for layer in self.layers]
 
 
 def _feature_layers(checkpoint: Checkpoint, flash: dict[str, Any], layers: int) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.core.batch import BLOCK, Batch, Int, Places
+from engine.core.batch import BLOCK, Batch, BatchAddresses, Int
 from engine.core.kv_shape import KVShape
 from engine.kernels.amx import TILE_ROWS
 from engine.kernels.attention.attention_work import ATTENTION
@@ -82,7 +82,7 @@ class Attention:
         self._scratch = torch.zeros(0, dtype=torch.uint8)
         self._numbers, self._numbers_at, self._tile_count = np.zeros(0, np.int32), 0, 0
 
-    def begin(self, batch: Batch) -> Places:
+    def begin(self, batch: Batch) -> BatchAddresses:
         """Set the batch for the next calls. Returns the addresses of its arrays, valid until the next batch."""
         shape, rows = self.pool.shape, len(batch)
         of_tile = max(1, self._queries // self.groups)
@@ -98,7 +98,7 @@ class Attention:
         if self._scratch.numel() < (needed := bytes_each * torch.get_num_threads()):
             self._scratch = torch.zeros(needed, dtype=torch.uint8)
         first, tables = self._put([*batch.numbers, *tiles], batch.tables_of)
-        at = Places(*(first + 4 * start for start in batch.starts))
+        at = BatchAddresses(*(first + 4 * start for start in batch.starts))
         seen = tables, at.table_of, at.prefixes, at.others, at.listed, at.tiles
         room = self.queries.data_ptr(), self._scratch.data_ptr(), bytes_each, step
         self._of_batch[:] = *seen, *room, self._tile_count, rows

@@ -40,14 +40,14 @@ _ANY_TRIED = (*range(1, 41), 48, 63, 64, 65, 96, 128, 200, 256, 300, 384, _MOST_
 _SHIFT = 5  # rows are tried at other places than in the anchor
 
 
-class Rows(NamedTuple):
+class RowRange(NamedTuple):
     """With `least` to `most` rows, a product gives each row the same bits."""
 
     least: int
     most: int
 
 
-ANY_ROWS = Rows(1, 1 << 40)
+ANY_ROWS = RowRange(1, 1 << 40)
 
 
 def filled(rows: int) -> int:
@@ -140,17 +140,17 @@ def pack_linears(model: Any) -> bool:
     return exact
 
 
-def exact_rows(weight: Tensor, biased: bool) -> Rows | None:
+def exact_rows(weight: Tensor, biased: bool) -> RowRange | None:
     """The row counts for which a product of this shape and type gives a row the same bits, with one thread, with all of
     torch's and with half of them; None if there are none.
     """
-    found: Rows | None = _measure(weight.shape[0], weight.shape[1], weight.dtype, biased, torch.get_num_threads())
+    found: RowRange | None = _measure(weight.shape[0], weight.shape[1], weight.dtype, biased, torch.get_num_threads())
     return found
 
 
 @cache
 @torch.inference_mode()
-def _measure(outputs: int, inputs: int, dtype: torch.dtype, biased: bool, threads: int) -> Rows | None:
+def _measure(outputs: int, inputs: int, dtype: torch.dtype, biased: bool, threads: int) -> RowRange | None:
     x, weight = _cancelling(outputs, inputs, dtype)
     packed, bias = pack(weight), weight.new_zeros(outputs) if biased else None
     assert packed is not None
@@ -160,7 +160,7 @@ def _measure(outputs: int, inputs: int, dtype: torch.dtype, biased: bool, thread
 
 def _equal_rows(
     multiply: Callable[[Tensor], Tensor], x: Tensor, threads: int, tried: Sequence[int] = _ANY_TRIED
-) -> Rows | None:
+) -> RowRange | None:
     """The row counts, around that of x, for which each row's product has the same bits. tried: ascending, with all up
     to that of x.
     """
@@ -178,7 +178,7 @@ def _equal_rows(
     if below == _ANCHOR:
         return None
     above = next((i for i, rows in enumerate(tried) if rows > _ANCHOR and not equal[rows]), len(tried))
-    return Rows(below + 1, tried[above - 1])
+    return RowRange(below + 1, tried[above - 1])
 
 
 def _cancelling(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -223,7 +223,7 @@ def multiplies(dtype: torch.dtype) -> bool:
     if dtype not in (torch.bfloat16, torch.float32) or not units(dtype):
         return False
     x, weight = _cancelling(272, 1536, dtype)
-    if _equal_rows(Matmul(weight), x, torch.get_num_threads()) != Rows(1, _MOST_TRIED):
+    if _equal_rows(Matmul(weight), x, torch.get_num_threads()) != RowRange(1, _MOST_TRIED):
         return False
     weight = torch.randn_like(weight)
     return bool(torch.allclose(Matmul(weight)(x).float(), F.linear(x.float(), weight.float()), atol=0.5, rtol=2e-2))

@@ -25,7 +25,7 @@ from engine.kernels.attention.attention import Rule
 from engine.model import cuda_products
 from engine.model.cuda import triton_attention
 from engine.model.cuda.graphs import Recorded, bucket
-from engine.model.cuda.triton_attention import Rows, TritonAttention
+from engine.model.cuda.triton_attention import DeviceRows, TritonAttention
 from engine.model.kv_pool import KVCache, KVPool
 from engine.model.stock import NoCache, Unsupported
 
@@ -133,7 +133,7 @@ class CudaForward:
             raise Unsupported(f"its attention computes in {query.dtype}")
         self.pool.keys[layer][rows.blocks, :, : shape.head_dim, rows.lanes] = key[0].transpose(0, 1)[rows.sources]
         self.pool.values[layer][rows.blocks, :, rows.lanes, : shape.head_dim] = value[0].transpose(0, 1)[rows.sources]
-        seen = Rows(rows.prefixes, rows.others, rows.listed, rows.tables, rows.table_of)
+        seen = DeviceRows(rows.prefixes, rows.others, rows.listed, rows.tables, rows.table_of)
         return self._attention(seen, self._chunks, layer, rule, query[0].transpose(0, 1).contiguous())[None]
 
     @property

@@ -37,7 +37,7 @@ _JOINED = {"num_warps": 1, "enable_fp_fusion": False}
 _INTERPRETED = bool(triton.knobs.runtime.interpret)  # the interpreter multiplies the bits of bfloat16 as integers
 
 
-class Rows(NamedTuple):
+class DeviceRows(NamedTuple):
     """What attention needs to know of a batch's rows, on the device, int32; see `engine.core.batch.Batch`."""
 
     prefixes: Tensor
@@ -199,7 +199,7 @@ class TritonAttention:
         row_bytes = self._dims_filled * shape.dtype.itemsize
         self._tile = max(_LEAST, min(64, _TILE_BYTES // row_bytes))  # divides CHUNK: both are powers of two
 
-    def __call__(self, rows: Rows, chunks: int, layer: int, rule: Rule, query: Tensor) -> Tensor:
+    def __call__(self, rows: DeviceRows, chunks: int, layer: int, rule: Rule, query: Tensor) -> Tensor:
         """Attend with each row's queries to the layer's keys and values. query, result: [rows, heads, head_dim].
 
         chunks: at least as many as the row with the most visible keys needs.

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.inputs.questions import Asked, Question
-from benchmarks.measure.check import Check, Grid, Log, run_check
+from benchmarks.inputs.questions import AskedQuestion, Question
+from benchmarks.measure.check import Check, CheckLog, Grid, run_check
 from benchmarks.measure.equality import Comparison, Setting, errors, table, verdict
 from engine.api import Engine
 from engine.config import Config, load
@@ -20,7 +20,7 @@ from engine.core.params import SamplingParams
 from engine.weights.tokenizer import load_tokenizer
 
 SAMPLING = SamplingParams(max_tokens=8, seed=3)
-ASKED = [Asked("count", Question("7", "test", ["unseen"]), [5, 6, 7])]
+ASKED = [AskedQuestion("count", Question("7", "test", ["unseen"]), [5, 6, 7])]
 PLD = Setting("pld", "sequential", "inproc", 1)
 
 
@@ -119,7 +119,7 @@ async def test_a_check_goes_on_where_it_was_ended(config: Config, questions: Pat
     more = await run_check(config, both, [questions], None, SAMPLING, log, quiet)
     assert [one.setting.method for one in more] == [*(one.setting.method for one in done), "suffix"]
     assert log.read_text().splitlines()[: len(lines)] == lines
-    assert Log(log, json.loads(lines[0])).done == more
+    assert CheckLog(log, json.loads(lines[0])).done == more
 
 
 async def test_a_log_of_other_settings_is_refused_where_these_share_the_questions(
@@ -170,5 +170,5 @@ def test_a_file_that_is_no_log_is_refused_and_left_alone(content: str, tmp_path:
     file = tmp_path / "notes.txt"
     file.write_text(content)
     with pytest.raises(ConfigError, match=r"notes.txt: cannot be gone on with"):
-        Log(file, {"model": "m"})
+        CheckLog(file, {"model": "m"})
     assert file.read_text() == content

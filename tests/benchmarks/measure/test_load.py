@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from benchmarks.inputs.questions import Asked, Question
+from benchmarks.inputs.questions import AskedQuestion, Question
 from benchmarks.measure.load import Load, _parts, _slices, arrivals, run_load, settings_of
 from benchmarks.report.load_figures import (
     LoadRow,
@@ -145,7 +145,7 @@ def test_tables_fit_eighty_columns(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_no_question_is_asked_twice_before_all_were() -> None:
-    mixed = [Asked("count", Question(str(i), "count", [""]), [i]) for i in range(10)]
+    mixed = [AskedQuestion("count", Question(str(i), "count", [""]), [i]) for i in range(10)]
     first, second, third = _slices(mixed, [4, 4, 4])
     assert len({one.prompt[0] for one in first + second}) == 8
     assert [one.prompt[0] for one in third] == [8, 9, 0, 1]

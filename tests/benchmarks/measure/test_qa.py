@@ -12,7 +12,7 @@ from rich.console import Console
 from benchmarks.inputs.knowledge import Item, prompt_of, quoted, read_items
 from benchmarks.measure.qa import row_of
 from benchmarks.report.qa_figures import Scores, score_table, speed_table
-from benchmarks.report.records import Run
+from benchmarks.report.records import TimedAnswer
 from engine.core.errors import RequestError
 from tests.benchmarks.cli.test_commands import talon
 from tests.conftest import tiny_tokenizer
@@ -35,8 +35,8 @@ def questions(tmp_path: Path) -> Path:
     return path
 
 
-def run_of(tokens: list[int], rounds: int = 2) -> Run:
-    return Run(tokens, 0.5, rounds, None, None, None, None, [])
+def run_of(tokens: list[int], rounds: int = 2) -> TimedAnswer:
+    return TimedAnswer(tokens, 0.5, rounds, None, None, None, None, [])
 
 
 def test_questions_are_taken_out_of_prompts_with_passages(questions: Path) -> None:

@@ -20,7 +20,7 @@ from benchmarks.simulate.acceptance import (
     write,
 )
 from benchmarks.simulate.followed_answer import accepted
-from benchmarks.simulate.known_answers import Known, answer, follow, record
+from benchmarks.simulate.known_answers import KnownAnswer, answer, follow, record
 from drafters.heads.checkpoint import TargetWeights
 from drafters.heads.growth.policies import Dynamic
 from drafters.heads.head_drafter import HeadDrafter
@@ -30,7 +30,7 @@ from engine.core.errors import ConfigError, ModelError
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.model.target import Target
-from engine.verifier.confidence_scale import Trust
+from engine.verifier.confidence_scale import ConfidenceScale
 from tests.drafters.conftest import _float32_heads, target, target_dir  # noqa: F401
 from tests.drafters.heads.test_eagle import eagle3
 
@@ -38,7 +38,7 @@ PROMPT = [40, 41, 42, 40, 41, 42, 40, 41]
 CHEAP, DEAR = {1: 1.0, 64: 1.0 + 1e-6}, {1: 1.0, 64: 64.0}
 """Seconds of a forward where further rows are free, and where each costs as much as the first."""
 BY_SUITE = (suites_table, speeds_table)
-REPEATING = Known("one", [1, 2, 3], [4, 1, 2, 3, 4, 1, 2, 3, 4, 9], SamplingParams(max_tokens=16))
+REPEATING = KnownAnswer("one", [1, 2, 3], [4, 1, 2, 3, 4, 1, 2, 3, 4, 9], SamplingParams(max_tokens=16))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -75,7 +75,7 @@ def test_where_no_prompt_fits_that_is_an_error_in_one_line(target_dir: Path) -> 
 
 def test_a_verdict_carries_the_states_of_the_layers_that_its_drafter_reads() -> None:
     states = np.arange(2 * 3 * 1, dtype=np.uint16).reshape(2, 3, 1)
-    known = Known("one", [1], [2, 3], SamplingParams(), (0, 4, 8), states)
+    known = KnownAnswer("one", [1], [2, 3], SamplingParams(), (0, 4, 8), states)
     assert (found := known.features((8, 0), 1, 2)) is not None and found.tolist() == [[[5], [3]]]
     assert known.features((), 0, 2) is None
 
@@ -130,7 +130,7 @@ def test_forwards_are_timed_again_for_every_answer_for_all_methods() -> None:
 def test_rounds_that_promise_much_and_emit_little_shrink_the_trees_of_an_answer() -> None:
     config, (way,) = load({"model": "any"}), ways(["pld"])
     tokens = [token for new in range(10, 50) for token in (1, 2, new)]  # what follows 1, 2 is always new
-    failing = Known("one", [1, 2, 3, 1, 2], tokens, SamplingParams(max_tokens=200))
+    failing = KnownAnswer("one", [1, 2, 3, 1, 2], tokens, SamplingParams(max_tokens=200))
     (found,) = accept_all([way], config, [failing], lambda: {1: 1.0, 64: 20.0}, Progress(disable=True))
     drafted = [r.nodes for r in found.rounds if r.nodes > 1]
     assert drafted and sum(drafted[:5]) > sum(drafted[-5:])
@@ -141,11 +141,11 @@ def test_an_answers_trust_learns_from_every_round_what_the_verified_tree_promise
 ) -> None:
     learned: list[tuple[float, int]] = []
 
-    class Noting(Trust):
+    class Noting(ConfidenceScale):
         def learn(self, promised: float, emitted: int) -> None:
             learned.append((promised, emitted))
 
-    monkeypatch.setattr("benchmarks.simulate.acceptance.Trust", Noting)
+    monkeypatch.setattr("benchmarks.simulate.acceptance.ConfidenceScale", Noting)
     (found,) = accept_all(ways(["pld"]), load({"model": "any"}), [REPEATING], lambda: CHEAP, Progress(disable=True))
     assert [emitted for _, emitted in learned] == [r.emitted for r in found.rounds]
     assert all(1 <= promised <= r.nodes for (promised, _), r in zip(learned, found.rounds, strict=True))

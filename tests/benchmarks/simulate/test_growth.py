@@ -6,9 +6,9 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from benchmarks.report.records import Grown, Round
+from benchmarks.report.records import Grown, GrownRound
 from benchmarks.report.tree_plots import growth_figure
-from benchmarks.simulate.growth import Doubt, Setting, replay, settings, table
+from benchmarks.simulate.growth import Doubt, PolicySetting, replay, settings, table
 from benchmarks.simulate.known_answers import answer, record
 from drafters.calibration import Calibrator
 from drafters.heads.checkpoint import TargetWeights
@@ -31,7 +31,7 @@ def test_a_replayed_answer_has_the_rounds_that_the_target_gives(
     model, head = Target.load(str(target_dir), "float32"), eagle3(tmp_path, target)
     sampling = SamplingParams(max_tokens=24)
     (known,) = record(model, head.feature_layers, {"one": [PROMPT]}, sampling, Progress(disable=True))
-    setting = Setting("N", "20", Talon(budget=20))
+    setting = PolicySetting("N", "20", Talon(budget=20))
     true = list(answer(model, HeadDrafter(head, setting.policy), PROMPT, sampling, 20))
     assert known.tokens == [token for verdict in true for token in verdict.tokens]
     rounds = replay(head, setting, [known]).rounds
@@ -54,7 +54,7 @@ def test_an_overconfident_head_is_surer_the_deeper_and_calibration_learns_what_i
 
 
 def test_the_table_and_the_figure_hold_every_setting(tmp_path: Path) -> None:
-    rounds = [Round("gsm8k", 60, 8, 3, 2.5, 0.002, 5), Round("qa", 60, 4, 2, 2.5, 0.002, 5)]
+    rounds = [GrownRound("gsm8k", 60, 8, 3, 2.5, 0.002, 5), GrownRound("qa", 60, 4, 2, 2.5, 0.002, 5)]
     grown = [Grown(s.group, s.value, rounds) for s in settings()]
     assert grown[0].mean("emitted") == 2.5 and grown[0].mean("emitted", "qa") == 2
     assert table(grown, [0.01, 0.01, 0.01, 0.02, 0.03, 0.05], 1024).row_count == len(grown)

@@ -23,7 +23,7 @@ from drafters.training import trainer as trainer_module
 from drafters.training.answers import Example, generate
 from drafters.training.build import build
 from drafters.training.cli import app
-from drafters.training.features import Features, HeldFeatures
+from drafters.training.features import FeatureSource, HeldFeatures
 from drafters.training.recipe import Recipe
 from drafters.training.run import train
 from drafters.training.score import Score
@@ -118,7 +118,7 @@ def texts(chatty: Path) -> tuple[Any, list[Example]]:
 
 def test_features_held_in_memory_are_those_computed_anew(texts: tuple[Any, list[Example]]) -> None:
     model, examples = texts
-    held, fresh = HeldFeatures(model, examples, (2, 6)), Features(model, examples)
+    held, fresh = HeldFeatures(model, examples, (2, 6)), FeatureSource(model, examples)
     for chosen in ([0, 3], [4, 1, 2]):
         for one, other in zip(held.read(chosen, (2, 6)), fresh.read(chosen, (2, 6)), strict=True):
             torch.testing.assert_close(one, other, atol=2e-2, rtol=2e-2)
@@ -132,7 +132,7 @@ def test_a_step_reads_no_number_back_from_the_device(
     """Reading one waits until the device has computed it, and the device then waits for the next step."""
     model, examples = texts
     plan = Recipe(method=method, **SMALL)  # type: ignore[arg-type]
-    trainer = Trainer(plan, model, build(plan, model, torch.arange(VOCAB)), Features(model, examples))
+    trainer = Trainer(plan, model, build(plan, model, torch.arange(VOCAB)), FeatureSource(model, examples))
     trainer.features = HeldFeatures(model, examples, trainer.states)
 
     def refused(tensor: torch.Tensor) -> Any:
@@ -154,14 +154,14 @@ def test_a_run_of_a_given_time_ends_with_it_and_its_learning_rate_falls_to_the_e
     clock, rates = itertools.count(0, 1.0), []
     monkeypatch.setattr(trainer_module.time, "monotonic", lambda: next(clock))
     trainer = Trainer(
-        plan, model, build(plan, model, torch.arange(VOCAB)), Features(model, examples), limit_s=20.0
+        plan, model, build(plan, model, torch.arange(VOCAB)), FeatureSource(model, examples), limit_s=20.0
     )  # two looks at the clock a step
     trainer.run(
         tmp_path / "state.pt", 1e9, lambda *_: rates.append(trainer.optimizer.param_groups[0]["lr"]), lambda *_: None
     )
     assert 3 < trainer.step <= 20 and 20 <= trainer.trained_s <= 22
     assert rates == sorted(rates, reverse=True) and rates[-1] < 0.2 * rates[0]
-    again = Trainer(plan, model, build(plan, model, torch.arange(VOCAB)), Features(model, examples), limit_s=20.0)
+    again = Trainer(plan, model, build(plan, model, torch.arange(VOCAB)), FeatureSource(model, examples), limit_s=20.0)
     again.load(tmp_path / "state.pt")
     assert again.done >= 1
 

@@ -27,7 +27,7 @@ from drafters.small_model import SmallModel
 from drafters.training import answers as answers_module
 from drafters.training.answers import Example, answer
 from drafters.training.build import build
-from drafters.training.features import Features, StoredFeatures
+from drafters.training.features import FeatureSource, StoredFeatures
 from drafters.training.head_module import Texts
 from drafters.training.loss import Teacher, vocabulary_loss
 from drafters.training.recipe import Recipe
@@ -152,7 +152,7 @@ def test_held_out_acceptance_rises_at_every_position(method: str, copying: tuple
         "logit_weight": 1.0,
     }
     plan = Recipe(method=method, **{**SMALL, **changes})  # type: ignore[arg-type]
-    trainer = Trainer(plan, model, build(plan, model, torch.arange(VOCAB)), Features(model, examples))
+    trainer = Trainer(plan, model, build(plan, model, torch.arange(VOCAB)), FeatureSource(model, examples))
     before = trainer.evaluate().acceptance()
     while trainer.step < plan.steps:
         trainer.train_step()
@@ -168,7 +168,7 @@ def test_training_and_drafting_compute_the_same_logits(
     model, examples = copying
     plan = Recipe(method=method, **SMALL)  # type: ignore[arg-type]
     module = build(plan, model, draft_vocabulary(examples, 40, VOCAB))
-    trainer = Trainer(plan, model, module, Features(model, examples))
+    trainer = Trainer(plan, model, module, FeatureSource(model, examples))
     for parameter in module.parameters():
         parameter.data = parameter.data.bfloat16().float()  # as exported
     export(module, tmp_path)
@@ -199,7 +199,7 @@ def test_a_block_is_drafted_as_it_was_trained(known: int, copying: tuple[Any, li
     model, examples = copying
     plan = Recipe(method="block", **{**SMALL, "unroll": 5, "known_share": 0.5})
     module = build(plan, model, draft_vocabulary(examples, 40, VOCAB))
-    trainer = Trainer(plan, model, module, Features(model, examples))
+    trainer = Trainer(plan, model, module, FeatureSource(model, examples))
     trainer.optimizer.zero_grad()
     for parameter in module.parameters():
         parameter.data = (parameter.data + 0.1 * torch.randn_like(parameter)).bfloat16().float()
@@ -234,7 +234,7 @@ def test_a_block_is_drafted_as_it_was_trained(known: int, copying: tuple[Any, li
 def test_features_kept_on_disk_are_those_computed_anew(copying: tuple[Any, list[Example]], tmp_path: Path) -> None:
     model, examples = copying
     examples = [Example(example.tokens[: 9 + i], 4) for i, example in enumerate(examples[:6])]
-    stored, fresh = StoredFeatures(tmp_path, model, examples), Features(model, examples)
+    stored, fresh = StoredFeatures(tmp_path, model, examples), FeatureSource(model, examples)
     for chosen in ([0, 3], [3, 4, 1]):
         for one, other in zip(stored.read(chosen, (2, 6)), fresh.read(chosen, (2, 6)), strict=True):
             torch.testing.assert_close(one, other, atol=2e-2, rtol=2e-2)

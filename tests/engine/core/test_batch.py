@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.batch import BLOCK, Batch, Places, Segment
+from engine.core.batch import BLOCK, Batch, BatchAddresses, Segment
 from engine.core.kv_shape import KVShape
 from engine.core.tree import TokenTree
 from engine.model.kv_pool import KVCache, KVPool
@@ -79,7 +79,7 @@ def test_the_flat_arrays_say_of_each_row_what_its_segment_says(made: list[Segmen
             row += 1
     assert len(batch) == row and batch.chosen.tolist() == chosen
     assert batch.wanted == len(chosen)
-    arrays = [getattr(batch, name) for name in Places._fields[:-1]]
+    arrays = [getattr(batch, name) for name in BatchAddresses._fields[:-1]]
     assert [*chain.from_iterable(arrays)] == batch.numbers and {array.dtype for array in arrays} == {np.dtype("i4")}
     assert batch.reach == 1 + batch.positions.max()
     assert batch.vocabulary == range(batch.tokens.min(), batch.tokens.max() + 1)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.batch import BLOCK
-from engine.core.hidden_states import Features, States
+from engine.core.hidden_states import HiddenStates, States
 
 
 def states_of(positions: range) -> States:
@@ -17,7 +17,7 @@ def states_of(positions: range) -> States:
 
 
 def test_what_was_not_sent_is_taken_once_in_the_order_of_positions() -> None:
-    features = Features(shared=True)
+    features = HiddenStates(shared=True)
     features.adopt(states_of(range(16)))
     features.add(16, states_of(range(16, 20)), unsent=True)
     features.add(20, states_of(range(20, 21)), unsent=True)
@@ -26,7 +26,7 @@ def test_what_was_not_sent_is_taken_once_in_the_order_of_positions() -> None:
 
 
 def test_what_the_drafter_knows_is_not_sent_again() -> None:
-    features = Features(shared=True)
+    features = HiddenStates(shared=True)
     features.add(0, states_of(range(20)), unsent=False)
     assert not features.take().size
     assert features.of_block(0) is not None
@@ -34,7 +34,7 @@ def test_what_the_drafter_knows_is_not_sent_again() -> None:
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(0, 3))
 def test_a_block_has_the_states_of_its_positions_however_they_came(steps: list[int], adopted: int) -> None:
-    features, length, published = Features(shared=True), adopted * BLOCK, adopted
+    features, length, published = HiddenStates(shared=True), adopted * BLOCK, adopted
     for count in steps:
         features.add(length, states_of(range(length, length + count)), unsent=True)
         length += count
@@ -46,7 +46,7 @@ def test_a_block_has_the_states_of_its_positions_however_they_came(steps: list[i
 
 
 def test_a_block_of_which_some_positions_are_not_known_has_none() -> None:
-    features = Features(shared=True)
+    features = HiddenStates(shared=True)
     features.add(3, states_of(range(3, 20)), unsent=True)  # a drafter joined behind position 3
     assert features.of_block(0) is None
     features.add(20, states_of(range(20, 40)), unsent=True)
@@ -55,7 +55,7 @@ def test_a_block_of_which_some_positions_are_not_known_has_none() -> None:
 
 
 def test_positions_that_are_read_again_replace_what_was_kept() -> None:
-    features = Features(shared=True)
+    features = HiddenStates(shared=True)
     features.add(0, states_of(range(10)), unsent=True)
     features.add(0, states_of(range(16)), unsent=False)  # after a preemption
     block = features.of_block(0)
@@ -64,7 +64,7 @@ def test_positions_that_are_read_again_replace_what_was_kept() -> None:
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_where_nothing_is_shared_nothing_is_kept(shared: bool) -> None:
-    features = Features(shared)
+    features = HiddenStates(shared)
     features.add(0, states_of(range(BLOCK)), unsent=True)
     assert (features.of_block(0) is not None) == shared
     assert len(features.take()) == BLOCK

@@ -8,40 +8,40 @@ from collections import deque
 import pytest
 
 from engine.core.errors import ProtocolError
-from engine.core.outcomes import Outcome as Guess
+from engine.core.outcomes import Outcome
 from engine.core.tree import TokenTree
-from engine.drafting.states import Outcome, Reading, Request, Running, Sent, Wanted
+from engine.drafting.states import DraftedRequest, DraftKey, Reading, Running, Sent, WantedDraft
 
 TREE = TokenTree.chain(7, [8, 9], [0.9, 0.8])
 
 
-def running(ahead: bool = True) -> Request:
+def running(ahead: bool = True) -> DraftedRequest:
     """Its first tree is verified."""
-    request = Request(0, 6)
+    request = DraftedRequest(0, 6)
     request.ahead = ahead
     request.conclude(0, [0], [7], alone=False, due_ns=1)
     request.answer(TREE)
     return request
 
 
-def state_of(request: Request) -> Running:
+def state_of(request: DraftedRequest) -> Running:
     assert isinstance(request.state, Running)
     return request.state
 
 
 def test_while_its_prompt_is_read_there_is_nothing_to_do() -> None:
-    request = Request(0, 6)
+    request = DraftedRequest(0, 6)
     assert isinstance(request.state, Reading) and request.idle is None
 
 
 def test_a_drafter_that_joins_later_begins_with_a_tree_that_is_waited_for() -> None:
-    assert Request(3, 6).state == Wanted(Outcome(0, 0, 6))
+    assert DraftedRequest(3, 6).state == WantedDraft(DraftKey(0, 0, 6))
 
 
 def test_the_verdict_on_the_prompt_wants_a_tree() -> None:
-    request = Request(0, 6)
+    request = DraftedRequest(0, 6)
     request.conclude(0, [0], [7], alone=False, due_ns=1)
-    assert request.state == Wanted(Outcome(0, 0, 7)) and (request.round, request.last_token) == (1, 7)
+    assert request.state == WantedDraft(DraftKey(0, 0, 7)) and (request.round, request.last_token) == (1, 7)
     assert request.idle is None
 
 
@@ -55,7 +55,7 @@ def test_a_tree_that_was_wanted_is_what_the_round_runs_over() -> None:
 def test_a_hit_goes_on_to_the_tree_that_was_sent_ahead() -> None:
     request = running()
     following = TokenTree.chain(10, [11], [0.9])
-    sent = request.add(Outcome(1, 2, 10), following)
+    sent = request.add(DraftKey(1, 2, 10), following)
     assert sent.draft == 2
     request.conclude(1, [0, 1, 2], [8, 9, 10], alone=False, due_ns=5)
     assert state_of(request).under == sent and state_of(request).due_ns == 5
@@ -64,15 +64,15 @@ def test_a_hit_goes_on_to_the_tree_that_was_sent_ahead() -> None:
 
 def test_a_miss_wants_the_tree_that_is_missing() -> None:
     request = running()
-    request.add(Outcome(1, 2, 10), TREE)
+    request.add(DraftKey(1, 2, 10), TREE)
     request.conclude(1, [0, 1], [8, 50], alone=False, due_ns=5)
-    assert request.state == Wanted(Outcome(1, 1, 50)) and request.begun is None
+    assert request.state == WantedDraft(DraftKey(1, 1, 50)) and request.begun is None
 
 
 def test_a_tree_that_was_begun_for_the_outcome_is_kept_and_no_other() -> None:
     request = running()
     mine, other = TokenTree.chain(10, [11], [0.9]), TokenTree.chain(12, [11], [0.9])
-    state_of(request).begun |= {Outcome(1, 2, 10): mine, Outcome(1, 2, 12): other}
+    state_of(request).begun |= {DraftKey(1, 2, 10): mine, DraftKey(1, 2, 12): other}
     request.conclude(1, [0, 1, 2], [8, 9, 10], alone=False, due_ns=5)
     assert request.begun is mine
     request.answer(mine)
@@ -80,23 +80,23 @@ def test_a_tree_that_was_begun_for_the_outcome_is_kept_and_no_other() -> None:
 
 
 def test_a_root_that_goes_alone_runs_whatever_was_sent_or_wanted() -> None:
-    for request, draft in ((Request(0, 6), 0), (running(), 1)):
-        request.add(Outcome(1, 0, 10), TREE) if draft else None
+    for request, draft in ((DraftedRequest(0, 6), 0), (running(), 1)):
+        request.add(DraftKey(1, 0, 10), TREE) if draft else None
         request.conclude(draft, [0], [10], alone=True, due_ns=5)
         under = state_of(request).under
         assert (under.draft, under.tree.tokens.tolist(), state_of(request).due_ns) == (0, [10], 5)
 
 
 def test_a_verifier_that_did_not_wait_verified_the_root() -> None:
-    request = Request(0, 6)
+    request = DraftedRequest(0, 6)
     for token in (7, 8):  # two verdicts, and no tree was sent between them
         request.conclude(0, [0], [token], alone=False, due_ns=1)
-    assert request.state == Wanted(Outcome(0, 0, 8))
+    assert request.state == WantedDraft(DraftKey(0, 0, 8))
 
 
 def test_a_verdict_about_a_tree_that_is_not_verified_is_refused() -> None:
     request = running()
-    request.add(Outcome(1, 2, 10), TREE)
+    request.add(DraftKey(1, 2, 10), TREE)
     for draft in (2, 7):
         with pytest.raises(ProtocolError):
             request.verified(draft)
@@ -104,7 +104,7 @@ def test_a_verdict_about_a_tree_that_is_not_verified_is_refused() -> None:
 
 def test_nothing_is_drafted_ahead_where_nothing_is_left_or_nobody_wants_it() -> None:
     request = running()
-    guess = Guess(1, 2, 10, 0.5)
+    guess = Outcome(1, 2, 10, 0.5)
     state_of(request).guesses = deque([guess])
     assert request.idle is not None
     state_of(request).take(guess)

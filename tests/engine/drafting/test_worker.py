@@ -13,13 +13,12 @@ import pytest
 import torch
 import zmq
 
-from engine.core.drafter_protocol import BetweenSteps, Drafter, Wanted
-from engine.core.drafter_protocol import Verdict as Observed
+from engine.core.drafter_protocol import BetweenSteps, Drafter, Verdict, Wanted
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.drafting.worker import FROM_FRONT_END, FROM_VERIFIER, DrafterWorker
-from engine.wire.messages import Draft, Finish, Heartbeat, Hello, Rates, Ready, Rejoin, Start, Stop, Verdict
-from engine.wire.transport import Hub, Line
+from engine.wire.messages import Draft, Finish, Heartbeat, Hello, Rates, Ready, Rejoin, RoundVerdict, Start, Stop
+from engine.wire.transport import Dealer, Router
 
 
 class Counting(Drafter):
@@ -36,7 +35,7 @@ class Counting(Drafter):
         last = [*self.text, *continuation][-1]
         return TokenTree.chain(last, [last + 1, last + 2], [0.9, 0.8])
 
-    def observe(self, request: int, verdict: Observed) -> None:
+    def observe(self, request: int, verdict: Verdict) -> None:
         self.text += verdict.tokens
         self.told.append((verdict.rest, verdict.token_s, verdict.row_tokens))
 
@@ -64,7 +63,7 @@ class Slow(Counting):
 class Verifier:
     """The test's end of the worker's line."""
 
-    def __init__(self, hub: Hub):
+    def __init__(self, hub: Router):
         self.hub = hub
         peer, self.hello, _ = self.receive()
         self.peer = peer
@@ -92,7 +91,7 @@ class Verifier:
         missed: Sequence[int] = (),
         **fields: Any,
     ) -> None:
-        message = Verdict(request=1, round=round_, draft=draft, **fields)
+        message = RoundVerdict(request=1, round=round_, draft=draft, **fields)
         features, successors = np.zeros((0, 0, 0), np.float32), np.zeros((0, 0), np.int32)
         grafted, earlier = np.asarray(grafts, np.int32), np.asarray(missed, np.int32)
         arrays = [np.asarray(path), np.asarray(tokens), successors, grafted, earlier, features]
@@ -113,10 +112,10 @@ def counting() -> Counting:
 def verifier(request: pytest.FixtureRequest, counting: Counting) -> Iterator[Verifier]:
     drafter = request.getfixturevalue("slow") if "slow" in request.fixturenames else counting
     context: zmq.Context[Any] = zmq.Context()
-    front_end = Hub(context, "inproc://control", (Ready, Heartbeat))
-    hub = Hub(context, "inproc://drafts", (Hello, Draft))
-    control = Line(context, "inproc://control", "drafter-1", FROM_FRONT_END)
-    verdicts = Line(context, "inproc://drafts", "drafter-1", FROM_VERIFIER)
+    front_end = Router(context, "inproc://control", (Ready, Heartbeat))
+    hub = Router(context, "inproc://drafts", (Hello, Draft))
+    control = Dealer(context, "inproc://control", "drafter-1", FROM_FRONT_END)
+    verdicts = Dealer(context, "inproc://drafts", "drafter-1", FROM_VERIFIER)
     thread = threading.Thread(target=DrafterWorker(drafter, control, verdicts).run)
     thread.start()
     verifier = Verifier(hub)
@@ -247,7 +246,7 @@ def test_tokens_of_rounds_without_a_verdict_come_with_the_next_one(slow: Slow, v
 def test_a_drafter_that_fails_on_them_keeps_step_and_drafts_nothing(
     slow: Slow, verifier: Verifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(request: int, verdict: Observed) -> None:
+    def fails(request: int, verdict: Verdict) -> None:
         raise ValueError("seven tokens behind one node")
 
     verifier.verdict(0, 0, [0], [7])
@@ -280,7 +279,7 @@ class Lost(Counting):
         self._fail_in("propose")
         return super().propose(request, continuation)
 
-    def observe(self, request: int, verdict: Observed) -> None:
+    def observe(self, request: int, verdict: Verdict) -> None:
         self._fail_in("observe")
         super().observe(request, verdict)
 
@@ -294,7 +293,7 @@ def test_an_error_of_the_device_ends_the_worker_instead_of_one_request(call: str
     arrays = [np.asarray([0]), np.asarray([7]), np.zeros((0, 0)), np.zeros(0, np.int32), np.zeros(0, np.int32)]
     with pytest.raises(torch.AcceleratorError):
         worker._hear(Start(request=1, round=0, sampling=SamplingParams()), [np.asarray([5, 6], np.int32)])
-        worker._hear(Verdict(request=1, round=0, draft=0), [*arrays, np.zeros((0, 0, 0), np.float32)])
+        worker._hear(RoundVerdict(request=1, round=0, draft=0), [*arrays, np.zeros((0, 0, 0), np.float32)])
         worker._work()
 
 

@@ -8,11 +8,11 @@ import pytest
 
 from engine.config import QueueConfig
 from engine.core.errors import QueueFull
-from engine.frontend.admission import Places
+from engine.frontend.admission import QueuePlaces
 
 
 async def test_a_reservation_takes_all_of_its_places_or_none() -> None:
-    places = Places(QueueConfig(size=3))
+    places = QueuePlaces(QueueConfig(size=3))
     with places.reserve(2):
         with pytest.raises(QueueFull, match=r"^queue\.size=3: all places are taken"):
             places.reserve(2)
@@ -23,7 +23,7 @@ async def test_a_reservation_takes_all_of_its_places_or_none() -> None:
 
 
 async def test_a_place_that_a_request_took_over_outlives_its_reservation() -> None:
-    places = Places(QueueConfig(size=2))
+    places = QueuePlaces(QueueConfig(size=2))
     with places.reserve(2) as reservation:
         place = reservation.take()
     assert places.wanted == 1
@@ -32,7 +32,7 @@ async def test_a_place_that_a_request_took_over_outlives_its_reservation() -> No
 
 
 async def test_who_waits_gets_the_place_that_becomes_free() -> None:
-    places = Places(QueueConfig(size=1))
+    places = QueuePlaces(QueueConfig(size=1))
     first = await places.wait()
     waiting = asyncio.create_task(places.wait())
     await asyncio.sleep(0)

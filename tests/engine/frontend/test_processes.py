@@ -13,7 +13,7 @@ from engine.frontend.processes import Workers
 from engine.wire.keys import create
 from engine.wire.keys import load as load_keys
 from engine.wire.messages import Stop
-from engine.wire.transport import Hub, Line
+from engine.wire.transport import Dealer, Router
 from tests.conftest import free_port
 
 
@@ -24,9 +24,9 @@ def test_a_drafter_that_waits_elsewhere_outlives_the_look_whether_the_port_is_fr
     create(tmp_path / "keys")
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     link = {"transport": "tcp", "tcp.endpoint": endpoint, "tcp.keys": str(tmp_path / "keys"), "tcp.remote": True}
-    joined, close = False, Hub.close
+    joined, close = False, Router.close
 
-    def close_once_found(hub: Hub) -> None:
+    def close_once_found(hub: Router) -> None:
         nonlocal joined
         deadline = time.monotonic() + 10
         while not joined and time.monotonic() < deadline:
@@ -34,8 +34,8 @@ def test_a_drafter_that_waits_elsewhere_outlives_the_look_whether_the_port_is_fr
         close(hub)
 
     with zmq.Context() as context:
-        line = Line(context, endpoint, "drafter", (Stop,), load_keys(tmp_path / "keys", "drafter"))
-        monkeypatch.setattr(Hub, "close", close_once_found)
+        line = Dealer(context, endpoint, "drafter", (Stop,), load_keys(tmp_path / "keys", "drafter"))
+        monkeypatch.setattr(Router, "close", close_once_found)
         workers = Workers(load({"model": "any", "method": "pld"}, link), context)
         try:
             workers.check()

@@ -25,7 +25,7 @@ from triton.backends.nvidia.driver import CudaDriver
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Rule
 from engine.model.cuda import triton_attention
-from engine.model.cuda.triton_attention import Rows, TritonAttention
+from engine.model.cuda.triton_attention import DeviceRows, TritonAttention
 from engine.model.kv_pool import KVPool
 
 CAPABILITIES = {80: "sm_80", 90: "sm_90a"}
@@ -90,7 +90,7 @@ class Compiled:
 def launch(shape: Shape) -> None:
     """One layer's attention over two rows."""
     pool = KVPool(KVShape(1, shape.kv_heads, shape.head_dim, shape.dtype), 2)
-    rows = Rows(*(torch.zeros(16, dtype=torch.int32) for _ in Rows._fields))
+    rows = DeviceRows(*(torch.zeros(16, dtype=torch.int32) for _ in DeviceRows._fields))
     query = torch.zeros(2, shape.kv_heads * shape.groups, shape.head_dim, dtype=shape.dtype)
     TritonAttention(pool, shape.groups)(rows, 3, 0, shape.rule, query)
 

@@ -9,9 +9,9 @@ import pytest
 from engine.answer import Answer, Piece, Result
 from engine.config import Config
 from engine.core.params import SamplingParams
-from engine.server.render import TextFormat, unnamed_sources
+from engine.server.render import TextRenderer, unnamed_sources
 from engine.server.schema import CompletionRequest
-from engine.server.translate import Wanted
+from engine.server.translate import ChoiceRequest
 from engine.server.vocabulary import Vocabulary
 from engine.text.stream import TextStream
 from engine.wire.messages import TokenLogprob
@@ -26,8 +26,8 @@ def tokens_of(text: str) -> list[int]:
     return list(TOKENIZER(text)["input_ids"])
 
 
-def format_of(wanted: list[Wanted]) -> TextFormat:
-    return TextFormat("m", wanted, Vocabulary(TOKENIZER), CompletionRequest(model="m", prompt="x"))
+def format_of(wanted: list[ChoiceRequest]) -> TextRenderer:
+    return TextRenderer("m", wanted, Vocabulary(TOKENIZER), CompletionRequest(model="m", prompt="x"))
 
 
 def scored(text: str) -> tuple[TokenLogprob, ...]:
@@ -48,14 +48,18 @@ def answered(sampling: SamplingParams, prompt: str, *rounds: str) -> tuple[Answe
 def test_a_prompt_counts_once_for_its_choices_and_each_prompt_of_a_batch_counts() -> None:
     result: Result = answered(SamplingParams(), "Hi", "x")[0].result()
     first, second = tokens_of("Hi"), tokens_of("Hi")
-    choices = [Wanted(first, SamplingParams()), Wanted(first, SamplingParams()), Wanted(second, SamplingParams())]
+    choices = [
+        ChoiceRequest(first, SamplingParams()),
+        ChoiceRequest(first, SamplingParams()),
+        ChoiceRequest(second, SamplingParams()),
+    ]
     assert format_of(choices).whole([result] * 3).usage.prompt_tokens == 4
 
 
 def test_the_tokens_of_one_character_begin_together_where_the_text_has_it() -> None:
     prompt, text = "é.", "a€b"
     answer, pieces = answered(LOGPROBS, prompt, "a", "€b")
-    wanted = [Wanted(tokens_of(prompt), LOGPROBS, echo=prompt)]
+    wanted = [ChoiceRequest(tokens_of(prompt), LOGPROBS, echo=prompt)]
     (whole,) = format_of(wanted).whole([answer.result()]).choices
     assert whole.text == prompt + text and whole.logprobs is not None
     assert whole.logprobs.text_offset == [0, 0, 1, 2, 3, 3, 3, 4]
@@ -67,7 +71,7 @@ def test_the_tokens_of_one_character_begin_together_where_the_text_has_it() -> N
 
 def test_tokens_that_are_not_shown_move_no_offset() -> None:
     answer, _ = answered(LOGPROBS, "x", "a<|end|>b")
-    (whole,) = format_of([Wanted(tokens_of("x"), LOGPROBS)]).whole([answer.result()]).choices
+    (whole,) = format_of([ChoiceRequest(tokens_of("x"), LOGPROBS)]).whole([answer.result()]).choices
     assert whole.text == "ab" and whole.logprobs is not None and whole.logprobs.text_offset == [0, 1, 1]
 
 
@@ -75,7 +79,7 @@ def test_every_chunk_counts_what_was_sent_so_far_if_the_client_wants_it() -> Non
     _, pieces = answered(SamplingParams(), "Hi", "x", "yz")
     options = {"continuous_usage_stats": True}
     body = CompletionRequest(model="m", prompt="Hi", stream=True, stream_options=options)  # type: ignore[arg-type]
-    format_ = TextFormat("m", [Wanted(tokens_of("Hi"), SamplingParams())], Vocabulary(TOKENIZER), body)
+    format_ = TextRenderer("m", [ChoiceRequest(tokens_of("Hi"), SamplingParams())], Vocabulary(TOKENIZER), body)
     counts = [format_.piece(0, piece)["usage"] for piece in pieces]
     assert [(count["completion_tokens"], count["total_tokens"]) for count in counts] == [(1, 3), (3, 5)]
 
@@ -83,7 +87,7 @@ def test_every_chunk_counts_what_was_sent_so_far_if_the_client_wants_it() -> Non
 def test_an_answer_names_the_fields_that_had_no_effect() -> None:
     result: Result = answered(SamplingParams(), "Hi", "x")[0].result()
     body = CompletionRequest(model="m", prompt="Hi", verbosity="low")  # type: ignore[arg-type]
-    format_ = TextFormat("m", [Wanted(tokens_of("Hi"), SamplingParams())], Vocabulary(TOKENIZER), body)
+    format_ = TextRenderer("m", [ChoiceRequest(tokens_of("Hi"), SamplingParams())], Vocabulary(TOKENIZER), body)
     assert format_.whole([result]).metrics.ignored == ["verbosity"]
 
 
@@ -102,7 +106,7 @@ def test_where_answers_are_shared_no_token_is_said_to_come_from_them(
 ) -> None:
     config = Config.model_validate({"method": method, "drafter": {"share_answers": shared}})
     body = CompletionRequest(model="m", prompt="Hi", return_sources=True)
-    wanted = [Wanted(tokens_of("Hi"), SamplingParams())]
-    format_ = TextFormat("m", wanted, Vocabulary(TOKENIZER), body, unnamed_sources(config))
+    wanted = [ChoiceRequest(tokens_of("Hi"), SamplingParams())]
+    format_ = TextRenderer("m", wanted, Vocabulary(TOKENIZER), body, unnamed_sources(config))
     piece = Piece("wxyz", (5, 6, 7, 8), ("retrieval", "head", "grammar", "target"))
     assert [one["source"] for one in format_.piece(0, piece)["choices"][0]["sources"]] == shown

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.tree import TokenTree
-from engine.verifier.confidence_scale import Trust
+from engine.verifier.confidence_scale import ConfidenceScale
 from tests.engine.core.test_tree import trees
 
 
@@ -14,7 +14,7 @@ def chain(*chances: float) -> TokenTree:
 
 
 def test_a_request_that_keeps_more_than_is_promised_is_trusted_more() -> None:
-    tree, trust = chain(0.8, 0.8, 0.8), Trust()
+    tree, trust = chain(0.8, 0.8, 0.8), ConfidenceScale()
     assert np.array_equal(trust.worth(tree), tree.confidence)
     for _ in range(20):
         trust.learn(float(trust.worth(tree).sum()), emitted=4)
@@ -22,7 +22,7 @@ def test_a_request_that_keeps_more_than_is_promised_is_trusted_more() -> None:
 
 
 def test_a_request_that_keeps_less_is_trusted_less() -> None:
-    tree, trust = chain(0.8, 0.8, 0.8), Trust()
+    tree, trust = chain(0.8, 0.8, 0.8), ConfidenceScale()
     for _ in range(20):
         trust.learn(float(trust.worth(tree).sum()), emitted=1)
     assert (trust.worth(tree)[1:] < tree.confidence[1:]).all()
@@ -30,7 +30,7 @@ def test_a_request_that_keeps_less_is_trusted_less() -> None:
 
 @given(trees(), st.lists(st.integers(1, 60)))
 def test_however_far_a_request_is_trusted_a_tree_stays_one(tree: TokenTree, emitted: list[int]) -> None:
-    trust = Trust()
+    trust = ConfidenceScale()
     for tokens in emitted:
         trust.learn(float(trust.worth(tree).sum()), tokens)
     worth = trust.worth(tree)

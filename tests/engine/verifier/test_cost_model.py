@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.verifier.bandit import Choice
+from engine.verifier.bandit import Bandit
 from engine.verifier.cost_model import NOTHING, Attended, CostModel
 
 STEEP = {1: 0.010, 8: 0.020, 16: 0.040, 32: 0.080, 64: 0.160}
@@ -438,7 +438,7 @@ def test_in_turns_unless_told_otherwise() -> None:
         assert not model.ahead.second
 
 
-def rounds_until_a_change(model: CostModel, choice: Choice, round_s: float) -> int:
+def rounds_until_a_change(model: CostModel, choice: Bandit, round_s: float) -> int:
     before = choice.second
     for count in range(1, 500):
         model.observe_ways(1, 1, round_s, rests=True)

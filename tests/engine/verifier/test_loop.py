@@ -24,8 +24,20 @@ from engine.verifier.drafter_link import FROM_DRAFTER
 from engine.verifier.loop import Verifier
 from engine.verifier.placement import Threads
 from engine.verifier.request import Request
-from engine.wire.messages import Cancel, Draft, Emitted, Failed, Finish, Hello, Rejoin, Stop, Submit, Tokens, Verdict
-from engine.wire.transport import Hub, Line
+from engine.wire.messages import (
+    Cancel,
+    Draft,
+    Emitted,
+    Failed,
+    Finish,
+    Hello,
+    Rejoin,
+    RoundVerdict,
+    Stop,
+    Submit,
+    Tokens,
+)
+from engine.wire.transport import Dealer, Router
 
 VOCABULARY, CONTEXT, BLOCKS = 100, 32, 16
 DRAFTER = "drafter-1"
@@ -83,7 +95,7 @@ class Wire:
 class Stage:
     """A verifier whose rounds the test runs one by one."""
 
-    def __init__(self, hello: Hello | None = None, hub: Hub | None = None, **options: Any):
+    def __init__(self, hello: Hello | None = None, hub: Router | None = None, **options: Any):
         self.control, self.drafts, self.target = Wire(), Wire(), Counting()
         config = load({"model": "counting", "method": "pld"}, options)
         parts: Any = (self.target, self.control, hub or self.drafts)
@@ -116,9 +128,9 @@ class Stage:
         verifier._step(verifier.requests.plan(10**18, verifier.meter.costs, verifier.drafter.present))
         return self.target.forwards[-1]
 
-    def verdicts(self) -> list[tuple[Verdict, list[Any]]]:
+    def verdicts(self) -> list[tuple[RoundVerdict, list[Any]]]:
         """Those told since the last look."""
-        told = [(parts[1], parts[2]) for parts in self.drafts.sent if isinstance(parts[1], Verdict)]
+        told = [(parts[1], parts[2]) for parts in self.drafts.sent if isinstance(parts[1], RoundVerdict)]
         self.drafts.sent.clear()
         return told
 
@@ -220,7 +232,7 @@ def test_every_request_gets_its_own_features() -> None:
 HEAD = Hello(feature_layers=(1,))
 
 
-def positions_sent(told: Sequence[tuple[Verdict, list[Any]]], number: int = 1) -> list[int]:
+def positions_sent(told: Sequence[tuple[RoundVerdict, list[Any]]], number: int = 1) -> list[int]:
     """The tokens whose hidden states the verdicts on that request carry."""
     of = [torch.from_numpy(arrays[-1]).view(torch.bfloat16).flatten() for one, arrays in told if one.request == number]
     return [int(token) for token in torch.cat(of).tolist()]
@@ -500,8 +512,8 @@ def test_a_drafter_that_leaves_too_much_unread_is_dropped_and_asked_to_rejoin_on
 def test_a_drafter_that_slept_comes_back_by_itself() -> None:
     """Behind real sockets, each of which holds four messages."""
     with zmq.Context() as context:
-        hub = Hub(context, "inproc://drafts", FROM_DRAFTER, unread=4)
-        line = Line(context, "inproc://drafts", DRAFTER, FROM_VERIFIER, unread=4)
+        hub = Router(context, "inproc://drafts", FROM_DRAFTER, unread=4)
+        line = Dealer(context, "inproc://drafts", DRAFTER, FROM_VERIFIER, unread=4)
         control: Any = Wire()
         drafter = DrafterWorker(PromptLookup(), control, line)
         stage = Stage(hub=hub)

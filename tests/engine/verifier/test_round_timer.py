@@ -7,7 +7,7 @@ import pytest
 
 from engine.config import Config
 from engine.verifier.cost_model import CostModel
-from engine.verifier.round_timer import Meter
+from engine.verifier.round_timer import RoundTimer
 
 FORWARDS = {1: 0.010, 8: 0.010, 64: 0.080}
 
@@ -31,16 +31,18 @@ class One:
 
 
 @pytest.fixture
-def meter() -> Meter:
+def meter() -> RoundTimer:
     nothing: Any = None
-    made = Meter(Config(model="none"), nothing, nothing, nothing)
+    made = RoundTimer(Config(model="none"), nothing, nothing, nothing)
     made.costs = CostModel(FORWARDS)
     made.costs.observe_wait(0.002)
     end_round(made, rows=1, tokens=1, lost=True)  # from its end on, time counts
     return made
 
 
-def end_round(meter: Meter, rows: int, tokens: int, asked: bool = True, chunk: int = 0, lost: bool = False) -> None:
+def end_round(
+    meter: RoundTimer, rows: int, tokens: int, asked: bool = True, chunk: int = 0, lost: bool = False
+) -> None:
     """A round of one request ends: rows of its tree, of another's prompt, and the tokens that it emitted."""
     one, reader = One(), One()
     concluded: list[Any] = [] if lost else [SimpleNamespace(request=one, tokens=[0] * tokens)]
@@ -56,7 +58,7 @@ def end_round(meter: Meter, rows: int, tokens: int, asked: bool = True, chunk: i
 
 @pytest.mark.parametrize("chunk", [0, 16])
 def test_drafts_that_gain_nothing_are_not_awaited_again_even_if_a_prompt_was_read_beside_them(
-    meter: Meter, chunk: int
+    meter: RoundTimer, chunk: int
 ) -> None:
     assert meter.costs.worth_waiting(1, 1)
     for _ in range(10):
@@ -64,20 +66,20 @@ def test_drafts_that_gain_nothing_are_not_awaited_again_even_if_a_prompt_was_rea
     assert not meter.costs.worth_waiting(1, 1)
 
 
-def test_what_drafts_gain_is_asked_of_the_rounds_that_had_asked_for_them(meter: Meter) -> None:
+def test_what_drafts_gain_is_asked_of_the_rounds_that_had_asked_for_them(meter: RoundTimer) -> None:
     gained = meter.costs.worth_waiting(1, 1)
     for _ in range(30):
         end_round(meter, rows=32, tokens=1, asked=False)
     assert meter.costs.worth_waiting(1, 1) == gained
 
 
-def test_a_round_that_lost_its_request_tells_nothing_of_drafts(meter: Meter) -> None:
+def test_a_round_that_lost_its_request_tells_nothing_of_drafts(meter: RoundTimer) -> None:
     for _ in range(30):
         end_round(meter, rows=32, tokens=1, lost=True)
     assert meter.costs.worth_waiting(1, 1)
 
 
-def test_rounds_that_read_a_prompt_do_not_change_how_many_tokens_a_round_is_thought_to_emit(meter: Meter) -> None:
+def test_rounds_that_read_a_prompt_do_not_change_how_many_tokens_a_round_is_thought_to_emit(meter: RoundTimer) -> None:
     for _ in range(30):
         end_round(meter, rows=8, tokens=8, chunk=16)
     assert meter.costs.rate(1) == pytest.approx(1 / meter.costs.seconds(1), rel=0.2)
@@ -86,7 +88,9 @@ def test_rounds_that_read_a_prompt_do_not_change_how_many_tokens_a_round_is_thou
     assert meter.costs.rate(1) > 3 / meter.costs.seconds(8)
 
 
-def test_the_cost_model_hears_of_rows_keys_and_past_positions(meter: Meter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cost_model_hears_of_rows_keys_and_past_positions(
+    meter: RoundTimer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     heard: dict[str, tuple[Any, ...]] = {}
     for name in ("observe_forward", "observe_drafts", "observe_round"):
         monkeypatch.setattr(meter.costs, name, lambda *told, name=name: heard.update({name: told}))

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.tree import TokenTree
-from engine.verifier.confidence_scale import Trust
+from engine.verifier.confidence_scale import ConfidenceScale
 from engine.verifier.cost_model import CostModel
-from engine.verifier.step_input import Proposal, Round, paying
+from engine.verifier.step_input import Proposal, StepInput, paying
 
 DEAR, CHEAP = CostModel({1: 1.0, 64: 64.0}), CostModel({1: 1.0, 64: 1.001})
 """Forwards where each row takes as long as the first, and where further rows are nearly free."""
@@ -49,8 +49,8 @@ def test_a_kept_nodes_better_nodes_are_kept_too(chances: list[list[float]], row_
 def test_a_round_remembers_whether_a_drafter_was_asked_even_when_the_next_one_is_decided(
     drafted: bool, alone: bool, asked: bool
 ) -> None:
-    request: Any = SimpleNamespace(drafted=drafted, alone=alone, trust=Trust(), grafts=lambda tree: [])
+    request: Any = SimpleNamespace(drafted=drafted, alone=alone, trust=ConfidenceScale(), grafts=lambda tree: [])
     request.admitted = lambda tree: np.arange(len(tree))
-    round_ = Round.of(request, Proposal(0, TokenTree.root_only(7)))
+    round_ = StepInput.of(request, Proposal(0, TokenTree.root_only(7)))
     request.alone = not alone
     assert round_.asked == asked

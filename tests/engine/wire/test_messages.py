@@ -22,11 +22,11 @@ from engine.wire.messages import (
     Message,
     Rates,
     Ready,
+    RoundVerdict,
     Start,
     Stop,
     Submit,
     Tokens,
-    Verdict,
     decode,
     encode,
 )
@@ -53,7 +53,7 @@ EXAMPLES: list[tuple[Message, list[Any]]] = [
     (Heartbeat(), []),
     (Hello(feature_layers=(1, 2), successors=8), []),
     (Start(request=1, round=0, sampling=SamplingParams()), [INTS]),
-    (Verdict(request=1, round=2, draft=3), [INTS, INTS, SUCCESSORS, INTS, INTS, FEATURES]),
+    (RoundVerdict(request=1, round=2, draft=3), [INTS, INTS, SUCCESSORS, INTS, INTS, FEATURES]),
     (Finish(request=1), []),
     (
         Draft(request=1, round=2, draft=3, parent=0, node=1, token=5, draft_us=0),
@@ -79,7 +79,7 @@ def test_there_is_an_example_of_every_message_with_arrays() -> None:
 
 
 def test_empty_features_survive_the_wire() -> None:
-    message = Verdict(request=1, round=2, draft=3)
+    message = RoundVerdict(request=1, round=2, draft=3)
     _, arrays = decode(
         frames_of(message, [INTS, INTS, np.zeros((0, 0), np.int32), INTS, INTS, np.zeros((0, 0, 0), np.uint16)]), EVERY
     )
@@ -146,7 +146,7 @@ def test_arrays_travel_as_the_type_of_the_protocol() -> None:
 
 def test_an_array_without_elements_has_its_own_number_of_dimensions_whatever_the_others_say() -> None:
     frames = frames_of(
-        Verdict(request=1, round=2, draft=3),
+        RoundVerdict(request=1, round=2, draft=3),
         [INTS, INTS, np.zeros((0, 3), np.int32), INTS, INTS, np.zeros((5, 0, 7), np.uint16)],
     )
     _, arrays = decode(frames, EVERY)
@@ -187,7 +187,7 @@ def test_an_array_of_another_form_is_refused(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -1.0, 0.0])
 @pytest.mark.parametrize("field", ["round_s", "tokens", "token_s"])
 def test_a_rate_that_is_none_is_refused(field: str, wrong: float) -> None:
-    message = Verdict(request=1, round=2, draft=3, rates=Rates(**{field: wrong}))
+    message = RoundVerdict(request=1, round=2, draft=3, rates=Rates(**{field: wrong}))
     with pytest.raises(ProtocolError):
         decode(frames_of(message, [INTS, INTS, SUCCESSORS, INTS, INTS, FEATURES]), EVERY)
 
@@ -195,7 +195,7 @@ def test_a_rate_that_is_none_is_refused(field: str, wrong: float) -> None:
 def test_a_row_may_cost_nothing_and_no_less() -> None:
     for row_tokens, is_known in ((0.0, True), (0.5, True), (-0.1, False), (float("nan"), False)):
         frames = frames_of(
-            Verdict(request=1, round=2, draft=3, rates=Rates(row_tokens=row_tokens)),
+            RoundVerdict(request=1, round=2, draft=3, rates=Rates(row_tokens=row_tokens)),
             [INTS, INTS, SUCCESSORS, INTS, INTS, FEATURES],
         )
         with nullcontext() if is_known else pytest.raises(ProtocolError):

@@ -13,10 +13,10 @@ from engine.core.errors import ConfigError
 from engine.core.params import SamplingParams
 from engine.wire.keys import Keys, create, load
 from engine.wire.messages import Heartbeat, Hello, Start, Stop
-from engine.wire.transport import Hub, Line
+from engine.wire.transport import Dealer, Router
 from tests.conftest import free_port
 
-Pair = tuple[Hub, Line]
+Pair = tuple[Router, Dealer]
 
 
 @pytest.fixture(params=["inproc", "ipc", "tcp", "tcp with keys"])
@@ -28,8 +28,8 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
         create(tmp_path / "keys")
         keys = [load(tmp_path / "keys", "verifier"), load(tmp_path / "keys", "drafter")]
     with zmq.Context() as context:
-        hub = Hub(context, endpoint, (Hello, Heartbeat), keys[0])
-        line = Line(context, endpoint, "peer", (Stop,), keys[1])
+        hub = Router(context, endpoint, (Hello, Heartbeat), keys[0])
+        line = Dealer(context, endpoint, "peer", (Stop,), keys[1])
         yield hub, line
         hub.close()
         line.close()
@@ -83,8 +83,8 @@ def test_a_hub_refuses_to_send_to_a_peer_that_leaves_too_much_unread(transport: 
     endpoint = endpoints[transport]
     message, text = Start(request=1, round=0, sampling=SamplingParams()), np.zeros(1 << 16, np.int32)
     with zmq.Context() as context:
-        hub = Hub(context, endpoint, (Hello,), unread=8)
-        line = Line(context, endpoint, "peer", (Start,), unread=8)
+        hub = Router(context, endpoint, (Hello,), unread=8)
+        line = Dealer(context, endpoint, "peer", (Start,), unread=8)
         line.send(Hello())
         await_arrivals(hub, 1)
         sent = 0
@@ -103,11 +103,11 @@ def test_a_hub_refuses_to_send_to_a_peer_that_leaves_too_much_unread(transport: 
 def test_a_line_joins_once_for_every_hub_it_finds() -> None:
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     with zmq.Context() as context:
-        line = Line(context, endpoint, "peer", (Stop,))
+        line = Dealer(context, endpoint, "peer", (Stop,))
         assert not line.joined()
         for _ in range(2):
             with zmq.Context() as its_own:  # whose end waits until the port is free again
-                hub = Hub(its_own, endpoint, (Hello,))
+                hub = Router(its_own, endpoint, (Hello,))
                 deadline = time.monotonic() + 10
                 while not (joined := line.joined()) and time.monotonic() < deadline:
                     time.sleep(0.01)
@@ -124,8 +124,8 @@ def test_a_line_with_another_key_is_not_let_in(tmp_path: Path) -> None:
     ours, theirs = load(tmp_path / "ours", "verifier"), load(tmp_path / "theirs", "drafter")
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     with zmq.Context() as context:
-        hub = Hub(context, endpoint, (Hello,), ours)
-        stranger = Line(context, endpoint, "stranger", (Stop,), theirs._replace(verifier=ours.public))
+        hub = Router(context, endpoint, (Hello,), ours)
+        stranger = Dealer(context, endpoint, "stranger", (Stop,), theirs._replace(verifier=ours.public))
         stranger.send(Hello())
         with pytest.raises(ConfigError, match=r"does not let this drafter in; put its drafter\.key"):
             deadline = time.monotonic() + 10
@@ -153,8 +153,8 @@ def test_a_link_whose_ends_hold_different_keys_is_told_instead_of_tried_for_ever
     keys = {"ours": ours, "mixed": ours._replace(verifier=load(tmp_path / "theirs", "drafter").verifier), None: None}
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     with zmq.Context() as context:
-        hub = Hub(context, endpoint, (Hello,), load(tmp_path / verifier, "verifier") if verifier else None)
-        line = Line(context, endpoint, "peer", (Stop,), keys[drafter])
+        hub = Router(context, endpoint, (Hello,), load(tmp_path / verifier, "verifier") if verifier else None)
+        line = Dealer(context, endpoint, "peer", (Stop,), keys[drafter])
         with pytest.raises(ConfigError) as error:
             deadline = time.monotonic() + 30
             while time.monotonic() < deadline and not line.joined():
@@ -167,9 +167,9 @@ def test_a_link_whose_ends_hold_different_keys_is_told_instead_of_tried_for_ever
 def test_a_taken_port_is_told_in_one_line() -> None:
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     with zmq.Context() as context:
-        first = Hub(context, endpoint, (Hello,))
+        first = Router(context, endpoint, (Hello,))
         with pytest.raises(ConfigError, match=f"^tcp.endpoint={endpoint}: cannot be bound: address already in use; "):
-            Hub(context, endpoint, (Hello,))
+            Router(context, endpoint, (Hello,))
         first.close()
 
 
@@ -184,7 +184,10 @@ def taken(tmp_path: Path) -> Path:
 
 def test_a_folder_that_is_not_ours_alone_is_refused_by_both_sides(taken: Path) -> None:
     with zmq.Context() as context:
-        for side in (lambda: Hub(context, f"ipc://{taken}/x", ()), lambda: Line(context, f"ipc://{taken}/x", "a", ())):
+        for side in (
+            lambda: Router(context, f"ipc://{taken}/x", ()),
+            lambda: Dealer(context, f"ipc://{taken}/x", "a", ()),
+        ):
             with pytest.raises(ConfigError, match=r"^TMPDIR: .*talon-1 is not a folder of this user alone; remove it"):
                 side()
 
@@ -193,20 +196,20 @@ def test_a_link_to_a_folder_of_ours_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ours").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "ours")
     with zmq.Context() as context, pytest.raises(ConfigError, match="TMPDIR"):
-        Hub(context, f"ipc://{tmp_path}/link/x", ())
+        Router(context, f"ipc://{tmp_path}/link/x", ())
 
 
 def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.geteuid", lambda: tmp_path.stat().st_uid + 1)
     with zmq.Context() as context, pytest.raises(ConfigError, match="TMPDIR"):
-        Line(context, f"ipc://{tmp_path}/x", "a", ())
+        Dealer(context, f"ipc://{tmp_path}/x", "a", ())
 
 
 def test_a_hub_whose_folder_was_taken_serves_its_peers_and_binds_nothing_there(tmp_path: Path) -> None:
     folder = tmp_path / "talon-1"
     with zmq.Context() as context:
-        hub = Hub(context, f"ipc://{folder}/x", (Heartbeat,))
-        line = Line(context, f"ipc://{folder}/x", "peer", (Stop,))
+        hub = Router(context, f"ipc://{folder}/x", (Heartbeat,))
+        line = Dealer(context, f"ipc://{folder}/x", "peer", (Stop,))
         line.send(Heartbeat())
         assert len(await_arrivals(hub, 1)) == 1
         (folder / "x").unlink()

@@ -17,7 +17,7 @@ from engine.core.kv_shape import KVShape
 from engine.core.tree import TokenTree
 from engine.kernels.attention.attention import Rule
 from engine.model.cuda import triton_attention
-from engine.model.cuda.triton_attention import Rows, TritonAttention
+from engine.model.cuda.triton_attention import DeviceRows, TritonAttention
 from engine.model.kv_pool import KVCache, KVPool
 from tests.engine.model.test_target import random_tree
 
@@ -66,7 +66,7 @@ class Texts:
         rows_of = zip(batch.tokens.tolist(), batch.positions.tolist(), strict=True)
         query = torch.stack([self.vector(token, at, 3, KV_HEADS * GROUPS) for token, at in rows_of])
         arrays = (batch.prefixes, batch.others, batch.listed, batch.tables, batch.table_of)
-        rows = Rows(*(torch.from_numpy(array).to(DEVICE) for array in arrays))
+        rows = DeviceRows(*(torch.from_numpy(array).to(DEVICE) for array in arrays))
         pool, seen = self.pool, int(batch.positions.max()) + 1
         moved: Any = KVPool(pool.shape, 1)
         moved.keys, moved.values = pool.keys.to(DEVICE), pool.values.to(DEVICE)
