@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from engine.config import Config, cores
+from engine.core.methods import find
 
 
 def shares_loop(config: Config) -> bool:
     """Whether the verifier's worker also runs the drafter. In turns one of the two always waits for the other: a
     process has to be woken, a thread contends for Python's lock, and a draft model has half of the cores.
     """
-    from engine.core.methods import find
-
     return config.mode == "sequential" and config.transport != "tcp" and find(config.method).drafter is not None
 
 
@@ -24,7 +23,6 @@ def settled(config: Config) -> tuple[Config, str | None]:
 
     On two cores drafting ahead was 0.4 times (`hybrid`) to 0.9 times (`block`) as fast as turns in one loop.
     """
-    from engine.core.methods import find
     from engine.model.loading import find_device
 
     if config.mode != "auto" or find(config.method).drafter is None:
@@ -53,8 +51,6 @@ def share_cores(config: Config) -> Threads:
     Any other drafter needs none. More threads than cores are refused: two workers of two threads each on two cores were
     measured to run 6 to 8 times slower.
     """
-    from engine.core.methods import find
-
     available, wanted = cores(), config.verifier.threads
     alone = min(wanted or available, available)
     if config.remote:  # neither shares its machine with the other
