@@ -1,4 +1,4 @@
-"""What one part costs: the forward and its parts, indexes, drafting, pauses.
+"""What one part costs: a forward, its parts, and what the machine would allow.
 
 Imports `benchmarks.report`.
 """
