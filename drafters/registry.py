@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from engine.config import Config
     from engine.core.drafter_protocol import Drafter
 
-__all__ = ["build", "build_for_worker", "check", "check_vocabulary"]
+__all__ = ["build", "build_for_worker", "check", "check_vocabulary", "parts"]
 
 
 def build(config: Config) -> Drafter:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel
 
-from drafters.parts import parts
+from drafters.registry import parts
 from engine.answer import Piece, Result, speculative_decoding
 from engine.config import Config
 from engine.core.methods import METHODS

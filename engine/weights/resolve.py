@@ -6,7 +6,6 @@ from pathlib import Path
 
 from engine.config import AUTO, Config
 from engine.core.errors import ModelError
-from engine.model.trained import trained_for, trained_for_name
 from engine.weights.cache import home, keep
 from engine.weights.catalogue import CATALOGUE, KnownModel
 from engine.weights.download import download
@@ -14,6 +13,7 @@ from engine.weights.gguf import convert, converted
 from engine.weights.gguf_file import read_gguf
 from engine.weights.hub import fetched
 from engine.weights.progress import shown
+from engine.weights.trained import trained_for, trained_for_name
 
 
 def resolve(model: str, key: str = "model") -> str:
