@@ -1,6 +1,6 @@
 """The verifier worker: owns the target and every request's keys and values, and turns drafts into tokens.
 
-One round: receive -> schedule -> run -> verify -> commit -> tell. All requests share a forward; without a drafter, or
+One round: receive -> schedule -> run -> verify -> tell -> commit. All requests share a forward; without a drafter, or
 when it is late, a request's tree is its root alone, which is plain decoding: the drafter decides speed, never text.
 """
 
@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import zmq
-from torch import Tensor
 
 from engine.config import Config
 from engine.core.batch import Segment
@@ -28,7 +26,7 @@ from engine.verifier.request import Request
 from engine.verifier.round_timer import RoundTimer
 from engine.verifier.scheduler import Plan, Scheduler
 from engine.verifier.step_input import StepInput, cut
-from engine.verifier.step_result import StepResult, conclude_chunks, conclude_trees
+from engine.verifier.step_result import ChunkRows, StepResult, TreeRows, chunk_rows, tree_rows
 from engine.wire.loop_link import LoopRouter
 from engine.wire.messages import Cancel
 from engine.wire.trace import Trace
@@ -104,37 +102,43 @@ class Verifier:
         return self.requests.plan(time.perf_counter_ns(), self.meter.costs, self.drafter.present)
 
     def _step(self, plan: Plan) -> None:
-        """Run one forward over the trees and chunks of the plan, and send the results."""
+        """One forward over the trees and chunks of the plan: schedule, run, verify, tell, commit."""
         if self.drafter.drafter is not None:
             self.meter.observe_wait(plan.decoding)
-        rounds = self._rounds(plan.decoding)
+        steps = self._step_inputs(plan.decoding)
         try:
-            plan, rounds = self._reserve(plan, rounds)
+            plan, steps = self._reserve(plan, steps)
         except OutOfBlocks as error:
             return self._fail(self.requests.running[0], error)
-        segments = [Segment.of_tree(round_.tree, round_.request.cache) for round_ in rounds]
-        segments += [request.chunk(count) for request, count in plan.reading]
-        if not segments:
+        trees = [Segment.of_tree(step.tree, step.request.cache) for step in steps]
+        chunks = [request.chunk(count) for request, count in plan.reading]
+        if not (trees or chunks):
             return
         started_ns = time.perf_counter_ns()
         try:
-            logits, features = self.target.run(segments, self.drafter.wants.feature_layers)
+            logits, hidden_states = self.target.run([*trees, *chunks], self.drafter.wants.feature_layers)
         except torch.AcceleratorError:
             raise  # the device's state is lost: this worker ends, and the next one continues
         except Exception as error:  # exhausted memory, say
             return self._blame(plan, error)
-        self.meter.end_forward(started_ns, segments)
+        self.meter.end_forward(started_ns, [*trees, *chunks])
         if self.meter.costs.ahead.second:
             self.drafter.hear()  # drafts that arrived meanwhile
-        trees = conclude_trees(rounds, logits, features, self.drafter.wants.successors, self._fail)
-        chunks = self._read(plan, segments[len(rounds) :], logits, features)
-        concluded = self._tell_drafter(plan, chain(trees, chunks))
-        self.meter.observe_round(concluded, rounds, segments, self.drafter)
-        self._tell_front_end(concluded)
-        for conclusion in concluded:
-            self._commit(conclusion)
+        readers = [request for request, _ in plan.reading]
+        rows: list[TreeRows | ChunkRows] = [
+            *tree_rows(steps, logits, hidden_states, self.drafter.wants.successors),
+            *chunk_rows(readers, chunks, logits, hidden_states),
+        ]
+        results = self._verify_and_tell_drafter(plan, rows)
+        for request in readers:
+            if request in self.requests.running:  # not failed
+                request.publish()
+        self.meter.observe_round(results, steps, [*trees, *chunks], self.drafter)
+        self._tell_front_end(results)
+        for result in results:
+            self._commit(result)
 
-    def _rounds(self, decoding: list[Request]) -> list[StepInput]:
+    def _step_inputs(self, decoding: list[Request]) -> list[StepInput]:
         """The trees of all requests, cut together to the nodes that pay."""
         rounds = [StepInput.of(request, self.drafter.proposal(request)) for request in decoding]
         cuts = self.config.verifier.cut and self.drafter.wants.calibrated
@@ -150,29 +154,34 @@ class Verifier:
         staying = [round_ for round_ in rounds if round_.request in plan.decoding]
         return plan, [round_.best(self.requests.room(round_.request, len(round_.kept))) for round_ in staying]
 
-    def _read(self, plan: Plan, chunks: list[Segment], logits: Tensor, features: Tensor | None) -> Iterator[StepResult]:
-        """Commit the chunks; requests whose prompt ends there draw their first token."""
-        readers = [request for request, _ in plan.reading]
-        yield from conclude_chunks(readers, chunks, logits, features, self._fail)
-        for request in readers:
-            if request in self.requests.running:  # not failed
-                request.publish()
-
-    def _tell_drafter(self, plan: Plan, conclusions: Iterable[StepResult]) -> list[StepResult]:
-        """Send each verdict as soon as it is known: retrieval drafts for one request while the next tree is walked
-        down. But a model drafts for all of them in one forward, and gets all verdicts at once.
+    def _verify_and_tell_drafter(self, plan: Plan, rows: Sequence[TreeRows | ChunkRows]) -> list[StepResult]:
+        """Draw each request's tokens, and send the verdict at once: retrieval drafts for one request while the next
+        tree is walked down. But a model drafts for all of them in one forward, and gets all verdicts together.
         """
-        if not self.method.has_model or self.drafter.rests(self.meter.costs):
-            requests, missing = len(plan.members), sum(request.drafted for request in plan.decoding)
-        else:
-            conclusions = [*conclusions]
-            requests = len(conclusions)
-            missing = sum(one.request.drafted and not one.request.hit for one in conclusions)
-        alone, concluded = self._go_alone(missing), []
-        for conclusion in conclusions:
-            self._tell_of(conclusion, requests, alone)
-            concluded.append(conclusion)
-        return concluded
+        together = self.method.has_model and not self.drafter.rests(self.meter.costs)
+        requests, missing = len(plan.members), sum(request.drafted for request in plan.decoding)
+        root_only = not together and self._go_alone(missing)
+        results = []
+        for part in rows:
+            if (result := self._verify(part)) is not None:
+                results.append(result)
+                if not together:
+                    self._tell_of(result, requests, root_only)
+        if together:
+            root_only = self._go_alone(sum(one.request.drafted and not one.request.hit for one in results))
+            for result in results:
+                self._tell_of(result, len(results), root_only)
+        return results
+
+    def _verify(self, part: TreeRows | ChunkRows) -> StepResult | None:
+        """What the round came to for one request; None if it only read, or if it failed, which ends it alone."""
+        try:
+            return part.verify()
+        except torch.AcceleratorError:
+            raise  # as in `_step`
+        except Exception as error:  # logits that are not numbers
+            self._fail(part.request, error)
+            return None
 
     def _go_alone(self, missing: int) -> bool:
         """Whether the `missing` requests, which have no tree yet, continue with their roots alone."""

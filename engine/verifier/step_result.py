@@ -1,16 +1,13 @@
-"""The outcome of a round for each request: its tree is walked down, prompt chunks are committed.
-
-A request whose draw fails, because its logits are not numbers, is handed to `fail`; the others continue.
-"""
+"""The outcome of a round for each request: its tree is walked down, or its prompt chunk is committed."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from engine.core.batch import Segment
@@ -25,7 +22,6 @@ from engine.verifier.step_input import StepInput
 from engine.wire.messages import Array, TokenLogprob
 
 _SMALL = 8  # nodes of a tree of which the argmax is found without knowing whether it is needed
-Fail = Callable[[Request, Exception], None]
 
 
 @dataclass(frozen=True)
@@ -50,33 +46,54 @@ class StepResult:
     grafts: tuple[int, ...] = ()
 
 
-def conclude_trees(
-    rounds: Sequence[StepInput], logits: Tensor, features: Tensor | None, successors: int, fail: Fail
-) -> Iterator[StepResult]:
-    """Walk down each tree in turn. successors: how many the drafter wants per node.
-
-    logits: [rows, vocab], features: [rows, layers, hidden], the trees' rows first.
+@dataclass(frozen=True)
+class TreeRows:
+    """A tree's rows of a forward's output. logits: [nodes, vocab]; best: [nodes] their argmax, if known; states:
+    [nodes, layers, hidden], None if nobody wants them. successors: how many of the likeliest tokens the drafter wants
+    of each node.
     """
-    count, first = sum(len(round_.kept) for round_ in rounds), 0
+
+    step: StepInput
+    logits: Tensor
+    best: Sequence[int] | None
+    states: States | None
+    successors: int
+
+    @property
+    def request(self) -> Request:
+        return self.step.request
+
+    def verify(self) -> StepResult:
+        """Walk down the tree. Raises if the logits are not numbers."""
+        path, tokens = verify(self.step.tree, self.logits, self.request.sampler, self.best)
+        ranked = _successors(self.step, self.logits, self.successors) if self.successors else None
+        return _conclude(self.step, path, tokens, None if self.states is None else self.states[path], ranked)
+
+
+def tree_rows(
+    steps: Sequence[StepInput], logits: Tensor, hidden_states: Tensor | None, successors: int
+) -> list[TreeRows]:
+    """Each tree's part of a forward's output. logits: [rows, vocab], hidden_states: [rows, layers, hidden]; the trees'
+    rows come first.
+    """
+    ends = list(accumulate(len(step.kept) for step in steps))
+    count = ends[-1] if ends else 0
     # one call for all nodes, since a call takes longer than a row's argmax; but of a large tree few nodes are drawn
     # from, and on a CPU the logits of the others need not be read
-    at_once = logits.device.type != "cpu" or count <= _SMALL * len(rounds)
-    greedy = any(round_.request.sampling.greedy for round_ in rounds)
+    at_once = logits.device.type != "cpu" or count <= _SMALL * len(steps)
+    greedy = any(step.request.sampling.greedy for step in steps)
     best = argmax(logits[:count]) if at_once and greedy else None
-    states = None if features is None else bfloat16_bits(features[:count])
-    for round_ in rounds:
-        rows, first = slice(first, first + len(round_.kept)), first + len(round_.kept)
-        known = None if best is None else best[rows]
-        try:
-            path, tokens = verify(round_.tree, logits[rows], round_.request.sampler, known)
-        except torch.AcceleratorError:
-            raise  # the device's state is lost, as in `Verifier._step`
-        except Exception as error:  # logits that are not numbers
-            fail(round_.request, error)
-            continue
-        ranked = _successors(round_, logits[rows], successors) if successors else None
-        walked = None if states is None else states[rows][path]
-        yield _conclude(round_, path, tokens, walked, ranked)
+    states = None if hidden_states is None else bfloat16_bits(hidden_states[:count])
+    return [
+        TreeRows(
+            step,
+            logits[end - len(step.kept) : end],
+            None if best is None else best[end - len(step.kept) : end],
+            None if states is None else states[end - len(step.kept) : end],
+            successors,
+        )
+        for step, end in zip(steps, ends, strict=True)
+    ]
 
 
 def _conclude(
@@ -116,38 +133,47 @@ def _successors(round_: StepInput, logits: Tensor, count: int) -> Array:
     return ranked
 
 
-def conclude_chunks(
-    readers: Sequence[Request], chunks: Sequence[Segment], logits: Tensor, features: Tensor | None, fail: Fail
-) -> list[StepResult]:
-    """Commit the chunks; after the last one of a prompt, draw the first token.
-
-    logits: [rows wanted, vocab], features: [rows, layers, hidden], the chunks' rows last.
+@dataclass(frozen=True)
+class ChunkRows:
+    """A prompt chunk's rows of a forward's output. logits: [rows wanted, vocab]; states: [tokens, layers, hidden] or
+    None.
     """
-    concluded = []
-    row = (0 if features is None else len(features)) - sum(map(len, chunks))
-    first = len(logits) - sum(chunk.wanted_rows for chunk in chunks)
-    for request, chunk in zip(readers, chunks, strict=True):
-        rows, first = logits[first : first + chunk.wanted_rows], first + chunk.wanted_rows
+
+    request: Request
+    chunk: Segment
+    logits: Tensor
+    states: Tensor | None
+
+    def verify(self) -> StepResult | None:
+        """Commit the chunk; after a prompt's last one, draw the first token. Raises if the logits are not numbers."""
+        request, chunk = self.request, self.chunk
         if request.reads_all:
             behind = request.text[chunk.past + 1 : chunk.past + 1 + len(chunk)]
-            request.prompt_logprobs += token_logprobs(rows, behind, request.sampling.prompt_logprobs or 0)
+            request.prompt_logprobs += token_logprobs(self.logits, behind, request.sampling.prompt_logprobs or 0)
         request.cache.commit(range(len(chunk)))
-        if features is not None:
+        if self.states is not None:
             unsent = request.drafted and not request.has_answer
-            request.features.add(chunk.past, bfloat16_bits(features[row : row + len(chunk)]), unsent)
-        row += len(chunk)
+            request.features.add(chunk.past, bfloat16_bits(self.states), unsent)
         if request.reading or request.has_answer:
             request.asked_ns = time.perf_counter_ns()
-            continue
-        try:
-            token = request.sampler.draw(request.sampler.choices(rows[-1:])[0])
-        except torch.AcceleratorError:
-            raise
-        except Exception as error:
-            fail(request, error)
-        else:
-            request.has_answer = True
-            request.go_on(0, 0, [token])
-            logprobs = request.sampler.take_logprobs()
-            concluded.append(StepResult(request, 0, [0], [token], len(chunk), logprobs=logprobs))
-    return concluded
+            return None
+        token = request.sampler.draw(request.sampler.choices(self.logits[-1:])[0])
+        request.has_answer = True
+        request.go_on(0, 0, [token])
+        return StepResult(request, 0, [0], [token], len(chunk), logprobs=request.sampler.take_logprobs())
+
+
+def chunk_rows(
+    readers: Sequence[Request], chunks: Sequence[Segment], logits: Tensor, hidden_states: Tensor | None
+) -> list[ChunkRows]:
+    """Each chunk's part of a forward's output. logits: [rows wanted, vocab], hidden_states: [rows, layers, hidden]; the
+    chunks' rows come last.
+    """
+    row = (0 if hidden_states is None else len(hidden_states)) - sum(map(len, chunks))
+    first = len(logits) - sum(chunk.wanted_rows for chunk in chunks)
+    found = []
+    for request, chunk in zip(readers, chunks, strict=True):
+        states = None if hidden_states is None else hidden_states[row : row + len(chunk)]
+        found.append(ChunkRows(request, chunk, logits[first : first + chunk.wanted_rows], states))
+        row, first = row + len(chunk), first + chunk.wanted_rows
+    return found

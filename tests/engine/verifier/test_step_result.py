@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,8 @@ from engine.core.batch import Segment
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.verifier import step_result
-from engine.verifier.step_result import conclude_chunks, conclude_trees
+from engine.verifier.loop import Verifier
+from engine.verifier.step_result import ChunkRows, TreeRows, chunk_rows, tree_rows
 
 LOST = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
@@ -25,11 +27,17 @@ def fails(error: Exception) -> Any:
     return raise_it
 
 
+def conclude(parts: Sequence[TreeRows | ChunkRows], failed: list[Exception]) -> None:
+    verifier: Any = SimpleNamespace(_fail=lambda request, error: failed.append(error))
+    for part in parts:
+        assert Verifier._verify(verifier, part) is None
+
+
 def conclude_a_tree(monkeypatch: pytest.MonkeyPatch, error: Exception, failed: list[Exception]) -> None:
     monkeypatch.setattr(step_result, "verify", fails(error))
     request = SimpleNamespace(sampling=SamplingParams(temperature=1.0), sampler=None)
     round_: Any = SimpleNamespace(request=request, tree=TokenTree.root_only(1), kept=np.zeros(1, int))
-    list(conclude_trees([round_], torch.zeros(1, 8), None, 0, lambda request, error: failed.append(error)))
+    conclude(tree_rows([round_], torch.zeros(1, 8), None, 0), failed)
 
 
 def conclude_a_chunk(monkeypatch: pytest.MonkeyPatch, error: Exception, failed: list[Exception]) -> None:
@@ -42,7 +50,7 @@ def conclude_a_chunk(monkeypatch: pytest.MonkeyPatch, error: Exception, failed: 
         sampler=SimpleNamespace(choices=fails(error), draw=None),
     )
     chunk = Segment.of_text([1], cache)
-    conclude_chunks([request], [chunk], torch.zeros(1, 8), None, lambda request, error: failed.append(error))
+    conclude(chunk_rows([request], [chunk], torch.zeros(1, 8), None), failed)
 
 
 @pytest.mark.parametrize("conclude", [conclude_a_tree, conclude_a_chunk])
