@@ -178,7 +178,7 @@ def test_a_stream_begins_before_its_first_token_and_has_comments_until_then(prox
 
 @pytest.mark.parametrize(
     ("wrong", "status"),
-    [({"n": 3}, 400), ({"prompt": "x" * 600}, 400), ({"max_tokens": 600}, 400), ({"model": "other"}, 404)],
+    [({"n": 3}, 400), ({"prompt": "x" * 600}, 400), ({"max_tokens": -2}, 400), ({"model": "other"}, 404)],
 )
 def test_what_is_wrong_with_a_stream_is_its_status(proxied: ServerProcess, wrong: dict[str, Any], status: int) -> None:
     answer = httpx.post(f"{proxied.url}/v1/completions", json=BODY | {"stream": True} | wrong, headers=KEY)
