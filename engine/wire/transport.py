@@ -127,7 +127,8 @@ class Router:
         self.socket.setsockopt(zmq.LINGER, 200)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.SNDHWM, unread)
-        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # to be told of a message that is not sent
+        if unread:  # to be told of a message that is not sent
+            self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if endpoint.startswith("tcp:"):
             _ping(self.socket)
             self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # for a peer that is back before its old connection ended

@@ -24,7 +24,8 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 import drafters.heads.layers
 from drafters.heads.checkpoint import TargetWeights
-from drafters.heads.feature_session import FeatureHead, FeatureSession
+from drafters.heads.feature_head import FeatureHead
+from drafters.heads.feature_session import FeatureSession
 from engine.core.batch import Batch, Segment
 from engine.core.kv_shape import KVShape
 from engine.model import stock

@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 from engine.cli.models import app
 from engine.config import DEMO, ROOT, load
 from engine.core.errors import ModelError
-from engine.model import trained
 from engine.model.target import Target
 from engine.text.encode import encode_text
 from engine.weights import resolve as resolving
+from engine.weights import trained
 from engine.weights.cache import lock_of
 from engine.weights.catalogue import CATALOGUE, KnownModel, find
 from engine.weights.resolve import get, resolve, resolved, with_own
