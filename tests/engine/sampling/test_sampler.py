@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -172,6 +173,20 @@ def test_a_sampled_answer_may_end_as_soon_as_it_has_min_tokens() -> None:
     logits[0, 5], logits[0, 4] = 50.0, 0.0
     sampler = greedy(min_tokens=2, temperature=1.0)
     assert [verify(TokenTree.root_only(0), logits, sampler)[1][0] for _ in range(3)] == [4, 4, 5]
+
+
+def test_logits_in_bfloat16_are_drawn_from_with_the_noise_of_their_position() -> None:
+    """As their values in float32 are, by another code."""
+    logits = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+    def drawn(rows: Tensor, start: int, seed: int) -> int:
+        sampler = Sampler(SamplingParams(temperature=2.0, seed=seed), range(start), [], VOCABULARY, ())
+        return verify(TokenTree.root_only(0), rows, sampler)[1][0]
+
+    places = [(start, seed) for start in range(1, 9) for seed in range(4)]
+    expected = [drawn(logits.float(), *place) for place in places]
+    assert [drawn(logits, *place) for place in places] == expected
+    assert len(set(expected)) > 4
 
 
 EQUALS = torch.tensor([[0.0, 7.0, 7.0, -3.0, 7.0, 0.0, 6.5, 0.0, 0.0, 0.0]])
