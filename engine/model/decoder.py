@@ -77,7 +77,7 @@ class LeanDecoder:
         return sum(product.bytes for product in [*layers, self.head])
 
     def __call__(self, batch: Batch, feature_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
-        """Logits of the chosen rows, [chosen, vocab], and features [rows, layers, hidden] if layers are given."""
+        """See `engine.model.forward.Forward`."""
         rows, last, vocabulary = len(batch), len(self.layers), batch.vocabulary
         if vocabulary.start < 0 or vocabulary.stop > self.vocab_size:  # a kernel would read beyond the embedding
             raise IndexError(f"tokens are numbered from 0 to {self.vocab_size - 1}")

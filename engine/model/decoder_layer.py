@@ -156,7 +156,8 @@ def norm_of(norm: Any) -> Norm:
     weight, epsilon = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if weight is None or epsilon is None or getattr(norm, "bias", None) is not None:
         raise OtherStructure(f"{type(norm).__name__} is not an RMSNorm with a weight")
-    factors = weight.detach().float() + (1 if _adds_one(type(norm)) else 0)
+    kind: Any = type(norm)
+    factors = weight.detach().float() + (1 if _adds_one(kind) else 0)
     return Norm(factors.contiguous(), float(epsilon))
 
 

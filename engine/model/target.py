@@ -1,8 +1,7 @@
 """A loaded Hugging Face causal language model that verifies token trees, of many requests in one forward.
 
-Three ways to run it, of which the first that works is used: the lean decoder (`engine.model.decoder`), the stock
-forward with exact attention (`engine.model.stock`, on CUDA `engine.model.cuda.cuda_forward`), and the stock forward
-with masks (`engine.model.masked`). Which one works is found by trial (`engine.model.probe`).
+Of the ways to run it (`engine.model.forward`) the first that works is used, which is found by trial
+(`engine.model.probe`).
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from engine.kernels.quantised import Quantised
 from engine.model.cuda_products import allow_split_sums, exact_sizes, forbid_split_sums
 from engine.model.decoder import LeanDecoder
 from engine.model.decoder_layer import OtherStructure
+from engine.model.forward import Forward
 from engine.model.free_memory import free_memory
 from engine.model.kv_pool import KVCache, KVPool
 from engine.model.loading import eos_tokens, find_device, load_model, name_of, steady_context
@@ -40,8 +40,6 @@ from engine.weights.quantised_file import read_quantised
 if TYPE_CHECKING:
     from engine.model.cuda.cuda_forward import CudaForward
 
-    Forward = LeanDecoder | StockForward | CudaForward
-
 _POOL_SHARE = 0.25  # share of free memory for keys and values
 
 
@@ -50,7 +48,8 @@ class Target:
 
     full_context: the maximum positions that the configuration names; own_context: those over which a cached key stays
     valid. eos_tokens: the ids that end an answer. exact: whether a token's
-    logits have the same bits whatever other rows are in the forward; inexact: why not, "" if it is exact.
+    logits have the same bits whatever other rows are in the forward; inexact: why not, "" if it is exact. unlike: why a
+    CPU runs the stock forward, which takes longer, and not the lean decoder; "" if it does not.
     """
 
     def __init__(
@@ -72,6 +71,7 @@ class Target:
         self.inexact = ""
         self._forward: Forward | None = None
         self._masked: MaskedForward | None = None
+        self.unlike = ""
         self._quantised = quantised or {}
         self._choose_forward(kv_memory)
         self._quantised = {}  # the forward holds what it uses in its own layout
@@ -296,11 +296,12 @@ class Target:
         try:
             q_per_kv = stock.attention.groups
             lean = LeanDecoder(self.model, self.pool, q_per_kv, stock.rules, self._quantised)
-        except (OtherStructure, AttributeError):  # a part of the structure is missing
+        except (OtherStructure, AttributeError) as error:  # a part of the structure is missing
+            self.unlike = first_line(error)
             return False
         self._forward = lean
         if not trial.agrees_anywhere(self):
-            self._forward = stock
+            self._forward, self.unlike = stock, "its logits differ from those of the lean decoder"
             return False
         lean.forget_far()
         return lean.exact

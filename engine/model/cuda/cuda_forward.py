@@ -108,7 +108,7 @@ class CudaForward:
         return forward
 
     def __call__(self, batch: Batch, feature_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
-        """Logits of the chosen rows, [chosen, vocab], and features [rows, layers, hidden] if layers are given."""
+        """See `engine.model.forward.Forward`."""
         logits: list[Tensor] = []
         features: list[Tensor] = []
         first = 0
