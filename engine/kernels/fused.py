@@ -38,6 +38,7 @@ from engine.kernels.threads import kernel, num_threads, thread_id
 
 
 def record_of(*names: str, floats: tuple[str, ...] = ()) -> np.dtype[Any]:
+    """A kernel's record: 64-bit addresses, sizes and flags, then float32 numbers."""
     return np.dtype([(name, "i8") for name in names] + [(name, "f4") for name in floats])
 
 

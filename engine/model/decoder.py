@@ -21,7 +21,7 @@ from engine.core.batch import Batch
 from engine.kernels.attention.attention import Attention, Rule
 from engine.kernels.layer.program import LayerProgram
 from engine.kernels.layer.row_kernels import CAP, cap_kernel
-from engine.kernels.layer.weights import GatedMlp
+from engine.kernels.layer.weights import ExpertMlp, GatedMlp
 from engine.kernels.simd import LANES
 from engine.kernels.threads import address_of
 from engine.model.decoder_layer import Layer, Matrices, OtherStructure, joined, norm_of, only
@@ -122,8 +122,10 @@ class LeanDecoder:
     def _check_sizes(self) -> None:
         shape, q_per_kv = self.attention.pool.shape, self.attention.groups
         made = (q_per_kv + 2) * shape.kv_heads * shape.head_dim
-        inner = {layer.weights.mlp.inner for layer in self.layers if isinstance(layer.weights.mlp, GatedMlp)}
-        if any(layer.products[0].outputs != made for layer in self.layers) or len(inner) > 1:
+        mlps = [layer.weights.mlp for layer in self.layers]
+        inner = {mlp.inner for mlp in mlps if isinstance(mlp, GatedMlp)}
+        experts = {(mlp.inner, mlp.top_k, len(mlp.gate_up)) for mlp in mlps if isinstance(mlp, ExpertMlp)}
+        if any(layer.products[0].outputs != made for layer in self.layers) or len(inner) > 1 or len(experts) > 1:
             raise OtherStructure("layers of different sizes")
         if any(size % LANES for size in (self.hidden, *inner)) or self._rotary.width > shape.head_dim:
             raise OtherStructure("sizes that 16 does not divide")

@@ -165,15 +165,18 @@ def combine_kernel(address: Any) -> None:
 
 
 class ExpertRecords:
-    """The records of one layer's experts, and the rows that its kernels keep. up, down: addresses of EXPERTS records
-    that differ in the product that `experts_kernel` computes; `of_batch` sets the rows of both.
+    """The records of one layer's experts. up, down: addresses of EXPERTS records that differ in the product that
+    `experts_kernel` computes; `of_batch` sets the rows of both.
     """
 
-    def __init__(self, mlp: ExpertMlp, capacity: int, x: Tensor, logits: Tensor, out: Tensor):
-        experts, units, hidden = len(mlp.gate_up), capacity * mlp.top_k, x.shape[1]
-        self._kept = [torch.zeros(units, dtype=torch.int32) for _ in range(2)]
-        self._kept += [torch.zeros(units), x.new_zeros(units, hidden), x.new_zeros(units, mlp.inner)]
-        chosen, places, shares, packed, inner = (part.data_ptr() for part in self._kept)
+    def __init__(
+        self, mlp: ExpertMlp, x: Tensor, logits: Tensor, out: Tensor, packed_rows: Tensor, packed_inner: Tensor
+    ):
+        """packed_rows: [units, hidden], packed_inner: [units, inner]; of `top_k` units a row, shared by all layers."""
+        experts, (units, hidden) = len(mlp.gate_up), packed_rows.shape
+        packed, inner = packed_rows.data_ptr(), packed_inner.data_ptr()
+        self._kept = [torch.zeros(units, dtype=torch.int32) for _ in range(2)] + [torch.zeros(units)]
+        chosen, places, shares = (part.data_ptr() for part in self._kept)
         made = [product.record(1, packed, inner) for product in [*mlp.gate_up, *mlp.down]]
         self.products = np.concatenate(made)  # MATMUL
         kernels = [product.kernel.address for product in [*mlp.gate_up, *mlp.down]]

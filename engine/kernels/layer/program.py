@@ -76,7 +76,8 @@ class _Records:
 class LayerProgram:
     """A program for up to `capacity` rows, built step by step.
 
-    buffers: [capacity, width] by name; residual: [capacity, hidden] float32. layers: the most that there will be.
+    buffers: by name, [capacity, width], those of packed rows `top_k` times as many; residual: [capacity, hidden] float32.
+    layers: the most that there will be.
     """
 
     def __init__(self, attention: Attention, capacity: int, hidden: int, dtype: torch.dtype, layers: int):
@@ -99,10 +100,10 @@ class LayerProgram:
         self._end: int | None = None  # where the head's step is
         self._scratch, self._scratch_of_products, self._threads = torch.zeros(0), list[Tensor](), 0
 
-    def buffer(self, name: str, width: int) -> Tensor:
-        """The buffer of that name, made when it is first named."""
+    def buffer(self, name: str, width: int, times: int = 1) -> Tensor:
+        """The buffer of that name, made when it is first named. times: its rows for each row of the batch."""
         if name not in self.buffers:
-            self.buffers[name] = torch.zeros(self.capacity, width, dtype=self._dtype)
+            self.buffers[name] = torch.zeros(times * self.capacity, width, dtype=self._dtype)
         return self.buffers[name]
 
     # The steps, in order.
@@ -195,8 +196,10 @@ class LayerProgram:
     def _experts_of(self, mlp: ExpertMlp) -> None:
         """delta = what the experts of each row make of x."""
         self.product(mlp.router, "x", "router", len(mlp.gate_up))
-        x, logits, delta = self.buffers["x"], self.buffers["router"], self.buffer("delta", self.residual.shape[1])
-        experts = ExpertRecords(mlp, self.capacity, x, logits, delta)
+        hidden = self.residual.shape[1]
+        ends = self.buffers["x"], self.buffers["router"], self.buffer("delta", hidden)
+        packed = self.buffer("packed", hidden, mlp.top_k), self.buffer("packed_inner", mlp.inner, mlp.top_k)
+        experts = ExpertRecords(mlp, *ends, *packed)
         self._experts.append(experts)
         for kernel in (route_kernel, pack_kernel, gather_kernel):
             self.add(kernel(), experts.up)

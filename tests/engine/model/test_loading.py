@@ -36,7 +36,5 @@ def test_whatever_an_invalid_file_makes_transformers_raise_is_one_line(tmp_path:
 )
 def test_a_model_with_recurrent_layers_is_refused_with_that_reason(config: Any, kind: str, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
-    with pytest.raises(
-        ModelError, match=rf"has recurrent layers \({kind}\), whose state cannot go back.*; use a model"
-    ):
+    with pytest.raises(ModelError, match=rf"has recurrent layers \({kind}\), whose state .*; use a model"):
         loading.load_config(str(tmp_path))
