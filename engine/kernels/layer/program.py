@@ -76,7 +76,7 @@ class _Records:
 class LayerProgram:
     """A program for up to `capacity` rows, built step by step.
 
-    buffers: by name, [capacity, width], those of packed rows `top_k` times as many; residual: [capacity, hidden] float32.
+    buffers: [capacity, width] by name, those of packed rows longer; residual: [capacity, hidden] float32.
     layers: the most that there will be.
     """
 
