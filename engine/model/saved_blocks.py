@@ -1,0 +1,69 @@
+"""Blocks of keys and values in a cache folder: which text a block ends is its key, so a prefix is found block by block.
+
+The key of a block is the SHA-256 of the key before it and of its tokens; before the first one stands what decides the
+bits (`engine.verifier.prompt_cache`) and whose text it is. The thread of the folder copies a block from the pool while
+rounds go on: a block that can be found is never written to, and whether it still can be is looked up after the copy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.files.cache_folder import CacheFolder
+
+_SHELF = "blocks"
+
+
+class SavedBlocks:
+    """keys, values: the pool's, [layers, blocks, ...]. identity: of everything that decides their bits."""
+
+    def __init__(self, folder: CacheFolder, identity: bytes, keys: Tensor, values: Tensor):
+        self.folder, self.identity = folder, identity
+        self._keys, self._values = _bytes(keys), _bytes(values)
+        self._layers, _, self._part = self._keys.shape
+
+    def root(self, tenant: str) -> bytes:
+        """The key of the empty text of a tenant."""
+        return hashlib.sha256(self.identity + tenant.encode("utf8", "surrogatepass")).digest()
+
+    def next_key(self, key: bytes, tokens: Sequence[int]) -> bytes:
+        """The key of a text of that key and the 16 tokens after it."""
+        return hashlib.sha256(key + np.asarray(tokens, "<i4").tobytes()).digest()
+
+    def read(self, key: bytes) -> memoryview | None:
+        """A block's content, None if it is not there."""
+        size = 2 * self._layers * self._part
+        content = self.folder.read(_SHELF, key, size)
+        return content if content is not None and content.nbytes == size else None
+
+    def place(self, content: memoryview, block: int) -> None:
+        """Copy what was read into the pool."""
+        both = np.frombuffer(content, np.uint8).reshape(2, self._layers, self._part)
+        self._keys[:, block], self._values[:, block] = both
+
+    def save(self, key: bytes, find: Callable[[], int | None]) -> None:
+        """Write a block in the background. find: the block with that content, None once there is none."""
+
+        def content() -> list[NDArray[np.uint8]] | None:
+            if (block := find()) is None:
+                return None
+            copies = [self._keys[:, block].copy(), self._values[:, block].copy()]
+            return copies if find() == block else None
+
+        self.folder.keep(_SHELF, key, content)
+
+    def used(self, keys: Sequence[bytes]) -> None:
+        """A text of these keys was in use until now."""
+        self.folder.used(_SHELF, keys)
+
+
+def _bytes(pool: Tensor) -> NDArray[np.uint8]:
+    """[layers, blocks, bytes of a layer's block], a view."""
+    layers, blocks = pool.shape[:2]
+    return np.asarray(pool.view(layers, blocks, -1).view(torch.uint8).numpy())
