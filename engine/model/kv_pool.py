@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import count
 
 import numpy as np
@@ -52,17 +51,13 @@ class KVPool:
         self._ending: dict[int, Ending] = {}
         self._states: OrderedDict[int, States] = OrderedDict()  # of known blocks, used longest ago first
         self._states_room = blocks * shape.block_bytes // _STATES_SHARE
+        self._state_layers: tuple[int, ...] = ()
         self._numbers = count(1)
         self.saved: SavedBlocks | None = None
 
     def save_to(self, folder: CacheFolder, identity: bytes) -> None:
         """Write full blocks to a folder from now on, and read those of the same identity back. On a CPU alone."""
         self.saved = SavedBlocks(folder, identity, self.keys, self.values)
-
-    def block_of(self, ending: Ending, number: int) -> int | None:
-        """The block that ends this text, by which number it is known; None if it has been evicted since."""
-        known = self._known.get(ending)
-        return known[0] if known is not None and known[1] == number else None
 
     def addresses(self, layer: int) -> tuple[int, int]:
         """The addresses of the layer's keys and values."""
@@ -105,15 +100,43 @@ class KVPool:
         self._references[block] += 1
         return known
 
-    def restore(self, ending: Ending, key: bytes) -> tuple[int, int] | None:
-        """What `find` returns, of a block that the pool does not have, from the cache folder."""
-        if self.saved is None or ending in self._known or not self.free:
+    def restore(self, ending: Ending, key: bytes, with_states: bool = False) -> tuple[int, int] | None:
+        """What `find` returns, from the cache folder. key: of the text there."""
+        assert self.saved is not None
+        states = self.saved.read_states(key, self._state_layers) if with_states else None
+        if with_states and states is None:
             return None
-        if (content := self.saved.read(key)) is None:
+        if ending in self._known:
+            block, _ = self._known[ending]
+        elif self.free and (content := self.saved.read(key)) is not None:
+            [block] = self.take(1)
+            self.saved.place(content, block)
+            self.publish(ending, block)
+            self.give([block])
+        else:
             return None
-        [block] = self.take(1)
-        self.saved.place(content, block)
-        return block, self.publish(ending, block)
+        if states is not None:
+            self._keep_states(block, states)
+        return self.find(ending, with_states)
+
+    def save(self, ending: Ending, number: int, key: bytes) -> None:
+        """Write the block that ends the text of that number, and its hidden states if there are any, unless they have
+        been evicted by then.
+        """
+        assert self.saved is not None
+        layers = self._state_layers
+
+        def block() -> int | None:
+            known = self._known.get(ending)
+            return known[0] if known is not None and known[1] == number else None
+
+        def states() -> States | None:
+            found = None if (place := block()) is None else self._states.get(place)
+            return found if block() == place and self._state_layers == layers else None
+
+        self.saved.save(key, block)
+        if layers:
+            self.saved.save_states(key, layers, states)
 
     def publish(self, ending: Ending, block: int, states: States | None = None) -> int:
         """Register the full block that ends this text; returns the text's number. Of two blocks the first stays.
@@ -140,8 +163,9 @@ class KVPool:
         self._states.move_to_end(block)
         return self._states[block]
 
-    def forget_states(self) -> None:
-        """Drop all hidden states: another draft head wants those of other layers."""
+    def forget_states(self, layers: Sequence[int]) -> None:
+        """Drop all hidden states: another draft head wants those of these layers."""
+        self._state_layers = tuple(layers)
         self._states.clear()
 
     def _forget_oldest(self) -> int:
@@ -245,16 +269,16 @@ class KVCache:
         return states
 
     def _find(self, ending: Ending, with_states: bool) -> tuple[int, int] | None:
-        if (known := self.pool.find(ending, with_states)) is not None or self.saved is None or with_states:
+        if (known := self.pool.find(ending, with_states)) is not None or self.saved is None:
             return known
-        return self.pool.restore(ending, self.saved.next_key(self._keys[-1], ending[1]))
+        return self.pool.restore(ending, self.saved.next_key(self._keys[-1], ending[1]), with_states)
 
     def _note(self, ending: Ending, number: int) -> None:
         """The pool knows the next full block by that number."""
         self._texts.append(number)
         if self.saved is not None:
             self._keys.append(self.saved.next_key(self._keys[-1], ending[1]))
-            self.saved.save(self._keys[-1], partial(self.pool.block_of, ending, number))
+            self.pool.save(ending, number, self._keys[-1])
 
     def publish(self, text: Sequence[int], states_of: Callable[[int], States | None] = lambda at: None) -> None:
         """Let other requests find the full blocks. text: at least the committed positions. states_of: the hidden states

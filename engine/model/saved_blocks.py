@@ -15,9 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.core.batch import BLOCK
+from engine.core.hidden_states import States
 from engine.files.cache_folder import CacheFolder
 
-_SHELF = "blocks"
+_BLOCKS, _STATES = "blocks", "states"
+_MOST_STATES = 1 << 26  # bytes of a block's hidden states
 
 
 class SavedBlocks:
@@ -39,7 +42,7 @@ class SavedBlocks:
     def read(self, key: bytes) -> memoryview | None:
         """A block's content, None if it is not there."""
         size = 2 * self._layers * self._part
-        content = self.folder.read(_SHELF, key, size)
+        content = self.folder.read(_BLOCKS, key, size)
         return content if content is not None and content.nbytes == size else None
 
     def place(self, content: memoryview, block: int) -> None:
@@ -56,11 +59,28 @@ class SavedBlocks:
             copies = [self._keys[:, block].copy(), self._values[:, block].copy()]
             return copies if find() == block else None
 
-        self.folder.keep(_SHELF, key, content)
+        self.folder.keep(_BLOCKS, key, content)
+
+    def read_states(self, key: bytes, layers: Sequence[int]) -> States | None:
+        """A block's hidden states after these layers, None if they are not there."""
+        content = self.folder.read(_STATES, _key_of_states(key, layers), _MOST_STATES)
+        return None if content is None else np.frombuffer(content, np.uint16).reshape(BLOCK, len(layers), -1)
+
+    def save_states(self, key: bytes, layers: Sequence[int], states: Callable[[], States | None]) -> None:
+        """Write a block's hidden states in the background. states: None once they are gone."""
+
+        def content() -> list[States] | None:
+            return None if (found := states()) is None else [np.ascontiguousarray(found)]
+
+        self.folder.keep(_STATES, _key_of_states(key, layers), content)
 
     def used(self, keys: Sequence[bytes]) -> None:
         """A text of these keys was in use until now."""
-        self.folder.used(_SHELF, keys)
+        self.folder.used(_BLOCKS, keys)
+
+
+def _key_of_states(key: bytes, layers: Sequence[int]) -> bytes:
+    return hashlib.sha256(key + np.asarray(layers, "<i4").tobytes()).digest()
 
 
 def _bytes(pool: Tensor) -> NDArray[np.uint8]:

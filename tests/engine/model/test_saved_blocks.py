@@ -5,10 +5,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 
+import numpy as np
 import pytest
 import torch
 
 from engine.core.batch import BLOCK
+from engine.core.hidden_states import States
 from engine.core.kv_shape import KVShape
 from engine.files.cache_folder import CacheFolder
 from engine.model.kv_pool import KVCache, KVPool
@@ -189,3 +191,57 @@ def _until_written(pool: KVPool, files: int) -> None:
     assert pool.saved is not None
     pool.saved.folder.close()
     assert len(list(pool.saved.folder.folder.rglob("*.talon"))) == files
+
+
+def states_of(number: int) -> States:
+    return np.full((BLOCK, 2, 4), number, np.uint16)
+
+
+def with_states(pool: KVPool, text: list[int]) -> list[States]:
+    return KVCache(pool).adopt(text, with_states=True)
+
+
+def test_hidden_states_are_found_with_the_blocks_by_a_head_that_wants_the_same_layers(tmp_path: Path) -> None:
+    with saving_pool(tmp_path) as pool:
+        pool.forget_states([1, 2])
+        cache = KVCache(pool)
+        cache.reserve(len(TEXT))
+        cache.length = len(TEXT)
+        cache.publish(TEXT, states_of)
+    for layers, found in (([1, 2], 3), ([1, 3], 0), ([], 0)):
+        with saving_pool(tmp_path) as pool:
+            pool.forget_states(layers)
+            states = with_states(pool, TEXT)
+            assert len(states) == found and all(np.array_equal(one, states_of(at)) for at, one in enumerate(states))
+    with saving_pool(tmp_path) as pool:
+        assert adopted(pool, TEXT).length == 3 * BLOCK  # where nobody wants them
+
+
+def test_hidden_states_are_read_back_for_blocks_that_the_pool_still_has(tmp_path: Path) -> None:
+    with saving_pool(tmp_path) as pool:
+        pool.forget_states([1, 2])
+        cache = KVCache(pool)
+        cache.reserve(BLOCK)
+        cache.length = BLOCK
+        cache.publish(TEXT, states_of)
+    with saving_pool(tmp_path) as pool:
+        adopted(pool, TEXT)
+        pool.forget_states([1, 2])
+        free = pool.free
+        assert len(with_states(pool, TEXT)) == 1 and pool.free == free
+
+
+def test_hidden_states_of_other_layers_than_the_blocks_were_published_with_are_not_written(tmp_path: Path) -> None:
+    goes_on = Event()
+    with saving_pool(tmp_path) as pool:
+        assert pool.saved is not None
+        pool.saved.save(bytes(32), lambda: 0 if goes_on.wait(30) else None)
+        pool.forget_states([1, 2])
+        cache = KVCache(pool)
+        cache.reserve(BLOCK)
+        cache.length = BLOCK
+        cache.publish(TEXT, states_of)
+        pool.forget_states([1, 3])
+        pool._keep_states(0, states_of(9))
+        goes_on.set()
+    assert not (tmp_path / "states").exists()
