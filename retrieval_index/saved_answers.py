@@ -31,8 +31,9 @@ class SavedAnswers:
     def latest(self, capacity: int) -> list[tuple[str, NDArray[np.int32]]]:
         """The latest answers, at most `capacity` tokens of them, with their owners; the earliest first."""
         found: list[tuple[str, NDArray[np.int32]]] = []
+        room = np.empty(_MOST, np.uint8).data  # takes memory as far as it is used
         for key in self.folder.keys(self._shelf):
-            if (content := self.folder.read(self._shelf, key, _MOST)) is None:
+            if (content := self.folder.read(self._shelf, key, room)) is None:
                 continue
             begin = _OWNER_BYTES.size + _OWNER_BYTES.unpack_from(content)[0]
             answer = np.frombuffer(content[begin:], "<i4").astype(np.int32)

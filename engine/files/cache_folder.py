@@ -62,11 +62,11 @@ class CacheFolder:
         found = sorted(_files(self.folder / shelf), key=lambda entry: entry.stat().st_mtime_ns, reverse=True)
         return [bytes.fromhex(entry.name[:64]) for entry in found if not entry.name.endswith(TEMPORARY)]
 
-    def read(self, shelf: str, key: bytes, most: int) -> memoryview | None:
-        """The content of that key, at most `most` bytes; None if it is not there. A damaged file is removed."""
+    def read(self, shelf: str, key: bytes, room: memoryview) -> memoryview | None:
+        """The content of that key, in the first bytes of `room`; None if it is not there. A damaged file is removed."""
         path = self.path(shelf, key)
         try:
-            return read_checked(path, key, most)
+            return read_checked(path, key, room)
         except FileNotFoundError:
             return None
         except (Damaged, OSError) as error:

@@ -47,26 +47,25 @@ def write_checked(path: Path, key: bytes, parts: Sequence[Buffer]) -> int:
     return _HEADER.size + size
 
 
-def read_checked(path: Path, key: bytes, most: int) -> memoryview:
-    """The content of the file of that key. Raises FileNotFoundError if there is none, and Damaged if it is cut,
-    changed, another's, or longer than `most` bytes; OSError if it cannot be read.
+def read_checked(path: Path, key: bytes, room: memoryview) -> memoryview:
+    """The content of the file of that key, in the first bytes of `room`. Raises FileNotFoundError if there is none, and
+    Damaged if it is cut, changed, another's, or longer than the room; OSError if it cannot be read.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # which does not wait for the writer of a pipe
     try:
         length = os.fstat(descriptor).st_size
-        if not _HEADER.size <= length <= _HEADER.size + most:
+        if not _HEADER.size <= length <= _HEADER.size + room.nbytes:
             raise Damaged(f"has {length} bytes")
-        data = os.read(descriptor, length)
+        header, content = bytearray(_HEADER.size), room[: length - _HEADER.size]
+        if os.readv(descriptor, [header, content]) != length:
+            raise Damaged("is shorter than it was")
     finally:
         os.close(descriptor)
-    if len(data) < _HEADER.size:
-        raise Damaged(f"has {len(data)} bytes")
-    magic, version, crc, size, found = _HEADER.unpack_from(data)
+    magic, version, crc, size, found = _HEADER.unpack(header)
     if magic != _MAGIC:
         raise Damaged("is no file of Talon's cache")
     if (version, found) != (_VERSION, key):
         raise Damaged("is another file of the cache")
-    content = memoryview(data)[_HEADER.size :]
-    if len(content) != size or zlib.crc32(content) != crc:
+    if content.nbytes != size or zlib.crc32(content) != crc:
         raise Damaged("is damaged")
     return content

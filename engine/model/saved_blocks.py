@@ -29,7 +29,9 @@ class SavedBlocks:
     def __init__(self, folder: CacheFolder, identity: bytes, keys: Tensor, values: Tensor):
         self.folder, self.identity = folder, identity
         self._keys, self._values = _bytes(keys), _bytes(values)
-        self._layers, _, self._part = self._keys.shape
+        layers, _, part = self._keys.shape
+        self._block_room = np.empty((2, layers, part), np.uint8)  # for what is read
+        self._states_room = np.empty(_MOST_STATES, np.uint8).data  # takes memory as far as it is used
 
     def root(self, tenant: str) -> bytes:
         """The key of the empty text of a tenant."""
@@ -39,16 +41,15 @@ class SavedBlocks:
         """The key of a text of that key and the 16 tokens after it."""
         return hashlib.sha256(key + np.asarray(tokens, "<i4").tobytes()).digest()
 
-    def read(self, key: bytes) -> memoryview | None:
-        """A block's content, None if it is not there."""
-        size = 2 * self._layers * self._part
-        content = self.folder.read(_BLOCKS, key, size)
-        return content if content is not None and content.nbytes == size else None
+    def read(self, key: bytes) -> NDArray[np.uint8] | None:
+        """A block's keys and values, valid until the next call; None if they are not there."""
+        room = self._block_room.data.cast("B")
+        content = self.folder.read(_BLOCKS, key, room)
+        return self._block_room if content is not None and content.nbytes == room.nbytes else None
 
-    def place(self, content: memoryview, block: int) -> None:
+    def place(self, content: NDArray[np.uint8], block: int) -> None:
         """Copy what was read into the pool."""
-        both = np.frombuffer(content, np.uint8).reshape(2, self._layers, self._part)
-        self._keys[:, block], self._values[:, block] = both
+        self._keys[:, block], self._values[:, block] = content
 
     def save(self, key: bytes, find: Callable[[], int | None]) -> None:
         """Write a block in the background. find: the block with that content, None once there is none."""
@@ -63,8 +64,8 @@ class SavedBlocks:
 
     def read_states(self, key: bytes, layers: Sequence[int]) -> States | None:
         """A block's hidden states after these layers, None if they are not there."""
-        content = self.folder.read(_STATES, _key_of_states(key, layers), _MOST_STATES)
-        return None if content is None else np.frombuffer(content, np.uint16).reshape(BLOCK, len(layers), -1)
+        content = self.folder.read(_STATES, _key_of_states(key, layers), self._states_room)
+        return None if content is None else np.frombuffer(content, np.uint16).reshape(BLOCK, len(layers), -1).copy()
 
     def save_states(self, key: bytes, layers: Sequence[int], states: Callable[[], States | None]) -> None:
         """Write a block's hidden states in the background. states: None once they are gone."""

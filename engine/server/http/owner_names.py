@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import secrets
@@ -52,4 +53,5 @@ def _kept_secret(path: Path) -> bytes:
         print(f"talon: verifier.cache: {path}: {error.strerror}: no client finds its cache again", file=sys.stderr)
         return fresh
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()

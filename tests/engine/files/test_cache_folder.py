@@ -14,8 +14,12 @@ from engine.core.errors import ConfigError
 from engine.files import cache_folder
 from engine.files.cache_folder import CacheFolder
 
-MOST, LARGE = 1 << 16, 1 << 30
+LARGE = 1 << 30
 PAGE = 4096
+
+
+def room() -> memoryview:
+    return memoryview(bytearray(1 << 16))
 
 
 def key(number: int) -> bytes:
@@ -37,7 +41,7 @@ def filled(folder: Path, numbers: range, most: int = LARGE) -> None:
 def found(folder: Path, numbers: range) -> set[int]:
     """The numbers whose contents are there."""
     cache = CacheFolder(folder, LARGE)
-    contents = {number: cache.read("shelf", key(number), MOST) for number in numbers}
+    contents = {number: cache.read("shelf", key(number), room()) for number in numbers}
     cache.close()
     assert all(content in (None, text(number)) for number, content in contents.items())
     return {number for number, content in contents.items() if content is not None}
@@ -62,10 +66,10 @@ def test_to_keep_something_does_not_wait_for_the_disk(tmp_path: Path) -> None:
 
     cache.keep("shelf", key(0), slow)
     cache.used("shelf", [key(0)])
-    assert cache.read("shelf", key(0), MOST) is None
+    assert cache.read("shelf", key(0), room()) is None
     goes_on.set()
     cache.close()
-    assert cache.read("shelf", key(0), MOST) == b"x"
+    assert cache.read("shelf", key(0), room()) == b"x"
 
 
 def test_what_is_there_is_not_written_again(tmp_path: Path) -> None:
@@ -143,7 +147,7 @@ def test_a_damaged_file_is_told_of_removed_and_written_again(
     cache = CacheFolder(tmp_path, LARGE)
     path = cache.path("shelf", key(0))
     path.write_bytes(path.read_bytes()[:100])
-    assert cache.read("shelf", key(0), MOST) is None
+    assert cache.read("shelf", key(0), room()) is None
     cache.keep("shelf", key(0), lambda: [text(0)])
     cache.close()
     lines = capsys.readouterr().err.splitlines()
@@ -191,7 +195,7 @@ def test_processes_that_share_a_folder_do_not_harm_each_other(
         rng, cache = random.Random(seed), CacheFolder(tmp_path, 32 * PAGE)
         for _ in range(300):
             number = rng.randrange(60)
-            assert cache.read("shelf", key(number), MOST) in (None, text(number))
+            assert cache.read("shelf", key(number), room()) in (None, text(number))
             cache.keep("shelf", key(number), lambda number=number: [text(number)])
             cache.used("shelf", [key(rng.randrange(60))])
         cache.close()
