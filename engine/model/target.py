@@ -133,9 +133,11 @@ class Target:
         cache.reserve(capacity)
         return cache
 
-    def open_cache(self, most: int) -> Any:
-        """An empty cache for one request of at most `most` positions, drafts included; it takes blocks as it grows."""
-        return KVCache(self.pool) if self.pool is not None else self.new_cache(most)
+    def open_cache(self, most: int, tenant: str = "") -> Any:
+        """An empty cache for one request of at most `most` positions, drafts included; it takes blocks as it grows.
+        tenant: see `KVCache`.
+        """
+        return KVCache(self.pool, tenant) if self.pool is not None else self.new_cache(most)
 
     def release(self, cache: Any) -> None:
         """Release the cache of a finished request."""

@@ -89,7 +89,7 @@ class DrafterLine:
             return
         wants = msgspec.structs.replace(hello, rests=hello.rests and self.weighed)
         if wants.feature_layers != self.wants.feature_layers:
-            self._forget_states()
+            self._forget_states(wants.feature_layers)
         self.drafter, self._late, self._dropped, self.wants = peer, False, None, wants
         self.requests.needs_states = bool(wants.feature_layers)
         for request in self.requests:
@@ -97,10 +97,10 @@ class DrafterLine:
             request.outcome = (request.round + 1 if request.has_answer else 0, 0, 0, request.text[-1])
             self.introduce(request)
 
-    def _forget_states(self) -> None:
-        """The hidden states that are kept are of other layers than the new drafter wants."""
+    def _forget_states(self, layers: Sequence[int]) -> None:
+        """The hidden states that are kept are of other layers than these, which the new drafter wants."""
         if self.target.pool is not None:
-            self.target.pool.forget_states()
+            self.target.pool.forget_states(layers)
         for request in self.requests:
             request.forget_states()
 
