@@ -55,7 +55,9 @@ class SmallModel(Head):
             head = cls(Target.load(path, config.dtype, config.device))
         widths = options.branches or (1,) * (options.length or 5)
         policy = policy_of(options, level_by_level(widths, options.budget), default="published")
-        return HeadDrafter(head, policy, options.shared_noise)
+        drafter = HeadDrafter(head, policy, options.shared_noise)
+        drafter.warm_up(0)
+        return drafter
 
     def open(self, prompt: Sequence[int], capacity: int, scratch: int) -> SmallSession:
         return SmallSession(self.model, prompt, capacity, scratch)
