@@ -30,6 +30,7 @@ from engine.server.http.guard import CLIENT_GONE, Guard
 from engine.server.render import ChatRenderer, TextRenderer, unnamed_sources
 from engine.server.schema import ChatRequest, CompletionRequest, TokenizeRequest
 from engine.server.serving import Serving
+from engine.server.tools.calling import Calling
 from engine.server.translate import chat_choices, check_model, names_of, owned, places_for, text_choices
 
 VERSION = version("talon-decoding")
@@ -79,9 +80,10 @@ def create_app(serving: Serving) -> FastAPI:
         serving.check()
         request.state.names = names_of(body)
         with places_for(body, body.n, engine, settings) as places:
-            choices = await chat_choices(body, engine, settings)
+            calling = Calling.of(body, serving.answers)
+            choices = await chat_choices(body, engine, settings, serving.vocabulary, calling)
             wanted = owned(choices, request.state.owner, engine.config)
-            format_ = ChatRenderer(settings.model, wanted, serving.vocabulary, body, unnamed)
+            format_ = ChatRenderer(settings.model, wanted, serving.vocabulary, body, unnamed, calling)
             return await serving.answer(request, body, wanted, format_, places)
 
     @app.post("/v1/completions", response_model=TextCompletion, responses=_STREAM | _REFUSALS)

@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import msgspec
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CollectorRegistry
@@ -18,6 +17,7 @@ from engine.core.errors import RequestError, RequestFailed
 from engine.core.grammar import Grammar
 from engine.core.params import SamplingParams
 from engine.frontend.admission import Reservation
+from engine.server.answers import Chunk
 from engine.server.choices import Event, RunningChoices
 from engine.server.errors import ApiError, api_error, returning
 from engine.server.http.connection import EventStream, while_there
@@ -28,8 +28,8 @@ from engine.server.settings import Settings
 from engine.server.traces import Traces
 from engine.server.translate import ChoiceRequest
 from engine.server.vocabulary import Vocabulary
+from engine.text.answer_format import AnswerFormat
 
-_DONE = b"data: [DONE]\n\n"
 _FIRST = (
     SamplingParams(max_tokens=8, temperature=1.0, logprobs=1, ignore_eos=True),
     SamplingParams(max_tokens=8, grammar=Grammar(json_object=True)),
@@ -47,6 +47,7 @@ class Serving:
         self.registry.register(EngineCollector(engine, settings.model))
         self.latencies = Latencies(self.registry, settings.model)
         self.vocabulary = Vocabulary(engine.tokenizer)
+        self.answers = AnswerFormat.of(engine.tokenizer, settings.tool_format)
         self.started_s = int(time.time())
         self.draining = False
         self._ignored: set[str] = set()  # fields that the log has named
@@ -79,7 +80,7 @@ class Serving:
         self._note(body.ignored)
         results = Results(self.latencies, record, self.log.prompts, len(wanted))
         if body.stream:
-            events = self._stream(choices, format_, results, body.includes_usage, request.state.names)
+            events = self._stream(choices, format_, results, request.state.names)
             opening = await while_there(request, anext(events))
             return EventStream(events, opening)
         await while_there(request, results.collect(choices))
@@ -92,23 +93,22 @@ class Serving:
         self._ignored.update(ignored)
 
     async def _stream(
-        self, choices: RunningChoices, format_: Renderer, results: Results, counted: bool, names: Mapping[str, str]
+        self, choices: RunningChoices, format_: Renderer, results: Results, names: Mapping[str, str]
     ) -> AsyncGenerator[bytes]:
         async with choices:
             try:
-                yield b"".join(_event(chunk) for chunk in format_.opening())
+                yield _events(format_, format_.opening())
                 async for event in choices:
-                    yield _event(results.rendered(event, format_))
-                if counted:
-                    yield _event(format_.usage(results.complete))
+                    yield _events(format_, results.rendered(event, format_))
+                yield _events(format_, format_.ending(results.complete))
             except Exception as error:
                 refusal = api_error(error, names)
                 if refusal.status == 500:
                     self.log.failed(results.record["id"], error)
                 self.latencies.refused(refusal.status)
                 results.record["error"] = str(refusal)
-                yield _event(refusal.body.model_dump())
-            yield _DONE
+                yield format_.event(format_.failure(refusal))
+            yield format_.done
 
 
 class Results:
@@ -129,8 +129,8 @@ class Results:
             async for event in choices:
                 self._see(event)
 
-    def rendered(self, event: Event, format_: Renderer) -> dict[str, Any]:
-        """The chunk of an event."""
+    def rendered(self, event: Event, format_: Renderer) -> list[Chunk]:
+        """The chunks of an event."""
         self._see(event)
         choice, arrival = event
         return format_.piece(choice, arrival) if isinstance(arrival, Piece) else format_.closing(choice, arrival)
@@ -151,5 +151,5 @@ class Results:
             record["answers"] = [*record.get("answers", []), arrival.text]
 
 
-def _event(chunk: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+def _events(format_: Renderer, chunks: Sequence[Chunk]) -> bytes:
+    return b"".join(map(format_.event, chunks))

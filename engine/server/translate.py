@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import anyio.to_thread
 import msgspec
 
 from engine.api import Engine
@@ -26,20 +27,26 @@ from engine.server.schema import (
     TokenizeRequest,
 )
 from engine.server.settings import Settings
+from engine.server.tools.calling import Calling
 from engine.server.vocabulary import Vocabulary
 from engine.text.chat import Rendering
 
 _SEEDS = 2**63
+_OPENING = 16  # tokens at a prompt's end that may begin reasoning
 
 
 @dataclass(frozen=True)
 class ChoiceRequest:
-    """One choice: an answer to a prompt. echo: the prompt's text, shown first. silent: the answer is not shown."""
+    """One choice: an answer to a prompt. echo: the prompt's text, shown first. silent: the answer is not shown. shown:
+    special tokens that are part of its text. thinking: it begins within reasoning.
+    """
 
     prompt: list[int]
     sampling: SamplingParams
     echo: str | None = None
     silent: bool = False
+    shown: frozenset[int] = frozenset()
+    thinking: bool = False
 
 
 def places_for(body: Generation, choices: int, engine: Engine, settings: Settings) -> Reservation:
@@ -51,14 +58,23 @@ def places_for(body: Generation, choices: int, engine: Engine, settings: Setting
     return engine.reserve(choices)
 
 
-async def chat_choices(body: ChatRequest, engine: Engine, settings: Settings) -> list[ChoiceRequest]:
+async def chat_choices(
+    body: ChatRequest, engine: Engine, settings: Settings, vocabulary: Vocabulary, calling: Calling
+) -> list[ChoiceRequest]:
     """The choices of a chat request. Raises RequestError or ApiError."""
     messages = [message.plain() for message in body.messages]
-    prompt = await _encoded("messages", messages, engine, settings, body.rendering)
+    rendering = replace(body.rendering, tools=calling.shown)
+    prompt = await _encoded("messages", messages, engine, settings, rendering)
+    calling = calling.behind(vocabulary.texts(prompt[-_OPENING:]))
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     limit = _limit(body.limit, engine.target.context - len(prompt), settings)
-    sampling = _sampling(body, max_tokens=limit, logprobs=logprobs)
-    return [ChoiceRequest(prompt, sampling.of_choice(choice)) for choice in range(body.n)]
+    more: dict[str, Any] = {"max_tokens": limit, "logprobs": logprobs}
+    if calling.needs_grammar:
+        more["grammar"] = await anyio.to_thread.run_sync(calling.grammar)
+    sampling = _sampling(body, **more)
+    thinking = calling.wanted.thinking and (calling.needs_grammar or sampling.grammar is None)
+    choices = (sampling.of_choice(choice) for choice in range(body.n))
+    return [ChoiceRequest(prompt, one, shown=calling.marks, thinking=thinking) for one in choices]
 
 
 async def text_choices(
@@ -101,7 +117,8 @@ def names_of(body: ChatRequest | CompletionRequest | TokenizeRequest) -> dict[st
     if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     if isinstance(body, Generation):
-        names["grammar"], _ = _grammar(body)
+        tools = isinstance(body, ChatRequest) and body.tools is not None and body.tool_choice != "none"
+        names["grammar"] = "tools" if tools else _grammar(body)[0]
     return names
 
 
