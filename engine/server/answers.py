@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, RootModel
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -149,6 +149,14 @@ class Tokenized(BaseModel):
     tokens: list[int]
     count: int
     max_model_len: int
+
+
+class InputTokens(BaseModel):
+    input_tokens: int
+
+
+class JsonObject(RootModel[dict[str, Any]]):
+    """An answer of another API's."""
 
 
 class Version(BaseModel):

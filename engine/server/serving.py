@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -24,9 +24,11 @@ from engine.server.http.connection import EventStream, while_there
 from engine.server.log import Log
 from engine.server.metrics import EngineCollector, Latencies
 from engine.server.render import Renderer
+from engine.server.schema import ChatRequest
 from engine.server.settings import Settings
+from engine.server.tools.calling import Calling
 from engine.server.traces import Traces
-from engine.server.translate import ChoiceRequest
+from engine.server.translate import ChoiceRequest, chat_choices, names_of, owned, places_for
 from engine.server.vocabulary import Vocabulary
 from engine.text.answer_format import AnswerFormat
 
@@ -67,6 +69,21 @@ class Serving:
         if not self.engine.ready:
             raise returning()
 
+    async def chat(
+        self,
+        request: Request,
+        body: ChatRequest,
+        renderer: Callable[[list[ChoiceRequest], Calling], Renderer],
+    ) -> Response:
+        """Answer a chat request; `renderer` says in which API's form. Raises TalonError for what refuses it."""
+        self.check()
+        request.state.names = names_of(body)
+        with places_for(body, body.n, self.engine, self.settings) as places:
+            calling = Calling.of(body, self.answers)
+            choices = await chat_choices(body, self.engine, self.settings, self.vocabulary, calling)
+            wanted = owned(choices, request.state.owner, self.engine.config)
+            return await self.answer(request, body, wanted, renderer(wanted, calling), places)
+
     async def answer(
         self, request: Request, body: Any, wanted: Sequence[ChoiceRequest], format_: Renderer, places: Reservation
     ) -> Response:
@@ -77,7 +94,7 @@ class Serving:
         record |= {"prompt_tokens": sum(len(one.prompt) for one in wanted)} | ({"user": body.user} if body.user else {})
         if self.log.prompts:
             record["request"] = body.model_dump(exclude_unset=True, by_alias=True)
-        self._note(body.ignored)
+        self.note(body.ignored)
         results = Results(self.latencies, record, self.log.prompts, len(wanted))
         if body.stream:
             events = self._stream(choices, format_, results, request.state.names)
@@ -86,7 +103,7 @@ class Serving:
         await while_there(request, results.collect(choices))
         return JSONResponse(format_.whole(results.complete).model_dump(exclude_none=False))
 
-    def _note(self, ignored: Sequence[str]) -> None:
+    def note(self, ignored: Sequence[str]) -> None:
         """Say in the log, once a field, that clients send what has no effect."""
         for name in set(ignored) - self._ignored:
             self.log.warn(f"ignored field: {name}: clients send it, and it changes no answer")

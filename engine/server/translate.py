@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import anyio.to_thread
 import msgspec
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 
 from engine.api import Engine
 from engine.config import Config
@@ -58,13 +60,27 @@ def places_for(body: Generation, choices: int, engine: Engine, settings: Setting
     return engine.reserve(choices)
 
 
+def chat_request(fields: Mapping[str, Any]) -> ChatRequest:
+    """The chat request that another API's request is translated to. Raises RequestValidationError."""
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
+        raise RequestValidationError(errors) from None
+
+
+async def chat_prompt(body: ChatRequest, engine: Engine, settings: Settings, calling: Calling) -> list[int]:
+    """The tokens of a chat request's messages. Raises RequestError or ApiError."""
+    messages = [message.plain() for message in body.messages]
+    rendering = replace(body.rendering, tools=calling.shown)
+    return await _encoded("messages", messages, engine, settings, rendering)
+
+
 async def chat_choices(
     body: ChatRequest, engine: Engine, settings: Settings, vocabulary: Vocabulary, calling: Calling
 ) -> list[ChoiceRequest]:
     """The choices of a chat request. Raises RequestError or ApiError."""
-    messages = [message.plain() for message in body.messages]
-    rendering = replace(body.rendering, tools=calling.shown)
-    prompt = await _encoded("messages", messages, engine, settings, rendering)
+    prompt = await chat_prompt(body, engine, settings, calling)
     calling = calling.behind(vocabulary.texts(prompt[-_OPENING:]))
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     limit = _limit(body.limit, engine.target.context - len(prompt), settings)

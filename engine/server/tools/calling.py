@@ -84,6 +84,14 @@ class Calling:
         """The special tokens that are part of the text that `reader` reads."""
         return self.format.marks(calls=bool(self.wanted.tools))
 
+    def reasoning_tokens(self, tokens: Sequence[int], thinking: bool) -> int:
+        """How many of an answer's tokens are reasoning, where its marks are tokens. thinking: it begins within it."""
+        reasoning, added = self.format.reasoning, self.format.added
+        if reasoning is None or not (thinking or added.get(reasoning.begin) in tokens):
+            return 0
+        end = added.get(reasoning.end)
+        return tokens.index(end) + 1 if end in tokens else len(tokens)
+
     def reader(self, thinking: bool) -> AnswerReader:
         """For one answer. thinking: it begins within reasoning."""
         return AnswerReader(self.format, self.wanted.tools, thinking)
