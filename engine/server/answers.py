@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import msgspec
 from pydantic import BaseModel, RootModel
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -182,3 +183,8 @@ class Error(BaseModel):
 
 Chunk = dict[str, Any]
 """An event of a stream, as JSON."""
+
+
+def named_event(chunk: Chunk) -> bytes:
+    """A server-sent event with the chunk's `type` as its name."""
+    return f"event: {chunk['type']}\n".encode() + b"data: " + msgspec.json.encode(chunk) + b"\n\n"

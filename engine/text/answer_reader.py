@@ -13,7 +13,7 @@ from engine.text.tool_grammar import Tool, is_text
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
 
 
-class Part(NamedTuple):
+class AnswerPart(NamedTuple):
     """A part of an answer. call: a tool's name, with which a call begins; arguments: JSON of the latest call."""
 
     kind: Literal["content", "reasoning", "call", "arguments"]
@@ -34,29 +34,33 @@ class AnswerReader:
         self._named = {tool.name: tool for tool in tools}
         self._held, self._blank = "", ""
         self._arguments: ArgumentsReader | None = None
-        self._state: Callable[[], list[Part] | None] = self._thinks if thinking else self._talks
+        self._state: Callable[[], list[AnswerPart] | None] = self._thinks if thinking else self._talks
         self._said = False  # since the last part of another kind, a character that is not blank
         self.calls = 0
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[AnswerPart]:
         """The parts that are certain now."""
         self._held += text
-        parts: list[Part] = []
+        parts: list[AnswerPart] = []
         while (found := self._state()) is not None:
             parts += found
         return _joined(parts)
 
-    def end(self) -> list[Part]:
+    def end(self) -> list[AnswerPart]:
         """The rest, after which nothing follows."""
         held, blank, self._held, self._blank = self._held, self._blank, "", ""
         if self._state == self._thinks:
-            return [Part("reasoning", held)] if held else []
-        return [Part("content", blank + held)] if blank + held and self._state == self._talks and not self.calls else []
+            return [AnswerPart("reasoning", held)] if held else []
+        return (
+            [AnswerPart("content", blank + held)]
+            if blank + held and self._state == self._talks and not self.calls
+            else []
+        )
 
     # Each state reads what it can of the text held, and returns the parts; None when it needs more text.
 
-    def _talks(self) -> list[Part] | None:
-        marks: dict[str, Callable[[], list[Part] | None] | None] = dict.fromkeys(self._skipped)
+    def _talks(self) -> list[AnswerPart] | None:
+        marks: dict[str, Callable[[], list[AnswerPart] | None] | None] = dict.fromkeys(self._skipped)
         if self._reasoning is not None:
             marks[self._reasoning.begin] = self._thinks
         if self._tools is not None and not (self._tools.leading and self._said):
@@ -71,7 +75,7 @@ class AnswerReader:
             self._state, self._said = state, False
         return parts
 
-    def _say(self, text: str, held: int) -> list[Part] | None:
+    def _say(self, text: str, held: int) -> list[AnswerPart] | None:
         """The text's part; blanks wait for what follows, and do not begin or end a part where others are beside it."""
         self._held = self._held[len(self._held) - held :] if held else ""
         text = self._blank + text
@@ -81,7 +85,7 @@ class AnswerReader:
             text = text.lstrip()
         self._blank = text[len(shown) :]
         self._said = self._said or bool(shown)
-        return [Part("content", shown)] if shown else None
+        return [AnswerPart("content", shown)] if shown else None
 
     @property
     def _drops_lead(self) -> bool:
@@ -89,7 +93,7 @@ class AnswerReader:
 
     _thought = False
 
-    def _thinks(self) -> list[Part] | None:
+    def _thinks(self) -> list[AnswerPart] | None:
         assert self._reasoning is not None
         self._thought = True
         end = self._reasoning.end
@@ -98,14 +102,14 @@ class AnswerReader:
         thought, self._held = self._held[:count], self._held[count:]
         if at >= 0:
             self._held, self._state = self._held[len(end) :], self._talks
-            return [Part("reasoning", thought)]
-        return [Part("reasoning", thought)] if thought else None
+            return [AnswerPart("reasoning", thought)]
+        return [AnswerPart("reasoning", thought)] if thought else None
 
-    def _begins(self) -> list[Part] | None:
+    def _begins(self) -> list[AnswerPart] | None:
         assert self._tools is not None
         return self._expect(self._tools.rest, self._names)
 
-    def _names(self) -> list[Part] | None:
+    def _names(self) -> list[AnswerPart] | None:
         assert self._tools is not None
         found = _NAME.match(self._held)
         assert found is not None
@@ -115,13 +119,13 @@ class AnswerReader:
         self._held = self._held[len(name) :]
         self._arguments = self._reader(name)
         self._state, self.calls = self._middle, self.calls + 1
-        return [Part("call", name)]
+        return [AnswerPart("call", name)]
 
-    def _middle(self) -> list[Part] | None:
+    def _middle(self) -> list[AnswerPart] | None:
         assert self._tools is not None
         return self._expect(self._tools.middle, self._argues)
 
-    def _argues(self) -> list[Part] | None:
+    def _argues(self) -> list[AnswerPart] | None:
         assert self._arguments is not None
         count, text = self._arguments.feed(self._held)
         self._held = self._held[count:]
@@ -129,13 +133,13 @@ class AnswerReader:
             self._state = self._ends
         elif not count:
             return None
-        return [Part("arguments", text)] if text else []
+        return [AnswerPart("arguments", text)] if text else []
 
-    def _ends(self) -> list[Part] | None:
+    def _ends(self) -> list[AnswerPart] | None:
         assert self._tools is not None
         return self._expect(self._tools.end, self._between)
 
-    def _between(self) -> list[Part] | None:
+    def _between(self) -> list[AnswerPart] | None:
         """After a call another one follows, or nothing that is shown."""
         assert self._tools is not None
         following = self._tools.between + self._tools.begin
@@ -144,7 +148,7 @@ class AnswerReader:
         self._held, self._state = self._held[len(following) :], self._names
         return []
 
-    def _expect(self, text: str, then: Callable[[], list[Part] | None]) -> list[Part] | None:
+    def _expect(self, text: str, then: Callable[[], list[AnswerPart] | None]) -> list[AnswerPart] | None:
         """Pass over what the grammar forces."""
         if len(self._held) < len(text):
             return None
@@ -166,12 +170,12 @@ def _first(text: str, marks: Mapping[str, object]) -> tuple[int, str]:
     return min(found, key=lambda one: (one[0], -len(one[1])), default=(-1, ""))
 
 
-def _joined(parts: Sequence[Part]) -> list[Part]:
+def _joined(parts: Sequence[AnswerPart]) -> list[AnswerPart]:
     """The parts, with neighbours of one kind as one; a call's name is whole."""
-    joined: list[Part] = []
+    joined: list[AnswerPart] = []
     for part in parts:
         if joined and joined[-1].kind == part.kind != "call":
-            joined[-1] = Part(part.kind, joined[-1].text + part.text)
+            joined[-1] = AnswerPart(part.kind, joined[-1].text + part.text)
         elif part.text or part.kind == "call":
             joined.append(part)
     return joined

@@ -7,10 +7,8 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import msgspec
-
 from engine.answer import Piece, Result
-from engine.server.answers import Chunk, JsonObject
+from engine.server.answers import Chunk, JsonObject, named_event
 from engine.server.errors import ApiError, anthropic_error
 from engine.server.tools.blocks import Block, Blocks, Change
 from engine.server.tools.calling import Calling
@@ -39,7 +37,7 @@ class MessagesRenderer:
 
     def opening(self) -> list[Chunk]:
         usage = self._usage(0)
-        message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        message: Chunk = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return [{"type": "message_start", "message": message}]
 
     def piece(self, choice: int, piece: Piece) -> list[Chunk]:
@@ -66,7 +64,7 @@ class MessagesRenderer:
         return anthropic_error(error)
 
     def event(self, chunk: Chunk) -> bytes:
-        return b"event: " + chunk["type"].encode() + b"\ndata: " + msgspec.json.encode(chunk) + b"\n\n"
+        return named_event(chunk)
 
     def _events(self, changes: Iterable[Change]) -> list[Chunk]:
         return [_event(change) for change in changes]

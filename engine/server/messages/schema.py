@@ -154,8 +154,9 @@ class CountRequest(Body):
             raise ValueError(f"tools: has {twice!r} twice; name each tool once")
         if self.tool_choice is not None and self.tool_choice.type in ("any", "tool") and not names:
             raise ValueError("tool_choice: needs tools")
-        if self.tool_choice is not None and self.tool_choice.name not in (None, *names):
-            raise ValueError(f"tool_choice.name: {self.tool_choice.name[:64]!r} is none of the tools {names[:8]}")
+        chosen = None if self.tool_choice is None else self.tool_choice.name
+        if chosen is not None and chosen not in names:
+            raise ValueError(f"tool_choice.name: {chosen[:64]!r} is none of the tools {names[:8]}")
         return self
 
 

@@ -7,10 +7,8 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import msgspec
-
 from engine.answer import Piece, Result
-from engine.server.answers import Chunk, JsonObject
+from engine.server.answers import Chunk, JsonObject, named_event
 from engine.server.errors import ApiError
 from engine.server.responses.schema import ResponsesRequest
 from engine.server.tools.blocks import Block, Blocks, Change
@@ -76,9 +74,8 @@ class ResponsesRenderer:
         }
 
     def event(self, chunk: Chunk) -> bytes:
-        numbered = {**chunk, "sequence_number": self._sent}
         self._sent += 1
-        return b"event: " + chunk["type"].encode() + b"\ndata: " + msgspec.json.encode(numbered) + b"\n\n"
+        return named_event({**chunk, "sequence_number": self._sent - 1})
 
     def _complete(self, result: Result) -> dict[str, Any]:
         cut = self._answer.reason(result) == "length"
@@ -150,7 +147,7 @@ def _events(change: Change, response: str) -> list[Chunk]:
             added.append({"type": "response.content_part.added", **inner, "part": _part(block)})
         return added
     name = {"content": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}[block.kind]
-    more = {"logprobs": []} if block.kind == "content" else {}
+    more: Chunk = {"logprobs": []} if block.kind == "content" else {}
     where = at if block.kind == "call" else inner
     if change.what == "grows":
         return [{"type": f"response.{name}.delta", **where, "delta": change.text, **more}]

@@ -30,8 +30,9 @@ def chat_fields(body: ResponsesRequest, conversation: Sequence[Message]) -> dict
         functions = [tool.model_dump(include={"name", "description", "parameters", "strict"}) for tool in body.tools]
         fields["tools"] = [{"type": "function", "function": function} for function in functions]
         choice = body.tool_choice
-        named = isinstance(choice, NamedFunctionTool)
-        fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}} if named else choice
+        fields["tool_choice"] = choice
+        if isinstance(choice, NamedFunctionTool):
+            fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
         fields["parallel_tool_calls"] = body.parallel_tool_calls
     if body.text is not None and (format_ := body.text.format) is not None:
         plain = format_.model_dump(by_alias=True)

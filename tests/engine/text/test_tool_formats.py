@@ -13,7 +13,7 @@ import pytest
 from tokenizers import AddedToken
 
 from engine.text.answer_format import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat, ToolFormat
-from engine.text.answer_reader import AnswerReader, Part
+from engine.text.answer_reader import AnswerReader, AnswerPart
 from engine.text.tool_grammar import MOST_CALLS, Tool, Wanted, tool_grammar
 from tests.conftest import tiny_tokenizer
 
@@ -110,18 +110,18 @@ def gemma(value: Any, quote: str) -> str:
     return f"{quote}{value}{quote}" if isinstance(value, str) else json.dumps(value)
 
 
-def parts(reader: AnswerReader, pieces: Iterator[str]) -> list[Part]:
+def parts(reader: AnswerReader, pieces: Iterator[str]) -> list[AnswerPart]:
     """With neighbours of one kind as one."""
-    found: list[Part] = []
+    found: list[AnswerPart] = []
     for part in [part for piece in pieces for part in reader.feed(piece)] + reader.end():
         if found and found[-1].kind == part.kind != "call":
-            found[-1] = Part(part.kind, found[-1].text + part.text)
+            found[-1] = AnswerPart(part.kind, found[-1].text + part.text)
         else:
             found.append(part)
     return found
 
 
-def calls_of(found: list[Part]) -> list[tuple[str, Any]]:
+def calls_of(found: list[AnswerPart]) -> list[tuple[str, Any]]:
     called = [part for part in found if part.kind in ("call", "arguments")]
     return [(name.text, json.loads(text.text)) for name, text in zip(called[::2], called[1::2], strict=True)]
 
@@ -176,7 +176,7 @@ def test_text_may_come_before_a_call_that_the_model_chooses_to_make(tools: ToolF
     text = "Let me see: {[(< \n" + written(tools, CALLS[:2])
     assert takes(format_of(tools, True), Wanted(TOOLS, "auto"), text) is None
     found = parts(AnswerReader(format_of(tools, True), TOOLS), iter(text))
-    assert found[0] == Part("content", "Let me see: {[(<") and calls_of(found) == CALLS[:2]
+    assert found[0] == AnswerPart("content", "Let me see: {[(<") and calls_of(found) == CALLS[:2]
     assert takes(format_of(tools, True), Wanted(TOOLS, "required"), text) == 0
 
 
@@ -185,7 +185,7 @@ def test_an_answer_without_calls_is_any_text_where_it_may_call(tools: ToolFormat
     text = " Say <tool or [TOOL or call: {}\n\n"
     assert takes(format_of(tools, True), Wanted(TOOLS, "auto"), text) is None
     found = parts(AnswerReader(format_of(tools, True), TOOLS), iter(text))
-    assert found == [Part("content", text)]
+    assert found == [AnswerPart("content", text)]
     assert takes(format_of(tools, True), Wanted(TOOLS, "required"), text) is not None
 
 
@@ -229,14 +229,14 @@ def test_reasoning_is_apart_and_what_it_says_of_calls_is_no_call(marked: bool) -
             assert takes(format_, Wanted(TOOLS, "required", thinking=thinking), text, marked) is None
             assert takes(format_, Wanted(TOOLS, "auto", thinking=thinking), text, marked) is None
         found = parts(AnswerReader(format_, TOOLS, thinking), iter(text))
-        assert found[0] == Part("reasoning", thought) and calls_of(found) == CALLS[:1]
+        assert found[0] == AnswerPart("reasoning", thought) and calls_of(found) == CALLS[:1]
 
 
 def test_text_after_reasoning_begins_without_blanks() -> None:
     format_ = format_of(TOOL_FORMATS[0], True, THINK)
     assert parts(AnswerReader(format_), iter("<think>a\n</think>\n\n b \n")) == [
-        Part("reasoning", "a\n"),
-        Part("content", "b \n"),
+        AnswerPart("reasoning", "a\n"),
+        AnswerPart("content", "b \n"),
     ]
 
 
@@ -260,12 +260,15 @@ def test_harmonys_channels_are_its_parts() -> None:
     ):
         assert takes(format_, Wanted(TOOLS, "auto"), text) is None
     assert takes(format_, Wanted(TOOLS, "required"), call) is None
-    assert parts(AnswerReader(format_, TOOLS), iter(final)) == [Part("reasoning", "Hm."), Part("content", "Yes: {}")]
+    assert parts(AnswerReader(format_, TOOLS), iter(final)) == [
+        AnswerPart("reasoning", "Hm."),
+        AnswerPart("content", "Yes: {}"),
+    ]
     assert calls_of(parts(AnswerReader(format_, TOOLS), iter(call))) == CALLS[:1]
 
 
 def test_a_call_that_is_cut_off_is_as_far_as_it_came() -> None:
     text = written(HERMES, CALLS[:1])
     found = parts(AnswerReader(format_of(HERMES, True), TOOLS), iter(text[: text.index("York")]))
-    assert found == [Part("call", "weather"), Part("arguments", '{"city": "New \\"')]
+    assert found == [AnswerPart("call", "weather"), AnswerPart("arguments", '{"city": "New \\"')]
     assert parts(AnswerReader(format_of(HERMES, True), TOOLS), iter("<tool_call>\n")) == []
