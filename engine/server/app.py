@@ -91,7 +91,7 @@ def create_app(serving: Serving) -> FastAPI:
         serving.check()
         request.state.names = names_of(body)
         with places_for(body, body.n * len(body.prompts), engine, settings) as places:
-            choices = await text_choices(body, engine, settings, serving.vocabulary)
+            choices = await text_choices(body, engine, settings, serving.vocabulary, serving.fill_in)
             wanted = owned(choices, request.state.owner, engine.config)
             format_ = TextRenderer(settings.model, wanted, serving.vocabulary, body, unnamed)
             return await serving.answer(request, body, wanted, format_, places)

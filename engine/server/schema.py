@@ -277,8 +277,17 @@ class CompletionRequest(Generation):
     max_tokens: int = Field(
         16, ge=-1, description="0 is for echo: only the prompt comes back. -1 is the rest of the context."
     )
+    suffix: str | None = Field(None, description="Text after the cursor: the answer fills in what is between.")
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
+
+    @model_validator(mode="after")
+    def _fills_in_texts(self) -> CompletionRequest:
+        if self.suffix is not None and self.echo:
+            raise ValueError("echo: cannot be with a suffix; leave one of them out")
+        if self.suffix is not None and not all(isinstance(prompt, str) for prompt in self.prompts):
+            raise ValueError("suffix: needs a prompt that is text")
+        return self
 
     @model_validator(mode="after")
     def _asks_for_something(self) -> CompletionRequest:

@@ -31,6 +31,7 @@ from engine.server.traces import Traces
 from engine.server.translate import ChoiceRequest, chat_choices, names_of, owned, places_for
 from engine.server.vocabulary import Vocabulary
 from engine.text.answer_format import AnswerFormat
+from engine.text.fill_in import FillIn
 
 _FIRST = (
     SamplingParams(max_tokens=8, temperature=1.0, logprobs=1, ignore_eos=True),
@@ -49,6 +50,7 @@ class Serving:
         self.registry.register(EngineCollector(engine, settings.model))
         self.latencies = Latencies(self.registry, settings.model)
         self.vocabulary = Vocabulary(engine.tokenizer)
+        self.fill_in = FillIn.of(engine.tokenizer)
         self.answers = AnswerFormat.of(engine.tokenizer, settings.tool_format)
         self.started_s = int(time.time())
         self.draining = False

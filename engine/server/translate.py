@@ -32,6 +32,7 @@ from engine.server.settings import Settings
 from engine.server.tools.calling import Calling
 from engine.server.vocabulary import Vocabulary
 from engine.text.chat import Rendering
+from engine.text.fill_in import FillIn
 
 _SEEDS = 2**63
 _OPENING = 16  # tokens at a prompt's end that may begin reasoning
@@ -94,18 +95,32 @@ async def chat_choices(
 
 
 async def text_choices(
-    body: CompletionRequest, engine: Engine, settings: Settings, vocabulary: Vocabulary
+    body: CompletionRequest,
+    engine: Engine,
+    settings: Settings,
+    vocabulary: Vocabulary,
+    fill_in: FillIn | None,
 ) -> list[ChoiceRequest]:
-    """The choices of a text completion, those of the first prompt first. Raises RequestError or ApiError."""
-    more = {
+    """The choices of a text completion, those of the first prompt first. fill_in: how the model does, None if it cannot.
+    Raises RequestError or ApiError.
+    """
+    more: dict[str, Any] = {
         "max_tokens": _limit(body.limit, engine.target.context, settings),
         "logprobs": body.logprobs,
         "prompt_logprobs": body.logprobs if body.echo else None,
     }
+    if body.suffix is not None:
+        if fill_in is None:
+            message = "suffix: this model has no tokens for filling in; leave it out, or ask a model of code"
+            raise ApiError(400, message, code="unsupported", param="suffix")
+        more["stop_token_ids"] = (*(body.stop_token_ids or ()), *fill_in.ends)
     sampling = _sampling(body, **more)
     wanted = []
     for prompt in body.prompts:
-        tokens = await _encoded("prompt", prompt, engine, settings)
+        asked: Any = prompt
+        if body.suffix is not None and fill_in is not None:
+            asked = await anyio.to_thread.run_sync(fill_in.prompt, prompt, body.suffix)
+        tokens = await _encoded("prompt", asked, engine, settings)
         limit = _limit(body.limit, engine.target.context - len(tokens), settings)
         fitting = msgspec.structs.replace(sampling, max_tokens=limit)
         text = prompt if isinstance(prompt, str) else vocabulary.texts(prompt)

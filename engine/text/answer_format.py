@@ -21,7 +21,8 @@ class ToolFormat:
     after which an answer is a call. leading: calls come at the beginning of an answer only. single: an answer is one
     call at most. arguments: how they are written: a JSON object, Qwen3-Coder's <parameter=NAME>, or Gemma's object with
     its texts between two `quote`. skipped: control texts between the parts of an answer that are not part of its
-    text. id_length: of a call's id, where the template wants one.
+    text. id_length: of a call's id, where the template wants one. bare: some models of this format leave out what
+    calls are written between, so an answer that begins with the JSON of a call is one.
     """
 
     name: str
@@ -39,6 +40,7 @@ class ToolFormat:
     single: bool = False
     skipped: tuple[str, ...] = ()
     id_length: int | None = None
+    bare: bool = False
 
     @property
     def rest(self) -> str:
@@ -152,7 +154,7 @@ TOOL_FORMATS = (  # the first whose marks a template contains
         quote="<escape>",
     ),
     ToolFormat("granite", marks=("<|tool_call|>",), trigger="<|tool_call|>", opens="<|tool_call|>[", **_LISTED),
-    ToolFormat("hermes", marks=("<tool_call>",), end="}\n</tool_call>", **_HERMES),
+    ToolFormat("hermes", marks=("<tool_call>",), end="}\n</tool_call>", bare=True, **_HERMES),
     ToolFormat(
         "llama",
         marks=('{"name": function name, "parameters": ',),
@@ -206,6 +208,23 @@ class AnswerFormat:
         if calls and (one := self.tools) is not None:
             texts += [one.opens, one.begin, one.middle, one.end, one.between, one.closes, one.quote]
         return frozenset(number for mark, number in self.added.items() if any(mark in text for text in texts))
+
+
+@dataclass(frozen=True)
+class BareForm:
+    """How a call is written without its marks. lead: regular expression of what comes before the arguments of the tool
+    NAME. end: of what follows them. indented: whether the JSON may be.
+    """
+
+    lead: str
+    end: str
+    indented: bool
+
+
+BARE_FORMS = (
+    BareForm(r'\{"name": "NAME", "arguments": ', r"\}", False),
+    BareForm(r'```(json)?\n\{[ \n]*"name": "NAME",[ \n]*"arguments": ', r"[ \n]*\}[ \n]*```", True),
+)
 
 
 def _found(formats: Any, template: str) -> Any:

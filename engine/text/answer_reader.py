@@ -6,11 +6,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from engine.text.answer_format import AnswerFormat
+from engine.text.answer_format import BARE_FORMS, AnswerFormat
 from engine.text.call_arguments import ArgumentsReader, GemmaReader, JsonReader, ParametersReader, begun
 from engine.text.tool_grammar import Tool, is_text
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
+_FENCES = ("", "```", "```json")
 
 
 class AnswerPart(NamedTuple):
@@ -32,10 +33,16 @@ class AnswerReader:
         self._tools = format_.tools if tools else None
         self._skipped = format_.tools.skipped if format_.tools is not None else ()
         self._named = {tool.name: tool for tool in tools}
+        names = "|".join(re.escape(tool.name) for tool in tools)
+        bare = tools and format_.tools is not None and format_.tools.bare
+        self._bare = [
+            (form, re.compile(form.lead.replace("NAME", f"(?P<name>{names})"))) for form in BARE_FORMS if bare
+        ]
+        self._bare_end: re.Pattern[str] | None = None
         self._held, self._blank = "", ""
         self._arguments: ArgumentsReader | None = None
         self._state: Callable[[], list[AnswerPart] | None] = self._thinks if thinking else self._talks
-        self._said = False  # since the last part of another kind, a character that is not blank
+        self._said, self._thought = False, False  # text that is not blank; reasoning
         self.calls = 0
 
     def feed(self, text: str) -> list[AnswerPart]:
@@ -60,6 +67,8 @@ class AnswerReader:
     # Each state reads what it can of the text held, and returns the parts; None when it needs more text.
 
     def _talks(self) -> list[AnswerPart] | None:
+        if self._bare and not self._said and (found := self._maybe_bare()) is not True:
+            return found
         marks: dict[str, Callable[[], list[AnswerPart] | None] | None] = dict.fromkeys(self._skipped)
         if self._reasoning is not None:
             marks[self._reasoning.begin] = self._thinks
@@ -80,18 +89,11 @@ class AnswerReader:
         self._held = self._held[len(self._held) - held :] if held else ""
         text = self._blank + text
         shown = text.rstrip() if self._reasoning is not None or self._tools is not None else text
-        if self._drops_lead and not self._said:
-            shown = shown.lstrip()
-            text = text.lstrip()
+        if self._thought and not self._said:
+            shown, text = shown.lstrip(), text.lstrip()
         self._blank = text[len(shown) :]
         self._said = self._said or bool(shown)
         return [AnswerPart("content", shown)] if shown else None
-
-    @property
-    def _drops_lead(self) -> bool:
-        return self._thought
-
-    _thought = False
 
     def _thinks(self) -> list[AnswerPart] | None:
         assert self._reasoning is not None
@@ -104,6 +106,30 @@ class AnswerReader:
             self._held, self._state = self._held[len(end) :], self._talks
             return [AnswerPart("reasoning", thought)]
         return [AnswerPart("reasoning", thought)] if thought else None
+
+    def _maybe_bare(self) -> list[AnswerPart] | Literal[True] | None:
+        """The bare call that comes next, None if it may be one yet, True if it is none."""
+        held = self._held.lstrip() if self._thought else self._held
+        for form, lead in self._bare:
+            if (match := lead.match(held)) is not None:
+                self._held, self._arguments, self._bare_end = held[match.end() :], JsonReader(), re.compile(form.end)
+                self._state, self.calls = self._argues, self.calls + 1
+                return [AnswerPart("call", match["name"])]
+        squeezed = "".join(held.split())
+        leads = (f'{fence}{{"name":"{name}","arguments":' for fence in _FENCES for name in self._named)
+        return None if any(one.startswith(squeezed) for one in leads) else True
+
+    def _ends_bare(self) -> list[AnswerPart] | None:
+        assert self._bare_end is not None
+        if (end := self._bare_end.match(self._held)) is None:
+            return None
+        self._held, self._state = self._held[end.end() :], self._follows_bare
+        return []
+
+    def _follows_bare(self) -> list[AnswerPart] | None:
+        """After a bare call another one may follow, on a line of its own."""
+        self._held = self._held.removeprefix("\n")
+        return None if (found := self._maybe_bare()) is True else found
 
     def _begins(self) -> list[AnswerPart] | None:
         assert self._tools is not None
@@ -130,7 +156,7 @@ class AnswerReader:
         count, text = self._arguments.feed(self._held)
         self._held = self._held[count:]
         if self._arguments.done:
-            self._state = self._ends
+            self._state = self._ends if self._bare_end is None else self._ends_bare
         elif not count:
             return None
         return [AnswerPart("arguments", text)] if text else []

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.text.answer_format import AnswerFormat, ReasoningFormat, ToolFormat
+from engine.core.grammar import JSON_WHITESPACE
+from engine.text.answer_format import BARE_FORMS, AnswerFormat, ReasoningFormat, ToolFormat
 
 MOST_CALLS = 64  # in one answer: a small model may repeat itself
 _STYLE = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
@@ -70,6 +71,8 @@ class _Writer:
             ways.append(self._literal(tools.trigger) + " calls" if leads or tools.leading else "opened calls")
             if not leads and not tools.leading:
                 self._opened(tools.trigger)
+            if tools.bare and not leads:
+                ways.append(self._bare_calls(wanted))
         if wanted.calls != "required":
             ways.append(self._answer(tools, wanted))
         if tools is not None and tools.skipped:
@@ -145,6 +148,19 @@ class _Writer:
         for name, tool in zip(named, wanted.tools, strict=True):
             lead, end = self._literal(tool.name + tools.middle), self._literal(tools.end)
             self.rules.append(f"{name}: {lead} {self._arguments(tools, tool, name)} {end}")
+
+    def _bare_calls(self, wanted: Wanted) -> str:
+        """Rules for calls without their marks, with which an answer begins. They hold from the arguments on."""
+        ways = []
+        for place, form in enumerate(BARE_FORMS):
+            style = {"x-guidance": JSON_WHITESPACE} if form.indented else _STYLE
+            for number, tool in enumerate(wanted.tools):
+                rule = f"bare_{number}_{place}"
+                self.rules.append(f"{rule}[lazy]: /{form.lead.replace('NAME', re.escape(tool.name))}/")
+                ways.append(f"{rule} %json {_dumps(tool.closed_schema | style)} BARE_END_{place}")
+            self.rules.append(f"BARE_END_{place}: /{form.end}/")
+        self.rules.append(f"bare: {' | '.join(ways)}")
+        return f'bare ("\\n" bare){{0,{MOST_CALLS - 1}}}' if wanted.many else "bare"
 
     def _arguments(self, tools: ToolFormat, tool: Tool, name: str) -> str:
         schema = tool.closed_schema

@@ -143,7 +143,7 @@ async def test_a_limit_beyond_the_context_means_the_rest_of_it(asked: Any, taken
 async def test_so_does_that_of_a_completion(asked: Any, taken: int, strictly: int) -> None:
     body = completion(max_tokens=asked, echo=True)
     for settings, limit in ((Settings("m"), taken), (Settings("m", clamp_max_tokens=False), strictly)):
-        (choice,) = await text_choices(body, ENGINE, settings, None)  # type: ignore[arg-type]
+        (choice,) = await text_choices(body, ENGINE, settings, None, None)  # type: ignore[arg-type]
         assert choice.sampling.max_tokens == limit
 
 

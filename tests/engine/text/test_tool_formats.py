@@ -13,7 +13,7 @@ import pytest
 from tokenizers import AddedToken
 
 from engine.text.answer_format import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat, ToolFormat
-from engine.text.answer_reader import AnswerReader, AnswerPart
+from engine.text.answer_reader import AnswerPart, AnswerReader
 from engine.text.tool_grammar import MOST_CALLS, Tool, Wanted, tool_grammar
 from tests.conftest import tiny_tokenizer
 
@@ -272,3 +272,42 @@ def test_a_call_that_is_cut_off_is_as_far_as_it_came() -> None:
     found = parts(AnswerReader(format_of(HERMES, True), TOOLS), iter(text[: text.index("York")]))
     assert found == [AnswerPart("call", "weather"), AnswerPart("arguments", '{"city": "New \\"')]
     assert parts(AnswerReader(format_of(HERMES, True), TOOLS), iter("<tool_call>\n")) == []
+
+
+def bare(name: str, arguments: Any, fenced: bool = False) -> str:
+    call = json.dumps({"name": name, "arguments": arguments}, indent=2 if fenced else None, ensure_ascii=False)
+    return f"```json\n{call}\n```" if fenced else call
+
+
+@pytest.mark.parametrize("fenced", [False, True])
+def test_a_call_that_a_model_writes_without_its_marks_is_one_where_the_answer_begins_with_it(fenced: bool) -> None:
+    text = "\n".join(bare(*call, fenced) for call in CALLS)
+    assert takes(format_of(HERMES, True), Wanted(TOOLS, "auto"), text) is None
+    for size in (1, 5, 1000):
+        pieces = (text[at : at + size] for at in range(0, len(text), size))
+        assert calls_of(parts(AnswerReader(format_of(HERMES, True), TOOLS), pieces)) == CALLS
+    assert takes(format_of(HERMES, True), Wanted(TOOLS, "auto"), "So: " + text) is None
+    assert parts(AnswerReader(format_of(HERMES, True), TOOLS), iter("So: " + text)) == [
+        AnswerPart("content", "So: " + text)
+    ]
+    assert takes(format_of(HERMES, True), Wanted(TOOLS, "auto", many=False), text) is not None
+
+
+@pytest.mark.parametrize("fenced", [False, True])
+@pytest.mark.parametrize("arguments", [{}, {"city": 1, "days": 1}, {"city": "x", "days": 10}])
+def test_such_a_call_follows_the_schema_too(fenced: bool, arguments: Any) -> None:
+    assert takes(format_of(HERMES, True), Wanted(TOOLS, "auto"), bare("weather", arguments, fenced)) is not None
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_spelled_mark_begins_a_call_that_follows_the_schema(marked: bool) -> None:
+    text = "I say " + written(HERMES, [("weather", {"city": "x", "days": 10})])
+    assert takes(format_of(HERMES, marked), Wanted(TOOLS, "auto"), text, marked) == text.index("10") + 1
+
+
+@pytest.mark.parametrize(
+    "text", ['{"name": "weather"', '{"name": "nothing", "arguments": {}}', "```json\n{}\n```", "{", "``"]
+)
+def test_json_that_is_no_call_is_text(text: str) -> None:
+    assert takes(format_of(HERMES, True), Wanted(TOOLS, "auto"), text) is None
+    assert parts(AnswerReader(format_of(HERMES, True), TOOLS), iter(text)) == [AnswerPart("content", text)]
