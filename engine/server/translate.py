@@ -101,8 +101,8 @@ async def text_choices(
     vocabulary: Vocabulary,
     fill_in: FillIn | None,
 ) -> list[ChoiceRequest]:
-    """The choices of a text completion, those of the first prompt first. fill_in: how the model does, None if it cannot.
-    Raises RequestError or ApiError.
+    """The choices of a text completion, those of the first prompt first. fill_in: how the model fills in, None if it
+    cannot. Raises RequestError or ApiError.
     """
     more: dict[str, Any] = {
         "max_tokens": _limit(body.limit, engine.target.context, settings),
@@ -118,7 +118,7 @@ async def text_choices(
     wanted = []
     for prompt in body.prompts:
         asked: Any = prompt
-        if body.suffix is not None and fill_in is not None:
+        if body.suffix is not None and fill_in is not None and isinstance(prompt, str):
             asked = await anyio.to_thread.run_sync(fill_in.prompt, prompt, body.suffix)
         tokens = await _encoded("prompt", asked, engine, settings)
         limit = _limit(body.limit, engine.target.context - len(tokens), settings)

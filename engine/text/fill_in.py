@@ -12,7 +12,7 @@ from engine.core.errors import RequestError
 
 @dataclass(frozen=True)
 class FillInFormat:
-    """The tokens before the prefix, before the suffix, and before the answer; the suffix comes first where `suffix_first`.
+    """The tokens before the prefix, before the suffix, and before the answer. suffix_first: it precedes the prefix.
     ends: tokens, of those that the model has, that end an answer.
     """
 
@@ -82,6 +82,5 @@ class FillIn:
 
 def _token(tokenizer: Any, text: str) -> int | None:
     """The id of a token, None if the tokenizer has none of that text."""
-    token = tokenizer.convert_tokens_to_ids(text) if text else None
-    known = token is not None and token != tokenizer.unk_token_id and tokenizer.convert_ids_to_tokens(token) == text
-    return int(token) if known else None
+    token: int | None = tokenizer.convert_tokens_to_ids(text) if text else None
+    return token if token is not None and tokenizer.convert_ids_to_tokens(token) == text else None
