@@ -159,7 +159,8 @@ def common_vocabulary(path: str, model: str) -> int:
             )
     elif ours > theirs:
         raise DrafterMismatch(f"{differ} (drafter.path={path}): use a small model of the target's family")
-    return min(ours, theirs)
+    common: int = min(ours, theirs)
+    return common
 
 
 def _named(path: str) -> dict[int, str]:
