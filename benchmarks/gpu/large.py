@@ -76,8 +76,19 @@ def _prefill(target: Target, cache: Any, past: int) -> Record:
 
 
 def _verify(target: Target, cache: Any, sizes: tuple[int, ...]) -> Record:
-    trees = {nodes: TokenTree.chain(1, [2] * (nodes - 1), [1.0] * (nodes - 1)) for nodes in sizes}
-    return {"ms": {nodes: _median_ms(partial(target.verify, cache, tree), target) for nodes, tree in trees.items()}}
+    """Of chains, whose rows all read the same slots, and of trees, where a row reads its own ancestors."""
+    chains = {nodes: TokenTree.chain(1, [2] * (nodes - 1), [1.0] * (nodes - 1)) for nodes in sizes}
+    trees = {nodes: _bushy(nodes) for nodes in sizes if nodes > 1}
+    return {
+        "ms": {nodes: _median_ms(partial(target.verify, cache, tree), target) for nodes, tree in chains.items()},
+        "trees_ms": {nodes: _median_ms(partial(target.verify, cache, tree), target) for nodes, tree in trees.items()},
+    }
+
+
+def _bushy(nodes: int) -> TokenTree:
+    """Four children a node, layer by layer."""
+    parents = [-1] + [(node - 1) // 4 for node in range(1, nodes)]
+    return TokenTree.from_lists([*range(1, nodes + 1)], parents, [1.0] * nodes)
 
 
 def _breakdown(target: Target, cache: Any) -> Record:

@@ -25,7 +25,7 @@ from engine.kernels.attention.attention import Rule
 from engine.model import cuda_products
 from engine.model.cuda import triton_attention
 from engine.model.cuda.graphs import Recorded, bucket
-from engine.model.cuda.triton_attention import DeviceRows, TritonAttention
+from engine.model.cuda.triton_attention import DeviceRows, TritonAttention, grouped
 from engine.model.kv_pool import KVCache, KVPool
 from engine.model.stock import NoCache, Unsupported
 
@@ -41,6 +41,7 @@ class _Slice(NamedTuple):
     tokens, positions: [rows]. sources: [rows] the row whose key and value this one stores; blocks, lanes: [rows]
     where. prefixes: [rows]; others: [rows + 1]; listed: [capacity]; see `engine.core.batch.Batch`. tables: [rows,
     blocks], a table for each row, so that the size depends only on the blocks; table_of: [rows] where it begins.
+    firsts: [rows + 1] where each group of rows begins, which attention reads a text for.
     """
 
     tokens: Tensor
@@ -53,10 +54,12 @@ class _Slice(NamedTuple):
     listed: Tensor
     tables: Tensor
     table_of: Tensor
+    firsts: Tensor
 
     @classmethod
-    def of(cls, batch: Batch, first: int, end: int, size: int) -> tuple[_Slice, int]:
+    def of(cls, batch: Batch, first: int, end: int, size: int, together: int) -> tuple[_Slice, int]:
         """Rows `first` to `end` of the batch, padded to `size`, and the number of attention chunks that they need.
+        together: most rows of a group.
 
         A padding row repeats the last row. It stores the last row's key and value again, so it changes nothing, and it
         sees only its text's first position, so it costs little.
@@ -73,7 +76,8 @@ class _Slice(NamedTuple):
         # entries past the end of a request's own table are arbitrary: no row reads them
         places = np.minimum(batch.table_of[rows][:, None] + np.arange(width), len(batch.tables) - 1)
         indexes = batch.tokens[rows], batch.positions[rows], sources, *np.divmod(batch.slots[rows], BLOCK)
-        seen = prefixes, begins - begins[0], _filled(ancestors), batch.tables[places], np.arange(0, size * width, width)
+        tables = batch.tables[places], np.arange(0, size * width, width)
+        seen = prefixes, begins - begins[0], _filled(ancestors), *tables, grouped(batch.table_of[rows], together)
         return cls(*map(_longs, indexes), *(torch.from_numpy(array.astype(np.int32)) for array in seen)), chunks
 
 
@@ -115,7 +119,9 @@ class CudaForward:
         while first < len(batch):
             size = self._size(batch, first)
             end = min(first + size, len(batch))
-            found, *asked = self._forward(*_Slice.of(batch, first, end, size), tuple(feature_layers))
+            found, *asked = self._forward(
+                *_Slice.of(batch, first, end, size, self._attention.together), tuple(feature_layers)
+            )
             chosen = batch.chosen[(batch.chosen >= first) & (batch.chosen < end)] - first
             # copies, because the next slice's results reuse these tensors
             logits.append(found.index_select(0, _longs(chosen).to(found.device)))
@@ -133,7 +139,7 @@ class CudaForward:
             raise Unsupported(f"its attention computes in {query.dtype}")
         self.pool.keys[layer][rows.blocks, :, : shape.head_dim, rows.lanes] = key[0].transpose(0, 1)[rows.sources]
         self.pool.values[layer][rows.blocks, :, rows.lanes, : shape.head_dim] = value[0].transpose(0, 1)[rows.sources]
-        seen = DeviceRows(rows.prefixes, rows.others, rows.listed, rows.tables, rows.table_of)
+        seen = DeviceRows(*rows[5:])
         return self._attention(seen, self._chunks, layer, rule, query[0].transpose(0, 1).contiguous())[None]
 
     @property

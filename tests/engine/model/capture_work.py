@@ -110,7 +110,8 @@ def target_forward(config: Any, features: tuple[int, ...]) -> None:
         forward = CudaForward(model, KVPool(shape, 60, DEVICE), heads // shape.kv_heads)
         cache = KVCache(forward.pool)
         cache.reserve(40)
-        rows, chunks = cuda_forward._Slice.of(Batch.of([Segment.of_text([*range(30)], cache, "all")]), 0, 30, 64)
+        batch = Batch.of([Segment.of_text([*range(30)], cache, "all")])
+        rows, chunks = cuda_forward._Slice.of(batch, 0, 30, 64, together=16)
         assert_on_device(forward._run(chunks, features, *map(on_device, rows)))
 
 
