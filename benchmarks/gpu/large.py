@@ -56,6 +56,7 @@ def _load(device: str, model: dict[str, Any]) -> Record:
         "inexact": target.inexact,
         "forward": type(target._masked or forward).__name__,
         "captures": Recorded.captures,
+        "lean": getattr(forward, "lean", None) is not None,
         "graphs": len(getattr(forward, "recorded", ())),
         "seconds_of_weights": round(made_s, 1),
     }
@@ -98,9 +99,14 @@ def _breakdown(target: Target, cache: Any) -> Record:
         for _ in range(_REPEATS):
             target.verify(cache, tree)
         wait(target.device)
-    times = {e.key: e.self_device_time_total / 1000 / _REPEATS for e in found.key_averages()}
+    kernels = found.key_averages()
+    times = {e.key: e.self_device_time_total / 1000 / _REPEATS for e in kernels}
     longest = sorted(times, key=times.__getitem__, reverse=True)[:_KERNELS]
-    return {"ms": round(sum(times.values()), 3), "kernels": {name[:60]: round(times[name], 3) for name in longest}}
+    return {
+        "ms": round(sum(times.values()), 3),
+        "launches": round(sum(e.count for e in kernels) / _REPEATS),
+        "kernels": {name[:60]: round(times[name], 3) for name in longest},
+    }
 
 
 def _median_ms(work: Callable[[], Any], target: Target) -> float:
