@@ -244,6 +244,8 @@ class Target:
         if (other := _other_matrix(self.model)) is not None:
             return f"{other} is multiplied in a way of its own"
         assert isinstance(self._forward, CudaForward)
+        if self._forward.take_lean(self.own_context) and not trial.agrees_anywhere(self):
+            self._forward.drop_lean()
         if not self._take_sizes(self._forward):
             return f"products in {name_of(self.dtype)} depend on a row's place on this machine"
         return "" if trial.equal_bits(self) else "a token's logits depend on the rows beside it"
@@ -253,7 +255,7 @@ class Target:
         allowed again. Returns whether there is any.
         """
         usual = forward.sizes
-        found = exact_sizes(self.model, forward.possible)
+        found = exact_sizes(forward.linears, forward.possible)
         if len(found) > 1:
             found = forward.agreeing(found)
         if len(found) > 1:
@@ -261,7 +263,7 @@ class Target:
             return True
         allow_split_sums()
         forward.recorded.clear()  # they were captured with the other products
-        return exact_sizes(self.model, usual) == usual
+        return exact_sizes(forward.linears, usual) == usual
 
     def _try_attention(
         self, make: Callable[[Any, KVPool, int], Forward], trial: ModelProbe, kv_memory: int | None
