@@ -60,7 +60,7 @@ class RoundTimer:
 
     def observe_wait(self, decoding: Sequence[Request]) -> None:
         """Start of a round: learn how long it waited for its drafts, unless a prompt was read meanwhile."""
-        asked_ns = [r.asked_ns for r in decoding if r.drafted and not (r.hit or r.alone)]
+        asked_ns = [r.asked_ns for r in decoding if r.wants_draft and not (r.hit or r.root_only)]
         if asked_ns and min(asked_ns) >= self._ended_ns:
             self.costs.observe_wait((time.perf_counter_ns() - min(asked_ns)) / 1e9)
 
@@ -100,7 +100,7 @@ class RoundTimer:
             return
         if all(conclusion.request.round > 1 for conclusion in decoded):
             self.costs.observe_round(len(rounds), rows, tokens, round_s - forward_s, past)
-            if drafter and all(conclusion.request.drafted for conclusion in decoded):
+            if drafter and all(conclusion.request.wants_draft for conclusion in decoded):
                 self._observe_ways(len(rounds), tokens, round_s, drafts.wants.rests)
 
     def _observe_ways(self, requests: int, tokens: int, round_s: float, rests: bool) -> None:

@@ -26,31 +26,30 @@ class Proposal:
 
 @dataclass(frozen=True)
 class StepInput:
-    """proposal: the tree as sent. asked: whether a drafter was asked for it. drafted: the tree with `grafts`, tokens
-    that the grammar implies. worth: [nodes drafted] float32, expected tokens of each. kept: the nodes that are
-    verified.
+    """proposal: the tree as sent. asked: whether a drafter was asked for it. uncut: the tree with `forced_tokens`,
+    those that the grammar implies. worth: [nodes] float32, expected tokens of each. kept: the nodes that are verified.
     """
 
     request: Request
     proposal: Proposal
     asked: bool
-    grafts: list[int]
-    drafted: TokenTree
+    forced_tokens: list[int]
+    uncut: TokenTree
     worth: NDArray[np.float32]
     kept: Array
 
     @classmethod
     def of(cls, request: Request, proposal: Proposal) -> StepInput:
-        """The proposal plus what the request's grammar grafts, minus what the grammar or the request rules out."""
-        grafts = request.grafts(proposal.tree)
-        tree = proposal.tree.grafted(grafts, GRAFT_CHANCE)
-        asked = request.drafted and not request.alone
-        return cls(request, proposal, asked, grafts, tree, request.trust.worth(tree), request.admitted(tree))
+        """The proposal plus what the request's grammar implies, minus what the grammar or the request rules out."""
+        forced_tokens = request.forced_tokens(proposal.tree)
+        tree = proposal.tree.grafted(forced_tokens, GRAFT_CHANCE)
+        asked, worth = request.wants_draft and not request.root_only, request.confidence_scale.worth(tree)
+        return cls(request, proposal, asked, forced_tokens, tree, worth, request.admitted(tree))
 
     @cached_property
     def tree(self) -> TokenTree:
         """The tree that is verified."""
-        return self.drafted if len(self.kept) == len(self.drafted) else self.drafted.keep(self.kept)
+        return self.uncut if len(self.kept) == len(self.uncut) else self.uncut.keep(self.kept)
 
     @property
     def is_speculative(self) -> bool:

@@ -72,7 +72,7 @@ class Counting:
 
 
 class Wire:
-    """A line or a hub: what arrives is put into `inbox`, what is sent is found in `sent`. full: no more is sent."""
+    """A line or a router: what arrives is put into `inbox`, what is sent is found in `sent`. full: no more is sent."""
 
     def __init__(self) -> None:
         self.inbox: list[Any] = []
@@ -95,10 +95,10 @@ class Wire:
 class Stage:
     """A verifier whose rounds the test runs one by one."""
 
-    def __init__(self, hello: Hello | None = None, hub: Router | None = None, **options: Any):
+    def __init__(self, hello: Hello | None = None, router: Router | None = None, **options: Any):
         self.control, self.drafts, self.target = Wire(), Wire(), Counting()
         config = load({"model": "counting", "method": "pld"}, options)
-        parts: Any = (self.target, self.control, hub or self.drafts)
+        parts: Any = (self.target, self.control, router or self.drafts)
         self.verifier = Verifier(config, *parts, Threads(1, 1, 1))
         if hello is not None:
             self.drafts.inbox.append((DRAFTER, hello, []))
@@ -307,7 +307,7 @@ def test_while_a_head_rests_that_drafts_alone_nobody_waits_for_it() -> None:
     stage.verifier.meter.costs.rest.second = True
     request = stage.submit(1, [10, 11])
     stage.step()
-    assert request.alone
+    assert request.root_only
     assert stage.step()[0].tokens.tolist() == [12]
 
 
@@ -349,7 +349,7 @@ def test_where_drafts_need_not_pay_no_model_rests() -> None:
     request = stage.submit(1, [10, 11])
     stage.step()
     [(verdict, _)] = stage.verdicts()
-    assert not verdict.rest and not request.alone
+    assert not verdict.rest and not request.root_only
 
 
 def test_a_model_that_retrieval_cannot_do_without_does_not_rest() -> None:
@@ -368,7 +368,7 @@ def test_the_accepted_path_is_what_the_cache_keeps() -> None:
     stage.draft(request, bushy(12, 0.5, 0.5))
     stage.step()
     assert request.text == [10, 11, 12, 13, 14]
-    assert request.kept_path == [0, 2] and request.cache.length == 4
+    assert request.rows_kept == [0, 2] and request.cache.length == 4
     assert stage.step()[0].tokens.tolist() == [14]
 
 
@@ -512,11 +512,11 @@ def test_a_drafter_that_leaves_too_much_unread_is_dropped_and_asked_to_rejoin_on
 def test_a_drafter_that_slept_comes_back_by_itself() -> None:
     """Behind real sockets, each of which holds four messages."""
     with zmq.Context() as context:
-        hub = Router(context, "inproc://drafts", FROM_DRAFTER, unread=4)
+        router = Router(context, "inproc://drafts", FROM_DRAFTER, unread=4)
         line = Dealer(context, "inproc://drafts", DRAFTER, FROM_VERIFIER, unread=4)
         control: Any = Wire()
         drafter = DrafterWorker(PromptLookup(), control, line)
-        stage = Stage(hub=hub)
+        stage = Stage(router=router)
         request = stage.submit(1, [10, 11, 12, 10], max_tokens=20)
         drafter.turn()
         stage.verifier._receive()
@@ -528,5 +528,5 @@ def test_a_drafter_that_slept_comes_back_by_itself() -> None:
             drafter.turn()
             stage.verifier._receive()
         assert stage.verifier.drafter.present and request.has_draft
-        hub.close()
+        router.close()
         line.close()
