@@ -24,7 +24,7 @@ from engine.wire.transport import Router
 FROM_DRAFTER = (Hello, Draft)
 
 
-class DrafterLine:
+class DrafterLink:
     """router: drafters connect to it; the one that sent the latest Hello drafts. budget: maximum nodes of a tree.
     timeout_s: a drafter that owes a draft for longer is late, until its next message. weighed: whether drafts must pay
     for their cost.

@@ -24,7 +24,7 @@ HEARTBEAT_S = 0.5
 _GRAMMAR_S = 0.005  # between checks whether a grammar has been read
 
 
-class FrontEndLine:
+class FrontEndLink:
     """budget: maximum nodes of a tree, for which a request reserves room."""
 
     def __init__(self, dealer: Dealer, target: Target, config: Config):

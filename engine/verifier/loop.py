@@ -19,8 +19,8 @@ from engine.core.batch import Segment
 from engine.core.errors import OutOfBlocks
 from engine.core.methods import METHODS
 from engine.model.target import Target
-from engine.verifier.drafter_link import FROM_DRAFTER, DrafterLine
-from engine.verifier.front_end_link import FROM_FRONT_END, FrontEndLine
+from engine.verifier.drafter_link import FROM_DRAFTER, DrafterLink
+from engine.verifier.front_end_link import FROM_FRONT_END, FrontEndLink
 from engine.verifier.placement import Threads
 from engine.verifier.request import Request
 from engine.verifier.round_timer import RoundTimer
@@ -55,9 +55,9 @@ class Verifier:
         self.config, self.target = config, target
         options = config.verifier
         self.requests = Scheduler(options.max_running, options.prefill_chunk, options.draft_timeout_s)
-        self.front_end = FrontEndLine(control, target, config)
+        self.front_end = FrontEndLink(control, target, config)
         budget, timeout_s = config.drafter.budget, options.draft_timeout_s
-        self.drafter = DrafterLine(drafts, target, self.requests, budget, timeout_s, options.cut)
+        self.drafter = DrafterLink(drafts, target, self.requests, budget, timeout_s, options.cut)
         self.trace = Trace(control, config.trace is not None)
         self.meter = RoundTimer(config, target, threads, self.trace)
         self.method = METHODS[config.method]

@@ -12,7 +12,7 @@ from engine.core.batch import BLOCK, Segment
 from engine.model.cuda.graphs import wait
 from engine.model.target import Target
 from engine.verifier.cost_model import Attended, CostModel
-from engine.verifier.drafter_link import DrafterLine
+from engine.verifier.drafter_link import DrafterLink
 from engine.verifier.measured_forward import BESIDE, MeasuredForward
 from engine.verifier.placement import Threads
 from engine.verifier.request import Request
@@ -79,7 +79,7 @@ class RoundTimer:
         concluded: Sequence[StepResult],
         rounds: Sequence[StepInput],
         segments: Sequence[Segment],
-        drafts: DrafterLine,
+        drafts: DrafterLink,
     ) -> None:
         """End of a round. Rounds that lost a request teach nothing but the forward's time, and those that read a prompt
         only that and what drafts gain.

@@ -123,7 +123,7 @@ class Scheduler:
         )
 
     def room(self, request: Request, rows: int) -> int:
-        """How many of `rows` rows fit behind the request's positions, in its own blocks and those that are free, which
+        """How many of `rows` rows fit after the request's positions, in its own blocks and those that are free, which
         are reserved.
         """
         if (pool := request.target.pool) is None:

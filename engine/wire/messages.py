@@ -155,7 +155,7 @@ class Spans(Message, frozen=True, kw_only=True):
 class Hello(Message, frozen=True, kw_only=True):
     """A drafter has joined. feature_layers: hidden states of the target that it needs; successors: how many of the
     target's likeliest next tokens it needs for every verified node. calibrated: its trees may be cut by their
-    confidence. rests: its model can rest when told to.
+    confidence. rests: its model can rest when asked to.
     """
 
     feature_layers: tuple[int, ...] = ()
