@@ -23,8 +23,8 @@ from engine.core.errors import ConfigError
 from engine.core.methods import METHODS
 from engine.core.tree import TokenTree
 from engine.model.target import Target
-from engine.verifier.confidence_scale import ConfidenceScale
-from engine.verifier.cost_model import NOTHING, CostModel
+from engine.verifier.cost_model import CostModel
+from engine.verifier.forward_time import NOTHING, ForwardTime
 from engine.verifier.step_input import paying
 
 from ..report.tables import Table
@@ -161,23 +161,22 @@ class Follower:
 
     def __init__(self, way: Way, config: Config, seconds: Mapping[int, float]):
         """seconds: of a forward, by its rows."""
-        self.way, self.costs = way, CostModel(dict(seconds))
+        self.way, self.costs = way, CostModel(ForwardTime(dict(seconds)))
         self.drafter = build(load(config, dict(way.keys)))
 
     def rounds(self, request: int, known: KnownAnswer) -> Iterator[Drafted]:
-        costs, trust, room = self.costs, ConfidenceScale(), len(known.tokens) - 2
+        costs, room = self.costs, len(known.tokens) - 2
 
         def propose(request: int) -> TokenTree:
             tree = self.drafter.propose(request)
-            return tree.keep(paying([trust.worth(tree)], costs)[0]) if self.way.is_cut else tree
+            return tree.keep(paying([tree.confidence], costs)[0]) if self.way.is_cut else tree
 
         followed = follow(self.drafter, request, known, propose, lambda: costs.rates(1, alone=False))
         for number, (verdict, draft_s) in enumerate(followed):
             tree, emitted = verdict.tree, len(verdict.tokens)
-            trust.learn(float(trust.worth(tree).sum()), emitted)
             costs.observe_round(1, len(tree), emitted, draft_s)
             shape = len(tree), int(tree.depths.max()), room, emitted
-            verify_s, plain_s = costs.seconds(len(tree)), costs.seconds(1)
+            verify_s, plain_s = costs.forward.seconds(len(tree)), costs.forward.seconds(1)
             yield Drafted(known.suite, *shape, draft_s, verify_s, plain_s, is_first=number == 0)
             room -= emitted
 
@@ -205,7 +204,7 @@ def accept_all(
         seconds = forward_s()
         for follower, accepted in zip(followers, found, strict=True):
             for rows, taken in seconds.items():
-                follower.costs.observe_forward(rows, NOTHING, taken)
+                follower.costs.forward.observe(rows, NOTHING, taken)
             accepted.rounds.extend(follower.rounds(request, known))
         progress.advance(task)
     return found

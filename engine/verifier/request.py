@@ -15,7 +15,7 @@ from engine.core.tree import TokenTree
 from engine.model.target import Target
 from engine.sampling.matcher import Matcher
 from engine.sampling.sampler import Sampler
-from engine.verifier.confidence_scale import ConfidenceScale
+from engine.verifier.draft_choice import DraftChoice
 from engine.wire.messages import Array, Draft, TokenLogprob
 
 Outcome = tuple[int, int, int, int]
@@ -48,18 +48,19 @@ class Request:
         matcher: Matcher | None = None,
     ):
         self.number, self.sampling, self.target = number, sampling, target
-        self.text = [*prompt, *answer]
+        self.text, self._prompt_length = [*prompt, *answer], len(prompt)
         self.sampler = Sampler(sampling, prompt, target.eos_tokens, target.vocab_size, answer, matcher)
         self.matcher = matcher
         self.draft_room = draft_room
         self.wants_draft = sampling.speculation is None or not sampling.speculation.off
         self.prompt_logprobs: list[TokenLogprob] = []
-        self.cache: Any = target.open_cache(len(prompt) + sampling.max_tokens + draft_room)
+        self.cache: Any = target.open_cache(len(prompt) + sampling.max_tokens + draft_room, sampling.tenant)
         self.read_to = len(self.text) - bool(answer)
         self.has_answer = bool(answer)
         self.cached = 0
         self.queued_us: int | None = None
-        self.confidence_scale = ConfidenceScale()
+        self.choice = DraftChoice(len(self.text))
+        self.waited_s = 0.0  # for its latest draft
         self.round = 0
         self.outcome: Outcome = (1, 0, 0, self.text[-1]) if answer else (0, 0, 0, 0)
         self.drafts: dict[Outcome, tuple[Draft, list[Array]]] = {}
@@ -85,6 +86,7 @@ class Request:
     def join_drafter(self) -> None:
         """A new drafter knows nothing of the drafts of the one before it, and drafts from the text so far."""
         self.drafts, self.root_only, self.asked_ns = {}, False, time.perf_counter_ns()
+        self.choice = DraftChoice(len(self.text))
         self.outcome = (self.next_round, 0, 0, self.text[-1])
 
     def take_draft(self, draft: Draft, arrays: list[Array]) -> None:
@@ -101,7 +103,11 @@ class Request:
 
     def choose_root_only(self, root_only: bool) -> None:
         """Whether the next round verifies the root alone, unless its tree has arrived."""
-        self.root_only = root_only and self.wants_draft and not self.hit
+        self.root_only = root_only and not self.hit
+
+    def note_wait(self, wait_s: float) -> None:
+        """How long its latest draft was waited for."""
+        self.waited_s = wait_s
 
     # A round.
 
@@ -157,6 +163,11 @@ class Request:
             self.cache.trim()
 
     # Its text and cache.
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be emitted."""
+        return self.sampling.max_tokens - (len(self.text) - self._prompt_length)
 
     @property
     def reading(self) -> bool:

@@ -27,7 +27,7 @@ class Proposal:
 @dataclass(frozen=True)
 class StepInput:
     """proposal: the tree as sent. asked: whether a drafter was asked for it. uncut: the tree with `forced_tokens`,
-    those that the grammar implies. worth: [nodes] float32, expected tokens of each. kept: the nodes that are verified.
+    those that the grammar implies. kept: the nodes that are verified.
     """
 
     request: Request
@@ -35,7 +35,6 @@ class StepInput:
     asked: bool
     forced_tokens: list[int]
     uncut: TokenTree
-    worth: NDArray[np.float32]
     kept: Array
 
     @classmethod
@@ -43,8 +42,8 @@ class StepInput:
         """The proposal plus what the request's grammar implies, minus what the grammar or the request rules out."""
         forced_tokens = request.forced_tokens(proposal.tree)
         tree = proposal.tree.grafted(forced_tokens, GRAFT_CHANCE)
-        asked, worth = request.wants_draft and not request.root_only, request.confidence_scale.worth(tree)
-        return cls(request, proposal, asked, forced_tokens, tree, worth, request.admitted(tree))
+        asked = request.wants_draft and not request.root_only
+        return cls(request, proposal, asked, forced_tokens, tree, request.admitted(tree))
 
     @cached_property
     def tree(self) -> TokenTree:
@@ -57,12 +56,12 @@ class StepInput:
         return len(self.kept) > 1
 
     def best(self, rows: int) -> StepInput:
-        """The same round, with at most `rows` nodes verified: the root and those worth most, which include all of
-        their ancestors.
+        """The same round, with at most `rows` nodes verified: the root and the most confident, which include
+        all of their ancestors.
         """
         if rows >= len(self.kept):
             return self
-        order = np.argsort(-self.worth[self.kept[1:]], kind="stable") + 1
+        order = np.argsort(-self.uncut.confidence[self.kept[1:]], kind="stable") + 1
         return replace(self, kept=self.kept[np.sort(np.append(0, order[: rows - 1]))])
 
 
@@ -71,7 +70,7 @@ def cut(rounds: Sequence[StepInput], costs: CostModel) -> list[StepInput]:
     if not any(round_.is_speculative for round_ in rounds):
         return [*rounds]
     keys_each = sum(round_.request.cache.length for round_ in rounds) / len(rounds)
-    pay = paying([round_.worth[round_.kept] for round_ in rounds], costs, keys_each)
+    pay = paying([round_.uncut.confidence[round_.kept] for round_ in rounds], costs, keys_each)
     return [replace(round_, kept=round_.kept[nodes]) for round_, nodes in zip(rounds, pay, strict=True)]
 
 

@@ -100,8 +100,6 @@ def _conclude(
 ) -> StepResult:
     """Record in the request how the round ended. path: accepted nodes of the verified tree; states: theirs."""
     request, own = round_.request, len(round_.proposal.tree)
-    if round_.is_speculative and not round_.forced_tokens:
-        request.confidence_scale.learn(float(round_.worth[round_.kept].sum()), len(tokens))
     hit, accepted = request.hit, round_.kept[path].tolist() if round_.is_speculative else path
     request.accept(path, round_.proposal.number, accepted[-1], tokens, states)
     sources = (GRAMMAR if node >= own else int(round_.uncut.source[node]) for node in accepted[1:])

@@ -31,7 +31,6 @@ from engine.core.errors import ConfigError, ModelError
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.model.target import Target
-from engine.verifier.confidence_scale import ConfidenceScale
 from tests.drafters.conftest import _float32_heads, target, target_dir  # noqa: F401
 from tests.drafters.heads.test_eagle import eagle3
 
@@ -126,30 +125,6 @@ def test_forwards_are_timed_again_for_every_answer_for_all_methods() -> None:
     found = accept_all(both, config, [REPEATING] * 2, lambda: {1: next(plain_s), 64: 2.0}, Progress(disable=True))
     for one in found:
         assert one.rounds[0].plain_s == 1.0 < one.rounds[-1].plain_s <= 1.25
-
-
-def test_rounds_that_promise_much_and_emit_little_shrink_the_trees_of_an_answer() -> None:
-    config, (way,) = load({"model": "any"}), ways(["pld"])
-    tokens = [token for new in range(10, 50) for token in (1, 2, new)]  # what follows 1, 2 is always new
-    failing = KnownAnswer("one", [1, 2, 3, 1, 2], tokens, SamplingParams(max_tokens=200))
-    (found,) = accept_all([way], config, [failing], lambda: {1: 1.0, 64: 20.0}, Progress(disable=True))
-    drafted = [r.nodes for r in found.rounds if r.nodes > 1]
-    assert drafted and sum(drafted[:5]) > sum(drafted[-5:])
-
-
-def test_an_answers_trust_learns_from_every_round_what_the_verified_tree_promised(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    learned: list[tuple[float, int]] = []
-
-    class Noting(ConfidenceScale):
-        def learn(self, promised: float, emitted: int) -> None:
-            learned.append((promised, emitted))
-
-    monkeypatch.setattr("benchmarks.measure.acceptance.ConfidenceScale", Noting)
-    (found,) = accept_all(ways(["pld"]), load({"model": "any"}), [REPEATING], lambda: CHEAP, Progress(disable=True))
-    assert [emitted for _, emitted in learned] == [r.emitted for r in found.rounds]
-    assert all(1 <= promised <= r.nodes for (promised, _), r in zip(learned, found.rounds, strict=True))
 
 
 def test_the_first_round_of_an_answer_does_not_count_for_speed() -> None:
