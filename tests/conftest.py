@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from pathlib import Path
@@ -110,8 +111,15 @@ def tiny_draft(tmp_path_factory: pytest.TempPathFactory, tiny: str) -> str:
 
 @pytest.fixture(scope="session")
 def tiny_stranger(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model of another vocabulary."""
-    return save_tiny_llama(tmp_path_factory.mktemp("tiny-stranger"), vocabulary=300)
+    """A model of another vocabulary: bytes come before the special tokens."""
+    folder = save_tiny_llama(tmp_path_factory.mktemp("tiny-stranger"), vocabulary=300)
+    file = Path(folder) / "tokenizer.json"
+    told = json.loads(file.read_text("utf8"))
+    told["model"]["vocab"] = {token: (i - 4) % VOCABULARY for token, i in told["model"]["vocab"].items()}
+    for added in told["added_tokens"]:
+        added["id"] = (added["id"] - 4) % VOCABULARY
+    file.write_text(json.dumps(told), "utf8")
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,7 @@ from engine.server.answers import (
 from engine.server.errors import ApiError, api_error, not_json
 from engine.server.http.connection import ClientGone
 from engine.server.http.guard import CLIENT_GONE, Guard
+from engine.server.http.owner_names import OwnerNames
 from engine.server.messages.routes import add_messages
 from engine.server.render import ChatRenderer, TextRenderer, unnamed_sources
 from engine.server.responses.routes import add_responses
@@ -65,7 +66,12 @@ def create_app(serving: Serving) -> FastAPI:
     app.state.serving = serving
     _handle_errors(app, serving)
     app.add_middleware(
-        Guard, settings=settings, log=serving.log, traces=serving.traces, refused=serving.latencies.refused
+        Guard,
+        settings=settings,
+        log=serving.log,
+        traces=serving.traces,
+        owners=OwnerNames(engine.config.verifier.cache),
+        refused=serving.latencies.refused,
     )
     if settings.cors_origins:
         app.add_middleware(

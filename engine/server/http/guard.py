@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import hmac
 import re
-import secrets
 import time
 import uuid
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engine.server.affinity import SESSION_HEADER
 from engine.server.errors import ApiError, api_error
 from engine.server.http.gzip_body import gunzip_for
+from engine.server.http.owner_names import OwnerNames
 from engine.server.log import Log
 from engine.server.settings import Settings
 from engine.server.traces import Traces
@@ -34,11 +34,18 @@ _MOST_NUMBER = 64  # maximum characters of an X-Request-Id that is kept
 class Guard:
     """ASGI middleware. refused: called with the status of every answer that is an error."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, log: Log, traces: Traces, refused: Callable[[int], None]):
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: Settings,
+        log: Log,
+        traces: Traces,
+        owners: OwnerNames,
+        refused: Callable[[int], None],
+    ):
         self.app, self.max_body_bytes = app, settings.max_body_bytes
-        self.log, self.traces, self.refused = log, traces, refused
+        self.log, self.traces, self.owners, self.refused = log, traces, owners, refused
         self._keys = [_digest(given) for key in settings.api_keys for given in _as_sent(key)]
-        self._secret = secrets.token_bytes(32)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -100,14 +107,8 @@ class Guard:
         return scheme == "bearer" and any(fits)
 
     def _owner(self, headers: Headers) -> str | None:
-        """A name for the client's API key and session, from which neither can be told; None if it has neither. Without
-        keys of the server's own, what a client gives as one says nothing.
-        """
-        session = headers.get(SESSION_HEADER, "")
-        key = self._key(headers)
-        if not (key or session):
-            return None
-        return hmac.digest(self._secret, key + session.encode("utf8", "surrogateescape"), "sha256").hex()
+        """A name for the client. Without keys of the server's own, what a client gives as one says nothing."""
+        return self.owners.name(self._key(headers), headers.get(SESSION_HEADER, ""))
 
     def _key(self, headers: Headers) -> bytes:
         """The digest of the client's API key; empty on a server without keys."""
