@@ -159,7 +159,8 @@ def common_vocabulary(path: str, model: str) -> int:
             )
     elif ours > theirs:
         raise DrafterMismatch(f"{differ} (drafter.path={path}): use a small model of the target's family")
-    return min(ours, theirs)
+    shared: int = min(ours, theirs)
+    return shared
 
 
 def _named(path: str) -> dict[int, str]:

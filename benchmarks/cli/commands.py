@@ -105,13 +105,14 @@ def qa(
         typer.Option(
             help="Comma-separated contestants; METHOD+dense also drafts from the passages found, datastore from all."
         ),
-    ] = "none,pld,suffix,suffix+dense,datastore",
+    ] = "none,talon-pld,talon-suffix,talon-suffix+dense,talon-datastore",
     limit: Annotated[int | None, typer.Option(help="Questions of each category.", show_default="all", min=1)] = None,
     passages: Annotated[int, typer.Option(help="Passages retrieved into the prompt.", min=1)] = 2,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the sampling and of the order of contestants.")] = 0,
     minutes: MinutesOption = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where an earlier run into --out stopped.")] = False,
     heads: HeadsOption = None,
     out: Annotated[Path, typer.Option(help="Folder for qa.jsonl and the report.")] = Path("out"),
     config: ConfigOption = configuration.DEMO,
@@ -130,7 +131,7 @@ def qa(
         names = names_in(methods)
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed).validate()
         settings = configuration.load(config, overrides(set_))
-        what = Knowledge(questions, limit, passages, sampling, minutes)
+        what = Knowledge(questions, limit, passages, sampling, minutes, resume)
         with results_in(out):
             retrieval, rows = await run_qa(settings, names, what, out, heads, console)
             write_report(out, console)

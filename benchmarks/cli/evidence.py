@@ -132,7 +132,7 @@ class _Evidence:
         from ..measure.qa import DENSE, Knowledge, run_qa
 
         what = Knowledge(self.knowledge, self.limit, 2, self.sampling, minutes)
-        names = ["pld", "suffix", "suffix" + DENSE, "datastore", "talon"]
+        names = ["talon-pld", "talon-suffix", "talon-suffix" + DENSE, "talon-datastore", "talon"]
         retrieval, rows = await run_qa(self.config, names, what, self.out, None, self.console)
         self.console.print(str(retrieval or "no passages"))
         return tell_qa_differences(rows, self.console)

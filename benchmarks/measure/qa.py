@@ -12,7 +12,7 @@ import json
 import random
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -53,13 +53,16 @@ CLOSED, OWN, FOUND = "closed book", "own passage", "retrieved"
 
 @dataclass(frozen=True)
 class Knowledge:
-    """What is asked. limit: questions of each kind; count: passages retrieved into a prompt; minutes: for all of it."""
+    """What is asked. limit: questions of each kind; count: passages retrieved into a prompt; minutes: for all of it.
+    resume: what an earlier run into the same folder has asked is not asked again.
+    """
 
     files: Sequence[Path]
     limit: int | None
     count: int
     sampling: SamplingParams
     minutes: float | None = None
+    resume: bool = False
 
 
 class Library:
@@ -97,7 +100,7 @@ class Library:
 async def run_qa(
     config: Config, names: Sequence[str], what: Knowledge, out: Path, heads: Path | None, console: Console
 ) -> tuple[Retrieval | None, list[QaRow]]:
-    """Ask in each setting that the files allow, and write `out`/qa.jsonl as the rows come in."""
+    """Ask in each setting that the files allow, and write `out`/qa.jsonl as the rows come in. Returns its rows."""
     read = [read_items(file, what.limit) for file in what.files]
     if any(file.resolve() == (out / ROWS).resolve() for file in what.files):
         raise ConfigError(f"--out {out}: its {ROWS} is one of the files of questions; name another folder")
@@ -127,10 +130,13 @@ async def run_qa(
             for setting, given in settings.items()
         }
         asking = _Asking(config, methods, library, found, prompts, what.sampling, heads, console)
-        budget, rows = Budget(what.minutes), list[QaRow]()
+        budget, rows = Budget(what.minutes), _earlier(out / ROWS, methods) if what.resume else []
         with RowFile(out / ROWS, partial(write_about, out, config, [what.sampling], 1)) as results:
+            for row in rows:
+                results.write(row)
             for number, setting in enumerate(settings):
-                async for row in asking.answers(setting, budget.share(len(settings) - number)):
+                asked = {(row.kind, row.question_id) for row in rows if row.setting == setting}
+                async for row in asking.answers(setting, budget.share(len(settings) - number), asked):
                     rows.append(row)
                     results.write(row)
         return None if library is None else library.recall(items, found), rows
@@ -149,12 +155,19 @@ class _Asking:
     heads: Path | None
     console: Console
 
-    async def answers(self, setting: str, budget: Budget) -> AsyncIterator[QaRow]:
-        """One setting: contestants start afresh, since some remember answers, and take turns question by question."""
+    async def answers(self, setting: str, budget: Budget, asked: Set[tuple[str, str]]) -> AsyncIterator[QaRow]:
+        """One setting: contestants start afresh, since some remember answers, and take turns question by question.
+
+        asked: kinds and ids of the questions that an earlier run has asked.
+        """
+        prompts = {
+            item: prompt for item, prompt in self.prompts[setting].items() if (item.kind, item.question_id) not in asked
+        }
+        if not prompts:
+            return
         tokenizer, order = tokenizer_of(self.config), random.Random(self.sampling.seed)
         contestants, referee = await self._start(tokenizer), Referee(self.config)
         kinds: dict[str, list[Item]] = {}
-        prompts = self.prompts[setting]
         for item in prompts:
             kinds.setdefault(item.kind, []).append(item)
         ratios: dict[str, dict[str, list[float]]] = {kind: {} for kind in kinds}
@@ -164,15 +177,19 @@ class _Asking:
                 task = progress.add_task(setting, total=len(prompts))
                 for kind, item, resting in spend(kinds, ratios.__getitem__, budget):
                     prompt = prompts[item]
-                    asked = [name for name in contestants if name == BASELINE or name not in resting]
+                    taking_part = [name for name in contestants if name == BASELINE or name not in resting]
                     runs: dict[str, TimedAnswer] = {}
-                    for name in order.sample(asked, len(asked)):
+                    for name in order.sample(taking_part, len(taking_part)):
                         runs[name] = await contestants[name].answer(prompt, self.sampling)
-                    for name, run in runs.items():
+                    rows: list[QaRow] = []
+                    for name in taking_part:  # plain decoding first: the others are compared with it
+                        run = runs[name]
                         row = row_of(setting, item, name, run, tokenizer, self.found[item])
                         row = compared(row, run, runs[BASELINE], prompt, self.sampling, referee)
                         speed_up = row.tokens_per_second * runs[BASELINE].seconds / len(runs[BASELINE].token_ids)
                         ratios[kind].setdefault(name, []).append(speed_up)
+                        rows.append(row)
+                    for row in rows:
                         yield row
                     progress.advance(task)
         finally:
@@ -202,6 +219,19 @@ class _Asking:
         contestants = await start_all(plain, with_datastore, self.heads, warm_up, self.console)
         started = await start_all(drafting, with_dense, self.heads, warm_up, self.console)
         return contestants | {name + DENSE: contestant for name, contestant in started.items()}
+
+
+def _earlier(path: Path, methods: Sequence[str]) -> list[QaRow]:
+    """The rows of an earlier run, which may have been stopped in the middle of a line."""
+    if not path.exists():
+        return []
+    try:
+        rows = [msgspec.json.decode(line, type=QaRow) for line in path.read_bytes().split(b"\n") if line.endswith(b"}")]
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"--resume: {path} cannot be read ({error}); name another folder with --out") from None
+    if unknown := {row.method for row in rows} - {*methods}:
+        raise ConfigError(f"--resume: {path} has rows of {', '.join(sorted(unknown))}: give the same --methods")
+    return rows
 
 
 def row_of(setting: str, item: Item, name: str, run: TimedAnswer, tokenizer: Any, found: Sequence[str]) -> QaRow:
