@@ -159,8 +159,8 @@ def common_vocabulary(path: str, model: str) -> int:
             )
     elif ours > theirs:
         raise DrafterMismatch(f"{differ} (drafter.path={path}): use a small model of the target's family")
-    shared: int = min(ours, theirs)
-    return shared
+    common: int = min(ours, theirs)
+    return common
 
 
 def _named(path: str) -> dict[int, str]:

@@ -32,9 +32,9 @@ TEMPLATE = (
 )
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
+def tiny_tokenizer(end: str = "<|end|>") -> PreTrainedTokenizerFast:
     """One token per byte, and four special ones: 0 end, 1 user, 2 assistant, 3 unused."""
-    special = ["<|end|>", "<|user|>", "<|assistant|>", "<|unused|>"]
+    special = [end, "<|user|>", "<|assistant|>", "<|unused|>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate([*special, *alphabet])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -42,8 +42,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        eos_token="<|end|>",
-        pad_token="<|end|>",
+        eos_token=end,
+        pad_token=end,
         extra_special_tokens=special[1:],
         chat_template=TEMPLATE,
     )

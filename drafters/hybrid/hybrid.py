@@ -195,6 +195,10 @@ class HybridDrafter(Drafter):
         for drafter in (*self.memories, self.head):
             drafter.finish(request)
 
+    def close(self) -> None:
+        for drafter in (*self.memories, self.head):
+            drafter.close()
+
     def _retrieve(self, request: int, continuation: Sequence[int]) -> TokenTree:
         if not self.memories:
             return TokenTree.root_only(continuation[-1] if continuation else self.head.last_token(request))

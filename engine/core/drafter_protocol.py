@@ -118,3 +118,6 @@ class Drafter(ABC):
     @abstractmethod
     def finish(self, request: int) -> None:
         """Forget the request."""
+
+    def close(self) -> None:  # noqa: B027
+        """The worker ends: write what is to outlive it."""

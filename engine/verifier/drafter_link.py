@@ -90,7 +90,7 @@ class DrafterLine:
             self.hub.malformed += 1
             return
         if hello.feature_layers != self.wants.feature_layers:
-            self._forget_states()
+            self._forget_states(hello.feature_layers)
         self.drafter, self._late, self._dropped, self.wants = peer, False, None, hello
         self.kinds = self._kinds_of(hello)
         self.requests.needs_states = bool(hello.feature_layers)
@@ -108,10 +108,10 @@ class DrafterLine:
         retrieves = self.method.merges or not self.method.has_model
         return DraftKinds(Experience() if retrieves else None, model)
 
-    def _forget_states(self) -> None:
-        """The hidden states that are kept are of other layers than the new drafter wants."""
+    def _forget_states(self, layers: Sequence[int]) -> None:
+        """The hidden states that are kept are of other layers than these, which the new drafter wants."""
         if self.target.pool is not None:
-            self.target.pool.forget_states()
+            self.target.pool.forget_states(layers)
         for request in self.requests:
             request.forget_states()
 

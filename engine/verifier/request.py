@@ -49,7 +49,7 @@ class Request:
         self.draft_room = draft_room
         self.drafted = sampling.speculation is None or not sampling.speculation.off
         self.prompt_logprobs: list[TokenLogprob] = []
-        self.cache: Any = target.open_cache(len(prompt) + sampling.max_tokens + draft_room)
+        self.cache: Any = target.open_cache(len(prompt) + sampling.max_tokens + draft_room, sampling.tenant)
         self.read_to = len(self.text) - bool(answer)
         self.has_answer = bool(answer)
         self.cached = 0

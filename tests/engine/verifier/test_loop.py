@@ -56,7 +56,7 @@ class Counting:
         self.pool = KVPool(KVShape(1, 1, 16, torch.float32), BLOCKS)
         self.forwards: list[list[Segment]] = []
 
-    def open_cache(self, most: int) -> KVCache:
+    def open_cache(self, most: int, tenant: str = "") -> KVCache:
         return KVCache(self.pool)
 
     def release(self, cache: KVCache) -> None:

@@ -30,7 +30,7 @@ class Stage:
         self.eos_tokens: frozenset[int] = frozenset()
         self.vocab_size = 1000
 
-    def open_cache(self, most: int) -> KVCache:
+    def open_cache(self, most: int, tenant: str = "") -> KVCache:
         return KVCache(self.pool)
 
 
@@ -41,7 +41,7 @@ class Poolless:
     eos_tokens: frozenset[int] = frozenset()
     vocab_size = 1000
 
-    def open_cache(self, most: int) -> Any:
+    def open_cache(self, most: int, tenant: str = "") -> Any:
         return SimpleNamespace(length=0)
 
 
