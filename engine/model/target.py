@@ -192,6 +192,7 @@ class Target:
         self.inexact = self._try_exact(trial, kv_memory)
         if self.inexact and self._forward is None:
             self._take_masks(trial)
+            self.unlike = self.inexact if self.device.type == "cpu" else ""
 
     def _take_masks(self, trial: ModelProbe) -> None:
         """Fall back to masks."""
