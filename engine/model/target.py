@@ -133,9 +133,11 @@ class Target:
         cache.reserve(capacity)
         return cache
 
-    def open_cache(self, most: int) -> Any:
-        """An empty cache for one request of at most `most` positions, drafts included; it takes blocks as it grows."""
-        return KVCache(self.pool) if self.pool is not None else self.new_cache(most)
+    def open_cache(self, most: int, tenant: str = "") -> Any:
+        """An empty cache for one request of at most `most` positions, drafts included; it takes blocks as it grows.
+        tenant: see `KVCache`.
+        """
+        return KVCache(self.pool, tenant) if self.pool is not None else self.new_cache(most)
 
     def release(self, cache: Any) -> None:
         """Release the cache of a finished request."""
@@ -243,6 +245,8 @@ class Target:
         if (other := _other_matrix(self.model)) is not None:
             return f"{other} is multiplied in a way of its own"
         assert isinstance(self._forward, CudaForward)
+        if self._forward.take_lean(self.own_context) and not trial.agrees_anywhere(self):
+            self._forward.drop_lean()
         if not self._take_sizes(self._forward):
             return f"products in {name_of(self.dtype)} depend on a row's place on this machine"
         return "" if trial.equal_bits(self) else "a token's logits depend on the rows beside it"
@@ -252,7 +256,7 @@ class Target:
         allowed again. Returns whether there is any.
         """
         usual = forward.sizes
-        found = exact_sizes(self.model, forward.possible)
+        found = exact_sizes(forward.linears, forward.possible)
         if len(found) > 1:
             found = forward.agreeing(found)
         if len(found) > 1:
@@ -260,7 +264,7 @@ class Target:
             return True
         allow_split_sums()
         forward.recorded.clear()  # they were captured with the other products
-        return exact_sizes(self.model, usual) == usual
+        return exact_sizes(forward.linears, usual) == usual
 
     def _try_attention(
         self, make: Callable[[Any, KVPool, int], Forward], trial: ModelProbe, kv_memory: int | None
