@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from engine.api import Engine
@@ -23,10 +24,11 @@ from engine.config import Config, cores
 from engine.core.errors import ConfigError, TalonError
 from engine.core.params import SamplingParams
 from engine.frontend.tasks import keep_under_way
-from engine.model.loading import dtype_of, name_of
+from engine.model.loading import dtype_of, load_model, name_of
 from engine.text.encode import encode_text
+from engine.weights.gguf_source import open_gguf
 from engine.weights.resolve import resolved
-from engine.weights.tokenizer import tokenizer_of
+from engine.weights.tokenizer import load_tokenizer, tokenizer_of
 
 from ..inputs.questions import AskedQuestion, check_prompts, mixed_questions
 from ..measure.budget import Budget, is_narrow
@@ -117,7 +119,13 @@ async def run_rivals(
     about = partial(write_about, out, config, [what.sampling], what.repeats)
     names = list(dict.fromkeys([BASELINE, *names]))
     with tempfile.TemporaryDirectory(prefix="talon-rivals-") as folder, RowFile(out / ROWS, about) as file:
-        others = rivals(what.folder, config.model, retyped(what.gguf, Path(folder)), threads, max(what.levels))
+        others = rivals(
+            what.folder,
+            _with_weights(config.model, Path(folder)),
+            retyped(what.gguf, Path(folder)),
+            threads,
+            max(what.levels),
+        )
         async with engines(names, config, heads, console) as ours:
             check_prompts(asked, what.sampling.max_tokens, ours[BASELINE].target.context)
             return await compare(ours, others, plan, file, console)
@@ -164,6 +172,15 @@ async def compare(
 
 def _ratios(turns: Sequence[Turn], level: int) -> list[list[float]]:
     return [[*some.values()] for (_, setting, _), some in cells(turns).items() if setting == at_once(level)]
+
+
+def _with_weights(model: str, folder: Path) -> str:
+    """The directory that other engines load, written into `folder` if a GGUF file has its weights."""
+    if open_gguf(Path(model)) is None:
+        return model
+    load_model(model, "bfloat16", torch.device("cpu")).save_pretrained(folder / "model")
+    load_tokenizer(model).save_pretrained(folder / "model")
+    return str(folder / "model")
 
 
 def retyped(gguf_file: Path, folder: Path) -> dict[str, Path]:

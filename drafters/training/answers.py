@@ -20,6 +20,7 @@ from filelock import FileLock, Timeout
 from drafters.training.recipe import Recipe
 from engine.core.errors import ConfigError
 from engine.files.prompt_file import PromptRow, read_prompts
+from engine.weights.gguf_source import SOURCE
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def answer_end(row: list[int], stop: frozenset[int]) -> int:
 def target_digest(target: Path) -> str:
     """A digest that tells the weights of targets apart."""
     digest = hashlib.blake2b(digest_size=8)
-    for file in sorted(target.glob("*.safetensors")) + sorted(target.glob("*.bin")):
+    for file in sorted(file for kind in ("*.safetensors", "*.bin", SOURCE) for file in target.glob(kind)):
         digest.update(f"{file.name}:{file.stat().st_size}".encode())
         with file.open("rb") as stream:
             while block := stream.read(1 << 22):

@@ -28,7 +28,8 @@ from drafters.training.recipe import Recipe
 from drafters.training.score import Score
 from drafters.training.trainer import Trainer, draft_vocabulary, replace_file, states_read
 from engine.core.errors import ConfigError, ModelError, first_line
-from engine.model.loading import eos_tokens, has_native_bfloat16
+from engine.model.loading import eos_tokens, has_native_bfloat16, load_model, name_of
+from engine.weights.gguf_source import open_gguf
 from engine.weights.resolve import resolve
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
@@ -260,7 +261,10 @@ def load_target(folder: Path, device: str) -> tuple[Any, Any]:
     dtype = torch.bfloat16 if where.type == "cuda" or has_native_bfloat16() else torch.float32
     transformers_logging.disable_progress_bar()
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        if open_gguf(folder) is None:
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        else:
+            model = load_model(str(folder), name_of(dtype), torch.device("cpu"))
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         reason = first_line(error)

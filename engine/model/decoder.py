@@ -22,6 +22,7 @@ from engine.kernels.fused import EMBED, ENTER, GATE, NORM, embed_kernel, enter_k
 from engine.kernels.gemm.matmul import NO_SCRATCH, add_product, give_scratch, row_words
 from engine.kernels.gemm.matmul_kernels import MATMUL
 from engine.kernels.gemm.packed_linear import Product, filled
+from engine.kernels.quant.stored import StoredMatrix
 from engine.kernels.simd import LANES
 from engine.kernels.threads import Program, address_of, words
 from engine.model.decoder_layer import Layer, Matrices, OtherStructure, joined, only, scale_of
@@ -32,26 +33,31 @@ from engine.model.rotary import cosines_sines, rounded_up
 class LeanDecoder:
     """Runs batches. rules: each layer's attention rule, as the stock forward passed it.
 
-    quantised: matrices that are known in fewer bits, by the address of the weight that each stands for.
+    matrices: where the model's matrices are read.
     """
 
-    def __init__(self, model: Any, pool: KVPool, groups: int, rules: dict[int, Rule], quantised: Matrices):
+    def __init__(self, model: Any, pool: KVPool, groups: int, rules: dict[int, Rule], matrices: Matrices):
         base = getattr(model, "model", None)
         if base is None or not isinstance(getattr(model, "lm_head", None), nn.Linear):
             raise OtherStructure
         only(model, {"model", "lm_head"})
         only(base, {"embed_tokens", "layers", "norm", "rotary_emb"})
-        self.layers = [Layer(layer, quantised) for layer in base.layers]
-        self.rules = [rules[i] for i in range(len(self.layers))]
-        self.embedding: Tensor = base.embed_tokens.weight.detach().contiguous()
+        self.layers = [Layer(layer, matrices) for layer in base.layers]
+        embedding = matrices(base.embed_tokens.weight)
+        self.embedding = embedding.values() if isinstance(embedding, StoredMatrix) else embedding.detach().contiguous()
         self.norm, self.epsilon = scale_of(base.norm)
-        self.head = joined(quantised, model, ("lm_head",))
+        self.head = joined(matrices, model, ("lm_head",))
         (self.vocab_size, self.hidden), self.dtype = self.embedding.shape, self.embedding.dtype
         self.attention = Attention(pool, groups)
         self.width = groups * pool.shape.kv_heads * pool.shape.head_dim
         self._turns = _Turns(base.rotary_emb)
         self.turned = self._turns.width
         self._check_sizes(pool)
+        self.take_rules(rules)
+
+    def take_rules(self, rules: dict[int, Rule]) -> None:
+        """Attend by other rules from now on."""
+        self.rules = [rules[i] for i in range(len(self.layers))]
         self._steps = _Steps(self, 1)
 
     @property

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engine.kernels.gemm.packed_linear import Product
-from engine.kernels.quantised import Quantised
+from engine.kernels.quant.stored import StoredMatrix
 
-Matrices = Mapping[int, Quantised]
+Matrices = Callable[[Tensor], Tensor | StoredMatrix]
+"""The matrix that a parameter of the stock model stands for: itself, or that of a file."""
 
 
 class OtherStructure(Exception):
@@ -21,16 +22,16 @@ class OtherStructure(Exception):
 class Layer:
     """One layer's weights: four products, and the scales of its norms as float32."""
 
-    def __init__(self, layer: Any, quantised: Matrices):
+    def __init__(self, layer: Any, matrices: Matrices):
         parts = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
         only(layer, parts | {"resid_attn_dropout", "resid_mlp_dropout"})
         attention, mlp = layer.self_attn, layer.mlp
         only(attention, {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"})
         only(mlp, {"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn", "activation_fn"})
-        self.qkv = joined(quantised, attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
-        self.out = joined(quantised, attention, ("o_proj",))
-        self.gate_up = joined(quantised, mlp, ("gate_proj", "up_proj"), "gate_up_proj", gated=True)
-        self.down = joined(quantised, mlp, ("down_proj",))
+        self.qkv = joined(matrices, attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
+        self.out = joined(matrices, attention, ("o_proj",))
+        self.gate_up = joined(matrices, mlp, ("gate_proj", "up_proj"), "gate_up_proj", gated=True)
+        self.down = joined(matrices, mlp, ("down_proj",))
         self.input_norm, self.epsilon = scale_of(layer.input_layernorm)
         self.inner_norm, _ = scale_of(layer.post_attention_layernorm)
         self.query_norm = self.key_norm = None
@@ -49,7 +50,7 @@ def only(module: Any, names: set[str]) -> None:
         raise OtherStructure
 
 
-def joined(quantised: Matrices, module: Any, parts: tuple[str, ...], whole: str = "", gated: bool = False) -> Product:
+def joined(matrices: Matrices, module: Any, parts: tuple[str, ...], whole: str = "", gated: bool = False) -> Product:
     """One product that replaces several over the same input."""
     linears: list[Any] = [getattr(module, name, None) for name in ((whole,) if hasattr(module, whole) else parts)]
     if not all(type(linear) is nn.Linear for linear in linears):
@@ -58,11 +59,17 @@ def joined(quantised: Matrices, module: Any, parts: tuple[str, ...], whole: str 
     bias = None
     if any(b is not None for b in biases):
         bias = torch.cat(
-            [b if b is not None else m.weight.new_zeros(m.out_features) for b, m in zip(biases, linears, strict=True)]
+            [
+                b if b is not None else torch.zeros(m.out_features, dtype=m.weight.dtype)
+                for b, m in zip(biases, linears, strict=True)
+            ]
         )
-    weight = linears[0].weight if len(linears) == 1 else torch.cat([linear.weight for linear in linears])
-    stored = Quantised.joined([quantised.get(linear.weight.data_ptr()) for linear in linears])
-    return Product(weight, bias, gated, stored)
+    found = [matrices(linear.weight) for linear in linears]
+    stored = [part for part in found if isinstance(part, StoredMatrix)]
+    if stored:  # a file holds all matrices of a model
+        return Product(stored, bias, gated)
+    weights = [part for part in found if isinstance(part, Tensor)]
+    return Product(weights[0] if len(weights) == 1 else torch.cat(weights), bias, gated)
 
 
 def scale_of(norm: Any) -> tuple[Tensor, float]:
