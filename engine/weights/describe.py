@@ -72,7 +72,7 @@ class _ShortReader(gguf.GGUFReader):
     def _size(self, start: int, kind: gguf.GGUFValueType, count: int) -> int:
         """Bytes of an array's values."""
         if (number := self.gguf_scalar_to_np.get(kind)) is not None:
-            return count * np.dtype(number).itemsize
+            return int(count * np.dtype(number).itemsize)
         content, at = memoryview(self.data), start
         for _ in range(count):
             at += 8 + int.from_bytes(content[at : at + 8], "little")
