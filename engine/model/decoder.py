@@ -22,6 +22,7 @@ from engine.kernels.attention.attention import Attention, Rule
 from engine.kernels.layer.program import LayerProgram
 from engine.kernels.layer.row_kernels import CAP, cap_kernel
 from engine.kernels.layer.weights import ExpertMlp, GatedMlp
+from engine.kernels.quant.stored import StoredMatrix
 from engine.kernels.simd import LANES
 from engine.kernels.threads import address_of
 from engine.model.decoder_layer import Layer, Matrices, OtherStructure, joined, norm_of, only
@@ -32,10 +33,10 @@ from engine.model.rotary import RotaryTables
 class LeanDecoder:
     """Runs batches. rules: each layer's attention rule, as the stock forward passed it.
 
-    quantised: matrices that are known in fewer bits, by the address of the weight that each stands for.
+    matrices: where the model's matrices are read.
     """
 
-    def __init__(self, model: Any, pool: KVPool, q_per_kv: int, rules: dict[int, Rule], quantised: Matrices):
+    def __init__(self, model: Any, pool: KVPool, q_per_kv: int, rules: dict[int, Rule], matrices: Matrices):
         base, config = getattr(model, "model", None), model.config.get_text_config()
         if base is None or not isinstance(getattr(model, "lm_head", None), nn.Linear):
             raise OtherStructure("no model with lm_head")
@@ -44,18 +45,23 @@ class LeanDecoder:
         self._rotary = RotaryTables(base.rotary_emb, getattr(config, "layer_types", None))
         shape = pool.shape
         self.layers = [
-            Layer(layer, quantised, shape.head_dim, self._rotary.width, self._rotary.of_layer(index))
+            Layer(layer, matrices, shape.head_dim, self._rotary.width, self._rotary.of_layer(index))
             for index, layer in enumerate(base.layers)
         ]
-        self.rules = [rules[i] for i in range(len(self.layers))]
-        self.embedding: Tensor = base.embed_tokens.weight.detach().contiguous()
+        embedding = matrices(base.embed_tokens.weight)
+        self.embedding = embedding.values() if isinstance(embedding, StoredMatrix) else embedding.detach().contiguous()
         self.embedding_scale = _embedding_scale(base)
         self.norm = norm_of(base.norm)
-        self.head = joined(quantised, model, ("lm_head",))
+        self.head = joined(matrices, model, ("lm_head",))
         self._cap = _Cap(config)
         (self.vocab_size, self.hidden), self.dtype = self.embedding.shape, self.embedding.dtype
         self.attention = Attention(pool, q_per_kv)
         self._check_sizes()
+        self.take_rules(rules)
+
+    def take_rules(self, rules: dict[int, Rule]) -> None:
+        """Attend by these rules from now on."""
+        self.rules = [rules[i] for i in range(len(self.layers))]
         self._program = self._program_for(1)
 
     @property
