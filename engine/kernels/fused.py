@@ -41,27 +41,6 @@ def _record(*names: str, floats: tuple[str, ...] = ()) -> np.dtype[Any]:
     return np.dtype([(name, "i8") for name in names] + [(name, "f4") for name in floats])
 
 
-EMBED = _record(
-    "tokens",  # [rows] int32, each below vocab
-    "rows",
-    "embedding",  # [vocab, hidden]
-    "residual",  # out: [rows, hidden] float32
-    "hidden",
-    "width",
-)
-
-
-@kernel(EMBED)
-def embed_kernel(address: Any) -> None:
-    """residual = the tokens' rows of the embedding."""
-    work = carray(address, 1)[0]
-    for row in range(member(), work.rows, members()):
-        source = work.embedding + int_at(work.tokens + 4 * row) * work.hidden * work.width
-        place = work.residual + row * work.hidden * 4
-        for at in range(0, work.hidden, LANES):
-            store(numbers_at(source + at * work.width, work.width), place + 4 * at, FLOAT32)
-
-
 NORM = _record(
     "residual",  # [rows, hidden] float32, to which delta is added
     "delta",  # [rows, hidden], or 0

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from engine.core.batch import Batch, BatchAddresses
 from engine.kernels.attention.attention import Attention, Rule
-from engine.kernels.fused import EMBED, ENTER, GATE, NORM, embed_kernel, enter_kernel, gate_kernel, norm_kernel
+from engine.kernels.embedding import EMBED, embed_kernel
+from engine.kernels.fused import ENTER, GATE, NORM, enter_kernel, gate_kernel, norm_kernel
 from engine.kernels.gemm.matmul import NO_SCRATCH, add_product, give_scratch, row_words
 from engine.kernels.gemm.matmul_kernels import MATMUL
 from engine.kernels.gemm.packed_linear import Product, filled

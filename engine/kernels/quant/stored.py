@@ -11,7 +11,8 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 
-Bytes = NDArray[np.uint8]
+from engine.kernels.quant.layouts import Bytes, QuantLayout, layout_of
+
 _AT_ONCE = 1 << 22  # weights that are dequantised together, which bounds the memory
 
 
@@ -33,10 +34,20 @@ class StoredMatrix:
             raise ValueError(f"{flat.size} bytes are not rows of {row}")
         return cls(kind, flat.reshape(-1, row))
 
+    @classmethod
+    def of_numbers(cls, weight: Tensor) -> StoredMatrix:
+        """The matrix of these numbers as bfloat16, without a copy if they are."""
+        return cls("BF16", weight.detach().to(torch.bfloat16).contiguous().view(torch.uint8).numpy())
+
     @property
     def shape(self) -> tuple[int, int]:
         numbers, size = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind]]
         return len(self.raw if self.order is None else self.order), self.raw.shape[1] // size * numbers
+
+    @property
+    def layout(self) -> QuantLayout:
+        """The layout that it is packed in. Raises KeyError if its type has none."""
+        return layout_of(self.kind)
 
     def reordered(self, order: NDArray[np.int64]) -> StoredMatrix:
         """The matrix whose output i is output `order[i]` of this one."""
@@ -47,6 +58,10 @@ class StoredMatrix:
         if self.order is not None:
             return StoredMatrix(self.kind, self.raw, self.order[start:stop])
         return StoredMatrix(self.kind, self.raw[start:stop])
+
+    def bytes_of_rows(self) -> Bytes:
+        """[outputs, row bytes]."""
+        return self.raw if self.order is None else self.raw[self.order]
 
     def rows(self, indices: NDArray[np.int64] | Tensor) -> Tensor:
         """[indices, inputs] bfloat16: these outputs, rounded once from what the file says."""
@@ -61,8 +76,7 @@ class StoredMatrix:
         made = torch.empty(outputs, inputs, dtype=torch.bfloat16)
         for start in range(0, outputs, step):
             part = self.row_slice(start, start + step)
-            raw = part.raw if part.order is None else part.raw[part.order]
-            made[start : start + step] = _values(raw, self.kind)
+            made[start : start + step] = _values(part.bytes_of_rows(), self.kind)
         return made
 
 
@@ -77,4 +91,6 @@ def row_bytes(kind: str, inputs: int) -> int:
 
 def _values(raw: Bytes, kind: str) -> Tensor:
     """[rows, inputs] bfloat16."""
+    if kind == "BF16":
+        return torch.from_numpy(np.array(raw)).view(torch.bfloat16)
     return torch.from_numpy(dequantize(np.ascontiguousarray(raw), GGMLQuantizationType[kind])).bfloat16()
