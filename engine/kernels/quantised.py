@@ -116,14 +116,14 @@ class Quantised:
 
     def values(self) -> Tensor:
         """The matrix as bfloat16."""
-        codes = self._codes().float().unflatten(1, (self.scales.shape[1], -1))
+        codes = self.unpacked().float().unflatten(1, (self.scales.shape[1], -1))
         whole = codes * self.scales.float()[..., None]
         if self.offsets is not None:
             whole += self.offsets.float()[..., None]
         return whole.flatten(1).to(torch.bfloat16)
 
-    def _codes(self) -> Tensor:
-        """[outputs, inputs], one byte per code."""
+    def unpacked(self) -> Tensor:
+        """The codes [outputs, inputs], one byte each."""
         if self.form.bits == 8:
             return self.codes
         return torch.stack([self.codes & 15, self.codes >> 4], dim=2).flatten(1)
@@ -152,7 +152,7 @@ class Quantised:
         numbers = self.scales if self.offsets is None else torch.stack([self.scales, self.offsets], dim=2)
         head = numbers.view(panels, LANES, steps, 2).permute(0, 2, 3, 1).contiguous()
         # outputs as halves of 8, inputs as pairs: [panels, half, output, steps, pair, input of the pair]
-        codes = self._codes().view(torch.uint8).view(panels, 2, 8, steps, 16, 2)
+        codes = self.unpacked().view(torch.uint8).view(panels, 2, 8, steps, 16, 2)
         if self.form.bits == 4:  # [panels, steps, group of pairs, half, output, input of the pair, byte, code]
             grouped = codes.view(panels, 2, 8, steps, 2, 4, 2, 2).permute(0, 3, 4, 1, 2, 7, 5, 6)
             codes = grouped[..., 0] | grouped[..., 1] << 4

@@ -62,7 +62,7 @@ binding.add_symbol("talon_members", _symbol("omp_get_num_threads") or _one.addre
 binding.add_symbol("talon_barrier", _symbol("GOMP_barrier") or _nothing.address)
 member = types.ExternalFunction("talon_member", types.int32())
 members = types.ExternalFunction("talon_members", types.int32())
-_barrier = types.ExternalFunction("talon_barrier", types.void())
+barrier = types.ExternalFunction("talon_barrier", types.void())
 _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
 _together = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(_PARALLEL)
 
@@ -151,7 +151,7 @@ def _program_kernel(address: Any) -> None:
         if timed:
             _clock_gettime(_MONOTONIC, work.times + 16 * i)
         _run(work.steps + 16 * i)
-        _barrier()
+        barrier()
     if timed:
         _clock_gettime(_MONOTONIC, work.times + 16 * work.count)
 

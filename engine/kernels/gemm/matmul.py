@@ -129,7 +129,7 @@ class Matmul:
             biases[: len(bias)] = bias.detach()
         order = torch.arange(panels * LANES)
         if gated:
-            order = _alternate(order)
+            order = alternate(order)
         self._bias = biases[order] if bias is not None else None
         self.form = Form.BFLOAT16
         self._widens = not unit.paired and weight.dtype == torch.bfloat16
@@ -167,8 +167,12 @@ class Matmul:
             return WIDENED * self.padded * 4
         return PANELS * self.padded * LANES * 2 if self.form is not Form.BFLOAT16 else 0
 
+    def shared_bytes(self, rows: int) -> int:
+        """Scratch that all threads together need for so many rows."""
+        return 0
+
     def record(self, rows: int, x: int, out: int) -> np.ndarray[Any, Any]:
-        """A record for the kernel, without its scratch, for at least one row. x: address of [rows, padded]; out: of
+        """A record for the kernel, without its scratch, for `rows` rows or fewer, at least one. x: address of [rows, padded]; out: of
         [rows, outputs].
         """
         made = np.zeros(1, MATMUL)
@@ -176,7 +180,7 @@ class Matmul:
         record["weights"], record["bias"] = self._weights.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()
         record["inputs"], record["outputs"] = self.padded, self.outputs * (2 if self.gated else 1)
         record["gated"], record["x"], record["out"], record["width"] = self.gated, x, out, self._itemsize
-        record["scratch_bytes"] = self.scratch_bytes
+        record["scratch_bytes"], record["shared_bytes"] = self.scratch_bytes, self.shared_bytes(rows)
         record["rows"], record["tiles"] = row_words(rows)
         return made
 
@@ -224,7 +228,8 @@ NO_SCRATCH = torch.empty(0, dtype=torch.uint8)
 
 def give_scratch(records: np.ndarray[Any, Any], held: Tensor) -> Tensor:
     """Give the records their scratch, which must be kept while they run: `held` if it is large enough."""
-    needed = torch.get_num_threads() * int(records["scratch_bytes"].max())
+    each, shared = int(records["scratch_bytes"].max()), int(records["shared_bytes"].max())
+    needed = max(torch.get_num_threads() * each, shared)
     scratch = held if len(held) >= needed else held.new_empty(needed)
     records["scratch"] = scratch.data_ptr()
     return scratch
@@ -235,6 +240,6 @@ def row_words(rows: int) -> tuple[int, int]:
     return rows, _CONFIGURATIONS_AT + 64 * min(rows, TILE_ROWS)
 
 
-def _alternate(both: Tensor) -> Tensor:
+def alternate(both: Tensor) -> Tensor:
     """16 of the first half, 16 of the second, and so on."""
     return both.view(2, -1, LANES, *both.shape[1:]).transpose(0, 1).reshape(both.shape)

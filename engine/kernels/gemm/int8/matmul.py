@@ -1,0 +1,91 @@
+"""Products of rows rounded to 8 bits with a matrix in blocks, used as `engine.kernels.gemm.matmul.Matmul` is.
+
+The threads round the rows together, wait for each other, and then each multiplies all rows with its outputs. A row's
+result has the same bits whatever rows are beside it, on any number of threads and on every instruction set.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from numba import carray
+from torch import Tensor
+
+from engine.kernels.gemm.int8.dots import InstructionSet, instruction_sets
+from engine.kernels.gemm.int8.layout import CodedMatrix, Int8Layout, rows_at_once
+from engine.kernels.gemm.int8.rows import round_rows, row_group_bytes
+from engine.kernels.gemm.int8.sums import sum_groups
+from engine.kernels.gemm.matmul import Matmul, alternate
+from engine.kernels.gemm.matmul_kernels import MATMUL, first_panel, put_sums
+from engine.kernels.gemm.matmul_sums import PANELS, new_room
+from engine.kernels.large_pages import in_large_pages
+from engine.kernels.quantised import BLOCK_INPUTS
+from engine.kernels.simd import LANES
+from engine.kernels.threads import Kernel, barrier, kernel, member, members
+
+
+class Int8Matmul(Matmul):
+    """Rounds x [rows, inputs], bfloat16 or float32, and multiplies it with a matrix."""
+
+    def __init__(
+        self,
+        matrix: CodedMatrix,
+        bias: Tensor | None = None,
+        gated: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+        instructions: InstructionSet | None = None,
+    ):
+        """matrix: outputs are a multiple of 16. gated: as for `Matmul`. dtype: of x and of the result."""
+        instructions = instruction_sets()[0] if instructions is None else instructions
+        outputs, self.inputs = matrix.codes.shape
+        self.gated, self.outputs = gated, outputs // (2 if gated else 1)
+        self._itemsize, self._layout = dtype.itemsize, matrix.layout
+        order = alternate(torch.arange(outputs)) if gated else torch.arange(outputs)
+        self._bias = None if bias is None else bias.detach().float()[order]
+        self._weights = in_large_pages(matrix.rows(order).tiles())
+        self.kernel = int8_kernel(instructions, matrix.layout)
+
+    @property
+    def scratch_bytes(self) -> int:
+        return 0
+
+    def shared_bytes(self, rows: int) -> int:
+        return rows * self.inputs // BLOCK_INPUTS * self._layout.row_group_bytes
+
+
+_KERNELS: dict[tuple[InstructionSet, Int8Layout], Kernel] = {}
+
+
+def int8_kernel(instructions: InstructionSet, layout: Int8Layout) -> Kernel:
+    """The kernel for matrices of that layout."""
+    if (instructions, layout) not in _KERNELS:
+        _KERNELS[instructions, layout] = _compiled(instructions, layout)
+    return _KERNELS[instructions, layout]
+
+
+def _compiled(instructions: InstructionSet, layout: Int8Layout) -> Kernel:
+    used, number, most = int(instructions), layout.number, instructions.rows
+    size, groups_of_tile = layout.tile_bytes, layout.groups
+
+    @kernel(MATMUL, f"{instructions.name}_{number}")
+    def compiled(address: Any) -> None:
+        work = carray(address, 1)[0]
+        groups, room = work.inputs // BLOCK_INPUTS, new_room()
+        blocks = groups // groups_of_tile
+        round_rows(number, most, work.x, work.width, work.rows, groups, work.scratch)
+        barrier()
+        panel, end = first_panel(work, member(), members()), first_panel(work, member() + 1, members())
+        while panel < end:
+            width, row = min(end - panel, PANELS), 0
+            while row < work.rows:
+                rows = rows_at_once(work.rows - row, most)
+                x = work.scratch + row * groups * row_group_bytes(number)
+                for i in range(width):
+                    tiles = work.weights + (panel + i) * blocks * size
+                    sum_groups(used, number, rows, x, tiles, blocks, room + 4 * LANES * i)
+                put_sums(work, row, rows, panel, width, room)
+                row += rows
+            panel += width
+
+    return compiled()
