@@ -172,8 +172,8 @@ class Matmul:
         return 0
 
     def record(self, rows: int, x: int, out: int) -> np.ndarray[Any, Any]:
-        """A record for the kernel, without its scratch, for `rows` rows or fewer, at least one. x: address of [rows, padded]; out: of
-        [rows, outputs].
+        """A record for the kernel, without its scratch, for `rows` rows or fewer, at least one. x: address of [rows,
+        padded]; out: of [rows, outputs].
         """
         made = np.zeros(1, MATMUL)
         record = made[0]

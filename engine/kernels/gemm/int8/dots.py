@@ -62,7 +62,7 @@ def words(lanes: int) -> ir.VectorType:
     return ir.VectorType(_INT, lanes)
 
 
-def same(kind: ir.VectorType, value: int) -> ir.Constant:
+def same(kind: ir.VectorType, value: float) -> ir.Constant:
     """A vector of that value."""
     return ir.Constant(kind, [value] * kind.count)
 

@@ -123,7 +123,7 @@ class CodedMatrix:
         codes, wide, offsets = matrix.unpacked(), matrix.scales.dtype == torch.float32, matrix.offsets
         least, most = (int(codes.min()), int(codes.max())) if codes.numel() else (0, 0)
         if offsets is None:
-            layout = Int8Layout(6, halves=True, wide=wide) if -32 <= least and most < 32 else None
+            layout = Int8Layout(6, halves=True, wide=wide) if least >= -32 and most < 32 else None
         elif matrix.form.bits == 8 and not offsets.any():
             layout, offsets = Int8Layout(8, wide=wide), None
         else:

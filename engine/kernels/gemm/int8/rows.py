@@ -27,8 +27,8 @@ _LEAST = 1e-30
 
 @njit
 def round_rows(layout: int, most: int, x: int, width: int, rows: int, row_groups: int, place: int) -> None:
-    """This thread's part of the groups of x [rows, row_groups * 32] at `place`. layout: a number, compile-time constant;
-    most: rows of a block; width: BFLOAT16 or FLOAT32.
+    """This thread's part of the groups of x [rows, row_groups * 32], at `place`. layout: a number, compile-time
+    constant; most: rows of a block; width: BFLOAT16 or FLOAT32.
     """
     layout = literally(layout)
     row = 0

@@ -89,7 +89,7 @@ class _Block:
             here = self._after(builder.add(tile, _WORD(of.factors_at)), group, size)
             factors = [self._factor(builder.add(here, _WORD(i * LANES))) for i in range(of.group_factors)]
             whole = [numbers[0], numbers[0] if of.halves else numbers[-1]]
-            numbers = [builder.fmul(number, factor) for number, factor in zip(whole, factors)]
+            numbers = [builder.fmul(whole[i], factor) for i, factor in enumerate(factors)]
         codes = self._codes(codes_at)
         for row, cell in enumerate(sums):
             total = builder.load(cell)
