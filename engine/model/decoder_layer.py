@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from engine.kernels.gemm.packed_linear import Product
+from engine.kernels.layer.program import LayerWeights, Norm
 from engine.kernels.quantised import Quantised
 
 Matrices = Mapping[int, Quantised]
@@ -19,28 +20,33 @@ class OtherStructure(Exception):
 
 
 class Layer:
-    """One layer's weights: four products, and the scales of its norms as float32."""
+    """One layer's weights, as a program takes them, and its products. rotated: dimensions of a head that are."""
 
-    def __init__(self, layer: Any, quantised: Matrices):
+    def __init__(self, layer: Any, quantised: Matrices, rotated: int):
         parts = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
         only(layer, parts | {"resid_attn_dropout", "resid_mlp_dropout"})
         attention, mlp = layer.self_attn, layer.mlp
         only(attention, {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"})
         only(mlp, {"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn", "activation_fn"})
-        self.qkv = joined(quantised, attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
-        self.out = joined(quantised, attention, ("o_proj",))
-        self.gate_up = joined(quantised, mlp, ("gate_proj", "up_proj"), "gate_up_proj", gated=True)
-        self.down = joined(quantised, mlp, ("down_proj",))
-        self.input_norm, self.epsilon = scale_of(layer.input_layernorm)
-        self.inner_norm, _ = scale_of(layer.post_attention_layernorm)
-        self.query_norm = self.key_norm = None
-        if hasattr(attention, "q_norm"):
-            (self.query_norm, _), (self.key_norm, _) = scale_of(attention.q_norm), scale_of(attention.k_norm)
-        self.inner = self.gate_up.outputs // 2
-
-    @property
-    def products(self) -> tuple[Product, ...]:
-        return self.qkv, self.out, self.gate_up, self.down
+        qkv = joined(quantised, attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
+        out = joined(quantised, attention, ("o_proj",))
+        gate_up = joined(quantised, mlp, ("gate_proj", "up_proj"), "gate_up_proj", gated=True)
+        down = joined(quantised, mlp, ("down_proj",))
+        normed = hasattr(attention, "q_norm")
+        self.products = qkv, out, gate_up, down
+        self.weights = LayerWeights(
+            qkv=qkv,
+            out=out,
+            gate_up=gate_up,
+            down=down,
+            inner=gate_up.outputs // 2,
+            gated=gate_up.gated,
+            input_norm=norm_of(layer.input_layernorm),
+            inner_norm=norm_of(layer.post_attention_layernorm),
+            query_norm=norm_of(attention.q_norm) if normed else None,
+            key_norm=norm_of(attention.k_norm) if normed else None,
+            rotated=rotated,
+        )
 
 
 def only(module: Any, names: set[str]) -> None:
@@ -65,9 +71,9 @@ def joined(quantised: Matrices, module: Any, parts: tuple[str, ...], whole: str 
     return Product(weight, bias, gated, stored)
 
 
-def scale_of(norm: Any) -> tuple[Tensor, float]:
-    """An RMSNorm's weight, as float32, and its epsilon."""
+def norm_of(norm: Any) -> Norm:
+    """An RMSNorm of the model."""
     weight, epsilon = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if weight is None or epsilon is None or getattr(norm, "bias", None) is not None:
         raise OtherStructure
-    return weight.detach().float().contiguous(), float(epsilon)
+    return Norm(weight.detach().float().contiguous(), float(epsilon))

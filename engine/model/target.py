@@ -294,8 +294,8 @@ class Target:
         stock = self._forward
         assert self.pool is not None and isinstance(stock, StockForward)
         try:
-            groups = stock.attention.groups
-            lean = LeanDecoder(self.model, self.pool, groups, stock.rules, self._quantised)
+            q_per_kv = stock.attention.groups
+            lean = LeanDecoder(self.model, self.pool, q_per_kv, stock.rules, self._quantised)
         except (OtherStructure, AttributeError):  # a part of the structure is missing
             return False
         self._forward = lean
@@ -310,8 +310,8 @@ class Target:
         heads: int = config.num_attention_heads
         kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
         head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
-        paired = not self.accelerated and has_pairs(self.dtype)
-        shape = KVShape(self.layers, kv_heads, head_dim, self.dtype, paired)
+        vnni = not self.accelerated and has_pairs(self.dtype)
+        shape = KVShape(self.layers, kv_heads, head_dim, self.dtype, vnni)
         memory = int(_POOL_SHARE * _free_memory(self.device)) if kv_memory is None else kv_memory
         return KVPool(shape, max(1, memory // shape.block_bytes), self.device), heads // kv_heads
 

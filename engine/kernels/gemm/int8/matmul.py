@@ -22,7 +22,7 @@ from engine.kernels.gemm.matmul_sums import PANELS, new_room
 from engine.kernels.large_pages import in_large_pages
 from engine.kernels.quantised import BLOCK_INPUTS
 from engine.kernels.simd import LANES
-from engine.kernels.threads import Kernel, barrier, kernel, member, members
+from engine.kernels.threads import Kernel, barrier, kernel, num_threads, thread_id
 
 
 class Int8Matmul(Matmul):
@@ -75,7 +75,7 @@ def _compiled(instructions: InstructionSet, layout: Int8Layout) -> Kernel:
         blocks = groups // groups_of_tile
         round_rows(number, most, work.x, work.width, work.rows, groups, work.scratch)
         barrier()
-        panel, end = first_panel(work, member(), members()), first_panel(work, member() + 1, members())
+        panel, end = first_panel(work, thread_id(), num_threads()), first_panel(work, thread_id() + 1, num_threads())
         while panel < end:
             width, row = min(end - panel, PANELS), 0
             while row < work.rows:

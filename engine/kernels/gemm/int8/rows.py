@@ -17,7 +17,7 @@ from engine.kernels.amx import pointer
 from engine.kernels.gemm.int8.layout import Int8Layout, rows_at_once
 from engine.kernels.quantised import BLOCK_INPUTS
 from engine.kernels.simd import BFLOAT16, FLOAT, FLOAT32, INTS, LANES, constant, integers, read, spread
-from engine.kernels.threads import member, members
+from engine.kernels.threads import num_threads, thread_id
 
 _BYTE, _INT, _WORD = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _TO_WHOLE = 1.5 * 2**23
@@ -35,7 +35,7 @@ def round_rows(layout: int, most: int, x: int, width: int, rows: int, row_groups
     while row < rows:
         count = rows_at_once(rows - row, most)
         groups = count * row_groups
-        for group in range(groups * member() // members(), groups * (member() + 1) // members()):
+        for group in range(groups * thread_id() // num_threads(), groups * (thread_id() + 1) // num_threads()):
             source = x + ((row + group // row_groups) * row_groups + group % row_groups) * BLOCK_INPUTS * width
             goal = place + (row * row_groups + group % row_groups * count + group // row_groups) * row_group_bytes(
                 layout
