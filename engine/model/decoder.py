@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.config import Activations
 from engine.core.batch import Batch
 from engine.kernels.attention.attention import Attention, Rule
 from engine.kernels.layer.program import LayerProgram
@@ -26,25 +27,40 @@ from engine.model.rotary import cosines_sines, rounded_up
 class LeanDecoder:
     """Runs batches. rules: each layer's attention rule, as the stock forward passed it.
 
-    quantised: matrices that are known in fewer bits, by the address of the weight that each stands for.
+    quantised: matrices that are known in fewer bits, by the address of the weight that each stands for. activations:
+    how these take their rows.
     """
 
-    def __init__(self, model: Any, pool: KVPool, q_per_kv: int, rules: dict[int, Rule], quantised: Matrices):
+    def __init__(
+        self,
+        model: Any,
+        pool: KVPool,
+        q_per_kv: int,
+        rules: dict[int, Rule],
+        quantised: Matrices,
+        activations: Activations = "bfloat16",
+    ):
         base = getattr(model, "model", None)
         if base is None or not isinstance(getattr(model, "lm_head", None), nn.Linear):
             raise OtherStructure
         only(model, {"model", "lm_head"})
         only(base, {"embed_tokens", "layers", "norm", "rotary_emb"})
         self._rotary = _RotaryTable(base.rotary_emb)
-        self.layers = [Layer(layer, quantised, self._rotary.width) for layer in base.layers]
+        self.layers = [Layer(layer, quantised, self._rotary.width, activations) for layer in base.layers]
         self.rules = [rules[i] for i in range(len(self.layers))]
         self.embedding: Tensor = base.embed_tokens.weight.detach().contiguous()
         self.norm = norm_of(base.norm)
-        self.head = joined(quantised, model, ("lm_head",))
+        self.head = joined(quantised, activations, model, ("lm_head",))
         (self.vocab_size, self.hidden), self.dtype = self.embedding.shape, self.embedding.dtype
         self.attention = Attention(pool, q_per_kv)
         self._check_sizes()
         self._program = self._program_for(1)
+
+    @property
+    def activations(self) -> Activations:
+        """int8 if any product rounds its rows to 8 bits."""
+        products = [self.head, *(product for layer in self.layers for product in layer.products)]
+        return "int8" if any(product.activations == "int8" for product in products) else "bfloat16"
 
     @property
     def exact(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.config import Activations
 from engine.kernels.gemm.packed_linear import Product
 from engine.kernels.layer.program import LayerWeights, Norm
 from engine.kernels.quantised import Quantised
@@ -22,16 +23,16 @@ class OtherStructure(Exception):
 class Layer:
     """One layer's weights, as a program takes them, and its products. rotated: dimensions of a head that are."""
 
-    def __init__(self, layer: Any, quantised: Matrices, rotated: int):
+    def __init__(self, layer: Any, quantised: Matrices, rotated: int, activations: Activations):
         parts = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
         only(layer, parts | {"resid_attn_dropout", "resid_mlp_dropout"})
         attention, mlp = layer.self_attn, layer.mlp
         only(attention, {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"})
         only(mlp, {"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn", "activation_fn"})
-        qkv = joined(quantised, attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
-        out = joined(quantised, attention, ("o_proj",))
-        gate_up = joined(quantised, mlp, ("gate_proj", "up_proj"), "gate_up_proj", gated=True)
-        down = joined(quantised, mlp, ("down_proj",))
+        qkv = joined(quantised, activations, attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
+        out = joined(quantised, activations, attention, ("o_proj",))
+        gate_up = joined(quantised, activations, mlp, ("gate_proj", "up_proj"), "gate_up_proj", gated=True)
+        down = joined(quantised, activations, mlp, ("down_proj",))
         normed = hasattr(attention, "q_norm")
         self.products = qkv, out, gate_up, down
         self.weights = LayerWeights(
@@ -55,7 +56,14 @@ def only(module: Any, names: set[str]) -> None:
         raise OtherStructure
 
 
-def joined(quantised: Matrices, module: Any, parts: tuple[str, ...], whole: str = "", gated: bool = False) -> Product:
+def joined(
+    quantised: Matrices,
+    activations: Activations,
+    module: Any,
+    parts: tuple[str, ...],
+    whole: str = "",
+    gated: bool = False,
+) -> Product:
     """One product that replaces several over the same input."""
     linears: list[Any] = [getattr(module, name, None) for name in ((whole,) if hasattr(module, whole) else parts)]
     if not all(type(linear) is nn.Linear for linear in linears):
@@ -68,7 +76,7 @@ def joined(quantised: Matrices, module: Any, parts: tuple[str, ...], whole: str 
         )
     weight = linears[0].weight if len(linears) == 1 else torch.cat([linear.weight for linear in linears])
     stored = Quantised.joined([quantised.get(linear.weight.data_ptr()) for linear in linears])
-    return Product(weight, bias, gated, stored)
+    return Product(weight, bias, gated, stored, activations)
 
 
 def norm_of(norm: Any) -> Norm:

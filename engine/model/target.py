@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.config import Activations
 from engine.core.batch import BLOCK, Batch, Segment
 from engine.core.errors import ModelError, first_line
 from engine.core.kv_shape import KVShape
@@ -54,7 +55,12 @@ class Target:
     """
 
     def __init__(
-        self, model: Any, name: str, kv_memory: int | None = None, quantised: dict[int, Quantised] | None = None
+        self,
+        model: Any,
+        name: str,
+        kv_memory: int | None = None,
+        quantised: dict[int, Quantised] | None = None,
+        activations: Activations = "bfloat16",
     ):
         self.model = model.eval()
         self.name = name
@@ -72,16 +78,27 @@ class Target:
         self.inexact = ""
         self._forward: Forward | None = None
         self._masked: MaskedForward | None = None
-        self._quantised = quantised or {}
+        self._quantised, self._wanted_activations = quantised or {}, activations
         self._choose_forward(kv_memory)
         self._quantised = {}  # the forward holds what it uses in its own layout
 
     @classmethod
-    def load(cls, path: str, dtype: str = "auto", device: str = "auto", kv_memory: int | None = None) -> Target:
-        """Load a checkpoint directory or hub id. kv_memory: bytes for keys and values, None: a share of free memory."""
+    def load(
+        cls,
+        path: str,
+        dtype: str = "auto",
+        device: str = "auto",
+        kv_memory: int | None = None,
+        activations: Activations = "bfloat16",
+    ) -> Target:
+        """Load a checkpoint directory or hub id. kv_memory: bytes for keys and values, None: a share of free memory.
+        activations: int8 for matrices in blocks, where there are any and the lean decoder runs them: see `activations`.
+        """
         model = load_model(path, dtype, find_device(device))
-        coded = model.device.type == "cpu" and has_pairs(model.dtype)  # codes are unpacked nowhere else
-        target = cls(model, path, kv_memory, read_quantised(Path(path), model) if coded else None)
+        used = has_pairs(model.dtype) or activations == "int8"  # codes are unpacked nowhere else
+        coded = model.device.type == "cpu" and used
+        quantised = read_quantised(Path(path), model) if coded else None
+        target = cls(model, path, kv_memory, quantised, activations)
         if isinstance(target._forward, LeanDecoder):
             model.model.layers = torch.nn.ModuleList()  # the decoder has copies in its own layout
         return target
@@ -90,6 +107,11 @@ class Target:
     def context(self) -> int:
         """The maximum positions of a request: the model's, as far as the pool has room for them."""
         return self.own_context if self.pool is None else min(self.own_context, self.pool.blocks * BLOCK)
+
+    @property
+    def activations(self) -> Activations:
+        """How the products take their rows: int8 if matrices in blocks do."""
+        return self._forward.activations if isinstance(self._forward, LeanDecoder) else "bfloat16"
 
     @property
     def exact(self) -> bool:
@@ -295,7 +317,7 @@ class Target:
         assert self.pool is not None and isinstance(stock, StockForward)
         try:
             q_per_kv = stock.attention.groups
-            lean = LeanDecoder(self.model, self.pool, q_per_kv, stock.rules, self._quantised)
+            lean = LeanDecoder(self.model, self.pool, q_per_kv, stock.rules, self._quantised, self._wanted_activations)
         except (OtherStructure, AttributeError):  # a part of the structure is missing
             return False
         self._forward = lean

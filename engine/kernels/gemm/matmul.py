@@ -229,7 +229,7 @@ NO_SCRATCH = torch.empty(0, dtype=torch.uint8)
 def give_scratch(records: np.ndarray[Any, Any], held: Tensor) -> Tensor:
     """Give the records their scratch, which must be kept while they run: `held` if it is large enough."""
     each, shared = int(records["scratch_bytes"].max()), int(records["shared_bytes"].max())
-    needed = max(torch.get_num_threads() * each, shared)
+    needed = shared + torch.get_num_threads() * each
     scratch = held if len(held) >= needed else held.new_empty(needed)
     records["scratch"] = scratch.data_ptr()
     return scratch

@@ -40,9 +40,9 @@ MATMUL = np.dtype(
             "tiles",  # AMX: configuration for min(rows, 16) rows
             "x",  # [rows, inputs]
             "weights",  # [panels, steps, 16, 16, 2] bfloat16, [panels, steps, 32, 16] float32, or quantised tiles
-            "scratch",  # [threads, scratch_bytes], where panels of a quantised matrix are unpacked, or rows widened;
+            "scratch",  # [shared_bytes] for all threads, then [threads, scratch_bytes]: where panels of a quantised
+            "shared_bytes",  # matrix are unpacked, or rows widened or rounded
             "scratch_bytes",
-            "shared_bytes",  # or [shared_bytes] for all threads together, where rows are rounded
             "bias",  # [panels * 16] float32, or 0
             "out",  # [rows, outputs]; gated: [rows, outputs / 2]
             "width",  # bytes of a number of x and out, and of the matrix if it is not quantised

@@ -30,6 +30,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.config import Activations
+from engine.kernels.gemm.int8.dots import instruction_sets
+from engine.kernels.gemm.int8.layout import CodedMatrix
+from engine.kernels.gemm.int8.matmul import Int8Matmul
 from engine.kernels.gemm.matmul import Matmul, units
 from engine.kernels.quantised import Quantised
 from engine.kernels.simd import LANES
@@ -74,21 +78,34 @@ class Product:
     """x [rows, in] times a matrix [out, in], plus the bias; a row's bits are independent of others if `rows` is known.
 
     gated: the matrix is a gate and then an up projection. If `gated` stays true, the result is silu(gate) * up.
-    quantised: the same matrix in fewer bits.
+    quantised: the same matrix in fewer bits. activations: int8 rounds rows to 8 bits if the matrix is quantised.
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, gated: bool = False, quantised: Quantised | None = None
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        gated: bool = False,
+        quantised: Quantised | None = None,
+        activations: Activations = "bfloat16",
     ):
         self.bias = bias
         self.outputs, self.inputs = weight.shape
         self._itemsize = weight.itemsize
         multiplies = can_multiply(weight)
         self.gated = gated and multiplies and self.outputs % (2 * LANES) == 0
-        self.matmul = Matmul(weight, bias, self.gated, quantised=quantised) if multiplies else None
+        self.matmul: Matmul | None = None
+        if activations == "int8":
+            self.matmul = int8_matmul(weight, bias, self.gated, quantised)
+        if self.matmul is None and multiplies:
+            self.matmul = Matmul(weight, bias, self.gated, quantised=quantised)
         self.packed: Tensor | None = None if self.matmul else pack(weight)
         self._weight = weight if self.stock else None
         self.rows = ANY_ROWS if self.matmul else None if self.stock else exact_rows(weight, bias is not None)
+
+    @property
+    def activations(self) -> Activations:
+        return "int8" if isinstance(self.matmul, Int8Matmul) else "bfloat16"
 
     @property
     def stock(self) -> bool:
@@ -112,6 +129,16 @@ class Product:
         if missing := max(least, filled(count)) - count:
             x = torch.cat([x, x.new_zeros(missing, x.shape[1])])
         return product(x, self.packed, self.bias)[:count]
+
+
+def int8_matmul(weight: Tensor, bias: Tensor | None, gated: bool, quantised: Quantised | None) -> Int8Matmul | None:
+    """The product with rows rounded to 8 bits; None if there is no such product for this matrix or processor."""
+    if quantised is None or not instruction_sets() or weight.device.type != "cpu" or len(weight) % LANES:
+        return None
+    coded = CodedMatrix.of(quantised)
+    if coded is None or not torch.equal(quantised.values().to(weight.dtype), weight):
+        return None
+    return Int8Matmul(coded, bias, gated, weight.dtype)
 
 
 class PackedLinear(nn.Module):

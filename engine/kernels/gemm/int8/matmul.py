@@ -1,6 +1,7 @@
 """Products of rows rounded to 8 bits with a matrix in blocks, used as `engine.kernels.gemm.matmul.Matmul` is.
 
-The threads round the rows together, wait for each other, and then each multiplies all rows with its outputs. A row's
+The threads round the rows together, wait for each other, and then each multiplies all rows with its outputs. Few rows
+each thread rounds for itself, which takes no longer than waiting, and much less where cores are shared. A row's
 result has the same bits whatever rows are beside it, on any number of threads and on every instruction set.
 """
 
@@ -23,6 +24,9 @@ from engine.kernels.large_pages import in_large_pages
 from engine.kernels.quantised import BLOCK_INPUTS
 from engine.kernels.simd import LANES
 from engine.kernels.threads import Kernel, barrier, kernel, num_threads, thread_id
+
+_OWN = 8192
+"""Numbers of x up to which each thread rounds them all for itself."""
 
 
 class Int8Matmul(Matmul):
@@ -48,7 +52,7 @@ class Int8Matmul(Matmul):
 
     @property
     def scratch_bytes(self) -> int:
-        return 0
+        return _OWN // BLOCK_INPUTS * self._layout.row_group_bytes
 
     def shared_bytes(self, rows: int) -> int:
         return rows * self.inputs // BLOCK_INPUTS * self._layout.row_group_bytes
@@ -73,14 +77,19 @@ def _compiled(instructions: InstructionSet, layout: Int8Layout) -> Kernel:
         work = carray(address, 1)[0]
         groups, room = work.inputs // BLOCK_INPUTS, new_room()
         blocks = groups // groups_of_tile
-        round_rows(number, most, work.x, work.width, work.rows, groups, work.scratch)
-        barrier()
+        own = work.rows * work.inputs <= _OWN
+        place = work.scratch + work.shared_bytes + thread_id() * work.scratch_bytes if own else work.scratch
+        if own:
+            round_rows(number, most, work.x, work.width, work.rows, groups, place, 0, 1)
+        else:
+            round_rows(number, most, work.x, work.width, work.rows, groups, place, thread_id(), num_threads())
+            barrier()
         panel, end = first_panel(work, thread_id(), num_threads()), first_panel(work, thread_id() + 1, num_threads())
         while panel < end:
             width, row = min(end - panel, PANELS), 0
             while row < work.rows:
                 rows = rows_at_once(work.rows - row, most)
-                x = work.scratch + row * groups * row_group_bytes(number)
+                x = place + row * groups * row_group_bytes(number)
                 for i in range(width):
                     tiles = work.weights + (panel + i) * blocks * size
                     sum_groups(used, number, rows, x, tiles, blocks, room + 4 * LANES * i)

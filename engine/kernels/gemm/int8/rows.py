@@ -17,7 +17,6 @@ from engine.kernels.amx import pointer
 from engine.kernels.gemm.int8.layout import Int8Layout, rows_at_once
 from engine.kernels.quantised import BLOCK_INPUTS
 from engine.kernels.simd import BFLOAT16, FLOAT, FLOAT32, INTS, LANES, constant, integers, read, spread
-from engine.kernels.threads import num_threads, thread_id
 
 _BYTE, _INT, _WORD = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _TO_WHOLE = 1.5 * 2**23
@@ -26,20 +25,21 @@ _LEAST = 1e-30
 
 
 @njit
-def round_rows(layout: int, most: int, x: int, width: int, rows: int, row_groups: int, place: int) -> None:
-    """This thread's part of the groups of x [rows, row_groups * 32], at `place`. layout: a number, compile-time
-    constant; most: rows of a block; width: BFLOAT16 or FLOAT32.
+def round_rows(
+    layout: int, most: int, x: int, width: int, rows: int, row_groups: int, place: int, part: int, parts: int
+) -> None:
+    """Round a part of the groups of x [rows, row_groups * 32], at `place`. layout: a number, compile-time constant;
+    most: rows of a block; width: BFLOAT16 or FLOAT32.
     """
     layout = literally(layout)
     row = 0
     while row < rows:
         count = rows_at_once(rows - row, most)
         groups = count * row_groups
-        for group in range(groups * thread_id() // num_threads(), groups * (thread_id() + 1) // num_threads()):
+        for group in range(groups * part // parts, groups * (part + 1) // parts):
             source = x + ((row + group // row_groups) * row_groups + group % row_groups) * BLOCK_INPUTS * width
-            goal = place + (row * row_groups + group % row_groups * count + group // row_groups) * row_group_bytes(
-                layout
-            )
+            index = row * row_groups + group % row_groups * count + group // row_groups
+            goal = place + index * row_group_bytes(layout)
             if width == BFLOAT16:
                 round_group(layout, BFLOAT16, source, goal)
             else:
