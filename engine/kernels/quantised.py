@@ -114,13 +114,13 @@ class Quantised:
         numbers = outputs, inputs // (BLOCK_INPUTS // 2 if self.offsets is None else BLOCK_INPUTS)
         return all(part.shape == numbers for part in (self.scales, self.offsets) if part is not None)
 
-    def values(self) -> Tensor:
-        """The matrix as bfloat16."""
+    def values(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """The matrix, exact as float32, rounded once as bfloat16."""
         codes = self.unpacked().float().unflatten(1, (self.scales.shape[1], -1))
         whole = codes * self.scales.float()[..., None]
         if self.offsets is not None:
             whole += self.offsets.float()[..., None]
-        return whole.flatten(1).to(torch.bfloat16)
+        return whole.flatten(1).to(dtype)
 
     def unpacked(self) -> Tensor:
         """The codes [outputs, inputs], one byte each."""

@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.config import Activations
+from engine.config import Activations, Config
 from engine.core.batch import BLOCK, Batch, Segment
-from engine.core.errors import ModelError, first_line
+from engine.core.errors import ConfigError, ModelError, first_line
 from engine.core.kv_shape import KVShape
 from engine.core.tree import TokenTree
 from engine.kernels.attention.attention import has_pairs
@@ -101,6 +101,18 @@ class Target:
         target = cls(model, path, kv_memory, quantised, activations)
         if isinstance(target._forward, LeanDecoder):
             model.model.layers = torch.nn.ModuleList()  # the decoder has copies in its own layout
+        return target
+
+    @classmethod
+    def of_config(cls, config: Config) -> Target:
+        """The target that a configuration names. Raises ConfigError if it cannot have those activations."""
+        memory = config.verifier.kv_memory
+        target = cls.load(config.model, config.dtype, config.device, memory, config.activations)
+        if config.activations != target.activations:
+            raise ConfigError(
+                f"activations={config.activations}: this model has no matrices in blocks that this processor "
+                f"multiplies so; take a GGUF file of a common structure, or activations={target.activations}"
+            )
         return target
 
     @property

@@ -20,7 +20,7 @@ def test_matrices_of_heads_are_kept_in_eight_bits(gated: bool) -> None:
     drawn = torch.Generator().manual_seed(4)
     weight, x = (torch.randn(n, 96, generator=drawn).bfloat16() for n in (64, 5))
     linear = Linear(weight, gated=gated)
-    assert linear.matmul is not None and linear.matmul.form is Form.EIGHT
+    assert linear.matmul is not None and linear.matmul.bytes < 1.1 * weight.numel()
     out = F.linear(x.float(), weight.float())
     if gated:
         gate, up = out.chunk(2, dim=-1)
