@@ -234,7 +234,7 @@ class Engine:
                 self._supervisor.hand_over()
                 yield None
                 text = TextStream(self._tokenizer, sampling.stop, behind=tokens)
-                answer = Answer(text, len(tokens), started, self.target.inexact, sampling)
+                answer = Answer(text, len(tokens), started, self.target, sampling)
                 while answer.finish_reason is None:
                     arrival = await flight.arrivals.get()
                     if isinstance(arrival, TalonError):

@@ -100,7 +100,7 @@ def growth(
         drafter = build(config_)
         if not isinstance(drafter, HeadDrafter) or not drafter.feature_layers:
             raise ConfigError(f"--method={method}: is no draft head; known: block, eagle3, eagle, medusa, hydra")
-        target = Target.load(config_.model, config_.dtype, config_.device, config_.verifier.kv_memory)
+        target = Target.of_config(config_)
         round_s = [*time_rounds(target).values()]
         grown, asked = [], [*settings()]
         with results_in(out):
@@ -169,7 +169,7 @@ def acceptance(
         layers = layers_read(chosen, settings)
         tokenizer = tokenizer_of(settings)
         suites = {f.stem: _prompts(tokenizer, read_questions(f, limit)) for f in files}
-        target = Target.load(settings.model, settings.dtype, settings.device, settings.verifier.kv_memory)
+        target = Target.of_config(settings)
         with results_in(out):
             with progress_bar(console) as progress:
                 for sampling in samplings:

@@ -187,6 +187,7 @@ def row_of(suite: str, question: Question, name: str, sampling: SamplingParams, 
         forward_ms=_forward_ms(log),
         exact=run.exact,
         inexact=run.inexact,
+        activations=run.activations,
         cached_tokens=run.cached_tokens,
     )
 

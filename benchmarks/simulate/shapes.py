@@ -43,7 +43,7 @@ def measure(
     config: Config, suites: dict[str, list[list[int]]], sampling: SamplingParams, console: Console
 ) -> list[Shaped]:
     """The trees of every answer. A prompt that would leave the deepest tree no room in the context is left out."""
-    target = Target.load(config.model, config.dtype, config.device, config.verifier.kv_memory)
+    target = Target.of_config(config)
     drafter, budget, answers = build(config), config.drafter.budget, []
     with console.status("") as status:
         for suite, prompts in suites.items():

@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.kernels.amx import LINE_BYTES, fetch
 from engine.kernels.gemm.packed_linear import pack, product
 from engine.kernels.simd import FLOAT32, add, load, splat, store
-from engine.kernels.threads import address_of, kernel, member, members
+from engine.kernels.threads import address_of, kernel, num_threads, thread_id
 from engine.model.cuda.graphs import wait
 from engine.model.loading import has_native_bfloat16
 
@@ -33,11 +33,11 @@ def read_kernel(address: Any) -> None:
     """Read the lines of a buffer, each thread its part, with prefetching."""
     work = carray(address, 1)[0]
     total = splat(np.float32(0))
-    for line in range(work.lines * member() // members(), work.lines * (member() + 1) // members()):
+    for line in range(work.lines * thread_id() // num_threads(), work.lines * (thread_id() + 1) // num_threads()):
         at = work.buffer + LINE_BYTES * line
         fetch(at + _AHEAD)
         total = add(total, load(at, FLOAT32))
-    store(total, work.sums + LINE_BYTES * member(), FLOAT32)
+    store(total, work.sums + LINE_BYTES * thread_id(), FLOAT32)
 
 
 class Limits:

@@ -120,7 +120,7 @@ def draw(profile: Profile, out: Path, console: Console) -> None:
 
 def loaded(config: Config) -> Target:
     torch.set_num_threads(share_cores(config).verifier_alone)
-    return Target.load(resolve(config.model), config.dtype, config.device)
+    return Target.of_config(config.model_copy(update={"model": resolve(config.model)}))
 
 
 def show(found: Profile, as_json: bool) -> None:

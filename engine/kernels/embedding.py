@@ -17,8 +17,8 @@ from torch import Tensor
 from engine.kernels.amx import TILE_BYTES
 from engine.kernels.quant.layouts import STEP, QuantLayout
 from engine.kernels.quant.unpack import unpack_at
-from engine.kernels.simd import FLOAT32, LANES, half_at, int_at, numbers_at, put_float, store
-from engine.kernels.threads import Kernel, address_of, kernel, member, members
+from engine.kernels.simd import FLOAT32, LANES, half_at, int_at, multiply, numbers_at, put_float, splat, store
+from engine.kernels.threads import Kernel, address_of, kernel, num_threads, thread_id
 
 EMBED = np.dtype(
     [
@@ -33,18 +33,20 @@ EMBED = np.dtype(
             "panel_bytes",
         )
     ]
+    + [("scale", "f4")]
 )
 
 
 @kernel(EMBED)
 def embed_kernel(address: Any) -> None:
-    """residual = the tokens' rows of an embedding [vocab, hidden]."""
+    """residual = scale * the tokens' rows of an embedding [vocab, hidden]."""
     work = carray(address, 1)[0]
-    for row in range(member(), work.rows, members()):
+    scale = splat(work.scale)
+    for row in range(thread_id(), work.rows, num_threads()):
         source = work.embedding + int_at(work.tokens + 4 * row) * work.hidden * work.width
         place = work.residual + row * work.hidden * 4
         for at in range(0, work.hidden, LANES):
-            store(numbers_at(source + at * work.width, work.width), place + 4 * at, FLOAT32)
+            store(multiply(numbers_at(source + at * work.width, work.width), scale), place + 4 * at, FLOAT32)
 
 
 @cache
@@ -55,7 +57,7 @@ def tiled_embed_kernel(layout: QuantLayout) -> Kernel:
     @kernel(EMBED, layout.kind)
     def compiled(address: Any) -> None:
         work, room = carray(address, 1)[0], _room()
-        for row in range(member(), work.rows, members()):
+        for row in range(thread_id(), work.rows, num_threads()):
             token = int_at(work.tokens + 4 * row)
             panel, output = work.embedding + token // LANES * work.panel_bytes, token % LANES
             place = work.residual + row * work.hidden * 4
@@ -63,7 +65,7 @@ def tiled_embed_kernel(layout: QuantLayout) -> Kernel:
                 _unpack(number, panel, step, room)
                 for i in range(min(STEP, work.hidden - step * STEP)):
                     number_at = room + i // 2 * 4 * LANES + 4 * output + 2 * (i % 2)
-                    put_float(place + 4 * (step * STEP + i), half_at(number_at))
+                    put_float(place + 4 * (step * STEP + i), half_at(number_at) * work.scale)
 
     return compiled()
 
@@ -96,6 +98,6 @@ def read_rows(layout: QuantLayout, tiles: Tensor, inputs: int, indices: Tensor) 
     found, record = torch.empty(len(tokens), inputs), np.zeros(1, EMBED)
     record["tokens"], record["rows"], record["embedding"] = tokens.data_ptr(), len(tokens), tiles.data_ptr()
     record["residual"], record["hidden"] = found.data_ptr(), inputs
-    record["panel_bytes"] = tiles[0].nbytes
+    record["panel_bytes"], record["scale"] = tiles[0].nbytes, 1
     tiled_embed_kernel(layout)(address_of(record), len(tokens))
     return found.bfloat16()

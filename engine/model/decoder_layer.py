@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from engine.config import Activations
 from engine.kernels.gemm.packed_linear import Product
-from engine.kernels.quantised import Quantised
+from engine.kernels.layer.program import LayerWeights, Norm
+from engine.kernels.quant.stored import StoredMatrix
 
-Matrices = Mapping[int, Quantised]
+Matrices = Mapping[int, StoredMatrix]
 
 
 class OtherStructure(Exception):
@@ -19,28 +21,33 @@ class OtherStructure(Exception):
 
 
 class Layer:
-    """One layer's weights: four products, and the scales of its norms as float32."""
+    """One layer's weights, as a program takes them, and its products. rotated: dimensions of a head that are."""
 
-    def __init__(self, layer: Any, quantised: Matrices):
+    def __init__(self, layer: Any, quantised: Matrices, rotated: int, activations: Activations):
         parts = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
         only(layer, parts | {"resid_attn_dropout", "resid_mlp_dropout"})
         attention, mlp = layer.self_attn, layer.mlp
         only(attention, {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"})
         only(mlp, {"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn", "activation_fn"})
-        self.qkv = joined(quantised, attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
-        self.out = joined(quantised, attention, ("o_proj",))
-        self.gate_up = joined(quantised, mlp, ("gate_proj", "up_proj"), "gate_up_proj", gated=True)
-        self.down = joined(quantised, mlp, ("down_proj",))
-        self.input_norm, self.epsilon = scale_of(layer.input_layernorm)
-        self.inner_norm, _ = scale_of(layer.post_attention_layernorm)
-        self.query_norm = self.key_norm = None
-        if hasattr(attention, "q_norm"):
-            (self.query_norm, _), (self.key_norm, _) = scale_of(attention.q_norm), scale_of(attention.k_norm)
-        self.inner = self.gate_up.outputs // 2
-
-    @property
-    def products(self) -> tuple[Product, ...]:
-        return self.qkv, self.out, self.gate_up, self.down
+        qkv = joined(quantised, activations, attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
+        out = joined(quantised, activations, attention, ("o_proj",))
+        gate_up = joined(quantised, activations, mlp, ("gate_proj", "up_proj"), "gate_up_proj", gated=True)
+        down = joined(quantised, activations, mlp, ("down_proj",))
+        normed = hasattr(attention, "q_norm")
+        self.products = qkv, out, gate_up, down
+        self.weights = LayerWeights(
+            qkv=qkv,
+            out=out,
+            gate_up=gate_up,
+            down=down,
+            inner=gate_up.outputs // 2,
+            gated=gate_up.gated,
+            input_norm=norm_of(layer.input_layernorm),
+            inner_norm=norm_of(layer.post_attention_layernorm),
+            query_norm=norm_of(attention.q_norm) if normed else None,
+            key_norm=norm_of(attention.k_norm) if normed else None,
+            rotated=rotated,
+        )
 
 
 def only(module: Any, names: set[str]) -> None:
@@ -49,7 +56,14 @@ def only(module: Any, names: set[str]) -> None:
         raise OtherStructure
 
 
-def joined(quantised: Matrices, module: Any, parts: tuple[str, ...], whole: str = "", gated: bool = False) -> Product:
+def joined(
+    quantised: Matrices,
+    activations: Activations,
+    module: Any,
+    parts: tuple[str, ...],
+    whole: str = "",
+    gated: bool = False,
+) -> Product:
     """One product that replaces several over the same input."""
     linears: list[Any] = [getattr(module, name, None) for name in ((whole,) if hasattr(module, whole) else parts)]
     if not all(type(linear) is nn.Linear for linear in linears):
@@ -60,14 +74,17 @@ def joined(quantised: Matrices, module: Any, parts: tuple[str, ...], whole: str 
         bias = torch.cat(
             [b if b is not None else m.weight.new_zeros(m.out_features) for b, m in zip(biases, linears, strict=True)]
         )
-    weight = linears[0].weight if len(linears) == 1 else torch.cat([linear.weight for linear in linears])
-    stored = Quantised.joined([quantised.get(linear.weight.data_ptr()) for linear in linears])
-    return Product(weight, bias, gated, stored)
+    weights = [linear.weight for linear in linears]
+    stored = [quantised.get(weight.data_ptr()) for weight in weights]
+    if any(matrix is not None for matrix in stored):
+        found = [m or StoredMatrix.of_numbers(weight) for m, weight in zip(stored, weights, strict=True)]
+        return Product(found, bias, gated, activations, weights[0].dtype)
+    return Product(weights[0] if len(weights) == 1 else torch.cat(weights), bias, gated)
 
 
-def scale_of(norm: Any) -> tuple[Tensor, float]:
-    """An RMSNorm's weight, as float32, and its epsilon."""
+def norm_of(norm: Any) -> Norm:
+    """An RMSNorm of the model."""
     weight, epsilon = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if weight is None or epsilon is None or getattr(norm, "bias", None) is not None:
         raise OtherStructure
-    return weight.detach().float().contiguous(), float(epsilon)
+    return Norm(weight.detach().float().contiguous(), float(epsilon))

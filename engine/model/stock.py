@@ -81,8 +81,8 @@ class _Entry:
         self._scratch = torch.zeros(0)
         self._slots = np.zeros(0, np.int32)
         shape, record = attention.pool.shape, self._work[0]
-        record["kv_heads"], record["groups"], record["head_dim"] = shape.kv_heads, attention.groups, shape.head_dim
-        record["dims"], record["width"], record["paired"] = shape.dims, shape.dtype.itemsize, shape.paired
+        record["kv_heads"], record["q_per_kv"], record["head_dim"] = shape.kv_heads, attention.groups, shape.head_dim
+        record["dims"], record["width"], record["vnni"] = shape.dims, shape.dtype.itemsize, shape.vnni
 
     def begin(self, batch: Batch) -> None:
         self.attention.begin(batch)

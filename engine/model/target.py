@@ -16,14 +16,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.config import Activations, Config
 from engine.core.batch import BLOCK, Batch, Segment
-from engine.core.errors import ModelError, first_line
+from engine.core.errors import ConfigError, ModelError, first_line
 from engine.core.kv_shape import KVShape
 from engine.core.tree import TokenTree
 from engine.kernels.attention.attention import has_pairs
 from engine.kernels.gemm.packed_linear import PackedLinear, pack_linears
 from engine.kernels.pointwise import PointwiseOperations
-from engine.kernels.quantised import Quantised
+from engine.kernels.quant.stored import StoredMatrix
 from engine.model.cuda_products import allow_split_sums, exact_sizes, forbid_split_sums
 from engine.model.decoder import LeanDecoder
 from engine.model.decoder_layer import OtherStructure
@@ -54,7 +55,12 @@ class Target:
     """
 
     def __init__(
-        self, model: Any, name: str, kv_memory: int | None = None, quantised: dict[int, Quantised] | None = None
+        self,
+        model: Any,
+        name: str,
+        kv_memory: int | None = None,
+        quantised: dict[int, StoredMatrix] | None = None,
+        activations: Activations = "bfloat16",
     ):
         self.model = model.eval()
         self.name = name
@@ -72,24 +78,52 @@ class Target:
         self.inexact = ""
         self._forward: Forward | None = None
         self._masked: MaskedForward | None = None
-        self._quantised = quantised or {}
+        self._quantised, self._wanted_activations = quantised or {}, activations
         self._choose_forward(kv_memory)
         self._quantised = {}  # the forward holds what it uses in its own layout
 
     @classmethod
-    def load(cls, path: str, dtype: str = "auto", device: str = "auto", kv_memory: int | None = None) -> Target:
-        """Load a checkpoint directory or hub id. kv_memory: bytes for keys and values, None: a share of free memory."""
+    def load(
+        cls,
+        path: str,
+        dtype: str = "auto",
+        device: str = "auto",
+        kv_memory: int | None = None,
+        activations: Activations = "bfloat16",
+    ) -> Target:
+        """Load a checkpoint directory or hub id. kv_memory: bytes for keys and values, None: a share of free memory.
+        activations: int8 for matrices in blocks, where there are any and the lean decoder runs them: see `activations`.
+        """
         model = load_model(path, dtype, find_device(device))
-        coded = model.device.type == "cpu" and has_pairs(model.dtype)  # codes are unpacked nowhere else
-        target = cls(model, path, kv_memory, read_quantised(Path(path), model) if coded else None)
+        used = has_pairs(model.dtype) or activations == "int8"  # codes are unpacked nowhere else
+        coded = model.device.type == "cpu" and used
+        quantised = read_quantised(Path(path), model) if coded else None
+        target = cls(model, path, kv_memory, quantised, activations)
         if isinstance(target._forward, LeanDecoder):
             model.model.layers = torch.nn.ModuleList()  # the decoder has copies in its own layout
+        return target
+
+    @classmethod
+    def of_config(cls, config: Config) -> Target:
+        """The target that a configuration names. Raises ConfigError if it cannot have those activations."""
+        memory = config.verifier.kv_memory
+        target = cls.load(config.model, config.dtype, config.device, memory, config.activations)
+        if config.activations != target.activations:
+            raise ConfigError(
+                f"activations={config.activations}: this model has no matrices in blocks that this processor "
+                f"multiplies so; take a GGUF file of a common structure, or activations={target.activations}"
+            )
         return target
 
     @property
     def context(self) -> int:
         """The maximum positions of a request: the model's, as far as the pool has room for them."""
         return self.own_context if self.pool is None else min(self.own_context, self.pool.blocks * BLOCK)
+
+    @property
+    def activations(self) -> Activations:
+        """How the products take their rows: int8 if matrices in blocks do."""
+        return self._forward.activations if isinstance(self._forward, LeanDecoder) else "bfloat16"
 
     @property
     def exact(self) -> bool:
@@ -294,8 +328,8 @@ class Target:
         stock = self._forward
         assert self.pool is not None and isinstance(stock, StockForward)
         try:
-            groups = stock.attention.groups
-            lean = LeanDecoder(self.model, self.pool, groups, stock.rules, self._quantised)
+            q_per_kv = stock.attention.groups
+            lean = LeanDecoder(self.model, self.pool, q_per_kv, stock.rules, self._quantised, self._wanted_activations)
         except (OtherStructure, AttributeError):  # a part of the structure is missing
             return False
         self._forward = lean
@@ -310,8 +344,8 @@ class Target:
         heads: int = config.num_attention_heads
         kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
         head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
-        paired = not self.accelerated and has_pairs(self.dtype)
-        shape = KVShape(self.layers, kv_heads, head_dim, self.dtype, paired)
+        vnni = not self.accelerated and has_pairs(self.dtype)
+        shape = KVShape(self.layers, kv_heads, head_dim, self.dtype, vnni)
         memory = int(_POOL_SHARE * _free_memory(self.device)) if kv_memory is None else kv_memory
         return KVPool(shape, max(1, memory // shape.block_bytes), self.device), heads // kv_heads
 

@@ -115,6 +115,7 @@ class FrontEndLine:
             eos_tokens=tuple(sorted(target.eos_tokens)),
             weight_bytes=target.weight_bytes,
             kv_bytes=0 if pool is None else pool.blocks * pool.shape.block_bytes,
+            activations=target.activations,
         )
         self.line.send(ready)
 

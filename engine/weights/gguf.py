@@ -15,7 +15,7 @@ from engine.weights.cache import home, keep
 from engine.weights.gguf_file import GgufFile, read_gguf
 from engine.weights.progress import Report
 
-_FORMAT = 4
+_FORMAT = 5
 """Raise it when the conversion changes: files are then converted again."""
 _STEP = re.compile(rb"(\d+)/(\d+) \[")
 _TOKENIZER_BYTES = 30_000_000
@@ -44,8 +44,8 @@ def converted(file: Path, field: str, report: Report) -> Path:
 
 
 def room_for(gguf: GgufFile) -> int:
-    """Upper bound on the converted directory's bytes: bfloat16, and blocks of up to 10 bits a weight."""
-    return gguf.elements * (16 + 10) // 8 + _TOKENIZER_BYTES
+    """Upper bound on the converted directory's bytes: bfloat16, and blocks of up to 9 bits a weight."""
+    return gguf.elements * (16 + 9) // 8 + _TOKENIZER_BYTES
 
 
 def convert(gguf: GgufFile, folder: Path, field: str, title: str, origin: str, report: Report) -> None:

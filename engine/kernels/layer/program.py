@@ -1,0 +1,269 @@
+"""A decoder's layers as one program: norms, products, attention and what lies between them, in one call.
+
+The steps of a layer (boxes) and the buffers that they read and write, [rows, ...] each:
+
+    residual --> [norm] --> x --> [product qkv] --> qkv --> [enter] --> queries --> [attend] --> attended
+       ^                                                       |                       ^            |
+       |                                                       +--> keys, values ------+            |
+       +------------ delta <-- [product out] <------------------------------------------------------+
+
+    residual --> [norm] --> x --> [product gate_up] --> gate_up --> [gate] --> inner
+       ^                                          (or inner, where the product gates)  |
+       +------------ delta <-- [product down] <----------------------------------------+
+
+`residual` is float32, the other buffers have the model's type. A product leaves its result in `delta`; the next norm
+adds that to the residual. `enter` normalises and rotates queries and keys, writes keys and values to the pool, and lays
+out `queries` for attention. A decoder or a draft head adds the ends: where the residual comes from, and what multiplies
+the last norm's rows.
+
+Products read rows where a norm, attention or a gate wrote them: `LayerProgram.product` is the one place for a step that
+prepares rows for a product, such as one that quantises them.
+
+A row's result is the same bits whatever the other rows. The kernels' records hold raw addresses: the program keeps the
+tensors that they point to, and `begin` sets what depends on the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.kernels.attention.attention import Attention, Rule
+from engine.kernels.embedding import EMBED, embed_kernel
+from engine.kernels.fused import ENTER, GATE, NORM, enter_kernel, gate_kernel, norm_kernel
+from engine.kernels.gemm.matmul import NO_SCRATCH, Multiplies, add_product, give_scratch, row_words
+from engine.kernels.gemm.matmul_kernels import MATMUL
+from engine.kernels.gemm.packed_linear import filled
+from engine.kernels.threads import Kernel, Program, address_of, int_fields
+
+FEW_ROWS = 8  # of a small kernel: waking the other threads costs as much as their work
+
+
+@dataclass(frozen=True)
+class Norm:
+    """x / sqrt(mean(x^2) + epsilon) * weight. weight: float32."""
+
+    weight: Tensor
+    epsilon: float
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """What a layer computes with. A norm that is None is left out.
+
+    qkv: hidden to (q_per_kv + 2) * kv_heads * head_dim; out: back to hidden. gate_up: to 2 * inner or, where the
+    product is `gated` and applies the gate itself, to inner; down: back to hidden. input_norm, inner_norm: before qkv
+    and before gate_up. query_norm, key_norm: of each head. rotated: how many dimensions of a head are.
+    """
+
+    qkv: Multiplies
+    out: Multiplies
+    gate_up: Multiplies
+    down: Multiplies
+    inner: int
+    gated: bool
+    input_norm: Norm | None
+    inner_norm: Norm | None
+    query_norm: Norm | None
+    key_norm: Norm | None
+    rotated: int
+
+
+class _Records:
+    """The records of one kind of kernel, in one array, so that a field of all can be set at once."""
+
+    def __init__(self, kind: np.dtype[Any], most: int):
+        self.all, self._used = np.zeros(most, kind), 0
+
+    def add(self, **fields: float) -> int:
+        """The address of a new record with these fields."""
+        record = self.all[self._used]
+        for name, value in fields.items():
+            record[name] = value
+        self._used += 1
+        return address_of(self.all, self._used - 1)
+
+    @property
+    def latest(self) -> int:
+        """The index of the newest record."""
+        return self._used - 1
+
+
+class LayerProgram:
+    """A program for up to `capacity` rows, built step by step.
+
+    buffers: [capacity, width] by name; residual: [capacity, hidden] float32. layers: the most that there will be.
+    """
+
+    def __init__(self, attention: Attention, capacity: int, hidden: int, dtype: torch.dtype, layers: int):
+        self.attention, self.capacity, self.rows = attention, capacity, 0
+        self.residual = torch.zeros(capacity, hidden)
+        self.buffers: dict[str, Tensor] = {}
+        self._dtype, self._kept_alive = dtype, list[Tensor]()
+        self._steps = Program()
+        self._norms, self._enters = _Records(NORM, 2 * layers + 1), _Records(ENTER, layers)
+        self._products, self._gates = _Records(MATMUL, 4 * layers + 2), _Records(GATE, layers)
+        self._embeds = _Records(EMBED, 1)
+        self._of_embed = int_fields(self._embeds.all, "tokens", "rows")
+        self._of_enters = int_fields(self._enters.all, "positions", "cos_sin")
+        self._of_products = int_fields(self._products.all, "rows", "tiles")
+        self._counts, self._chosen, self._kept = (self._norms.all[name] for name in ("count", "chosen", "kept"))
+        self._delta: str | None = None  # the buffer that the next norm adds to the residual
+        self._out = torch.zeros(0, dtype=dtype)
+        self._end: int | None = None  # where the head's step is
+        self._scratch, self._scratch_of_products, self._threads = torch.zeros(0), NO_SCRATCH, 0
+
+    def buffer(self, name: str, width: int) -> Tensor:
+        """The buffer of that name, made when it is first named."""
+        if name not in self.buffers:
+            self.buffers[name] = torch.zeros(self.capacity, width, dtype=self._dtype)
+        return self.buffers[name]
+
+    # The steps, in order.
+
+    def embed(self, embedding: Tensor) -> None:
+        """residual = the tokens' rows of the embedding, [vocab, hidden]."""
+        fields = {"embedding": embedding.data_ptr(), "residual": self.residual.data_ptr(), "scale": 1.0}
+        sizes = {"hidden": self.residual.shape[1], "width": embedding.itemsize}
+        self.add(embed_kernel(), self._embeds.add(**fields, **sizes))
+
+    def norm(self, norm: Norm | None) -> None:
+        """residual += delta, if there is one by now; x = the norm of the residual, or the residual itself."""
+        hidden, fields = self.residual.shape[1], {"delta_scale": 1.0}
+        if norm is not None:
+            fields |= {"weight": self._address(norm.weight), "epsilon": norm.epsilon}
+        if self._delta is not None:
+            fields["delta"] = self.buffers[self._delta].data_ptr()
+            self._delta = None
+        ends = {"residual": self.residual.data_ptr(), "out": self.buffer("x", hidden).data_ptr()}
+        self.add(norm_kernel(), self._norms.add(hidden=hidden, width=self._dtype.itemsize, **ends, **fields))
+
+    def product(self, product: Multiplies, source: str, goal: str, outputs: int) -> None:
+        """goal [rows, outputs] = product(source). What goes to `delta` is added to the residual by the next norm."""
+        self._products.add()
+        x, out = self.buffers[source], self.buffer(goal, outputs)
+
+        def used() -> tuple[Tensor, Tensor]:
+            rows = filled(self.rows)  # the buffers have that many, which saves the product a copy
+            return x[:rows], out[:rows]
+
+        add_product(self._steps, self._products.all, self._products.latest, product, x, out, used)
+        if goal == "delta":
+            self._delta = goal
+
+    def enter(self, layer: int, source: str, weights: LayerWeights) -> None:
+        """Write the layer's keys and values to the pool, and lay out its queries. source: a buffer like `qkv`."""
+        shape = self.attention.pool.shape
+        keys, values = self.attention.pool.addresses(layer)
+        fields = {"qkv": self.buffers[source].data_ptr(), "keys": keys, "values": values, "rotated": weights.rotated}
+        fields |= {"q_per_kv": self.attention.groups, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
+        fields |= {"dims": shape.dims, "width": shape.dtype.itemsize, "vnni": shape.vnni}
+        norms: dict[str, float] = {}
+        for name, norm in (("query_norm", weights.query_norm), ("key_norm", weights.key_norm)):
+            if norm is not None:
+                norms |= {name: self._address(norm.weight), "epsilon": norm.epsilon}
+        self.add(enter_kernel(), self._enters.add(**fields, **norms))
+
+    def attend(self, layer: int, rule: Rule) -> None:
+        """attended = the attention of the queries to the layer's keys and values."""
+        shape = self.attention.pool.shape
+        out = self.buffer("attended", self.attention.groups * shape.kv_heads * shape.head_dim)
+        self._steps.add(self.attention.kernel, self.attention.record(layer, rule, out))
+
+    def attention_and_mlp(self, layer: int, weights: LayerWeights, rule: Rule) -> None:
+        """All of a layer that comes after `qkv` was made of its input."""
+        hidden, inner = self.residual.shape[1], weights.inner
+        self.enter(layer, "qkv", weights)
+        self.attend(layer, rule)
+        self.product(weights.out, "attended", "delta", hidden)
+        self.norm(weights.inner_norm)
+        if weights.gated:
+            self.product(weights.gate_up, "x", "inner", inner)
+        else:
+            self.product(weights.gate_up, "x", "gate_up", 2 * inner)
+            self._gate(inner)
+        self.product(weights.down, "inner", "delta", hidden)
+
+    def _gate(self, inner: int) -> None:
+        """inner = silu(the first half of gate_up) * the second half."""
+        ends = {"gate_up": self.buffers["gate_up"].data_ptr(), "out": self.buffer("inner", inner).data_ptr()}
+        self._steps.add(gate_kernel(), self._gates.add(inner=inner, width=self._dtype.itemsize, **ends))
+
+    def head(self, product: Multiplies, outputs: int) -> None:
+        """The last step: `run_to_head` returns product(x)."""
+        self._products.add()
+        self._end, self._out = len(self._steps), self._out.new_empty(0, outputs)
+        add_product(
+            self._steps, self._products.all, self._products.latest, product, self.buffers["x"], self._out,
+            lambda: (self.buffers["x"][: len(self._out)], self._out),
+        )  # fmt: skip
+
+    def add(self, kernel: Kernel, record: int) -> None:
+        """A step of a small kernel."""
+        self._steps.add(kernel, record, FEW_ROWS)
+
+    def _address(self, weight: Tensor) -> int:
+        """The address of a weight that the program keeps."""
+        self._kept_alive.append(weight)
+        address: int = weight.data_ptr()
+        return address
+
+    # A run.
+
+    def begin(
+        self, rows: int, positions: int, slots: int, cos_sin: Tensor, tokens: int = 0, count: int = -1, chosen: int = 0
+    ) -> None:
+        """Set up the next run. positions, slots, tokens: addresses of [rows] int32. cos_sin: [positions, rotated].
+
+        count, chosen: how many rows the last norm has, -1 for all, and the address of their numbers, 0 for the first.
+        """
+        if (threads := torch.get_num_threads()) != self._threads:
+            self._make_scratch(threads)
+        if rows != self.rows:
+            self._gates.all["rows"] = self._counts[:] = rows
+            self._of_products[:] = row_words(rows)
+            self.rows = rows
+        self._counts[self._norms.latest], self._chosen[self._norms.latest] = rows if count < 0 else count, chosen
+        self._of_embed[:] = tokens, rows
+        room = self.attention.queries.data_ptr(), self._scratch.data_ptr()
+        self._of_enters[:] = positions, slots, *room, rows, cos_sin.data_ptr()
+
+    def keep(self, layers: Sequence[int]) -> Tensor | None:
+        """[rows, layers, hidden], to be filled with the inputs of these layers, each named once; the layer number past
+        the last is left out. None for no layers.
+        """
+        self._kept[:] = 0
+        if not layers:
+            return None
+        features = self._out.new_empty(self.rows, len(layers), self.residual.shape[1])
+        self._norms.all["stride"] = features.stride(0) * features.itemsize
+        for column, layer in enumerate(layers):
+            if 2 * layer < self._norms.latest:  # a layer has two norms
+                self._kept[2 * layer] = features.data_ptr() + column * features.stride(1) * features.itemsize
+        return features
+
+    def run(self) -> None:
+        """Run all steps but the head's."""
+        self._steps.run(self.rows, 0, len(self._steps) if self._end is None else self._end)
+
+    def run_to_head(self, count: int) -> Tensor:
+        """Run all steps. Returns the head's outputs for the first `count` rows of the last norm, a new tensor."""
+        self._out = self._out.new_empty(count, self._out.shape[1])
+        if not count:
+            self.run()
+            return self._out
+        last = self._products.latest
+        self._products.all["out"][last], self._of_products[last] = self._out.data_ptr(), row_words(count)
+        self._steps.run(self.rows, 0, len(self._steps))
+        return self._out
+
+    def _make_scratch(self, threads: int) -> None:
+        """Allocate scratch for `threads` threads."""
+        self._scratch = torch.zeros(threads * self.attention.pool.shape.dims)
+        self._scratch_of_products = give_scratch(self._products.all, self._scratch_of_products)
+        self._threads = threads
