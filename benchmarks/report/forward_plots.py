@@ -72,7 +72,8 @@ def forward_bars(profile: Profile, path: Path) -> None:
     left, right = places - 0.42, places + 0.42
     limits = [forward.memory_ms for forward in profile.forwards]
     axis.hlines(limits, left, right, "black", "-", linewidth=1.8, label=memory)
-    limits = [forward.arithmetic_ms for forward in profile.forwards]
+    integers = profile.activations == "int8"
+    limits = [f.int8_ms if integers and f.int8_ms is not None else f.arithmetic_ms for f in profile.forwards]
     axis.hlines(limits, left, right, "black", "--", linewidth=1.8, label=arithmetic)
     axis.set_xticks(places, [str(forward.rows) for forward in profile.forwards])
     title = f"{profile.model}, {profile.dtype}, {profile.device}, threads: {profile.threads}, {profile.forward}"

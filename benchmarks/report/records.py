@@ -136,6 +136,7 @@ class Forward(msgspec.Struct):
     gaps_ms: float
     memory_ms: float
     arithmetic_ms: float
+    int8_ms: float | None = None
 
     @property
     def outside(self) -> float:
@@ -156,6 +157,8 @@ class Profile(msgspec.Struct):
     read_gb_per_s: float
     multiply_adds_per_s: float
     forwards: list[Forward]
+    activations: str = "bfloat16"
+    int8_multiply_adds_per_s: float | None = None
 
 
 class TimedAnswer(msgspec.Struct, frozen=True):

@@ -54,6 +54,7 @@ def profile_target(target: Target, rows: list[int], behind: int, repeats: int, c
                     splits[count].clear()
                 progress.advance(task)
     target.release(cache)
+    integers = limits.int8_multiply_adds_per_s or None
     held = 0 if target.pool is None else target.pool.shape.block_bytes * -(-behind // BLOCK)
     return Profile(
         target.name,
@@ -72,9 +73,12 @@ def profile_target(target: Target, rows: list[int], behind: int, repeats: int, c
                 **_scaled(splits[count], 1e3 * median(totals[count])),
                 memory_ms=1e3 * (read + held) / limits.bytes_per_s,
                 arithmetic_ms=1e3 * count * numbers / limits.multiply_adds_per_s,
+                int8_ms=1e3 * count * numbers / integers if integers else None,
             )
             for count in rows
         ],
+        target.activations,
+        integers,
     )
 
 
@@ -91,13 +95,15 @@ def _scaled(splits: list[Seconds], total: float) -> dict[str, float]:
 
 def table(profile: Profile) -> Table:
     lines = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
-    limits = ("limit:\nmemory", "limit:\narithmetic")
+    limits = ["limit:\nmemory", f"limit:\n{profile.dtype}"]
+    limits += [] if profile.int8_multiply_adds_per_s is None else ["limit:\nint8"]
     for column in ("\nrows", "total\nms", *(f"\n{part}" for part in PARTS), "outside\nproducts", *limits):
         lines.add_column(column, justify="right")
     for f in profile.forwards:
         parts = (f.products_ms, f.attention_ms, f.other_ms, f.gaps_ms)
         shown = [_figure(ms) for ms in (f.total_ms, *parts)]
-        lines.add_row(str(f.rows), *shown, f"{f.outside:.0%}", _figure(f.memory_ms), _figure(f.arithmetic_ms))
+        bounds = [ms for ms in (f.memory_ms, f.arithmetic_ms, f.int8_ms) if ms is not None]
+        lines.add_row(str(f.rows), *shown, f"{f.outside:.0%}", *map(_figure, bounds))
     return lines
 
 
@@ -128,9 +134,11 @@ def show(found: Profile, as_json: bool) -> None:
         print(json.dumps(msgspec.to_builtins(found), indent=2))
         return
     console = Console()
-    console.print(f"{found.model}, {found.dtype}, {found.device}, threads: {found.threads}, {found.forward}")
+    how = f"{found.dtype}, activations {found.activations}, {found.device}, threads: {found.threads}, {found.forward}"
+    console.print(f"{found.model}, {how}")
     console.print(f"Forwards behind {found.behind} tokens, which read {found.weights_mb:.3g} MB of weights.")
-    console.print(
-        f"This machine reads {found.read_gb_per_s:.1f} GB/s, {found.multiply_adds_per_s:.2g} multiply-adds/s."
-    )
+    integers = found.int8_multiply_adds_per_s
+    rates = [f"reads {found.read_gb_per_s:.1f} GB/s", f"{found.multiply_adds_per_s / 1e9:.0f} billion multiply-adds/s"]
+    rates += [] if integers is None else [f"{integers / 1e9:.0f} billion of 8 bits"]
+    console.print(f"This machine {', '.join(rates)}.")
     console.print(table(found))

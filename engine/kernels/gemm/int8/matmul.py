@@ -68,6 +68,11 @@ def int8_kernel(instructions: InstructionSet, layout: Int8Layout) -> Kernel:
     return _KERNELS[instructions, layout]
 
 
+def int8_kernels() -> list[Kernel]:
+    """The kernels that the matrices of this process have needed so far."""
+    return list(_KERNELS.values())
+
+
 def _compiled(instructions: InstructionSet, layout: Int8Layout) -> Kernel:
     used, number, most = int(instructions), layout.number, instructions.rows
     size, groups_of_tile = layout.tile_bytes, layout.groups
