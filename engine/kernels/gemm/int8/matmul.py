@@ -14,8 +14,8 @@ from numba import carray
 from torch import Tensor
 
 from engine.kernels.gemm.int8.dots import InstructionSet, instruction_sets
-from engine.kernels.gemm.int8.layout import CodedMatrix, Int8Layout, rows_at_once
-from engine.kernels.gemm.int8.rows import round_rows, row_group_bytes
+from engine.kernels.gemm.int8.layout import ROW_GROUP_BYTES, CodedMatrix, Int8Layout, rows_at_once
+from engine.kernels.gemm.int8.rows import round_rows
 from engine.kernels.gemm.int8.sums import sum_groups
 from engine.kernels.gemm.matmul import Matmul, alternate
 from engine.kernels.gemm.matmul_kernels import MATMUL, first_panel, put_sums
@@ -44,7 +44,7 @@ class Int8Matmul(Matmul):
         instructions = instruction_sets()[0] if instructions is None else instructions
         outputs, self.inputs = matrix.codes.shape
         self.gated, self.outputs = gated, outputs // (2 if gated else 1)
-        self._itemsize, self._layout = dtype.itemsize, matrix.layout
+        self._itemsize = dtype.itemsize
         order = alternate(torch.arange(outputs)) if gated else torch.arange(outputs)
         self._bias = None if bias is None else bias.detach().float()[order]
         self._weights = in_large_pages(matrix.rows(order).tiles())
@@ -52,10 +52,10 @@ class Int8Matmul(Matmul):
 
     @property
     def scratch_bytes(self) -> int:
-        return _OWN // BLOCK_INPUTS * self._layout.row_group_bytes
+        return _OWN // BLOCK_INPUTS * ROW_GROUP_BYTES
 
     def shared_bytes(self, rows: int) -> int:
-        return rows * self.inputs // BLOCK_INPUTS * self._layout.row_group_bytes
+        return rows * self.inputs // BLOCK_INPUTS * ROW_GROUP_BYTES
 
 
 _KERNELS: dict[tuple[InstructionSet, Int8Layout], Kernel] = {}
@@ -85,16 +85,16 @@ def _compiled(instructions: InstructionSet, layout: Int8Layout) -> Kernel:
         own = work.rows * work.inputs <= _OWN
         place = work.scratch + work.shared_bytes + thread_id() * work.scratch_bytes if own else work.scratch
         if own:
-            round_rows(number, most, work.x, work.width, work.rows, groups, place, 0, 1)
+            round_rows(most, work.x, work.width, work.rows, groups, place, 0, 1)
         else:
-            round_rows(number, most, work.x, work.width, work.rows, groups, place, thread_id(), num_threads())
+            round_rows(most, work.x, work.width, work.rows, groups, place, thread_id(), num_threads())
             barrier()
         panel, end = first_panel(work, thread_id(), num_threads()), first_panel(work, thread_id() + 1, num_threads())
         while panel < end:
             width, row = min(end - panel, PANELS), 0
             while row < work.rows:
                 rows = rows_at_once(work.rows - row, most)
-                x = place + row * groups * row_group_bytes(number)
+                x = place + row * groups * ROW_GROUP_BYTES
                 for i in range(width):
                     tiles = work.weights + (panel + i) * blocks * size
                     sum_groups(used, number, rows, x, tiles, blocks, room + 4 * LANES * i)
