@@ -35,6 +35,7 @@ from engine.kernels.gemm.int8.dots import instruction_sets
 from engine.kernels.gemm.int8.layout import CodedMatrix
 from engine.kernels.gemm.int8.matmul import Int8Matmul
 from engine.kernels.gemm.matmul import Matmul, units
+from engine.kernels.quant.stored import StoredMatrix
 from engine.kernels.quantised import Quantised
 from engine.kernels.simd import LANES
 
@@ -78,17 +79,20 @@ class Product:
     """x [rows, in] times a matrix [out, in], plus the bias; a row's bits are independent of others if `rows` is known.
 
     gated: the matrix is a gate and then an up projection. If `gated` stays true, the result is silu(gate) * up.
-    quantised: the same matrix in fewer bits. activations: int8 rounds rows to 8 bits if the matrix is quantised.
+    quantised: the same matrix in fewer bits. weight: or the parts of a file that hold the outputs one after the other,
+    for bfloat16. activations: int8 rounds rows to 8 bits if the matrix is quantised.
     """
 
     def __init__(
         self,
-        weight: Tensor,
+        weight: Tensor | Sequence[StoredMatrix],
         bias: Tensor | None = None,
         gated: bool = False,
         quantised: Quantised | None = None,
         activations: Activations = "bfloat16",
     ):
+        if not isinstance(weight, Tensor):
+            weight = torch.cat([part.values() for part in weight])
         self.bias = bias
         self.outputs, self.inputs = weight.shape
         self._itemsize = weight.itemsize
