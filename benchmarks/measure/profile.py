@@ -163,7 +163,8 @@ def draw(profile: Profile, out: Path, console: Console) -> None:
     least = [f.arithmetic_ms if integers is None or f.int8_ms is None else f.int8_ms for f in profile.forwards]
     axis.plot(places, [forward.memory_ms for forward in profile.forwards], "k_-", label=memory)
     axis.plot(places, least, "k_--", label=arithmetic)
-    title = f"{profile.model}, {profile.dtype}, {profile.activations}, {profile.device}, threads: {profile.threads}, {profile.forward}"
+    how = f"activations {profile.activations}, {profile.device}, threads: {profile.threads}, {profile.forward}"
+    title = f"{profile.model}, {profile.dtype}, {how}"
     axis.set_title(title, fontsize=9, loc="left")
     axis.set(xlabel=f"rows of a forward behind {profile.behind} tokens", ylabel="ms")
     axis.legend(fontsize=8, loc="upper left")
