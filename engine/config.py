@@ -106,9 +106,10 @@ class VerifierConfig(_Section):
     forward; fewer while others decode. max_running: requests that share forwards; the others wait. kv_memory: bytes for
     keys and values of all requests, None: a quarter of free memory. draft_timeout_s: after this long without an answer
     the drafter counts as hung, and requests continue without it until its next message. cut: verify only those nodes of
-    calibrated drafters' trees that pay for their time, and rest a draft model that does not. simulated_latency_ms: a
-    wait that uses no CPU after every forward of the target, in place of an accelerator's time; what is measured with it
-    is a simulation.
+    calibrated drafters' trees that pay for their time, and rest a draft model that does not. cache: a folder in which
+    keys, values and answers outlive the process; cache_gb: gigabytes that it may take. simulated_latency_ms: a wait
+    that uses no CPU after every forward of the target, in place of an accelerator's time; what is measured with it is a
+    simulation.
     """
 
     threads: int | None = Field(None, ge=1)
@@ -117,6 +118,8 @@ class VerifierConfig(_Section):
     kv_memory: int | None = Field(None, ge=1 << 16)
     draft_timeout_s: float = Field(1.0, gt=0, le=3600)
     cut: bool = True
+    cache: str | None = Field(None, min_length=1)
+    cache_gb: float = Field(10.0, gt=0)
     simulated_latency_ms: float = Field(0.0, ge=0, le=60_000)
 
 

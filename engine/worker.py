@@ -64,11 +64,16 @@ def _run_verifier(spec: WorkerSpec, config: Config, context: zmq.Context[Any], l
 
         from engine.model.cuda.graphs import own_stream
         from engine.model.target import Target
+        from engine.verifier.prompt_cache import prompt_cache
 
         threads = share_cores(config)
         torch.set_num_threads(threads.verifier(config.mode == "async"))
         target = Target.of_config(config)
-        with own_stream(target.device, urgent=False), _beside(spec, config, context, drafts) as drafter:
+        with (
+            own_stream(target.device, urgent=False),
+            prompt_cache(config, target),
+            _beside(spec, config, context, drafts) as drafter,
+        ):
             verifier = Verifier(config, target, control, drafts, threads, drafter)
             loaded()
             verifier.run()
@@ -124,12 +129,12 @@ def _run_drafter(spec: WorkerSpec, config: Config, context: zmq.Context[Any], lo
 
 @contextmanager
 def _drafter(config: Config, control: Dealer, verdicts: Dealer | LoopDealer) -> Iterator[DrafterWorker]:
-    """The loaded drafter; what it has learnt is saved at the end."""
+    """The loaded drafter, which is closed at the end."""
     from drafters.registry import build_for_worker
     from engine.drafting.worker import DrafterWorker
 
-    drafter = build_for_worker(config)
-    yield DrafterWorker(drafter, control, verdicts, config.trace is not None)
+    with closing(build_for_worker(config)) as drafter:
+        yield DrafterWorker(drafter, control, verdicts, config.trace is not None)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from retrieval_index.memories import Memories
 
 if TYPE_CHECKING:
     from retrieval_index.ngrams import Store
+    from retrieval_index.saved_answers import SavedAnswers
 
 BYTES_PER_TOKEN = 200  # of `capacity`: memories take no more, whatever the text; twice that while one grows
 GREEDY = SamplingParams()
@@ -42,10 +43,16 @@ class _Request:
 class SessionIndex:
     """Drafts from a request's own text, at most `capacity` tokens of its owner's finished answers, and public answers.
 
-    capacity: of all owners together. public: SEPARATOR after each answer.
+    capacity: of all owners together. public: SEPARATOR after each answer. saved: where finished answers outlive the
+    process.
     """
 
-    def __init__(self, capacity: int = 1_000_000, public: Sequence[NDArray[np.int32]] = ()):
+    def __init__(
+        self,
+        capacity: int = 1_000_000,
+        public: Sequence[NDArray[np.int32]] = (),
+        saved: SavedAnswers | None = None,
+    ):
         from engine.sampling import noise_bits  # numba: half a second that only users of the index pay
         from retrieval_index import ngrams
 
@@ -60,6 +67,9 @@ class SessionIndex:
         self.weights = np.zeros((ngrams.COMPONENTS, ngrams.BUCKETS, 2))
         self.weights[..., 0] = 0.5
         self._requests: dict[int, _Request] = {}
+        self.saved = saved
+        for owner, answer in [] if saved is None else saved.latest(capacity):
+            self._remember(owner, answer)
 
     def start(
         self, request: int, prompt: Sequence[int], passages: Sequence[Sequence[int]] = (), owner: str | None = ""
@@ -105,10 +115,15 @@ class SessionIndex:
         if ended.owner is None or not self.capacity:
             return
         answer = k.parts(*ended.own)[2][max(ended.prompt - CONTEXT, 0) : ended.own.state[k.END]]
-        known = self.memories.of(ended.owner)
+        self._remember(ended.owner, answer)
+        if self.saved is not None:
+            self.saved.keep(ended.owner, answer)
+
+    def _remember(self, owner: str, answer: NDArray[np.int32]) -> None:
+        k, known = self._kernels, self.memories.of(owner)
         memory = k.store_for(1) if known is None else known
         memory = k.with_text(memory, np.append(answer, np.int32(k.SEPARATOR)), self.capacity)
-        self.memories.keep(ended.owner, memory, k.length(memory))
+        self.memories.keep(owner, memory, k.length(memory))
 
     def cached_tokens(self, owner: str | None = "") -> int:
         """Tokens in the owner's memory, separators included."""

@@ -41,7 +41,7 @@ class Text(NamedTuple):
     answer: list[int]
 
 
-class Agreement(NamedTuple):
+class LogitAgreement(NamedTuple):
     """With float32, over some positions. differs: share of them where another token is the likeliest. divergence: mean
     of the Kullback-Leibler divergence from float32's distribution, in nats.
     """
@@ -53,8 +53,8 @@ class Agreement(NamedTuple):
 
 class Precision(NamedTuple):
     activations: Activations
-    answers: Agreement
-    prompts: Agreement
+    answers: LogitAgreement
+    prompts: LogitAgreement
 
 
 def measure_precision(
@@ -87,7 +87,7 @@ def precision_table(rows: Sequence[Precision]) -> Table:
     return Table("Against float32 with the file's own weights", columns, cells)
 
 
-def _cells(found: Agreement) -> tuple[str, str, str]:
+def _cells(found: LogitAgreement) -> tuple[str, str, str]:
     return f"{found.differs:.1%}", f"{found.divergence:.4f}", str(found.positions)
 
 
@@ -104,8 +104,8 @@ class _Sums:
         split = len(rows) - answered
         self._sums += torch.stack([rows[split:].sum(0), rows[:split].sum(0)])
 
-    def means(self) -> list[Agreement]:
-        return [Agreement(int(n), other / max(1, n), far / max(1, n)) for n, other, far in self._sums.tolist()]
+    def means(self) -> list[LogitAgreement]:
+        return [LogitAgreement(int(n), other / max(1, n), far / max(1, n)) for n, other, far in self._sums.tolist()]
 
 
 def _told(progress: Progress, name: str, items: Sequence[Item]) -> Iterator[Item]:

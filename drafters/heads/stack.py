@@ -22,7 +22,8 @@ from drafters.heads.layers import DecoderLayer, Linear, RMSNorm
 from engine.core.batch import Batch, Int, Rows
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Attention, Rule, has_pairs
-from engine.kernels.layer.program import LayerProgram, LayerWeights, Norm
+from engine.kernels.layer.program import LayerProgram
+from engine.kernels.layer.weights import GatedMlp, LayerWeights, Norm
 from engine.kernels.simd import BFLOAT16, FLOAT32, LANES, add, int_at, load, store
 from engine.kernels.threads import address_of, kernel, num_threads, thread_id
 from engine.model.kv_pool import KVCache, KVPool
@@ -61,10 +62,7 @@ class StackLayer:
         return LayerWeights(
             qkv=self.qkv,
             out=decoder.out,
-            gate_up=decoder.gate_up,
-            down=decoder.down,
-            inner=decoder.gate_up.outputs,
-            gated=True,
+            mlp=GatedMlp(decoder.gate_up, decoder.down, decoder.gate_up.outputs, gated=True),
             input_norm=norm_of(self.input_norm),
             inner_norm=norm_of(decoder.norm),
             query_norm=norm_of(decoder.query_norm),
@@ -167,7 +165,7 @@ class Stack:
         picked = None if chosen is None else np.asarray(chosen, np.int32)
         count, address = (rows, 0) if picked is None else (len(picked), picked.ctypes.data)
         self._adds["tokens"], self._adds["rows"] = places.tokens, rows
-        program.begin(rows, places.positions, places.slots, self.cos_sin, count=count, chosen=address)
+        program.begin(rows, places.positions, places.slots, [self.cos_sin], count=count, chosen=address)
         return program.run_to_head(count)
 
     def _program_for(self, capacity: int) -> LayerProgram:
@@ -178,6 +176,7 @@ class Stack:
         if self.entry is not None:
             program.buffer("entering", self.entry.inputs)
             program.product(self.entry, "entering", "delta", self.hidden)
+            program.delta()
         for index, layer in enumerate(self.layers):
             weights = layer.weights
             program.norm(weights.input_norm)

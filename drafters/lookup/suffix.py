@@ -12,8 +12,11 @@ from engine.config import Config
 from engine.core.drafter_protocol import Drafter, Verdict
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
+from engine.files.cache_folder import CacheFolder
+from engine.weights.identity import model_identity
 from retrieval_index.compiler import release_compiler
 from retrieval_index.datastore import Datastore
+from retrieval_index.saved_answers import SavedAnswers
 from retrieval_index.suffix import GREEDY, SessionIndex
 
 if TYPE_CHECKING:
@@ -28,7 +31,8 @@ class SuffixDrafter(Drafter):
 
     capacity: tokens of finished answers kept for later requests of the same owner (`Speculation.owner`); beyond it, the
     least recently used owners are forgotten first, and of one owner the oldest answers. answers: public ones, from
-    which every request is drafted. 0 without `answers`: each request sees only its own text.
+    which every request is drafted. 0 without `answers`: each request sees only its own text. saved: finished answers on
+    disk.
     dense: index in which `passages` passages are looked up for each prompt, or None. shared_noise: where the target
     samples, rank by the noise of its draw.
     """
@@ -44,11 +48,12 @@ class SuffixDrafter(Drafter):
         passages: int = 8,
         answers: Datastore | None = None,
         shared_noise: bool = True,
+        saved: SavedAnswers | None = None,
     ):
         self.budget, self.length, self.shared_noise = budget, length, shared_noise
         self._sampling: dict[int, SamplingParams] = {}
         self.dense, self.passages = dense, passages
-        self.index = SessionIndex(capacity, [] if answers is None else [*answers.texts()])
+        self.index = SessionIndex(capacity, [] if answers is None else [*answers.texts()], saved)
 
     @classmethod
     def from_config(cls, config: Config) -> SuffixDrafter:
@@ -72,6 +77,7 @@ class SuffixDrafter(Drafter):
             passages=options.passages,
             answers=answers,
             shared_noise=options.shared_noise,
+            saved=_saved(config),
         )
 
     def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
@@ -89,3 +95,16 @@ class SuffixDrafter(Drafter):
     def finish(self, request: int) -> None:
         self.index.finish(request)
         del self._sampling[request]
+
+    def close(self) -> None:
+        if self.index.saved is not None:
+            self.index.saved.folder.close()
+
+
+def _saved(config: Config) -> SavedAnswers | None:
+    """The answers in the configuration's cache, if it names one."""
+    options = config.verifier
+    if options.cache is None:
+        return None
+    folder = CacheFolder(Path(options.cache), int(options.cache_gb * 1e9))
+    return SavedAnswers(folder, model_identity(config.model))

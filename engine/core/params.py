@@ -33,7 +33,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     off: plain decoding. budget: maximum nodes of a tree, root included, up to the engine's drafter.budget. method: the
     engine's own method, or "off"; None is the engine's own. owner: whose earlier answers the request is drafted from,
     and whose later ones are drafted from its answer, for drafters that remember answers; "" is the program itself, None
-    is nobody.
+    is nobody. What stands before a slash in it is the tenant, who shares saved blocks of the prompt cache.
     """
 
     off: bool = False
@@ -117,6 +117,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def owner(self) -> str | None:
         """Whose memory the request shares (`Speculation.owner`)."""
         return "" if self.speculation is None else self.speculation.owner
+
+    @property
+    def tenant(self) -> str:
+        """Whose blocks of the prompt cache on disk the request shares."""
+        return (self.owner or "").partition("/")[0]
 
     def of_choice(self, index: int) -> SamplingParams:
         """The parameters of answer `index` of `n` to one prompt: the seed is advanced by `index`."""

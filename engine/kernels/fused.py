@@ -37,11 +37,12 @@ from engine.kernels.simd import (
 from engine.kernels.threads import kernel, num_threads, thread_id
 
 
-def _record(*names: str, floats: tuple[str, ...] = ()) -> np.dtype[Any]:
+def record_of(*names: str, floats: tuple[str, ...] = ()) -> np.dtype[Any]:
+    """A kernel's record: 64-bit addresses, sizes and flags, then float32 numbers."""
     return np.dtype([(name, "i8") for name in names] + [(name, "f4") for name in floats])
 
 
-NORM = _record(
+NORM = record_of(
     "residual",  # [rows, hidden] float32, to which delta is added
     "delta",  # [rows, hidden], or 0
     "delta_weight",  # [hidden] float32: the norm of delta is added; or 0
@@ -104,7 +105,7 @@ def _add_norm(work: Any, residual: int, delta: int) -> None:
         store(x, residual + 4 * at, FLOAT32)
 
 
-GATE = _record(
+GATE = record_of(
     "gate_up",  # [rows, 2 * inner]
     "out",  # [rows, inner]
     "rows",
@@ -134,7 +135,7 @@ def gate_kernel(address: Any) -> None:
             put_numbers(multiply(divide(x, add(one, exp(y))), numbers_at(up + at, work.width)), out + at, work.width)
 
 
-ENTER = _record(
+ENTER = record_of(
     # of a batch
     "positions",  # [rows] int32
     "slots",  # [rows] int32: where in the pool the row's key and value go
@@ -227,7 +228,7 @@ def _rotate(work: Any, row: int, out: int) -> None:
         put_float(second + i, b * cosine + a * sine)
 
 
-STORE = _record(
+STORE = record_of(
     "query",  # [rows, kv_heads * q_per_kv, head_dim]
     "key",  # [rows, kv_heads, head_dim]
     "value",  # [rows, kv_heads, head_dim]
@@ -321,7 +322,7 @@ def _put_halves(x: int, count: int, place: int) -> None:
         store(load(x + 4 * i, FLOAT32), place + 2 * i, BFLOAT16)
 
 
-MOVE = _record(
+MOVE = record_of(
     "keys",  # of the whole pool
     "values",
     "sources",  # [count] int32 slots

@@ -10,9 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from zlib import crc32
+
+import llvmlite.binding as llvm
 
 _PACKAGES = ("engine", "drafters", "retrieval_index")
 _COMPILED = re.compile(rb"numba|^@(?:kernel|inlined)\b", re.MULTILINE)
@@ -29,3 +32,10 @@ def _sources() -> int:
     root = Path(__file__).parents[2]
     contents = (file.read_bytes() for package in _PACKAGES for file in sorted((root / package).rglob("*.py")))
     return crc32(b"".join(content for content in contents if _COMPILED.search(content)))
+
+
+def machine_code() -> str:
+    """What decides the machine code of our kernels: their sources, their compiler, and the processor."""
+    compiler = [f"{name} {version(name)}" for name in ("numba", "llvmlite")]
+    features = sorted(llvm.get_host_cpu_features().items())
+    return f"{_sources():x} {compiler} {llvm.get_host_cpu_name()} {features}"

@@ -129,7 +129,7 @@ PROGRAM = np.dtype(
 
 
 @intrinsic(prefer_literal=True)
-def _run(context: Any, step: Any) -> Any:
+def run_step(context: Any, step: Any) -> Any:
     """Call the kernel of the step at that address."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -150,7 +150,7 @@ def _program_kernel(address: Any) -> None:
     for i in range(work.count):
         if timed:
             _clock_gettime(_MONOTONIC, work.times + 16 * i)
-        _run(work.steps + 16 * i)
+        run_step(work.steps + 16 * i)
         barrier()
     if timed:
         _clock_gettime(_MONOTONIC, work.times + 16 * work.count)

@@ -1,9 +1,11 @@
-"""A lean forward for the common structure: pre-norm, RMSNorm, rotary positions, grouped queries, gated SiLU.
+"""A lean forward for decoders of the common structure: RMSNorms before or after attention and MLP, rotary positions,
+grouped queries, a gated MLP or experts.
 
 It takes the weights of a loaded stock model. Whether a model has this structure is read from its modules, never from
-its family's name, and confirmed by comparing logits with the stock forward's (`engine.model.target`); any other model
-keeps the stock forward. All layers are one program (`engine.kernels.layer.program`): where the products are our own
-too, a forward is one call instead of the stock forward's 1,500.
+its family's name (`engine.model.decoder_layer`), and confirmed by comparing logits with the stock forward's
+(`engine.model.target`); any other model keeps the stock forward. All layers are one program
+(`engine.kernels.layer.program`): where the products are our own too, a forward is one call instead of the stock
+forward's 1,500.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,10 +21,13 @@ from engine.config import Activations
 from engine.core.batch import Batch
 from engine.kernels.attention.attention import Attention, Rule
 from engine.kernels.layer.program import LayerProgram
+from engine.kernels.layer.row_kernels import CAP, cap_kernel
+from engine.kernels.layer.weights import ExpertMlp, GatedMlp
 from engine.kernels.simd import LANES
+from engine.kernels.threads import address_of
 from engine.model.decoder_layer import Layer, Matrices, OtherStructure, joined, norm_of, only
 from engine.model.kv_pool import KVPool
-from engine.model.rotary import cosines_sines, rounded_up
+from engine.model.rotary import RotaryTables
 
 
 class LeanDecoder:
@@ -40,17 +46,23 @@ class LeanDecoder:
         quantised: Matrices,
         activations: Activations = "bfloat16",
     ):
-        base = getattr(model, "model", None)
+        base, config = getattr(model, "model", None), model.config.get_text_config()
         if base is None or not isinstance(getattr(model, "lm_head", None), nn.Linear):
-            raise OtherStructure
+            raise OtherStructure("no model with lm_head")
         only(model, {"model", "lm_head"})
         only(base, {"embed_tokens", "layers", "norm", "rotary_emb"})
-        self._rotary = _RotaryTable(base.rotary_emb)
-        self.layers = [Layer(layer, quantised, self._rotary.width, activations) for layer in base.layers]
+        self._rotary = RotaryTables(base.rotary_emb, getattr(config, "layer_types", None))
+        shape = pool.shape
+        self.layers = [
+            Layer(layer, quantised, activations, shape.head_dim, self._rotary.width, self._rotary.of_layer(index))
+            for index, layer in enumerate(base.layers)
+        ]
         self.rules = [rules[i] for i in range(len(self.layers))]
         self.embedding: Tensor = base.embed_tokens.weight.detach().contiguous()
+        self.embedding_scale = _embedding_scale(base)
         self.norm = norm_of(base.norm)
-        self.head = joined(quantised, activations, model, ("lm_head",))
+        self.head = joined(quantised, model, ("lm_head",), activations=activations)
+        self._cap = _Cap(config)
         (self.vocab_size, self.hidden), self.dtype = self.embedding.shape, self.embedding.dtype
         self.attention = Attention(pool, q_per_kv)
         self._check_sizes()
@@ -72,16 +84,16 @@ class LeanDecoder:
     def weight_bytes(self) -> int:
         """Bytes of the embedding and all matrices."""
         embedding: int = self.embedding.nbytes
-        return embedding + self.matrix_bytes
+        return embedding + self.matrix_bytes + sum(layer.idle_bytes for layer in self.layers)
 
     @property
     def matrix_bytes(self) -> int:
-        """Bytes of the matrices that every forward reads."""
+        """Bytes of the matrices that a forward of one row reads."""
         layers = [product for layer in self.layers for product in layer.products]
         return sum(product.bytes for product in [*layers, self.head])
 
     def __call__(self, batch: Batch, feature_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
-        """Logits of the chosen rows, [chosen, vocab], and features [rows, layers, hidden] if layers are given."""
+        """See `engine.model.forward.Forward`."""
         rows, last, vocabulary = len(batch), len(self.layers), batch.vocabulary
         if vocabulary.start < 0 or vocabulary.stop > self.vocab_size:  # a kernel would read beyond the embedding
             raise IndexError(f"tokens are numbered from 0 to {self.vocab_size - 1}")
@@ -92,7 +104,7 @@ class LeanDecoder:
         program, wanted = self._program, batch.wanted
         whole = wanted == rows or last in feature_layers
         count, chosen = (rows, 0) if whole else (wanted, places.chosen)
-        program.begin(rows, places.positions, places.slots, self._rotary.table, places.tokens, count, chosen)
+        program.begin(rows, places.positions, places.slots, self._rotary.tables, places.tokens, count, chosen)
         kept = [*dict.fromkeys(feature_layers)]  # with a shallow target, a head may request a layer twice
         features = program.keep(kept)
         if whole and 0 < wanted < rows:
@@ -100,6 +112,7 @@ class LeanDecoder:
             logits = self.head(program.buffers["x"].index_select(0, torch.from_numpy(batch.chosen)))
         else:
             logits = program.run_to_head(wanted)
+        self._cap(logits)
         if features is not None and last in kept:
             features[:, kept.index(last)] = program.buffers["x"][:rows]
         if features is not None and len(kept) < len(feature_layers):
@@ -113,7 +126,7 @@ class LeanDecoder:
     def _program_for(self, rows: int) -> LayerProgram:
         """The program of all layers for up to `rows` rows."""
         program = LayerProgram(self.attention, rows, self.hidden, self.dtype, len(self.layers))
-        program.embed(self.embedding)
+        program.embed(self.embedding, self.embedding_scale)
         for index, (layer, rule) in enumerate(zip(self.layers, self.rules, strict=True)):
             program.norm(layer.weights.input_norm)
             program.product(layer.weights.qkv, "x", "qkv", layer.products[0].outputs)
@@ -125,29 +138,41 @@ class LeanDecoder:
     def _check_sizes(self) -> None:
         shape, q_per_kv = self.attention.pool.shape, self.attention.groups
         made = (q_per_kv + 2) * shape.kv_heads * shape.head_dim
-        inner = self.layers[0].weights.inner
-        if any(layer.products[0].outputs != made or layer.weights.inner != inner for layer in self.layers):
-            raise OtherStructure
-        if self.hidden % LANES or inner % LANES or self._rotary.width > shape.head_dim:
-            raise OtherStructure
+        mlps = [layer.weights.mlp for layer in self.layers]
+        inner = {mlp.inner for mlp in mlps if isinstance(mlp, GatedMlp)}
+        experts = {(mlp.inner, mlp.top_k, len(mlp.gate_up)) for mlp in mlps if isinstance(mlp, ExpertMlp)}
+        if any(layer.products[0].outputs != made for layer in self.layers) or len(inner) > 1 or len(experts) > 1:
+            raise OtherStructure("layers of different sizes")
+        if any(size % LANES for size in (self.hidden, *inner)) or self._rotary.width > shape.head_dim:
+            raise OtherStructure("sizes that 16 does not divide")
+        for layer in self.layers:
+            for norm, heads in ((layer.weights.query_norm, q_per_kv), (layer.weights.key_norm, 1)):
+                whole = heads * shape.kv_heads * shape.head_dim
+                if norm is not None and len(norm.weight) not in (shape.head_dim, whole if whole % LANES == 0 else 0):
+                    raise OtherStructure("norms of neither one head nor all")
 
 
-class _RotaryTable:
-    """Cosines and sines of all positions so far: table [positions, rotated] float32, first cosines, then sines."""
+class _Cap:
+    """What the configuration does to logits: they are divided, or capped by tanh."""
 
-    def __init__(self, rotary: Any):
-        self._rotary = rotary
-        self.table = self._of(0, rounded_up(1))
-        self.width = self.table.shape[1]
+    def __init__(self, config: Any):
+        self._work = np.zeros(1, CAP)
+        scale, cap = getattr(config, "logits_scaling", None), getattr(config, "final_logit_softcapping", None)
+        self._work["scale"], self._work["cap"] = 1 / (scale or 1.0), cap or 0.0
+        self._needed = bool(cap) or (scale or 1.0) != 1.0
 
-    def reserve(self, positions: int) -> None:
-        """Append positions; those that are there keep their values, because cached keys were rotated by them."""
-        if positions > (held := len(self.table)):
-            self.table = torch.cat([self.table, self._of(held, rounded_up(positions))])
+    def __call__(self, logits: Tensor) -> None:
+        """logits: [rows, vocab], changed in place."""
+        if self._needed and len(logits):
+            self._work["x"], self._work["width"] = logits.data_ptr(), logits.itemsize
+            self._work["rows"], self._work["columns"] = logits.shape
+            cap_kernel()(address_of(self._work), logits.shape[1] // LANES)
 
-    def shrink(self) -> None:
-        """Release all but the first positions."""
-        self.table = self.table[: rounded_up(1)].clone()
 
-    def _of(self, first: int, end: int) -> Tensor:
-        return torch.cat(cosines_sines(self._rotary, first, end, torch.device("cpu")), dim=1)
+def _embedding_scale(base: Any) -> float:
+    """By which the model multiplies the embeddings of its tokens."""
+    embed = base.embed_tokens
+    scale = torch.tensor(float(getattr(embed, "scalar_embed_scale", 1.0))).to(embed.weight.dtype)
+    if type(embed) is not nn.Embedding and not hasattr(embed, "scalar_embed_scale"):
+        raise OtherStructure(f"the embedding {type(embed).__name__}")
+    return float(scale) * float(getattr(base, "embedding_multiplier", 1.0))

@@ -3,7 +3,7 @@
 A request has a block table. Blocks are reference-counted, and a full block is known by the text it ends (a prefix
 cache): requests whose texts begin alike share blocks, at the same time or one after the other. Unreferenced blocks stay
 cached until their room is needed; the least recently used goes first. For a draft head a block's hidden states are
-kept with it.
+kept with it. With a cache folder, full blocks are also written to it, and read back when the pool does not have them.
 
 Layout: keys [layers, blocks, kv_heads, dims, 16], so that 16 keys are read at once, and values [layers, blocks,
 kv_heads, 16, dims]; dims is the head size rounded up to a multiple of 16, padded with zeros. Paired, for instructions
@@ -26,7 +26,9 @@ from engine.core.batch import BLOCK, Int
 from engine.core.errors import OutOfBlocks
 from engine.core.hidden_states import States
 from engine.core.kv_shape import KVShape
+from engine.files.cache_folder import CacheFolder
 from engine.kernels.fused import MOVE, move_kernel
+from engine.model.saved_blocks import SavedBlocks
 
 _CPU = torch.device("cpu")
 _STATES_SHARE = 4  # hidden states may take one part in so many of what keys and values take, beside them
@@ -49,7 +51,13 @@ class KVPool:
         self._ending: dict[int, Ending] = {}
         self._states: OrderedDict[int, States] = OrderedDict()  # of known blocks, used longest ago first
         self._states_room = blocks * shape.block_bytes // _STATES_SHARE
+        self._state_layers: tuple[int, ...] = ()
         self._numbers = count(1)
+        self.saved: SavedBlocks | None = None
+
+    def save_to(self, folder: CacheFolder, identity: bytes) -> None:
+        """Write full blocks to a folder from now on, and read those of the same identity back. On a CPU alone."""
+        self.saved = SavedBlocks(folder, identity, self.keys, self.values)
 
     def addresses(self, layer: int) -> tuple[int, int]:
         """The addresses of the layer's keys and values."""
@@ -92,6 +100,44 @@ class KVPool:
         self._references[block] += 1
         return known
 
+    def restore(self, ending: Ending, key: bytes, with_states: bool = False) -> tuple[int, int] | None:
+        """What `find` returns, from the cache folder. key: of the text there."""
+        assert self.saved is not None
+        states = self.saved.read_states(key, self._state_layers) if with_states else None
+        if with_states and states is None:
+            return None
+        if ending in self._known:
+            block, _ = self._known[ending]
+        elif self.free and (content := self.saved.read(key)) is not None:
+            [block] = self.take(1)
+            self.saved.place(content, block)
+            self.publish(ending, block)
+            self.give([block])
+        else:
+            return None
+        if states is not None:
+            self._keep_states(block, states)
+        return self.find(ending, with_states)
+
+    def save(self, ending: Ending, number: int, key: bytes) -> None:
+        """Write the block that ends the text of that number, and its hidden states if there are any, unless they have
+        been evicted by then.
+        """
+        assert self.saved is not None
+        layers = self._state_layers
+
+        def block() -> int | None:
+            known = self._known.get(ending)
+            return known[0] if known is not None and known[1] == number else None
+
+        def states() -> States | None:
+            found = None if (place := block()) is None else self._states.get(place)
+            return found if block() == place and self._state_layers == layers else None
+
+        self.saved.save(key, block)
+        if layers:
+            self.saved.save_states(key, layers, states)
+
     def publish(self, ending: Ending, block: int, states: States | None = None) -> int:
         """Register the full block that ends this text; returns the text's number. Of two blocks the first stays.
 
@@ -117,8 +163,9 @@ class KVPool:
         self._states.move_to_end(block)
         return self._states[block]
 
-    def forget_states(self) -> None:
-        """Drop all hidden states: another draft head wants those of other layers."""
+    def forget_states(self, layers: Sequence[int]) -> None:
+        """Drop all hidden states: another draft head wants those of these layers."""
+        self._state_layers = tuple(layers)
         self._states.clear()
 
     def _forget_oldest(self) -> int:
@@ -159,13 +206,16 @@ def _untouched(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
 
 
 class KVCache:
-    """One request's keys and values. length: committed positions; pending: rows after them that are still drafts."""
+    """One request's keys and values. length: committed positions; pending: rows after them that are still drafts.
+    tenant: whose blocks in the cache folder it shares.
+    """
 
-    def __init__(self, pool: KVPool):
-        self.pool = pool
+    def __init__(self, pool: KVPool, tenant: str = ""):
+        self.pool, self.saved = pool, pool.saved
         self.length = self.pending = 0
         self.table: Int = np.zeros(0, np.int32)
         self._texts: list[int] = []  # the numbers of the texts that its first full blocks end
+        self._keys = [] if self.saved is None else [self.saved.root(tenant)]  # in the cache folder, of the same texts
 
     @property
     def capacity(self) -> int:
@@ -204,7 +254,7 @@ class KVCache:
     def adopt(self, text: Sequence[int], with_states: bool = False) -> list[States]:
         """Reuse the cached blocks of `text`, one by one. Returns their hidden states if these are needed."""
         states = []
-        while (ending := self.next_ending(text)) and (known := self.pool.find(ending, with_states)):
+        while (ending := self.next_ending(text)) and (known := self._find(ending, with_states)):
             block, number = known
             if with_states:
                 states.append(self.pool.states(block))
@@ -214,9 +264,21 @@ class KVCache:
                 self.table[at] = block
             else:
                 self.table = np.append(self.table, np.int32(block))
-            self._texts.append(number)
+            self._note(ending, number)
             self.length += BLOCK
         return states
+
+    def _find(self, ending: Ending, with_states: bool) -> tuple[int, int] | None:
+        if (known := self.pool.find(ending, with_states)) is not None or self.saved is None:
+            return known
+        return self.pool.restore(ending, self.saved.next_key(self._keys[-1], ending[1]), with_states)
+
+    def _note(self, ending: Ending, number: int) -> None:
+        """The pool knows the next full block by that number."""
+        self._texts.append(number)
+        if self.saved is not None:
+            self._keys.append(self.saved.next_key(self._keys[-1], ending[1]))
+            self.pool.save(ending, number, self._keys[-1])
 
     def publish(self, text: Sequence[int], states_of: Callable[[int], States | None] = lambda at: None) -> None:
         """Let other requests find the full blocks. text: at least the committed positions. states_of: the hidden states
@@ -224,13 +286,16 @@ class KVCache:
         """
         for at in range(len(self._texts), self.length // BLOCK):
             ending = (self._texts[-1] if at else 0), tuple(text[at * BLOCK : (at + 1) * BLOCK])
-            self._texts.append(self.pool.publish(ending, int(self.table[at]), states_of(at)))
+            self._note(ending, self.pool.publish(ending, int(self.table[at]), states_of(at)))
 
     def release(self) -> None:
         """Return the blocks to the pool."""
         self.pool.give(self.table[::-1].tolist())  # evicted from its end: without its beginning a text is not found
         self.table, self._texts = np.zeros(0, np.int32), []
         self.length = self.pending = 0
+        if self.saved is not None:
+            self.saved.used(self._keys[1:])
+            del self._keys[1:]
 
     def _slots(self, positions: Int) -> Int:
         slots: Int = self.table[positions // BLOCK] * np.int32(BLOCK) + positions % np.int32(BLOCK)

@@ -51,7 +51,7 @@ class StockForward:
         self._entry = _Entry(self.attention)
 
     def __call__(self, batch: Batch, feature_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
-        """Logits of the chosen rows, [chosen, vocab], and features [rows, layers, hidden] if layers are given."""
+        """See `engine.model.forward.Forward`."""
         self._entry.begin(batch)
         out = self.model(
             input_ids=torch.from_numpy(batch.tokens.astype(np.int64))[None],

@@ -43,11 +43,19 @@ def serve(
     queue: Annotated[
         int | None, typer.Option(help="Answers under way or waiting; more get 429.", show_default="queue.size", min=1)
     ] = None,
+    cache: Annotated[
+        Path | None,
+        typer.Option(help="Folder of prompts and answers that outlive a restart.", show_default="none"),
+    ] = None,
     drain: Annotated[int, typer.Option(help="Seconds that SIGTERM leaves to answers under way.", min=0)] = 30,
     keep_alive: Annotated[int, typer.Option(help="Seconds that a connection without requests stays open.", min=1)] = 75,
     root_path: Annotated[
         str, typer.Option(help="Path under which a proxy serves this: /talon.", show_default="none")
     ] = "",
+    tool_format: Annotated[
+        str | None,
+        typer.Option(help="How the model calls tools: hermes, llama, ...", show_default="as its chat template says"),
+    ] = None,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Prompts and answers stand in the log.")] = False,
     traces: Annotated[
         str | None, typer.Option(help="Send OpenTelemetry spans: http://HOST:4318/v1/traces", show_default="none")
@@ -67,7 +75,8 @@ def serve(
             from engine.server.settings import Settings
         except ImportError as error:
             raise ConfigError(f"serve: {error.name} is missing: pip install 'talon-decoding[serve]'") from None
-        given = overrides(set_, method=method, **({} if queue is None else {"queue.size": queue}))
+        own = {"queue.size": queue, "verifier.cache": None if cache is None else str(cache.absolute())}
+        given = overrides(set_, method=method, **own)
         engine_config = configuration.load(config, given | {"queue.full": "refuse"})
         settings = Settings(
             model=model_name or short_name(engine_config.model),
@@ -78,6 +87,7 @@ def serve(
             clamp_max_tokens=clamp_max_tokens,
             max_choices=max_choices,
             root_path=checked_root_path(root_path),
+            tool_format=tool_format,
             log_prompts=log_prompts,
             traces=traces,
         )

@@ -51,7 +51,7 @@ class ContextReader:
     def _run(self, features: Tensor, positions: Int, places: Int) -> Tensor:
         program, rows = self._program, len(features)
         program.buffers["features"][:rows], program.residual[:rows] = features, 0  # the norm adds what was fused to it
-        program.begin(rows, positions.ctypes.data, places.ctypes.data, self.stack.cos_sin)
+        program.begin(rows, positions.ctypes.data, places.ctypes.data, [self.stack.cos_sin])
         program.run()
         return program.buffers["x"][:rows].clone()
 
@@ -61,6 +61,7 @@ class ContextReader:
         program = LayerProgram(keys_alone, _MOST, self.stack.hidden, self.dtype, len(self.layers))
         program.buffer("features", self.fc.inputs)
         program.product(self.fc, "features", "delta", self.stack.hidden)
+        program.delta()
         program.norm(norm_of(self.norm))
         for index, layer in enumerate(self.layers):
             program.product(layer.qkv, "x", "kv", layer.qkv.outputs)

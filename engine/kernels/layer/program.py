@@ -12,9 +12,10 @@ The steps of a layer (boxes) and the buffers that they read and write, [rows, ..
        +------------ delta <-- [product down] <----------------------------------------+
 
 `residual` is float32, the other buffers have the model's type. A product leaves its result in `delta`; the next norm
-adds that to the residual. `enter` normalises and rotates queries and keys, writes keys and values to the pool, and lays
-out `queries` for attention. A decoder or a draft head adds the ends: where the residual comes from, and what multiplies
-the last norm's rows.
+adds that to the residual, or its norm, or a share of it. Experts may take the place of gate_up, gate and down
+(`engine.kernels.layer.experts`). `enter` normalises and rotates queries and keys, writes keys and values to the pool,
+and lays out `queries` for attention. A decoder or a draft head adds the ends: where the residual comes from, and what
+multiplies the last norm's rows.
 
 Products read rows where a norm, attention or a gate wrote them: `LayerProgram.product` is the one place for a step that
 prepares rows for a product, such as one that quantises them.
@@ -26,7 +27,6 @@ tensors that they point to, and `begin` sets what depends on the batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,39 +39,19 @@ from engine.kernels.fused import ENTER, GATE, NORM, enter_kernel, gate_kernel, n
 from engine.kernels.gemm.matmul import NO_SCRATCH, Multiplies, add_product, give_scratch, row_words
 from engine.kernels.gemm.matmul_kernels import MATMUL
 from engine.kernels.gemm.packed_linear import filled
+from engine.kernels.layer.experts import (
+    ExpertRecords,
+    combine_kernel,
+    experts_kernel,
+    gather_kernel,
+    pack_kernel,
+    route_kernel,
+)
+from engine.kernels.layer.row_kernels import ROW_NORM, row_norm_kernel
+from engine.kernels.layer.weights import ExpertMlp, GatedMlp, LayerWeights, Norm
 from engine.kernels.threads import Kernel, Program, address_of, int_fields
 
 FEW_ROWS = 8  # of a small kernel: waking the other threads costs as much as their work
-
-
-@dataclass(frozen=True)
-class Norm:
-    """x / sqrt(mean(x^2) + epsilon) * weight. weight: float32."""
-
-    weight: Tensor
-    epsilon: float
-
-
-@dataclass(frozen=True)
-class LayerWeights:
-    """What a layer computes with. A norm that is None is left out.
-
-    qkv: hidden to (q_per_kv + 2) * kv_heads * head_dim; out: back to hidden. gate_up: to 2 * inner or, where the
-    product is `gated` and applies the gate itself, to inner; down: back to hidden. input_norm, inner_norm: before qkv
-    and before gate_up. query_norm, key_norm: of each head. rotated: how many dimensions of a head are.
-    """
-
-    qkv: Multiplies
-    out: Multiplies
-    gate_up: Multiplies
-    down: Multiplies
-    inner: int
-    gated: bool
-    input_norm: Norm | None
-    inner_norm: Norm | None
-    query_norm: Norm | None
-    key_norm: Norm | None
-    rotated: int
 
 
 class _Records:
@@ -97,7 +77,8 @@ class _Records:
 class LayerProgram:
     """A program for up to `capacity` rows, built step by step.
 
-    buffers: [capacity, width] by name; residual: [capacity, hidden] float32. layers: the most that there will be.
+    buffers: [capacity, width] by name, those of packed rows longer; residual: [capacity, hidden] float32.
+    layers: the most that there will be.
     """
 
     def __init__(self, attention: Attention, capacity: int, hidden: int, dtype: torch.dtype, layers: int):
@@ -108,43 +89,48 @@ class LayerProgram:
         self._steps = Program()
         self._norms, self._enters = _Records(NORM, 2 * layers + 1), _Records(ENTER, layers)
         self._products, self._gates = _Records(MATMUL, 4 * layers + 2), _Records(GATE, layers)
-        self._embeds = _Records(EMBED, 1)
+        self._embeds, self._row_norms = _Records(EMBED, 1), _Records(ROW_NORM, 2 * layers)
+        self._experts: list[ExpertRecords] = []
         self._of_embed = int_fields(self._embeds.all, "tokens", "rows")
-        self._of_enters = int_fields(self._enters.all, "positions", "cos_sin")
+        self._of_enters, self._cos_sin = int_fields(self._enters.all, "positions", "rows"), self._enters.all["cos_sin"]
+        self._tables: list[int] = []  # of cosines and sines, one for each of `enters`
         self._of_products = int_fields(self._products.all, "rows", "tiles")
         self._counts, self._chosen, self._kept = (self._norms.all[name] for name in ("count", "chosen", "kept"))
-        self._delta: str | None = None  # the buffer that the next norm adds to the residual
+        self._delta: dict[str, float] = {}  # what the next norm adds to the residual, as fields of its record
         self._out = torch.zeros(0, dtype=dtype)
         self._end: int | None = None  # where the head's step is
-        self._scratch, self._scratch_of_products, self._threads = torch.zeros(0), NO_SCRATCH, 0
+        self._scratch, self._scratch_of_products, self._threads = torch.zeros(0), list[Tensor](), 0
 
-    def buffer(self, name: str, width: int) -> Tensor:
-        """The buffer of that name, made when it is first named."""
+    def buffer(self, name: str, width: int, times: int = 1) -> Tensor:
+        """The buffer of that name, made when it is first named. times: its rows for each row of the batch."""
         if name not in self.buffers:
-            self.buffers[name] = torch.zeros(self.capacity, width, dtype=self._dtype)
+            self.buffers[name] = torch.zeros(times * self.capacity, width, dtype=self._dtype)
         return self.buffers[name]
 
     # The steps, in order.
 
-    def embed(self, embedding: Tensor) -> None:
-        """residual = the tokens' rows of the embedding, [vocab, hidden]."""
-        fields = {"embedding": embedding.data_ptr(), "residual": self.residual.data_ptr(), "scale": 1.0}
+    def embed(self, embedding: Tensor, scale: float) -> None:
+        """residual = scale * the tokens' rows of the embedding, [vocab, hidden]."""
+        ends = {"embedding": embedding.data_ptr(), "residual": self.residual.data_ptr()}
         sizes = {"hidden": self.residual.shape[1], "width": embedding.itemsize}
-        self.add(embed_kernel(), self._embeds.add(**fields, **sizes))
+        self.add(embed_kernel(), self._embeds.add(scale=scale, **ends, **sizes))
 
     def norm(self, norm: Norm | None) -> None:
         """residual += delta, if there is one by now; x = the norm of the residual, or the residual itself."""
-        hidden, fields = self.residual.shape[1], {"delta_scale": 1.0}
+        hidden, fields, self._delta = self.residual.shape[1], self._delta, {}
         if norm is not None:
             fields |= {"weight": self._address(norm.weight), "epsilon": norm.epsilon}
-        if self._delta is not None:
-            fields["delta"] = self.buffers[self._delta].data_ptr()
-            self._delta = None
         ends = {"residual": self.residual.data_ptr(), "out": self.buffer("x", hidden).data_ptr()}
         self.add(norm_kernel(), self._norms.add(hidden=hidden, width=self._dtype.itemsize, **ends, **fields))
 
+    def delta(self, norm: Norm | None = None, scale: float = 1.0) -> None:
+        """Not a step of its own: the next norm adds `delta` to the residual, its norm, or so many times it."""
+        self._delta = {"delta": self.buffers["delta"].data_ptr(), "delta_scale": scale}
+        if norm is not None:
+            self._delta |= {"delta_weight": self._address(norm.weight), "epsilon": norm.epsilon}
+
     def product(self, product: Multiplies, source: str, goal: str, outputs: int) -> None:
-        """goal [rows, outputs] = product(source). What goes to `delta` is added to the residual by the next norm."""
+        """goal [rows, outputs] = product(source)."""
         self._products.add()
         x, out = self.buffers[source], self.buffer(goal, outputs)
 
@@ -153,21 +139,30 @@ class LayerProgram:
             return x[:rows], out[:rows]
 
         add_product(self._steps, self._products.all, self._products.latest, product, x, out, used)
-        if goal == "delta":
-            self._delta = goal
 
     def enter(self, layer: int, source: str, weights: LayerWeights) -> None:
         """Write the layer's keys and values to the pool, and lay out its queries. source: a buffer like `qkv`."""
-        shape = self.attention.pool.shape
+        shape, groups, qkv = self.attention.pool.shape, self.attention.groups, self.buffers[source]
         keys, values = self.attention.pool.addresses(layer)
-        fields = {"qkv": self.buffers[source].data_ptr(), "keys": keys, "values": values, "rotated": weights.rotated}
-        fields |= {"q_per_kv": self.attention.groups, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
+        fields = {"qkv": qkv.data_ptr(), "keys": keys, "values": values, "rotated": weights.rotated}
+        fields |= {"q_per_kv": groups, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
         fields |= {"dims": shape.dims, "width": shape.dtype.itemsize, "vnni": shape.vnni}
         norms: dict[str, float] = {}
-        for name, norm in (("query_norm", weights.query_norm), ("key_norm", weights.key_norm)):
-            if norm is not None:
+        queries = groups * shape.kv_heads * shape.head_dim
+        for name, norm, first in (("query_norm", weights.query_norm, 0), ("key_norm", weights.key_norm, queries)):
+            if norm is not None and len(norm.weight) == shape.head_dim:
                 norms |= {name: self._address(norm.weight), "epsilon": norm.epsilon}
+            elif norm is not None:
+                self._row_norm(norm, qkv, first)
         self.add(enter_kernel(), self._enters.add(**fields, **norms))
+        self._tables.append(weights.rotary_table)
+
+    def _row_norm(self, norm: Norm, x: Tensor, first: int) -> None:
+        """Normalise the columns of x from `first` on, as many as the norm has weights."""
+        place = x.data_ptr() + first * x.itemsize
+        fields = {"x": place, "stride": x.stride(0) * x.itemsize, "weight": self._address(norm.weight)}
+        fields |= {"columns": len(norm.weight), "width": x.itemsize}
+        self.add(row_norm_kernel(), self._row_norms.add(epsilon=norm.epsilon, **fields))
 
     def attend(self, layer: int, rule: Rule) -> None:
         """attended = the attention of the queries to the layer's keys and values."""
@@ -177,22 +172,41 @@ class LayerProgram:
 
     def attention_and_mlp(self, layer: int, weights: LayerWeights, rule: Rule) -> None:
         """All of a layer that comes after `qkv` was made of its input."""
-        hidden, inner = self.residual.shape[1], weights.inner
         self.enter(layer, "qkv", weights)
         self.attend(layer, rule)
-        self.product(weights.out, "attended", "delta", hidden)
+        self.product(weights.out, "attended", "delta", self.residual.shape[1])
+        self.delta(weights.out_norm, weights.residual_scale)
         self.norm(weights.inner_norm)
-        if weights.gated:
-            self.product(weights.gate_up, "x", "inner", inner)
+        if isinstance(weights.mlp, GatedMlp):
+            self._mlp(weights.mlp)
         else:
-            self.product(weights.gate_up, "x", "gate_up", 2 * inner)
-            self._gate(inner)
-        self.product(weights.down, "inner", "delta", hidden)
+            self._experts_of(weights.mlp)
+        self.delta(weights.down_norm, weights.residual_scale)
 
-    def _gate(self, inner: int) -> None:
-        """inner = silu(the first half of gate_up) * the second half."""
-        ends = {"gate_up": self.buffers["gate_up"].data_ptr(), "out": self.buffer("inner", inner).data_ptr()}
-        self._steps.add(gate_kernel(), self._gates.add(inner=inner, width=self._dtype.itemsize, **ends))
+    def _mlp(self, mlp: GatedMlp) -> None:
+        """delta = down(act(gate) * up) of x."""
+        if mlp.gated:
+            self.product(mlp.gate_up, "x", "inner", mlp.inner)
+        else:
+            self.product(mlp.gate_up, "x", "gate_up", 2 * mlp.inner)
+            ends = {"gate_up": self.buffers["gate_up"].data_ptr(), "out": self.buffer("inner", mlp.inner).data_ptr()}
+            record = self._gates.add(inner=mlp.inner, width=self._dtype.itemsize, gelu=mlp.gelu, **ends)
+            self._steps.add(gate_kernel(), record)
+        self.product(mlp.down, "inner", "delta", self.residual.shape[1])
+
+    def _experts_of(self, mlp: ExpertMlp) -> None:
+        """delta = what the experts of each row make of x."""
+        self.product(mlp.router, "x", "router", len(mlp.gate_up))
+        hidden = self.residual.shape[1]
+        ends = self.buffers["x"], self.buffers["router"], self.buffer("delta", hidden)
+        packed = self.buffer("packed", hidden, mlp.top_k), self.buffer("packed_inner", mlp.inner, mlp.top_k)
+        experts = ExpertRecords(mlp, *ends, *packed)
+        self._experts.append(experts)
+        for kernel in (route_kernel, pack_kernel, gather_kernel):
+            self.add(kernel(), experts.up)
+        for part in (experts.up, experts.down):
+            self._steps.add(experts_kernel(), part)
+        self.add(combine_kernel(), experts.up)
 
     def head(self, product: Multiplies, outputs: int) -> None:
         """The last step: `run_to_head` returns product(x)."""
@@ -216,22 +230,34 @@ class LayerProgram:
     # A run.
 
     def begin(
-        self, rows: int, positions: int, slots: int, cos_sin: Tensor, tokens: int = 0, count: int = -1, chosen: int = 0
+        self,
+        rows: int,
+        positions: int,
+        slots: int,
+        cos_sin: Sequence[Tensor],
+        tokens: int = 0,
+        count: int = -1,
+        chosen: int = 0,
     ) -> None:
-        """Set up the next run. positions, slots, tokens: addresses of [rows] int32. cos_sin: [positions, rotated].
+        """Set up the next run. positions, slots, tokens: addresses of [rows] int32. cos_sin: the rotary tables,
+        [positions, rotated] each.
 
         count, chosen: how many rows the last norm has, -1 for all, and the address of their numbers, 0 for the first.
         """
         if (threads := torch.get_num_threads()) != self._threads:
             self._make_scratch(threads)
         if rows != self.rows:
-            self._gates.all["rows"] = self._counts[:] = rows
+            self._gates.all["rows"] = self._row_norms.all["rows"] = self._counts[:] = rows
+            for experts in self._experts:
+                experts.of_batch[:] = rows
             self._of_products[:] = row_words(rows)
             self.rows = rows
         self._counts[self._norms.latest], self._chosen[self._norms.latest] = rows if count < 0 else count, chosen
         self._of_embed[:] = tokens, rows
         room = self.attention.queries.data_ptr(), self._scratch.data_ptr()
-        self._of_enters[:] = positions, slots, *room, rows, cos_sin.data_ptr()
+        self._of_enters[:] = positions, slots, *room, rows
+        addresses = [table.data_ptr() for table in cos_sin]
+        self._cos_sin[: len(self._tables)] = addresses[0] if len(addresses) == 1 else np.take(addresses, self._tables)
 
     def keep(self, layers: Sequence[int]) -> Tensor | None:
         """[rows, layers, hidden], to be filled with the inputs of these layers, each named once; the layer number past
@@ -264,6 +290,9 @@ class LayerProgram:
 
     def _make_scratch(self, threads: int) -> None:
         """Allocate scratch for `threads` threads."""
-        self._scratch = torch.zeros(threads * self.attention.pool.shape.dims)
-        self._scratch_of_products = give_scratch(self._products.all, self._scratch_of_products)
+        self._scratch, self._scratch_of_products = torch.zeros(threads * self.attention.pool.shape.dims), []
+        held = NO_SCRATCH
+        for products in (self._products.all, *(experts.products for experts in self._experts)):
+            held = give_scratch(products, held)
+            self._scratch_of_products.append(held)  # earlier records keep a smaller one
         self._threads = threads

@@ -8,6 +8,7 @@ import numpy as np
 from numba import carray, njit
 
 from engine.kernels.exponential import exp
+from engine.kernels.fused import record_of
 from engine.kernels.simd import (
     FLOAT32,
     LANES,
@@ -26,16 +27,14 @@ from engine.kernels.simd import (
 )
 from engine.kernels.threads import kernel, num_threads, thread_id
 
-ROW_NORM = np.dtype(
-    [
-        ("x", "i8"),  # address of the first row's first column, [rows, columns]
-        ("stride", "i8"),  # bytes from row to row
-        ("weight", "i8"),  # [columns] float32
-        ("rows", "i8"),
-        ("columns", "i8"),  # a multiple of 16
-        ("width", "i8"),
-        ("epsilon", "f4"),
-    ]
+ROW_NORM = record_of(
+    "rows",
+    "x",  # address of the first row's first column, [rows, columns]
+    "stride",  # bytes from row to row
+    "weight",  # [columns] float32
+    "columns",  # a multiple of 16
+    "width",
+    floats=("epsilon",),
 )
 
 
@@ -54,15 +53,12 @@ def row_norm_kernel(address: Any) -> None:
             put_numbers(multiply(numbers, load(work.weight + 4 * at, FLOAT32)), x + at * work.width, work.width)
 
 
-CAP = np.dtype(
-    [
-        ("x", "i8"),  # [rows, columns]
-        ("rows", "i8"),
-        ("columns", "i8"),
-        ("width", "i8"),
-        ("scale", "f4"),
-        ("cap", "f4"),  # 0: none
-    ]
+CAP = record_of(
+    "x",  # [rows, columns]
+    "rows",
+    "columns",
+    "width",
+    floats=("scale", "cap"),  # cap 0: none
 )
 
 

@@ -267,7 +267,7 @@ def test_hidden_states_go_with_their_block_and_when_other_layers_are_wanted() ->
     written(pool, other, states_of(2))  # in the only block there is
     cache = KVCache(pool)
     assert np.array_equal(cache.adopt(other, with_states=True)[0], states_of(2))
-    pool.forget_states()
+    pool.forget_states([1])
     assert KVCache(pool).adopt(other, with_states=True) == []
 
 

@@ -13,9 +13,14 @@ Eight vectors hold a group's codes, a byte for each of four inputs. The lower fo
 bytes with those of vectors 4 to 7. The fifth bits of all eight follow, vector i's as bit i; or the fifth and sixth
 bits, first of vectors 0 to 3 and then of the others. Codes of 8 bits take whole bytes.
 
-A row of x is rounded to codes of 8 bits in the same groups: 32 codes, the group's scale, and what its sum contributes:
-with offsets, scale * sum as float32; otherwise -centre * sum as an integer, for each half that has a scale. Groups
-lie so that a kernel reads on: [blocks of rows, groups, rows of the block].
+A row of x is rounded to codes of 8 bits in the same groups, of which each is
+
+    codes     [32] int8
+    scale     float32
+    offset    float32: scale * the sum of the codes, what an offset of 1 contributes
+    sums      [3] int32: minus the sum of all codes, and of those of each half, what a centre of 1 contributes
+
+Groups lie so that a kernel reads on: [blocks of rows, groups, rows of the block].
 """
 
 from __future__ import annotations
@@ -35,6 +40,9 @@ from engine.kernels.simd import LANES
 
 VECTORS = 8
 """Vectors of codes in a group."""
+ROW_GROUP_BYTES = BLOCK_INPUTS + 20
+"""Of a group of a row of x."""
+SCALE_AT, OFFSET_AT, SUMS_AT = BLOCK_INPUTS, BLOCK_INPUTS + 4, BLOCK_INPUTS + 8
 
 
 @dataclass(frozen=True)
@@ -109,11 +117,6 @@ class Int8Layout:
     @property
     def tile_bytes(self) -> int:
         return self.codes_at + self.groups * self.code_bytes
-
-    @property
-    def row_group_bytes(self) -> int:
-        """Of a group of a row: codes, a scale, and one or two sums."""
-        return BLOCK_INPUTS + 4 + (8 if self.halves else 4)
 
 
 @dataclass(frozen=True)

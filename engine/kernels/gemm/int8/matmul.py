@@ -15,8 +15,8 @@ from numba import carray
 from torch import Tensor
 
 from engine.kernels.gemm.int8.dots import InstructionSet, instruction_sets
-from engine.kernels.gemm.int8.layout import CodedMatrix, Int8Layout, rows_at_once
-from engine.kernels.gemm.int8.rows import round_rows, row_group_bytes
+from engine.kernels.gemm.int8.layout import ROW_GROUP_BYTES, CodedMatrix, Int8Layout, rows_at_once
+from engine.kernels.gemm.int8.rows import round_rows
 from engine.kernels.gemm.int8.sums import sum_groups
 from engine.kernels.gemm.matmul import Matmul, alternate
 from engine.kernels.gemm.matmul_kernels import (
@@ -53,7 +53,7 @@ class Int8Matmul(Matmul):
         outputs, inputs = matrix.codes.shape
         self.inputs = int(inputs)
         self.gated, self.outputs = gated, outputs // (2 if gated else 1)
-        self._itemsize, self._layout = dtype.itemsize, matrix.layout
+        self._itemsize = dtype.itemsize
         order = alternate(torch.arange(outputs)) if gated else torch.arange(outputs)
         self._bias = None if bias is None else bias.detach().float()[order]
         self.tiled, self._tiles = [], in_large_pages(matrix.rows(order).tiles())
@@ -65,10 +65,10 @@ class Int8Matmul(Matmul):
 
     @property
     def scratch_bytes(self) -> int:
-        return _OWN // BLOCK_INPUTS * self._layout.row_group_bytes
+        return _OWN // BLOCK_INPUTS * ROW_GROUP_BYTES
 
     def shared_bytes(self, rows: int) -> int:
-        return rows * self.inputs // BLOCK_INPUTS * self._layout.row_group_bytes
+        return rows * self.inputs // BLOCK_INPUTS * ROW_GROUP_BYTES
 
 
 _KERNELS: dict[tuple[InstructionSet, Int8Layout], PartKernel] = {}
@@ -93,16 +93,16 @@ def _compiled(instructions: InstructionSet, layout: Int8Layout) -> PartKernel:
         own = work.rows * work.inputs <= _OWN
         place = work.scratch + work.shared_bytes + thread_id() * work.scratch_bytes if own else work.scratch
         if own:
-            round_rows(number, most, work.x, work.width, work.rows, groups, place, 0, 1)
+            round_rows(most, work.x, work.width, work.rows, groups, place, 0, 1)
         else:
-            round_rows(number, most, work.x, work.width, work.rows, groups, place, thread_id(), num_threads())
+            round_rows(most, work.x, work.width, work.rows, groups, place, thread_id(), num_threads())
             barrier()
         panel, end = own_panels(work, part)
         while panel < end:
             width, row = min(end - panel, PANELS), 0
             while row < work.rows:
                 rows = rows_at_once(work.rows - row, most)
-                x = place + row * groups * row_group_bytes(number)
+                x = place + row * groups * ROW_GROUP_BYTES
                 for i in range(width):
                     tiles = part.weights + (panel + i) * part.panel_bytes
                     sum_groups(used, number, rows, x, tiles, blocks, room + 4 * LANES * i)

@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import literally, njit, types
+from numba import njit, types
 from numba.extending import intrinsic
 
 from engine.kernels.amx import pointer
-from engine.kernels.gemm.int8.layout import Int8Layout, rows_at_once
+from engine.kernels.gemm.int8.layout import OFFSET_AT, ROW_GROUP_BYTES, SCALE_AT, SUMS_AT, rows_at_once
 from engine.kernels.quant.layouts import STEP as BLOCK_INPUTS
 from engine.kernels.simd import BFLOAT16, FLOAT, FLOAT32, INTS, LANES, constant, integers, read, spread
 
@@ -25,13 +25,10 @@ _LEAST = 1e-30
 
 
 @njit
-def round_rows(
-    layout: int, most: int, x: int, width: int, rows: int, row_groups: int, place: int, part: int, parts: int
-) -> None:
-    """Round a part of the groups of x [rows, row_groups * 32], at `place`. layout: a number, compile-time constant;
-    most: rows of a block; width: BFLOAT16 or FLOAT32.
+def round_rows(most: int, x: int, width: int, rows: int, row_groups: int, place: int, part: int, parts: int) -> None:
+    """Round a part of the groups of x [rows, row_groups * 32], at `place`. most: rows of a block; width: BFLOAT16 or
+    FLOAT32.
     """
-    layout = literally(layout)
     row = 0
     while row < rows:
         count = rows_at_once(rows - row, most)
@@ -39,56 +36,44 @@ def round_rows(
         for group in range(groups * part // parts, groups * (part + 1) // parts):
             source = x + ((row + group // row_groups) * row_groups + group % row_groups) * BLOCK_INPUTS * width
             index = row * row_groups + group % row_groups * count + group // row_groups
-            goal = place + index * row_group_bytes(layout)
             if width == BFLOAT16:
-                round_group(layout, BFLOAT16, source, goal)
+                round_group(BFLOAT16, source, place + index * ROW_GROUP_BYTES)
             else:
-                round_group(layout, FLOAT32, source, goal)
+                round_group(FLOAT32, source, place + index * ROW_GROUP_BYTES)
         row += count
 
 
 @intrinsic(prefer_literal=True)
-def row_group_bytes(context: Any, layout: Any) -> Any:
-    """`Int8Layout.row_group_bytes` of the layout of that number."""
-    size = Int8Layout.of_number(layout.literal_value).row_group_bytes
-    return types.int64(layout), lambda context, builder, signature, args: _WORD(size)
-
-
-@intrinsic(prefer_literal=True)
-def round_group(context: Any, layout: Any, width: Any, source: Any, goal: Any) -> Any:
-    """Round the 32 numbers at `source` to a group at `goal`. layout, width: compile-time constants."""
-    of, size = Int8Layout.of_number(layout.literal_value), width.literal_value
+def round_group(context: Any, width: Any, source: Any, goal: Any) -> Any:
+    """Round the 32 numbers at `source` to a group at `goal`. width: a compile-time constant."""
+    size = width.literal_value
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        source, goal = args[2:]
+        source, goal = args[1:]
+
+        def put(value: ir.Value, at: int) -> None:
+            builder.store(value, pointer(builder, builder.add(goal, _WORD(at)), value.type), align=4)
+
         halves = [read(builder, builder.add(source, _WORD(i * LANES * size)), size) for i in range(2)]
         amounts = [builder.and_(builder.bitcast(half, INTS), integers(0x7FFFFFFF)) for half in halves]
         bits = _across(builder, _larger(builder, *amounts), _larger)  # as integers: NaN is larger than any number
         largest = builder.bitcast(bits, FLOAT)
         there = builder.fcmp_ordered(">", largest, FLOAT(_LEAST))
         inverse = builder.select(there, builder.fdiv(FLOAT(127.0), largest), FLOAT(0.0))
-        scale = builder.fdiv(largest, FLOAT(127.0))
-        sums = []
+        scale, sums = builder.fdiv(largest, FLOAT(127.0)), []
         for i, half in enumerate(halves):
             shifted = builder.fadd(builder.fmul(half, spread(builder, inverse)), constant(_TO_WHOLE))
             codes = builder.sub(builder.bitcast(shifted, INTS), _whole_bits(builder))
-            kind = ir.VectorType(_BYTE, LANES)
-            place = pointer(builder, builder.add(goal, _WORD(i * LANES)), kind)
-            builder.store(builder.trunc(codes, kind), place, align=4)
+            put(builder.trunc(codes, ir.VectorType(_BYTE, LANES)), i * LANES)
             sums.append(_across(builder, codes, lambda builder, a, b: builder.add(a, b)))
-        behind = builder.add(goal, _WORD(BLOCK_INPUTS))
-        builder.store(scale, pointer(builder, behind, FLOAT), align=4)
-        if not of.halves:
-            sums = [builder.add(*sums)]
-        for i, total in enumerate(sums):
-            if of.offsets:
-                given = builder.fmul(scale, builder.sitofp(total, FLOAT))
-            else:
-                given = builder.mul(total, _INT(-of.centre))
-            builder.store(given, pointer(builder, builder.add(behind, _WORD(4 + 4 * i)), given.type), align=4)
+        total = builder.add(*sums)
+        put(scale, SCALE_AT)
+        put(builder.fmul(scale, builder.sitofp(total, FLOAT)), OFFSET_AT)
+        for i, some in enumerate([total, *sums]):
+            put(builder.neg(some), SUMS_AT + 4 * i)
         return context.get_dummy_value()
 
-    return types.void(layout, width, types.int64, types.int64), generate
+    return types.void(width, types.int64, types.int64), generate
 
 
 def _whole_bits(builder: ir.IRBuilder) -> ir.Value:

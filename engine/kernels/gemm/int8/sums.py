@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 
 from engine.kernels.amx import LINE_BYTES, fetch_line, pointer
 from engine.kernels.gemm.int8.dots import InstructionSet, dot, same, spread_word, words
-from engine.kernels.gemm.int8.layout import VECTORS, Int8Layout
+from engine.kernels.gemm.int8.layout import OFFSET_AT, ROW_GROUP_BYTES, SCALE_AT, SUMS_AT, VECTORS, Int8Layout
 from engine.kernels.gemm.matmul_sums import ROW_BYTES, row_counts
 from engine.kernels.quant.layouts import STEP as BLOCK_INPUTS
 from engine.kernels.simd import FLOAT, LANES, fused
@@ -61,7 +61,7 @@ class _Block:
             builder.store(same(self.floats, 0.0), cell)
         with cgutils.for_range(builder, blocks) as loop:
             tile = self._after(tiles, loop.index, of.tile_bytes)
-            groups = self._after(x, loop.index, of.groups * self.count * of.row_group_bytes)
+            groups = self._after(x, loop.index, of.groups * self.count * ROW_GROUP_BYTES)
             numbers = [self._number(tile, i) for i in range(of.scales + of.offsets)]
             if of.factors and of.offsets:
                 numbers[-1] = builder.fneg(numbers[-1])
@@ -69,7 +69,7 @@ class _Block:
                 self._add_group(sums, tile, _WORD(0), groups, numbers)
             else:
                 with cgutils.for_range(builder, _WORD(of.groups)) as inner:
-                    here = self._after(groups, inner.index, self.count * of.row_group_bytes)
+                    here = self._after(groups, inner.index, self.count * ROW_GROUP_BYTES)
                     self._add_group(sums, tile, inner.index, here, numbers)
         for row, cell in enumerate(sums):
             place = builder.add(room, _WORD(row * ROW_BYTES + 4 * self.part * self.used.lanes))
@@ -93,7 +93,7 @@ class _Block:
         codes = self._codes(codes_at)
         for row, cell in enumerate(sums):
             total = builder.load(cell)
-            for pair in self._products(codes, numbers, x, row * of.row_group_bytes):
+            for pair in self._products(codes, numbers, x, row * ROW_GROUP_BYTES):
                 total = fused(builder, *pair, total)
             builder.store(total, cell)
 
@@ -103,19 +103,21 @@ class _Block:
         """What a group adds to a row's sums, as pairs to be multiplied. at: where the row's group begins, after x."""
         builder, of, used = self.builder, self.of, self.used
 
-        def word(index: int, kind: ir.Type) -> ir.Value:
-            return spread_word(builder, builder.add(x, _WORD(at + BLOCK_INPUTS + 4 * index)), kind, used.lanes)
+        def word(place: int, kind: ir.Type) -> ir.Value:
+            return spread_word(builder, builder.add(x, _WORD(at + place)), kind, used.lanes)
 
-        scale, halves = word(0, FLOAT), 2 if of.halves else 1
+        scale, halves = word(SCALE_AT, FLOAT), 2 if of.halves else 1
         parts = []
         for half in range(halves):
             some = codes[half * VECTORS // halves : (half + 1) * VECTORS // halves]
-            raised = not of.offsets and not (of.bits == 8 and used is InstructionSet.AVX2)
-            start = word(1 + half, _INT) if raised else same(self.ints, 0)
+            start = same(self.ints, 0)
+            if of.centre and not (of.bits == 8 and used is InstructionSet.AVX2):
+                sums = word(SUMS_AT + 4 * (1 + half if of.halves else 0), _INT)
+                start = builder.shl(sums, same(self.ints, of.bits - 1))
             whole = dot(builder, used, of.bits, some, x, at + half * BLOCK_INPUTS // 2, start)
             parts.append((builder.sitofp(whole, self.floats), builder.fmul(numbers[half], scale)))
         if of.offsets:
-            parts.append((numbers[1], word(1, FLOAT)))
+            parts.append((numbers[1], word(OFFSET_AT, FLOAT)))
         return parts
 
     def _after(self, address: ir.Value, index: ir.Value, size: int) -> ir.Value:

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("fastapi", reason="pip install 'talon-decoding[serve]'")
 
 from engine.server.http.guard import Guard
+from engine.server.http.owner_names import OwnerNames
 from engine.server.log import Log
 from engine.server.settings import Settings
 from engine.server.traces import Traces
@@ -24,7 +25,8 @@ def guarded(*keys: str) -> tuple[Guard, list[Any]]:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         owners.append(scope["state"]["owner"])
 
-    return Guard(app, Settings("m", api_keys=keys), Log(False), Traces(None), lambda status: None), owners
+    settings, names = Settings("m", api_keys=keys), OwnerNames(None)
+    return Guard(app, settings, Log(False), Traces(None), names, lambda status: None), owners
 
 
 def ask(guard: Guard, key: str = "", session: str = "") -> None:
@@ -50,7 +52,7 @@ def test_an_owner_tells_neither_key_nor_session_and_is_another_in_another_server
     (guard, owners), (other, others) = guarded(*KEYS), guarded(*KEYS)
     ask(guard, KEYS[0], "s")
     ask(other, KEYS[0], "s")
-    assert KEYS[0] not in owners[0] and len(owners[0]) == 64 and owners != others
+    assert KEYS[0] not in owners[0] and len(owners[0]) == 129 and owners != others
 
 
 def test_without_keys_a_session_is_an_owner_and_nothing_else_is() -> None:

@@ -1,0 +1,168 @@
+"""A folder of checked files that any number of processes share: written in the background, bounded, evicted by use.
+
+There is no index: a file's name is the hash of its key, so a look-up opens it, and nothing can disagree with the files.
+A file's time is that of its last use. Whatever fails here costs the cache alone: it is told once, and work goes on.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Event, Thread
+
+from engine.core.errors import ConfigError, first_line
+from engine.files.checked_file import TEMPORARY, Buffer, Damaged, read_checked, write_checked
+
+_OURS = re.compile(rf"[0-9a-f]{{64}}\.talon(\.[0-9-]+\{TEMPORARY})?")
+_REST = 9  # after a task the thread rests for so many times the CPU time that it took: rounds need the cores
+_MOST_TASKS = 1 << 16
+_CLOSE_S = 3.0  # for the tasks that are left when the cache is closed
+_RETRY_S = 10.0  # after a failed write
+_ABANDONED_S = 600.0  # a temporary file of this age has no writer any more
+_PAGE = 4096  # a file takes whole pages of the disk
+
+Task = Callable[[], None]
+
+
+class CacheFolder:
+    """Raises ConfigError if the folder cannot be made or written to. most_bytes: of all files in it."""
+
+    def __init__(self, folder: Path, most_bytes: int):
+        self.folder, self.most_bytes = folder, most_bytes
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise self._unusable(first_line(error)) from None
+            self._tell(f"cannot be made ({error.strerror}): nothing is kept")
+        else:
+            if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+                raise self._unusable("no permission")
+        self._told: set[int | None] = set()  # errors of writing
+        self._retry_s = 0.0
+        self._written = 0  # bytes since files were last evicted
+        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
+        self._closing, self._overdue = Event(), False
+        self._thread = Thread(target=self._work, name="cache", daemon=True)
+        self._thread.start()
+        self._tasks.put(self._evict)
+
+    def path(self, shelf: str, key: bytes) -> Path:
+        """Where the file of that key is. shelf: a subfolder."""
+        return self.folder / shelf / f"{key.hex()}.talon"
+
+    def keys(self, shelf: str) -> list[bytes]:
+        """The keys of the files of a shelf, those used last first."""
+        found = sorted(_files(self.folder / shelf), key=lambda entry: entry.stat().st_mtime_ns, reverse=True)
+        return [bytes.fromhex(entry.name[:64]) for entry in found if not entry.name.endswith(TEMPORARY)]
+
+    def read(self, shelf: str, key: bytes, room: memoryview) -> memoryview | None:
+        """The content of that key, in the first bytes of `room`; None if it is not there. A damaged file is removed."""
+        path = self.path(shelf, key)
+        try:
+            return read_checked(path, key, room)
+        except FileNotFoundError:
+            return None
+        except (Damaged, OSError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            self._tell(f"{path.name} {reason}: ignored")
+            self._later(lambda: path.unlink(missing_ok=True))
+            return None
+
+    def keep(self, shelf: str, key: bytes, content: Callable[[], Sequence[Buffer] | None]) -> None:
+        """Write a file in the background, unless it is there. content: called by the thread; None: no more there."""
+        self._later(lambda: self._write(self.path(shelf, key), key, content))
+
+    def used(self, shelf: str, keys: Sequence[bytes]) -> None:
+        """The files of these keys were used, the first of them last: it is evicted last."""
+        now_ns = time.time_ns()
+        self._later(lambda: self._touch([self.path(shelf, key) for key in keys], now_ns))
+
+    def close(self) -> None:
+        """Write what is left, for some seconds at most."""
+        self._closing.set()
+        self._tasks.put(None)
+        self._thread.join(_CLOSE_S)
+        self._overdue = True
+
+    # What the thread does.
+
+    def _later(self, task: Task) -> None:
+        if self._tasks.qsize() < _MOST_TASKS:
+            self._tasks.put(task)
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None and not self._overdue:
+            started_s = time.thread_time()
+            try:
+                task()
+            except Exception as error:  # a full disk, most likely; whatever it is, only the cache suffers
+                self._failed(error)
+            self._closing.wait(_REST * (time.thread_time() - started_s))
+
+    def _failed(self, error: Exception) -> None:
+        self._retry_s = time.monotonic() + _RETRY_S
+        kind = error.errno if isinstance(error, OSError) else None
+        if kind not in self._told:
+            self._told.add(kind)
+            self._tell(f"cannot be written ({first_line(error)}): Talon goes on without, and tries again")
+
+    def _write(self, path: Path, key: bytes, content: Callable[[], Sequence[Buffer] | None]) -> None:
+        if time.monotonic() < self._retry_s or path.exists() or (parts := content()) is None:
+            return
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._written += _on_disk(write_checked(path, key, parts))
+        if self._written > self.most_bytes // 32:
+            self._evict()
+
+    def _touch(self, paths: Sequence[Path], now_ns: int) -> None:
+        for age, path in enumerate(paths):
+            try:
+                os.utime(path, ns=(now_ns, now_ns - 1000 * age))
+            except FileNotFoundError:
+                continue
+
+    def _evict(self) -> None:
+        """Remove the files used longest ago until there is room for what is written before the next time."""
+        now_s, total, self._written = time.time(), 0, 0
+        found: list[tuple[int, int, str]] = []
+        for shelf in os.scandir(self.folder):
+            for entry in _files(Path(shelf.path)) if shelf.is_dir(follow_symlinks=False) else ():
+                try:
+                    status = entry.stat()
+                except FileNotFoundError:  # another process has removed it
+                    continue
+                total += _on_disk(status.st_size)
+                if not entry.name.endswith(TEMPORARY) or now_s - status.st_mtime > _ABANDONED_S:
+                    found.append((status.st_mtime_ns, _on_disk(status.st_size), entry.path))
+        found.sort()
+        for _, size, name in found:
+            if total <= self.most_bytes // 16 * 15:
+                break
+            Path(name).unlink(missing_ok=True)
+            total -= size
+
+    def _tell(self, text: str) -> None:
+        print(f"talon: verifier.cache={self.folder}: {text}", file=sys.stderr)
+
+    def _unusable(self, reason: str) -> ConfigError:
+        return ConfigError(f"verifier.cache={self.folder}: no folder that can be written to ({reason}); name another")
+
+
+def _files(shelf: Path) -> Iterator[os.DirEntry[str]]:
+    """The files there whose names are ours."""
+    try:
+        with os.scandir(shelf) as entries:
+            yield from (entry for entry in entries if _OURS.fullmatch(entry.name))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+
+
+def _on_disk(size: int) -> int:
+    return -(-size // _PAGE) * _PAGE

@@ -1,0 +1,71 @@
+"""A file of the cache folder: a header that says what the content is, and the content with its checksum.
+
+Header: magic, version, CRC-32 of the content, its bytes, and its key, a SHA-256 of everything that the content depends
+on. A file is written under another name and renamed, so it is whole or absent; there is no fsync, since a checksum
+shows what a power cut has left. Files are read, not mapped: the process that reads a map of a file that somebody cuts
+is ended by the kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_HEADER = struct.Struct("<8sIIQ32s")
+_MAGIC, _VERSION = b"TALONKV\n", 1
+TEMPORARY = ".tmp"
+Buffer = Any
+"""What has contiguous bytes: bytes, or an array."""
+
+
+class Damaged(Exception):
+    """The file is not what was written under its name."""
+
+
+def write_checked(path: Path, key: bytes, parts: Sequence[Buffer]) -> int:
+    """Write a file of these parts, one after the other, which only its owner may read. Returns its bytes."""
+    size, crc = 0, 0
+    for part in parts:
+        size, crc = size + memoryview(part).nbytes, zlib.crc32(part, crc)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}{TEMPORARY}")
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(_HEADER.pack(_MAGIC, _VERSION, crc, size, key))
+            for part in parts:
+                file.write(part)
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    return _HEADER.size + size
+
+
+def read_checked(path: Path, key: bytes, room: memoryview) -> memoryview:
+    """The content of the file of that key, in the first bytes of `room`. Raises FileNotFoundError if there is none, and
+    Damaged if it is cut, changed, another's, or longer than the room; OSError if it cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # which does not wait for the writer of a pipe
+    try:
+        length = os.fstat(descriptor).st_size
+        if not _HEADER.size <= length <= _HEADER.size + room.nbytes:
+            raise Damaged(f"has {length} bytes")
+        header, content = bytearray(_HEADER.size), room[: length - _HEADER.size]
+        if os.readv(descriptor, [header, content]) != length:
+            raise Damaged("is shorter than it was")
+    finally:
+        os.close(descriptor)
+    magic, version, crc, size, found = _HEADER.unpack(header)
+    if magic != _MAGIC:
+        raise Damaged("is no file of Talon's cache")
+    if (version, found) != (_VERSION, key):
+        raise Damaged("is another file of the cache")
+    if content.nbytes != size or zlib.crc32(content) != crc:
+        raise Damaged("is damaged")
+    return content

@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from engine.core.errors import ConfigError
+from engine.files import cache_folder
+from engine.files.cache_folder import CacheFolder
+
+LARGE = 1 << 30
+PAGE = 4096
+
+
+def room() -> memoryview:
+    return memoryview(bytearray(1 << 16))
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def text(number: int) -> bytes:
+    return bytes([number % 256]) * (PAGE - 100)  # a page with its header
+
+
+def filled(folder: Path, numbers: range, most: int = LARGE) -> None:
+    """Keep the contents of these numbers, in this order."""
+    cache = CacheFolder(folder, most)
+    for number in numbers:
+        cache.keep("shelf", key(number), lambda number=number: [text(number)])
+    cache.close()
+
+
+def found(folder: Path, numbers: range) -> set[int]:
+    """The numbers whose contents are there."""
+    cache = CacheFolder(folder, LARGE)
+    contents = {number: cache.read("shelf", key(number), room()) for number in numbers}
+    cache.close()
+    assert all(content in (None, text(number)) for number, content in contents.items())
+    return {number for number, content in contents.items() if content is not None}
+
+
+def test_what_is_kept_is_found_by_the_next_process(tmp_path: Path) -> None:
+    filled(tmp_path / "new" / "folder", range(5))
+    assert found(tmp_path / "new" / "folder", range(6)) == {0, 1, 2, 3, 4}
+
+
+def test_nobody_else_may_look_into_the_folder(tmp_path: Path) -> None:
+    filled(tmp_path / "cache", range(1))
+    assert [(tmp_path / "cache" / name).stat().st_mode & 0o77 for name in (".", "shelf")] == [0, 0]
+
+
+def test_to_keep_something_does_not_wait_for_the_disk(tmp_path: Path) -> None:
+    cache, goes_on = CacheFolder(tmp_path, LARGE), threading.Event()
+
+    def slow() -> list[bytes]:
+        goes_on.wait(30)
+        return [b"x"]
+
+    cache.keep("shelf", key(0), slow)
+    cache.used("shelf", [key(0)])
+    assert cache.read("shelf", key(0), room()) is None
+    goes_on.set()
+    cache.close()
+    assert cache.read("shelf", key(0), room()) == b"x"
+
+
+def test_what_is_there_is_not_written_again(tmp_path: Path) -> None:
+    filled(tmp_path, range(1))
+    cache, asked = CacheFolder(tmp_path, LARGE), []
+    cache.keep("shelf", key(0), lambda: asked.append(0))
+    cache.close()
+    assert not asked
+
+
+def test_what_is_gone_by_then_is_not_written(tmp_path: Path) -> None:
+    cache = CacheFolder(tmp_path, LARGE)
+    cache.keep("shelf", key(0), lambda: None)
+    cache.close()
+    assert found(tmp_path, range(1)) == set()
+
+
+def size(folder: Path) -> int:
+    return sum(-(-path.stat().st_size // PAGE) * PAGE for path in folder.rglob("*") if path.is_file())
+
+
+def test_the_folder_never_holds_more_than_it_may(tmp_path: Path) -> None:
+    cache = CacheFolder(tmp_path, 40 * PAGE)
+    for number in range(200):
+        cache.keep("shelf", key(number), lambda number=number: [text(number)])
+        if number % 20 == 0:
+            time.sleep(0.01)
+            assert size(tmp_path) <= 40 * PAGE
+    cache.close()
+    assert 20 * PAGE < size(tmp_path) <= 40 * PAGE
+    assert found(tmp_path, range(200)) >= set(range(180, 200))
+
+
+def test_what_was_used_last_stays(tmp_path: Path) -> None:
+    filled(tmp_path, range(60))
+    cache = CacheFolder(tmp_path, LARGE)
+    cache.used("shelf", [key(number) for number in range(10)])
+    cache.close()
+    filled(tmp_path, range(60, 61), 32 * PAGE)
+    assert found(tmp_path, range(61)) >= {*range(10), 59, 60}
+    assert 10 not in found(tmp_path, range(61))
+
+
+def test_of_a_text_the_end_goes_first(tmp_path: Path) -> None:
+    filled(tmp_path, range(40))
+    cache = CacheFolder(tmp_path, LARGE)
+    cache.used("shelf", [key(number) for number in range(40)])
+    cache.close()
+    filled(tmp_path, range(0), 32 * PAGE)
+    assert found(tmp_path, range(40)) == set(range(30))
+
+
+def test_files_of_others_are_neither_counted_nor_removed(tmp_path: Path) -> None:
+    names = ["shelf/notes.txt", f"shelf/{'0' * 64}", f"{'0' * 64}.talon", f"a/b/{'0' * 64}.talon"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_bytes(bytes(100 * PAGE))
+    filled(tmp_path, range(40), 32 * PAGE)
+    assert all((tmp_path / name).exists() for name in names) and len(found(tmp_path, range(40))) >= 28
+
+
+def test_what_a_killed_writer_left_is_removed_once_it_is_old(tmp_path: Path) -> None:
+    (tmp_path / "shelf").mkdir()
+    young, old = (tmp_path / "shelf" / f"{digit * 64}.talon.12-34.tmp" for digit in "01")
+    young.write_bytes(b"half"), old.write_bytes(b"half")
+    os.utime(old, (time.time() - 10_000, time.time() - 10_000))
+    filled(tmp_path, range(2), PAGE)
+    assert young.exists() and not old.exists()
+
+
+def test_a_damaged_file_is_told_of_removed_and_written_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    filled(tmp_path, range(2))
+    cache = CacheFolder(tmp_path, LARGE)
+    path = cache.path("shelf", key(0))
+    path.write_bytes(path.read_bytes()[:100])
+    assert cache.read("shelf", key(0), room()) is None
+    cache.keep("shelf", key(0), lambda: [text(0)])
+    cache.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and f"verifier.cache={tmp_path}" in lines[0] and "damaged: ignored" in lines[0]
+    assert found(tmp_path, range(2)) == {0, 1}
+
+
+def test_a_full_disk_costs_the_cache_alone_and_is_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(tmp_path, range(2))
+
+    def full(*args: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cache_folder, "write_checked", full)
+    filled(tmp_path, range(2, 8))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and "No space left" in lines[0]
+    assert found(tmp_path, range(8)) == {0, 1}
+
+
+def test_writing_is_tried_again_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_folder, "_RETRY_S", 0.0)
+    cache = CacheFolder(tmp_path, LARGE)
+    cache.keep("shelf", key(0), lambda: ["no bytes"])
+    cache.keep("shelf", key(1), lambda: [text(1)])
+    cache.close()
+    assert found(tmp_path, range(2)) == {1}
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match=r"verifier\.cache=.*name another"):
+            CacheFolder(folder, LARGE)
+
+
+def test_processes_that_share_a_folder_do_not_harm_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each reads, writes and evicts what the others do too."""
+
+    def work(seed: int) -> None:
+        rng, cache = random.Random(seed), CacheFolder(tmp_path, 32 * PAGE)
+        for _ in range(300):
+            number = rng.randrange(60)
+            assert cache.read("shelf", key(number), room()) in (None, text(number))
+            cache.keep("shelf", key(number), lambda number=number: [text(number)])
+            cache.used("shelf", [key(rng.randrange(60))])
+        cache.close()
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(work, seed) for seed in range(4)]:
+            done.result()
+    assert capsys.readouterr().err == "" and found(tmp_path, range(60))
+    assert size(tmp_path) <= 36 * PAGE
+
+
+def test_what_is_written_takes_a_small_part_of_a_cores_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rests: list[float] = []
+    cache = CacheFolder(tmp_path, LARGE)
+    monkeypatch.setattr(cache._closing, "wait", lambda timeout: rests.append(timeout))
+    begun = threading.Event()
+
+    def content() -> list[bytes]:
+        begun.set()
+        until = time.thread_time() + 0.02
+        while time.thread_time() < until:
+            pass
+        return [b"x"]
+
+    cache.keep("shelf", key(0), content)
+    begun.wait(30)
+    cache.close()
+    assert max(rests) >= 9 * 0.02
