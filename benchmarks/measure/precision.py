@@ -20,7 +20,8 @@ from engine.core.batch import Segment
 from engine.model.loading import find_device, load_model
 from engine.model.target import Target
 from engine.text.encode import encode_text
-from engine.weights.quantised_file import read_quantised
+from engine.weights.gguf_source import open_gguf
+from engine.weights.gguf_weights import GgufWeights
 from engine.weights.resolve import resolved
 from engine.weights.tokenizer import tokenizer_of
 
@@ -148,10 +149,11 @@ def _logits(target: Target, text: Text) -> Tensor:
 def _expected(config: Config, texts: Sequence[Text], progress: Progress) -> Iterator[Tensor]:
     """[positions, vocab] float32 of each text."""
     model = load_model(config.model, "float32", find_device("cpu"))
-    blocks = read_quantised(Path(config.model), model)
-    for weight in model.parameters():
-        if (matrix := blocks.pop(weight.data_ptr(), None)) is not None:
-            weight.data = matrix.values(torch.float32)
+    if (gguf := open_gguf(Path(config.model))) is not None:
+        weights = GgufWeights(gguf, model)
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.data = weights.matrix(weight).values(torch.float32)
     for text in _told(progress, "float32", texts):
         rows = _rows(text)
         with torch.inference_mode():

@@ -166,7 +166,7 @@ def draw(profile: Profile, out: Path, console: Console) -> None:
     how = f"activations {profile.activations}, {profile.device}, threads: {profile.threads}, {profile.forward}"
     title = f"{profile.model}, {profile.dtype}, {how}"
     axis.set_title(title, fontsize=9, loc="left")
-    axis.set(xlabel=f"rows of a forward behind {profile.behind} tokens", ylabel="ms")
+    axis.set(xlabel=f"rows of a forward after {profile.behind} tokens", ylabel="ms")
     axis.legend(fontsize=8, loc="upper left")
     try:
         save(figure, out)

@@ -178,6 +178,10 @@ _BY_KIND = {layout.kind: layout for layout in LAYOUTS}
 _BY_KIND |= dict.fromkeys(("F16", "F32"), BFLOAT16_LAYOUT)  # rounded
 
 
+def has_layout(kind: str) -> bool:
+    return kind in _BY_KIND
+
+
 def layout_of(kind: str) -> QuantLayout:
     """The layout of matrices of that GGUF type. Raises KeyError if there is none."""
     return _BY_KIND[kind]

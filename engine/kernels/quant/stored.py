@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,10 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kernels.quant.layouts import Bytes, QuantLayout, layout_of
+from engine.kernels.quant.dequantise import dequantised
+from engine.kernels.quant.layouts import Bytes, QuantLayout, has_layout, layout_of
 
-_AT_ONCE = 1 << 22  # weights that are dequantised together, which bounds the memory
+_AT_ONCE = 1 << 20  # weights that a thread dequantises together, which bounds the memory
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,17 @@ class StoredMatrix:
         outputs, inputs = self.shape
         step = max(1, _AT_ONCE // inputs)
         made = torch.empty(outputs, inputs, dtype=dtype)
-        for start in range(0, outputs, step):
+
+        def make_some(start: int) -> None:
             part = self.row_slice(start, start + step)
             made[start : start + step] = _values(part.bytes_of_rows(), self.kind, dtype)
+
+        if outputs <= step:
+            make_some(0)
+            return made
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            for _ in threads.map(make_some, range(0, outputs, step)):
+                pass
         return made
 
 
@@ -93,4 +103,6 @@ def _values(raw: Bytes, kind: str, dtype: torch.dtype = torch.bfloat16) -> Tenso
     """[rows, inputs]."""
     if kind == "BF16":
         return torch.from_numpy(np.array(raw)).view(torch.bfloat16).to(dtype)
+    if dtype == torch.bfloat16 and has_layout(kind) and (layout := layout_of(kind)).coded and not layout.exponents:
+        return torch.from_numpy(dequantised(layout, raw)).view(torch.bfloat16)
     return torch.from_numpy(dequantize(np.ascontiguousarray(raw), GGMLQuantizationType[kind])).to(dtype)
