@@ -222,6 +222,7 @@ class Target:
         self.inexact = self._try_exact(trial, kv_memory)
         if self.inexact and self._forward is None:
             self._take_masks(trial)
+            self.unlike = self.inexact if self.device.type == "cpu" else ""
 
     @torch.inference_mode()
     def _take_lean(self, weights: GgufWeights, kv_memory: int | None) -> None:
