@@ -29,6 +29,7 @@ from engine.core.tree import TokenTree
 from engine.model.loading import load_config
 from engine.model.target import Target
 
+_ALIKE = 0.99  # share of the larger vocabulary's tokens that the smaller one has: the rest is padding
 _CHUNK = 512  # prompt tokens of one forward
 
 
@@ -38,10 +39,11 @@ class SmallModel(Head):
     method: ClassVar[str] = "sps"
     published_growth: Policy = Static([(0,) * depth for depth in range(1, 6)])
 
-    def __init__(self, model: Target):
+    def __init__(self, model: Target, vocabulary: int | None = None):
+        """vocabulary: the target's size, if it is smaller than the model's."""
         self.model = model
         self.feature_layers, self.device = (), model.device
-        self.target_ids = torch.arange(model.vocab_size, device=model.device)
+        self.target_ids = torch.arange(min(model.vocab_size, vocabulary or model.vocab_size), device=model.device)
 
     @classmethod
     def load(cls, path: str, target: TargetWeights, device: str = "auto") -> SmallModel:
@@ -51,21 +53,29 @@ class SmallModel(Head):
     def from_config(cls, config: Config) -> HeadDrafter:
         path, options = weights_path(config), config.drafter
         with _told_of(path):
-            check_same_vocabulary(path, config.model)
-            head = cls(Target.load(path, config.dtype, config.device))
+            vocabulary = common_vocabulary(path, config.model)
+            head = cls(Target.load(path, config.dtype, config.device), vocabulary)
         widths = options.branches or (1,) * (options.length or 5)
-        policy = policy_of(options, level_by_level(widths, options.budget), default="published")
-        return HeadDrafter(head, policy, options.shared_noise)
+        as_published = options.branches or options.length or not config.verifier.cut
+        policy = policy_of(
+            options, level_by_level(widths, options.budget), default="published" if as_published else "adaptive"
+        )
+        drafter = HeadDrafter(head, policy, options.shared_noise)
+        drafter.warm_up(0)
+        return drafter
 
     def open(self, prompt: Sequence[int], capacity: int, scratch: int) -> SmallSession:
-        return SmallSession(self.model, prompt, capacity, scratch)
+        return SmallSession(self.model, len(self.target_ids), prompt, capacity, scratch)
 
 
 class SmallSession(Session):
-    """One request of a `SmallModel`. The cache holds the text up to node 0, whose entry is its last; nodes follow."""
+    """One request of a `SmallModel`. The cache holds the text up to node 0, whose entry is its last; nodes follow.
 
-    def __init__(self, model: Target, prompt: Sequence[int], capacity: int, scratch: int):
-        self.model, self.scratch = model, scratch
+    vocabulary: tokens that may be drafted, the first ones of the model's.
+    """
+
+    def __init__(self, model: Target, vocabulary: int, prompt: Sequence[int], capacity: int, scratch: int):
+        self.model, self.vocabulary, self.scratch = model, vocabulary, scratch
         self.cache = model.new_cache(capacity + scratch)
         self.unread = self._known(prompt)
         self.tokens, self.parents = self.unread[-1:], [-1]
@@ -87,7 +97,7 @@ class SmallSession(Session):
             self.cache.pending = 0
             for at in range(0, len(self.unread), _CHUNK):
                 logits, _ = self.model.prefill(self.cache, self.unread[at : at + _CHUNK])
-            self.unread, self._root_logits = [], logits[None]
+            self.unread, self._root_logits = [], logits[None, : self.vocabulary]
             self.cache.length -= 1
             self.cache.pending = 1
         return self._root_logits
@@ -99,7 +109,7 @@ class SmallSession(Session):
         tree = TokenTree.from_lists(self.tokens, self.parents, [1.0] * len(self.tokens))
         logits, _ = self.model.verify(self.cache, tree, first=first)
         self.cache.pending = 1
-        return list(range(first, len(self.tokens))), logits
+        return list(range(first, len(self.tokens))), logits[:, : self.vocabulary]
 
     def room(self) -> int:
         return min(self.scratch - (len(self.tokens) - 1), self.model.context - self.synced - 1)
@@ -131,20 +141,28 @@ def _told_of(path: str) -> Iterator[None]:
         raise type(error)(str(error).replace(f"model={path}:", f"drafter.path={path}:", 1)) from error
 
 
-def check_same_vocabulary(path: str, model: str) -> None:
-    """Raise DrafterMismatch unless the two models share one vocabulary. Models of one family may pad its end to
-    different sizes: the small one's may be shorter.
+def common_vocabulary(path: str, model: str) -> int:
+    """How many tokens the draft model shares with the target: the smaller of both vocabularies. Models of one family
+    may pad its end to different sizes, and name what they pad with. Raises DrafterMismatch unless all else is equal.
     """
     ours, theirs = (load_config(p).get_text_config().vocab_size for p in (path, model))
-    if ours > theirs:
-        raise DrafterMismatch(
-            f"drafter vocabulary {ours} != target vocabulary {theirs} (drafter.path={path}): "
-            "use a small model of the target's family"
-        )
+    differ = f"drafter vocabulary {ours} != target vocabulary {theirs}"
     if all((Path(p) / "tokenizer.json").is_file() for p in (path, model)):
-        mine, other = (AutoTokenizer.from_pretrained(p).get_vocab() for p in (path, model))
-        if mine != other:
+        mine, other = (_named(p) for p in (path, model))
+        both = mine.keys() & other.keys()
+        wrong = min((token_id for token_id in both if mine[token_id] != other[token_id]), default=None)
+        if wrong is not None or len(both) < _ALIKE * max(len(mine), len(other)):
+            at = "" if wrong is None else f" from token {wrong} on"
             raise DrafterMismatch(
-                f"drafter tokenizer != target tokenizer (drafter.path={path}): same size, other tokens; "
-                "use a small model of the target's family"
+                f"drafter tokenizer != target tokenizer{at} (drafter.path={path}): use a small model of the target's "
+                "family"
             )
+    elif ours > theirs:
+        raise DrafterMismatch(f"{differ} (drafter.path={path}): use a small model of the target's family")
+    common: int = min(ours, theirs)
+    return common
+
+
+def _named(path: str) -> dict[int, str]:
+    """The tokens of a tokenizer, by id."""
+    return {token_id: token for token, token_id in AutoTokenizer.from_pretrained(path).get_vocab().items()}

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,16 @@ class Stream:
     garbage-collected.
     """
 
-    def __init__(self, engine: Engine, prompt: Prompt, sampling: SamplingParams, raw: bool, places: Reservation | None):
-        self._pieces = engine._answer(self, prompt, sampling, raw, places)
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        raw: bool,
+        places: Reservation | None,
+        shown: Container[int] = (),
+    ):
+        self._pieces = engine._answer(self, prompt, sampling, raw, places, shown)
         self._accepted = False
         self.result: Result | None = None
 
@@ -185,15 +193,17 @@ class Engine:
         *,
         raw: bool = False,
         places: Reservation | None = None,
+        shown: Container[int] = (),
     ) -> Stream:
         """Like `generate`, piece by piece: `async with engine.stream(...) as stream: async for piece in stream: ...`.
 
         Leaving the `async with` cancels a request that has not ended. places: a reservation, of which it takes one.
+        shown: special tokens that are part of the text.
         """
         sampling = SamplingParams() if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
             raise RequestError(f"sampling={shown(sampling)}: give SamplingParams(max_tokens=...)")
-        return Stream(self, prompt, sampling.validate(), raw, places)
+        return Stream(self, prompt, sampling.validate(), raw, places, shown)
 
     def reserve(self, count: int) -> Reservation:
         """Take places in the queue before prompts are tokenised: `with engine.reserve(2) as places: ...`. Raises
@@ -213,7 +223,13 @@ class Engine:
         return tokens
 
     async def _answer(
-        self, stream: Stream, prompt: Prompt, sampling: SamplingParams, raw: bool, places: Reservation | None
+        self,
+        stream: Stream,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        raw: bool,
+        places: Reservation | None,
+        shown: Container[int],
     ) -> AsyncGenerator[Piece | None]:
         """A request's life at the front end. Yields None once it is accepted, then its pieces."""
         self._check_open()
@@ -233,7 +249,7 @@ class Engine:
             try:
                 self._supervisor.hand_over()
                 yield None
-                text = TextStream(self._tokenizer, sampling.stop, behind=tokens)
+                text = TextStream(self._tokenizer, sampling.stop, behind=tokens, shown=shown)
                 answer = Answer(text, len(tokens), started, self.target.inexact, sampling)
                 while answer.finish_reason is None:
                     arrival = await flight.arrivals.get()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from pathlib import Path
@@ -31,9 +32,9 @@ TEMPLATE = (
 )
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
+def tiny_tokenizer(end: str = "<|end|>") -> PreTrainedTokenizerFast:
     """One token per byte, and four special ones: 0 end, 1 user, 2 assistant, 3 unused."""
-    special = ["<|end|>", "<|user|>", "<|assistant|>", "<|unused|>"]
+    special = [end, "<|user|>", "<|assistant|>", "<|unused|>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate([*special, *alphabet])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -41,8 +42,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        eos_token="<|end|>",
-        pad_token="<|end|>",
+        eos_token=end,
+        pad_token=end,
         extra_special_tokens=special[1:],
         chat_template=TEMPLATE,
     )
@@ -110,8 +111,15 @@ def tiny_draft(tmp_path_factory: pytest.TempPathFactory, tiny: str) -> str:
 
 @pytest.fixture(scope="session")
 def tiny_stranger(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model of another vocabulary."""
-    return save_tiny_llama(tmp_path_factory.mktemp("tiny-stranger"), vocabulary=300)
+    """A model of another vocabulary: bytes come before the special tokens."""
+    folder = save_tiny_llama(tmp_path_factory.mktemp("tiny-stranger"), vocabulary=300)
+    file = Path(folder) / "tokenizer.json"
+    told = json.loads(file.read_text("utf8"))
+    told["model"]["vocab"] = {token: (i - 4) % VOCABULARY for token, i in told["model"]["vocab"].items()}
+    for added in told["added_tokens"]:
+        added["id"] = (added["id"] - 4) % VOCABULARY
+    file.write_text(json.dumps(told), "utf8")
+    return folder
 
 
 @pytest.fixture(scope="session")

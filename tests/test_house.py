@@ -45,9 +45,7 @@ FLOORS = (  # folders and modules from the ground up: a floor imports itself and
     "benchmarks.report",
     "benchmarks.inputs",
     "benchmarks.measure",
-    "benchmarks.simulate",
-    "benchmarks.speed",
-    "benchmarks.rivals",
+    "benchmarks.baselines",
     "benchmarks.cli",
     "benchmarks",
     "benchmarks.gpu",
@@ -56,18 +54,18 @@ FLOORS = (  # folders and modules from the ground up: a floor imports itself and
 )
 
 LATE = {  # modules that import within functions, or folders (with a dot), and why
+    "benchmarks.baselines.compare": "retyping a GGUF file is rare",
+    "benchmarks.baselines.run_vllm": "vLLM is in an environment of its own",
     "benchmarks.cli.": "options are checked and --help is shown before torch is there",
     "benchmarks.gpu.": "each step is a process of its own, and Triton is there with a GPU only",
+    "benchmarks.measure.acceptance": "matplotlib is of the extra bench",
     "benchmarks.measure.check": "transformers' model classes take seconds, and few checks need them",
     "benchmarks.measure.clients": "httpx is of the extra bench",
     "benchmarks.measure.contestants": "transformers' model classes take seconds, and few contestants need them",
+    "benchmarks.measure.profile": "matplotlib is of the extra bench",
     "benchmarks.measure.ties": "the target is loaded a second time only where texts differ",
     "benchmarks.report.about": "torch and the kernels take seconds, which reports of old runs do not need",
     "benchmarks.report.out_folder": "matplotlib is of the extra bench",
-    "benchmarks.rivals.compare": "retyping a GGUF file is rare",
-    "benchmarks.rivals.run_vllm": "vLLM is in an environment of its own",
-    "benchmarks.simulate.": "matplotlib is of the extra bench",
-    "benchmarks.speed.profile": "matplotlib is of the extra bench",
     "drafters.lookup.datastore": "numba takes half a second, which only users of an index pay",
     "drafters.lookup.suffix": "faiss is of the extra index",
     "drafters.registry": "torch takes seconds, which only methods with a model pay",
@@ -179,7 +177,7 @@ def test_the_source_is_read_as_it_is() -> None:
     assert Import("engine.api", True) in imports("engine.cli.main")
     assert Import("benchmarks.inputs.questions", False) in imports("benchmarks.measure.load")
     assert Import("engine.api", False) in imports("engine.cli.answer_file"), "an annotation's"
-    assert floor("engine.cli.main") > floor("benchmarks.cli.commands") > floor("engine.cli.command")
+    assert floor("engine.cli.main") > floor("benchmarks.cli.checks") > floor("engine.cli.command")
 
 
 def test_imports_run_downwards() -> None:

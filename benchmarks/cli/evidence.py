@@ -11,18 +11,18 @@ from rich.console import Console
 
 from engine import config as configuration
 from engine.cli.command import ConfigOption, SetOption, overrides, run
-from engine.config import Config
 from engine.core.errors import ConfigError
 from engine.core.params import SamplingParams
 
-from ..measure.differences import tell_differences, tell_load_differences, tell_qa_differences
-from ..report.out_folder import check_run, compare_runs, results_in, write_report
+from ..report.out_folder import compare_runs, results_in
+from ..report.runs import Run
 from .options import AgainstOption, gguf_file, names_in
 
 SHARES = {"single": 0.45, "concurrency": 0.18, "qa": 0.12, "rivals": 0.25}
 """Share of the minutes, by part."""
 SUITES = ("gsm8k", "humaneval", "alpaca", "mt_bench", "sum", "qa")
 KNOWLEDGE = ("nq_open", "spec_bench_dev")
+KNOWLEDGE_METHODS = ("pld", "suffix", "suffix+dense", "datastore", "talon")
 LEVELS = (1, 2, 4, 8, 16)
 METHODS = (
     "none,pld,lookahead,suffix,recycling,sps,medusa,hydra,eagle2,eagle3,block,"
@@ -61,6 +61,8 @@ def evidence(
             raise ConfigError(f"--parts {unknown[0]}: no such part; known: {', '.join(SHARES)}")
         from ..measure.contestants import check_name, every
         from ..measure.load import settings_of
+        from ..measure.plan import MeasurementPlan
+        from . import parts as measured
 
         settings = configuration.load(config, overrides(set_))
         suites, knowledge = (_files(questions, names) for names in (SUITES, KNOWLEDGE))
@@ -72,78 +74,45 @@ def evidence(
             check_name(name)
         for name in names_in(served):
             settings_of(name, settings)
-        check_run(against)
+        if against is not None:
+            Run.read(against)  # before anything is measured, not after
         weights = None if rivals is None else gguf_file(gguf)
         lacking = _lacking(questions, suites, knowledge, rivals)
         for part in (part for part in wanted if part in lacking):
             console.print(f"left out: {part}: {lacking[part]}", markup=False)
-        asking = _Evidence(settings, suites, knowledge, out, sampling, limit, console)
+        drawn = SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=seed)
+
+        def plan(
+            names: Sequence[str], files: Sequence[Path], share: float, *samplings: SamplingParams
+        ) -> MeasurementPlan:
+            return MeasurementPlan(settings, names, files, out, samplings or [sampling], limit, minutes=share)
+
+        async def known(share: float) -> int:
+            failed, retrieval, _ = await measured.knowledge(plan(KNOWLEDGE_METHODS, knowledge, share), 2, console)
+            console.print(str(retrieval or "no passages"))
+            return failed
+
+        async def others(share: float) -> int:
+            assert rivals is not None and weights is not None
+            return await measured.baselines(plan(names_in(served), suites, share), (1, 8), rivals, weights, console)
+
         measure: dict[str, Callable[[float], Awaitable[int]]] = {
-            "single": lambda share: asking.single(contestants, share),
-            "concurrency": lambda share: asking.concurrency(names_in(served), share),
-            "qa": asking.knowledge_questions,
-            "rivals": lambda share: asking.rivals(names_in(served), rivals, weights, share),
+            "single": lambda share: measured.single(plan(contestants, suites, share, sampling, drawn), console),
+            "concurrency": lambda share: measured.load(plan(names_in(served), suites, share), LEVELS, (), console),
+            "qa": known,
+            "rivals": others,
         }
         possible = [part for part in wanted if part not in lacking]
         whole, failed = sum(SHARES[part] for part in possible), 0
         with results_in(out):
             for part in possible:
                 failed += await measure[part](minutes * SHARES[part] / whole)
-                write_report(out, console)
             if against is not None:
                 compare_runs(out, against, Console())
         return failed
 
     if run(main()):
         raise typer.Exit(1)
-
-
-class _Evidence:
-    """The parts, one after the other; each returns how many texts differ that must be equal."""
-
-    def __init__(
-        self,
-        config: Config,
-        suites: Sequence[Path],
-        knowledge: Sequence[Path],
-        out: Path,
-        sampling: SamplingParams,
-        limit: int | None,
-        console: Console,
-    ):
-        self.config, self.suites, self.knowledge = config, suites, knowledge
-        self.out, self.sampling, self.limit, self.console = out, sampling, limit, console
-
-    async def single(self, names: Sequence[str], minutes: float) -> int:
-        from ..measure.bench import Single, run_bench
-
-        drawn = SamplingParams(max_tokens=self.sampling.max_tokens, temperature=1.0, seed=self.sampling.seed)
-        what = Single(self.suites, self.limit, [self.sampling, drawn], minutes=minutes)
-        return tell_differences(await run_bench(self.config, names, what, self.out, None, self.console), self.console)
-
-    async def concurrency(self, methods: Sequence[str], minutes: float) -> int:
-        from ..measure.load import Load, run_load
-
-        what = Load(LEVELS, (), self.sampling, 1, minutes)
-        rows = await run_load(self.config, methods, self.suites, self.out, self.limit, what, None, self.console)
-        return tell_load_differences(rows, self.console)
-
-    async def knowledge_questions(self, minutes: float) -> int:
-        from ..measure.qa import DENSE, Knowledge, run_qa
-
-        what = Knowledge(self.knowledge, self.limit, 2, self.sampling, minutes)
-        names = ["pld", "suffix", "suffix" + DENSE, "datastore", "talon"]
-        retrieval, rows = await run_qa(self.config, names, what, self.out, None, self.console)
-        self.console.print(str(retrieval or "no passages"))
-        return tell_qa_differences(rows, self.console)
-
-    async def rivals(self, methods: Sequence[str], folder: Path | None, gguf: Path | None, minutes: float) -> int:
-        from ..rivals.compare import Rivalry, run_rivals
-
-        assert folder is not None and gguf is not None
-        what = Rivalry(folder, gguf, self.suites, self.limit, (1, 8), 1, self.sampling, minutes)
-        await run_rivals(self.config, methods, what, self.out, None, self.console)
-        return 0
 
 
 def _lacking(questions: Path, suites: Sequence[Path], knowledge: Sequence[Path], rivals: Path | None) -> dict[str, str]:

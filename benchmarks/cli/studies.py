@@ -1,10 +1,10 @@
-"""`talon shapes`, `growth`, `acceptance`, and `profile`: studies of a single part."""
+"""`talon acceptance` and `talon profile`: measurements of a single part, in this process."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -14,106 +14,7 @@ from engine.cli.command import ConfigOption, SetOption, one_line_errors, overrid
 from engine.core.errors import ConfigError
 from engine.core.params import SamplingParams
 
-from .options import HeadsOption, QuestionsOption, names_in, question_files
-
-if TYPE_CHECKING:
-    from ..inputs.questions import Question
-
-
-def shapes(
-    questions: QuestionsOption = None,
-    contestant: Annotated[str, typer.Option(help="One that drafts trees.")] = "talon-tree",
-    limit: Annotated[int | None, typer.Option(help="Questions per file.", show_default="all", min=1)] = None,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    heads: HeadsOption = None,
-    out: Annotated[Path, typer.Option(help="The picture.")] = Path("tree-shapes.png"),
-    config: ConfigOption = configuration.DEMO,
-    set_: SetOption = None,
-) -> None:
-    """Measure a drafter's trees: width per depth, size, depth and accepted length, suite by suite."""
-
-    async def main() -> None:
-        from ..measure.contestants import CONTESTANTS
-
-        if contestant not in CONTESTANTS or contestant == "none":
-            raise ConfigError(f"contestant={contestant!r}: drafts no trees; known: {', '.join(CONTESTANTS)}")
-        files = question_files(questions)
-        from engine.weights.resolve import resolved
-        from engine.weights.tokenizer import tokenizer_of
-
-        from ..inputs.questions import read_questions
-        from ..simulate.shapes import draw, measure, table
-
-        path = {} if heads is None else {"drafter.path": str(heads / "{method}")}
-        settings = configuration.load(config, CONTESTANTS[contestant] | path | overrides(set_))
-        read = {file.stem: read_questions(file, limit) for file in files}
-        settings = resolved(settings)
-        tokenizer = tokenizer_of(settings)
-        suites = {suite: _prompts(tokenizer, some) for suite, some in read.items()}
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature).validate()
-        answers = measure(settings, suites, sampling, Console(stderr=True))
-        straight = [a for a in answers if not a.loops]
-        Console().print(table(answers, f"{contestant}, T = {temperature:g}, all answers"))
-        Console().print(table(straight, "Answers that do not loop"))
-        draw(straight or answers, out)
-
-    run(main())
-
-
-def _prompts(tokenizer: Any, questions: Sequence[Question]) -> list[list[int]]:
-    from engine.text.encode import encode_text
-
-    return [encode_text(tokenizer, question.prompt) for question in questions]
-
-
-def growth(
-    questions: QuestionsOption = None,
-    method: Annotated[str, typer.Option(help="The head: block, eagle3, eagle, medusa, hydra.")] = "block",
-    path: Annotated[Path | None, typer.Option(help="Its weights.", show_default="drafter.path")] = None,
-    limit: Annotated[int, typer.Option(help="Questions per file.", min=1)] = 2,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 96,
-    out: Annotated[Path, typer.Option(help="Folder of growth.json and growth.png.")] = Path("growth"),
-    config: ConfigOption = configuration.DEMO,
-    set_: SetOption = None,
-) -> None:
-    """Ask TALON's questions of a head: gate, budget, ungated layers, KV memory, over-confidence."""
-
-    async def main() -> None:
-        files = question_files(questions)
-        from drafters.heads.head_drafter import HeadDrafter
-        from drafters.registry import build
-        from engine.model.target import Target
-        from engine.weights.resolve import resolved
-        from engine.weights.tokenizer import tokenizer_of
-
-        from ..inputs.questions import read_questions
-        from ..report.out_folder import results_in
-        from ..report.progress import progress_bar
-        from ..simulate.growth import position_bytes, replay, settings, time_rounds, write
-        from ..simulate.known_answers import record
-
-        named = {"method": method} | ({} if path is None else {"drafter.path": str(path)})
-        config_ = resolved(configuration.load(config, named | overrides(set_)))
-        console, tokenizer = Console(stderr=True), tokenizer_of(config_)
-        suites = {f.stem: _prompts(tokenizer, read_questions(f, limit)) for f in files}
-        drafter = build(config_)
-        if not isinstance(drafter, HeadDrafter) or not drafter.feature_layers:
-            raise ConfigError(f"--method={method}: is no draft head; known: block, eagle3, eagle, medusa, hydra")
-        target = Target.load(config_.model, config_.dtype, config_.device, config_.verifier.kv_memory)
-        round_s = [*time_rounds(target).values()]
-        grown, asked = [], [*settings()]
-        with results_in(out):
-            with progress_bar(console) as progress:
-                sampling = SamplingParams(max_tokens=max_tokens)
-                answers = record(target, drafter.feature_layers, suites, sampling, progress)
-                task = progress.add_task("drafting", total=len(asked))
-                for setting in asked:
-                    grown.append(replay(drafter.head, setting, answers))
-                    progress.advance(task)
-            write(out, grown, round_s, position_bytes(target))
-
-    run(main())
+from .options import QuestionsOption, names_in, question_files
 
 
 def acceptance(
@@ -149,16 +50,15 @@ def acceptance(
     async def main() -> None:
         files = question_files(questions)
         from engine.model.target import Target
+        from engine.text.encode import encode_text
         from engine.weights.resolve import resolved
         from engine.weights.tokenizer import tokenizer_of
 
         from ..inputs.questions import read_questions
+        from ..measure.acceptance import Accepted, accept_all, layers_read, tables, time_forwards, ways, write
+        from ..measure.known_answers import record
         from ..report.out_folder import results_in
         from ..report.progress import progress_bar
-        from ..report.records import Accepted
-        from ..simulate.acceptance import accept_all, layers_read, tables, ways, write
-        from ..simulate.growth import time_rounds
-        from ..simulate.known_answers import record
 
         chosen, console, found = ways(names_in(methods)), Console(stderr=True), list[Accepted]()
         samplings = [
@@ -168,13 +68,14 @@ def acceptance(
         settings = resolved(configuration.load(config, overrides(set_)))
         layers = layers_read(chosen, settings)
         tokenizer = tokenizer_of(settings)
-        suites = {f.stem: _prompts(tokenizer, read_questions(f, limit)) for f in files}
+        suites = {f.stem: [encode_text(tokenizer, q.prompt) for q in read_questions(f, limit)] for f in files}
         target = Target.load(settings.model, settings.dtype, settings.device, settings.verifier.kv_memory)
         with results_in(out):
             with progress_bar(console) as progress:
                 for sampling in samplings:
                     answers = record(target, layers, suites, sampling, progress)
-                    found += accept_all(chosen, settings, answers, lambda: time_rounds(target), progress, simulated_ms)
+                    forward_s = partial(time_forwards, target)
+                    found += accept_all(chosen, settings, answers, forward_s, progress, simulated_ms)
             for table in (shown := tables(found)):
                 Console().print(table.rich())
             write(out, found, shown)
@@ -218,7 +119,7 @@ def profile(
     console = Console(stderr=True)
     with one_line_errors():
         asked, settings = _counts(rows), configuration.load(config, overrides(set_))
-        from ..speed.profile import draw, loaded, profile_target, show
+        from ..measure.profile import draw, loaded, profile_target, show
 
         with console.status("loading the model"):
             target = loaded(settings)

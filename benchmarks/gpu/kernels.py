@@ -14,7 +14,7 @@ from engine.core.batch import BLOCK, Batch, Segment
 from engine.core.kv_shape import KVShape
 from engine.core.tree import TokenTree
 from engine.kernels.attention.attention import Rule
-from engine.model.cuda.triton_attention import CHUNK, DeviceRows, TritonAttention
+from engine.model.cuda.triton_attention import CHUNK, DeviceRows, TritonAttention, grouped
 from engine.model.kv_pool import KVCache, KVPool
 
 from .findings import Record, tried
@@ -72,11 +72,9 @@ class _Texts:
     def attend(self, segments: list[Segment], queries: Tensor, rule: Rule) -> Tensor:
         """queries, result: [rows, heads, head_dim]."""
         batch = Batch.of(segments)
-        arrays = (batch.prefixes, batch.others, batch.listed, batch.tables, batch.table_of)
-        # never empty: a pointer to nothing is no address to compute with
-        rows = DeviceRows(*(torch.from_numpy(a if len(a) else np.zeros(1, np.int32)).to(self.device) for a in arrays))
+        attention = TritonAttention(self.pool, self.groups)
         chunks = -(-(int(batch.positions.max()) + 1) // CHUNK)
-        return TritonAttention(self.pool, self.groups)(rows, chunks, 0, rule, queries)
+        return attention(_rows_of(batch, attention, self.device), chunks, 0, rule, queries)
 
     def expected(self, keys: Tensor, values: Tensor, query: Tensor, rule: Rule) -> Tensor:
         """[heads, head_dim] float64: of a query that sees these."""
@@ -89,6 +87,13 @@ class _Texts:
         if rule.sinks is not None:
             scores = torch.cat([scores, rule.sinks.double()[:, None]], 1)
         return torch.einsum("hk,khd->hd", scores.softmax(-1)[:, : len(k)], v)
+
+
+def _rows_of(batch: Batch, attention: TritonAttention, device: torch.device) -> DeviceRows:
+    arrays = (batch.prefixes, batch.others, batch.listed, batch.tables, batch.table_of)
+    given = (*arrays, grouped(batch.table_of, attention.together))
+    # never empty: a pointer to nothing is no address to compute with
+    return DeviceRows(*(torch.from_numpy(a if len(a) else np.zeros(1, np.int32)).to(device) for a in given))
 
 
 def _check(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, what: str = "") -> Record:
@@ -156,9 +161,8 @@ def _time(length: int) -> Record:
     cache = texts.cache(keys, values)
     cache.length = length - 64
     batch = Batch.of([Segment.of_text([random_.randrange(9)] * 64, cache, "all")])
-    arrays = (batch.prefixes, batch.others, np.zeros(1, np.int32), batch.tables, batch.table_of)
-    rows = DeviceRows(*(torch.from_numpy(array).to(device) for array in arrays))
     attention, queries = TritonAttention(texts.pool, 4), texts.random(64, 32, 128)
+    rows = _rows_of(batch, attention, device)
     chunks, rule = -(-length // CHUNK), Rule(128**-0.5)
     return {
         "us": median_us(lambda: attention(rows, chunks, 0, rule, queries)),

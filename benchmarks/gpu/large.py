@@ -56,6 +56,7 @@ def _load(device: str, model: dict[str, Any]) -> Record:
         "inexact": target.inexact,
         "forward": type(target._masked or forward).__name__,
         "captures": Recorded.captures,
+        "lean": getattr(forward, "lean", None) is not None,
         "graphs": len(getattr(forward, "recorded", ())),
         "seconds_of_weights": round(made_s, 1),
     }
@@ -76,8 +77,19 @@ def _prefill(target: Target, cache: Any, past: int) -> Record:
 
 
 def _verify(target: Target, cache: Any, sizes: tuple[int, ...]) -> Record:
-    trees = {nodes: TokenTree.chain(1, [2] * (nodes - 1), [1.0] * (nodes - 1)) for nodes in sizes}
-    return {"ms": {nodes: _median_ms(partial(target.verify, cache, tree), target) for nodes, tree in trees.items()}}
+    """Of chains, whose rows all read the same slots, and of trees, where a row reads its own ancestors."""
+    chains = {nodes: TokenTree.chain(1, [2] * (nodes - 1), [1.0] * (nodes - 1)) for nodes in sizes}
+    trees = {nodes: _bushy(nodes) for nodes in sizes if nodes > 1}
+    return {
+        "ms": {nodes: _median_ms(partial(target.verify, cache, tree), target) for nodes, tree in chains.items()},
+        "trees_ms": {nodes: _median_ms(partial(target.verify, cache, tree), target) for nodes, tree in trees.items()},
+    }
+
+
+def _bushy(nodes: int) -> TokenTree:
+    """Four children a node, layer by layer."""
+    parents = [-1] + [(node - 1) // 4 for node in range(1, nodes)]
+    return TokenTree.from_lists([*range(1, nodes + 1)], parents, [1.0] * nodes)
 
 
 def _breakdown(target: Target, cache: Any) -> Record:
@@ -87,9 +99,14 @@ def _breakdown(target: Target, cache: Any) -> Record:
         for _ in range(_REPEATS):
             target.verify(cache, tree)
         wait(target.device)
-    times = {e.key: e.self_device_time_total / 1000 / _REPEATS for e in found.key_averages()}
+    kernels = found.key_averages()
+    times = {e.key: e.self_device_time_total / 1000 / _REPEATS for e in kernels}
     longest = sorted(times, key=times.__getitem__, reverse=True)[:_KERNELS]
-    return {"ms": round(sum(times.values()), 3), "kernels": {name[:60]: round(times[name], 3) for name in longest}}
+    return {
+        "ms": round(sum(times.values()), 3),
+        "launches": round(sum(e.count for e in kernels) / _REPEATS),
+        "kernels": {name[:60]: round(times[name], 3) for name in longest},
+    }
 
 
 def _median_ms(work: Callable[[], Any], target: Target) -> float:

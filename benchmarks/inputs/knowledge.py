@@ -1,7 +1,9 @@
-"""Questions that need knowledge, extracted from prompts that carry their passages."""
+"""Questions that need knowledge, extracted from prompts that carry their passages, and how right an answer is."""
 
 from __future__ import annotations
 
+import re
+import string
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +14,8 @@ import msgspec
 from engine.core.errors import RequestError
 from engine.files.json_lines import BadLine, json_lines
 
-from .squad import normalised
-
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
 KINDS = ("nq", "rag", "qa")
 
 
@@ -100,3 +102,33 @@ def _flat(references: Any) -> list[str]:
     if isinstance(references, str):
         return [references]
     return [text for reference in references for text in _flat(reference)]
+
+
+def normalised(text: str) -> str:
+    """Lower case, no punctuation, no articles, single spaces."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def exact_match(answer: str, references: Sequence[str]) -> float:
+    """1 if the answer is one of the references, else 0."""
+    return float(normalised(answer) in {normalised(reference) for reference in references})
+
+
+def subspan_match(answer: str, references: Sequence[str]) -> float:
+    """1 if the answer's first line contains one of the references, else 0: best-subspan exact match of *Lost in the
+    Middle*, where an answer that copies the whole passage must not count.
+    """
+    told = normalised(answer.strip().partition("\n")[0])
+    return float(any(normalised(reference) in told for reference in references))
+
+
+def f1(answer: str, references: Sequence[str]) -> float:
+    """The best harmonic mean of precision and recall over words."""
+    return max(_f1(normalised(answer).split(), normalised(reference).split()) for reference in references)
+
+
+def _f1(answer: list[str], reference: list[str]) -> float:
+    if not answer or not reference:
+        return float(answer == reference)
+    common = sum((Counter(answer) & Counter(reference)).values())
+    return 2 * common / (len(answer) + len(reference))

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from ..report.cells import width
+from ..report.ratios import width
 
 NARROW = 0.05
 """An interval of this share of its median is narrow enough."""

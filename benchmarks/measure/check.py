@@ -29,7 +29,7 @@ from engine.weights.resolve import resolved
 from engine.weights.tokenizer import tokenizer_of
 
 from ..inputs.questions import AskedQuestion, Question, check_prompts, read_questions
-from ..report.figures import BASELINE, Difference
+from ..report.figures import PLAIN, Difference
 from ..report.progress import progress_bar
 from .equality import TRANSFORMERS, Comparison, Different, Setting
 from .load import settings_of
@@ -53,7 +53,7 @@ class Grid:
     def settings(self) -> list[Setting]:
         """All settings. Plain decoding has no drafter to run in turns or ahead, so it appears in one mode only."""
         some = itertools.product(self.methods, self.modes, self.transports, self.threads)
-        return [one for one in itertools.starmap(Setting, some) if one.method != BASELINE or one.mode == self.modes[0]]
+        return [one for one in itertools.starmap(Setting, some) if one.method != PLAIN or one.mode == self.modes[0]]
 
     def questions_of(self, setting: Setting, count: int) -> range:
         """Which of `count` questions are answered under a setting."""
@@ -118,7 +118,7 @@ class Check:
 
     async def read_plain(self, progress: Progress) -> None:
         """Plain decoding's texts, one request at a time."""
-        config = settings_of(BASELINE, self.config)
+        config = settings_of(PLAIN, self.config)
         self.plain = await self._texts(config, range(len(self.asked)), 1, "plain decoding", progress)
 
     async def compare(self, setting: Setting, progress: Progress) -> list[Comparison]:
@@ -128,13 +128,13 @@ class Check:
         chosen = self.grid.questions_of(setting, len(self.asked))
         texts = await self._texts(config, chosen, self.grid.at_once, str(setting), progress)
         tie = 0.0 if self.exact else TIE[self.referee.dtype]
-        return [self._compared(Comparison(setting, t, BASELINE, tie), texts[t], self.plain[t]) for t in texts]
+        return [self._compared(Comparison(setting, t, PLAIN, tie), texts[t], self.plain[t]) for t in texts]
 
     async def compare_with_transformers(self, progress: Progress) -> Comparison:
         """Compare plain decoding's greedy texts with those of transformers' generate in float32. Ties are gaps that
         transformers itself, in the target's type, reverses along those texts.
         """
-        from .peers import TransformersContestant
+        from .transformers_baseline import TransformersContestant
 
         task = progress.add_task(TRANSFORMERS, total=len(self.asked))
         stock = await TransformersContestant.start(load(self.config, {"dtype": "float32"}))
@@ -148,11 +148,11 @@ class Check:
                 tie = max(tie, await self._most_turned(stock.model, texts, progress))
         finally:
             await stock.close()
-        setting = Setting(BASELINE, self.config.mode, self.config.transport, self.config.verifier.threads)
+        setting = Setting(PLAIN, self.config.mode, self.config.transport, self.config.verifier.threads)
         return self._compared(Comparison(setting, 0.0, TRANSFORMERS, tie), self.plain[0.0], texts)
 
     async def _most_turned(self, exact: Any, texts: Texts, progress: Progress) -> float:
-        from .peers import TransformersContestant
+        from .transformers_baseline import TransformersContestant
 
         rounded = await TransformersContestant.start(self.config)
         try:
@@ -228,7 +228,7 @@ async def run_check(
     with progress_bar(console) as progress:
         await check.read_plain(progress)
         for setting in grid.settings():
-            if not kept.has(BASELINE, setting):
+            if not kept.has(PLAIN, setting):
                 kept.add(await check.compare(setting, progress))
         if 0.0 in grid.temperatures and not kept.has(TRANSFORMERS):  # takes minutes where torch is slow in bfloat16
             kept.add([await check.compare_with_transformers(progress)])

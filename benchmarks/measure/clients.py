@@ -19,7 +19,7 @@ from engine.frontend.tasks import keep_under_way
 
 from ..inputs.questions import Question, mixed_questions
 from ..report.load_figures import LoadRow, at_once, tokens_per_second
-from ..report.row_file import RowFile
+from ..report.out_folder import RowFile
 from ..report.tables import Table, p50_p95
 
 KEY_VARIABLE = "OPENAI_API_KEY"

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-import numpy as np
+from rich.console import Console
 
 from engine.api import Engine
 from engine.config import Config, load
-from engine.core.errors import ConfigError
+from engine.core.errors import ConfigError, TalonError
 from engine.core.methods import METHODS
 from engine.core.params import SamplingParams
 from engine.core.spelling import did_you_mean
 from engine.frontend.processes import ProcessWorker
 
-from ..report.figures import PEERS
-from ..report.records import TimedAnswer
+from ..report.figures import PLAIN, TRANSFORMERS
+from .timed_answer import TimedAnswer
 
 
 class Contestant(Protocol):
@@ -129,13 +129,13 @@ ABLATION = ("eagle3", "+adaptive", "+noise", "+calibration", "+merge", "+budget"
 
 def every() -> list[str]:
     """All contestants but the steps of the ablation."""
-    return [name for name in CONTESTANTS if not name.startswith("+")] + list(PEERS)
+    return [name for name in CONTESTANTS if not name.startswith("+")] + list(TRANSFORMERS)
 
 
 def check_name(name: str) -> None:
     """Raise ConfigError unless there is such a contestant."""
-    if name not in CONTESTANTS and name not in PEERS:
-        known = [*CONTESTANTS, *PEERS]
+    if name not in CONTESTANTS and name not in TRANSFORMERS:
+        known = [*CONTESTANTS, *TRANSFORMERS]
         meant = did_you_mean(name, known) or ";"
         raise ConfigError(f"method={name!r}: no such contestant{meant} known: {', '.join(known)}")
 
@@ -159,13 +159,13 @@ async def start_contestant(name: str, config: Config, heads: Path | None = None)
     """The contestant `name`, on the model of `config`. heads: a folder with eagle, eagle3, medusa, hydra and sps; None:
     drafter.path names their weights.
     """
-    if name in PEERS:
+    if name in TRANSFORMERS:
         assistant = None
         if name == "hf-assisted":
             assistant = config.drafter.weights("sps") if heads is None else str(heads / "sps")
             if assistant is None:
                 raise ConfigError("hf-assisted: needs a small model: give drafter.path, or --heads DIR with sps in it")
-        from .peers import TransformersContestant
+        from .transformers_baseline import TransformersContestant
 
         return await TransformersContestant.start(config, assistant, prompt_lookup=name == "hf-pld")
     check_name(name)
@@ -175,6 +175,50 @@ async def start_contestant(name: str, config: Config, heads: Path | None = None)
     return await TalonContestant.start(settings)
 
 
-def overhead_us(run: TimedAnswer) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Per round: microseconds in which neither target nor draft model computed."""
-    return np.array([r.round_us - r.forward_us - r.draft_us for r in run.log[1:]], dtype=np.int64)
+class Closeable(Protocol):
+    async def close(self) -> None: ...
+
+
+Started = TypeVar("Started", bound=Closeable)
+
+
+async def start_each(
+    names: Sequence[str],
+    start: Callable[[str], Awaitable[Started]],
+    warm_up: Callable[[Started], Awaitable[Any]],
+    console: Console,
+) -> dict[str, Started]:
+    """What can be started here, warmed up; for the others, a line says what they lack. Plain decoding's error is
+    raised, and what was started by then is closed.
+    """
+    started: dict[str, Started] = {}
+    try:
+        for name in names:
+            try:
+                started[name] = await start(name)
+                await warm_up(started[name])
+            except TalonError as error:
+                if name == PLAIN:
+                    raise
+                if name in started:
+                    await started.pop(name).close()
+                console.print(f"left out: {name}: {error}", markup=False)
+        others = [name for name in names if name != PLAIN]
+        if others and not any(name in started for name in others):
+            raise ConfigError(f"methods: none of {', '.join(others)} can be started here, see above")
+    except BaseException:
+        for one in started.values():
+            await one.close()
+        raise
+    return started
+
+
+async def start_contestants(
+    names: Sequence[str], config: Config, heads: Path | None, warm_up: list[int], console: Console
+) -> dict[str, Contestant]:
+    """The contestants that can be started here. warm_up: a prompt."""
+
+    async def start(name: str) -> Contestant:
+        return await start_contestant(name, config, heads)
+
+    return await start_each(names, start, lambda one: one.answer(warm_up, SamplingParams(max_tokens=24)), console)

@@ -14,7 +14,6 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -26,19 +25,15 @@ from engine.core.errors import ConfigError
 from engine.core.methods import METHODS
 from engine.core.params import SamplingParams
 from engine.frontend.tasks import gather, keep_under_way
-from engine.text.encode import encode_text
-from engine.weights.resolve import resolved
-from engine.weights.tokenizer import tokenizer_of
 
 from ..inputs.questions import AskedQuestion, check_prompts, mixed_questions
-from ..report.about import write_about
-from ..report.figures import BASELINE, PEERS
-from ..report.load_figures import ROWS, LoadRow, at_once, cells, requests_per_second
+from ..report.figures import PLAIN, TRANSFORMERS
+from ..report.load_figures import ROWS, LoadRow, at_once, ratios, requests_per_second
+from ..report.out_folder import RowFile
 from ..report.progress import progress_bar
-from ..report.row_file import RowFile
 from .budget import Budget, is_narrow
-from .contestants import check_name, keys_of
-from .starting import start_each
+from .contestants import check_name, keys_of, start_each
+from .plan import MeasurementPlan
 
 CAPACITY_AT = 16
 """Arrivals are shares of the requests a second that plain decoding answers with this many at once."""
@@ -59,22 +54,9 @@ class Part:
         return f"{self.level} at once" if self.level is not None else f"arrivals at {self.share:g}"
 
 
-@dataclass(frozen=True)
-class Load:
-    """What is measured. levels: requests at once; shares: arrivals as shares of plain decoding's capacity. repeats: of
-    everything; with minutes, as many as these allow, of the levels whose intervals are not narrow yet.
-    """
-
-    levels: Sequence[int]
-    shares: Sequence[float]
-    sampling: SamplingParams
-    repeats: int
-    minutes: float | None = None
-
-
 def settings_of(name: str, config: Config, heads: Path | None = None) -> Config:
     """A method as served, with its trees cut to the round's budget; a contestant's name stands for its own keys."""
-    if name in PEERS:
+    if name in TRANSFORMERS:
         raise ConfigError(f"method={name!r}: answers one request at a time; leave it out with --concurrency")
     if name not in METHODS:
         check_name(name)
@@ -83,52 +65,44 @@ def settings_of(name: str, config: Config, heads: Path | None = None) -> Config:
 
 
 async def run_load(
-    config: Config,
-    names: Sequence[str],
-    files: Sequence[Path],
-    out: Path,
-    limit: int | None,
-    what: Load,
-    heads: Path | None,
-    console: Console,
+    plan: MeasurementPlan, levels: Sequence[int], shares: Sequence[float], console: Console
 ) -> list[LoadRow]:
-    """Measure, and write `out`/load.jsonl as the rows come in. Plain decoding is always among the methods."""
-    names = list(dict.fromkeys([BASELINE, *names]))
-    questions_of = mixed_questions(files, limit)
-    for name in names:
-        settings_of(name, config, heads)
-    config = resolved(config)
-    tokenizer = tokenizer_of(config)
-    mixed = [
-        AskedQuestion(suite, question, encode_text(tokenizer, question.prompt)) for suite, question in questions_of
-    ]
-    parts = _parts(what, len(files))
+    """Measure, and write load.jsonl as the rows come in.
+
+    levels: requests at once; shares: arrivals as shares of plain decoding's capacity. With minutes, as many repeats as
+    these allow, of the levels whose intervals are not narrow yet.
+    """
+    questions_of = mixed_questions(plan.files, plan.limit)
+    for name in plan.contestants:
+        settings_of(name, plan.config, plan.heads)
+    plan = plan.resolved()
+    mixed = [plan.encoded(suite, question) for suite, question in questions_of]
+    parts = _parts(levels, shares, len(plan.files))
     if (wanted := sum(parts.values())) > len(mixed):
         console.print(
             f"{len(mixed)} questions for {wanted} requests: some are asked again, which flatters drafters that "
             "remember and shortens first tokens; give more files, or raise --limit"
         )
     questions = dict(zip(parts, _slices(mixed, list(parts.values())), strict=True))
-    rows: list[LoadRow] = []
-    about = partial(write_about, out, config, [what.sampling], what.repeats)
-    with progress_bar(console) as progress, RowFile(out / ROWS, about) as results:
+    names, rows = plan.contestants, list[LoadRow]()
+    with progress_bar(console) as progress, plan.row_file(ROWS) as results:
         different = {tuple(one.prompt): one for part in questions.values() for one in part}
-        budget = Budget(what.minutes)
-        repeated = 0 if budget.bounded else what.repeats  # how many the minutes allow is not known
+        budget = Budget(plan.minutes)
+        repeated = 0 if budget.bounded else plan.repeats  # how many the minutes allow is not known
         total = len(different) + len(names) * repeated * wanted
-        bench = _Bench(what.sampling, results, rows, progress, total)
-        async with engines([BASELINE], config, None, console) as alone:
-            check_prompts(different.values(), what.sampling.max_tokens, alone[BASELINE].target.context)
-            bench.texts = {prompt: await bench.text(alone[BASELINE], one) for prompt, one in different.items()}
-        order = random.Random(what.sampling.seed)
-        for repeat in range(_MOST if budget.bounded else what.repeats):
+        bench = _Bench(plan.sampling, results, rows, progress, total)
+        async with engines([PLAIN], plan.config, None, console) as alone:
+            check_prompts(different.values(), plan.sampling.max_tokens, alone[PLAIN].target.context)
+            bench.texts = {prompt: await bench.text(alone[PLAIN], one) for prompt, one in different.items()}
+        order = random.Random(plan.sampling.seed)
+        for repeat in range(_MOST if budget.bounded else plan.repeats):
             if repeat and (
                 budget.spent or not (questions := {p: q for p, q in questions.items() if not _known(p, rows)})
             ):
                 break
             if budget.bounded:
                 bench.more(len(names) * sum(map(len, questions.values())))
-            async with engines(names, config, heads, console) as started:
+            async with engines(names, plan.config, plan.heads, console) as started:
                 for part, asked in questions.items():
                     for name in order.sample(list(started), len(started)):
                         bench.begin(name, part, repeat)
@@ -229,25 +203,25 @@ def arrivals(rows: Sequence[LoadRow], repeat: int, share: float, count: int) -> 
     The same for every method of a repeat.
     """
     rate = share * requests_per_second(
-        [r for r in rows if (r.method, r.concurrency, r.repeat) == (BASELINE, CAPACITY_AT, repeat)]
+        [r for r in rows if (r.method, r.concurrency, r.repeat) == (PLAIN, CAPACITY_AT, repeat)]
     )
     drawn = random.Random(f"{repeat} {share}")
     return list(itertools.accumulate(drawn.expovariate(rate) for _ in range(count)))
 
 
-def _parts(what: Load, suites: int) -> dict[Part, int]:
+def _parts(levels: Sequence[int], shares: Sequence[float], suites: int) -> dict[Part, int]:
     """What is measured in a repeat, levels before shares, and with how many requests."""
-    levels = [*what.levels, *([CAPACITY_AT] if what.shares and CAPACITY_AT not in what.levels else [])]
-    counts = {Part(level=level): max(_ROUNDS * level, suites) for level in levels}
-    return counts | {Part(share=share): _ROUNDS * CAPACITY_AT for share in what.shares}
+    needed = [*levels, *([CAPACITY_AT] if shares and CAPACITY_AT not in levels else [])]
+    counts = {Part(level=level): max(_ROUNDS * level, suites) for level in needed}
+    return counts | {Part(share=share): _ROUNDS * CAPACITY_AT for share in shares}
 
 
 def _known(part: Part, rows: Sequence[LoadRow]) -> bool:
     """Whether it need not be measured again; arrivals always need plain decoding's capacity of the same repeat."""
     if part.level is None or any(row.arrivals is not None for row in rows):
         return False
-    ratios = [some for (_, setting, _), some in cells(rows).items() if setting == at_once(part.level)]
-    return all(is_narrow([*some.values()]) for some in ratios)
+    found = [some for (_, setting, _), some in ratios(rows).items() if setting == at_once(part.level)]
+    return all(is_narrow([*some.values()]) for some in found)
 
 
 def _slices(mixed: Sequence[AskedQuestion], counts: Sequence[int]) -> Iterator[list[AskedQuestion]]:

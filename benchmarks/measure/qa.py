@@ -14,7 +14,6 @@ import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,39 +26,24 @@ from engine.config import Config
 from engine.core.errors import ConfigError
 from engine.core.params import SamplingParams
 from engine.text.encode import encode_text
-from engine.weights.resolve import resolved
 from engine.weights.tokenizer import tokenizer_of
 from retrieval_index.build import build
 from retrieval_index.dense import DenseIndex
 from retrieval_index.dense_build import build_dense
 
-from ..inputs.knowledge import Item, prompt_of, quoted, read_items
+from ..inputs.knowledge import Item, exact_match, f1, prompt_of, quoted, read_items, subspan_match
 from ..inputs.questions import AskedQuestion, Question, check_prompts
-from ..inputs.squad import exact_match, f1, subspan_match
-from ..report.about import write_about
-from ..report.figures import BASELINE, Difference
+from ..report.figures import PLAIN, Difference
 from ..report.progress import progress_bar
 from ..report.qa_figures import ROWS, QaRow, Retrieval, Scores
-from ..report.records import TimedAnswer
-from ..report.row_file import RowFile
-from .bench import start_all
 from .budget import Budget, spend
-from .contestants import Contestant
+from .contestants import Contestant, start_contestants
+from .plan import MeasurementPlan
 from .ties import Referee
+from .timed_answer import TimedAnswer
 
 DENSE = "+dense"
 CLOSED, OWN, FOUND = "closed book", "own passage", "retrieved"
-
-
-@dataclass(frozen=True)
-class Knowledge:
-    """What is asked. limit: questions of each kind; count: passages retrieved into a prompt; minutes: for all of it."""
-
-    files: Sequence[Path]
-    limit: int | None
-    count: int
-    sampling: SamplingParams
-    minutes: float | None = None
 
 
 class Library:
@@ -94,41 +78,39 @@ class Library:
         )
 
 
-async def run_qa(
-    config: Config, names: Sequence[str], what: Knowledge, out: Path, heads: Path | None, console: Console
-) -> tuple[Retrieval | None, list[QaRow]]:
-    """Ask in each setting that the files allow, and write `out`/qa.jsonl as the rows come in."""
-    read = [read_items(file, what.limit) for file in what.files]
-    if any(file.resolve() == (out / ROWS).resolve() for file in what.files):
-        raise ConfigError(f"--out {out}: its {ROWS} is one of the files of questions; name another folder")
-    config = resolved(config)
+async def run_qa(plan: MeasurementPlan, count: int, console: Console) -> tuple[Retrieval | None, list[QaRow]]:
+    """Ask in each setting that the files allow, and write qa.jsonl as the rows come in. count: of the passages that
+    are retrieved into a prompt.
+    """
+    read = [read_items(file, plan.limit) for file in plan.files]
+    if any(file.resolve() == (plan.out / ROWS).resolve() for file in plan.files):
+        raise ConfigError(f"--out {plan.out}: its {ROWS} is one of the files of questions; name another folder")
+    plan = plan.resolved()
     items = [item for some, _ in read for item in some]
-    ids = Counter((item.kind, item.question_id) for item in items)
-    for (kind, question_id), count in ids.items():
-        if count > 1:
+    for (kind, question_id), times in Counter((item.kind, item.question_id) for item in items).items():
+        if times > 1:
             raise ConfigError(
-                f"--questions: {count} questions of {kind} have the question_id {question_id!r}; rename them"
+                f"--questions: {times} questions of {kind} have the question_id {question_id!r}; rename them"
             )
     passages = list(dict.fromkeys(text for _, some in read for text in some))
-    methods = list(dict.fromkeys([BASELINE, *names]))
-    if not passages and any(name.endswith(DENSE) for name in methods):
-        raise ConfigError(f"methods={','.join(names)}: {DENSE} needs passages, and the files hold none")
+    if not passages and any(name.endswith(DENSE) for name in plan.names):
+        raise ConfigError(f"methods={','.join(plan.names)}: {DENSE} needs passages, and the files hold none")
     with tempfile.TemporaryDirectory(prefix="talon-qa-") as folder:
-        library = Library(config, passages, Path(folder)) if passages else None
-        found = {item: library.find(item.question, what.count) if library else [] for item in items}
+        library = Library(plan.config, passages, Path(folder)) if passages else None
+        found = {item: library.find(item.question, count) if library else [] for item in items}
         settings: dict[str, dict[Item, Sequence[str]]] = {CLOSED: dict.fromkeys(items, ())}
         if library is not None:
             settings |= {OWN: {item: item.passages for item in items if item.passages}, FOUND: {**found}}
-        tokenizer = tokenizer_of(config)
+        tokenizer = tokenizer_of(plan.config)
         prompts = {
             setting: {
                 item: encode_text(tokenizer, prompt_of(item.question, [*passages])) for item, passages in given.items()
             }
             for setting, given in settings.items()
         }
-        asking = _Asking(config, methods, library, found, prompts, what.sampling, heads, console)
-        budget, rows = Budget(what.minutes), list[QaRow]()
-        with RowFile(out / ROWS, partial(write_about, out, config, [what.sampling], 1)) as results:
+        asking = _Asking(plan, library, found, prompts, console)
+        budget, rows = Budget(plan.minutes), list[QaRow]()
+        with plan.row_file(ROWS) as results:
             for number, setting in enumerate(settings):
                 async for row in asking.answers(setting, budget.share(len(settings) - number)):
                     rows.append(row)
@@ -140,38 +122,36 @@ async def run_qa(
 class _Asking:
     """found: of every question, the passages most like it. prompts: of every setting."""
 
-    config: Config
-    methods: Sequence[str]
+    plan: MeasurementPlan
     library: Library | None
     found: Mapping[Item, list[str]]
     prompts: Mapping[str, Mapping[Item, list[int]]]
-    sampling: SamplingParams
-    heads: Path | None
     console: Console
 
     async def answers(self, setting: str, budget: Budget) -> AsyncIterator[QaRow]:
         """One setting: contestants start afresh, since some remember answers, and take turns question by question."""
-        tokenizer, order = tokenizer_of(self.config), random.Random(self.sampling.seed)
-        contestants, referee = await self._start(tokenizer), Referee(self.config)
+        tokenizer, sampling = tokenizer_of(self.plan.config), self.plan.sampling
+        order = random.Random(sampling.seed)
+        contestants, referee = await self._start(tokenizer), Referee(self.plan.config)
         kinds: dict[str, list[Item]] = {}
         prompts = self.prompts[setting]
         for item in prompts:
             kinds.setdefault(item.kind, []).append(item)
         ratios: dict[str, dict[str, list[float]]] = {kind: {} for kind in kinds}
         try:
-            self._check_prompts(contestants[BASELINE].context)
+            self._check_prompts(contestants[PLAIN].context)
             with progress_bar(self.console) as progress:
                 task = progress.add_task(setting, total=len(prompts))
                 for kind, item, resting in spend(kinds, ratios.__getitem__, budget):
                     prompt = prompts[item]
-                    asked = [name for name in contestants if name == BASELINE or name not in resting]
+                    asked = [name for name in contestants if name == PLAIN or name not in resting]
                     runs: dict[str, TimedAnswer] = {}
                     for name in order.sample(asked, len(asked)):
-                        runs[name] = await contestants[name].answer(prompt, self.sampling)
+                        runs[name] = await contestants[name].answer(prompt, sampling)
                     for name, run in runs.items():
                         row = row_of(setting, item, name, run, tokenizer, self.found[item])
-                        row = compared(row, run, runs[BASELINE], prompt, self.sampling, referee)
-                        speed_up = row.tokens_per_second * runs[BASELINE].seconds / len(runs[BASELINE].token_ids)
+                        row = compared(row, run, runs[PLAIN], prompt, sampling, referee)
+                        speed_up = row.tokens_per_second * runs[PLAIN].seconds / len(runs[PLAIN].token_ids)
                         ratios[kind].setdefault(name, []).append(speed_up)
                         yield row
                     progress.advance(task)
@@ -188,19 +168,19 @@ class _Asking:
             for setting, prompts in self.prompts.items()
             for item, prompt in prompts.items()
         )
-        check_prompts(asked, self.sampling.max_tokens, context)
+        check_prompts(asked, self.plan.sampling.max_tokens, context)
 
     async def _start(self, tokenizer: Any) -> dict[str, Contestant]:
         """The contestants; those that draft from the passages are given them."""
-        warm_up = encode_text(tokenizer, "Say hello.")
-        plain = [name for name in self.methods if not name.endswith(DENSE)]
-        drafting = [name.removesuffix(DENSE) for name in self.methods if name.endswith(DENSE)]
-        with_datastore = with_dense = self.config
+        warm_up, plan = encode_text(tokenizer, "Say hello."), self.plan
+        plain = [name for name in plan.contestants if not name.endswith(DENSE)]
+        drafting = [name.removesuffix(DENSE) for name in plan.contestants if name.endswith(DENSE)]
+        with_datastore = with_dense = plan.config
         if self.library is not None:
-            with_datastore = configuration.load(self.config, {"drafter.datastore": str(self.library.datastore)})
-            with_dense = configuration.load(self.config, {"drafter.dense": str(self.library.dense)})
-        contestants = await start_all(plain, with_datastore, self.heads, warm_up, self.console)
-        started = await start_all(drafting, with_dense, self.heads, warm_up, self.console)
+            with_datastore = configuration.load(plan.config, {"drafter.datastore": str(self.library.datastore)})
+            with_dense = configuration.load(plan.config, {"drafter.dense": str(self.library.dense)})
+        contestants = await start_contestants(plain, with_datastore, plan.heads, warm_up, self.console)
+        started = await start_contestants(drafting, with_dense, plan.heads, warm_up, self.console)
         return contestants | {name + DENSE: contestant for name, contestant in started.items()}
 
 

@@ -1,23 +1,21 @@
-"""From rows to figures: speed-ups with their intervals, and which answers loop."""
+"""From the rows of one request at a time to figures and tables: speed-ups with their intervals, and looping answers."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
-from pathlib import Path
 from statistics import geometric_mean, mean, median
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from engine.core.errors import ConfigError
+from .ratios import Ratios, Where, resampled
+from .tables import Table, known
 
-from .cells import Cells, Where, resampled
-
-BASELINE = "none"
-PEERS = ("hf", "hf-pld", "hf-assisted")
+PLAIN = "none"
+TRANSFORMERS = ("hf", "hf-pld", "hf-assisted")
 """`transformers` itself: plain generate, prompt lookup, and assisted generation with the SPS model."""
 ROWS = "results.jsonl"
 _LOOP_LENGTH, _LOOP_COUNT = 8, 4
@@ -47,9 +45,9 @@ class Row(msgspec.Struct, frozen=True):
     cache. seconds: from the call to the last token. round_ms: between verdicts. verify_ms, draft_ms: in the models'
     forwards, mean per round; other_ms: of a round outside them. nodes, depth: of the tree verified, mean per round.
     accepted: tokens emitted -> number of such rounds. tie: the text differs from plain decoding's, but only by
-    rounding. token_ms: between tokens; those that come together share their wait. forward_ms: of the target, by
-    number of nodes, median. peak_memory_mb: of the contestant's processes so far. exact: any difference from plain
-    decoding is an error; inexact: why it is not, if known. difference: the first.
+    rounding. token_ms: between tokens; those that come together share their wait. peak_memory_mb: of the contestant's
+    processes so far. exact: any difference from plain decoding is an error; inexact: why it is not, if known.
+    difference: the first.
     """
 
     suite: str
@@ -78,7 +76,6 @@ class Row(msgspec.Struct, frozen=True):
     other_ms: float | None = None
     depth: float | None = None
     peak_memory_mb: float | None = None
-    forward_ms: dict[str, float] = {}
     exact: bool = False
     inexact: str = ""
     difference: Difference | None = None
@@ -90,60 +87,50 @@ class Row(msgspec.Struct, frozen=True):
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
 
+    @property
+    def prompt(self) -> tuple[str, str, float, int]:
+        """What plain decoding's row of the same prompt and repeat has too."""
+        return self.suite, self.question_id, self.temperature, self.repeat
 
-class Summary(msgspec.Struct, frozen=True):
+
+class Summary:
     """A contestant over some answers. speed_up: the median of per-prompt ratios of tokens/s to plain decoding's; over
     several suites the geometric mean of their medians, so that each counts the same however often it was asked. low,
-    high: its 95% interval by bootstrap over prompts. The others: means of the suites' means, tokens accepted
-    over all rounds of a suite; memory: the most.
+    high: its 95% interval by bootstrap over prompts.
     """
 
-    method: str
-    answers: int
-    tokens_per_second: float
-    speed_up: float
-    low: float
-    high: float
-    mean_accepted_tokens: float | None
-    time_to_first_token_s: float | None
-    verifier_busy: float | None
-    draft_hit_rate: float | None
-    round_ms_p50: float | None
-    round_ms_p95: float | None
-    verify_ms: float | None
-    draft_ms: float | None
-    nodes: float | None
-    token_ms_p50: float | None
-    token_ms_p95: float | None
-    other_ms: float | None
-    depth: float | None
-    peak_memory_mb: float | None
-    equal: int
-    ties: int
-    compared: int
+    def __init__(self, method: str, rows: Sequence[Row]):
+        """rows: of all contestants."""
+        self.method = method
+        asked = dict.fromkeys(row.suite for row in rows if row.method == method)
+        self.suites = [[row for row in rows if (row.suite, row.method) == (suite, method)] for suite in asked]
+        ratios = [speed_ups([row for row in rows if row.suite == suite], method) for suite in asked]
+        samples = np.exp(np.mean([np.log(resampled(some, seed)) for seed, some in enumerate(ratios)], axis=0))
+        self.speed_up = geometric_mean(map(median, ratios))
+        self.low, self.high = map(float, np.quantile(samples, [0.025, 0.975]))
+
+    def mean(self, name: str) -> float | None:
+        """The mean of the suites' means of a field; None if it is unknown."""
+        values = [[v for row in some if (v := getattr(row, name)) is not None] for some in self.suites]
+        return mean(map(mean, found)) if (found := [some for some in values if some]) else None
+
+    @property
+    def mean_accepted_tokens(self) -> float | None:
+        """The mean of the suites' tokens over all of their rounds."""
+        pooled = [tokens for some in self.suites if (tokens := tokens_a_round(some)) is not None]
+        return mean(pooled) if pooled else None
+
+    @property
+    def peak_memory_mb(self) -> float | None:
+        return max((row.peak_memory_mb for some in self.suites for row in some if row.peak_memory_mb), default=None)
 
     @property
     def same_text(self) -> str:
         """How many texts equal plain decoding's, of those that can be compared; ties apart."""
-        if not self.compared:
-            return "-"
-        return f"{self.equal}/{self.compared}" + (f", {self.ties} tied" if self.ties else "")
-
-
-Line = TypeVar("Line", bound=msgspec.Struct)
-
-
-def read_lines(path: Path, kind: type[Line]) -> list[Line]:
-    """The rows of a file that a benchmark wrote; none where there is no file."""
-    try:
-        with path.open(encoding="utf8") as lines:
-            return [msgspec.json.decode(line, type=kind) for line in lines]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise ConfigError(f"results={path}: cannot be read: {error.strerror}") from None
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"results={path}: is not of this version's talon bench ({error}): run it again") from None
+        rows = [row for some in self.suites for row in some]
+        compared = [row.output_equal for row in rows if row.output_equal is not None]
+        ties = sum(row.tie for row in rows)
+        return f"{sum(compared)}/{len(compared)}" + (f", {ties} tied" if ties else "") if compared else "-"
 
 
 def loops(tokens: Sequence[int]) -> bool:
@@ -154,32 +141,32 @@ def loops(tokens: Sequence[int]) -> bool:
 
 def tokens_a_round(rows: Iterable[Row]) -> float | None:
     """Mean tokens of all these answers' rounds; None if none of them was made of rounds."""
-    told = [(int(tokens), rounds) for row in rows for tokens, rounds in row.accepted.items()]
-    return sum(tokens * rounds for tokens, rounds in told) / sum(rounds for _, rounds in told) if told else None
+    found = [(int(tokens), rounds) for row in rows for tokens, rounds in row.accepted.items()]
+    return sum(tokens * rounds for tokens, rounds in found) / sum(rounds for _, rounds in found) if found else None
 
 
 def speed_ups(rows: Iterable[Row], method: str) -> list[float]:
     """Per prompt, the method's tokens/s over plain decoding's in the same repeat."""
     rows = list(rows)
-    plain = {_prompt(row): row.tokens_per_second for row in rows if row.method == BASELINE}
-    return [row.tokens_per_second / plain[_prompt(row)] for row in rows if row.method == method]
+    plain = {row.prompt: row.tokens_per_second for row in rows if row.method == PLAIN}
+    return [row.tokens_per_second / plain[row.prompt] for row in rows if row.method == method]
 
 
-def cells(rows: Sequence[Row]) -> Cells:
+def ratios(rows: Sequence[Row]) -> Ratios:
     """The speed-ups by temperature, suite and contestant."""
     found: dict[Where, dict[Any, float]] = {}
-    plain = {_prompt(row): row.tokens_per_second for row in rows if row.method == BASELINE}
+    plain = {row.prompt: row.tokens_per_second for row in rows if row.method == PLAIN}
     for row in rows:
-        if row.method != BASELINE:
-            cell = found.setdefault((f"T = {row.temperature:g}", row.suite, row.method), {})
-            cell[row.question_id, row.repeat] = row.tokens_per_second / plain[_prompt(row)]
+        if row.method != PLAIN:
+            some = found.setdefault((f"T = {row.temperature:g}", row.suite, row.method), {})
+            some[row.question_id, row.repeat] = row.tokens_per_second / plain[row.prompt]
     return found
 
 
 def summaries(rows: Sequence[Row]) -> list[Summary]:
-    """One line per contestant, in the order of the rows' first mention, plain decoding first."""
-    names = sorted({row.method for row in rows}, key=lambda name: (name != BASELINE, _first(rows, name)))
-    return [_summary(rows, name) for name in names]
+    """One for each contestant, the fastest first."""
+    found = [Summary(name, rows) for name in dict.fromkeys(row.method for row in rows)]
+    return sorted(found, key=lambda one: -one.speed_up)
 
 
 def first_turns(rows: Sequence[Row]) -> list[Row]:
@@ -189,57 +176,77 @@ def first_turns(rows: Sequence[Row]) -> list[Row]:
 
 def without_loops(rows: Sequence[Row]) -> list[Row]:
     """The prompts on which plain decoding does not loop: a loop flatters methods that copy from the text."""
-    looping = {_prompt(row) for row in rows if row.method == BASELINE and row.loops}
-    return [row for row in rows if _prompt(row) not in looping]
+    looping = {row.prompt for row in rows if row.method == PLAIN and row.loops}
+    return [row for row in rows if row.prompt not in looping]
 
 
-def _summary(rows: Sequence[Row], method: str) -> Summary:
-    suites: dict[str, list[Row]] = {}
-    for row in rows:
-        suites.setdefault(row.suite, []).append(row)
-    asked = {suite: mine for suite, some in suites.items() if (mine := [row for row in some if row.method == method])}
-    mine = [row for some in asked.values() for row in some]
-    ratios = [speed_ups(suites[suite], method) for suite in asked]
-    samples = np.exp(np.mean([np.log(resampled(some, seed)) for seed, some in enumerate(ratios)], axis=0))
-    low, high = np.quantile(samples, [0.025, 0.975])
-    compared = [row.output_equal for row in mine if row.output_equal is not None]
-    memory = [row.peak_memory_mb for row in mine if row.peak_memory_mb is not None]
-    pooled = [tokens for some in asked.values() if (tokens := tokens_a_round(some)) is not None]
-
-    def average(name: str) -> float | None:
-        values = [[v for row in some if (v := getattr(row, name)) is not None] for some in asked.values()]
-        return mean(map(mean, told)) if (told := [some for some in values if some]) else None
-
-    return Summary(
-        method=method,
-        answers=len(mine),
-        tokens_per_second=average("tokens_per_second") or 0.0,
-        speed_up=geometric_mean(map(median, ratios)),
-        low=float(low),
-        high=float(high),
-        mean_accepted_tokens=mean(pooled) if pooled else None,
-        time_to_first_token_s=average("time_to_first_token_s"),
-        verifier_busy=average("verifier_busy"),
-        draft_hit_rate=average("draft_hit_rate"),
-        round_ms_p50=average("round_ms_p50"),
-        round_ms_p95=average("round_ms_p95"),
-        verify_ms=average("verify_ms"),
-        draft_ms=average("draft_ms"),
-        nodes=average("nodes"),
-        token_ms_p50=average("token_ms_p50"),
-        token_ms_p95=average("token_ms_p95"),
-        other_ms=average("other_ms"),
-        depth=average("depth"),
-        peak_memory_mb=max(memory) if memory else None,
-        equal=sum(compared),
-        ties=sum(row.tie for row in mine),
-        compared=len(compared),
-    )
+Column = Callable[[Summary], str]
 
 
-def _prompt(row: Row) -> tuple[str, str, float, int]:
-    return row.suite, row.question_id, row.temperature, row.repeat
+def _mean(name: str, form: str, scale: float = 1.0) -> Column:
+    return lambda one: known(one.mean(name), form, scale)
 
 
-def _first(rows: Sequence[Row], method: str) -> int:
-    return next(i for i, row in enumerate(rows) if row.method == method)
+_SPEED: dict[str, Column] = {
+    "method": lambda one: one.method,
+    "tokens/s": _mean("tokens_per_second", ".1f"),
+    "speed-up": lambda one: f"{one.speed_up:.2f}x",
+    "95%": lambda one: f"{one.low:.2f}-{one.high:.2f}",
+    "MAT": lambda one: known(one.mean_accepted_tokens, ".2f"),
+    "TTFT ms": _mean("time_to_first_token_s", ".0f", 1000),
+    "busy": _mean("verifier_busy", ".0%"),
+    "same text": lambda one: one.same_text,
+}
+_ROUNDS: dict[str, Column] = {
+    "method": lambda one: one.method,
+    "token ms": _mean("token_ms_p50", ".1f"),
+    "p95": _mean("token_ms_p95", ".1f"),
+    "round ms": _mean("round_ms_p50", ".1f"),
+    "verify": _mean("verify_ms", ".1f"),
+    "draft": _mean("draft_ms", ".1f"),
+    "other": _mean("other_ms", ".1f"),
+    "nodes": _mean("nodes", ".0f"),
+    "depth": _mean("depth", ".1f"),
+    "hits": _mean("draft_hit_rate", ".0%"),
+    "peak MB": lambda one: known(one.peak_memory_mb, ".0f"),
+}
+
+
+def speed_table(rows: Sequence[Row]) -> Table:
+    """A line for each contestant, the fastest first: what a user sees."""
+    title = "All answers, loops included" if any(row.loops for row in rows) else "All answers"
+    return _table(title, summaries(rows), _SPEED)
+
+
+def round_table(rows: Sequence[Row]) -> Table:
+    """What their rounds consist of."""
+    return _table("Rounds", [one for one in summaries(rows) if one.mean("round_ms_p50") is not None], _ROUNDS)
+
+
+def _table(title: str, lines: Sequence[Summary], columns: dict[str, Column]) -> Table:
+    return Table(title, [*columns], [[cell(line) for cell in columns.values()] for line in lines])
+
+
+def turn_table(rows: Sequence[Row]) -> Table:
+    """Each turn of multi-turn conversations: tokens of the prompt, those already in the cache, tokens accepted."""
+    later = {row.suite.partition(",")[0] for row in rows if row.turn > 1}
+    lines = []
+    for suite, method in dict.fromkeys((row.suite, row.method) for row in rows if row.suite.partition(",")[0] in later):
+        of_suite = [row for row in rows if row.suite == suite]
+        mine = [row for row in of_suite if row.method == method]
+        cached = [row.cached_tokens for row in mine if row.cached_tokens is not None]
+        first = [row.time_to_first_token_s for row in mine if row.time_to_first_token_s is not None]
+        lines.append(
+            [
+                str(mine[0].turn),
+                method,
+                f"{mean(row.prompt_tokens for row in mine):.0f}",
+                f"{mean(cached):.0f}" if cached else "-",
+                f"{1000 * median(first):.0f}" if first else "-",
+                f"{mean(row.tokens_per_second for row in mine):.0f}",
+                f"{median(speed_ups(of_suite, method)):.2f}x",
+                known(tokens_a_round(mine), ".2f"),
+            ]
+        )
+    columns = ("turn", "method", "prompt", "cached", "TTFT ms", "tokens/s", "speed-up", "MAT")
+    return Table("Turns of a conversation", columns, lines, words=2)

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from .cells import Cells, Where, interval
-from .figures import BASELINE
+from .figures import PLAIN
+from .ratios import Ratios, Where, interval
 from .tables import Table, known, p50_p95
 
 ROWS = "load.jsonl"
@@ -85,14 +85,14 @@ def at_once(level: int) -> str:
     return f"{level} at once"
 
 
-def cells(rows: Iterable[LoadRow]) -> Cells:
+def ratios(rows: Iterable[LoadRow]) -> Ratios:
     """Tokens a second over plain decoding's at the same level, by repeat."""
     speeds = _speeds(rows)
     found: dict[Where, dict[Any, float]] = {}
     for (level, method, repeat), speed in speeds.items():
-        if method != BASELINE and (level, BASELINE, repeat) in speeds:
-            cell = found.setdefault(("concurrency", at_once(level), method), {})
-            cell[repeat] = speed / speeds[level, BASELINE, repeat]
+        if method != PLAIN and (level, PLAIN, repeat) in speeds:
+            some = found.setdefault(("concurrency", at_once(level), method), {})
+            some[repeat] = speed / speeds[level, PLAIN, repeat]
     return found
 
 
@@ -133,16 +133,16 @@ def levels(rows: Iterable[LoadRow]) -> list[Level]:
     """A line for each level and method, levels ascending, in the methods' order of first mention, plain first."""
     runs = _runs(rows)
     speeds = {run: tokens_per_second(some) for run, some in runs.items()}
-    methods = sorted({method for _, method, _ in runs}, key=lambda method: (method != BASELINE, method))
+    methods = sorted({method for _, method, _ in runs}, key=lambda method: (method != PLAIN, method))
     lines = []
     for level in sorted({level for level, _, _ in runs}):
         for method in methods:
             mine = [repeat for one, name, repeat in runs if (one, name) == (level, method)]
-            if not (repeats := [repeat for repeat in mine if (level, BASELINE, repeat) in runs]):
+            if not (repeats := [repeat for repeat in mine if (level, PLAIN, repeat) in runs]):
                 continue  # a run that was interrupted
             answers = [row for repeat in repeats for row in runs[level, method, repeat]]
-            over = [speeds[level, method, r] / speeds[level, BASELINE, r] for r in repeats]
-            ones = [speeds[level, method, r] / speeds[1, BASELINE, r] for r in repeats if (1, BASELINE, r) in speeds]
+            over = [speeds[level, method, r] / speeds[level, PLAIN, r] for r in repeats]
+            ones = [speeds[level, method, r] / speeds[1, PLAIN, r] for r in repeats if (1, PLAIN, r) in speeds]
             lines.append(
                 Level(
                     level,
@@ -190,7 +190,7 @@ def arrival_table(rows: Sequence[LoadRow]) -> Table:
     runs: dict[tuple[float, bool, str], dict[int, list[LoadRow]]] = {}
     for row in rows:
         if row.arrivals is not None:
-            run = runs.setdefault((row.arrivals, row.method != BASELINE, row.method), {})
+            run = runs.setdefault((row.arrivals, row.method != PLAIN, row.method), {})
             run.setdefault(row.repeat, []).append(row)
     lines = []
     for (share, _, method), repeats in sorted(runs.items()):

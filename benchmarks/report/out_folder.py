@@ -1,16 +1,22 @@
-"""The folder that a benchmark writes to: its report and its pictures."""
+"""The folder that a benchmark writes to: its rows as they come in, its report and its pictures."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
+from typing import TextIO
 
+import msgspec
 from rich.console import Console
 
 from engine.cli.command import DISK_FULL
 from engine.core.errors import ConfigError
+
+from .ratios import compared
+from .runs import Run
 
 
 @contextmanager
@@ -30,6 +36,33 @@ def results_in(out: Path) -> Iterator[None]:
         raise ConfigError(f"--out {out}: the disk is full: make room, or name another folder") from None
 
 
+class RowFile:
+    """A file of JSON lines. An earlier run's stays until the first row of this one, before which much may be refused.
+
+    begun: called before the first row is written.
+    """
+
+    def __init__(self, path: Path, begun: Callable[[], None] = lambda: None):
+        self._path, self._begun = path, begun
+        self._file: TextIO | None = None
+
+    def write(self, row: msgspec.Struct) -> None:
+        if self._file is None:
+            self._begun()
+            self._file = self._path.open("w", encoding="utf8")
+        self._file.write(msgspec.json.encode(row).decode() + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> RowFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
 def write_report(folder: Path, console: Console) -> None:
     """report.md, report.html and their pictures; without matplotlib, a line that says how to get them."""
     try:
@@ -41,18 +74,7 @@ def write_report(folder: Path, console: Console) -> None:
     console.print(f"rows, pictures and report: {folder}")
 
 
-def check_run(folder: Path | None) -> None:
-    """Refuse a run to compare with that holds no rows: before anything is measured, not after."""
-    from .runs import Run
-
-    if folder is not None:
-        Run.read(folder)
-
-
 def compare_runs(folder: Path, other: Path, console: Console) -> None:
-    """Print which share of two runs' cells agrees, and the cells that changed."""
-    from .cells import compared
-    from .runs import Run
-
-    for line in compared(Run.read(folder).cells(), Run.read(other).cells(), other):
+    """Print which share of two runs agrees, and what changed."""
+    for line in compared(Run.read(folder).ratios(), Run.read(other).ratios(), other):
         console.print(line, highlight=False, soft_wrap=True)

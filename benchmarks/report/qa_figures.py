@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from .cells import Cells, Where, interval
-from .figures import BASELINE
+from .figures import PLAIN
+from .ratios import Ratios, Where, interval
 from .tables import Table, known
 
 ROWS = "qa.jsonl"
@@ -64,24 +64,25 @@ class Retrieval(msgspec.Struct):
         )
 
 
-def cells(rows: Sequence[QaRow]) -> Cells:
+def ratios(rows: Sequence[QaRow]) -> Ratios:
     """Speed-ups by setting, kind and method."""
-    plain = {(row.setting, row.kind, row.question_id): row for row in rows if row.method == BASELINE}
+    plain = {(row.setting, row.kind, row.question_id): row for row in rows if row.method == PLAIN}
     found: dict[Where, dict[Any, float]] = {}
     for row in rows:
-        if row.method != BASELINE:
-            beside = plain[row.setting, row.kind, row.question_id].tokens_per_second
-            cell = found.setdefault((row.setting, row.kind, row.method), {})
-            cell[row.question_id] = row.tokens_per_second / beside
+        if row.method != PLAIN:
+            some = found.setdefault((row.setting, row.kind, row.method), {})
+            some[row.question_id] = (
+                row.tokens_per_second / plain[row.setting, row.kind, row.question_id].tokens_per_second
+            )
     return found
 
 
 def speed_table(rows: Sequence[QaRow]) -> Table:
     """A line for each setting, kind of question and method."""
-    ratios, lines = cells(rows), []
+    over, lines = ratios(rows), []
     for setting, kind, method in dict.fromkeys((row.setting, row.kind, row.method) for row in rows):
         mine = [row for row in rows if (row.setting, row.kind, row.method) == (setting, kind, method)]
-        speed_ups = [*ratios.get((setting, kind, method), {0: 1.0}).values()]
+        speed_ups = [*over.get((setting, kind, method), {0: 1.0}).values()]
         rounds = sum(row.rounds or 0 for row in mine)
         low, high = interval(speed_ups)
         ties = sum(row.tie for row in mine)
@@ -106,8 +107,8 @@ def score_table(rows: Sequence[QaRow]) -> Table:
     lines = []
     for setting, kind in dict.fromkeys((row.setting, row.kind) for row in rows):
         some = [row for row in rows if (row.setting, row.kind) == (setting, kind)]
-        plain = {row.question_id: row for row in some if row.method == BASELINE}
-        others = {row.method for row in some} - {BASELINE}
+        plain = {row.question_id: row for row in some if row.method == PLAIN}
+        others = {row.method for row in some} - {PLAIN}
         equal = others - {row.method for row in some if row.scores != plain[row.question_id].scores}
         scored = [row.scores for row in plain.values() if row.scores is not None]
         lines.append(

@@ -84,6 +84,5 @@ class EagleHead(FeatureHead):
             return None
         return Stack([StackLayer(self.qkv, self.layer, None)], self.dtype, self.lm_head)
 
-    def entered(self, features: Tensor, tokens: list[int]) -> tuple[Tensor, Tensor | None]:
-        x = self.fc(torch.tensor(tokens), features.to(self.dtype))
-        return x, x
+    def entered(self, features: Tensor, tokens: list[int]) -> Tensor:
+        return self.fc(torch.tensor(tokens), features.to(self.dtype))

@@ -124,9 +124,6 @@ class Eagle3Head(FeatureHead):
         layer = StackLayer(self.qkv.linear, self.layer, None if self.norm_before_residual else self.feature_norm)
         return Stack([layer], self.dtype, self.lm_head, self.norm, self.qkv.of_token)
 
-    def entered(self, features: Tensor, tokens: list[int]) -> tuple[Tensor, Tensor | None]:
+    def entered(self, features: Tensor, tokens: list[int]) -> Tensor:
         self.qkv.reserve(tokens)
-        if not self.norm_before_residual:
-            return features, None
-        normed = self.feature_norm(features.to(self.dtype))
-        return normed, normed
+        return self.feature_norm(features.to(self.dtype)) if self.norm_before_residual else features

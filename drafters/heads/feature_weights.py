@@ -53,8 +53,8 @@ class FeatureWeights(Head):
         """The head's layer and output matrix as a program, None where a stack does not fit."""
 
     @abstractmethod
-    def entered(self, features: Tensor, tokens: list[int]) -> tuple[Tensor, Tensor | None]:
-        """The stack's input for these pairs: the residual and, if its layer has no input norm, the input."""
+    def entered(self, features: Tensor, tokens: list[int]) -> Tensor:
+        """The stack's residual for these pairs."""
 
     @cached_property
     def stack(self) -> Stack | None:
@@ -65,8 +65,7 @@ class FeatureWeights(Head):
         guessed features are in `stack.residual` afterwards.
         """
         assert self.stack is not None
-        residual, x = self.entered(features, [token for part in parts for token in part.tokens])
-        return self.stack.run(parts, residual, x, chosen)
+        return self.stack.run(parts, self.entered(features, [token for part in parts for token in part.tokens]), chosen)
 
     @cached_property
     def records(self) -> bool:

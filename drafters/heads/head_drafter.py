@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,6 +25,7 @@ from engine.core.tree import TokenTree
 from engine.model.loading import find_device
 
 _FORESEEN = 10  # candidates after each node, for ranking outcomes where the policy wants fewer
+_READ = 64  # positions of the text that warming up reads
 _USUAL_ROWS = 24  # a layer of a tree rarely has more nodes
 _TREES = 12  # of the policy's largest size that a request has room for: those of the likeliest outcomes
 
@@ -32,13 +34,15 @@ class HeadDrafter(Drafter):
     """Drafts with a head and a growth policy; drafts nothing while it rests. shared_noise: see `Ranking`."""
 
     rests = True
+    step_s = 0.001
+    """Seconds from one of the head's forwards to the next, as measured when it was loaded."""
 
     def __init__(self, head: Head, policy: Policy, shared_noise: bool = True):
         self.head, self.policy, self.shared_noise = head, policy, shared_noise
         self.feature_layers = head.feature_layers
         self.together = 8 if head.one_pass else 4
         self.error = ErrorScale()
-        self._resting = False
+        self._resting: set[int] = set()  # requests for which it does
         self._forwards = Forwards(head)
         self._requests: dict[int, Trie] = {}
 
@@ -88,9 +92,11 @@ class HeadDrafter(Drafter):
         advice: one for each outcome, if another source takes part.
         """
         places = [self._requests[request].place(path) for request, path in wanted]
-        if self._resting:
-            return [TokenTree.root_only((path or trie.text)[-1]) for trie, path in places]
-        trees: dict[int, TokenTree] = {}
+        trees = {
+            row: TokenTree.root_only([*trie.text, *path][-1])
+            for row, (trie, path) in enumerate(places)
+            if wanted[row][0] in self._resting
+        }
         while waiting := [row for row in range(len(wanted)) if row not in trees]:
             group = self._fitting([(row, places[row]) for row in waiting])
             served = {places[row].trie for row in group}
@@ -108,27 +114,33 @@ class HeadDrafter(Drafter):
 
     @torch.inference_mode()
     def warm_up(self, hidden_size: int) -> None:
-        """Draft for a dummy text. On a CPU a product's kernel is compiled when a number of rows first occurs, 2 ms
-        each; this must not happen during a request. hidden_size: the target's.
+        """Draft for a dummy text, and measure what that takes. On a CPU a product's kernel is compiled when a number of
+        rows first occurs, 2 ms each; this must not happen during a request. hidden_size: the target's.
         """
-        self.start(0, [0, 0], SamplingParams(max_tokens=1, temperature=1.0))
-        features = np.zeros((2, len(self.feature_layers), hidden_size), np.uint16)
-        self.observe(0, Verdict(TokenTree.root_only(0), [0], [0], features if self.feature_layers else None))
-        session = self._requests[0].session
-        session.root()
-        if session.depth_limit is None:
-            for rows in range(1, min(self.policy.max_expansions, _USUAL_ROWS) + 1):
+        for warm in (False, True):
+            self.start(0, [0] * _READ, SamplingParams(max_tokens=1, temperature=1.0))
+            features = np.zeros((_READ, len(self.feature_layers), hidden_size), np.uint16)
+            self.observe(0, Verdict(TokenTree.root_only(0), [0], [0], features if self.feature_layers else None))
+            session = self._requests[0].session
+            started = time.perf_counter()
+            session.root()
+            self.read_s = (time.perf_counter() - started) / _READ
+            if session.depth_limit is None and not warm:
+                for rows in range(1, min(self.policy.max_expansions, _USUAL_ROWS) + 1):
+                    session.clear()
+                    session.extend([0] * rows, [0] * rows)
                 session.clear()
-                session.extend([0] * rows, [0] * rows)
-            session.clear()
-        self.propose(0)
-        self.finish(0)
+            started, steps = time.perf_counter(), self.steps
+            self.propose(0)
+            self.draft_s = time.perf_counter() - started
+            self.step_s = self.draft_s / max(1, self.steps - steps)
+            self.finish(0)
 
     @torch.inference_mode()
     def following(self, wanted: Sequence[Wanted]) -> list[Following]:
         places = [self._requests[request].place(path) for request, path in wanted]
-        drafts = not self._resting
-        room = {trie: trie.session.room() if drafts and trie.session.synced else -1 for trie, _ in places}
+        resting = {self._requests[request] for request in self._resting}
+        room = {trie: trie.session.room() if trie not in resting and trie.session.synced else -1 for trie, _ in places}
         for trie, path in places:
             room[trie] -= len(path)
         known = [place for place in places if room[place.trie] >= 0]
@@ -137,7 +149,8 @@ class HeadDrafter(Drafter):
 
     @torch.inference_mode()
     def observe(self, request: int, verdict: Verdict) -> None:
-        self._resting, self.policy.row_tokens = verdict.rest, verdict.row_tokens
+        self.policy.row_tokens = verdict.row_tokens
+        (self._resting.add if verdict.rest else self._resting.discard)(request)
         trie = self._requests[request]
         session = trie.session
         if trie.ranking.learns and 0 in trie.seen and session.synced == len(trie.text) - 1:
@@ -156,6 +169,7 @@ class HeadDrafter(Drafter):
 
     @torch.inference_mode()
     def finish(self, request: int) -> None:
+        self._resting.discard(request)
         if (ended := self._requests.pop(request, None)) is not None:
             ended.session.close()
 

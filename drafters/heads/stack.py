@@ -18,20 +18,17 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from drafters.heads.enter import Enter
 from drafters.heads.layers import DecoderLayer, Linear, RMSNorm
-from engine.core.batch import Batch, BatchAddresses, Int, Rows
+from engine.core.batch import Batch, Int, Rows
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Attention, Rule, has_pairs
-from engine.kernels.fused import NORM, enter_kernel, norm_kernel
-from engine.kernels.gemm.matmul import NO_SCRATCH, add_product, give_scratch, row_words
-from engine.kernels.gemm.matmul_kernels import MATMUL
+from engine.kernels.layer.program import LayerProgram
+from engine.kernels.layer.weights import GatedMlp, LayerWeights, Norm
 from engine.kernels.simd import BFLOAT16, FLOAT32, LANES, add, int_at, load, store
-from engine.kernels.threads import Program, address_of, kernel, member, members, words
+from engine.kernels.threads import address_of, kernel, num_threads, thread_id
 from engine.model.kv_pool import KVCache, KVPool
 
 _BLOCKS = 256  # of the pool initially; it grows
-ALONE = 8  # rows of a small kernel that do not justify waking the other threads
 
 ADD_TOKENS = np.dtype([(name, "i8") for name in ("table", "tokens", "out", "rows", "columns", "width")])
 
@@ -40,7 +37,7 @@ ADD_TOKENS = np.dtype([(name, "i8") for name in ("table", "tokens", "out", "rows
 def add_tokens_kernel(address: Any) -> None:
     """out [rows, columns] += table[tokens]. tokens: [rows] int32."""
     work = carray(address, 1)[0]
-    for row in range(member(), work.rows, members()):
+    for row in range(thread_id(), work.rows, num_threads()):
         source = work.table + int_at(work.tokens + 4 * row) * work.columns * work.width
         out = work.out + row * work.columns * work.width
         for at in range(0, work.columns * work.width, LANES * work.width):
@@ -52,11 +49,31 @@ def add_tokens_kernel(address: Any) -> None:
 
 @dataclass(frozen=True)
 class StackLayer:
-    """input_norm: None where the caller gives the input of the first product."""
+    """input_norm: None where the first product multiplies the residual itself."""
 
     qkv: Linear
     decoder: DecoderLayer
     input_norm: RMSNorm | None
+
+    @property
+    def weights(self) -> LayerWeights:
+        """As a program takes them."""
+        decoder = self.decoder
+        return LayerWeights(
+            qkv=self.qkv,
+            out=decoder.out,
+            mlp=GatedMlp(decoder.gate_up, decoder.down, decoder.gate_up.outputs, gated=True),
+            input_norm=norm_of(self.input_norm),
+            inner_norm=norm_of(decoder.norm),
+            query_norm=norm_of(decoder.query_norm),
+            key_norm=norm_of(decoder.key_norm),
+            rotated=decoder.head_dim,
+        )
+
+
+def norm_of(norm: RMSNorm | None) -> Norm | None:
+    """A head's norm, as a program takes it."""
+    return None if norm is None else Norm(norm.weight.float().contiguous(), float(norm.eps))
 
 
 class PooledCache(KVCache):
@@ -93,10 +110,9 @@ def fits(hidden: int, decoder: DecoderLayer) -> bool:
 
 class Stack:
     """head: multiplies the last layer's output, or its `norm`. of_token: [vocab, qkv], added to the first layer's
-    queries, keys and values. entry: makes the residual from the rows' inputs, before a first layer with an input norm.
+    queries, keys and values. entry: makes the residual from the rows' inputs.
 
-    `residual` [capacity, hidden] holds the rows' residuals in and out, `x` [capacity, hidden] the first product's input
-    (where the first layer has no input norm) and, at the end, the head's.
+    `residual` [capacity, hidden] holds the rows' residuals in and out, `buffers["x"]` of the program the head's input.
     """
 
     def __init__(
@@ -111,139 +127,66 @@ class Stack:
         self.layers, self.dtype, self.norm, self.of_token = list(layers), dtype, norm, of_token
         self.head, self.entry = head, entry
         first = self.first = layers[0].decoder
-        self.hidden, self.inner = first.out.outputs, first.gate_up.outputs
-        self.qkv = (first.heads + 2 * first.kv_heads) * first.head_dim
+        self.hidden = first.out.outputs
         shape = KVShape(len(layers), first.kv_heads, first.head_dim, dtype, has_pairs(dtype))
         self.pool = GrowingPool(shape, _BLOCKS)
-        self.turns = first.rotary.halves(256)  # [positions, head_dim], as the kernels read them
-        self._capacity, self._program = 0, Program()
-        self._scratch_of_products = NO_SCRATCH
-        self._blocks = 0  # of the pool that the program is for
+        self.cos_sin = first.rotary.halves(256)  # [positions, head_dim], as the kernels read them
+        self._adds = np.zeros(1, ADD_TOKENS)
+        self._program = self._program_for(1)
 
-    def reserve_turns(self, positions: int) -> None:
-        """Compute the rotary turns of `positions` positions."""
-        if positions > len(self.turns):
-            self.turns = self.first.rotary.halves(2 * positions)
+    @property
+    def residual(self) -> Tensor:
+        return self._program.residual
 
-    def _reserve(self, rows: int) -> None:
-        """Allocate room for `rows` rows."""
-        if rows > self._capacity or self._blocks != self.pool.blocks:
-            self._build(max(self._capacity, 1 << (rows - 1).bit_length()))
+    def reserve_positions(self, positions: int) -> None:
+        """Compute the cosines and sines of `positions` positions."""
+        if positions > len(self.cos_sin):
+            self.cos_sin = self.first.rotary.halves(2 * positions)
 
-    def run(self, parts: Sequence[Rows], begun: Tensor, x: Tensor | None, chosen: Sequence[int] | None) -> Tensor:
+    def run(self, parts: Sequence[Rows], begun: Tensor, chosen: Sequence[int] | None) -> Tensor:
         """The head's outputs for the chosen rows (None: all), [chosen, outputs].
 
-        begun: the rows' residuals [rows, hidden], or what `entry` makes them from; x: the first product's input, for
-        layers without an input norm. A chosen row's output before the norm is in `residual` afterwards.
+        begun: the rows' residuals [rows, hidden], or what `entry` makes them from. A chosen row's output before the
+        norm is in `residual` afterwards.
         """
         for part in parts:
             part.cache.reserve(part.first + len(part))
         batch = Batch(parts)
         rows = len(batch)
-        self.reserve_turns(batch.reach)
-        self._reserve(rows)
-        places = self.attention.begin(batch)
+        self.reserve_positions(batch.reach)
+        if rows > self._program.capacity or self._blocks != self.pool.blocks:
+            self._program = self._program_for(max(self._program.capacity, 1 << (rows - 1).bit_length()))
+        program, places = self._program, self._attention.begin(batch)
         if self.entry is None:
-            self.residual[:rows] = begun
+            program.residual[:rows] = begun
         else:
-            self._buffers["entering"][:rows] = begun
-            self.residual[:rows] = 0
-        if x is not None:
-            self.x[:rows] = x
+            program.buffers["entering"][:rows] = begun
+            program.residual[:rows] = 0
         picked = None if chosen is None else np.asarray(chosen, np.int32)
-        count = rows if picked is None else len(picked)
-        self._rows, self._picked = rows, picked
-        out = self._out = self.x.new_empty(count, self.head.outputs)
-        self._set(rows, picked, count, places)
-        self._program.run(rows, 0, len(self._program))
-        return out
+        count, address = (rows, 0) if picked is None else (len(picked), picked.ctypes.data)
+        self._adds["tokens"], self._adds["rows"] = places.tokens, rows
+        program.begin(rows, places.positions, places.slots, [self.cos_sin], count=count, chosen=address)
+        return program.run_to_head(count)
 
-    def _set(self, rows: int, picked: Any, count: int, places: BatchAddresses) -> None:
-        """Set what depends on the batch."""
-        self._norms["count"] = self._adds["rows"] = rows
-        if self.norm is not None:
-            self._norms["count"][-1] = count
-            self._norms["chosen"][-1] = 0 if picked is None else picked.ctypes.data
-        self._of_products[:], self._of_products[-1] = row_words(rows), row_words(count)
-        self._products["out"][-1] = self._out.data_ptr()
-        self._scratch_of_products = give_scratch(self._products, self._scratch_of_products)
-        self._enter.begin(places.positions, places.slots, self.turns, self.attention.queries.data_ptr(), rows)
-        self._adds["tokens"] = places.tokens
-
-    def _build(self, capacity: int) -> None:
-        """Build the program for up to `capacity` rows: its buffers and its records."""
-        first = self.first
-        self.attention = Attention(self.pool, first.heads // first.kv_heads)
-        self._capacity, self._blocks = capacity, self.pool.blocks
-        sizes = {"x": self.hidden, "qkv": self.qkv, "attended": first.heads * first.head_dim}
-        sizes |= {"inner": self.inner, "delta": self.hidden}
+    def _program_for(self, capacity: int) -> LayerProgram:
+        """The program for up to `capacity` rows of all blocks that the pool has now."""
+        first, self._blocks = self.first, self.pool.blocks
+        self._attention = Attention(self.pool, first.heads // first.kv_heads)
+        program = LayerProgram(self._attention, capacity, self.hidden, self.dtype, len(self.layers))
         if self.entry is not None:
-            sizes["entering"] = self.entry.inputs
-        self._buffers = {name: torch.zeros(capacity, size, dtype=self.dtype) for name, size in sizes.items()}
-        self.x, self.residual = self._buffers["x"], torch.zeros(capacity, self.hidden)
-        self._norms = np.zeros(2 * len(self.layers) + 1, NORM)
-        self._adds, self._products = np.zeros(1, ADD_TOKENS), np.zeros(4 * len(self.layers) + 2, MATMUL)
-        decoders = [layer.decoder for layer in self.layers]
-        self._enter = Enter(self.pool, decoders, self._buffers["qkv"], self.attention.groups)
-        self._of_products = words(self._products, "rows", "tiles")
-        self._scales: list[Tensor] = []  # the records point into these
-        self._norms["residual"], self._norms["out"] = self.residual.data_ptr(), self.x.data_ptr()
-        self._norms["hidden"], self._norms["delta"] = self.hidden, self._buffers["delta"].data_ptr()
-        self._adds["out"], self._adds["columns"] = self._buffers["qkv"].data_ptr(), self.qkv
-        self._norms["width"] = self._adds["width"] = self.dtype.itemsize
-        self._program, last = Program(), 4 * len(self.layers)
-        if self.entry is None:
-            self._norms["delta"][0] = 0
-        else:
-            self._add_product(last, self.entry, "entering", "delta")
+            program.buffer("entering", self.entry.inputs)
+            program.product(self.entry, "entering", "delta", self.hidden)
+            program.delta()
         for index, layer in enumerate(self.layers):
-            self._add_layer(index, layer)
-        if self.norm is not None:
-            self._add_norm(2 * len(self.layers), self.norm)
-        else:
-            self._program.call(self._sum)
-        self._out = self.x.new_empty(0, self.head.outputs)
-        add_product(
-            self._program, self._products, last + 1, self.head, self.x, self._out,
-            lambda: (self.x[: len(self._out)], self._out),
-        )  # fmt: skip
-
-    def _add_layer(self, index: int, layer: StackLayer) -> None:
-        decoder = layer.decoder
-        if layer.input_norm is not None:
-            self._add_norm(2 * index, layer.input_norm)
-        self._add_product(4 * index, layer.qkv, "x", "qkv")
-        if index == 0 and self.of_token is not None:
-            self._adds["table"] = self.of_token.data_ptr()
-            self._program.add(add_tokens_kernel(), address_of(self._adds), ALONE)
-        self._program.add(enter_kernel(), self._enter.address(index), ALONE)
-        rule = Rule(decoder.head_dim**-0.5)
-        self._program.add(self.attention.kernel, self.attention.record(index, rule, self._buffers["attended"]))
-        self._add_product(4 * index + 1, decoder.out, "attended", "delta")
-        self._add_norm(2 * index + 1, decoder.norm)
-        self._add_product(4 * index + 2, decoder.gate_up, "x", "inner")
-        self._add_product(4 * index + 3, decoder.down, "inner", "delta")
-
-    def _add_norm(self, index: int, norm: RMSNorm) -> None:
-        self._norms["weight"][index], self._norms["epsilon"][index] = self._scale(norm), float(norm.eps)
-        self._program.add(norm_kernel(), address_of(self._norms, index), ALONE)
-
-    def _scale(self, norm: RMSNorm) -> int:
-        self._scales.append(norm.weight.float().contiguous())
-        address: int = self._scales[-1].data_ptr()
-        return address
-
-    def _add_product(self, index: int, linear: Linear, source: str, goal: str) -> None:
-        x, out = self._buffers[source], self._buffers[goal]
-
-        def used() -> tuple[Tensor, Tensor]:
-            return x[: self._rows], out[: self._rows]
-
-        add_product(self._program, self._products, index, linear, x, out, used)
-
-    def _sum(self) -> None:
-        """The last step if no norm adds the last product."""
-        rows = slice(self._rows) if self._picked is None else torch.from_numpy(self._picked)
-        self.residual[: self._rows].add_(self._buffers["delta"][: self._rows])
-        ends = self.residual[rows]
-        self.x[: len(ends)] = ends
+            weights = layer.weights
+            program.norm(weights.input_norm)
+            program.product(layer.qkv, "x", "qkv", layer.qkv.outputs)
+            if index == 0 and self.of_token is not None:
+                out = program.buffers["qkv"]
+                self._adds["table"], self._adds["out"] = self.of_token.data_ptr(), out.data_ptr()
+                self._adds["columns"], self._adds["width"] = out.shape[1], out.itemsize
+                program.add(add_tokens_kernel(), address_of(self._adds))
+            program.attention_and_mlp(index, weights, Rule(layer.decoder.head_dim**-0.5))
+        program.norm(norm_of(self.norm))
+        program.head(self.head, self.head.outputs)
+        return program

@@ -2,7 +2,7 @@
 
 The growth policy asks for the candidates after a node. Here they are those of the head and those of the retrieval tree
 at the same place, so a token that both propose is one node, the head drafts on below retrieved nodes, and the gate and
-the budget see the union. Where the head is no longer worth its time, retrieval continues alone. Without retrieval it
+the budget see the union. Where the verifier lets the head rest, retrieval continues alone. Without retrieval it
 is the head alone, with chances learned from verdicts, and drafting only where it pays.
 """
 
@@ -25,10 +25,10 @@ from engine.core.outcomes import Following
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 
-_SLOWLY = 0.01  # weight of the latest observation of a chance
+_NEW = 0.1  # weight of the latest observation of a chance in a request
+_SLOWLY = 0.01  # the same, in all of them
 _LONG = 64  # positions of the text that take the head longer to read than a step
 _HOPED = 0.6
-_FORGETTING = 0.005  # per round without the head, so that it is tried again
 _NUDGE = 1.05  # factor by which one measurement moves the time of a draft step
 
 
@@ -44,6 +44,7 @@ class Unlearned(NamedTuple):
     has the head's nodes.
     """
 
+    request: int
     retrieved: TokenTree
     seen: list[Following]
     tokens: list[int]
@@ -63,9 +64,11 @@ class HybridDrafter(Drafter):
         self.feature_layers, self.together = head.feature_layers, head.together
         self.successors = max((memory.successors for memory in memories), default=0)
         self.merge = Merge()
-        self._rescue = _HOPED  # chance that the head's nodes are accepted where retrieval misses the next token
-        self._resting = False  # retrieval drafts alone for now
-        self._step_s = 0.001  # the time from one of the head's forwards to the next
+        self.draft_s, self.read_s = head.draft_s, head.read_s
+        # chance that the head's nodes are accepted where retrieval misses the next token: of all requests, of each
+        self._rescue, self._rescues = _HOPED, dict[int, float]()
+        self._resting: set[int] = set()  # requests for which retrieval drafts alone for now
+        self._step_s = head.step_s  # the time from one of the head's forwards to the next
         self._token_s = 0.01  # what a token is worth, by the verifier's cost model
         self._known: dict[int, dict[tuple[int, ...], KnownDraft]] = {}  # per request, by continuation
         self._unlearned: list[Unlearned] = []
@@ -83,7 +86,7 @@ class HybridDrafter(Drafter):
         return self.head.forward_s
 
     def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
-        self._known[request] = {}
+        self._known[request], self._rescues[request] = {}, self._rescue
         for drafter in (*self.memories, self.head):
             drafter.start(request, prompt, sampling)
 
@@ -91,11 +94,12 @@ class HybridDrafter(Drafter):
         return self.propose_many([(request, continuation)])[0]
 
     def propose_many(self, wanted: Sequence[Wanted], between_steps: BetweenSteps | None = None) -> list[TokenTree]:
-        if not (self._resting and self.memories):
+        awake = [row for row, (request, _) in enumerate(wanted) if request not in self._resting]
+        if awake or not self.memories:
             self._catch_up()
         trees = [self._retrieve(request, continuation) for request, continuation in wanted]
-        advice = [] if self._resting else self._advice(wanted, trees)
-        drafting = [row for row, one in enumerate(advice) if one.surplus(_root_of(trees[row])) > 0]
+        advice = self._advice(wanted, trees)
+        drafting = [row for row in awake if advice[row].surplus(_root_of(trees[row])) > 0]
         for row, ((request, continuation), tree) in enumerate(zip(wanted, trees, strict=True)):
             self._known[request][tuple(continuation)] = KnownDraft(tree, row in drafting)
 
@@ -117,9 +121,16 @@ class HybridDrafter(Drafter):
         return trees
 
     def _advice(self, wanted: Sequence[Wanted], trees: Sequence[TokenTree]) -> list[RetrievalAdvice]:
-        """Retrieval's part in the growth of each tree. The requests share the time of the head's forwards."""
+        """Retrieval's part in the growth of each tree. The requests share the time of the head's forwards.
+
+        Whether the head drafts is the verifier's choice, which the head follows where retrieval is unsure: it then
+        counts as likely enough to be right for one step at least.
+        """
         needed = self._step_s / self._token_s / max(1, len({request for request, _ in wanted}))
-        return [RetrievalAdvice(self.merge, tree, needed, self._rescue, self.head.one_pass) for tree in trees]
+        return [
+            RetrievalAdvice(self.merge, tree, needed, max(self._rescues[request], 2 * needed), self.head.one_pass)
+            for (request, _), tree in zip(wanted, trees, strict=True)
+        ]
 
     def _so_far(self, retrieved: Sequence[TokenTree], grown: dict[int, TokenTree]) -> dict[int, TokenTree]:
         """The trees under way where they already hold more than retrieval's, elsewhere retrieval's."""
@@ -148,17 +159,19 @@ class HybridDrafter(Drafter):
 
     def _has_read(self, request: int) -> bool:
         """Whether the head can say what may follow the text, without reading much of it first."""
-        return not self._resting and (not self.memories or self.head.behind(request) <= _LONG)
+        return request not in self._resting and (not self.memories or self.head.behind(request) <= _LONG)
 
     def observe(self, request: int, verdict: Verdict) -> None:
         self.settle()
         known, tokens = self._known[request], verdict.tokens
-        if not self._resting:  # retrieval's own calibration covers what it drafts alone
+        if request not in self._resting:  # retrieval's own calibration covers what it drafts alone
             now = known[()] if () in known else KnownDraft(self._retrieve(request, ()))
             asked = now.asked and len(verdict.tree) > 1  # the root alone may have been verified instead
-            self._unlearned.append(Unlearned(now.retrieved, self.head.seen(request, tokens[:-1]), tokens, asked))
+            seen = self.head.seen(request, tokens[:-1])
+            self._unlearned.append(Unlearned(request, now.retrieved, seen, tokens, asked))
         self._known[request] = {(): known[ahead]} if (ahead := tuple(tokens)) in known else {}
-        self._resting, self._token_s = verdict.rest and self.rests, verdict.token_s
+        self._token_s = verdict.token_s
+        (self._resting.add if verdict.rest else self._resting.discard)(request)
         for memory in self.memories:
             memory.observe(request, verdict)
         self._unread.append((request, verdict))
@@ -176,7 +189,9 @@ class HybridDrafter(Drafter):
 
     def finish(self, request: int) -> None:
         self._unread = [(of, verdict) for of, verdict in self._unread if of != request]
+        self._resting.discard(request)
         self._known.pop(request, None)
+        self._rescues.pop(request, None)
         for drafter in (*self.memories, self.head):
             drafter.finish(request)
 
@@ -192,10 +207,8 @@ class HybridDrafter(Drafter):
 
     def _learn(self, verdict: Unlearned) -> None:
         """Learn about every candidate along the accepted path, the head's and retrieval's."""
-        retrieved, seen, tokens, asked = verdict
+        request, retrieved, seen, tokens, asked = verdict
         behind, place = followings(retrieved), 0
-        if not asked:
-            self._rescue += _FORGETTING * (_HOPED - self._rescue)
         for depth, token in enumerate(tokens):
             model, memory = seen[depth] if depth < len(seen) else None, behind[place]
             for candidate, p, q in self.merge.candidates(model, memory):
@@ -203,6 +216,8 @@ class HybridDrafter(Drafter):
             if asked and model is not None and token not in memory[0]:
                 is_accepted = depth + 1 < len(tokens)
                 self._rescue += _SLOWLY * (is_accepted - self._rescue)
+                if request in self._rescues:
+                    self._rescues[request] += _NEW * (is_accepted - self._rescues[request])
             following = retrieved.child(place, token)
             if following is None:
                 break

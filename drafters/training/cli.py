@@ -62,7 +62,7 @@ def _command(method: str, summary: str) -> None:
             typer.echo(f"talon: {error}", err=True)
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
-            typer.echo("stopped; --resume goes on from here", err=True)
+            typer.echo("stopped; --resume goes on from the last checkpoint", err=True)
             raise typer.Exit(130) from None
 
 
@@ -79,14 +79,14 @@ def answers(
     minutes: Annotated[float | None, typer.Option(min=0.01, help="Begin no batch that would end later.")] = None,
     device: Device = "auto",
 ) -> None:
-    from rich.console import Console  # torch and transformers take seconds to import
+    from rich.console import Console
 
-    from drafters.training.answer_file import answer_prompts
+    from drafters.training.run import answer_file  # torch and transformers take seconds to import
     from engine.core.params import SamplingParams
 
     try:
         sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens).validate()
-        answer_prompts(target, data, out, sampling, longest, batch, minutes, device, Console())
+        answer_file(target, data, out, sampling, longest, batch, minutes, device, Console())
     except TalonError as error:
         typer.echo(f"talon: {error}", err=True)
         raise typer.Exit(2) from None

@@ -5,13 +5,14 @@ they are first read.
 One file per hidden state, [tokens, hidden] in bfloat16, and one of log-normalisers, float32: with these the target's
 probabilities over a draft vocabulary need no product over the whole vocabulary.
 
-An accelerator computes them faster than a disk reads them, and has much memory: it holds them there (HeldFeatures).
+An accelerator computes them faster than a disk reads them, and has much memory: there they are kept in it.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from engine.core.errors import ConfigError
 
 _FORWARD_TOKENS = {"cpu": 2048, "cuda": 32768}  # padding included, which bounds a forward's memory
 _LOGITS = 1 << 27  # numbers at a time
-_HELD_SHARE = 0.75  # of an accelerator's free memory; the rest is for training
+_KEPT_SHARE = 0.75  # of an accelerator's free memory; the rest is for training
 
 
 def kept_states(layers: int) -> tuple[int, ...]:
@@ -72,100 +73,73 @@ class FeatureSource:
         return hidden, normaliser.view(len(chosen), width)
 
 
-class HeldFeatures(FeatureSource):
-    """The hidden states `states` of all examples in the accelerator's memory, computed at once.
+class KeptFeatures(FeatureSource):
+    """The hidden states `states` of all examples, kept: in the device's memory, where all are computed at once, or in
+    files of `folder`, when they are first read.
 
-    held: [tokens + 1, states, hidden] bfloat16, and `normalisers`: [tokens + 1]; the last row is the padding's, zero.
+    hidden: of each state [tokens, hidden] bfloat16, example after example; normalisers: [tokens] float32; known:
+    [examples] bool.
     """
 
-    def __init__(
-        self,
-        target: Any,
-        examples: Sequence[Example],
-        states: Sequence[int],
-        progress: Callable[[int], None] = lambda done: None,
-    ):
+    def __init__(self, target: Any, examples: Sequence[Example], states: Sequence[int], folder: Path | None = None):
         super().__init__(target, examples)
-        self.states, self.starts = tuple(states), np.concatenate([[0], np.cumsum(self.lengths)])
+        self.states, self.folder = tuple(states), folder
+        self.starts = np.concatenate([[0], np.cumsum(self.lengths)])
         tokens, hidden = int(self.starts[-1]), target.config.get_text_config().hidden_size
-        self.held = torch.zeros(tokens + 1, len(states), hidden, dtype=torch.bfloat16, device=target.device)
-        self.normalisers = torch.zeros(tokens + 1, device=target.device)
-        done = 0
-        for group in _groups(self.lengths, range(len(examples)), _FORWARD_TOKENS[target.device.type]):
-            values, normaliser = self._compute(group, self.states)
-            rows = self._rows(group)
-            real = (rows < tokens).to(target.device)
-            places = rows.to(target.device)[real]
-            self.held[places], self.normalisers[places] = values[real], normaliser[real]
-            done += len(group)
-            progress(done)
-
-    @staticmethod
-    def fits(target: Any, examples: Sequence[Example], states: Sequence[int]) -> bool:
-        """Whether the target is on an accelerator that has the room."""
-        if target.device.type != "cuda":
-            return False
-        tokens = sum(len(example.tokens) for example in examples)
-        needed = tokens * len(states) * target.config.get_text_config().hidden_size * torch.bfloat16.itemsize
-        return bool(needed < _HELD_SHARE * torch.cuda.mem_get_info(target.device)[0])
-
-    def _rows(self, chosen: Sequence[int]) -> Tensor:
-        """[examples, longest] int64: where each token's features lie, on the CPU."""
-        lengths = torch.tensor([self.lengths[i] for i in chosen])[:, None]
-        at = torch.arange(max(self.lengths[i] for i in chosen))
-        rows = torch.from_numpy(self.starts[list(chosen)])[:, None] + at
-        return rows.masked_fill(at >= lengths, int(self.starts[-1]))
-
-    def read(self, chosen: Sequence[int], states: Sequence[int]) -> tuple[Tensor, Tensor]:
-        rows = sent(self._rows(chosen), self.held.device)
-        held = self.held[rows]
-        if tuple(states) != self.states:
-            held = held[:, :, [self.states.index(state) for state in states]]
-        return held, self.normalisers[rows]
-
-
-class StoredFeatures(FeatureSource):
-    """The hidden states `kept_states` of all examples in files of `folder`."""
-
-    def __init__(self, folder: Path, target: Any, examples: Sequence[Example]):
-        super().__init__(target, examples)
-        config = target.config.get_text_config()
-        self.states = kept_states(config.num_hidden_layers)
-        self.starts = np.concatenate([[0], np.cumsum(self.lengths)]).tolist()
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            shape = (self.starts[-1], config.hidden_size)
-            self.files = {state: _map(folder / f"state-{state}", np.uint16, *shape) for state in self.states}
-            self.normalisers = _map(folder / "normaliser", np.float32, self.starts[-1])
-            self.known = _map(folder / "known", np.bool_, len(examples))
-        except OSError as error:
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+            self.hidden = {state: self._kept(f"state-{state}", torch.bfloat16, tokens, hidden) for state in states}
+            self.normalisers = self._kept("normaliser", torch.float32, tokens)
+            self.known = self._kept("known", torch.bool, len(examples)).cpu().numpy()
+        except (OSError, RuntimeError) as error:
             raise ConfigError(
-                f"features={folder}: cannot be written ({error.strerror}): make room, or set store_features: false"
+                f"features={folder}: cannot be written ({error}): make room, or set store_features: false"
             ) from None
+        if folder is None:
+            self._learn(range(len(examples)))
 
-    def _write(self, group: Sequence[int], hidden: Tensor, normaliser: Tensor) -> None:
-        bits, values = hidden.cpu().view(torch.uint16).numpy(), normaliser.cpu().numpy()
-        for row, i in enumerate(group):
-            place = slice(self.starts[i], self.starts[i + 1])
-            for column, state in enumerate(self.states):
-                self.files[state][place] = bits[row, : self.lengths[i], column]
-            self.normalisers[place] = values[row, : self.lengths[i]]
-            self.known[i] = True
+    def _kept(self, name: str, dtype: torch.dtype, *shape: int) -> Tensor:
+        """Zeros in memory, or a file as a tensor; its zeros take no disk space until they are written."""
+        if self.folder is None:
+            return torch.zeros(*shape, dtype=dtype, device=self.target.device)
+        size = math.prod(shape)
+        return torch.from_file(str(self.folder / name), shared=True, size=size, dtype=dtype).view(*shape)
 
-    def read(self, chosen: Sequence[int], states: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def _learn(self, chosen: Sequence[int]) -> None:
+        """Compute those of the examples that are not known yet."""
         at_once = _FORWARD_TOKENS[self.target.device.type]
         for group in _groups(self.lengths, [i for i in chosen if not self.known[i]], at_once):
-            self._write(group, *self._compute(group, self.states))
-        width = max(self.lengths[i] for i in chosen)
-        bits = np.zeros((len(chosen), width, len(states), self.files[self.states[0]].shape[1]), np.uint16)
-        normaliser = np.zeros((len(chosen), width), np.float32)
-        for row, i in enumerate(chosen):
-            place = slice(self.starts[i], self.starts[i + 1])
-            for column, state in enumerate(states):
-                bits[row, : self.lengths[i], column] = self.files[state][place]
-            normaliser[row, : self.lengths[i]] = self.normalisers[place]
-        device = self.target.device
-        return torch.from_numpy(bits).view(torch.bfloat16).to(device), torch.from_numpy(normaliser).to(device)
+            values, normaliser = self._compute(group, self.states)
+            rows, real = self._rows(group)
+            places = sent(rows[real], self.normalisers.device)
+            for column, state in enumerate(self.states):
+                self.hidden[state][places] = values[:, :, column][real.to(values.device)]
+            self.normalisers[places] = normaliser[real.to(normaliser.device)]
+            self.known[group] = True
+
+    def read(self, chosen: Sequence[int], states: Sequence[int]) -> tuple[Tensor, Tensor]:
+        self._learn(chosen)
+        rows, real = self._rows(chosen)
+        rows, real = sent(rows, self.normalisers.device), sent(real, self.normalisers.device)
+        hidden = torch.stack([self.hidden[state][rows] for state in states], dim=2)
+        return hidden.mul_(real[:, :, None, None]), self.normalisers[rows].mul_(real)
+
+    def _rows(self, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """[examples, longest] int64: where each token's features lie, and which of them are no padding."""
+        lengths = torch.tensor([self.lengths[i] for i in chosen])[:, None]
+        at = torch.arange(max(self.lengths[i] for i in chosen))
+        real = at < lengths
+        return (torch.from_numpy(self.starts[list(chosen)])[:, None] + at).where(real, 0), real
+
+
+def room_for(target: Any, examples: Sequence[Example], states: Sequence[int]) -> bool:
+    """Whether the target is on an accelerator that has the memory to keep these states."""
+    if target.device.type != "cuda":
+        return False
+    tokens = sum(len(example.tokens) for example in examples)
+    needed = tokens * len(states) * target.config.get_text_config().hidden_size * torch.bfloat16.itemsize
+    return bool(needed < _KEPT_SHARE * torch.cuda.mem_get_info(target.device)[0])
 
 
 def features_name(target: str, examples: Sequence[Example]) -> str:
@@ -174,13 +148,6 @@ def features_name(target: str, examples: Sequence[Example]) -> str:
     for example in examples:
         digest.update(np.asarray([example.answer, *example.tokens], np.int64).tobytes())
     return f"features-{digest.hexdigest()}"
-
-
-def _map(path: Path, dtype: Any, *shape: int) -> Any:
-    """A file as an array; zeros take no disk space until they are written."""
-    with path.open("ab") as file:
-        file.truncate(int(np.prod(shape)) * np.dtype(dtype).itemsize)
-    return np.memmap(path, dtype, "r+", shape=shape)
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +14,25 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 from safetensors.torch import save as to_safetensors
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 from drafters.heads.checkpoint import Checkpoint, coded, find_folder
-from drafters.training.answers import Example, PromptQuestion, answer, cache_name, read_questions, target_digest
+from drafters.training.answers import Example, TrainingPrompt, answer_prompts, answers_name, read_training_prompts
 from drafters.training.build import build
-from drafters.training.features import FeatureSource, HeldFeatures, StoredFeatures, features_name
+from drafters.training.features import FeatureSource, KeptFeatures, features_name, kept_states, room_for
 from drafters.training.head_module import HeadModule
-from drafters.training.interrupt import noted
+from drafters.training.progress import Stage
 from drafters.training.recipe import Recipe
 from drafters.training.score import Score
+from drafters.training.target import chat, load_target, target_digest
 from drafters.training.trainer import Trainer, draft_vocabulary, replace_file, states_read
-from engine.core.errors import ConfigError, ModelError, first_line
-from engine.model.loading import eos_tokens, has_native_bfloat16
+from engine.core.errors import ConfigError
+from engine.core.params import SamplingParams
+from engine.files.answer_rows import open_answers
+from engine.files.prompt_file import read_prompts
 from engine.weights.resolve import resolve
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
-_SAID_S, _SHOWN_S = 60.0, 0.5  # between two progress lines where no bar is shown, and two states of a bar
 _HEAD_FILES = ("model.safetensors", "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
-DEVICES = ("auto", "cpu", "cuda")
 RECIPES = Path(__file__).resolve().parents[2] / "configs" / "train"
 
 
@@ -75,7 +73,7 @@ def train(
     model, tokenizer = load_target(folder, device)
     states_read(plan, model)  # refused before hours of answering, not after
     module = None if head is None else begun_with(head, plan, model)
-    questions = read_questions(data, tokenizer, plan)
+    prompts_ = read_training_prompts(data, tokenizer, plan)
     try:
         checkpoint.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -84,10 +82,10 @@ def train(
     figures = TextColumn("{task.fields[figures]}", table_column=Column(ratio=1, no_wrap=True))  # if there is room
     with Progress(*columns, figures, console=console, expand=True) as progress:
         digest, kept = target_digest(folder), answers or out.parent / "answers"
-        examples = _examples(questions, model, digest, plan, kept, progress)
+        examples = _examples(prompts_, model, tokenizer, digest, plan, kept, progress)
         if len(examples) < 2:
             raise ConfigError(f"data={data}: the target answers fewer than two of its prompts: give other prompts")
-        features = _features(plan, model, examples, kept / features_name(digest, examples), progress)
+        features = _features(plan, model, examples, kept / features_name(digest, examples))
         if module is None:
             vocab_size = model.config.get_text_config().vocab_size
             module = build(plan, model, draft_vocabulary(examples, plan.draft_vocab_size, vocab_size))
@@ -106,21 +104,16 @@ def train(
                 export(trainer.averaged, out, plan.stored_bits)
                 write_card(out, plan, trainer.step, trainer.tokens, score)
 
-        def note() -> None:
-            console.print("stopping behind this step; Ctrl-C again ends at once, without saving")
-
         if head is not None and not trainer.step:
             trainer.judge(judged)  # what is to be beaten
-        with noted(note) as stopping:
-            trainer.run(
-                checkpoint,
-                save_minutes * 60,
-                lambda step, score: stage(
-                    step, lambda: f"loss {score.mean_loss():.2f}, {score.chain_length():.2f} tokens a round"
-                ),
-                judged,
-                stopping,
-            )
+        trainer.run(
+            checkpoint,
+            save_minutes * 60,
+            lambda step, score: stage(
+                step, lambda: f"loss {score.mean_loss():.2f}, {score.chain_length():.2f} tokens a round"
+            ),
+            judged,
+        )
     trainer.averaged.load_state_dict(trainer.best_state)
     score: Score = trainer.evaluate()
     console.print(acceptance_table(method, score))
@@ -129,28 +122,6 @@ def train(
     )
     console.print(made, soft_wrap=True)
     return score
-
-
-class Stage:
-    """A stage's progress: a bar on a terminal, a line a minute elsewhere. total: None if it is not known."""
-
-    def __init__(self, progress: Progress, name: str, total: int | None, done: int = 0):
-        self._progress, self._name, self._total = progress, name, total
-        self._task = progress.add_task(name, total=total, completed=done, figures="")
-        self._said_s = time.monotonic()
-
-    def __call__(self, done: int, figures: Callable[[], str] = lambda: "") -> None:
-        """figures: called only when they are shown: reading them makes the next step wait."""
-        self._progress.update(self._task, completed=done)
-        console, now_s = self._progress.console, time.monotonic()
-        if now_s - self._said_s < (_SHOWN_S if console.is_terminal else _SAID_S):
-            return
-        self._said_s = now_s
-        if console.is_terminal:
-            self._progress.update(self._task, figures=figures())
-        else:
-            of = "" if self._total is None else f" of {self._total}"
-            console.print(f"{self._name}: {done}{of}  {figures()}".rstrip(), soft_wrap=True)
 
 
 def _keep_freed_memory() -> None:
@@ -164,30 +135,51 @@ def _keep_freed_memory() -> None:
 
 
 def _examples(
-    questions: list[PromptQuestion], model: Any, digest: str, plan: Recipe, kept: Path, progress: Progress
+    prompts: list[TrainingPrompt], model: Any, tokenizer: Any, digest: str, plan: Recipe, kept: Path, progress: Progress
 ) -> list[Example]:
-    """The training text; prompts without an answer are answered first, the short ones together."""
-    asked = sorted((question.prompt for question in questions if question.answer is None), key=len)
-    answered: list[Example] = []
+    """The training text; prompts without an answer are answered first."""
+    asked, answers = {one.text: one.tokens for one in prompts if one.answer is None}, dict[str, list[int]]()
     if asked:
-        stop, cache = eos_tokens(model.generation_config), kept / cache_name(digest, asked, plan)
-        answered = answer(model, asked, stop, plan, cache, Stage(progress, "answering", len(asked)))
-    fresh = {tuple(prompt): example for prompt, example in zip(asked, answered, strict=True)}
-    examples = [
-        fresh[tuple(question.prompt)]
-        if question.answer is None
-        else Example(question.prompt + question.answer, len(question.prompt))
-        for question in questions
-    ]
+        sampling = SamplingParams(temperature=plan.temperature, seed=plan.seed, max_tokens=plan.answer_tokens)
+        stage, file = Stage(progress, "answering", len(asked)), kept / answers_name(digest, plan)
+        answers = answer_prompts(model, tokenizer, asked, file, digest, sampling, plan.answer_batch, stage)
+    examples = []
+    for one in prompts:
+        answer = answers[one.text] if one.answer is None else one.answer
+        examples.append(Example((one.tokens + answer)[: plan.length], len(one.tokens)))
     return [example for example in examples if len(example.tokens) > example.answer + 1]
 
 
-def _features(plan: Recipe, model: Any, examples: list[Example], folder: Path, progress: Progress) -> FeatureSource:
+def answer_file(
+    target: str,
+    data: Path,
+    out: Path,
+    sampling: SamplingParams,
+    longest: int,
+    batch: int,
+    minutes: float | None,
+    device: str,
+    console: Console,
+) -> None:
+    """`talon train answers`: answers to prompts of at most `longest` tokens. Raises TalonError, one line."""
+    began, asked = time.monotonic(), dict.fromkeys(row.prompt for row in read_prompts(data, "data"))
+    open_answers(out, target, sampling)  # refused before the target is loaded, not after
+    model, tokenizer = load_target(find_folder(resolve(target, "target"), "target"), device)
+    prompts = {text: tokens for text in asked if len(tokens := chat(tokenizer, text)) <= longest}
+    with Progress(console=console) as progress:
+        stage = Stage(progress, "answering", len(prompts))
+        answers = answer_prompts(model, tokenizer, prompts, out, target, sampling, batch, stage, minutes)
+    done = sum(text in answers for text in prompts)
+    seconds = time.monotonic() - began
+    console.print(f"{out}: {done:,} of {len(prompts):,} prompts answered, in {seconds:.0f} s")
+
+
+def _features(plan: Recipe, model: Any, examples: list[Example], folder: Path) -> FeatureSource:
     states = states_read(plan, model)
-    if HeldFeatures.fits(model, examples, states):
-        return HeldFeatures(model, examples, states, Stage(progress, "reading", len(examples)))
+    if room_for(model, examples, states):
+        return KeptFeatures(model, examples, states)
     if plan.store_features and model.device.type == "cpu":
-        return StoredFeatures(folder, model, examples)
+        return KeptFeatures(model, examples, kept_states(model.config.get_text_config().num_hidden_layers), folder)
     return FeatureSource(model, examples)
 
 
@@ -249,20 +241,3 @@ def acceptance_table(method: str, score: Score) -> Table:
 def _figures(score: Score) -> str:
     losses = " ".join(f"{loss / max(count, 1):.2f}" for loss, count in zip(score.loss, score.count, strict=True))
     return f"loss {losses}  accepted {' '.join(f'{share:.2f}' for share in score.acceptance())}"
-
-
-def load_target(folder: Path, device: str) -> tuple[Any, Any]:
-    if device not in DEVICES:
-        raise ConfigError(f"device={device!r}: is none of {', '.join(DEVICES)}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device='cuda': torch finds no CUDA device here: use --device cpu or auto")
-    where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    dtype = torch.bfloat16 if where.type == "cuda" or has_native_bfloat16() else torch.float32
-    transformers_logging.disable_progress_bar()
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        reason = first_line(error)
-        raise ModelError(f"target={folder}: cannot be loaded ({reason}): give a complete model directory") from None
-    return model.to(where).eval().requires_grad_(False), tokenizer

@@ -85,11 +85,9 @@ class Trainer:
         save_every_s: float,
         report: Callable[[int, Score], None],
         judged: Callable[[Score, bool], None],
-        stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         """Train to the end, saving periodically and at the end. `report` is called after every step, `judged`
-        with every held-out score of `averaged` and whether it is the best so far. stopping: called after every step;
-        if true, the run is saved and ends with KeyboardInterrupt.
+        with every held-out score of `averaged` and whether it is the best so far.
         """
         saved = time.monotonic()
         began = saved - self.trained_s
@@ -99,12 +97,9 @@ class Trainer:
             self.trained_s = time.monotonic() - began
             if self.step % self.recipe.evaluate_every == 0 or self.done >= 1:
                 self.judge(judged)
-            stop = stopping()
-            if stop or time.monotonic() - saved > save_every_s or self.done >= 1:
+            if time.monotonic() - saved > save_every_s or self.done >= 1:
                 self.save(checkpoint)
                 saved = time.monotonic()
-            if stop:
-                raise KeyboardInterrupt
 
     @property
     def done(self) -> float:

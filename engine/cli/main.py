@@ -35,11 +35,10 @@ app = typer.Typer(
 )
 
 _MEASUREMENTS = (
-    ("cli.bench_command", "bench"),
-    *(("cli.commands", name) for name in ("check", "report", "qa")),
-    *(("cli.studies", name) for name in ("shapes", "growth", "acceptance", "profile")),
+    ("cli.bench", "bench"),
+    *(("cli.checks", name) for name in ("check", "report", "qa")),
+    *(("cli.studies", name) for name in ("acceptance", "profile")),
     ("cli.evidence", "evidence"),
-    ("cli.replay", "replay"),
 )
 """Commands of the benchmarks package, as (module, command)."""
 

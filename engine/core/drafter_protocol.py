@@ -63,6 +63,12 @@ class Drafter(ABC):
     rests: bool = False
     """Whether it has a draft model that rests when told to; it then drafts without the model, possibly nothing."""
 
+    draft_s: float = 0.0
+    """Seconds of a usual draft of its model, as measured when it was loaded; 0: unknown."""
+
+    read_s: float = 0.0
+    """Seconds that its model takes to read a position of the text, likewise."""
+
     together: int = 4
     """How many outcomes, over all requests, to draft in the same forwards: more outcomes take longer."""
 

@@ -14,6 +14,8 @@ import msgspec
 from engine.core.characters import HALF_A_CHARACTER, is_text
 from engine.core.errors import RequestError, shown
 
+JSON_WHITESPACE = {"whitespace_pattern": r"( |\n[ \t]{0,64})?"}
+"""Whitespace in JSON: what `json.dumps` writes, indented or not. Without a bound a model may never stop."""
 _LARGEST = 1 << 20  # characters; longer ones cost seconds before the library refuses them
 
 

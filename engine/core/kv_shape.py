@@ -17,12 +17,12 @@ class KVShape:
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    paired: bool = False
+    vnni: bool = False
 
     @property
     def dims(self) -> int:
-        """head_dim, rounded up to a multiple of 16, or of 32 if paired."""
-        whole = 32 if self.paired else 16
+        """head_dim, rounded up to a multiple of 16, or of 32 if vnni."""
+        whole = 32 if self.vnni else 16
         return -(-self.head_dim // whole) * whole
 
     @property

@@ -54,6 +54,10 @@ def source_of(method: str) -> int:
     return 1 << list(METHODS).index(method)
 
 
+MODELS = sum(source_of(name) for name, method in METHODS.items() if method.has_model)
+"""The bits of all methods that run a model."""
+
+
 def source_names(bits: int) -> list[str]:
     """The methods that proposed a node."""
     return [name for name in METHODS if bits & source_of(name)]

@@ -85,6 +85,8 @@ class DrafterWorker:
                 successors=wants.successors,
                 calibrated=wants.calibrated,
                 rests=wants.rests,
+                draft_s=wants.draft_s,
+                read_s=wants.read_s,
             )
         )
 

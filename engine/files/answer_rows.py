@@ -31,8 +31,8 @@ class AnswerRow(msgspec.Struct, kw_only=True):
 _BEGINNING = b'{"prompt":"'  # of every line written here
 
 
-def open_answers(path: Path, model: str, sampling: SamplingParams) -> set[str]:
-    """Create the file if it does not exist; return the prompts that it already answers with this model and sampling. A
+def open_answers(path: Path, model: str, sampling: SamplingParams) -> dict[str, list[int]]:
+    """Create the file if it does not exist; return the answers that it has of this model and sampling, by prompt. A
     partial last line, left by a killed run, is cut off. Raises ConfigError for any other file.
     """
     try:
@@ -56,4 +56,4 @@ def open_answers(path: Path, model: str, sampling: SamplingParams) -> set[str]:
                 f"out={path}: holds answers of model {row.model or 'unknown'}, max_tokens "
                 f"{row.max_tokens or 'unknown'}, temperature {row.temperature:g} and seed {row.seed}; name another file"
             )
-    return {row.prompt for row in rows}
+    return {row.prompt: row.tokens for row in rows}

@@ -34,38 +34,42 @@ from engine.kernels.simd import (
     store,
     total,
 )
-from engine.kernels.threads import kernel, member, members
+from engine.kernels.threads import kernel, num_threads, thread_id
 
 
-def _record(*names: str, floats: tuple[str, ...] = ()) -> np.dtype[Any]:
+def record_of(*names: str, floats: tuple[str, ...] = ()) -> np.dtype[Any]:
+    """A kernel's record: 64-bit addresses, sizes and flags, then float32 numbers."""
     return np.dtype([(name, "i8") for name in names] + [(name, "f4") for name in floats])
 
 
-EMBED = _record(
+EMBED = record_of(
     "tokens",  # [rows] int32, each below vocab
     "rows",
     "embedding",  # [vocab, hidden]
     "residual",  # out: [rows, hidden] float32
     "hidden",
     "width",
+    floats=("scale",),
 )
 
 
 @kernel(EMBED)
 def embed_kernel(address: Any) -> None:
-    """residual = the tokens' rows of the embedding."""
+    """residual = scale * the tokens' rows of the embedding."""
     work = carray(address, 1)[0]
-    for row in range(member(), work.rows, members()):
+    scale = splat(work.scale)
+    for row in range(thread_id(), work.rows, num_threads()):
         source = work.embedding + int_at(work.tokens + 4 * row) * work.hidden * work.width
         place = work.residual + row * work.hidden * 4
         for at in range(0, work.hidden, LANES):
-            store(numbers_at(source + at * work.width, work.width), place + 4 * at, FLOAT32)
+            store(multiply(numbers_at(source + at * work.width, work.width), scale), place + 4 * at, FLOAT32)
 
 
-NORM = _record(
+NORM = record_of(
     "residual",  # [rows, hidden] float32, to which delta is added
     "delta",  # [rows, hidden], or 0
-    "weight",  # [hidden] float32
+    "delta_weight",  # [hidden] float32: the norm of delta is added; or 0
+    "weight",  # [hidden] float32, or 0: no norm, out = residual
     "out",  # [count, hidden]: the norm of the sum
     "chosen",  # [count] int32: the rows to compute, or 0 for the first `count`
     "kept",  # [rows, hidden], rows `stride` bytes apart: a copy of the sum, or 0
@@ -73,79 +77,108 @@ NORM = _record(
     "count",
     "hidden",
     "width",
-    floats=("epsilon",),
+    floats=("epsilon", "delta_scale"),
 )
 
 
 @kernel(NORM)
 def norm_kernel(address: Any) -> None:
-    """residual += delta; out = residual / sqrt(mean(residual^2) + epsilon) * weight."""
+    """residual += delta_scale * delta, or + norm(delta, delta_weight); out = norm(residual, weight), where norm(x, w) =
+    x / sqrt(mean(x^2) + epsilon) * w.
+    """
     work = carray(address, 1)[0]
-    for i in range(member(), work.count, members()):
+    for i in range(thread_id(), work.count, num_threads()):
         row = i if work.chosen == 0 else int_at(work.chosen + 4 * i)
         residual, delta = work.residual + row * work.hidden * 4, work.delta + row * work.hidden * work.width
+        if work.delta_weight != 0:
+            _add_norm(work, residual, delta)
         squares = splat(np.float32(0))
         for at in range(0, work.hidden, LANES):
             x = load(residual + 4 * at, FLOAT32)
-            if work.delta != 0:
-                x = add(x, numbers_at(delta + at * work.width, work.width))
+            if work.delta != 0 and work.delta_weight == 0:
+                x = fma(numbers_at(delta + at * work.width, work.width), splat(work.delta_scale), x)
                 store(x, residual + 4 * at, FLOAT32)
             squares = fma(x, x, squares)
-        mean = total(squares) / np.float32(work.hidden)
-        scale = splat(np.float32(1) / np.sqrt(mean + work.epsilon))
+        scale = splat(_norm_scale(work, squares))
         out = work.out + i * work.hidden * work.width
         for at in range(0, work.hidden, LANES):
             x = load(residual + 4 * at, FLOAT32)
             if work.kept != 0:
                 put_numbers(x, work.kept + row * work.stride + at * work.width, work.width)
-            x = multiply(multiply(x, scale), load(work.weight + 4 * at, FLOAT32))
+            if work.weight != 0:
+                x = multiply(multiply(x, scale), load(work.weight + 4 * at, FLOAT32))
             put_numbers(x, out + at * work.width, work.width)
 
 
-GATE = _record(
+@njit
+def _norm_scale(work: Any, squares: Any) -> Any:
+    return np.float32(1) / np.sqrt(total(squares) / np.float32(work.hidden) + work.epsilon)
+
+
+@njit
+def _add_norm(work: Any, residual: int, delta: int) -> None:
+    squares = splat(np.float32(0))
+    for at in range(0, work.hidden, LANES):
+        x = numbers_at(delta + at * work.width, work.width)
+        squares = fma(x, x, squares)
+    scale = splat(_norm_scale(work, squares))
+    for at in range(0, work.hidden, LANES):
+        x = multiply(numbers_at(delta + at * work.width, work.width), scale)
+        x = fma(x, load(work.delta_weight + 4 * at, FLOAT32), load(residual + 4 * at, FLOAT32))
+        store(x, residual + 4 * at, FLOAT32)
+
+
+GATE = record_of(
     "gate_up",  # [rows, 2 * inner]
     "out",  # [rows, inner]
     "rows",
     "inner",
     "width",
+    "gelu",  # 1: the tanh approximation of GELU in the place of SiLU
 )
+
+_GELU = np.float32(2 * (2 / np.pi) ** 0.5), np.float32(2 * (2 / np.pi) ** 0.5 * 0.044715)
 
 
 @kernel(GATE)
 def gate_kernel(address: Any) -> None:
-    """out = silu(gate) * up."""
+    """out = act(gate) * up, where act(x) = x / (1 + exp(-y)): y is x for SiLU, _GELU[0] * x + _GELU[1] * x^3 for GELU,
+    since (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 * u)).
+    """
     work = carray(address, 1)[0]
     one = splat(np.float32(1))
-    for row in range(member(), work.rows, members()):
+    for row in range(thread_id(), work.rows, num_threads()):
         gate = work.gate_up + row * 2 * work.inner * work.width
         up, out = gate + work.inner * work.width, work.out + row * work.inner * work.width
         for at in range(0, work.inner * work.width, LANES * work.width):
             x = numbers_at(gate + at, work.width)
-            swish = divide(x, add(one, exp(multiply(x, splat(np.float32(-1))))))
-            put_numbers(multiply(swish, numbers_at(up + at, work.width)), out + at, work.width)
+            y = multiply(x, splat(np.float32(-1)))
+            if work.gelu != 0:
+                y = multiply(y, fma(multiply(x, x), splat(_GELU[1]), splat(_GELU[0])))
+            put_numbers(multiply(divide(x, add(one, exp(y))), numbers_at(up + at, work.width)), out + at, work.width)
 
 
-ENTER = _record(
+ENTER = record_of(
     # of a batch
     "positions",  # [rows] int32
     "slots",  # [rows] int32: where in the pool the row's key and value go
-    "turns",  # [positions, rotated] float32: cosines of the first half of the rotated dimensions, then sines
-    "queries",  # out: [kv_heads, rows, groups, dims] float32, paired bfloat16
+    "queries",  # out: [kv_heads, rows, q_per_kv, dims] float32; bfloat16 if vnni
     "scratch",  # [threads, dims] float32
     "rows",
     # of a layer
-    "qkv",  # [rows, (groups + 2) * kv_heads * head_dim]: queries, keys, values
+    "cos_sin",  # [positions, rotated] float32: cosines of the first half of the rotated dimensions, then sines
+    "qkv",  # [rows, (q_per_kv + 2) * kv_heads * head_dim]: queries, keys, values
     "query_norm",  # [head_dim] float32, or 0
     "key_norm",  # [head_dim] float32, or 0
     "keys",  # out: one layer's part of the pool
     "values",
     "kv_heads",
-    "groups",
+    "q_per_kv",
     "head_dim",
     "dims",
-    "rotated",
+    "rotated",  # dimensions of each head, from the first on; 0: none
     "width",
-    "paired",  # 1: the pool's layout is paired (`engine.model.kv_pool`)
+    "vnni",  # 1: the pool keeps bfloat16 in pairs (`engine.model.kv_pool`)
     floats=("epsilon",),
 )
 
@@ -158,27 +191,27 @@ def enter_kernel(address: Any) -> None:
     cores that write to the same lines wait for each other.
     """
     work = carray(address, 1)[0]
-    size, heads = work.head_dim * work.width, work.groups * work.kv_heads
-    units, room = work.kv_heads * work.rows, work.scratch + member() * work.dims * 4
-    for unit in range(units * member() // members(), units * (member() + 1) // members()):
+    size, heads = work.head_dim * work.width, work.q_per_kv * work.kv_heads
+    units, room = work.kv_heads * work.rows, work.scratch + thread_id() * work.dims * 4
+    for unit in range(units * thread_id() // num_threads(), units * (thread_id() + 1) // num_threads()):
         kv_head, row = unit // work.rows, unit % work.rows
         x = work.qkv + row * (heads + 2 * work.kv_heads) * size
-        for group in range(work.groups):
-            query, place = x + (kv_head * work.groups + group) * size, (unit * work.groups + group) * work.dims
-            if work.paired == 0:
-                _turned(work, row, query, work.query_norm, work.queries + 4 * place)
+        for group in range(work.q_per_kv):
+            query, place = x + (kv_head * work.q_per_kv + group) * size, (unit * work.q_per_kv + group) * work.dims
+            if work.vnni == 0:
+                _rotated(work, row, query, work.query_norm, work.queries + 4 * place)
             else:
-                _turned(work, row, query, work.query_norm, room)
+                _rotated(work, row, query, work.query_norm, room)
                 _put_halves(room, work.dims, work.queries + 2 * place)
         block, lane = int_at(work.slots + 4 * row) // LANES, int_at(work.slots + 4 * row) % LANES
         at = (block * work.kv_heads + kv_head) * work.dims * LANES * work.width
-        _turned(work, row, x + (heads + kv_head) * size, work.key_norm, room)
+        _rotated(work, row, x + (heads + kv_head) * size, work.key_norm, room)
         _put_key(work, room, work.keys + at, lane)
         _put_value(work, x + (heads + work.kv_heads + kv_head) * size, work.values + at, lane)
 
 
 @njit
-def _turned(work: Any, row: int, x: int, weight: int, out: int) -> None:
+def _rotated(work: Any, row: int, x: int, weight: int, out: int) -> None:
     """One head's query or key, normalised if there is a weight, rotated by its position: [dims] float32."""
     whole, lanes = work.head_dim // LANES * LANES, splat(np.float32(0))
     for i in range(0, whole, LANES):
@@ -197,14 +230,14 @@ def _turned(work: Any, row: int, x: int, weight: int, out: int) -> None:
             store(multiply(scaled, load(weight + 4 * i, FLOAT32)), out + 4 * i, FLOAT32)
         for i in range(whole, work.head_dim):
             put_float(out + 4 * i, float_at(out + 4 * i) * scale * float_at(weight + 4 * i))
-    _turn(work, row, out)
+    _rotate(work, row, out)
 
 
 @njit
-def _turn(work: Any, row: int, out: int) -> None:
+def _rotate(work: Any, row: int, out: int) -> None:
     half = work.rotated // 2
     whole, second = half // LANES * LANES, out + 4 * half
-    cosines = work.turns + int_at(work.positions + 4 * row) * work.rotated * 4
+    cosines = work.cos_sin + int_at(work.positions + 4 * row) * work.rotated * 4
     sines = cosines + 4 * half
     for i in range(0, 4 * whole, 4 * LANES):
         a, b = load(out + i, FLOAT32), load(second + i, FLOAT32)
@@ -218,8 +251,8 @@ def _turn(work: Any, row: int, out: int) -> None:
         put_float(second + i, b * cosine + a * sine)
 
 
-STORE = _record(
-    "query",  # [rows, kv_heads * groups, head_dim]
+STORE = record_of(
+    "query",  # [rows, kv_heads * q_per_kv, head_dim]
     "key",  # [rows, kv_heads, head_dim]
     "value",  # [rows, kv_heads, head_dim]
     "slots",  # as in ENTER, from here on
@@ -229,11 +262,11 @@ STORE = _record(
     "scratch",
     "rows",
     "kv_heads",
-    "groups",
+    "q_per_kv",
     "head_dim",
     "dims",
     "width",
-    "paired",
+    "vnni",
 )
 
 
@@ -241,15 +274,15 @@ STORE = _record(
 def store_kernel(address: Any) -> None:
     """Write a stock model's keys and values to the pool, and lay out its queries."""
     work = carray(address, 1)[0]
-    size, heads = work.head_dim * work.width, work.groups * work.kv_heads
-    key = work.scratch + member() * work.dims * 4
-    for row in range(member(), work.rows, members()):
+    size, heads = work.head_dim * work.width, work.q_per_kv * work.kv_heads
+    key = work.scratch + thread_id() * work.dims * 4
+    for row in range(thread_id(), work.rows, num_threads()):
         for head in range(heads):
-            group = head % work.groups
-            place = ((head // work.groups * work.rows + row) * work.groups + group) * work.dims
+            group = head % work.q_per_kv
+            place = ((head // work.q_per_kv * work.rows + row) * work.q_per_kv + group) * work.dims
             for i in range(work.head_dim):
                 x = number_at(work.query + (row * heads + head) * size + i * work.width, work.width)
-                if work.paired == 0:
+                if work.vnni == 0:
                     put_float(work.queries + 4 * (place + i), x)
                 else:
                     put_half(work.queries + 2 * (place + i), x)
@@ -264,15 +297,15 @@ def store_kernel(address: Any) -> None:
 
 
 @njit
-def _key_place(i: int, lane: int, paired: int) -> Any:
+def _key_place(i: int, lane: int, vnni: int) -> Any:
     """The index of a key's dimension i within a block's keys."""
-    return i // 2 * 2 * LANES + lane * 2 + i % 2 if paired != 0 else i * LANES + lane
+    return i // 2 * 2 * LANES + lane * 2 + i % 2 if vnni != 0 else i * LANES + lane
 
 
 @njit
-def _value_place(i: int, lane: int, paired: int, dims: int) -> Any:
+def _value_place(i: int, lane: int, vnni: int, dims: int) -> Any:
     """The index of a value's dimension i within a block's values."""
-    if paired != 0:
+    if vnni != 0:
         return i // LANES * LANES * LANES + lane // 2 * 2 * LANES + i % LANES * 2 + lane % 2
     return lane * dims + i
 
@@ -280,7 +313,7 @@ def _value_place(i: int, lane: int, paired: int, dims: int) -> Any:
 @njit
 def _put_key(work: Any, key: int, block: int, lane: int) -> None:
     """Write one head's key, [dims] float32, to its lane of a block. The source is overwritten."""
-    if work.paired != 0:
+    if work.vnni != 0:
         _put_halves(key, work.dims, key)
         for i in range(0, work.dims, 2):  # a pair is four bytes
             put_float(block + _key_place(i, lane, 1) * 2, float_at(key + 2 * i))
@@ -292,7 +325,7 @@ def _put_key(work: Any, key: int, block: int, lane: int) -> None:
 @njit
 def _put_value(work: Any, value: int, block: int, lane: int) -> None:
     for i in range(work.head_dim):
-        place = _value_place(i, lane, work.paired, work.dims)
+        place = _value_place(i, lane, work.vnni, work.dims)
         _copy(value + i * work.width, block + place * work.width, work.width)
 
 
@@ -312,7 +345,7 @@ def _put_halves(x: int, count: int, place: int) -> None:
         store(load(x + 4 * i, FLOAT32), place + 2 * i, BFLOAT16)
 
 
-MOVE = _record(
+MOVE = record_of(
     "keys",  # of the whole pool
     "values",
     "sources",  # [count] int32 slots
@@ -323,7 +356,7 @@ MOVE = _record(
     "kv_heads",
     "dims",
     "width",
-    "paired",
+    "vnni",
 )
 
 
@@ -331,7 +364,7 @@ MOVE = _record(
 def move_kernel(address: Any) -> None:
     """Copy keys and values from slots to other slots, in order."""
     work = carray(address, 1)[0]
-    for layer in range(member(), work.layers, members()):
+    for layer in range(thread_id(), work.layers, num_threads()):
         for i in range(work.count):
             source, place = int_at(work.sources + 4 * i), int_at(work.places + 4 * i)
             for head in range(work.kv_heads):
@@ -339,9 +372,9 @@ def move_kernel(address: Any) -> None:
                 old = ((block + source // LANES) * work.kv_heads + head) * work.dims * LANES
                 new = ((block + place // LANES) * work.kv_heads + head) * work.dims * LANES
                 for i in range(work.dims):
-                    before = old + _key_place(i, source % LANES, work.paired)
-                    after = new + _key_place(i, place % LANES, work.paired)
+                    before = old + _key_place(i, source % LANES, work.vnni)
+                    after = new + _key_place(i, place % LANES, work.vnni)
                     _copy(work.keys + before * work.width, work.keys + after * work.width, work.width)
-                    before = old + _value_place(i, source % LANES, work.paired, work.dims)
-                    after = new + _value_place(i, place % LANES, work.paired, work.dims)
+                    before = old + _value_place(i, source % LANES, work.vnni, work.dims)
+                    after = new + _value_place(i, place % LANES, work.vnni, work.dims)
                     _copy(work.values + before * work.width, work.values + after * work.width, work.width)

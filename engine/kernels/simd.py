@@ -274,6 +274,24 @@ def int_at(context: Any, address: Any) -> Any:
     return types.int32(types.int64), _cell(_INT)[0]
 
 
+@intrinsic(prefer_literal=True)
+def put_int(context: Any, address: Any, x: Any) -> Any:
+    """Store x as the int32 at `address`."""
+    return types.void(types.int64, types.int32), _cell(_INT)[1]
+
+
+@intrinsic(prefer_literal=True)
+def long_at(context: Any, address: Any) -> Any:
+    """The int64 at `address`."""
+    return types.int64(types.int64), _cell(ir.IntType(64))[0]
+
+
+@intrinsic(prefer_literal=True)
+def put_long(context: Any, address: Any, x: Any) -> Any:
+    """Store x as the int64 at `address`."""
+    return types.void(types.int64, types.int64), _cell(ir.IntType(64))[1]
+
+
 @njit
 def number_at(address: int, width: int) -> Any:
     """The number at `address`, as float32. width: BFLOAT16 or FLOAT32, known only at run time."""

@@ -3,8 +3,8 @@
 A second pool would compete with torch's for the cores: its threads would spin while the other pool computes. So a
 kernel is given to the OpenMP runtime that torch has loaded; if torch uses another runtime, it runs on the caller.
 
-A kernel is a compiled function of one argument, the address of a record (a numpy structured scalar). The `members()`
-threads share the work, each by its own number. The result of a unit of work must not depend on which thread does it.
+A kernel is a compiled function of one argument, the address of a record (a numpy structured scalar). `num_threads()`
+threads share the work, each by its `thread_id()`. The result of a unit of work must not depend on which thread does it.
 
 Waking and releasing the threads costs some ten microseconds, as long as a small matrix takes. A `Program` does it once
 for many kernels, which run one after the other with a barrier between them.
@@ -57,11 +57,12 @@ def _nothing() -> None:
 
 
 _PARALLEL = _symbol("GOMP_parallel")
-binding.add_symbol("talon_member", _symbol("omp_get_thread_num") or _zero.address)
-binding.add_symbol("talon_members", _symbol("omp_get_num_threads") or _one.address)
+binding.add_symbol("talon_thread_id", _symbol("omp_get_thread_num") or _zero.address)
+binding.add_symbol("talon_num_threads", _symbol("omp_get_num_threads") or _one.address)
 binding.add_symbol("talon_barrier", _symbol("GOMP_barrier") or _nothing.address)
-member = types.ExternalFunction("talon_member", types.int32())
-members = types.ExternalFunction("talon_members", types.int32())
+thread_id = types.ExternalFunction("talon_thread_id", types.int32())
+num_threads = types.ExternalFunction("talon_num_threads", types.int32())
+member, members = thread_id, num_threads  # as the products call them
 _barrier = types.ExternalFunction("talon_barrier", types.void())
 _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
 _together = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(_PARALLEL)
@@ -106,8 +107,8 @@ def address_of(records: np.ndarray[Any, Any], index: int = 0) -> int:
     return int(records.ctypes.data) + index * records.itemsize
 
 
-def words(records: np.ndarray[Any, Any], first: str, last: str) -> NDArray[np.int64]:
-    """[records, words] the neighbouring integers of each record from `first` to `last`, which can be set all at once:
+def int_fields(records: np.ndarray[Any, Any], first: str, last: str) -> NDArray[np.int64]:
+    """[records, fields] the neighbouring integers of each record from `first` to `last`, which can be set all at once:
     looking up a field takes as long as setting it.
     """
     fields = records.dtype.fields
@@ -129,7 +130,7 @@ PROGRAM = np.dtype(
 
 
 @intrinsic(prefer_literal=True)
-def _run(context: Any, step: Any) -> Any:
+def run_step(context: Any, step: Any) -> Any:
     """Call the kernel of the step at that address."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -146,11 +147,11 @@ def _run(context: Any, step: Any) -> Any:
 @kernel(PROGRAM)
 def _program_kernel(address: Any) -> None:
     work = carray(address, 1)[0]
-    timed = work.times != 0 and member() == 0
+    timed = work.times != 0 and thread_id() == 0
     for i in range(work.count):
         if timed:
             _clock_gettime(_MONOTONIC, work.times + 16 * i)
-        _run(work.steps + 16 * i)
+        run_step(work.steps + 16 * i)
         _barrier()
     if timed:
         _clock_gettime(_MONOTONIC, work.times + 16 * work.count)
@@ -182,7 +183,7 @@ class Program:
         self._stretches: dict[tuple[int, int], tuple[int, int]] = {}  # by start and stop
         self._table, self._table_at = np.zeros((0, 2), np.int64), 0
         self._work = np.zeros(1, PROGRAM)
-        self._work_at, self._of_work = address_of(self._work), words(self._work, "steps", "times")
+        self._work_at, self._of_work = address_of(self._work), int_fields(self._work, "steps", "times")
 
     def __len__(self) -> int:
         return len(self._functions)

@@ -51,11 +51,10 @@ def allow_split_sums() -> None:
     torch.backends.cuda.preferred_blas_library("default")
 
 
-def exact_sizes(model: Any, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Those of the sizes of forwards, SLICE among them, in which every linear layer gives a row the same bits as in
-    SLICE rows, at any place. () if it does not in SLICE rows themselves.
+def exact_sizes(linears: Sequence[nn.Linear], sizes: Sequence[int]) -> tuple[int, ...]:
+    """Those of the sizes of forwards, SLICE among them, in which every product gives a row the same bits as in SLICE
+    rows, at any place. () if one does not in SLICE rows themselves.
     """
-    linears = [module for module in model.modules() if type(module) is nn.Linear]
     one_of_each = {(*module.weight.shape, module.weight.dtype, module.bias is None): module for module in linears}
     found = tuple(sizes)
     for linear in one_of_each.values():

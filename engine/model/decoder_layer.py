@@ -1,73 +1,199 @@
-"""The weights of a stock model of the common structure (`engine.model.decoder`), a layer at a time."""
+"""The weights of a stock model of a known structure (`engine.model.decoder`), a layer at a time.
+
+What a layer is made of is read from its modules, and what a module computes by trying it: never from a family's name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.kernels.gemm.packed_linear import Product
+from engine.kernels.layer.weights import ExpertMlp, GatedMlp, LayerWeights, Norm
 from engine.kernels.quantised import Quantised
+from engine.kernels.simd import LANES
 
 Matrices = Mapping[int, Quantised]
 
+_NORMS = (  # names of a layer's norms: before attention, of its result, before the MLP, of its result
+    ("input_layernorm", "", "post_attention_layernorm", ""),
+    ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+    ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+)
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
+_MLP = {"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn", "activation_fn"}
+
 
 class OtherStructure(Exception):
-    """The model does not have the common structure."""
+    """The model does not have a structure that the lean decoder knows. Its text says what is unknown."""
 
 
 class Layer:
-    """One layer's weights: four products, and the scales of its norms as float32."""
+    """One layer's weights, as a program takes them. rotated: dimensions of a head that are rotated, by that table.
 
-    def __init__(self, layer: Any, quantised: Matrices):
-        parts = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-        only(layer, parts | {"resid_attn_dropout", "resid_mlp_dropout"})
-        attention, mlp = layer.self_attn, layer.mlp
-        only(attention, {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"})
-        only(mlp, {"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn", "activation_fn"})
-        self.qkv = joined(quantised, attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
-        self.out = joined(quantised, attention, ("o_proj",))
-        self.gate_up = joined(quantised, mlp, ("gate_proj", "up_proj"), "gate_up_proj", gated=True)
-        self.down = joined(quantised, mlp, ("down_proj",))
-        self.input_norm, self.epsilon = scale_of(layer.input_layernorm)
-        self.inner_norm, _ = scale_of(layer.post_attention_layernorm)
-        self.query_norm = self.key_norm = None
-        if hasattr(attention, "q_norm"):
-            (self.query_norm, _), (self.key_norm, _) = scale_of(attention.q_norm), scale_of(attention.k_norm)
-        self.inner = self.gate_up.outputs // 2
+    products: every matrix that a row is multiplied with; of experts, as many as a row has. idle_bytes: of the others.
+    """
 
-    @property
-    def products(self) -> tuple[Product, ...]:
-        return self.qkv, self.out, self.gate_up, self.down
+    def __init__(self, layer: Any, quantised: Matrices, head_dim: int, rotated: int, rotary_table: int):
+        attention, self.idle_bytes = layer.self_attn, 0
+        rest = {name for name, _ in layer.named_children()} - {"resid_attn_dropout", "resid_mlp_dropout"}
+        names = next((names for names in _NORMS if rest - {"self_attn", "mlp"} == {*names} - {""}), None)
+        if names is None:
+            raise OtherStructure(f"a layer of {', '.join(sorted(rest))}")
+        only(attention, _ATTENTION)
+        norms = [norm_of(getattr(layer, name)) if name else None for name in names]
+        normed = hasattr(attention, "q_norm")
+        rotated = rotated if getattr(attention, "use_rope", True) else 0
+        order = _halves(head_dim, rotated) if _interleaved(attention) else None
+        if order is not None and normed:
+            raise OtherStructure("norms of heads whose neighbouring dimensions are rotated")
+        orders = None if order is None else (order, order, None)
+        qkv = joined(quantised, attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj", orders=orders)
+        out = joined(quantised, attention, ("o_proj",))
+        mlp, of_mlp = self._mlp(layer.mlp, quantised)
+        self.products: tuple[Product, ...] = (qkv, out, *of_mlp)
+        self.weights = LayerWeights(
+            qkv=qkv,
+            out=out,
+            mlp=mlp,
+            input_norm=norms[0],
+            out_norm=norms[1],
+            inner_norm=norms[2],
+            down_norm=norms[3],
+            residual_scale=float(getattr(layer, "residual_multiplier", 1.0)),
+            query_norm=norm_of(attention.q_norm) if normed else None,
+            key_norm=norm_of(attention.k_norm) if normed else None,
+            rotated=rotated,
+            rotary_table=rotary_table,
+        )
+        if len({norm.epsilon for norm in norms if norm is not None}) > 1:
+            raise OtherStructure("norms of a layer with different epsilons")
+
+    def _mlp(self, mlp: Any, quantised: Matrices) -> tuple[GatedMlp | ExpertMlp, list[Product]]:
+        """The MLP or the experts, and the matrices that a row is multiplied with."""
+        if hasattr(mlp, "experts"):
+            return self._experts(mlp)
+        only(mlp, _MLP)
+        gelu = _is_gelu(getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None))
+        gate_up = joined(quantised, mlp, ("gate_proj", "up_proj"), "gate_up_proj", gated=not gelu)
+        down = joined(quantised, mlp, ("down_proj",))
+        return GatedMlp(gate_up, down, down.inputs, gate_up.gated, gelu), [gate_up, down]
+
+    def _experts(self, mlp: Any) -> tuple[ExpertMlp, list[Product]]:
+        only(mlp, {"gate", "experts"})
+        router, experts = mlp.gate, mlp.experts
+        parts = {name for name, _ in [*router.named_parameters(), *router.named_buffers()]}
+        matrices = {name: weight.shape for name, weight in experts.named_parameters()}
+        if parts != {"weight"} or matrices.keys() != {"gate_up_proj", "down_proj"}:
+            raise OtherStructure("experts or a router with parts of their own")
+        (count, hidden), (_, _, inner) = router.weight.shape, matrices["down_proj"]
+        whole = matrices["gate_up_proj"] == (count, 2 * inner, hidden) and hidden % 32 == inner % 32 == 0
+        if not whole or _is_gelu(experts.act_fn):
+            raise OtherStructure("experts that are not gated by SiLU, or of sizes that 32 does not divide")
+        gate_up = [Product(weight, gated=True) for weight in experts.gate_up_proj]
+        down = [Product(weight) for weight in experts.down_proj]
+        multiplied = [[p.matmul for p in products if p.matmul is not None] for products in (gate_up, down)]
+        if not all(len(matmuls) == count for matmuls in multiplied):
+            raise OtherStructure("experts, which this processor cannot multiply apart")
+        chosen, of_router = int(router.top_k), Product(router.weight)
+        self.idle_bytes = sum(product.bytes for product in [*gate_up[chosen:], *down[chosen:]])
+        normalised = bool(getattr(router, "norm_topk_prob", True))
+        mixed = ExpertMlp(of_router, multiplied[0], multiplied[1], inner, chosen, normalised)
+        return mixed, [of_router, *gate_up[:chosen], *down[:chosen]]
 
 
 def only(module: Any, names: set[str]) -> None:
     """Raises OtherStructure if the module has other parts than these."""
-    if {name for name, _ in module.named_children()} - names:
-        raise OtherStructure
+    if others := {name for name, _ in module.named_children()} - names:
+        raise OtherStructure(f"{type(module).__name__} with {', '.join(sorted(others))}")
 
 
-def joined(quantised: Matrices, module: Any, parts: tuple[str, ...], whole: str = "", gated: bool = False) -> Product:
-    """One product that replaces several over the same input."""
+def joined(
+    quantised: Matrices,
+    module: Any,
+    parts: tuple[str, ...],
+    whole: str = "",
+    gated: bool = False,
+    orders: Sequence[Tensor | None] | None = None,
+) -> Product:
+    """One product that replaces several over the same input.
+
+    orders: for each of the parts the order of the outputs within every so many of them; None: as they are.
+    """
     linears: list[Any] = [getattr(module, name, None) for name in ((whole,) if hasattr(module, whole) else parts)]
-    if not all(type(linear) is nn.Linear for linear in linears):
-        raise OtherStructure
-    biases = [linear.bias for linear in linears]
+    if not all(type(linear) is nn.Linear for linear in linears) or (orders and len(orders) != len(linears)):
+        raise OtherStructure(f"{type(module).__name__} without {', '.join(parts)}")
     bias = None
-    if any(b is not None for b in biases):
-        bias = torch.cat(
-            [b if b is not None else m.weight.new_zeros(m.out_features) for b, m in zip(biases, linears, strict=True)]
-        )
-    weight = linears[0].weight if len(linears) == 1 else torch.cat([linear.weight for linear in linears])
-    stored = Quantised.joined([quantised.get(linear.weight.data_ptr()) for linear in linears])
+    if any(linear.bias is not None for linear in linears):
+        biases = [m.weight.new_zeros(m.out_features) if m.bias is None else m.bias for m in linears]
+        bias = torch.cat(_ordered(biases, orders))
+    weights = _ordered([linear.weight for linear in linears], orders)
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    stored = None
+    if orders is None:
+        stored = Quantised.joined([quantised.get(linear.weight.data_ptr()) for linear in linears])
     return Product(weight, bias, gated, stored)
 
 
-def scale_of(norm: Any) -> tuple[Tensor, float]:
-    """An RMSNorm's weight, as float32, and its epsilon."""
+def _ordered(parts: Sequence[Tensor], orders: Sequence[Tensor | None] | None) -> list[Tensor]:
+    if orders is None:
+        return [*parts]
+    return [
+        part if order is None else part.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
+        for part, order in zip(parts, orders, strict=True)
+    ]
+
+
+def norm_of(norm: Any) -> Norm:
+    """An RMSNorm of the model."""
     weight, epsilon = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if weight is None or epsilon is None or getattr(norm, "bias", None) is not None:
-        raise OtherStructure
-    return weight.detach().float().contiguous(), float(epsilon)
+        raise OtherStructure(f"{type(norm).__name__} is not an RMSNorm with a weight")
+    kind: Any = type(norm)
+    factors = weight.detach().float() + (1 if _adds_one(kind) else 0)
+    return Norm(factors.contiguous(), float(epsilon))
+
+
+@cache
+def _adds_one(kind: Any) -> bool:
+    """Whether norms of that kind multiply by 1 + weight."""
+    try:
+        with torch.device("cpu"):
+            norm: Any = kind(LANES)
+            norm.weight.data.zero_()
+            return bool(norm(torch.ones(1, LANES)).any())
+    except TypeError as error:
+        raise OtherStructure(f"{kind.__name__} is made in another way than RMSNorm") from error
+
+
+def _is_gelu(activation: Any) -> bool:
+    """Whether that is GELU's tanh approximation; False: SiLU."""
+    x = torch.linspace(-4, 4, 65)
+    for found, gelu in ((F.silu(x), False), (F.gelu(x, approximate="tanh"), True)):
+        if activation is not None and torch.allclose(activation(x), found, rtol=0, atol=1e-5):
+            return gelu
+    raise OtherStructure(f"the activation {type(activation).__name__}")
+
+
+def _interleaved(attention: Any) -> bool:
+    """Whether neighbouring dimensions of a head are rotated, not its halves."""
+    rotate_half = getattr(sys.modules[type(attention).__module__], "rotate_half", None)
+    if rotate_half is None:
+        raise OtherStructure(f"{type(attention).__name__} without rotate_half")
+    found: list[float] = rotate_half(torch.arange(4.0)).tolist()
+    if found not in ([-2.0, -3.0, 0.0, 1.0], [-1.0, 0.0, -3.0, 2.0]):
+        raise OtherStructure(f"{type(attention).__name__} rotates in a way of its own")
+    return found[0] == -1
+
+
+def _halves(head_dim: int, rotated: int) -> Tensor:
+    """[head_dim] the order in which the halves of the first `rotated` dimensions were neighbours."""
+    first = torch.arange(rotated).view(-1, 2).T.flatten()
+    return torch.cat([first, torch.arange(rotated, head_dim)])

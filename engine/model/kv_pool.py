@@ -184,7 +184,7 @@ class KVPool:
         record["keys"], record["values"] = self.keys.data_ptr(), self.values.data_ptr()
         record["sources"], record["places"], record["count"] = sources.ctypes.data, places.ctypes.data, len(sources)
         record["layers"], record["blocks"], record["kv_heads"] = shape.layers, self.blocks, shape.kv_heads
-        record["dims"], record["width"], record["paired"] = shape.dims, shape.dtype.itemsize, shape.paired
+        record["dims"], record["width"], record["vnni"] = shape.dims, shape.dtype.itemsize, shape.vnni
         move_kernel()(work.ctypes.data, shape.layers)
 
 

@@ -17,6 +17,8 @@ from engine.weights.hub import hub_answers, is_hub_id, is_local
 
 # Threads as workers load target and draft model at once; `transformers` was seen to leave out tied weights then.
 _LOADING = threading.Lock()
+_RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+"""Kinds of layers, as configurations name them, that keep a state of the text instead of its keys and values."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
@@ -66,6 +68,11 @@ def load_config(path: str) -> Any:
         ) from error
     if config.is_encoder_decoder:
         raise ModelError(f"model={path}: {config.model_type} is an encoder-decoder; use a decoder-only model")
+    if recurrent := sorted(_RECURRENT.intersection(getattr(config.get_text_config(), "layer_types", None) or ())):
+        raise ModelError(
+            f"model={path}: {config.model_type} has recurrent layers ({', '.join(recurrent)}), whose state cannot go "
+            "back to before a draft that was not accepted; use a model whose layers all attend"
+        )
     return config
 
 

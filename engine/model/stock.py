@@ -51,7 +51,7 @@ class StockForward:
         self._entry = _Entry(self.attention)
 
     def __call__(self, batch: Batch, feature_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
-        """Logits of the chosen rows, [chosen, vocab], and features [rows, layers, hidden] if layers are given."""
+        """See `engine.model.forward.Forward`."""
         self._entry.begin(batch)
         out = self.model(
             input_ids=torch.from_numpy(batch.tokens.astype(np.int64))[None],
@@ -81,8 +81,8 @@ class _Entry:
         self._scratch = torch.zeros(0)
         self._slots = np.zeros(0, np.int32)
         shape, record = attention.pool.shape, self._work[0]
-        record["kv_heads"], record["groups"], record["head_dim"] = shape.kv_heads, attention.groups, shape.head_dim
-        record["dims"], record["width"], record["paired"] = shape.dims, shape.dtype.itemsize, shape.paired
+        record["kv_heads"], record["q_per_kv"], record["head_dim"] = shape.kv_heads, attention.groups, shape.head_dim
+        record["dims"], record["width"], record["vnni"] = shape.dims, shape.dtype.itemsize, shape.vnni
 
     def begin(self, batch: Batch) -> None:
         self.attention.begin(batch)

@@ -1,8 +1,7 @@
 """A loaded Hugging Face causal language model that verifies token trees, of many requests in one forward.
 
-Three ways to run it, of which the first that works is used: the lean decoder (`engine.model.decoder`), the stock
-forward with exact attention (`engine.model.stock`, on CUDA `engine.model.cuda.cuda_forward`), and the stock forward
-with masks (`engine.model.masked`). Which one works is found by trial (`engine.model.probe`).
+Of the ways to run it (`engine.model.forward`) the first that works is used, which is found by trial
+(`engine.model.probe`).
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from engine.kernels.quantised import Quantised
 from engine.model.cuda_products import allow_split_sums, exact_sizes, forbid_split_sums
 from engine.model.decoder import LeanDecoder
 from engine.model.decoder_layer import OtherStructure
+from engine.model.forward import Forward
 from engine.model.free_memory import free_memory
 from engine.model.kv_pool import KVCache, KVPool
 from engine.model.loading import eos_tokens, find_device, load_model, name_of, steady_context
@@ -40,8 +40,6 @@ from engine.weights.quantised_file import read_quantised
 if TYPE_CHECKING:
     from engine.model.cuda.cuda_forward import CudaForward
 
-    Forward = LeanDecoder | StockForward | CudaForward
-
 _POOL_SHARE = 0.25  # share of free memory for keys and values
 
 
@@ -50,7 +48,8 @@ class Target:
 
     full_context: the maximum positions that the configuration names; own_context: those over which a cached key stays
     valid. eos_tokens: the ids that end an answer. exact: whether a token's
-    logits have the same bits whatever other rows are in the forward; inexact: why not, "" if it is exact.
+    logits have the same bits whatever other rows are in the forward; inexact: why not, "" if it is exact. unlike: why a
+    CPU runs the stock forward, which takes longer, and not the lean decoder; "" if it does not.
     """
 
     def __init__(
@@ -72,6 +71,7 @@ class Target:
         self.inexact = ""
         self._forward: Forward | None = None
         self._masked: MaskedForward | None = None
+        self.unlike = ""
         self._quantised = quantised or {}
         self._choose_forward(kv_memory)
         self._quantised = {}  # the forward holds what it uses in its own layout
@@ -244,6 +244,8 @@ class Target:
         if (other := _other_matrix(self.model)) is not None:
             return f"{other} is multiplied in a way of its own"
         assert isinstance(self._forward, CudaForward)
+        if self._forward.take_lean(self.own_context) and not trial.agrees_anywhere(self):
+            self._forward.drop_lean()
         if not self._take_sizes(self._forward):
             return f"products in {name_of(self.dtype)} depend on a row's place on this machine"
         return "" if trial.equal_bits(self) else "a token's logits depend on the rows beside it"
@@ -253,7 +255,7 @@ class Target:
         allowed again. Returns whether there is any.
         """
         usual = forward.sizes
-        found = exact_sizes(self.model, forward.possible)
+        found = exact_sizes(forward.linears, forward.possible)
         if len(found) > 1:
             found = forward.agreeing(found)
         if len(found) > 1:
@@ -261,7 +263,7 @@ class Target:
             return True
         allow_split_sums()
         forward.recorded.clear()  # they were captured with the other products
-        return exact_sizes(self.model, usual) == usual
+        return exact_sizes(forward.linears, usual) == usual
 
     def _try_attention(
         self, make: Callable[[Any, KVPool, int], Forward], trial: ModelProbe, kv_memory: int | None
@@ -296,13 +298,14 @@ class Target:
         stock = self._forward
         assert self.pool is not None and isinstance(stock, StockForward)
         try:
-            groups = stock.attention.groups
-            lean = LeanDecoder(self.model, self.pool, groups, stock.rules, self._quantised)
-        except (OtherStructure, AttributeError):  # a part of the structure is missing
+            q_per_kv = stock.attention.groups
+            lean = LeanDecoder(self.model, self.pool, q_per_kv, stock.rules, self._quantised)
+        except (OtherStructure, AttributeError) as error:  # a part of the structure is missing
+            self.unlike = first_line(error)
             return False
         self._forward = lean
         if not trial.agrees_anywhere(self):
-            self._forward = stock
+            self._forward, self.unlike = stock, "its logits differ from those of the lean decoder"
             return False
         lean.forget_far()
         return lean.exact
@@ -312,8 +315,8 @@ class Target:
         heads: int = config.num_attention_heads
         kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
         head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
-        paired = not self.accelerated and has_pairs(self.dtype)
-        shape = KVShape(self.layers, kv_heads, head_dim, self.dtype, paired)
+        vnni = not self.accelerated and has_pairs(self.dtype)
+        shape = KVShape(self.layers, kv_heads, head_dim, self.dtype, vnni)
         memory = int(_POOL_SHARE * _free_memory(self.device)) if kv_memory is None else kv_memory
         return KVPool(shape, max(1, memory // shape.block_bytes), self.device), heads // kv_heads
 

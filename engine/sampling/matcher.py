@@ -18,13 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.core.errors import RequestError, RequestFailed
-from engine.core.grammar import Grammar
+from engine.core.grammar import JSON_WHITESPACE, Grammar
 from engine.core.tree import TokenTree
 
 _KEPT = 32  # grammars
 _ANY_OBJECT = '{"type": "object"}'
-_WHITESPACE = {"whitespace_pattern": r"( |\n[ \t]{0,64})?"}
-"""Whitespace in JSON: what `json.dumps` writes, indented or not. Without a bound a model may never stop."""
 _FORMATS = (
     "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uri",
     "uri-reference", "uri-template", "iri", "iri-reference", "uuid", "json-pointer", "relative-json-pointer", "regex",
@@ -171,7 +169,7 @@ def _source(grammar: Grammar) -> str:
     try:
         if grammar.grammar is not None:
             return str(library.grammar_from("grammar", grammar.grammar))
-        return str(library.LLMatcher.grammar_from_json_schema(_schema(grammar), _WHITESPACE))
+        return str(library.LLMatcher.grammar_from_json_schema(_schema(grammar), JSON_WHITESPACE))
     except Exception as error:  # the GBNF converter may raise anything
         raise _refused(grammar, str(error) or type(error).__name__) from None
 
@@ -191,11 +189,11 @@ def _guides(grammar: Grammar) -> list[str]:
 
 
 def _schema(grammar: Grammar) -> str:
-    return _ANY_OBJECT if grammar.json_schema is None else _without_annotations(str(grammar.json_schema))
+    return _ANY_OBJECT if grammar.json_schema is None else without_annotations(str(grammar.json_schema))
 
 
 @functools.lru_cache(maxsize=_KEPT)
-def _without_annotations(schema: str) -> str:
+def without_annotations(schema: str) -> str:
     """The schema without the `format`s that the library does not know, which it would refuse: to JSON Schema they are
     annotations.
     """

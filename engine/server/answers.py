@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel
+import msgspec
+from pydantic import BaseModel, RootModel
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Usage(BaseModel):
@@ -51,9 +52,26 @@ class TokenSource(BaseModel):
     source: str
 
 
+class ToolFunction(BaseModel):
+    """arguments: the text of a JSON object that follows the tool's schema."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: ToolFunction
+
+
 class ChatMessage(BaseModel):
+    """content: None where the answer only calls tools. reasoning_content: what comes before the answer."""
+
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(BaseModel):
@@ -134,6 +152,14 @@ class Tokenized(BaseModel):
     max_model_len: int
 
 
+class InputTokens(BaseModel):
+    input_tokens: int
+
+
+class JsonObject(RootModel[dict[str, Any]]):
+    """An answer of another API's."""
+
+
 class Version(BaseModel):
     version: str
 
@@ -157,3 +183,8 @@ class Error(BaseModel):
 
 Chunk = dict[str, Any]
 """An event of a stream, as JSON."""
+
+
+def named_event(chunk: Chunk) -> bytes:
+    """A server-sent event with the chunk's `type` as its name."""
+    return f"event: {chunk['type']}\n".encode() + b"data: " + msgspec.json.encode(chunk) + b"\n\n"

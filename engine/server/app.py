@@ -28,10 +28,13 @@ from engine.server.errors import ApiError, api_error, not_json
 from engine.server.http.connection import ClientGone
 from engine.server.http.guard import CLIENT_GONE, Guard
 from engine.server.http.owner_names import OwnerNames
+from engine.server.messages.routes import add_messages
 from engine.server.render import ChatRenderer, TextRenderer, unnamed_sources
+from engine.server.responses.routes import add_responses
 from engine.server.schema import ChatRequest, CompletionRequest, TokenizeRequest
 from engine.server.serving import Serving
-from engine.server.translate import chat_choices, check_model, names_of, owned, places_for, text_choices
+from engine.server.tools.calling import Calling
+from engine.server.translate import ChoiceRequest, check_model, names_of, owned, places_for, text_choices
 
 VERSION = version("talon-decoding")
 Responses = dict[int | str, dict[str, Any]]
@@ -82,13 +85,11 @@ def create_app(serving: Serving) -> FastAPI:
     @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=_STREAM | _REFUSALS)
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer chat messages."""
-        serving.check()
-        request.state.names = names_of(body)
-        with places_for(body, body.n, engine, settings) as places:
-            choices = await chat_choices(body, engine, settings)
-            wanted = owned(choices, request.state.owner, engine.config)
-            format_ = ChatRenderer(settings.model, wanted, serving.vocabulary, body, unnamed)
-            return await serving.answer(request, body, wanted, format_, places)
+
+        def renderer(wanted: list[ChoiceRequest], calling: Calling) -> ChatRenderer:
+            return ChatRenderer(settings.model, wanted, serving.vocabulary, body, unnamed, calling)
+
+        return await serving.chat(request, body, renderer)
 
     @app.post("/v1/completions", response_model=TextCompletion, responses=_STREAM | _REFUSALS)
     async def complete(body: CompletionRequest, request: Request) -> Response:
@@ -96,10 +97,13 @@ def create_app(serving: Serving) -> FastAPI:
         serving.check()
         request.state.names = names_of(body)
         with places_for(body, body.n * len(body.prompts), engine, settings) as places:
-            choices = await text_choices(body, engine, settings, serving.vocabulary)
+            choices = await text_choices(body, engine, settings, serving.vocabulary, serving.fill_in)
             wanted = owned(choices, request.state.owner, engine.config)
             format_ = TextRenderer(settings.model, wanted, serving.vocabulary, body, unnamed)
             return await serving.answer(request, body, wanted, format_, places)
+
+    add_messages(app, serving, _REFUSALS)
+    add_responses(app, serving, _REFUSALS)
 
     @app.get("/v1/models", responses=_only(401))
     async def models() -> ModelList:
@@ -164,7 +168,7 @@ def _handle_errors(app: FastAPI, serving: Serving) -> None:
         if refusal.status == 500:
             serving.log.failed(request.state.number, error)
         request.state.record["error"] = str(refusal)
-        return refusal.response()
+        return refusal.response(request.scope["path"])
 
     for kind in (TalonError, RequestValidationError, HTTPException, ClientGone):
         app.add_exception_handler(kind, refuse)

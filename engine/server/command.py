@@ -52,6 +52,10 @@ def serve(
     root_path: Annotated[
         str, typer.Option(help="Path under which a proxy serves this: /talon.", show_default="none")
     ] = "",
+    tool_format: Annotated[
+        str | None,
+        typer.Option(help="How the model calls tools: hermes, llama, ...", show_default="as its chat template says"),
+    ] = None,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Prompts and answers stand in the log.")] = False,
     traces: Annotated[
         str | None, typer.Option(help="Send OpenTelemetry spans: http://HOST:4318/v1/traces", show_default="none")
@@ -83,6 +87,7 @@ def serve(
             clamp_max_tokens=clamp_max_tokens,
             max_choices=max_choices,
             root_path=checked_root_path(root_path),
+            tool_format=tool_format,
             log_prompts=log_prompts,
             traces=traces,
         )

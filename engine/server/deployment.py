@@ -56,6 +56,7 @@ class Arguments(BaseModel, extra="forbid"):
     max_prompt_tokens: int | None = None
     clamp_max_tokens: bool = True
     max_choices: int = 64
+    tool_format: str | None = None
     log_prompts: bool = False
     traces: str | None = None
 
@@ -75,6 +76,7 @@ class Replica:
             max_prompt_tokens=arguments.max_prompt_tokens,
             clamp_max_tokens=arguments.clamp_max_tokens,
             max_choices=arguments.max_choices,
+            tool_format=arguments.tool_format,
             log_prompts=arguments.log_prompts,
             traces=arguments.traces,
         )

@@ -18,6 +18,14 @@ CONTEXT_LENGTH = "context_length_exceeded"
 _FIELD_NAME = re.compile(r"(?!str$|int$)[a-z_0-9]+")  # and not a branch of a union
 _FIELD = re.compile(r"^([a-z_][a-z0-9_.]*)(=|: )")
 _PROMPT = "give a text, token ids, or a list of texts or of lists of token ids; no list may be empty"
+_ANTHROPIC = "/v1/messages"
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 _MOST_NAME = 64  # characters of an unknown field's name that are repeated
 
 
@@ -49,8 +57,16 @@ class ApiError(TalonError):
         detail = ErrorDetail(message=str(self), type=self.kind, param=self.param or None, code=self.code)
         return Error(error=detail)
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body.model_dump(), self.status, self.headers)
+    def response(self, path: str = "") -> JSONResponse:
+        """The answer at a route, whose API it has the form of."""
+        body = anthropic_error(self) if path.startswith(_ANTHROPIC) else self.body.model_dump()
+        return JSONResponse(body, self.status, self.headers)
+
+
+def anthropic_error(error: ApiError) -> dict[str, Any]:
+    """An error as Anthropic's clients expect it."""
+    kind = _ANTHROPIC_KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
 def api_error(error: Exception, names: Mapping[str, str] | None = None) -> ApiError:

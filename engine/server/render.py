@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import msgspec
 from pydantic import BaseModel
 
 from drafters.registry import parts
@@ -27,41 +28,52 @@ from engine.server.answers import (
     TextCompletion,
     TextLogprobs,
     TokenSource,
+    ToolCall,
     TopLogprob,
     Usage,
 )
+from engine.server.errors import ApiError
 from engine.server.schema import Generation
+from engine.server.tools.calling import Calling
+from engine.server.tools.message import REASONS, ChatAnswer, delta_of
 from engine.server.translate import ChoiceRequest
 from engine.server.vocabulary import Vocabulary, offset
 from engine.text.stream import TextStream
 from engine.wire.messages import TokenLogprob
 
-_REASONS: dict[str, FinishReason] = {"eos": "stop", "stop": "stop", "length": "length"}
-
 
 class Renderer(Protocol):
-    """One of the two kinds of answers."""
+    """One of the kinds of answers, and how its events are sent. done: what ends a stream."""
+
+    done: bytes
 
     def opening(self) -> list[Chunk]:
         """Chunks before the first token."""
 
-    def piece(self, choice: int, piece: Piece) -> Chunk:
-        """The chunk of one round of a choice."""
+    def piece(self, choice: int, piece: Piece) -> list[Chunk]:
+        """The chunks of one round of a choice."""
 
-    def closing(self, choice: int, result: Result) -> Chunk:
-        """The chunk that ends a choice."""
+    def closing(self, choice: int, result: Result) -> list[Chunk]:
+        """The chunks that end a choice."""
 
     def whole(self, results: Sequence[Result]) -> BaseModel:
         """The whole answer with all choices."""
 
-    def usage(self, results: Sequence[Result]) -> Chunk:
-        """The chunk after all choices, which counts tokens."""
+    def ending(self, results: Sequence[Result]) -> list[Chunk]:
+        """The chunks after all choices."""
+
+    def failure(self, error: ApiError) -> Chunk:
+        """The chunk of an error after the stream has begun."""
+
+    def event(self, chunk: Chunk) -> bytes:
+        """A chunk as it is sent."""
 
 
 class _Format:
     """kind: the chunks' `object`. body: the request. unnamed: sources that are shown as "target"."""
 
     kind, letters = "", ""
+    done = b"data: [DONE]\n\n"
 
     def __init__(
         self,
@@ -84,9 +96,18 @@ class _Format:
         not.
         """
 
-    def usage(self, results: Sequence[Result]) -> Chunk:
+    def ending(self, results: Sequence[Result]) -> list[Chunk]:
+        """The chunk that counts tokens, if it was asked for."""
+        if not self.body.includes_usage:
+            return []
         figures = {"usage": self._usage(results).model_dump(), "metrics": self._metrics(results).model_dump()}
-        return {**self._head, "choices": [], **figures}
+        return [{**self._head, "choices": [], **figures}]
+
+    def failure(self, error: ApiError) -> Chunk:
+        return error.body.model_dump()
+
+    def event(self, chunk: Chunk) -> bytes:
+        return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
     def _usage(self, results: Sequence[Result]) -> Usage:
         shown = zip(self.wanted, results, strict=True)
@@ -127,33 +148,57 @@ class _Format:
 
 
 class ChatRenderer(_Format):
-    """chat.completion and its chunks."""
+    """chat.completion and its chunks. calling: what the answers may call."""
 
     kind, letters = "chat.completion.chunk", "chatcmpl"
 
-    def opening(self) -> list[Chunk]:
-        return [self._delta(choice, {"role": "assistant", "content": ""}) for choice in range(len(self.wanted))]
+    def __init__(
+        self,
+        model: str,
+        wanted: Sequence[ChoiceRequest],
+        vocabulary: Vocabulary,
+        body: Generation,
+        unnamed: frozenset[str],
+        calling: Calling,
+    ):
+        super().__init__(model, wanted, vocabulary, body, unnamed)
+        self._calls = bool(calling.wanted.tools)
+        self._messages = [ChatAnswer(calling.reader(one.thinking), calling.format) for one in wanted]
 
-    def piece(self, choice: int, piece: Piece) -> Chunk:
+    def opening(self) -> list[Chunk]:
+        content = None if self._calls else ""
+        return [self._delta(choice, {"role": "assistant", "content": content}) for choice in range(len(self.wanted))]
+
+    def piece(self, choice: int, piece: Piece) -> list[Chunk]:
         self._see(choice, piece)
         logprobs = self._logprobs(choice, piece)
         shown = None if logprobs is None else logprobs.model_dump()
-        return self._delta(choice, {"content": piece.text}, logprobs=shown, **self._source_fields(piece))
+        delta = delta_of(self._messages[choice].feed(piece.text)) or ({} if self._calls else {"content": ""})
+        return [self._delta(choice, delta, logprobs=shown, **self._source_fields(piece))]
 
-    def closing(self, choice: int, result: Result) -> Chunk:
-        return self._delta(choice, {}, finish_reason=_REASONS[result.finish_reason])
+    def closing(self, choice: int, result: Result) -> list[Chunk]:
+        message = self._messages[choice]
+        rest = [self._delta(choice, delta)] if (delta := delta_of(message.end())) else []
+        return [*rest, self._delta(choice, {}, finish_reason=message.reason(result))]
 
     def whole(self, results: Sequence[Result]) -> ChatCompletion:
-        choices = [
-            ChatChoice(
-                index=choice,
-                message=ChatMessage(content=result.text),
-                logprobs=self._logprobs(choice, result),
-                finish_reason=_REASONS[result.finish_reason],
-                sources=self._sources(result),
+        choices = []
+        for choice, (result, message) in enumerate(zip(results, self._messages, strict=True)):
+            parts = message.whole(result.text)
+            calls = [ToolCall(**call) for call in parts.calls]
+            choices.append(
+                ChatChoice(
+                    index=choice,
+                    message=ChatMessage(
+                        content=parts.content or (None if calls else ""),
+                        reasoning_content=parts.reasoning or None,
+                        tool_calls=calls or None,
+                    ),
+                    logprobs=self._logprobs(choice, result),
+                    finish_reason=message.reason(result),
+                    sources=self._sources(result),
+                )
             )
-            for choice, result in enumerate(results)
-        ]
         return ChatCompletion(choices=choices, **self._envelope(results))
 
     def _delta(self, choice: int, delta: Chunk, **more: Any) -> Chunk:
@@ -185,14 +230,14 @@ class TextRenderer(_Format):
     def opening(self) -> list[Chunk]:
         return []
 
-    def piece(self, choice: int, piece: Piece) -> Chunk:
+    def piece(self, choice: int, piece: Piece) -> list[Chunk]:
         self._see(choice, piece)
         text, logprobs = self._shown(choice, piece, piece.text)
         fields = {} if self.wanted[choice].silent else self._source_fields(piece)
-        return self._text(choice, text, logprobs=None if logprobs is None else logprobs.model_dump(), **fields)
+        return [self._text(choice, text, logprobs=None if logprobs is None else logprobs.model_dump(), **fields)]
 
-    def closing(self, choice: int, result: Result) -> Chunk:
-        return self._text(choice, "", finish_reason=self._reason(choice, result))
+    def closing(self, choice: int, result: Result) -> list[Chunk]:
+        return [self._text(choice, "", finish_reason=self._reason(choice, result))]
 
     def whole(self, results: Sequence[Result]) -> TextCompletion:
         choices = []
@@ -206,7 +251,7 @@ class TextRenderer(_Format):
         return TextCompletion(choices=choices, **self._envelope(results))
 
     def _reason(self, choice: int, result: Result) -> FinishReason:
-        return "length" if self.wanted[choice].silent else _REASONS[result.finish_reason]
+        return "length" if self.wanted[choice].silent else REASONS[result.finish_reason]
 
     def _text(self, choice: int, text: str, **more: Any) -> Chunk:
         return self._chunk({"index": choice, "text": text, "logprobs": None, "finish_reason": None} | more)

@@ -5,102 +5,19 @@ Names and defaults are OpenAI's; those below "beyond OpenAI" are vLLM's where vL
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from engine.core.characters import HALF_A_CHARACTER, is_text
 from engine.core.params import LONGEST_STOP, MOST_STOPS
+from engine.server.body import Body, Ignored
+from engine.server.tools.schema import AskedCall, AskedTool, AskedToolChoice
 from engine.text.chat import Rendering
 
 Token = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
-_ABSENT: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "tool_calls": ([],),
-    "annotations": ([],),
-    "functions": ([],),
-    "function_call": ("none",),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "metadata": ({},),
-    "modalities": (["text"],),
-    "best_of": (1,),
-    "suffix": ("",),
-    "include_obfuscation": (False,),
-    "logprobs": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "use_beam_search": (False,),
-}
-"""Fields, and their values that ask for nothing."""
-Ignored = Annotated[bool, BeforeValidator(lambda _: True, json_schema_input_type=Any)]
-"""A field that clients send and that changes no answer here. Of its value only that there is one is kept."""
-_IGNORED = (
-    "cache_control",
-    "metadata",
-    "parallel_tool_calls",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "provider_specific_fields",
-    "reasoning_effort",
-    "safety_identifier",
-    "service_tier",
-    "verbosity",
-)
 
 
-@lru_cache
-def _numbers(body: type[BaseModel]) -> frozenset[str]:
-    """The fields that hold numbers."""
-    kinds = {name: {field.annotation, *get_args(field.annotation)} for name, field in body.model_fields.items()}
-    return frozenset(name for name, kind in kinds.items() if kind & {int, float})
-
-
-def _same(value: Any, other: Any) -> bool:
-    return type(value) is type(other) and bool(value == other)
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_what_asks_for_nothing(cls, values: Any) -> Any:
-        """Clients send null for fields they leave open, and empty lists of tools."""
-        if not isinstance(values, dict):
-            return values
-        needed = {name for name, field in cls.model_fields.items() if field.is_required()}
-        idle = {key for key, value in values.items() if any(_same(value, one) for one in _ABSENT.get(key, ()))}
-        idle |= {key for key in values.keys() - needed if values[key] is None}
-        asked = {key: value for key, value in values.items() if key not in idle}
-        for key in _numbers(cls) & asked.keys():
-            if isinstance(asked[key], bool):  # to pydantic true is 1, as to Python
-                raise ValueError(f"{key}: should be a number; {str(asked[key]).lower()} is none")
-        return asked
-
-    @field_validator("*")
-    @classmethod
-    def _is_text(cls, value: Any) -> Any:
-        """JSON can hold half a character. JSON schemas are left to the grammar's library, which refuses it too."""
-        texts = value if isinstance(value, list) else [value]
-        if not all(is_text(text) for text in texts if isinstance(text, str)):
-            raise ValueError(HALF_A_CHARACTER)
-        return value
-
-    @property
-    def ignored(self) -> list[str]:
-        """The fields sent, here and in the messages, that have no effect."""
-        names = {name for name in _IGNORED if getattr(self, name, False)}
-        for value in (getattr(self, name) for name in self.model_fields_set):
-            if isinstance(value, list) and value and isinstance(value[0], _Body):
-                names |= {name for part in value for name in part.ignored}
-        return sorted(names)
-
-
-class TextPart(_Body):
+class TextPart(Body):
     """A part of a message. Pictures and sound are not supported."""
 
     type: Literal["text"]
@@ -108,14 +25,20 @@ class TextPart(_Body):
     cache_control: Ignored = False
 
 
-class AskedMessage(_Body):
+_AS_THEY_ARE = ("name", "tool_call_id", "reasoning_content")
+
+
+class AskedMessage(Body):
     """A chat message. `developer` is the newer name of `system`. content: of an answer it may be missing, null or
     an empty list. name: of who wrote it; templates may use it.
     """
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
+    tool_calls: list[AskedCall] | None = Field(None, description="Of the assistant: what it has called.")
+    tool_call_id: str | None = Field(None, description="Of a tool: the call that this is the result of.")
+    reasoning_content: str | None = Field(None, description="Of the assistant, for templates that show it.")
     cache_control: Ignored = False
     provider_specific_fields: Ignored = Field(False, description="LiteLLM's, of an answer that it had before.")
 
@@ -123,17 +46,21 @@ class AskedMessage(_Body):
     def _says_something(self) -> AskedMessage:
         if self.content in (None, []) and self.role != "assistant":
             raise ValueError("content: is missing; give a text, or text parts")
+        for field, role in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
+            if getattr(self, field) is not None and self.role != role:
+                raise ValueError(f"{field}: is of messages with the role {role!r}; leave it out")
         return self
 
-    def plain(self) -> dict[str, str]:
-        """The message as chat templates take it."""
+    def plain(self) -> dict[str, Any]:
+        """The message as chat templates take it: arguments of calls are objects."""
         parts = self.content or ""
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        plain = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        return plain if self.name is None else plain | {"name": self.name}
+        plain: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        plain |= {name: value for name in _AS_THEY_ARE if (value := getattr(self, name)) is not None}
+        return plain | ({"tool_calls": [call.plain() for call in self.tool_calls]} if self.tool_calls else {})
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """include_usage: one more chunk at the end, without choices, that counts tokens. continuous_usage_stats: every
     chunk counts those so far, as vLLM's do.
     """
@@ -142,7 +69,7 @@ class StreamOptions(_Body):
     continuous_usage_stats: bool = False
 
 
-class JsonSchema(_Body):
+class JsonSchema(Body):
     """The schema that an answer must follow. It is always followed strictly."""
 
     name: str = Field("answer", min_length=1, max_length=64)
@@ -151,19 +78,19 @@ class JsonSchema(_Body):
     strict: bool | None = None
 
 
-class TextFormat(_Body):
+class TextFormat(Body):
     """Free text."""
 
     type: Literal["text"]
 
 
-class JsonObjectFormat(_Body):
+class JsonObjectFormat(Body):
     """Any JSON object."""
 
     type: Literal["json_object"]
 
 
-class JsonSchemaFormat(_Body):
+class JsonSchemaFormat(Body):
     """JSON that follows a schema."""
 
     type: Literal["json_schema"]
@@ -173,7 +100,7 @@ class JsonSchemaFormat(_Body):
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
-class StructuredOutputs(_Body):
+class StructuredOutputs(Body):
     """What an answer must be, with vLLM's names: one of a JSON schema, a regular expression, a choice or a grammar."""
 
     json_: dict[str, Any] | None = Field(None, alias="json")
@@ -188,7 +115,7 @@ class StructuredOutputs(_Body):
         return self
 
 
-class SpeculationFields(_Body):
+class SpeculationFields(Body):
     """Drafting options of this request. off: plain decoding. budget: maximum nodes of a tree. The text is the same."""
 
     off: bool = False
@@ -196,7 +123,7 @@ class SpeculationFields(_Body):
     method: str | None = None
 
 
-class Generation(_Body):
+class Generation(Body):
     """What chat and text completions have in common."""
 
     model: str
@@ -219,7 +146,6 @@ class Generation(_Body):
 
     # Without effect.
     metadata: Ignored = False
-    parallel_tool_calls: Ignored = False
     prompt_cache_key: Ignored = False
     prompt_cache_retention: Ignored = False
     reasoning_effort: Ignored = False
@@ -262,7 +188,7 @@ class Generation(_Body):
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
-class _Templated(_Body):
+class _Templated(Body):
     """How messages become a prompt, with vLLM's names. The last message is finished, whoever wrote it, and a new answer
     begins after it; with continue_final_message the answer continues it.
     """
@@ -294,6 +220,11 @@ class ChatRequest(Generation, _Templated):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
+    tools: Annotated[list[AskedTool], Field(min_length=1, max_length=512)] | None = None
+    tool_choice: AskedToolChoice | None = Field(
+        None, description="Without it an answer may call tools or not, as with `auto`."
+    )
+    parallel_tool_calls: bool = Field(True, description="Whether an answer may have more than one call.")
 
     @field_validator("max_tokens", "max_completion_tokens")
     @classmethod
@@ -310,7 +241,21 @@ class ChatRequest(Generation, _Templated):
             raise ValueError("max_tokens: is the older name of max_completion_tokens; give one of them")
         if self.response_format is not None and self.structured_outputs is not None:
             raise ValueError("structured_outputs: response_format is given too; give one of them")
+        if self.tools is not None and self.structured_outputs is not None:
+            raise ValueError("structured_outputs: tools are given too; give one of them")
+        names = [tool.function.name for tool in self.tools or ()]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"tools: has {twice!r} twice; name each tool once")
+        if self.tool_choice not in (None, "none", "auto") and not names:
+            raise ValueError("tool_choice: needs tools")
+        if (chosen := self.chosen_tool) is not None and chosen not in names:
+            raise ValueError(f"tool_choice.function.name: {chosen[:64]!r} is none of the tools {names[:8]}")
         return self
+
+    @property
+    def chosen_tool(self) -> str | None:
+        """The name of the tool that the answer has to call."""
+        return None if isinstance(self.tool_choice, str | None) else self.tool_choice.function.name
 
     @property
     def limit(self) -> int | None:
@@ -332,8 +277,17 @@ class CompletionRequest(Generation):
     max_tokens: int = Field(
         16, ge=-1, description="0 is for echo: only the prompt comes back. -1 is the rest of the context."
     )
+    suffix: str | None = Field(None, description="Text after the cursor: the answer fills in what is between.")
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
+
+    @model_validator(mode="after")
+    def _fills_in_texts(self) -> CompletionRequest:
+        if self.suffix is not None and self.echo:
+            raise ValueError("echo: cannot be with a suffix; leave one of them out")
+        if self.suffix is not None and not all(isinstance(prompt, str) for prompt in self.prompts):
+            raise ValueError("suffix: needs a prompt that is text")
+        return self
 
     @model_validator(mode="after")
     def _asks_for_something(self) -> CompletionRequest:

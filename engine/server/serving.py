@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import msgspec
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CollectorRegistry
@@ -18,18 +17,22 @@ from engine.core.errors import RequestError, RequestFailed
 from engine.core.grammar import Grammar
 from engine.core.params import SamplingParams
 from engine.frontend.admission import Reservation
+from engine.server.answers import Chunk
 from engine.server.choices import Event, RunningChoices
 from engine.server.errors import ApiError, api_error, returning
 from engine.server.http.connection import EventStream, while_there
 from engine.server.log import Log
 from engine.server.metrics import EngineCollector, Latencies
 from engine.server.render import Renderer
+from engine.server.schema import ChatRequest
 from engine.server.settings import Settings
+from engine.server.tools.calling import Calling
 from engine.server.traces import Traces
-from engine.server.translate import ChoiceRequest
+from engine.server.translate import ChoiceRequest, chat_choices, names_of, owned, places_for
 from engine.server.vocabulary import Vocabulary
+from engine.text.answer_format import AnswerFormat
+from engine.text.fill_in import FillIn
 
-_DONE = b"data: [DONE]\n\n"
 _FIRST = (
     SamplingParams(max_tokens=8, temperature=1.0, logprobs=1, ignore_eos=True),
     SamplingParams(max_tokens=8, grammar=Grammar(json_object=True)),
@@ -47,6 +50,8 @@ class Serving:
         self.registry.register(EngineCollector(engine, settings.model))
         self.latencies = Latencies(self.registry, settings.model)
         self.vocabulary = Vocabulary(engine.tokenizer)
+        self.fill_in = FillIn.of(engine.tokenizer)
+        self.answers = AnswerFormat.of(engine.tokenizer, settings.tool_format)
         self.started_s = int(time.time())
         self.draining = False
         self._ignored: set[str] = set()  # fields that the log has named
@@ -66,6 +71,21 @@ class Serving:
         if not self.engine.ready:
             raise returning()
 
+    async def chat(
+        self,
+        request: Request,
+        body: ChatRequest,
+        renderer: Callable[[list[ChoiceRequest], Calling], Renderer],
+    ) -> Response:
+        """Answer a chat request; `renderer` says in which API's form. Raises TalonError for what refuses it."""
+        self.check()
+        request.state.names = names_of(body)
+        with places_for(body, body.n, self.engine, self.settings) as places:
+            calling = Calling.of(body, self.answers)
+            choices = await chat_choices(body, self.engine, self.settings, self.vocabulary, calling)
+            wanted = owned(choices, request.state.owner, self.engine.config)
+            return await self.answer(request, body, wanted, renderer(wanted, calling), places)
+
     async def answer(
         self, request: Request, body: Any, wanted: Sequence[ChoiceRequest], format_: Renderer, places: Reservation
     ) -> Response:
@@ -76,39 +96,38 @@ class Serving:
         record |= {"prompt_tokens": sum(len(one.prompt) for one in wanted)} | ({"user": body.user} if body.user else {})
         if self.log.prompts:
             record["request"] = body.model_dump(exclude_unset=True, by_alias=True)
-        self._note(body.ignored)
+        self.note(body.ignored)
         results = Results(self.latencies, record, self.log.prompts, len(wanted))
         if body.stream:
-            events = self._stream(choices, format_, results, body.includes_usage, request.state.names)
+            events = self._stream(choices, format_, results, request.state.names)
             opening = await while_there(request, anext(events))
             return EventStream(events, opening)
         await while_there(request, results.collect(choices))
         return JSONResponse(format_.whole(results.complete).model_dump(exclude_none=False))
 
-    def _note(self, ignored: Sequence[str]) -> None:
+    def note(self, ignored: Sequence[str]) -> None:
         """Say in the log, once a field, that clients send what has no effect."""
         for name in set(ignored) - self._ignored:
             self.log.warn(f"ignored field: {name}: clients send it, and it changes no answer")
         self._ignored.update(ignored)
 
     async def _stream(
-        self, choices: RunningChoices, format_: Renderer, results: Results, counted: bool, names: Mapping[str, str]
+        self, choices: RunningChoices, format_: Renderer, results: Results, names: Mapping[str, str]
     ) -> AsyncGenerator[bytes]:
         async with choices:
             try:
-                yield b"".join(_event(chunk) for chunk in format_.opening())
+                yield _events(format_, format_.opening())
                 async for event in choices:
-                    yield _event(results.rendered(event, format_))
-                if counted:
-                    yield _event(format_.usage(results.complete))
+                    yield _events(format_, results.rendered(event, format_))
+                yield _events(format_, format_.ending(results.complete))
             except Exception as error:
                 refusal = api_error(error, names)
                 if refusal.status == 500:
                     self.log.failed(results.record["id"], error)
                 self.latencies.refused(refusal.status)
                 results.record["error"] = str(refusal)
-                yield _event(refusal.body.model_dump())
-            yield _DONE
+                yield format_.event(format_.failure(refusal))
+            yield format_.done
 
 
 class Results:
@@ -129,8 +148,8 @@ class Results:
             async for event in choices:
                 self._see(event)
 
-    def rendered(self, event: Event, format_: Renderer) -> dict[str, Any]:
-        """The chunk of an event."""
+    def rendered(self, event: Event, format_: Renderer) -> list[Chunk]:
+        """The chunks of an event."""
         self._see(event)
         choice, arrival = event
         return format_.piece(choice, arrival) if isinstance(arrival, Piece) else format_.closing(choice, arrival)
@@ -151,5 +170,5 @@ class Results:
             record["answers"] = [*record.get("answers", []), arrival.text]
 
 
-def _event(chunk: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+def _events(format_: Renderer, chunks: Sequence[Chunk]) -> bytes:
+    return b"".join(map(format_.event, chunks))

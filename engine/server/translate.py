@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import anyio.to_thread
 import msgspec
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 
 from engine.api import Engine
 from engine.config import Config
@@ -26,20 +29,27 @@ from engine.server.schema import (
     TokenizeRequest,
 )
 from engine.server.settings import Settings
+from engine.server.tools.calling import Calling
 from engine.server.vocabulary import Vocabulary
 from engine.text.chat import Rendering
+from engine.text.fill_in import FillIn
 
 _SEEDS = 2**63
+_OPENING = 16  # tokens at a prompt's end that may begin reasoning
 
 
 @dataclass(frozen=True)
 class ChoiceRequest:
-    """One choice: an answer to a prompt. echo: the prompt's text, shown first. silent: the answer is not shown."""
+    """One choice: an answer to a prompt. echo: the prompt's text, shown first. silent: the answer is not shown. shown:
+    special tokens that are part of its text. thinking: it begins within reasoning.
+    """
 
     prompt: list[int]
     sampling: SamplingParams
     echo: str | None = None
     silent: bool = False
+    shown: frozenset[int] = frozenset()
+    thinking: bool = False
 
 
 def places_for(body: Generation, choices: int, engine: Engine, settings: Settings) -> Reservation:
@@ -51,29 +61,66 @@ def places_for(body: Generation, choices: int, engine: Engine, settings: Setting
     return engine.reserve(choices)
 
 
-async def chat_choices(body: ChatRequest, engine: Engine, settings: Settings) -> list[ChoiceRequest]:
-    """The choices of a chat request. Raises RequestError or ApiError."""
+def chat_request(fields: Mapping[str, Any]) -> ChatRequest:
+    """The chat request that another API's request is translated to. Raises RequestValidationError."""
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
+        raise RequestValidationError(errors) from None
+
+
+async def chat_prompt(body: ChatRequest, engine: Engine, settings: Settings, calling: Calling) -> list[int]:
+    """The tokens of a chat request's messages. Raises RequestError or ApiError."""
     messages = [message.plain() for message in body.messages]
-    prompt = await _encoded("messages", messages, engine, settings, body.rendering)
+    rendering = replace(body.rendering, tools=calling.shown)
+    return await _encoded("messages", messages, engine, settings, rendering)
+
+
+async def chat_choices(
+    body: ChatRequest, engine: Engine, settings: Settings, vocabulary: Vocabulary, calling: Calling
+) -> list[ChoiceRequest]:
+    """The choices of a chat request. Raises RequestError or ApiError."""
+    prompt = await chat_prompt(body, engine, settings, calling)
+    calling = calling.behind(vocabulary.texts(prompt[-_OPENING:]))
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     limit = _limit(body.limit, engine.target.context - len(prompt), settings)
-    sampling = _sampling(body, max_tokens=limit, logprobs=logprobs)
-    return [ChoiceRequest(prompt, sampling.of_choice(choice)) for choice in range(body.n)]
+    more: dict[str, Any] = {"max_tokens": limit, "logprobs": logprobs}
+    if calling.needs_grammar:
+        more["grammar"] = await anyio.to_thread.run_sync(calling.grammar)
+    sampling = _sampling(body, **more)
+    thinking = calling.wanted.thinking and (calling.needs_grammar or sampling.grammar is None)
+    choices = (sampling.of_choice(choice) for choice in range(body.n))
+    return [ChoiceRequest(prompt, one, shown=calling.marks, thinking=thinking) for one in choices]
 
 
 async def text_choices(
-    body: CompletionRequest, engine: Engine, settings: Settings, vocabulary: Vocabulary
+    body: CompletionRequest,
+    engine: Engine,
+    settings: Settings,
+    vocabulary: Vocabulary,
+    fill_in: FillIn | None,
 ) -> list[ChoiceRequest]:
-    """The choices of a text completion, those of the first prompt first. Raises RequestError or ApiError."""
-    more = {
+    """The choices of a text completion, those of the first prompt first. fill_in: how the model fills in, None if it
+    cannot. Raises RequestError or ApiError.
+    """
+    more: dict[str, Any] = {
         "max_tokens": _limit(body.limit, engine.target.context, settings),
         "logprobs": body.logprobs,
         "prompt_logprobs": body.logprobs if body.echo else None,
     }
+    if body.suffix is not None:
+        if fill_in is None:
+            message = "suffix: this model has no tokens for filling in; leave it out, or ask a model of code"
+            raise ApiError(400, message, code="unsupported", param="suffix")
+        more["stop_token_ids"] = (*(body.stop_token_ids or ()), *fill_in.ends)
     sampling = _sampling(body, **more)
     wanted = []
     for prompt in body.prompts:
-        tokens = await _encoded("prompt", prompt, engine, settings)
+        asked: Any = prompt
+        if body.suffix is not None and fill_in is not None and isinstance(prompt, str):
+            asked = await anyio.to_thread.run_sync(fill_in.prompt, prompt, body.suffix)
+        tokens = await _encoded("prompt", asked, engine, settings)
         limit = _limit(body.limit, engine.target.context - len(tokens), settings)
         fitting = msgspec.structs.replace(sampling, max_tokens=limit)
         text = prompt if isinstance(prompt, str) else vocabulary.texts(prompt)
@@ -101,7 +148,8 @@ def names_of(body: ChatRequest | CompletionRequest | TokenizeRequest) -> dict[st
     if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     if isinstance(body, Generation):
-        names["grammar"], _ = _grammar(body)
+        tools = isinstance(body, ChatRequest) and body.tools is not None and body.tool_choice != "none"
+        names["grammar"] = "tools" if tools else _grammar(body)[0]
     return names
 
 

@@ -30,12 +30,14 @@ _Change = Callable[[str], str]
 @dataclass(frozen=True)
 class Rendering:
     """How chat messages become a prompt. opens_answer: the prompt ends with what begins an answer. continues: the
-    answer continues the last message, which is left open. variables: of the template, such as enable_thinking.
+    answer continues the last message, which is left open. variables: of the template, such as enable_thinking. tools:
+    that the answer may call, as OpenAI writes them.
     """
 
     opens_answer: bool = True
     continues: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Mapping[str, Any]] = ()
 
     def arguments(self, tokenizer: Any) -> dict[str, Any]:
         """Those of `apply_chat_template`. No variable may take the place of one of the method's own."""
@@ -43,7 +45,7 @@ class Rendering:
         if taken := self.variables.keys() & reserved:
             raise RequestError(f"chat_template_kwargs.{min(taken)}: is no variable of a chat template; leave it out")
         own = {"add_generation_prompt": self.opens_answer, "continue_final_message": self.continues}
-        return {**self.variables, **own}
+        return {**self.variables, **own, "tools": list(self.tools) or None}
 
 
 def render(tokenizer: Any, messages: Sequence[Any], rendering: Rendering) -> str:
@@ -115,8 +117,9 @@ def _places_of_template(
 
         try:
             variables = _changed(rendering.variables, spelled, spelled)
+            tools = [_changed(tool, spelled, spelled) for tool in rendering.tools]
             disguised = [_changed(message, changed, spelled) for message in messages]
-            outcome = render(tokenizer, disguised, replace(rendering, variables=variables))
+            outcome = render(tokenizer, disguised, replace(rendering, variables=variables, tools=tools))
         except RequestError:
             return None
         return outcome if disguise.reveal(outcome) == text else None
@@ -125,7 +128,7 @@ def _places_of_template(
     # and of these only the ones that it does not test for
     outcome = rendered(True, named) or rendered(False, named)
     if outcome is None:
-        held = {match[0] for value in _texts(messages) for match in _any_of(named).finditer(value)}
+        held = {match[0] for value in _texts([*messages, *rendering.tools]) for match in _any_of(named).finditer(value)}
         outcome = rendered(False, [name for name in sorted(held) if rendered(False, [name]) is not None])
     if outcome is None:
         raise RequestError(

@@ -18,15 +18,23 @@ class TextStream:
     tokenizer: a `transformers` tokenizer. A window of the last tokens is decoded with and without the newest, because
     a token's text depends on its neighbours (word-initial spaces). Tokens that are parts of characters are decoded
     here, byte by byte: only an incomplete character is waited for, not every U+FFFD that a text ends in. special:
-    special tokens are part of the text. behind: the tokens before the answer, without which the decoders of
-    SentencePiece drop the space that it begins with.
+    special tokens are part of the text; shown: these are. behind: the tokens before the answer, without which the
+    decoders of SentencePiece drop the space that it begins with.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), special: bool = False, behind: Sequence[int] = ()):
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        special: bool = False,
+        behind: Sequence[int] = (),
+        shown: Container[int] = (),
+    ):
         self._tokenizer, self._stop = tokenizer, [StopText(text) for text in stop]
         named = special_tokens(tokenizer)
         self._stop_tokens = {token for token, text in named.items() if text in stop} if stop else set()
-        self._hidden: Container[int] = () if special else named
+        self._hidden = set() if special else {token for token in named if token not in shown}
+        self._skips_special = self._hidden == named.keys()
         self._tokens = self._whole_end(behind)
         self._window, self._read = 0, len(self._tokens)
         self._bytes = getincrementaldecoder("utf8")("replace")
@@ -80,7 +88,7 @@ class TextStream:
 
     def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(
-            tokens, skip_special_tokens=self._hidden != (), clean_up_tokenization_spaces=False
+            tokens, skip_special_tokens=self._skips_special, clean_up_tokenization_spaces=False
         )
         return text
 

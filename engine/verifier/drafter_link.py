@@ -5,14 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 
+from engine.config import Config
 from engine.core.errors import ProtocolError
 from engine.core.hidden_states import NO_STATES
+from engine.core.methods import METHODS
 from engine.core.tree import TokenTree
 from engine.model.target import Target
+from engine.verifier.conservative_bandit import Experience
 from engine.verifier.cost_model import CostModel
+from engine.verifier.draft_choice import DraftChoice, DraftKinds
 from engine.verifier.request import Request
 from engine.verifier.scheduler import Scheduler
 from engine.verifier.step_input import Proposal
@@ -26,9 +29,8 @@ _KEPT_DRAFTS = 64  # per request
 
 
 class DrafterLine:
-    """hub: drafters connect to it; the one that sent the latest Hello drafts. budget: maximum nodes of a tree.
-    timeout_s: a drafter that owes a draft for longer is late, until its next message. weighed: whether drafts must pay
-    for their cost.
+    """hub: drafters connect to it; the one that sent the latest Hello drafts. kinds: what its drafts have gained.
+    A drafter that owes a draft for longer than the configuration's draft_timeout_s is late, until its next message.
 
     What a drafter leaves unread is bounded by its hub. One to which no more can be sent is dropped, as if it were gone;
     once it reads again it is asked to rejoin, as a drafter does after a restart.
@@ -39,12 +41,12 @@ class DrafterLine:
         hub: Router | LoopRouter,
         target: Target,
         requests: Scheduler,
-        budget: int,
-        timeout_s: float,
-        weighed: bool,
+        config: Config,
     ):
         self.hub, self.target, self.requests = hub, target, requests
-        self.budget, self.timeout_s, self.weighed = budget, timeout_s, weighed
+        self.budget, self.timeout_s = config.drafter.budget, config.verifier.draft_timeout_s
+        self.method, self.weighed = METHODS[config.method], config.verifier.cut
+        self.kinds = DraftKinds()
         self.drafter: str | None = None
         self.wants = Hello()
         self._late = False
@@ -87,15 +89,24 @@ class DrafterLine:
         if not (layers_exist and 0 <= hello.successors <= self.target.vocab_size):
             self.hub.malformed += 1
             return
-        wants = msgspec.structs.replace(hello, rests=hello.rests and self.weighed)
-        if wants.feature_layers != self.wants.feature_layers:
-            self._forget_states(wants.feature_layers)
-        self.drafter, self._late, self._dropped, self.wants = peer, False, None, wants
-        self.requests.needs_states = bool(wants.feature_layers)
+        if hello.feature_layers != self.wants.feature_layers:
+            self._forget_states(hello.feature_layers)
+        self.drafter, self._late, self._dropped, self.wants = peer, False, None, hello
+        self.kinds = self._kinds_of(hello)
+        self.requests.needs_states = bool(hello.feature_layers)
         for request in self.requests:
             request.drafts, request.alone, request.asked_ns = {}, False, time.perf_counter_ns()
+            request.choice = DraftChoice(len(request.text))
             request.outcome = (request.round + 1 if request.has_answer else 0, 0, 0, request.text[-1])
             self.introduce(request)
+
+    def _kinds_of(self, hello: Hello) -> DraftKinds:
+        """The kinds of drafts that must pay for their cost."""
+        if not self.weighed:
+            return DraftKinds()
+        model = Experience(hello.draft_s, hello.read_s) if self.method.has_model and hello.rests else None
+        retrieves = self.method.merges or not self.method.has_model
+        return DraftKinds(Experience() if retrieves else None, model)
 
     def _forget_states(self, layers: Sequence[int]) -> None:
         """The hidden states that are kept are of other layers than these, which the new drafter wants."""
@@ -142,10 +153,6 @@ class DrafterLine:
         if self.drafter is not None and not self.hub.send(self.drafter, message, arrays):
             self.drafter, self._dropped = None, self.drafter
 
-    def rests(self, costs: CostModel) -> bool:
-        """Whether the drafter's model rests for now."""
-        return self.wants.rests and costs.rest.second
-
     def introduce(self, request: Request) -> None:
         """Tell the drafter of a request and its text so far."""
         if self.drafter is None or not request.drafted:
@@ -162,7 +169,7 @@ class DrafterLine:
         if self.drafter is None:
             return
         request = conclusion.request
-        rest = self.rests(costs)
+        rest = request.choice.rests
         features = NO_STATES if rest else request.features.take()
         verdict = RoundVerdict(
             request=request.number,

@@ -93,6 +93,12 @@ class FrontEndLine:
         if ignored := not_applied(own):
             names = ", ".join(ignored)
             print(f"talon: model={target.name}: of generation_config.json not applied: {names}", file=sys.stderr)
+        if target.unlike:
+            print(
+                f"talon: model={target.name}: runs transformers' own forward, which is slower than the lean decoder "
+                f"({target.unlike})",
+                file=sys.stderr,
+            )
         if target.own_context < target.full_context:
             print(
                 f"talon: model={target.name}: {target.own_context} of the context's {target.full_context} positions "

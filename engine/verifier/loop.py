@@ -56,8 +56,7 @@ class Verifier:
         options = config.verifier
         self.requests = Scheduler(options.max_running, options.prefill_chunk, options.draft_timeout_s)
         self.front_end = FrontEndLine(control, target, config)
-        budget, timeout_s = config.drafter.budget, options.draft_timeout_s
-        self.drafter = DrafterLine(drafts, target, self.requests, budget, timeout_s, options.cut)
+        self.drafter = DrafterLine(drafts, target, self.requests, config)
         self.trace = Trace(control, config.trace is not None)
         self.meter = RoundTimer(config, target, threads, self.trace)
         self.method = METHODS[config.method]
@@ -158,19 +157,20 @@ class Verifier:
         """Draw each request's tokens, and send the verdict at once: retrieval drafts for one request while the next
         tree is walked down. But a model drafts for all of them in one forward, and gets all verdicts together.
         """
-        together = self.method.has_model and not self.drafter.rests(self.meter.costs)
-        requests, missing = len(plan.members), sum(request.drafted for request in plan.decoding)
-        root_only = not together and self._go_alone(missing)
+        together = self.method.has_model and not all(request.choice.rests for request in plan.members)
+        missing = sum(request.drafted for request in plan.decoding)
         results = []
         for part in rows:
             if (result := self._verify(part)) is not None:
                 results.append(result)
+                if isinstance(part, TreeRows):
+                    self.meter.observe_draft(part.step, result, self.drafter)
                 if not together:
-                    self._tell_of(result, requests, root_only)
+                    self._tell_of(result, len(plan.members), missing)
         if together:
-            root_only = self._go_alone(sum(one.request.drafted and not one.request.hit for one in results))
+            missing = sum(one.request.drafted and not one.request.hit for one in results)
             for result in results:
-                self._tell_of(result, len(results), root_only)
+                self._tell_of(result, len(results), missing)
         return results
 
     def _verify(self, part: TreeRows | ChunkRows) -> StepResult | None:
@@ -183,25 +183,18 @@ class Verifier:
             self._fail(part.request, error)
             return None
 
-    def _go_alone(self, missing: int) -> bool:
-        """Whether the `missing` requests, which have no tree yet, continue with their roots alone."""
-        if self._nobody_drafts:
-            return True
-        return missing > 0 and self.drafter.present and not self.requests.waits(self.meter.costs, missing)
-
-    @property
-    def _nobody_drafts(self) -> bool:
-        """Whether the drafter is a model alone, and rests."""
-        return self.drafter.rests(self.meter.costs) and not self.method.merges
-
-    def _tell_of(self, conclusion: StepResult, requests: int, alone: bool) -> None:
-        """Send a verdict, if there is anyone to draft. alone: whether the request continues with its root if it has no
-        tree yet.
+    def _tell_of(self, conclusion: StepResult, requests: int, missing: int) -> None:
+        """Decide which drafts the request gets, and send the verdict, if there is anyone to draft. missing: how many of
+        the round's requests have no tree yet.
         """
-        request = conclusion.request
-        request.alone = alone and request.drafted and not request.hit
-        if request.drafted and request.sampler.finish_reason is None and not (request.alone and self._nobody_drafts):
-            self.drafter.tell(conclusion, self.meter.costs, requests)
+        request, costs = conclusion.request, self.meter.costs
+        if not request.drafted or request.sampler.finish_reason is not None:
+            return
+        waiting = max(1, missing) if costs.ahead.second and not request.hit else 0
+        request.choice.decide(self.drafter.kinds, costs, requests, len(conclusion.tokens), request.left, waiting)
+        request.alone = request.choice.root_only and not request.hit and self.drafter.present
+        if not (request.alone and request.choice.rests and not self.method.merges):
+            self.drafter.tell(conclusion, costs, requests)
 
     def _tell_front_end(self, concluded: list[StepResult]) -> None:
         now_ns = time.perf_counter_ns()

@@ -15,7 +15,7 @@ from engine.core.tree import TokenTree
 from engine.model.target import Target
 from engine.sampling.matcher import Matcher
 from engine.sampling.sampler import Sampler
-from engine.verifier.confidence_scale import ConfidenceScale
+from engine.verifier.draft_choice import DraftChoice
 from engine.wire.messages import Array, Draft, TokenLogprob
 
 Outcome = tuple[int, int, int, int]
@@ -43,7 +43,7 @@ class Request:
         matcher: Matcher | None = None,
     ):
         self.number, self.sampling, self.target = number, sampling, target
-        self.text = [*prompt, *answer]
+        self.text, self._prompt_length = [*prompt, *answer], len(prompt)
         self.sampler = Sampler(sampling, prompt, target.eos_tokens, target.vocab_size, answer, matcher)
         self.matcher = matcher
         self.draft_room = draft_room
@@ -54,15 +54,16 @@ class Request:
         self.has_answer = bool(answer)
         self.cached = 0
         self.queued_us: int | None = None
-        self.trust = ConfidenceScale()
+        self.choice = DraftChoice(len(self.text))
+        self.waited_s = 0.0  # for its latest draft
         self.round = 0
         self.outcome: Outcome = (1, 0, 0, self.text[-1]) if answer else (0, 0, 0, 0)
         self.drafts: dict[Outcome, tuple[Draft, list[Array]]] = {}
         self.forget_states()
         self.since_ns = self.asked_ns = time.perf_counter_ns()
         self.kept_path: list[int] = []  # accepted path of the latest tree, to be committed to the cache
-        self.hit = False  # the next tree had arrived at the last verdict
         self.alone = False  # the next round verifies the root alone
+        self.hit = False  # the next tree had arrived at the last verdict
         self.told = 0  # tokens of the text that the drafter knows
 
     def go_on(self, draft: int, node: int, tokens: list[int]) -> None:
@@ -70,6 +71,11 @@ class Request:
         self.text.extend(tokens)
         self.outcome = (self.round + 1, draft, node, tokens[-1])
         self.hit = self.has_draft
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be emitted."""
+        return self.sampling.max_tokens - (len(self.text) - self._prompt_length)
 
     @property
     def reading(self) -> bool:

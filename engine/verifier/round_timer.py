@@ -5,14 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from engine.config import Config
 from engine.core.batch import BLOCK, Segment
+from engine.core.methods import GRAMMAR, MODELS
 from engine.model.cuda.graphs import wait
 from engine.model.target import Target
-from engine.verifier.cost_model import Attended, CostModel
+from engine.verifier.cost_model import CostModel
+from engine.verifier.draft_choice import DraftedRound
 from engine.verifier.drafter_link import DrafterLine
+from engine.verifier.forward_time import Attended, ForwardTime
 from engine.verifier.measured_forward import BESIDE, MeasuredForward
 from engine.verifier.placement import Threads
 from engine.verifier.request import Request
@@ -28,9 +32,10 @@ class RoundTimer:
 
     def __init__(self, config: Config, target: Target, threads: Threads, trace: Trace):
         self.config, self.target, self.threads, self.trace = config, target, threads, trace
-        self.costs = CostModel({1: 0.001}, mode=config.mode)
+        self.costs = CostModel(ForwardTime({1: 0.001}), config.mode)
         self.busy_ns = self.forward_ns = 0
         self._ended_ns = 0  # when the latest round ended
+        self._rows = self._requests = 1  # of the latest forward, and those of which trees were verified in it
 
     # At start-up.
 
@@ -39,13 +44,13 @@ class RoundTimer:
         most = self._most_rows()
         forward = MeasuredForward(self.target, most)
         simulated_s = self.config.verifier.simulated_latency_ms / 1000
-        self.costs = CostModel.measure(
+        times = ForwardTime.measure(
             lambda rows, past: forward.seconds(rows, past) + simulated_s,
             most,
-            self.config.mode,
             forward.longest,
             self.target.forward_sizes,
         )
+        self.costs = CostModel(times, self.config.mode)
         forward.close()
 
     def _most_rows(self) -> int:
@@ -60,9 +65,13 @@ class RoundTimer:
 
     def observe_wait(self, decoding: Sequence[Request]) -> None:
         """Start of a round: learn how long it waited for its drafts, unless a prompt was read meanwhile."""
-        asked_ns = [r.asked_ns for r in decoding if r.drafted and not (r.hit or r.alone)]
-        if asked_ns and min(asked_ns) >= self._ended_ns:
-            self.costs.observe_wait((time.perf_counter_ns() - min(asked_ns)) / 1e9)
+        asked = [request for request in decoding if request.drafted and not (request.hit or request.alone)]
+        since_ns = min((request.asked_ns for request in asked), default=0)
+        wait_s = (time.perf_counter_ns() - since_ns) / 1e9 if asked and since_ns >= self._ended_ns else 0.0
+        if wait_s:
+            self.costs.observe_wait(wait_s)
+        for request in decoding:
+            request.waited_s = wait_s / len(asked) if request in asked else 0.0
 
     def end_forward(self, started_ns: int, segments: Sequence[Segment]) -> None:
         """Wait for the end of the forward, including the simulated accelerator's time."""
@@ -73,6 +82,29 @@ class RoundTimer:
         self.trace.span(name, started_ns, 0, f"{sum(map(len, segments))} tokens of {len(segments)} requests")
         self.forward_ns = time.perf_counter_ns() - started_ns
         self.busy_ns += self.forward_ns
+        self._rows, self._requests = sum(map(len, segments)), sum(segment.tree is not None for segment in segments)
+
+    def observe_draft(self, step: StepInput, result: StepResult, drafts: DrafterLine) -> None:
+        """What a draft has brought and taken. step: the request's part of the round; result: what it came to."""
+        if drafts.drafter is None or not step.asked:
+            return
+        sources = step.drafted.source[step.kept[step.kept < len(step.proposal.tree)][1:]]
+        by_model = int(np.count_nonzero(sources & MODELS))
+        accepted = [source for source in result.sources if source and source != GRAMMAR]
+        accepted_of_model = sum(bool(source & MODELS) for source in accepted)
+        drafted = DraftedRound(
+            len(accepted) - accepted_of_model,
+            accepted_of_model,
+            self._rows_s(len(sources) - by_model),
+            self._rows_s(by_model),
+            step.request.waited_s,
+            step.proposal.draft_us > 0,
+        )
+        step.request.choice.observe(drafts.kinds, self.costs, self._requests, drafted)
+
+    def _rows_s(self, rows: int) -> float:
+        """Time that so many rows have taken in the latest forward."""
+        return self.costs.forward.seconds(self._rows) - self.costs.forward.seconds(max(1, self._rows - rows))
 
     def observe_round(
         self,
@@ -81,12 +113,10 @@ class RoundTimer:
         segments: Sequence[Segment],
         drafts: DrafterLine,
     ) -> None:
-        """End of a round. Rounds that lost a request teach nothing but the forward's time, and those that read a prompt
-        only that and what drafts gain.
-        """
+        """End of a round. Rounds that lost a request or read a prompt teach nothing but the forward's time."""
         now, forward_s = time.perf_counter_ns(), self.forward_ns / 1e9
         rows, past = sum(map(len, segments)), sum(segment.past for segment in segments)
-        self.costs.observe_forward(rows, Attended(past, sum(len(s) * s.past for s in segments)), forward_s)
+        self.costs.forward.observe(rows, Attended(past, sum(len(s) * s.past for s in segments)), forward_s)
         since, self._ended_ns = self._ended_ns, now
         verified = {round_.request for round_ in rounds}
         decoded = [conclusion for conclusion in concluded if conclusion.request in verified]
@@ -94,20 +124,16 @@ class RoundTimer:
             return
         tokens, round_s = sum(len(c.tokens) for c in decoded), (now - since) / 1e9
         drafter = drafts.drafter is not None
-        if drafter and (asked := sum(round_.asked for round_ in rounds)):
-            self.costs.observe_drafts(asked, len(rounds), sum(map(len, segments[: len(rounds)])), tokens)
         if len(segments) > len(rounds):
             return
         if all(conclusion.request.round > 1 for conclusion in decoded):
             self.costs.observe_round(len(rounds), rows, tokens, round_s - forward_s, past)
             if drafter and all(conclusion.request.drafted for conclusion in decoded):
-                self._observe_ways(len(rounds), tokens, round_s, drafts.wants.rests)
+                self._observe_mode(len(rounds), tokens, round_s)
 
-    def _observe_ways(self, requests: int, tokens: int, round_s: float, rests: bool) -> None:
-        """Let the choices learn from a round whose requests are all drafted for. rests: the drafter has a model that
-        can rest.
-        """
+    def _observe_mode(self, requests: int, tokens: int, round_s: float) -> None:
+        """Let the choice of the mode learn from a round whose requests are all drafted for."""
         ahead = self.costs.ahead.second
-        self.costs.observe_ways(requests, tokens, round_s, rests)
+        self.costs.observe_mode(requests, tokens, round_s)
         if self.costs.ahead.second != ahead:
             torch.set_num_threads(self.threads.verifier(not ahead))

@@ -93,13 +93,6 @@ class Scheduler:
         reading = self._chunks(costs.chunk_rows(len(decoding), self.chunk, read, past)) if readers else []
         return Plan(decoding, reading) if decoding or reading else Plan(wait_s=self.draft_timeout_s)
 
-    def waits(self, costs: CostModel, missing: int) -> bool:
-        """Whether the next round waits for `missing` drafts. A single request that is drafted for in turns always
-        waits: it has nothing else to do.
-        """
-        running = len(self.running)
-        return (running == 1 and not costs.ahead.second) or costs.worth_waiting(max(1, running), missing)
-
     def reserve(self, plan: Plan, rows: Callable[[Request], int]) -> Plan:
         """The plan with blocks reserved for it. If there are too few, the youngest request is preempted and waits.
 

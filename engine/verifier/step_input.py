@@ -27,8 +27,7 @@ class Proposal:
 @dataclass(frozen=True)
 class StepInput:
     """proposal: the tree as sent. asked: whether a drafter was asked for it. drafted: the tree with `grafts`, tokens
-    that the grammar implies. worth: [nodes drafted] float32, expected tokens of each. kept: the nodes that are
-    verified.
+    that the grammar implies. kept: the nodes that are verified.
     """
 
     request: Request
@@ -36,7 +35,6 @@ class StepInput:
     asked: bool
     grafts: list[int]
     drafted: TokenTree
-    worth: NDArray[np.float32]
     kept: Array
 
     @classmethod
@@ -45,7 +43,7 @@ class StepInput:
         grafts = request.grafts(proposal.tree)
         tree = proposal.tree.grafted(grafts, GRAFT_CHANCE)
         asked = request.drafted and not request.alone
-        return cls(request, proposal, asked, grafts, tree, request.trust.worth(tree), request.admitted(tree))
+        return cls(request, proposal, asked, grafts, tree, request.admitted(tree))
 
     @cached_property
     def tree(self) -> TokenTree:
@@ -58,12 +56,12 @@ class StepInput:
         return len(self.kept) > 1
 
     def best(self, rows: int) -> StepInput:
-        """The same round, with at most `rows` nodes verified: the root and those worth most, which include all of
-        their ancestors.
+        """The same round, with at most `rows` nodes verified: the root and the most confident, which include
+        all of their ancestors.
         """
         if rows >= len(self.kept):
             return self
-        order = np.argsort(-self.worth[self.kept[1:]], kind="stable") + 1
+        order = np.argsort(-self.drafted.confidence[self.kept[1:]], kind="stable") + 1
         return replace(self, kept=self.kept[np.sort(np.append(0, order[: rows - 1]))])
 
 
@@ -72,7 +70,7 @@ def cut(rounds: Sequence[StepInput], costs: CostModel) -> list[StepInput]:
     if not any(round_.is_speculative for round_ in rounds):
         return [*rounds]
     keys_each = sum(round_.request.cache.length for round_ in rounds) / len(rounds)
-    pay = paying([round_.worth[round_.kept] for round_ in rounds], costs, keys_each)
+    pay = paying([round_.drafted.confidence[round_.kept] for round_ in rounds], costs, keys_each)
     return [replace(round_, kept=round_.kept[nodes]) for round_, nodes in zip(rounds, pay, strict=True)]
 
 

@@ -101,8 +101,6 @@ def _conclude(
 ) -> StepResult:
     """Record in the request how the round ended. path: accepted nodes of the verified tree; states: theirs."""
     request, own = round_.request, len(round_.proposal.tree)
-    if round_.is_speculative and not round_.grafts:
-        request.trust.learn(float(round_.worth[round_.kept].sum()), len(tokens))
     request.round += 1
     request.kept_path = path
     hit, accepted = request.hit, round_.kept[path].tolist() if round_.is_speculative else path

@@ -152,16 +152,22 @@ class Spans(Message, frozen=True, kw_only=True):
     spans: tuple[Span, ...]
 
 
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+
+
 class Hello(Message, frozen=True, kw_only=True):
     """A drafter has joined. feature_layers: hidden states of the target that it needs; successors: how many of the
     target's likeliest next tokens it needs for every verified node. calibrated: its trees may be cut by their
-    confidence. rests: its model can rest when told to.
+    confidence. rests: its model can rest when told to. draft_s, read_s: time of a usual draft of its model, and of a
+    position that the model reads, as measured when it was loaded; 0: unknown.
     """
 
     feature_layers: tuple[int, ...] = ()
     successors: int = 0
     calibrated: bool = False
     rests: bool = False
+    draft_s: Seconds = 0.0
+    read_s: Seconds = 0.0
 
 
 class Start(Message, frozen=True, kw_only=True):

@@ -32,7 +32,7 @@ LLAMA = {
 @pytest.fixture(autouse=True)
 def _float32_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """References are compared in float32, whatever this processor multiplies fastest."""
-    for module in ("drafters.training.run", "drafters.training.trainer"):
+    for module in ("drafters.training.target", "drafters.training.trainer"):
         monkeypatch.setattr(f"{module}.has_native_bfloat16", lambda: False)
     monkeypatch.setattr("drafters.heads.layers.multiplies", lambda dtype: False)
 

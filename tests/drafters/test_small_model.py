@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drafters.heads.head_drafter import HeadDrafter
-from drafters.small_model import SmallModel, check_same_vocabulary, level_by_level
+from drafters.small_model import SmallModel, common_vocabulary, level_by_level
 from engine.core.drafter_protocol import Verdict
 from engine.core.errors import DrafterMismatch
 from engine.core.params import SamplingParams
@@ -117,9 +117,29 @@ def test_a_token_of_the_targets_padding_alone_is_drafted_behind_like_any(tiny_dr
     assert len(small.propose(1, [model.vocab_size + 9])) == 4
 
 
-def test_a_smaller_vocabulary_of_the_same_tokens_will_do_and_a_larger_one_will_not(tiny: str, tmp_path: Path) -> None:
+def test_vocabularies_that_differ_in_padding_alone_share_the_smaller_one(tiny: str, tmp_path: Path) -> None:
     vocab = load_config(tiny).vocab_size
-    padded, small = save_tiny_llama(tmp_path / "padded", vocabulary=vocab + 8), tiny
-    check_same_vocabulary(small, padded)
+    padded = save_tiny_llama(tmp_path / "padded", vocabulary=vocab + 8)
+    assert common_vocabulary(tiny, padded) == common_vocabulary(padded, tiny) == vocab
+
+
+def test_a_model_of_other_tokens_is_refused_in_one_line(tiny: str, tiny_stranger: str) -> None:
+    with pytest.raises(DrafterMismatch, match=r"drafter tokenizer != target tokenizer from token 0 on \(drafter.path="):
+        common_vocabulary(tiny_stranger, tiny)
+
+
+def test_padding_of_which_no_tokenizer_tells_may_be_the_targets_alone(tiny: str, tmp_path: Path) -> None:
+    vocab = load_config(tiny).vocab_size
+    padded = save_tiny_llama(tmp_path / "padded", vocabulary=vocab + 8)
+    (Path(padded) / "tokenizer.json").unlink()
+    assert common_vocabulary(tiny, padded) == vocab
     with pytest.raises(DrafterMismatch, match=f"drafter vocabulary {vocab + 8} != target vocabulary {vocab}"):
-        check_same_vocabulary(padded, small)
+        common_vocabulary(padded, tiny)
+
+
+def test_tokens_that_the_target_does_not_have_are_never_drafted(tmp_path: Path) -> None:
+    padded = Target.load(save_tiny_llama(tmp_path / "padded", vocabulary=300))
+    small = HeadDrafter(SmallModel(padded, vocabulary=20), level_by_level([4, 2, 2], 40))
+    small.start(1, PROMPT, SamplingParams(max_tokens=50))
+    tree = small.propose(1)
+    assert len(tree) == 1 + 4 + 8 + 16 and max(tree.tokens[1:]) < 20

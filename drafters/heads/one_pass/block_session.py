@@ -227,7 +227,7 @@ def begin(asked: Sequence[tuple[BlockSession, list[tuple[int, ...]]]]) -> None:
         parts = [session.computed(x, paths) for (session, paths), x in zip(new, begun, strict=True)]
         multiplied = head.output(torch.cat(parts)[chosen])
     else:
-        multiplied = head.stack.run([session.rows(paths) for session, paths in new], torch.cat(begun), None, chosen)
+        multiplied = head.stack.run([session.rows(paths) for session, paths in new], torch.cat(begun), chosen)
     for (session, paths), of_session in zip(new, multiplied.split(list(map(len, kept))), strict=True):
         session.add(paths, head.outputs(of_session))
 

@@ -27,7 +27,7 @@ from engine.kernels.attention.pair_attention import pair_kernel
 from engine.kernels.attention.paired_attention import scratch_of_own
 from engine.kernels.attention.tile_attention import TILES, tile_kernel
 from engine.kernels.gemm.matmul import Unit, units
-from engine.kernels.threads import Kernel, address_of, words
+from engine.kernels.threads import Kernel, address_of, int_fields
 
 
 def has_pairs(dtype: torch.dtype) -> bool:
@@ -74,11 +74,11 @@ class Attention:
         for name, value in (("kv_heads", shape.kv_heads), ("groups", groups), ("dims", shape.dims)):
             work[name] = value
         work["head_dim"], work["width"] = shape.head_dim, shape.dtype.itemsize
-        self.kernel: Kernel = _paired_kernel() if shape.paired else lane_kernel()
-        self._queries = TILE_ROWS if shape.paired else VECTORS  # per tile
+        self.kernel: Kernel = _paired_kernel() if shape.vnni else lane_kernel()
+        self._queries = TILE_ROWS if shape.vnni else VECTORS  # per tile
         work["tile_sizes"] = TILES.ctypes.data
-        self.queries = torch.zeros(0, dtype=shape.dtype if shape.paired else torch.float32)
-        self._of_batch, self._own_bytes = words(work, "tables", "rows"), scratch_of_own(shape.dims)
+        self.queries = torch.zeros(0, dtype=shape.dtype if shape.vnni else torch.float32)
+        self._of_batch, self._own_bytes = int_fields(work, "tables", "rows"), scratch_of_own(shape.dims)
         self._scratch = torch.zeros(0, dtype=torch.uint8)
         self._numbers, self._numbers_at, self._tile_count = np.zeros(0, np.int32), 0, 0
 

@@ -25,7 +25,7 @@ from engine.kernels.simd import (
     splat,
     store,
 )
-from engine.kernels.threads import kernel, member, members
+from engine.kernels.threads import kernel, num_threads, thread_id
 
 VECTORS = 12
 """Queries of a tile."""
@@ -39,9 +39,9 @@ in which up to 6 queries' values are summed.
 def lane_kernel(address: Any) -> None:
     """A unit of work is a tile with one KV head."""
     work = carray(address, 1)[0]
-    team = members()
-    for unit in range(member(), work.tile_count * work.kv_heads, team):
-        _attend(work, unit // work.kv_heads, unit % work.kv_heads, work.scratch + member() * work.scratch_bytes)
+    team = num_threads()
+    for unit in range(thread_id(), work.tile_count * work.kv_heads, team):
+        _attend(work, unit // work.kv_heads, unit % work.kv_heads, work.scratch + thread_id() * work.scratch_bytes)
 
 
 @njit

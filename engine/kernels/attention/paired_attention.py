@@ -20,7 +20,7 @@ from numba.extending import intrinsic
 from engine.kernels.amx import LINE_BYTES, TILE_ROWS, fetch, pointer
 from engine.kernels.attention.attention_work import first_seen, last_slot, put_shares, softmax
 from engine.kernels.simd import BFLOAT16, LANES, divide, float_at, int_at, put_float, splat, store
-from engine.kernels.threads import member, members
+from engine.kernels.threads import num_threads, thread_id
 
 PANEL_BYTES = 512
 """Bytes of 16 dimensions of a block's values."""
@@ -74,8 +74,8 @@ def attending(score: Any, weigh: Any) -> Any:
 
     @njit
     def attend_all(work: Any) -> None:
-        scratch = work.scratch + member() * work.scratch_bytes
-        for unit in range(member(), work.tile_count * work.kv_heads, members()):
+        scratch = work.scratch + thread_id() * work.scratch_bytes
+        for unit in range(thread_id(), work.tile_count * work.kv_heads, num_threads()):
             attend(work, unit // work.kv_heads, unit % work.kv_heads, scratch)
 
     return attend_all

@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import cache
 from typing import Any, Protocol
@@ -32,6 +32,7 @@ from engine.kernels.gemm.fma_kernels import WIDENED, fma_kernel
 from engine.kernels.gemm.matmul_kernels import MATMUL, amx_kernel, vector_kernel
 from engine.kernels.gemm.matmul_sums import PANELS, STEP
 from engine.kernels.large_pages import in_large_pages
+from engine.kernels.quant.stored import StoredMatrix
 from engine.kernels.quantised import Form, Quantised
 from engine.kernels.simd import LANES, features
 from engine.kernels.threads import Kernel, Program, address_of
@@ -107,17 +108,19 @@ class Matmul:
 
     gated: the matrix is a gate and then an up projection, of a multiple of 16 outputs each, and the result is
     silu(gate) * up. quantised: the same matrix, kept instead of `weight` if it equals it, bit for bit, and the unit
-    multiplies pairs.
+    multiplies pairs. weight: or the parts of a file that hold the outputs one after the other, for bfloat16.
     """
 
     def __init__(
         self,
-        weight: Tensor,
+        weight: Tensor | Sequence[StoredMatrix],
         bias: Tensor | None = None,
         gated: bool = False,
         unit: Unit | None = None,
         quantised: Quantised | None = None,
     ):
+        if not isinstance(weight, Tensor):
+            weight = torch.cat([part.values() for part in weight])
         unit = unit or units(weight.dtype)[0]
         self._itemsize = weight.itemsize
         self.gated = gated

@@ -34,7 +34,8 @@ def new_room(context: Any) -> Any:
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        room = cgutils.alloca_once(builder, ir.ArrayType(_BYTE, BUFFER + 2 * PANELS * TILE_BYTES))
+        with builder.goto_entry_block():  # numba's own function would store zeros, which takes LLVM ten seconds
+            room = builder.alloca(ir.ArrayType(_BYTE, BUFFER + 2 * PANELS * TILE_BYTES))
         room.align = 64
         return builder.ptrtoint(room, _WORD)
 

@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.kernels.gemm.matmul import Matmul, units
+from engine.kernels.quant.stored import StoredMatrix
 from engine.kernels.quantised import Quantised
 from engine.kernels.simd import LANES
 
@@ -74,12 +75,19 @@ class Product:
     """x [rows, in] times a matrix [out, in], plus the bias; a row's bits are independent of others if `rows` is known.
 
     gated: the matrix is a gate and then an up projection. If `gated` stays true, the result is silu(gate) * up.
-    quantised: the same matrix in fewer bits.
+    quantised: the same matrix in fewer bits. weight: or the parts of a file that hold the outputs one after the other,
+    for bfloat16.
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, gated: bool = False, quantised: Quantised | None = None
+        self,
+        weight: Tensor | Sequence[StoredMatrix],
+        bias: Tensor | None = None,
+        gated: bool = False,
+        quantised: Quantised | None = None,
     ):
+        if not isinstance(weight, Tensor):
+            weight = torch.cat([part.values() for part in weight])
         self.bias = bias
         self.outputs, self.inputs = weight.shape
         self._itemsize = weight.itemsize

@@ -1,4 +1,6 @@
-"""The stock forward with exact attention on CUDA: of a few numbers of rows, captured as CUDA graphs.
+"""Forwards with exact attention on CUDA: of a few numbers of rows, captured as CUDA graphs.
+
+Models of the common structure run lean (`engine.model.cuda.lean_layers`), others as the stock forward.
 
 A GPU library picks a kernel, and with it the order of summation, by the shapes that it is given. So forwards have few
 shapes: a batch is padded to the next of a few sizes, and a larger one is run in slices. Only sizes that were found to
@@ -17,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.core.batch import BLOCK, Batch, Int, Segment
 from engine.core.errors import first_line
@@ -25,7 +27,9 @@ from engine.kernels.attention.attention import Rule
 from engine.model import cuda_products
 from engine.model.cuda import triton_attention
 from engine.model.cuda.graphs import Recorded, bucket
-from engine.model.cuda.triton_attention import DeviceRows, TritonAttention
+from engine.model.cuda.lean_layers import LeanLayers
+from engine.model.cuda.triton_attention import DeviceRows, TritonAttention, grouped
+from engine.model.decoder_layer import OtherStructure
 from engine.model.kv_pool import KVCache, KVPool
 from engine.model.stock import NoCache, Unsupported
 
@@ -41,6 +45,7 @@ class _Slice(NamedTuple):
     tokens, positions: [rows]. sources: [rows] the row whose key and value this one stores; blocks, lanes: [rows]
     where. prefixes: [rows]; others: [rows + 1]; listed: [capacity]; see `engine.core.batch.Batch`. tables: [rows,
     blocks], a table for each row, so that the size depends only on the blocks; table_of: [rows] where it begins.
+    firsts: [rows + 1] where each group of rows begins, which attention reads a text for.
     """
 
     tokens: Tensor
@@ -53,10 +58,12 @@ class _Slice(NamedTuple):
     listed: Tensor
     tables: Tensor
     table_of: Tensor
+    firsts: Tensor
 
     @classmethod
-    def of(cls, batch: Batch, first: int, end: int, size: int) -> tuple[_Slice, int]:
+    def of(cls, batch: Batch, first: int, end: int, size: int, together: int) -> tuple[_Slice, int]:
         """Rows `first` to `end` of the batch, padded to `size`, and the number of attention chunks that they need.
+        together: most rows of a group.
 
         A padding row repeats the last row. It stores the last row's key and value again, so it changes nothing, and it
         sees only its text's first position, so it costs little.
@@ -73,8 +80,14 @@ class _Slice(NamedTuple):
         # entries past the end of a request's own table are arbitrary: no row reads them
         places = np.minimum(batch.table_of[rows][:, None] + np.arange(width), len(batch.tables) - 1)
         indexes = batch.tokens[rows], batch.positions[rows], sources, *np.divmod(batch.slots[rows], BLOCK)
-        seen = prefixes, begins - begins[0], _filled(ancestors), batch.tables[places], np.arange(0, size * width, width)
+        tables = batch.tables[places], np.arange(0, size * width, width)
+        seen = prefixes, begins - begins[0], _filled(ancestors), *tables, grouped(batch.table_of[rows], together)
         return cls(*map(_longs, indexes), *(torch.from_numpy(array.astype(np.int32)) for array in seen)), chunks
+
+    @property
+    def seen(self) -> DeviceRows:
+        """What attention reads of it."""
+        return DeviceRows(self.prefixes, self.others, self.listed, self.tables, self.table_of, self.firsts)
 
 
 class CudaForward:
@@ -86,6 +99,8 @@ class CudaForward:
         self.model, self.pool = model, pool
         self._attention = TritonAttention(pool, groups)
         self._cache = NoCache(model.config.get_text_config().num_hidden_layers)
+        self.rules: dict[int, Rule] = {}  # of each layer in the latest stock forward
+        self.lean: LeanLayers | None = None
         self.sizes: tuple[int, ...] = (cuda_products.SLICE,)
         self.recorded: dict[tuple[int, int, int, tuple[int, ...]], Recorded] = {}
         self._slice: _Slice | None = None  # the one being run
@@ -108,14 +123,16 @@ class CudaForward:
         return forward
 
     def __call__(self, batch: Batch, feature_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
-        """Logits of the chosen rows, [chosen, vocab], and features [rows, layers, hidden] if layers are given."""
+        """See `engine.model.forward.Forward`."""
         logits: list[Tensor] = []
         features: list[Tensor] = []
         first = 0
         while first < len(batch):
             size = self._size(batch, first)
             end = min(first + size, len(batch))
-            found, *asked = self._forward(*_Slice.of(batch, first, end, size), tuple(feature_layers))
+            found, *asked = self._forward(
+                *_Slice.of(batch, first, end, size, self._attention.together), tuple(feature_layers)
+            )
             chosen = batch.chosen[(batch.chosen >= first) & (batch.chosen < end)] - first
             # copies, because the next slice's results reuse these tensors
             logits.append(found.index_select(0, _longs(chosen).to(found.device)))
@@ -123,9 +140,31 @@ class CudaForward:
             first = end
         return torch.cat(logits), torch.cat(features) if features else None
 
+    def take_lean(self, context: int) -> bool:
+        """Run the layers lean from now on, if the model has the common structure. context: positions served."""
+        try:
+            self.lean = LeanLayers(self.model, self.pool, self._attention.groups, self.rules, context)
+        except (OtherStructure, AttributeError):  # a part of the structure is missing
+            return False
+        self.recorded.clear()
+        return True
+
+    def drop_lean(self) -> None:
+        """Run the stock forward again."""
+        self.lean = None
+        self.recorded.clear()
+
+    @property
+    def linears(self) -> list[nn.Linear]:
+        """All products of a forward."""
+        if self.lean is not None:
+            return self.lean.linears
+        return [module for module in self.model.modules() if type(module) is nn.Linear]
+
     def attend(self, layer: int, rule: Rule, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See `engine.model.stock.Attends`."""
         shape, rows = self.pool.shape, self._slice
+        self.rules[layer] = rule
         assert rows is not None
         if key.shape[1:] != (shape.kv_heads, len(rows.tokens), shape.head_dim) or value.shape != key.shape:
             raise Unsupported("its layers have keys or values of different shapes")
@@ -133,8 +172,7 @@ class CudaForward:
             raise Unsupported(f"its attention computes in {query.dtype}")
         self.pool.keys[layer][rows.blocks, :, : shape.head_dim, rows.lanes] = key[0].transpose(0, 1)[rows.sources]
         self.pool.values[layer][rows.blocks, :, rows.lanes, : shape.head_dim] = value[0].transpose(0, 1)[rows.sources]
-        seen = DeviceRows(rows.prefixes, rows.others, rows.listed, rows.tables, rows.table_of)
-        return self._attention(seen, self._chunks, layer, rule, query[0].transpose(0, 1).contiguous())[None]
+        return self._attention(rows.seen, self._chunks, layer, rule, query[0].transpose(0, 1).contiguous())[None]
 
     @property
     def possible(self) -> tuple[int, ...]:
@@ -197,6 +235,8 @@ class CudaForward:
     def _run(self, chunks: int, feature_layers: tuple[int, ...], *rows: Tensor) -> tuple[Tensor, ...]:
         """A forward over tensors on the device: the part that a CUDA graph captures."""
         self._slice, self._chunks = _Slice(*rows), chunks
+        if self.lean is not None:
+            return self.lean(self._slice, self._slice.seen, chunks, self._attention, feature_layers)
         out = self.model(
             input_ids=self._slice.tokens[None],
             position_ids=self._slice.positions[None],

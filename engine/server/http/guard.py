@@ -53,7 +53,13 @@ class Guard:
         headers, started_s = Headers(scope=scope), time.perf_counter()
         number = _number(headers.get("x-request-id"))
         record: dict[str, object] = {"id": number, "method": scope["method"], "path": scope["path"]}
-        own = {"number": number, "record": record, "names": {}, "owner": self._owner(headers)}
+        own = {
+            "number": number,
+            "record": record,
+            "names": {},
+            "owner": self._owner(headers),
+            "key": self._key(headers),
+        }
         scope["state"] = {**scope.get("state", {}), **own}
         status = CLIENT_GONE
 
@@ -76,7 +82,7 @@ class Guard:
                 self.log.failed(number, error)
             if status != CLIENT_GONE:  # the answer has begun, so it can only end
                 raise
-            await refusal.response()(scope, receive, answer)
+            await refusal.response(path)(scope, receive, answer)
         finally:
             if status >= 400:
                 self.refused(status)
@@ -87,8 +93,9 @@ class Guard:
 
     def _check(self, path: str, headers: Headers) -> None:
         """Raises ApiError for a missing or wrong key, and for a body whose Content-Length is too long."""
-        if self._keys and path not in OPEN and not self._lets_in(headers.get("authorization", "")):
-            raise ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+        if self._keys and path not in OPEN and not self._lets_in(_authorization(headers)):
+            message = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
+            raise ApiError(401, message, code="invalid_api_key")
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > self.max_body_bytes:
             raise self._too_long()
@@ -101,8 +108,11 @@ class Guard:
 
     def _owner(self, headers: Headers) -> str | None:
         """A name for the client. Without keys of the server's own, what a client gives as one says nothing."""
-        key = _given(headers.get("authorization", ""))[1] if self._keys else b""
-        return self.owners.name(key, headers.get(SESSION_HEADER, ""))
+        return self.owners.name(self._key(headers), headers.get(SESSION_HEADER, ""))
+
+    def _key(self, headers: Headers) -> bytes:
+        """The digest of the client's API key; empty on a server without keys."""
+        return _given(_authorization(headers))[1] if self._keys else b""
 
     def _limited(self, receive: Receive, headers: Headers) -> Receive:
         """`receive` that decompresses a body, and refuses it once it grows too long."""
@@ -135,6 +145,12 @@ def _as_sent(key: str) -> set[bytes]:
     with contextlib.suppress(UnicodeEncodeError):
         sent.add(key.encode("latin1"))
     return sent
+
+
+def _authorization(headers: Headers) -> str:
+    """How the client shows its key: Anthropic's clients have a header of their own for it."""
+    own = headers.get("x-api-key")
+    return headers.get("authorization", "" if own is None else f"Bearer {own}")
 
 
 def _given(authorization: str) -> tuple[str, bytes]:

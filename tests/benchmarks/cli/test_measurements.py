@@ -66,14 +66,14 @@ def test_bench_writes_a_row_per_question_and_method(tiny: str, questions: str, t
         "suite", "question_id", "method", "temperature", "repeat", "tokens", "seconds", "rounds",
         "mean_accepted_tokens", "time_to_first_token_s", "verifier_busy", "draft_hit_rate", "output_equal", "loops",
         "round_ms_p50", "round_ms_p95", "verify_ms", "draft_ms", "nodes", "accepted", "tie",
-        "token_ms_p50", "token_ms_p95", "other_ms", "depth", "peak_memory_mb", "forward_ms",
+        "token_ms_p50", "token_ms_p95", "other_ms", "depth", "peak_memory_mb",
         "exact", "inexact", "difference", "turn", "prompt_tokens", "cached_tokens",
     }  # fmt: skip
     assert {row["method"] for row in rows if row["exact"]} == {"none", "pld", "suffix"}
     assert "speed-up" in done.stdout
     assert "speed-up over all suites" in (tmp_path / "report.md").read_text().lower()
     page = (tmp_path / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 4 and 'src="http' not in page
+    assert page.count("data:image/png;base64,") == 2 and 'src="http' not in page
     assert "Machine: " in page and "answers of at most 12 tokens" in page
 
 
@@ -86,7 +86,7 @@ def test_a_report_is_made_again_from_the_rows(tiny: str, questions: str, tmp_pat
     assert done.exit_code == 0, done.stderr
     assert (tmp_path / "report.md").read_text() == before
     done = talon("report", str(tmp_path), "--against", str(tmp_path))
-    assert done.stdout.startswith("100% of 1 cells")
+    assert done.stdout.startswith("100% of 1 ratios")
 
 
 def test_a_later_turn_stands_behind_the_answer_and_is_found_in_the_cache(tiny: str, tmp_path: Path) -> None:
@@ -138,14 +138,8 @@ def test_all_the_evidence_is_one_command_and_one_report(tiny: str, tmp_path: Pat
     assert done.exit_code == 0, done.stderr
     assert "left out: eagle3" in done.stderr and "left out: rivals" in done.stderr
     report = (tmp_path / "out" / "report.md").read_text()
-    for told in (
-        "- **One request, T = 0**",
-        "- **One request, T = 1**",
-        "- **Many requests**",
-        "- **Texts**",
-        "## Questions",
-    ):
-        assert told in report
+    for section in ("One request, T = 0", "One request, T = 1", "Many requests", "Questions that need knowledge"):
+        assert f"## {section}" in report
     assert (tmp_path / "out" / "headline.png").read_bytes().startswith(b"\x89PNG")
     assert talon("evidence", "--questions", str(tmp_path), "--parts", "singel").exit_code == 2
     lost = talon("evidence", "--questions", str(tmp_path), "--out", str(tmp_path / "new"), "--against", "nowhere")
@@ -214,18 +208,6 @@ def test_a_trace_has_the_spans_of_both_workers(tiny: str, tmp_path: Path) -> Non
     assert "simulated target latency +1 ms" in done.stderr
     events = json.loads(trace.read_text())["traceEvents"]
     assert {"prefill", "verify", "draft"} <= {event["name"] for event in events}
-
-
-def test_bench_overhead_prints_both_transports(tiny: str) -> None:
-    done = talon("bench", "--overhead", "--methods", "pld", "--max-tokens", "12", "--set", f"model={tiny}")
-    assert done.exit_code == 0, done.stderr
-    assert "inproc" in done.stdout and "ipc" in done.stdout
-
-
-def test_bench_overhead_without_a_round_to_time_is_one_line(tiny: str) -> None:
-    done = talon("bench", "--overhead", "--methods", "none", "--max-tokens", "1", "--set", f"model={tiny}")
-    assert done.exit_code == 2
-    assert done.stderr.splitlines()[-1].startswith("talon: --overhead: ")
 
 
 def test_check_compares_with_plain_decoding_and_that_with_transformers(

@@ -10,13 +10,14 @@ import pytest
 from rich.console import Console
 
 from benchmarks.inputs.questions import AskedQuestion, Question
-from benchmarks.measure.load import Load, _parts, _slices, arrivals, run_load, settings_of
+from benchmarks.measure.load import _parts, _slices, arrivals, run_load, settings_of
+from benchmarks.measure.plan import MeasurementPlan
 from benchmarks.report.load_figures import (
     LoadRow,
     arrival_table,
-    cells,
     level_table,
     levels,
+    ratios,
     throughput,
     tokens_per_second,
 )
@@ -52,8 +53,8 @@ async def test_every_request_is_asked_and_has_the_text_that_it_has_alone(
     tiny: str, files: list[Path], tmp_path: Path
 ) -> None:
     config = load({"model": tiny}, {"transport": "inproc", "verifier.threads": 1})
-    what = Load([1, 2], [0.5], SAMPLING, repeats=2)
-    rows = await run_load(config, ["pld"], files, tmp_path, None, what, None, Console(quiet=True))
+    plan = MeasurementPlan(config, ["pld"], files, tmp_path, [SAMPLING], repeats=2)
+    rows = await run_load(plan, [1, 2], [0.5], Console(quiet=True))
     assert {row.method for row in rows} == {"none", "pld"}
     assert all(row.output_equal and row.exact and row.tokens <= 12 for row in rows)
     assert all(row.busy is not None and 0 < row.busy <= 1 for row in rows if row.tokens > 1)
@@ -73,7 +74,9 @@ async def test_a_text_that_differs_is_seen(
 
     monkeypatch.setattr("benchmarks.measure.load._Bench.text", wrong)
     config = load({"model": tiny}, {"transport": "inproc", "verifier.threads": 1})
-    rows = await run_load(config, ["none"], files, tmp_path, 1, Load([2], [], SAMPLING, 1), None, Console(quiet=True))
+    rows = await run_load(
+        MeasurementPlan(config, ["none"], files, tmp_path, [SAMPLING], 1), [2], [], Console(quiet=True)
+    )
     assert rows and not any(row.output_equal for row in rows)
 
 
@@ -84,7 +87,7 @@ async def test_a_prompt_that_is_too_long_is_refused_by_its_question_before_any_i
         file.write(json.dumps({"question_id": "long", "turns": ["x" * 600]}) + "\n")
     config = load({"model": tiny}, {"transport": "inproc", "verifier.threads": 1})
     with pytest.raises(RequestError, match=r"^question long of count: prompt: its 602 tokens leave no room"):
-        await run_load(config, [], files, tmp_path, None, Load([4], [], SAMPLING, 1), None, Console(quiet=True))
+        await run_load(MeasurementPlan(config, [], files, tmp_path, [SAMPLING]), [4], [], Console(quiet=True))
 
 
 async def test_progress_ends_at_its_total_however_many_repeats_the_minutes_allow(
@@ -93,8 +96,8 @@ async def test_progress_ends_at_its_total_however_many_repeats_the_minutes_allow
     bars = progress_bar(Console(quiet=True))
     monkeypatch.setattr("benchmarks.measure.load.progress_bar", lambda _: bars)
     config = load({"model": tiny}, {"transport": "inproc", "verifier.threads": 1})
-    what = Load([2], [], SAMPLING, repeats=3, minutes=0)
-    rows = await run_load(config, ["none"], files, tmp_path, 1, what, None, bars.console)
+    plan = MeasurementPlan(config, ["none"], files, tmp_path, [SAMPLING], 1, repeats=3, minutes=0)
+    rows = await run_load(plan, [2], [], bars.console)
     (task,) = bars.tasks
     assert len(rows) == 8  # one repeat
     assert task.completed == task.total == 2 + 8
@@ -152,7 +155,7 @@ def test_no_question_is_asked_twice_before_all_were() -> None:
 
 
 def test_a_share_of_one_is_not_one_request_at_once() -> None:
-    assert len(_parts(Load([1, 16], [1.0], SAMPLING, 1), 1)) == 3
+    assert len(_parts([1, 16], [1.0], 1)) == 3
 
 
 def test_arrivals_come_as_often_as_asked_for_and_the_same_for_every_method() -> None:
@@ -191,4 +194,4 @@ def test_the_command_prints_a_table_and_draws_a_picture(tiny: str, files: list[P
 def test_a_run_that_was_interrupted_before_plain_decoding_is_left_out() -> None:
     rows = [row(0, [(1, 10)], level=1), row(0, [(1, 20)], "pld", level=1), row(0, [(1, 20)], "pld", level=2)]
     assert [(line.concurrency, line.method) for line in levels(rows)] == [(1, "none"), (1, "pld")]
-    assert [level for _, level, _ in cells(rows)] == ["1 at once"]
+    assert [level for _, level, _ in ratios(rows)] == ["1 at once"]

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from benchmarks.inputs.knowledge import Item, prompt_of, quoted, read_items
 from benchmarks.measure.qa import row_of
+from benchmarks.measure.timed_answer import TimedAnswer
 from benchmarks.report.qa_figures import Scores, score_table, speed_table
-from benchmarks.report.records import TimedAnswer
 from engine.core.errors import RequestError
 from tests.benchmarks.cli.test_commands import talon
 from tests.conftest import tiny_tokenizer

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.report.cells import agreements, compared, interval
-from benchmarks.report.figures import Row, cells, loops, speed_ups, summaries, without_loops
+from benchmarks.report.figures import Row, Summary, loops, ratios, speed_ups, summaries, without_loops
+from benchmarks.report.ratios import agreements, compared, interval
 from engine.core.errors import ConfigError
 
 
@@ -31,7 +31,7 @@ def test_a_speed_up_compares_the_same_prompt_of_the_same_repeat() -> None:
 def test_the_summary_speed_up_is_the_median_of_ratios_not_the_ratio_of_means() -> None:
     rows = [r for i, s in enumerate((1.0, 1.0, 100.0)) for r in (row("none", str(i), s), row("pld", str(i), s / 3))]
     rows[-1] = row("pld", "2", 1.0)
-    plain, pld = summaries(rows)
+    pld, plain = summaries(rows)
     assert (plain.method, plain.speed_up) == ("none", 1.0)
     assert pld.speed_up == pytest.approx(3.0)
 
@@ -62,20 +62,20 @@ def test_prompts_whose_plain_answer_loops_are_left_out_for_everybody() -> None:
 
 def test_what_a_contestant_does_not_tell_stays_unknown() -> None:
     rows = [row("none", "a", 1.0), row("hf", "a", 1.0, accepted={}, output_equal=None)]
-    line = summaries(rows)[1]
-    assert line.mean_accepted_tokens is None and line.compared == 0
+    line = Summary("hf", rows)
+    assert line.mean_accepted_tokens is None and line.same_text == "-"
 
 
 def test_a_tie_is_counted_apart_from_equal_texts() -> None:
     rows = [row("none", "a", 1.0), row("none", "b", 1.0)]
     rows += [row("pld", "a", 1.0), row("pld", "b", 1.0, output_equal=False, tie=True)]
-    assert summaries(rows)[1].same_text == "1/2, 1 tied"
+    assert Summary("pld", rows).same_text == "1/2, 1 tied"
 
 
 def test_suites_count_the_same_however_often_they_are_asked() -> None:
     rows = [row("none", str(i), 4.0) for i in range(9)] + [row("pld", str(i), 1.0) for i in range(9)]
     rows += [row("none", "a", 4.0, suite="t"), row("pld", "a", 4.0, suite="t", accepted={"4": 1})]
-    pld = summaries(rows)[1]
+    pld = Summary("pld", rows)
     assert pld.speed_up == pytest.approx(2.0) and pld.low == pytest.approx(pld.high)
     assert pld.mean_accepted_tokens == 3.0
 
@@ -83,7 +83,7 @@ def test_suites_count_the_same_however_often_they_are_asked() -> None:
 def test_tokens_a_round_are_of_all_rounds_not_of_all_answers() -> None:
     rows = [row("none", "a", 1.0, accepted={"1": 30}), row("none", "b", 1.0, accepted={"1": 30})]
     rows += [row("pld", "a", 1.0, accepted={"30": 1}), row("pld", "b", 1.0, accepted={"1": 28, "2": 1})]
-    assert summaries(rows)[1].mean_accepted_tokens == 60 / 30
+    assert Summary("pld", rows).mean_accepted_tokens == 60 / 30
 
 
 def run_of(speed_ups: dict[str, float], suite: str = "s") -> list[Row]:
@@ -97,7 +97,7 @@ def run_of(speed_ups: dict[str, float], suite: str = "s") -> list[Row]:
 def test_two_runs_are_compared_over_the_prompts_that_both_have_the_furthest_apart_first() -> None:
     one = run_of({"a": 1.0, "b": 9.0}) + run_of({"a": 2.0}, "t")
     other = run_of({"a": 1.0, "c": 5.0}) + run_of({"a": 4.0}, "t") + run_of({"a": 7.0}, "only there")
-    pairs = agreements(cells(one), cells(other))
+    pairs = agreements(ratios(one), ratios(other))
     assert [(pair.where, pair.difference) for pair in pairs] == [
         (("T = 0", "t", "pld"), 0.5), (("T = 0", "s", "pld"), 0.0)
     ]  # fmt: skip
@@ -108,8 +108,8 @@ def test_a_cell_changed_if_its_quotients_lie_beyond_noise() -> None:
     noisy = {question: ratio * (1.04 if int(question) % 2 else 0.96) for question, ratio in before.items()}
     faster = {question: 1.1 * ratio for question, ratio in before.items()}
     for now, changed in ((noisy, False), (faster, True)):
-        assert [pair.changed for pair in agreements(cells(run_of(now)), cells(run_of(before)))] == [changed]
-    told = list(compared(cells(run_of(faster)), cells(run_of(before)), Path("before")))
-    assert told[0].startswith("0% of 1 cells agree within 5%") and "1 cells changed" in told[2] and "+10%" in told[3]
+        assert [pair.changed for pair in agreements(ratios(run_of(now)), ratios(run_of(before)))] == [changed]
+    told = list(compared(ratios(run_of(faster)), ratios(run_of(before)), Path("before")))
+    assert told[0].startswith("0% of 1 ratios agree within 5%") and "1 ratios changed" in told[2] and "+10%" in told[3]
     with pytest.raises(ConfigError, match="against=before"):
-        list(compared(cells(run_of(before)), {}, Path("before")))
+        list(compared(ratios(run_of(before)), {}, Path("before")))

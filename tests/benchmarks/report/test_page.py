@@ -1,19 +1,24 @@
-"""Which sections, pictures and sentences a report has."""
+"""Which sections and pictures a report has."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.report.figures import BASELINE, Row
-from benchmarks.report.headlines import one_request
+import msgspec
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from benchmarks.report.engine_figures import Turn
+from benchmarks.report.figures import PLAIN, Row
 from benchmarks.report.page import _draw, _sections
+from benchmarks.report.plots import OURS, Bar, _errors
 from benchmarks.report.runs import Run
-from benchmarks.report.tree_plots import drafting
 from tests.benchmarks.report.test_figures import run_of
 
 
 def titles(rows: list[Row]) -> list[str]:
-    return [title for title, _ in _sections(Run(rows, [], [], []))]
+    return [title for title, _ in _sections(Run(rows))]
 
 
 def test_several_suites_are_summed_up_first_and_then_shown_one_by_one() -> None:
@@ -25,28 +30,36 @@ def test_one_suite_is_shown_once() -> None:
     assert titles(run_of({"1": 1.5, "2": 1.2}, "gsm8k")) == ["One request, T = 0, gsm8k"]
 
 
-def pictures(rows: list[Row], folder: Path) -> list[str]:
-    names = [name for name, _ in _draw(Run(rows, [], [], []), folder)]
+def pictures(run: Run, folder: Path) -> list[str]:
+    names = [name for name, _ in _draw(run, folder)]
     assert sorted(names) == sorted(file.name for file in folder.iterdir())
     return names
 
 
 def test_pictures_of_one_suite_show_nothing_twice(tmp_path: Path) -> None:
     rows = run_of({"1": 1.5, "2": 1.2}, "gsm8k")
-    assert pictures(rows, tmp_path) == ["headline.png", "accepted.png", "cost.png", "trees.png"]
+    assert pictures(Run(rows), tmp_path) == ["headline.png", "accepted.png"]
 
 
 def test_suites_have_a_picture_where_there_are_several(tmp_path: Path) -> None:
-    assert "suites.png" in pictures(run_of({"1": 1.5}, "gsm8k") + run_of({"1": 1.2}, "sum"), tmp_path)
+    assert "suites.png" in pictures(Run(run_of({"1": 1.5}, "gsm8k") + run_of({"1": 1.2}, "sum")), tmp_path)
 
 
-def test_plain_decoding_has_no_trees_to_draw(tmp_path: Path) -> None:
-    rows = [row for row in run_of({"1": 1.5}) if row.method == BASELINE]
-    assert drafting(rows) == [] and drafting(run_of({"1": 1.5})) == ["pld"]
-    assert pictures(rows, tmp_path) == ["headline.png", "cost.png"]
+def test_plain_decoding_alone_has_no_rounds_of_several_tokens_to_draw(tmp_path: Path) -> None:
+    rows = [msgspec.structs.replace(row, accepted={"1": 5}) for row in run_of({"1": 1.5}) if row.method == PLAIN]
+    assert pictures(Run(rows), tmp_path) == ["headline.png"]
 
 
-def test_the_best_and_the_worst_suite_are_named_where_there_are_several() -> None:
-    one, two = run_of({"1": 1.5}, "gsm8k"), run_of({"1": 1.2}, "sum")
-    assert not any("most on" in line for line in one_request(one))
-    assert any("most on gsm8k (1.50), least on sum (1.20)" in line for line in one_request(one + two))
+def test_other_engines_are_the_headline_where_they_were_measured(tmp_path: Path) -> None:
+    turns = [Turn(name, "bfloat16", n, 0, 1.0, [9 * n], name == "none") for name in ("none", "other") for n in (1, 8)]
+    assert pictures(Run(run_of({"1": 1.5}), engines=turns), tmp_path)[:2] == ["headline.png", "speed-up.png"]
+
+
+def test_error_bars_reach_from_the_value_to_both_ends() -> None:
+    panel = [Bar("a", 1.5, 0.5, 3.5, OURS), Bar("b", 1.0, 1.0, 1.0, OURS)]
+    assert _errors(panel) == [[1.0, 0.0], [2.0, 0.0]]
+
+
+def test_a_bound_that_a_rounding_puts_beyond_the_value_has_no_bar() -> None:
+    one = 0.3596136668758016  # the interval of a single pair
+    assert _errors([Bar("a", one + 1e-16, one, one, OURS)]) == [[pytest.approx(0.0)], [0.0]]

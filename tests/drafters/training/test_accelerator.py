@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -18,20 +17,22 @@ from typer.testing import CliRunner
 from drafters.heads.checkpoint import Checkpoint, TargetWeights, coded
 from drafters.heads.eagle3 import Eagle3Head
 from drafters.heads.one_pass.block import BlockHead
-from drafters.training import answer_file
+from drafters.training import answers as answers_module
 from drafters.training import trainer as trainer_module
-from drafters.training.answers import Example, generate
+from drafters.training.answers import Example, answer_prompts
 from drafters.training.build import build
 from drafters.training.cli import app
-from drafters.training.features import FeatureSource, HeldFeatures
+from drafters.training.features import FeatureSource, KeptFeatures
 from drafters.training.recipe import Recipe
 from drafters.training.run import train
 from drafters.training.score import Score
+from drafters.training.target import chat, generate, load_target
 from drafters.training.trainer import Trainer
 from engine.core.errors import ModelError
 from engine.core.params import SamplingParams
 from engine.files.answer_rows import AnswerRow, open_answers
 from engine.files.json_lines import json_lines
+from engine.files.prompt_file import read_prompts
 from tests.drafters.conftest import VOCAB
 from tests.drafters.training.conftest import SMALL
 
@@ -50,24 +51,25 @@ def test_answers_in_batches_are_rows_of_talon_answer_and_are_what_a_head_learns_
     out = tmp_path / "answers.jsonl"
     rows = answers_of(chatty, data, out, "--batch", "5")
     sampling = SamplingParams(temperature=0.0, max_tokens=6)
-    assert open_answers(out, str(chatty), sampling) == {row.prompt for row in rows}
+    assert open_answers(out, str(chatty), sampling) == {row.prompt: row.tokens for row in rows}
     assert len(rows) == 14 and all(1 <= len(row.tokens) <= 6 for row in rows)
     assert all((row.finish_reason == "eos") == (row.tokens[-1] == 3) for row in rows)
-    monkeypatch.setattr(answer_file, "generate", None)  # not called
+    monkeypatch.setattr(answers_module, "generate", None)  # not called
     assert answers_of(chatty, data, out) == rows
-    monkeypatch.setattr("drafters.training.answers.generate", None)
     train("medusa", str(chatty), out, tmp_path / "head", recipe("medusa"))
 
 
 def test_no_batch_of_answers_is_begun_after_the_time_is_up(
     chatty: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    model, tokenizer = load_target(chatty, "cpu")
+    prompts = {row.prompt: chat(tokenizer, row.prompt) for row in read_prompts(data, "data")}
     clock = itertools.count(0, 20.0)
-    monkeypatch.setattr(answer_file.time, "monotonic", lambda: next(clock))
-    answer_file.answer_prompts(
-        str(chatty), data, tmp_path / "out", SamplingParams(max_tokens=3), 20, 4, 2.0, "cpu", Console()
+    monkeypatch.setattr(answers_module.time, "monotonic", lambda: next(clock))
+    found = answer_prompts(
+        model, tokenizer, prompts, tmp_path / "out", "chatty", SamplingParams(max_tokens=3), 4, minutes=2.0
     )
-    assert 0 < len((tmp_path / "out").read_text().splitlines()) < 14
+    assert 0 < len(found) < 14
 
 
 def test_a_batch_that_does_not_fit_the_memory_is_halved(chatty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,8 +106,7 @@ def test_prompts_are_answered_together_with_others_of_their_length(
 
     monkeypatch.setattr("drafters.training.answers.generate", noted)
     train("medusa", str(chatty), data, tmp_path / "head", recipe("medusa"))
-    asked = [*itertools.chain(*batches)]
-    assert asked == sorted(asked)
+    assert sorted(batches) == [[3] * 3 + [4], [4] * 2 + [5] * 2, [5] + [6] * 3]
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +119,7 @@ def texts(chatty: Path) -> tuple[Any, list[Example]]:
 
 def test_features_held_in_memory_are_those_computed_anew(texts: tuple[Any, list[Example]]) -> None:
     model, examples = texts
-    held, fresh = HeldFeatures(model, examples, (2, 6)), FeatureSource(model, examples)
+    held, fresh = KeptFeatures(model, examples, (2, 6)), FeatureSource(model, examples)
     for chosen in ([0, 3], [4, 1, 2]):
         for one, other in zip(held.read(chosen, (2, 6)), fresh.read(chosen, (2, 6)), strict=True):
             torch.testing.assert_close(one, other, atol=2e-2, rtol=2e-2)
@@ -133,7 +134,7 @@ def test_a_step_reads_no_number_back_from_the_device(
     model, examples = texts
     plan = Recipe(method=method, **SMALL)  # type: ignore[arg-type]
     trainer = Trainer(plan, model, build(plan, model, torch.arange(VOCAB)), FeatureSource(model, examples))
-    trainer.features = HeldFeatures(model, examples, trainer.states)
+    trainer.features = KeptFeatures(model, examples, trainer.states)
 
     def refused(tensor: torch.Tensor) -> Any:
         raise AssertionError("a number is read")

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from drafters.training.answers import Example
 from drafters.training.build import build
 from drafters.training.cli import app
-from drafters.training.features import HeldFeatures
+from drafters.training.features import KeptFeatures
 from drafters.training.loss import Teacher, vocabulary_loss
 from drafters.training.recipe import Recipe
 from drafters.training.run import train
@@ -41,7 +41,7 @@ def test_a_head_is_trained_on_a_gpu_that_has_no_room_for_the_features(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(HeldFeatures, "fits", lambda *_: False)
+    monkeypatch.setattr("drafters.training.run.room_for", lambda *_: False)
     plan = recipe(method, stored_bits=8, markov_rank=32)
     train(method, str(chatty), data, tmp_path / "head", plan, device="cuda", minutes=0.05)
     assert (tmp_path / "head" / "config.json").is_file()
@@ -60,7 +60,7 @@ def test_a_step_waits_for_nothing_on_a_gpu(chatty: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(chatty).cuda().requires_grad_(False)
     examples = [Example([4 + (i * j) % (VOCAB - 4) for j in range(1, 16)], 3) for i in range(1, 17)]
     plan = Recipe(method="block", **SMALL)  # type: ignore[arg-type]
-    features = HeldFeatures(model, examples, states_read(plan, model))
+    features = KeptFeatures(model, examples, states_read(plan, model))
     trainer = Trainer(plan, model, build(plan, model, torch.arange(VOCAB)), features)
     trainer.train_step()
     torch.cuda.set_sync_debug_mode("error")

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,8 +21,6 @@ from drafters.training import answers as answers_module
 from drafters.training.cli import app
 from drafters.training.recipe import Recipe
 from drafters.training.run import train
-from drafters.training.score import Score
-from drafters.training.trainer import Trainer
 from engine.core.errors import ConfigError, ModelError
 from engine.files.prompt_file import read_prompts
 from tests.drafters.conftest import LLAMA
@@ -82,43 +77,6 @@ def test_a_disk_that_fills_in_the_middle_of_a_file_is_one_line_and_the_run_goes_
     train("medusa", str(chatty), data, tmp_path / "straight" / "head", plan)
     torn, whole = weights(out), weights(tmp_path / "straight" / "head")
     assert all(torch.equal(torn[name], whole[name]) for name in whole)
-
-
-def test_ctrl_c_ends_the_step_and_keeps_it(
-    chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, plan, said = tmp_path / "head", recipe("medusa"), Console(file=io.StringIO())
-    step = Trainer.train_step
-
-    def pressed(trainer: Trainer) -> Score:
-        if trainer.step == 1:
-            os.kill(os.getpid(), signal.SIGINT)
-        return step(trainer)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Trainer, "train_step", pressed)
-        train("medusa", str(chatty), data, out, plan, save_minutes=60, console=said)
-    assert "stopping behind this step" in said.file.getvalue()  # type: ignore[attr-defined]
-    assert torch.load(out / "training" / "state.pt", weights_only=True)["step"] == 2
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    train("medusa", str(chatty), data, out, plan, resume=True)
-    train("medusa", str(chatty), data, tmp_path / "straight" / "head", plan)
-    stopped, whole = weights(out), weights(tmp_path / "straight" / "head")
-    assert all(torch.equal(stopped[name], whole[name]) for name in whole)
-
-
-def test_ctrl_c_again_does_not_wait(
-    chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def pressed_twice(trainer: Trainer) -> Score:
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
-        raise AssertionError("the second one interrupts")
-
-    monkeypatch.setattr(Trainer, "train_step", pressed_twice)
-    with pytest.raises(KeyboardInterrupt):
-        train("medusa", str(chatty), data, tmp_path / "head", recipe("medusa"))
-    assert not (tmp_path / "head" / "training" / "state.pt").exists()
 
 
 def test_a_folder_with_a_run_in_it_is_not_overwritten(
@@ -218,7 +176,7 @@ def test_two_trainings_do_not_answer_into_one_file(
 def test_without_a_terminal_stages_say_how_far_they_are(
     chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drafters.training.run._SAID_S", 0.0)
+    monkeypatch.setattr("drafters.training.progress._SAID_S", 0.0)
     said = Console(record=True, width=200, force_terminal=False)
     train("medusa", str(chatty), data, tmp_path / "head", recipe("medusa"), console=said)
     text = said.export_text()

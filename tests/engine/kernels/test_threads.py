@@ -9,7 +9,7 @@ import torch
 from numba import carray
 
 from engine.kernels.simd import float_at, put_float
-from engine.kernels.threads import Program, address_of, kernel, member, members, words
+from engine.kernels.threads import Program, address_of, int_fields, kernel, num_threads, thread_id
 
 MOVE = np.dtype([("source", "i8"), ("goal", "i8"), ("count", "i8")])
 
@@ -18,7 +18,7 @@ MOVE = np.dtype([("source", "i8"), ("goal", "i8"), ("count", "i8")])
 def reverse_kernel(address: Any) -> None:
     """goal = source backwards, plus 1: what a thread reads, another one has written."""
     work = carray(address, 1)[0]
-    for i in range(member(), work.count, members()):
+    for i in range(thread_id(), work.count, num_threads()):
         put_float(work.goal + 4 * i, float_at(work.source + 4 * (work.count - 1 - i)) + np.float32(1))
 
 
@@ -76,8 +76,8 @@ def test_steps_may_be_added_after_a_run(numbers: list[torch.Tensor]) -> None:
 def count_kernel(address: Any) -> None:
     """goal = how many threads there are."""
     work = carray(address, 1)[0]
-    if member() == 0:
-        put_float(work.goal, np.float32(members()))
+    if thread_id() == 0:
+        put_float(work.goal, np.float32(num_threads()))
 
 
 def test_threads_are_woken_only_for_rows_that_are_worth_it(numbers: list[torch.Tensor]) -> None:
@@ -91,8 +91,8 @@ def test_threads_are_woken_only_for_rows_that_are_worth_it(numbers: list[torch.T
     assert numbers[1][0] == 1, "the step that four rows are worth is not among these"
 
 
-def test_neighbouring_words_of_all_records_are_set_at_once() -> None:
+def test_neighbouring_integers_of_all_records_are_set_at_once() -> None:
     records = np.zeros(3, np.dtype([("a", "i8"), ("b", "i8"), ("c", "i8"), ("d", "f4")]))
-    words(records, "b", "c")[:] = 4, 5
-    words(records, "c", "c")[-1] = 6
+    int_fields(records, "b", "c")[:] = 4, 5
+    int_fields(records, "c", "c")[-1] = 6
     assert records.tolist() == [(0, 4, 5, 0.0), (0, 4, 5, 0.0), (0, 4, 6, 0.0)]

@@ -28,9 +28,12 @@ from drafters.heads.feature_head import FeatureHead
 from drafters.heads.feature_session import FeatureSession
 from engine.core.batch import Batch, Segment
 from engine.core.kv_shape import KVShape
+from engine.kernels.attention.attention import Rule
+from engine.kernels.layer.weights import Norm
 from engine.model import stock
-from engine.model.cuda import cuda_forward
+from engine.model.cuda import cuda_forward, lean_layers
 from engine.model.cuda.cuda_forward import CudaForward
+from engine.model.cuda.lean_layers import LeanLayers
 from engine.model.cuda.triton_attention import TritonAttention
 from engine.model.kv_pool import KVCache, KVPool
 from engine.model.masked import MaskedForward
@@ -110,8 +113,36 @@ def target_forward(config: Any, features: tuple[int, ...]) -> None:
         forward = CudaForward(model, KVPool(shape, 60, DEVICE), heads // shape.kv_heads)
         cache = KVCache(forward.pool)
         cache.reserve(40)
-        rows, chunks = cuda_forward._Slice.of(Batch.of([Segment.of_text([*range(30)], cache, "all")]), 0, 30, 64)
+        batch = Batch.of([Segment.of_text([*range(30)], cache, "all")])
+        rows, chunks = cuda_forward._Slice.of(batch, 0, 30, 64, together=16)
         assert_on_device(forward._run(chunks, features, *map(on_device, rows)))
+
+
+def moved(norm: Norm) -> Norm:
+    return Norm(on_device(norm.weight), norm.epsilon)
+
+
+def lean_layers_forward(config: Any) -> None:
+    """The same with lean layers."""
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    shape = KVShape(3, kv_heads, getattr(config, "head_dim", None) or 16, torch.bfloat16)
+    rules = dict.fromkeys(range(3), Rule(0.1))
+    with torch.inference_mode():
+        lean = LeanLayers(model, KVPool(shape, 60), heads // kv_heads, rules, 64)
+    move(model, set())
+    with MODE, torch.inference_mode():
+        forward = CudaForward(model, KVPool(shape, 60, DEVICE), heads // kv_heads)
+        lean.pool, lean._cos_sin, lean._norm = forward.pool, on_device(lean._cos_sin), moved(lean._norm)
+        for layer in lean._layers:
+            layer.input_norm, layer.inner_norm = moved(layer.input_norm), moved(layer.inner_norm)
+            layer.norms = None if layer.norms is None else on_device(layer.norms)
+            move(nn.ModuleDict(layer.products), set())
+        forward.lean, cache = lean, KVCache(forward.pool)
+        cache.reserve(40)
+        batch = Batch.of([Segment.of_text([*range(30)], cache, "all")])
+        rows, chunks = cuda_forward._Slice.of(batch, 0, 30, 64, together=16)
+        assert_on_device(forward._run(chunks, (0, 2), *map(on_device, rows)))
 
 
 def masked_forward(config: Any) -> None:
@@ -150,6 +181,13 @@ def attempt(name: str, work: Callable[..., None], *given: Any) -> None:
     print(json.dumps({"name": name, "error": error}))
 
 
+class NotLaunched:
+    """A Triton kernel where there is nothing to launch it on."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *given, **named: None
+
+
 def host_window(marker: Tensor | None) -> int:
     """As `stock._window`: it may read its marker, which is on the host, but there are no values here."""
     assert marker is None or marker.device.type == "cpu"
@@ -174,12 +212,15 @@ def replace(module: ModuleType, **names: Any) -> None:
 
 def main() -> None:
     TritonAttention.__call__ = lambda self, rows, chunks, layer, rule, query: torch.empty_like(query)
+    replace(lean_layers, norm=NotLaunched(), enter=NotLaunched(), gate=NotLaunched())
     replace(stock, _window=host_window)
     replace(drafters.heads.layers, can_multiply=lambda weight: False, pack=lambda weight: None)
     attempt("host sync", host_sync)
     attempt("mixed devices", mixed_devices)
     for name, config in CONFIGS.items():
         attempt(f"target {name}", target_forward, config, (0, 2))
+    for name in ("llama", "qwen3"):
+        attempt(f"lean {name}", lean_layers_forward, CONFIGS[name])
     attempt("target without features", target_forward, CONFIGS["llama"], ())
     for name in ("llama", "gpt_neox"):
         attempt(f"masked {name}", masked_forward, CONFIGS[name])

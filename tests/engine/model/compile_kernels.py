@@ -1,4 +1,4 @@
-"""`python -m tests.engine.model.compile_kernels`: compiles the attention kernels without a GPU, as launches would.
+"""`python -m tests.engine.model.compile_kernels`: compiles the Triton kernels without a GPU, as launches would.
 
 A process of its own: where Triton interprets, it cannot compile. A JSON line for each kernel: name (of the shape),
 dtype, capability, spills (bytes), shared (bytes of a program).
@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -24,13 +25,15 @@ from triton.backends.nvidia.driver import CudaDriver
 
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Rule
-from engine.model.cuda import triton_attention
+from engine.kernels.layer.weights import Norm
+from engine.model.cuda import lean_layers, triton_attention
 from engine.model.cuda.triton_attention import DeviceRows, TritonAttention
 from engine.model.kv_pool import KVPool
 
 CAPABILITIES = {80: "sm_80", 90: "sm_90a"}
 _PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 BF16, FP32 = torch.bfloat16, torch.float32
+_HIDDEN = 4096
 PLAIN, CAPPED = Rule(0.1), Rule(0.1, softcap=30.0)
 
 
@@ -88,11 +91,22 @@ class Compiled:
 
 
 def launch(shape: Shape) -> None:
-    """One layer's attention over two rows."""
+    """What a layer launches for two rows."""
     pool = KVPool(KVShape(1, shape.kv_heads, shape.head_dim, shape.dtype), 2)
     rows = DeviceRows(*(torch.zeros(16, dtype=torch.int32) for _ in DeviceRows._fields))
     query = torch.zeros(2, shape.kv_heads * shape.groups, shape.head_dim, dtype=shape.dtype)
     TritonAttention(pool, shape.groups)(rows, 3, 0, shape.rule, query)
+    lean = lean_layers.LeanLayers.__new__(lean_layers.LeanLayers)
+    lean.pool, lean.heads, lean._cos_sin = pool, shape.kv_heads * shape.groups, torch.zeros(4, shape.head_dim)
+    indexes = {name: torch.zeros(2, dtype=torch.int64) for name in ("positions", "sources", "blocks", "lanes")}
+    norms = torch.zeros(2, shape.head_dim)
+    by = Norm(torch.zeros(_HIDDEN), 1e-6)
+    layer: Any = SimpleNamespace(input_norm=by, norms=norms, epsilon=1e-6)
+    width = (lean.heads + 2 * shape.kv_heads) * shape.head_dim
+    lean._entered(SimpleNamespace(**indexes), 0, layer, torch.zeros(2, width, dtype=shape.dtype))
+    x = torch.zeros(2, _HIDDEN, dtype=shape.dtype)
+    lean._normed(x.float(), x, by)
+    lean._gated(x)
 
 
 def spills(ptx: str, capability: int) -> int:
@@ -106,8 +120,11 @@ def spills(ptx: str, capability: int) -> int:
 
 
 def main() -> None:
-    kernels = [Compiled(triton_attention._attend_chunk), Compiled(triton_attention._attend_joined)]
-    triton_attention._attend_chunk, triton_attention._attend_joined = kernels
+    places = [(triton_attention, name) for name in ("_attend_chunk", "_attend_joined")]
+    places += [(lean_layers, name) for name in ("enter", "norm", "gate")]
+    kernels = [Compiled(getattr(*place)) for place in places]
+    for (module, name), kernel in zip(places, kernels, strict=True):
+        setattr(module, name, kernel)
     for capability in CAPABILITIES:
         triton.runtime.driver.set_active(NoGpu(capability))
         for shape in SHAPES:

@@ -165,7 +165,7 @@ def test_a_scale_by_position_is_seen_by_the_trial_though_no_module_shows_it() ->
 def test_the_trial_leaves_no_table_of_all_positions() -> None:
     decoder = Target(build("LlamaConfig", max_position_embeddings=1 << 16), "long")._forward
     assert isinstance(decoder, LeanDecoder)
-    assert len(decoder._turns.table) < 1 << 12
+    assert len(decoder._rotary.tables[0]) < 1 << 12
 
 
 def test_far_texts_begin_past_every_limit_and_end_with_the_context() -> None:

@@ -10,12 +10,21 @@ pytest.importorskip("fastapi", reason="pip install 'talon-decoding[serve]'")
 
 from tests.conftest import save_tiny_llama
 from tests.engine.server.process import KEY, ServerProcess, serving
+from tests.engine.server.tool_model import save_tool_model
 
 
 @pytest.fixture(scope="session")
 def server(tiny: str) -> Iterator[ServerProcess]:
     drafted = ("--method", "pld", "--set", "verifier.cut=false")  # every draft is verified, be it worth it or not
     with serving("--set", f"model={tiny}", "--served-model-name", "tiny", *drafted) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server whose model calls tools and fills in."""
+    model = save_tool_model(tmp_path_factory.mktemp("tools"))
+    with serving("--set", f"model={model}", "--served-model-name", "tiny", "--method", "pld") as running:
         yield running
 
 

@@ -64,7 +64,7 @@ def test_the_tokens_of_one_character_begin_together_where_the_text_has_it() -> N
     assert whole.text == prompt + text and whole.logprobs is not None
     assert whole.logprobs.text_offset == [0, 0, 1, 2, 3, 3, 3, 4]
     stream = format_of(wanted)
-    chunks = [stream.piece(0, piece)["choices"][0] for piece in pieces]
+    chunks = [stream.piece(0, piece)[0]["choices"][0] for piece in pieces]
     assert "".join(chunk["text"] for chunk in chunks) == whole.text
     assert [at for chunk in chunks for at in chunk["logprobs"]["text_offset"]] == whole.logprobs.text_offset
 
@@ -80,7 +80,7 @@ def test_every_chunk_counts_what_was_sent_so_far_if_the_client_wants_it() -> Non
     options = {"continuous_usage_stats": True}
     body = CompletionRequest(model="m", prompt="Hi", stream=True, stream_options=options)  # type: ignore[arg-type]
     format_ = TextRenderer("m", [ChoiceRequest(tokens_of("Hi"), SamplingParams())], Vocabulary(TOKENIZER), body)
-    counts = [format_.piece(0, piece)["usage"] for piece in pieces]
+    counts = [format_.piece(0, piece)[0]["usage"] for piece in pieces]
     assert [(count["completion_tokens"], count["total_tokens"]) for count in counts] == [(1, 3), (3, 5)]
 
 
@@ -109,4 +109,4 @@ def test_where_answers_are_shared_no_token_is_said_to_come_from_them(
     wanted = [ChoiceRequest(tokens_of("Hi"), SamplingParams())]
     format_ = TextRenderer("m", wanted, Vocabulary(TOKENIZER), body, unnamed_sources(config))
     piece = Piece("wxyz", (5, 6, 7, 8), ("retrieval", "head", "grammar", "target"))
-    assert [one["source"] for one in format_.piece(0, piece)["choices"][0]["sources"]] == shown
+    assert [one["source"] for one in format_.piece(0, piece)[0]["choices"][0]["sources"]] == shown

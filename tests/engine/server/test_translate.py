@@ -15,8 +15,12 @@ from engine.frontend.prompts import check_room
 from engine.server.errors import ApiError, api_error
 from engine.server.schema import ChatRequest, CompletionRequest, TokenizeRequest
 from engine.server.settings import Settings
-from engine.server.translate import chat_choices, names_of, owned, places_for, text_choices
+from engine.server.tools.calling import Calling
+from engine.server.translate import ChoiceRequest, chat_choices, names_of, owned, places_for, text_choices
+from engine.server.vocabulary import Vocabulary
+from engine.text.answer_format import AnswerFormat
 from engine.text.chat import Rendering
+from tests.conftest import tiny_tokenizer
 
 HI = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "json_schema", "json_schema": {"schema": {}}}
@@ -53,14 +57,19 @@ def test_more_choices_than_the_queue_ever_holds_are_refused_for_good() -> None:
     assert refused.value.status == 400
 
 
+async def choices_of(body: ChatRequest, settings: Settings) -> list[ChoiceRequest]:
+    calling = Calling.of(body, AnswerFormat(None, None, {}))
+    return await chat_choices(body, ENGINE, settings, Vocabulary(tiny_tokenizer()), calling)
+
+
 async def test_choices_are_drafted_for_from_their_owners_answers_unless_the_operator_shares_all() -> None:
     for share, owner, whose in ((False, "a", "a"), (False, None, None), (True, "a", ""), (True, None, "")):
         config = Config.model_validate({"drafter": {"share_answers": share}})
-        asked = await chat_choices(chat(n=2, speculation={"budget": 4}), ENGINE, Settings("m"))
+        asked = await choices_of(chat(n=2, speculation={"budget": 4}), Settings("m"))
         choices = owned(asked, owner, config)
         assert [one.sampling.owner for one in choices] == [whose, whose]
         assert [one.sampling.speculation for one in choices] == [Speculation(budget=4, owner=whose)] * 2
-        (plain,) = owned(await chat_choices(chat(), ENGINE, Settings("m")), owner, config)
+        (plain,) = owned(await choices_of(chat(), Settings("m")), owner, config)
         assert plain.sampling.owner == whose
 
 
@@ -70,13 +79,13 @@ def test_a_client_cannot_name_an_owner() -> None:
 
 
 async def test_stop_tokens_and_a_top_p_of_zero_reach_the_engine() -> None:
-    (choice,) = await chat_choices(chat(stop_token_ids=[5, 6], top_p=0), ENGINE, Settings("m"))
+    (choice,) = await choices_of(chat(stop_token_ids=[5, 6], top_p=0), Settings("m"))
     assert (choice.sampling.stop_token_ids, choice.sampling.top_p, choice.sampling.greedy) == ((5, 6), 0.0, True)
 
 
 async def test_a_top_k_of_minus_one_is_off_as_in_vllm() -> None:
     for given, taken in ((-1, 0), (0, 0), (5, 5), (None, None)):
-        (choice,) = await chat_choices(chat(top_k=given), ENGINE, Settings("m"))
+        (choice,) = await choices_of(chat(top_k=given), Settings("m"))
         assert choice.sampling.top_k == taken
 
 
@@ -115,7 +124,7 @@ def test_a_context_that_is_too_short_has_openais_code(length: int, max_tokens: i
 
 async def test_a_prompt_over_the_servers_own_limit_has_it_too() -> None:
     with pytest.raises(ApiError, match=r"^messages: has 1 tokens, this server takes 0") as refused:
-        await chat_choices(chat(), ENGINE, Settings("m", max_prompt_tokens=0))
+        await choices_of(chat(), Settings("m", max_prompt_tokens=0))
     assert (refused.value.param, refused.value.code) == ("messages", "context_length_exceeded")
 
 
@@ -124,9 +133,9 @@ async def test_a_prompt_over_the_servers_own_limit_has_it_too() -> None:
 )
 async def test_a_limit_beyond_the_context_means_the_rest_of_it(asked: Any, taken: int, strictly: int) -> None:
     for field in ("max_tokens", "max_completion_tokens"):
-        (choice,) = await chat_choices(chat(**{field: asked}), ENGINE, Settings("m"))
+        (choice,) = await choices_of(chat(**{field: asked}), Settings("m"))
         assert choice.sampling.max_tokens == taken
-    (choice,) = await chat_choices(chat(max_tokens=asked), ENGINE, Settings("m", clamp_max_tokens=False))
+    (choice,) = await choices_of(chat(max_tokens=asked), Settings("m", clamp_max_tokens=False))
     assert choice.sampling.max_tokens == strictly  # which the engine refuses if there is no room
 
 
@@ -134,7 +143,7 @@ async def test_a_limit_beyond_the_context_means_the_rest_of_it(asked: Any, taken
 async def test_so_does_that_of_a_completion(asked: Any, taken: int, strictly: int) -> None:
     body = completion(max_tokens=asked, echo=True)
     for settings, limit in ((Settings("m"), taken), (Settings("m", clamp_max_tokens=False), strictly)):
-        (choice,) = await text_choices(body, ENGINE, settings, None)  # type: ignore[arg-type]
+        (choice,) = await text_choices(body, ENGINE, settings, None, None)  # type: ignore[arg-type]
         assert choice.sampling.max_tokens == limit
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from engine.verifier.bandit import Bandit
 from engine.verifier.cost_model import CostModel
+from engine.verifier.forward_time import ForwardTime
 
 TRIALS = 6  # blocks, three of each way
 
@@ -69,19 +70,19 @@ def test_every_change_is_told_and_a_way_that_is_settled_stays() -> None:
 
 @pytest.mark.parametrize(("mode", "ahead"), [("sequential", False), ("async", True)])
 def test_a_mode_that_is_named_stays(mode: str, ahead: bool) -> None:
-    model = CostModel({1: 0.010}, mode=mode)
+    model = CostModel(ForwardTime({1: 0.010}), mode=mode)
     for at in range(400):
         model.observe_round(1, 1, 1, 0.02)
-        model.observe_ways(1, 1, 0.03 if at % 2 else 9.0, rests=False)
+        model.observe_mode(1, 1, 0.03 if at % 2 else 9.0)
     assert model.ahead.second == ahead
 
 
 def automatic(in_turns_s: float, ahead_s: float, around_s: float = 0.02, requests: int = 1) -> CostModel:
     """A model that has compared the modes. around_s: of a round, outside of the forward."""
-    model = CostModel({1: 0.010, 8: 0.020}, mode="auto")
+    model = CostModel(ForwardTime({1: 0.010, 8: 0.020}), mode="auto")
     for _ in range(24 + 16 * TRIALS + 8):
         model.observe_round(requests, requests, requests, around_s)
-        model.observe_ways(requests, 4 * requests, ahead_s if model.ahead.second else in_turns_s, rests=False)
+        model.observe_mode(requests, 4 * requests, ahead_s if model.ahead.second else in_turns_s)
     return model
 
 
@@ -96,21 +97,8 @@ def test_where_little_of_a_round_is_outside_of_the_forward_ahead_is_not_tried() 
     assert not automatic(0.02, 0.001, around_s=0.003).ahead.second
 
 
-def test_a_draft_model_rests_where_its_rounds_bring_less_than_their_time() -> None:
-    models = {brings: CostModel({1: 0.010}) for brings in (3, 6)}
-    for brings, model in models.items():
-        for _ in range(4 * TRIALS):
-            with_model = not model.rest.second
-            model.observe_ways(1, brings if with_model else 2, 0.025 if with_model else 0.012, rests=True)
-    assert [model.rest.second for model in models.values()] == [True, False]
-    unasked = CostModel({1: 0.010})
-    for _ in range(100):
-        unasked.observe_ways(1, 2, 0.02, rests=False)
-    assert not unasked.rest.second
-
-
 def test_what_the_drafter_is_told() -> None:
-    model = CostModel({1: 0.010, 8: 0.020})
+    model = CostModel(ForwardTime({1: 0.010, 8: 0.020}))
     for _ in range(400):
         model.observe_round(2, 8, 6, 0.004)
     rates = model.rates(2, alone=False)

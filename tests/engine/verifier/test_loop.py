@@ -15,12 +15,14 @@ from drafters.lookup.prompt_lookup import PromptLookup
 from engine.config import load
 from engine.core.batch import Segment
 from engine.core.kv_shape import KVShape
+from engine.core.methods import source_of
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.drafting.worker import FROM_VERIFIER, DrafterWorker
 from engine.model.kv_pool import KVCache, KVPool
 from engine.verifier.cost_model import CostModel
 from engine.verifier.drafter_link import FROM_DRAFTER
+from engine.verifier.forward_time import ForwardTime
 from engine.verifier.loop import Verifier
 from engine.verifier.placement import Threads
 from engine.verifier.request import Request
@@ -100,6 +102,8 @@ class Stage:
         config = load({"model": "counting", "method": "pld"}, options)
         parts: Any = (self.target, self.control, hub or self.drafts)
         self.verifier = Verifier(config, *parts, Threads(1, 1, 1))
+        # forwards are thought to be so slow that what the test takes for a draft is nothing
+        self.verifier.meter.costs = CostModel(ForwardTime({1: 1.0, 256: 1.0}))
         if hello is not None:
             self.drafts.inbox.append((DRAFTER, hello, []))
             self.verifier._receive()
@@ -111,6 +115,12 @@ class Stage:
         request = self.verifier.requests.find(number)
         assert request is not None
         return request
+
+    def price_model(self, draft_s: float) -> None:
+        """From now on a draft of the model is thought to take so long."""
+        kind = self.verifier.drafter.kinds.model
+        assert kind is not None
+        kind.draft_s = draft_s
 
     def draft(self, request: Request, tree: TokenTree, number: int = 1) -> None:
         """The tree for the round to come arrives."""
@@ -152,7 +162,7 @@ def bushy(root: int, *confidence: float) -> TokenTree:
 
 
 CALIBRATED = Hello(calibrated=True)
-FOUR_ROWS = CostModel({1: 0.01, 4: 0.01, 8: 1.0})  # a fifth row costs more than it can bring
+FOUR_ROWS = CostModel(ForwardTime({1: 0.01, 4: 0.01, 8: 1.0}))  # a fifth row costs more than it can bring
 
 
 def test_of_all_requests_trees_the_most_confident_nodes_are_verified() -> None:
@@ -192,7 +202,7 @@ def test_a_verdict_speaks_of_the_tree_as_it_was_drafted_though_only_a_part_was_v
     stage.verdicts()
     tree = TokenTree.from_lists([11, 40, 12, 41, 13], [-1, 0, 0, 1, 2], [1.0, 0.2, 0.9, 0.1, 0.8])
     stage.draft(request, tree, number=7)
-    stage.verifier.meter.costs = CostModel({1: 0.01, 3: 0.01, 8: 1.0})
+    stage.verifier.meter.costs = CostModel(ForwardTime({1: 0.01, 3: 0.01, 8: 1.0}))
     assert stage.step()[0].tokens.tolist() == [11, 12, 13]
     [(verdict, (path, tokens, successors, *_, features))] = stage.verdicts()
     assert verdict.draft == 7
@@ -204,15 +214,14 @@ def test_a_verdict_speaks_of_the_tree_as_it_was_drafted_though_only_a_part_was_v
 
 def test_a_head_that_rests_gets_the_features_of_all_its_rounds_when_it_is_woken() -> None:
     stage = Stage(Hello(feature_layers=(1,), rests=True), method="hybrid")
-    rest = stage.verifier.meter.costs.rest
     request = stage.submit(1, [10, 11])
-    rest.second = True
+    stage.price_model(1000.0)
     stage.step()
     stage.draft(request, bushy(12, 0.5))
     stage.step()
     told = stage.verdicts()
     assert [(verdict.rest, arrays[-1].size) for verdict, arrays in told] == [(True, 0), (True, 0)]
-    rest.second = False
+    stage.price_model(0.0)
     stage.step()
     [(verdict, _)] = told = stage.verdicts()
     assert not verdict.rest and positions_sent(told) == [10, 11, 12, 13, 14]
@@ -304,7 +313,7 @@ def test_a_drafter_that_wants_other_layers_gets_none_of_the_hidden_states_kept_f
 
 def test_while_a_head_rests_that_drafts_alone_nobody_waits_for_it() -> None:
     stage = Stage(Hello(feature_layers=(1,), rests=True), method="eagle3")
-    stage.verifier.meter.costs.rest.second = True
+    stage.price_model(1000.0)
     request = stage.submit(1, [10, 11])
     stage.step()
     assert request.alone
@@ -313,15 +322,14 @@ def test_while_a_head_rests_that_drafts_alone_nobody_waits_for_it() -> None:
 
 def test_a_head_that_rests_alone_is_told_of_all_its_rounds_when_it_is_woken() -> None:
     stage = Stage(Hello(feature_layers=(1,), rests=True), method="eagle3")
-    rest = stage.verifier.meter.costs.rest
     stage.submit(1, [10, 11])
     stage.step()
     stage.verdicts()
-    rest.second = True
+    stage.price_model(1000.0)
     stage.step()
     stage.step()
     assert not stage.verdicts()
-    rest.second = False
+    stage.price_model(0.0)
     stage.step()
     [(verdict, (path, tokens, _, _, missed, _))] = told = stage.verdicts()
     assert (verdict.round, verdict.draft, [*path], [*tokens], [*missed]) == (3, 0, [0], [15], [13, 14])
@@ -330,35 +338,50 @@ def test_a_head_that_rests_alone_is_told_of_all_its_rounds_when_it_is_woken() ->
 
 def test_a_drafter_that_joins_knows_what_was_not_told_to_another() -> None:
     stage = Stage(Hello(feature_layers=(1,), rests=True), method="eagle3")
-    rest = stage.verifier.meter.costs.rest
     stage.submit(1, [10, 11])
-    rest.second = True
+    stage.price_model(1000.0)
     stage.step()
     stage.step()
     stage.drafts.inbox.append((b"another", Hello(feature_layers=(1,), rests=True), []))
     stage.verifier._receive()
-    rest.second = False
+    stage.price_model(0.0)
     stage.step()
     [(_, (_, tokens, _, _, missed, _))] = stage.verdicts()
     assert [*tokens] == [14] and not len(missed)
 
 
-def test_where_drafts_need_not_pay_no_model_rests() -> None:
-    stage = Stage(Hello(feature_layers=(1,), rests=True), method="eagle3", **{"verifier.cut": False})
-    stage.verifier.meter.costs.rest.second = True
+@pytest.mark.parametrize(("rests", "cut"), [(True, False), (False, True)])
+def test_a_model_whose_drafts_need_not_pay_or_that_cannot_rest_does_not(rests: bool, cut: bool) -> None:
+    hello = Hello(feature_layers=(1,), rests=rests, draft_s=1000.0)
+    stage = Stage(hello, method="eagle3", **{"verifier.cut": cut})
+    request = stage.submit(1, [10, 11])
+    stage.step()
+    [(verdict, (*_, features))] = stage.verdicts()
+    assert not verdict.rest and not request.alone and len(features) == 2
+
+
+def test_a_model_that_is_slow_by_its_own_account_rests_from_the_first_token_on() -> None:
+    stage = Stage(Hello(rests=True, draft_s=1000.0), method="hybrid")
     request = stage.submit(1, [10, 11])
     stage.step()
     [(verdict, _)] = stage.verdicts()
-    assert not verdict.rest and not request.alone
+    assert verdict.rest and not request.alone, "retrieval drafts"
 
 
-def test_a_model_that_retrieval_cannot_do_without_does_not_rest() -> None:
-    stage = Stage(Hello(feature_layers=(1,), rests=False))
-    stage.verifier.meter.costs.rest.second = True
-    stage.submit(1, [10, 11])
-    stage.step()
-    [(verdict, (*_, features))] = stage.verdicts()
-    assert not verdict.rest and len(features) == 2
+def test_a_request_whose_drafts_gain_nothing_goes_on_without_and_others_with() -> None:
+    stage = Stage(CALIBRATED)
+    stage.verifier.meter.costs = CostModel(ForwardTime({1: 1.0, 64: 3.0}))  # rows cost something
+    poor, rich = stage.submit(1, [10]), stage.submit(2, [50])
+    for number in range(1, 20):
+        stage.step()
+        assert not rich.alone
+        stage.draft(
+            rich, TokenTree.chain(rich.text[-1], [(rich.text[-1] + 1) % VOCABULARY], [0.9], source_of("pld")), number
+        )
+        if poor.alone:
+            return
+        stage.draft(poor, TokenTree.chain(poor.text[-1], [9], [0.9], source_of("pld")), number)
+    pytest.fail("it is drafted for still")
 
 
 def test_the_accepted_path_is_what_the_cache_keeps() -> None:

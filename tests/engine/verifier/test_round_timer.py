@@ -7,6 +7,7 @@ import pytest
 
 from engine.config import Config
 from engine.verifier.cost_model import CostModel
+from engine.verifier.forward_time import ForwardTime
 from engine.verifier.round_timer import RoundTimer
 
 FORWARDS = {1: 0.010, 8: 0.010, 64: 0.080}
@@ -34,7 +35,7 @@ class One:
 def meter() -> RoundTimer:
     nothing: Any = None
     made = RoundTimer(Config(model="none"), nothing, nothing, nothing)
-    made.costs = CostModel(FORWARDS)
+    made.costs = CostModel(ForwardTime(FORWARDS))
     made.costs.observe_wait(0.002)
     end_round(made, rows=1, tokens=1, lost=True)  # from its end on, time counts
     return made
@@ -50,54 +51,30 @@ def end_round(
     if chunk:
         segments.append(Part(chunk))
         concluded.append(SimpleNamespace(request=reader, tokens=[0]))
-    drafts: Any = SimpleNamespace(drafter=b"there", wants=SimpleNamespace(rests=False))
-    meter.forward_ns = int(1e9 * meter.costs.seconds(sum(map(len, segments))))
+    drafts: Any = SimpleNamespace(drafter=b"there")
+    meter.forward_ns = int(1e9 * meter.costs.forward.seconds(sum(map(len, segments))))
     rounds: list[Any] = [SimpleNamespace(request=one, asked=asked)]
     meter.observe_round(concluded, rounds, segments, drafts)
-
-
-@pytest.mark.parametrize("chunk", [0, 16])
-def test_drafts_that_gain_nothing_are_not_awaited_again_even_if_a_prompt_was_read_beside_them(
-    meter: RoundTimer, chunk: int
-) -> None:
-    assert meter.costs.worth_waiting(1, 1)
-    for _ in range(10):
-        end_round(meter, rows=32, tokens=1, chunk=chunk)
-    assert not meter.costs.worth_waiting(1, 1)
-
-
-def test_what_drafts_gain_is_asked_of_the_rounds_that_had_asked_for_them(meter: RoundTimer) -> None:
-    gained = meter.costs.worth_waiting(1, 1)
-    for _ in range(30):
-        end_round(meter, rows=32, tokens=1, asked=False)
-    assert meter.costs.worth_waiting(1, 1) == gained
-
-
-def test_a_round_that_lost_its_request_tells_nothing_of_drafts(meter: RoundTimer) -> None:
-    for _ in range(30):
-        end_round(meter, rows=32, tokens=1, lost=True)
-    assert meter.costs.worth_waiting(1, 1)
 
 
 def test_rounds_that_read_a_prompt_do_not_change_how_many_tokens_a_round_is_thought_to_emit(meter: RoundTimer) -> None:
     for _ in range(30):
         end_round(meter, rows=8, tokens=8, chunk=16)
-    assert meter.costs.rate(1) == pytest.approx(1 / meter.costs.seconds(1), rel=0.2)
+    assert meter.costs.rate(1) == pytest.approx(1 / meter.costs.forward.seconds(1), rel=0.2)
     for _ in range(30):
         end_round(meter, rows=8, tokens=8)
-    assert meter.costs.rate(1) > 3 / meter.costs.seconds(8)
+    assert meter.costs.rate(1) > 3 / meter.costs.forward.seconds(8)
 
 
 def test_the_cost_model_hears_of_rows_keys_and_past_positions(
     meter: RoundTimer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: dict[str, tuple[Any, ...]] = {}
-    for name in ("observe_forward", "observe_drafts", "observe_round"):
-        monkeypatch.setattr(meter.costs, name, lambda *told, name=name: heard.update({name: told}))
+    for of, name in ((meter.costs.forward, "observe"), (meter.costs, "observe_round")):
+        monkeypatch.setattr(of, name, lambda *told, name=name: heard.update({name: told}))
     monkeypatch.setattr(Part, "past", 100)
     end_round(meter, rows=4, tokens=3)
-    assert heard["observe_forward"][:2] == (4, (100, 400))
+    assert heard["observe"][:2] == (4, (100, 400))
     assert heard["observe_round"][:3] == (1, 4, 3) and heard["observe_round"][4] == 100
     end_round(meter, rows=4, tokens=3, chunk=8)
-    assert heard["observe_forward"][:2] == (12, (200, 1200))
-    assert heard["observe_drafts"] == (1, 1, 4, 3), "without the prompt's rows"
+    assert heard["observe"][:2] == (12, (200, 1200))

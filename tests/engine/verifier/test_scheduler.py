@@ -14,11 +14,12 @@ from engine.core.kv_shape import KVShape
 from engine.core.params import SamplingParams, Speculation
 from engine.model.kv_pool import KVCache, KVPool
 from engine.verifier.cost_model import CostModel
+from engine.verifier.forward_time import ForwardTime
 from engine.verifier.request import Request
 from engine.verifier.scheduler import Plan, Scheduler
 
 FORWARDS = {1: 0.010, 8: 0.012, 16: 0.014, 32: 0.018, 64: 0.030}
-COSTS, AHEAD = CostModel(FORWARDS), CostModel(FORWARDS, mode="async")
+COSTS, AHEAD = CostModel(ForwardTime(FORWARDS)), CostModel(ForwardTime(FORWARDS), "async")
 
 
 class Stage:
@@ -333,31 +334,12 @@ def test_of_several_none_waits_longer_than_usual() -> None:
     assert plan(requests, one.asked_ns, drafted=True).wait_s == COSTS.patience_s() == 0.002
 
 
-def test_a_lonely_request_in_turns_always_waits_and_others_while_it_pays() -> None:
-    requests, _ = lonely()
-    for mode, waits in (("sequential", True), ("async", False)):
-        costs = CostModel({1: 0.010, 8: 0.012}, mode=mode)
-        while costs.worth_waiting(1, 1):
-            costs.observe_wait(costs.patience_s())
-        assert requests.waits(costs, 1) == waits
-
-
 def waited(seconds: float, seen_s: float = 0.0) -> CostModel:
     """Costs of rounds that usually wait so long for their drafts."""
-    costs = CostModel(FORWARDS, seen_s=seen_s)
+    costs = CostModel(ForwardTime(FORWARDS, seen_s=seen_s))
     for _ in range(200):
         costs.observe_wait(seconds)
     return costs
-
-
-def test_what_waiting_is_worth_is_asked_for_those_who_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests, _ = lonely()
-    asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(CostModel, "worth_waiting", lambda self, running, missing: asked.append((running, missing)))
-    requests.waits(AHEAD, 1)
-    requests.running.append(request(Stage(), 2, [2] * 4))
-    requests.waits(COSTS, 2)
-    assert asked == [(1, 1), (2, 2)]
 
 
 def test_while_all_wait_for_drafts_a_prompt_is_read() -> None:
@@ -398,7 +380,7 @@ def test_drafts_that_are_there_in_a_moment_are_waited_for_before_a_prompt_is_rea
 
 
 def test_a_chunk_far_into_a_prompt_is_shorter() -> None:
-    counts = chunks_behind((0, 400, 1600), CostModel(FORWARDS, seen_s=1e-6), drafted=False)
+    counts = chunks_behind((0, 400, 1600), CostModel(ForwardTime(FORWARDS, seen_s=1e-6)), drafted=False)
     assert counts == sorted(counts, reverse=True) and counts[-1] < counts[0] / 4
 
 

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.tree import TokenTree
-from engine.verifier.confidence_scale import ConfidenceScale
 from engine.verifier.cost_model import CostModel
+from engine.verifier.forward_time import ForwardTime
 from engine.verifier.step_input import Proposal, StepInput, paying
 
-DEAR, CHEAP = CostModel({1: 1.0, 64: 64.0}), CostModel({1: 1.0, 64: 1.001})
+DEAR, CHEAP = CostModel(ForwardTime({1: 1.0, 64: 64.0})), CostModel(ForwardTime({1: 1.0, 64: 1.001}))
 """Forwards where each row takes as long as the first, and where further rows are nearly free."""
 
 
@@ -31,7 +31,7 @@ def test_every_tree_keeps_its_root_even_if_another_trees_nodes_are_worth_as_much
 def test_rows_that_cost_nothing_are_all_kept_and_the_likeliest_first_where_they_cost() -> None:
     trees = [worth(1.0, 0.3, 0.2), worth(1.0, 0.9)]
     assert [nodes.tolist() for nodes in paying(trees, CHEAP)] == [[0, 1, 2], [0, 1]]
-    steep = CostModel({1: 1.0, 2: 1.0, 3: 1.4, 64: 64.0})
+    steep = CostModel(ForwardTime({1: 1.0, 2: 1.0, 3: 1.4, 64: 64.0}))
     assert [nodes.tolist() for nodes in paying(trees, steep)] == [[0], [0, 1]]
 
 
@@ -39,7 +39,7 @@ def test_rows_that_cost_nothing_are_all_kept_and_the_likeliest_first_where_they_
 def test_a_kept_nodes_better_nodes_are_kept_too(chances: list[list[float]], row_s: float) -> None:
     """Worth never grows along a path, so a node's ancestors are among the better ones."""
     trees = [worth(1.0, *sorted(some, reverse=True)) for some in chances]
-    for nodes in paying(trees, CostModel({1: 1.0, 64: 1.0 + 63 * row_s})):
+    for nodes in paying(trees, CostModel(ForwardTime({1: 1.0, 64: 1.0 + 63 * row_s}))):
         assert nodes.tolist() == list(range(len(nodes))) and len(nodes)
 
 
@@ -49,7 +49,7 @@ def test_a_kept_nodes_better_nodes_are_kept_too(chances: list[list[float]], row_
 def test_a_round_remembers_whether_a_drafter_was_asked_even_when_the_next_one_is_decided(
     drafted: bool, alone: bool, asked: bool
 ) -> None:
-    request: Any = SimpleNamespace(drafted=drafted, alone=alone, trust=ConfidenceScale(), grafts=lambda tree: [])
+    request: Any = SimpleNamespace(drafted=drafted, alone=alone, grafts=lambda tree: [])
     request.admitted = lambda tree: np.arange(len(tree))
     round_ = StepInput.of(request, Proposal(0, TokenTree.root_only(7)))
     request.alone = not alone

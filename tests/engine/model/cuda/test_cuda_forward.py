@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from itertools import product
 from typing import Any
@@ -39,6 +39,8 @@ FAMILIES: dict[str, Any] = {
     "llama": transformers.LlamaConfig(**LLAMA),
     "mistral with a window": transformers.MistralConfig(**LLAMA, sliding_window=12),
     "gemma2 with soft caps": transformers.Gemma2Config(**LLAMA, head_dim=8, sliding_window=12),
+    "qwen2 with biases": transformers.Qwen2Config(**LLAMA),
+    "qwen3 with norms of heads": transformers.Qwen3Config(**LLAMA, head_dim=8),
     "gpt_oss with sinks": transformers.GptOssConfig(
         **LLAMA, head_dim=8, sliding_window=12, num_local_experts=2, num_experts_per_tok=1
     ),
@@ -46,6 +48,7 @@ FAMILIES: dict[str, Any] = {
 
 
 KINDS = [("llama", torch.float32), ("llama", torch.bfloat16), *product(list(FAMILIES)[1:3], [torch.float32])]
+LEAN = ["llama", "mistral with a window", "qwen2 with biases", "qwen3 with norms of heads"]
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +87,21 @@ def forward_of(family: str, dtype: torch.dtype = torch.float32) -> CudaForward:
     return CudaForward(model, pool, 2)
 
 
+def stock_only(model: Any) -> Any:
+    """The model with a part that the lean layers do not know."""
+    model.model.other = nn.Identity()
+    return model
+
+
+def lean_of(family: str, dtype: torch.dtype = torch.float32) -> CudaForward:
+    """The forward, which has run once and goes on with lean layers."""
+    forward = forward_of(family, dtype)
+    cache = read(forward, [1, 2])[0]
+    cache.release()
+    assert forward.take_lean(256)
+    return forward
+
+
 def text(length: int, seed: int) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(128) for _ in range(length)]
@@ -120,19 +138,59 @@ def test_logits_and_features_are_the_untouched_models(family: str) -> None:
         torch.testing.assert_close(found[node], expected, atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.parametrize("family", LEAN)
+def test_lean_layers_find_what_the_untouched_model_does(family: str) -> None:
+    forward, model, prompt = lean_of(family), build(family), text(30, 1)
+    tree, _ = with_siblings(5, text(3, 2), random.Random(3))
+    cache, _ = read(forward, prompt)
+    found = run(forward, Segment.of_tree(tree, cache))
+    for node in range(len(tree)):
+        out = model(torch.tensor([prompt + tree.path_tokens(node)], device=DEVICE), output_hidden_states=True)
+        expected = torch.cat([out.logits[0, -1], *(out.hidden_states[layer][0, -1] for layer in FEATURES)])
+        torch.testing.assert_close(found[node], expected, atol=2e-4, rtol=2e-4)
+
+
+def test_lean_layers_hold_the_models_matrices_once_and_can_be_dropped() -> None:
+    forward, tokens = lean_of("qwen2 with biases"), text(9, 3)
+    lean, attention = forward.lean, forward.model.model.layers[1].self_attn
+    assert lean is not None
+    joined = next(linear for linear in lean.linears if linear.weight.data_ptr() == attention.q_proj.weight.data_ptr())
+    assert torch.equal(joined.weight[32:48], attention.k_proj.weight)
+    assert torch.equal(joined.bias[48:], attention.v_proj.bias)
+    found = read(forward, tokens)[1]
+    forward.drop_lean()
+    torch.testing.assert_close(read(forward, tokens)[1], found, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("family", ["gemma2 with soft caps", "gpt_oss with sinks"])
+def test_another_structure_runs_the_stock_forward(family: str) -> None:
+    forward = forward_of(family)
+    before = read(forward, [1, 2])[1]
+    assert not forward.take_lean(256)
+    assert torch.equal(read(forward, [1, 2])[1], before)
+
+
+@pytest.mark.parametrize("make", [forward_of, lean_of])
 @pytest.mark.parametrize(("family", "dtype"), KINDS, ids=str)
-def test_a_text_gives_the_same_bits_in_chunks_of_every_size(family: str, dtype: torch.dtype) -> None:
-    forward, tokens = forward_of(family, dtype), text(17, 4)
+def test_a_text_gives_the_same_bits_in_chunks_of_every_size(
+    family: str, dtype: torch.dtype, make: Callable[..., CudaForward]
+) -> None:
+    if make is lean_of and family not in LEAN:
+        pytest.skip("runs the stock forward")
+    forward, tokens = make(family, dtype), text(17, 4)
     alone = read(forward, tokens, 1)[1]
     for chunk in (3, 4, 17):  # less than the rows of a forward, all of them, and more
         assert torch.equal(read(forward, tokens, chunk)[1], alone)
 
 
+@pytest.mark.parametrize("make", [forward_of, lean_of])
 @pytest.mark.parametrize(("family", "dtype"), KINDS, ids=str)
 def test_a_row_has_the_same_bits_alone_and_in_a_bushy_tree_beside_other_requests(
-    family: str, dtype: torch.dtype
+    family: str, dtype: torch.dtype, make: Callable[..., CudaForward]
 ) -> None:
-    forward, tokens = forward_of(family, dtype), text(26, 5)
+    if make is lean_of and family not in LEAN:
+        pytest.skip("runs the stock forward")
+    forward, tokens = make(family, dtype), text(26, 5)
     _, alone = read(forward, tokens, alone=8)
     tree, spine = with_siblings(tokens[18], tokens[19:25], random.Random(6))
     assert len(tree) > 2 * cuda_products.SLICE and spine != list(range(7))
@@ -367,7 +425,7 @@ def test_a_target_whose_bits_depend_on_a_rows_place_says_so() -> None:
     def uneven(module: object, inputs: object, out: Tensor) -> Tensor:
         return out * (1 + 1e-6 * torch.arange(out.shape[1], device=out.device))[:, None]
 
-    model = build("llama", layers=1)
+    model = stock_only(build("llama", layers=1))
     model.model.norm.register_forward_hook(uneven)
     target = AcceleratedTarget(model, "llama", kv_memory=1 << 20)
     assert target.inexact == "a token's logits depend on the rows beside it"
@@ -378,7 +436,7 @@ def test_a_target_whose_rows_depend_on_their_number_keeps_to_one_size_and_is_exa
     def uneven(module: object, inputs: object, out: Tensor) -> Tensor:
         return out * (1 + 1e-5 * (out.shape[1] - cuda_products.SLICE))
 
-    model = build("llama", layers=1)
+    model = stock_only(build("llama", layers=1))
     model.model.norm.register_forward_hook(uneven)
     target = AcceleratedTarget(model, "llama", kv_memory=1 << 20)
     assert target.exact, target.inexact
@@ -397,7 +455,7 @@ def test_a_target_whose_products_agree_in_one_size_alone_lets_sums_be_split_agai
         return out * (1 + 1e-5 * (out.shape[1] - cuda_products.SLICE))
 
     assert target_of("llama").exact and flags == ["forbid"]
-    model = build("llama", layers=1)
+    model = stock_only(build("llama", layers=1))
     model.model.layers[0].mlp.up_proj.register_forward_hook(uneven)
     target = AcceleratedTarget(model, "llama", kv_memory=1 << 20)
     assert target.exact and target.forward_sizes == (cuda_products.SLICE,)

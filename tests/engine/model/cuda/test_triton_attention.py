@@ -6,6 +6,7 @@ import random
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from engine.core.kv_shape import KVShape
 from engine.core.tree import TokenTree
 from engine.kernels.attention.attention import Rule
 from engine.model.cuda import triton_attention
-from engine.model.cuda.triton_attention import DeviceRows, TritonAttention
+from engine.model.cuda.triton_attention import DeviceRows, TritonAttention, grouped
 from engine.model.kv_pool import KVCache, KVPool
 from tests.engine.model.test_target import random_tree
 
@@ -65,13 +66,15 @@ class Texts:
         batch = Batch.of(segments)
         rows_of = zip(batch.tokens.tolist(), batch.positions.tolist(), strict=True)
         query = torch.stack([self.vector(token, at, 3, KV_HEADS * GROUPS) for token, at in rows_of])
-        arrays = (batch.prefixes, batch.others, batch.listed, batch.tables, batch.table_of)
-        rows = DeviceRows(*(torch.from_numpy(array).to(DEVICE) for array in arrays))
         pool, seen = self.pool, int(batch.positions.max()) + 1
         moved: Any = KVPool(pool.shape, 1)
         moved.keys, moved.values = pool.keys.to(DEVICE), pool.values.to(DEVICE)
+        attention = TritonAttention(moved, GROUPS)
+        arrays = (batch.prefixes, batch.others, batch.listed, batch.tables, batch.table_of)
+        firsts = grouped(batch.table_of, attention.together)
+        rows = DeviceRows(*(torch.from_numpy(array).to(DEVICE) for array in (*arrays, firsts)))
         chunks = -(-seen // triton_attention.CHUNK)
-        return TritonAttention(moved, GROUPS)(rows, chunks, 0, rule, query.to(DEVICE)).cpu()
+        return attention(rows, chunks, 0, rule, query.to(DEVICE)).cpu()
 
     def expected(self, path: list[int], rule: Rule) -> Tensor:
         """[heads, head_dim] float64: what the last token of a text finds."""
@@ -155,3 +158,30 @@ def test_chunks_that_only_longer_texts_need_change_nothing(monkeypatch: pytest.M
     short, long = texts.read(text(20, 8)), texts.read(text(200, 9), TokenTree.root_only(1))
     assert torch.equal(texts.attend([short], Rule(0.2)), texts.attend([short, long], Rule(0.2))[:9])
     assert texts.attend([long, short], Rule(0.2, window=5)).isfinite().all()
+
+
+@pytest.mark.parametrize("together", [1, 4])
+def test_how_rows_are_grouped_changes_no_bit(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_attention, "CHUNK", 64)
+    texts = Texts(32, torch.bfloat16)
+    tree = random_tree(12, text(12, 1), random.Random(2))
+    batch = [texts.read(text(75, 3), tree), texts.read(text(70, 4), rows=7), texts.read(text(20, 5))]
+    usual = texts.attend(batch, Rule(0.2))
+    monkeypatch.setattr(triton_attention, "_ROWS", together)
+    assert torch.equal(texts.attend(batch, Rule(0.2)), usual)
+
+
+def test_a_later_rows_value_that_is_not_finite_reaches_no_row_before_it() -> None:
+    texts = Texts(32, torch.float32)
+    segment = texts.read(text(30, 6))
+    usual = texts.attend([segment], Rule(0.2))
+    texts.pool.values[0, int(segment.cache.table[29 // BLOCK]), :, 29 % BLOCK] = torch.inf
+    assert torch.equal(texts.attend([segment], Rule(0.2))[:-1], usual[:-1])
+
+
+@pytest.mark.parametrize(
+    ("table_of", "firsts"),
+    [([0] * 5, [0, 3, 5, 5, 5, 5]), ([0, 9, 9, 9, 9], [0, 1, 4, 5, 5, 5]), ([4, 0, 4], [0, 1, 2, 3])],
+)
+def test_a_group_is_consecutive_rows_of_one_request(table_of: list[int], firsts: list[int]) -> None:
+    assert grouped(np.array(table_of, np.int32), 3).tolist() == firsts

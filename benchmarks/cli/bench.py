@@ -1,0 +1,146 @@
+"""`talon bench`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from engine import config as configuration
+from engine.cli.command import ConfigOption, SetOption, overrides, run
+from engine.core.errors import ConfigError
+from engine.core.params import SamplingParams
+
+from ..report.out_folder import compare_runs, results_in
+from ..report.runs import Run
+from .options import (
+    AgainstOption,
+    HeadsOption,
+    MinutesOption,
+    QuestionsOption,
+    gguf_file,
+    names_in,
+    numbers_in,
+    question_files,
+)
+
+
+def bench(
+    questions: QuestionsOption = None,
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated contestants, or all, or ablation; a wrong name lists them. pld, suffix, eagle3, ... "
+            "are as published, every node verified; talon-pld, talon-suffix and talon as Talon serves them."
+        ),
+    ] = "none,pld,talon-suffix",
+    limit: Annotated[int | None, typer.Option(help="Questions per file.", show_default="all", min=1)] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
+    temperature: Annotated[list[float] | None, typer.Option(help="May be given again.", show_default="0")] = None,
+    seed: Annotated[int, typer.Option(help="Of the sampling and of the order of contestants.")] = 0,
+    repeats: Annotated[int, typer.Option(help="How often everything is run, each time afresh.", min=1)] = 1,
+    minutes: MinutesOption = None,
+    against: AgainstOption = None,
+    heads: HeadsOption = None,
+    out: Annotated[Path, typer.Option(help="Folder for results.jsonl and the report.")] = Path("out"),
+    concurrency: Annotated[
+        str | None,
+        typer.Option(
+            metavar="1,2,4,8,16",
+            help="Measure many requests at once instead: tokens/s in all, time to the first token, pauses between "
+            "emissions. Files are mixed, methods take turns at each level, every text is compared with the same "
+            "prompt's alone. Rows: load.jsonl, picture: concurrency.png.",
+        ),
+    ] = None,
+    arrivals: Annotated[
+        str | None,
+        typer.Option(
+            metavar="0.5,0.8,1.2",
+            help="Measure requests that arrive at random instead, or too: at these shares of what none answers with "
+            "16 at once, which is measured first. Goodput counts answers whose first token came within 1 s and whose "
+            "others within 0.1 s each.",
+        ),
+    ] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Measure a server that speaks OpenAI's API instead, with --concurrency clients at once: tokens/s, "
+            "time to the first token, refusals, failures. Its key is OPENAI_API_KEY. Rows: clients.jsonl.",
+        ),
+    ] = None,
+    rivals: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Compare with other engines instead, at --concurrency requests at once: llama.cpp, OpenVINO, vLLM, "
+            "each in a virtual environment of that folder; what is not there is left out, with the line that installs "
+            "it. Rows: rivals.jsonl.",
+        ),
+    ] = None,
+    gguf: Annotated[
+        Path | None, typer.Option(help="The model's GGUF file; --rivals gives its weights to engines that read GGUF.")
+    ] = None,
+    config: ConfigOption = configuration.DEMO,
+    set_: SetOption = None,
+) -> None:
+    """Compare contestants on question files: tokens/s, speed-up over plain decoding, MAT, equality of texts.
+
+    talon bench --questions gsm8k.jsonl --methods none,pld,talon-suffix --limit 10
+
+    talon bench --questions gsm8k.jsonl --questions sum.jsonl --concurrency 1,4,16 --repeats 3
+    """
+    console = Console(stderr=True)
+
+    async def main() -> int:
+        from ..measure.contestants import ABLATION, every, without_effect
+        from ..measure.plan import MeasurementPlan
+        from . import parts
+
+        groups = {"all": every(), "ablation": list(ABLATION)}
+        names = groups.get(methods) or names_in(methods)
+        given = overrides(set_)
+        settings = configuration.load(config, given)
+        samplings = [
+            SamplingParams(max_tokens=max_tokens, temperature=value, seed=seed).validate()
+            for value in temperature or [0.0]
+        ]
+        levels = [int(level) for level in numbers_in("concurrency", concurrency, whole=True)]
+        shares = numbers_in("arrivals", arrivals)
+        if (levels or shares) and len(samplings) > 1:
+            raise ConfigError("--temperature: give one with --concurrency and --arrivals")
+        for line in without_effect(names, given, as_served=bool(levels or shares or rivals)):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        if against is not None:
+            Run.read(against)  # before anything is measured, not after
+        with results_in(out):
+            if server is not None:
+                return await measure_server(server, levels or [1, 4, 8, 16, 64], samplings[0])
+            weights = None if rivals is None else gguf_file(gguf)
+            plan = MeasurementPlan(
+                settings, names, question_files(questions), out, samplings, limit, repeats, minutes, heads
+            )
+            if rivals is not None and weights is not None:
+                failed = await parts.baselines(plan, levels or [1, 8], rivals, weights, console)
+            elif levels or shares:
+                failed = await parts.load(plan, levels, shares, console)
+            else:
+                failed = await parts.single(plan, console)
+            if against is not None:
+                compare_runs(out, against, Console())
+            return failed
+
+    async def measure_server(url: str, levels: list[int], sampling: SamplingParams) -> int:
+        from ..measure.clients import failures, run_clients, table
+
+        done = await run_clients(url, question_files(questions), limit, levels, sampling, out)
+        Console().print(table(url, done).rich())
+        for line in failures(done):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(f"rows: {out / 'clients.jsonl'}")
+        return 0
+
+    if run(main()):
+        raise typer.Exit(1)

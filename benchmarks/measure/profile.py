@@ -1,0 +1,182 @@
+"""`talon profile`: what a forward of the target spends its time on, compared with the machine's limits."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import msgspec
+import torch
+from rich.console import Console
+
+from engine.config import Config
+from engine.core.batch import BLOCK, Segment
+from engine.core.errors import ConfigError
+from engine.core.tree import TokenTree
+from engine.model.target import Target
+from engine.verifier.placement import share_cores
+from engine.weights.resolve import resolve
+
+from ..report.progress import progress_bar
+from ..report.tables import Table
+from .forward_parts import PARTS, Seconds, forward_name, multiplied, split, timed
+from .machine_limits import Limits
+
+
+class Forward(msgspec.Struct):
+    """Milliseconds of a forward of `rows` rows: in total, in each part, and the least that the machine's memory and
+    arithmetic allow.
+    """
+
+    rows: int
+    total_ms: float
+    products_ms: float
+    attention_ms: float
+    other_ms: float
+    gaps_ms: float
+    memory_ms: float
+    arithmetic_ms: float
+
+    @property
+    def outside(self) -> float:
+        """Share of the forward that is not products."""
+        return 1 - self.products_ms / self.total_ms
+
+
+class Profile(msgspec.Struct):
+    """weights_mb: the matrices that a forward reads, as stored in memory. behind: tokens of text before the rows."""
+
+    model: str
+    dtype: str
+    device: str
+    threads: int
+    forward: str
+    behind: int
+    weights_mb: float
+    read_gb_per_s: float
+    multiply_adds_per_s: float
+    forwards: list[Forward]
+
+
+def profile_target(target: Target, rows: list[int], behind: int, repeats: int, console: Console) -> Profile:
+    """Every number of rows in turn, with the machine's limits in between, `repeats` times; medians.
+
+    Each forward is run twice a turn: once unprofiled, for its total time, and once profiled, for its parts.
+    """
+    if behind + max(rows) > target.context:
+        raise ConfigError(f"--behind {behind}: with {max(rows)} rows it exceeds the model's {target.context} positions")
+    numbers = multiplied(target)
+    read = target.matrix_bytes or numbers * target.dtype.itemsize
+    limits = Limits(read, target.dtype, target.device)
+    cache = target.new_cache(behind + max(rows))
+    target.prefill(cache, [(7 + 31 * i) % target.vocab_size for i in range(behind)])
+    works = {count: partial(target.run, [Segment.of_tree(_tree(count), cache)]) for count in rows}
+    totals: dict[int, list[float]] = {count: [] for count in rows}
+    splits: dict[int, list[Seconds]] = {count: [] for count in rows}
+    with progress_bar(console) as progress:
+        task = progress.add_task("profiling", total=(repeats + 1) * len(rows))
+        for turn in range(repeats + 1):
+            limits.measure()
+            for count, work in works.items():
+                totals[count].append(timed(work, target.device))
+                splits[count].append(split(target, work))
+                if turn == 0:  # one-time compilation and allocation do not count
+                    totals[count].clear()
+                    splits[count].clear()
+                progress.advance(task)
+    target.release(cache)
+    held = 0 if target.pool is None else target.pool.shape.block_bytes * -(-behind // BLOCK)
+    return Profile(
+        target.name,
+        str(target.dtype).removeprefix("torch."),
+        target.device.type,
+        torch.get_num_threads(),
+        forward_name(target),
+        behind,
+        read / 1e6,
+        limits.bytes_per_s / 1e9,
+        limits.multiply_adds_per_s,
+        [
+            Forward(
+                count,
+                1e3 * median(totals[count]),
+                **_scaled(splits[count], 1e3 * median(totals[count])),
+                memory_ms=1e3 * (read + held) / limits.bytes_per_s,
+                arithmetic_ms=1e3 * count * numbers / limits.multiply_adds_per_s,
+            )
+            for count in rows
+        ],
+    )
+
+
+def _tree(rows: int) -> TokenTree:
+    """Two candidates below each node, as in wide trees."""
+    return TokenTree.from_lists([1 + i % 2 for i in range(rows)], [(i - 1) // 2 for i in range(rows)], [1.0] * rows)
+
+
+def _scaled(splits: list[Seconds], total: float) -> dict[str, float]:
+    """Milliseconds of each part: its share of the profiled forwards (medians), times the unprofiled time."""
+    shares = {part: median(seconds[part] / sum(seconds.values()) for seconds in splits) for part in PARTS}
+    return {f"{part}_ms": total * share / sum(shares.values()) for part, share in shares.items()}
+
+
+def table(profile: Profile) -> Table:
+    """Milliseconds of each number of rows, and the limits of memory and of arithmetic."""
+    columns = ("rows", "total ms", *PARTS, "outside", "memory", "arithmetic")
+    lines = []
+    for f in profile.forwards:
+        parts = [getattr(f, f"{part}_ms") for part in PARTS]
+        limits = [_figure(ms) for ms in (f.memory_ms, f.arithmetic_ms)]
+        lines.append([str(f.rows), *map(_figure, (f.total_ms, *parts)), f"{f.outside:.0%}", *limits])
+    title = "Milliseconds of a forward, the share outside products, and the limits of memory and arithmetic"
+    return Table(title, columns, lines, words=0)
+
+
+def _figure(ms: float) -> str:
+    return f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
+
+
+def draw(profile: Profile, out: Path, console: Console) -> None:
+    """What a forward spends its time on, a bar for each number of rows, and the machine's limits."""
+    try:
+        from ..report.plots import panels, save, stacked
+    except ImportError as error:
+        console.print(f"no picture: {error}; pip install 'talon-decoding[bench]'")
+        return
+    figure, ((axis,),) = panels(1, 1, 8.5, 4.2)
+    places = range(len(profile.forwards))
+    parts = {part: [getattr(forward, f"{part}_ms") for forward in profile.forwards] for part in PARTS}
+    stacked(axis, [str(forward.rows) for forward in profile.forwards], parts)
+    memory = f"limit of memory: {profile.read_gb_per_s:.3g} GB/s"
+    arithmetic = f"limit of arithmetic: {profile.multiply_adds_per_s:.2g} multiply-adds/s"
+    axis.plot(places, [forward.memory_ms for forward in profile.forwards], "k_-", label=memory)
+    axis.plot(places, [forward.arithmetic_ms for forward in profile.forwards], "k_--", label=arithmetic)
+    title = f"{profile.model}, {profile.dtype}, {profile.device}, threads: {profile.threads}, {profile.forward}"
+    axis.set_title(title, fontsize=9, loc="left")
+    axis.set(xlabel=f"rows of a forward behind {profile.behind} tokens", ylabel="ms")
+    axis.legend(fontsize=8, loc="upper left")
+    try:
+        save(figure, out)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--out {out}: cannot be written ({error}): give another file, .png or .svg") from None
+    console.print(f"picture: {out}")
+
+
+def loaded(config: Config) -> Target:
+    torch.set_num_threads(share_cores(config).verifier_alone)
+    return Target.load(resolve(config.model), config.dtype, config.device)
+
+
+def show(found: Profile, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(msgspec.to_builtins(found), indent=2))
+        return
+    console = Console()
+    console.print(f"{found.model}, {found.dtype}, {found.device}, threads: {found.threads}, {found.forward}")
+    console.print(f"Forwards behind {found.behind} tokens, which read {found.weights_mb:.3g} MB of weights.")
+    console.print(
+        f"This machine reads {found.read_gb_per_s:.1f} GB/s, {found.multiply_adds_per_s:.2g} multiply-adds/s."
+    )
+    console.print(table(found).rich())

@@ -1,0 +1,171 @@
+"""Pictures. Okabe and Ito's colours, which people with any kind of colour vision can tell apart."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from .engine_figures import Turn, is_small, label, rates, speeds
+from .figures import PLAIN, Row, summaries, tokens_a_round
+from .load_figures import Level, at_once
+
+OURS, PUBLISHED, OTHERS = "#0072B2", "#999999", "#E69F00"
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
+LINES, MARKERS = ("-", "--", "-.", ":"), "os^Dv"
+HATCHES = ("", "//", "..", "xx", "\\\\")
+"""Used besides colours, so that bars differ in black and white too."""
+_OURS = ("talon", "hybrid", "+")  # prefixes of our own methods' names
+_METHODS = {OURS: "Talon", PUBLISHED: "as published", OTHERS: "transformers"}
+_ENGINES = {OURS: "Talon", PUBLISHED: "16 bits a weight", OTHERS: "fewer bits a weight"}
+
+
+class Bar(NamedTuple):
+    """low, high: the ends of its interval."""
+
+    label: str
+    value: float
+    low: float
+    high: float
+    colour: str
+
+
+def bars(shown: Mapping[str, Sequence[Bar]], xlabel: str, kinds: Mapping[str, str], path: Path, form: str) -> None:
+    """A panel of horizontal bars for each key, the first bar on top, with their intervals and figures (`form`).
+    kinds: what the colours mean.
+    """
+    columns = min(2, len(shown))
+    lines = -(-len(shown) // columns)
+    height = 0.3 * max(map(len, shown.values())) + 1.2
+    figure, axes = panels(lines, columns, 5.5 * columns, height * lines)
+    for axis in axes.flat[len(shown) :]:
+        axis.axis("off")
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # keeps error bars from crossing out figures
+    for axis, (title, panel) in zip(axes.flat, shown.items(), strict=False):
+        panel = [*reversed(panel)]
+        values, colours = [bar.value for bar in panel], [bar.colour for bar in panel]
+        drawn = axis.barh([bar.label for bar in panel], values, xerr=_errors(panel), color=colours, ecolor="#333333")
+        axis.bar_label(drawn, [format(value, form) for value in values], padding=12, fontsize=9, bbox=box)
+        axis.set(title=title, xlabel=xlabel, xlim=(0, 1.2 * max(bar.high for bar in panel)))
+    used = {bar.colour for panel in shown.values() for bar in panel}
+    patches = [Patch(color=colour, label=kind) for colour, kind in kinds.items() if colour in used]
+    axes[0][-1].legend(handles=patches, loc="lower right", fontsize=8)
+    save(figure, path)
+
+
+def _errors(panel: Sequence[Bar]) -> list[list[float]]:
+    """Lengths of the error bars on both sides: a bound may equal the value, or miss it by rounding."""
+    return [[max(0.0, bar.value - bar.low) for bar in panel], [max(0.0, bar.high - bar.value) for bar in panel]]
+
+
+def lines(axis: Axes, curves: Mapping[str, tuple[Iterable[float], Iterable[float]]], **settings: Any) -> None:
+    """A line with markers for each curve, by its label. settings: of the axis."""
+    for place, (name, (x, y)) in enumerate(curves.items()):
+        dashes, marker = LINES[place % 4], MARKERS[place % 5]
+        axis.plot([*x], [*y], dashes, color=COLOURS[place % 7], marker=marker, markersize=4, label=name)
+    axis.set(**settings)
+    axis.legend(fontsize=8)
+
+
+def grouped(axis: Axes, names: Sequence[str], groups: Mapping[str, Mapping[str, float]], **settings: Any) -> None:
+    """Upright bars: at each name one for each group that has a value for it."""
+    width = 0.8 / max(1, len(groups))
+    for place, (group, values) in enumerate(groups.items()):
+        at = [names.index(name) + width * (place - (len(groups) - 1) / 2) for name in values]
+        axis.bar(at, [*values.values()], width, label=group, **_looks(place))
+    axis.set_xticks(range(len(names)), names)
+    axis.tick_params(axis="x", labelrotation=30, labelsize=8)
+    axis.set(**settings)
+    axis.legend(fontsize=8)
+
+
+def stacked(axis: Axes, names: Sequence[str], parts: Mapping[str, Sequence[float]], **settings: Any) -> None:
+    """Upright bars made of parts, with their sums."""
+    bottom = [0.0] * len(names)
+    for place, (part, heights) in enumerate(parts.items()):
+        drawn = axis.bar(range(len(names)), heights, 0.6, bottom, label=part, **_looks(place))
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    axis.bar_label(drawn, [f"{height:.3g}" for height in bottom], padding=3, fontsize=9)
+    axis.set_xticks(range(len(names)), names)
+    axis.set(**settings)
+
+
+def panels(lines: int, columns: int, width: float, height: float) -> tuple[Figure, Any]:
+    """A figure, and its axes, [lines, columns]."""
+    return plt.subplots(lines, columns, figsize=(width, height), squeeze=False)
+
+
+def _looks(place: int) -> dict[str, Any]:
+    return {"color": COLOURS[place % 7], "hatch": HATCHES[place % 5], "edgecolor": "white"}
+
+
+def save(figure: Figure, path: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def speed_up_bars(suites: Mapping[str, Sequence[Row]], path: Path) -> None:
+    """Speed-up over plain decoding: a bar for each contestant, the fastest on top, in a panel for each set of rows."""
+    found = {
+        title: [Bar(one.method, one.speed_up, one.low, one.high, _colour_of(one.method)) for one in summaries(rows)]
+        for title, rows in suites.items()
+    }
+    bars(found, "speed-up over plain decoding (median over prompts, 95% interval)", _METHODS, path, ".2f")
+
+
+def _colour_of(method: str) -> str:
+    return OURS if method.startswith(_OURS) else OTHERS if method.startswith("hf") else PUBLISHED
+
+
+def accepted_lengths(rows: Sequence[Row], path: Path, most: int = 12) -> None:
+    """Share of rounds by tokens emitted, for the contestants that accept most."""
+    drafting = [one for one in summaries(rows) if one.method != PLAIN and one.mean_accepted_tokens is not None]
+    curves = {}
+    for one in sorted(drafting, key=lambda one: -(one.mean_accepted_tokens or 0))[:5]:
+        mine, counts = [row for row in rows if row.method == one.method], Counter[int]()
+        for row in mine:
+            for length, count in row.accepted.items():
+                counts[min(int(length), most)] += count
+        name = f"{one.method} (mean {tokens_a_round(mine):.2f})"
+        curves[name] = range(1, most + 1), [counts[n] / counts.total() for n in range(1, most + 1)]
+    figure, ((axis,),) = panels(1, 1, 7.5, 3.6)
+    lines(axis, curves, xlabel=f"tokens emitted in a round (the last: {most} or more)", ylabel="share of rounds")
+    save(figure, path)
+
+
+def concurrency(levels: Sequence[Level], path: Path) -> None:
+    """Tokens a second of all requests together against the number at once, a line for each method."""
+    curves = {}
+    for method in dict.fromkeys(line.method for line in levels):
+        mine = [line for line in levels if line.method == method]
+        curves[method] = [line.concurrency for line in mine], [line.tokens_per_second for line in mine]
+    shown = sorted({line.concurrency for line in levels})
+    figure, ((axis,),) = panels(1, 1, 7.5, 3.8)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(shown, [str(level) for level in shown])
+    lines(axis, curves, xlabel="requests at once", ylabel="tokens/s, all together", ylim=(0, None))
+    save(figure, path)
+
+
+def engines(turns: Sequence[Turn], path: Path) -> None:
+    """Total tokens a second of Talon's methods and other engines, a panel for each number of requests at once."""
+    found, one = speeds(turns), {turn.contestant: turn for turn in turns}
+    shown: dict[str, list[Bar]] = {}
+    for level in sorted({turn.at_once for turn in turns}):
+        for name, by_level in found.items():
+            weights, spread = one[name].weights, [*rates(turns, name, level).values()] or [0.0]
+            title = label(one[name]) + ("" if weights in name else f", {weights}")
+            colour = OURS if one[name].talon else OTHERS if is_small(weights) else PUBLISHED
+            bar = Bar(title, by_level.get(level, 0.0), min(spread), max(spread), colour)
+            shown.setdefault(at_once(level), []).append(bar)
+    bars(shown, "tokens/s in all", _ENGINES, path, ".0f")

@@ -1,0 +1,194 @@
+"""A layer's experts: each row is multiplied by the few that its router chooses, the rows of an expert together.
+
+    x --> [product router] --> router --> [route] --> chosen, shares --> [pack] --> places, records of the products
+    x --> [gather] --> packed --> [gate_up of each] --> inner --> [down of each] --> packed --> [combine] --> delta
+
+Which experts a row gets and how their results are added depends on the row alone, and a product's rows do not depend on
+each other: a row has the same bits whatever the others choose.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray
+from torch import Tensor
+
+from engine.kernels.exponential import exp
+from engine.kernels.fused import record_of
+from engine.kernels.gemm.matmul import row_words
+from engine.kernels.gemm.matmul_kernels import MATMUL
+from engine.kernels.layer.weights import ExpertMlp
+from engine.kernels.simd import (
+    LANES,
+    float_at,
+    fma,
+    int_at,
+    largest,
+    long_at,
+    number_at,
+    numbers_at,
+    put_float,
+    put_int,
+    put_long,
+    put_numbers,
+    splat,
+)
+from engine.kernels.threads import address_of, kernel, num_threads, run_step, thread_id
+
+EXPERTS = record_of(
+    "rows",
+    "logits",  # [rows, experts] of the router
+    "x",  # [rows, hidden]
+    "out",  # [rows, hidden]
+    "chosen",  # [rows, top_k] int32: the likeliest experts, the best first
+    "shares",  # [rows, top_k] float32: what each counts
+    "places",  # [rows, top_k] int32: which packed row is each
+    "packed",  # [rows * top_k, hidden]: x by expert, later what comes of it
+    "inner",  # [rows * top_k, inner_size]
+    "records",  # [2, experts] MATMUL: gate_up and down of each
+    "steps",  # [experts, 2]: addresses of a product's kernel and of its record
+    "tiles",  # `tiles` of a product of 0 rows
+    "experts",
+    "top_k",
+    "hidden",
+    "inner_size",
+    "width",
+    "normalised",  # 1: the shares of the chosen sum to 1
+)
+_ROWS, _TILES, _X, _OUT = (MATMUL.fields[name][1] for name in ("rows", "tiles", "x", "out"))  # type: ignore[index]
+_RECORD = MATMUL.itemsize
+
+
+@kernel(EXPERTS)
+def route_kernel(address: Any) -> None:
+    """Choose each row's experts, of equals the first, and their shares: the softmax of their logits."""
+    work = carray(address, 1)[0]
+    for row in range(thread_id(), work.rows, num_threads()):
+        logits, chosen = work.logits + row * work.experts * work.width, row * work.top_k * 4
+        last, last_expert = np.float32(np.inf), -1
+        top = sums = np.float32(0)
+        for rank in range(work.top_k):
+            best, best_expert = np.float32(-np.inf), -1
+            for expert in range(work.experts):
+                x = number_at(logits + expert * work.width, work.width)
+                if (x < last or (x == last and expert > last_expert)) and (best_expert < 0 or x > best):
+                    best, best_expert = x, expert
+            best_expert = max(best_expert, 0)  # where logits are NaN
+            if rank == 0:
+                top = best
+            share = largest(exp(splat(best - top)))
+            sums += share
+            put_int(work.chosen + chosen + 4 * rank, np.int32(best_expert))
+            put_float(work.shares + chosen + 4 * rank, share)
+            last, last_expert = best, best_expert
+        if work.normalised == 0:
+            sums = np.float32(0)
+            for expert in range(work.experts):
+                sums += largest(exp(splat(number_at(logits + expert * work.width, work.width) - top)))
+        for rank in range(work.top_k):
+            place = work.shares + chosen + 4 * rank
+            put_float(place, float_at(place) / sums)
+
+
+@kernel(EXPERTS)
+def pack_kernel(address: Any) -> None:
+    """Give every chosen row its place among the packed ones, and every expert's products their rows."""
+    work = carray(address, 1)[0]
+    if thread_id() != 0:
+        return
+    units, down = work.rows * work.top_k, work.experts * _RECORD
+    for expert in range(work.experts):
+        put_long(work.records + expert * _RECORD + _ROWS, 0)
+    for unit in range(units):
+        count = work.records + int_at(work.chosen + 4 * unit) * _RECORD + _ROWS
+        put_long(count, long_at(count) + 1)
+    first = 0
+    for expert in range(work.experts):
+        record = work.records + expert * _RECORD
+        packed, inner = (
+            work.packed + first * work.hidden * work.width,
+            work.inner + first * work.inner_size * work.width,
+        )
+        put_long(record + _X, packed)
+        put_long(record + _OUT, inner)
+        put_long(record + down + _X, inner)
+        put_long(record + down + _OUT, packed)
+        put_long(record + _TILES, first)  # for now: the place of its next row
+        first += long_at(record + _ROWS)
+    for unit in range(units):
+        place = work.records + int_at(work.chosen + 4 * unit) * _RECORD + _TILES
+        put_int(work.places + 4 * unit, np.int32(long_at(place)))
+        put_long(place, long_at(place) + 1)
+    for expert in range(work.experts):
+        record = work.records + expert * _RECORD
+        rows = long_at(record + _ROWS)
+        put_long(record + _TILES, work.tiles + 64 * min(rows, LANES))
+        put_long(record + down + _ROWS, rows)
+        put_long(record + down + _TILES, work.tiles + 64 * min(rows, LANES))
+
+
+@kernel(EXPERTS)
+def gather_kernel(address: Any) -> None:
+    """Copy every row to its places."""
+    work = carray(address, 1)[0]
+    for unit in range(thread_id(), work.rows * work.top_k, num_threads()):
+        source = work.x + unit // work.top_k * work.hidden * work.width
+        place = work.packed + int_at(work.places + 4 * unit) * work.hidden * work.width
+        for at in range(0, work.hidden * work.width, LANES * work.width):
+            put_numbers(numbers_at(source + at, work.width), place + at, work.width)
+
+
+@kernel(EXPERTS)
+def experts_kernel(address: Any) -> None:
+    """One product of each expert that has rows. The threads share each."""
+    work = carray(address, 1)[0]
+    for expert in range(work.experts):
+        if long_at(work.records + expert * _RECORD + _ROWS) != 0:
+            run_step(work.steps + 16 * expert)
+
+
+@kernel(EXPERTS)
+def combine_kernel(address: Any) -> None:
+    """out = the sum of a row's results, each times its share, the best expert first."""
+    work = carray(address, 1)[0]
+    for row in range(thread_id(), work.rows, num_threads()):
+        for at in range(0, work.hidden * work.width, LANES * work.width):
+            sums = splat(np.float32(0))
+            for rank in range(work.top_k):
+                unit = 4 * (row * work.top_k + rank)
+                source = work.packed + int_at(work.places + unit) * work.hidden * work.width
+                sums = fma(numbers_at(source + at, work.width), splat(float_at(work.shares + unit)), sums)
+            put_numbers(sums, work.out + row * work.hidden * work.width + at, work.width)
+
+
+class ExpertRecords:
+    """The records of one layer's experts. up, down: addresses of EXPERTS records that differ in the product that
+    `experts_kernel` computes; `of_batch` sets the rows of both.
+    """
+
+    def __init__(
+        self, mlp: ExpertMlp, x: Tensor, logits: Tensor, out: Tensor, packed_rows: Tensor, packed_inner: Tensor
+    ):
+        """packed_rows: [units, hidden], packed_inner: [units, inner]; of `top_k` units a row, shared by all layers."""
+        experts, (units, hidden) = len(mlp.gate_up), packed_rows.shape
+        packed, inner = packed_rows.data_ptr(), packed_inner.data_ptr()
+        self._kept = [torch.zeros(units, dtype=torch.int32) for _ in range(2)] + [torch.zeros(units)]
+        chosen, places, shares = (part.data_ptr() for part in self._kept)
+        made = [product.record(1, packed, inner) for product in [*mlp.gate_up, *mlp.down]]
+        self.products = np.concatenate(made)  # MATMUL
+        kernels = [product.kernel.address for product in [*mlp.gate_up, *mlp.down]]
+        records = [address_of(self.products, i) for i in range(len(made))]
+        self._steps = np.array([*zip(kernels, records, strict=True)], np.int64)
+        self._all = np.zeros(2, EXPERTS)
+        fields = {"logits": logits.data_ptr(), "x": x.data_ptr(), "out": out.data_ptr(), "chosen": chosen}
+        fields |= {"shares": shares, "places": places, "packed": packed, "inner": inner, "hidden": hidden}
+        fields |= {"records": records[0], "tiles": row_words(0)[1], "experts": experts, "top_k": mlp.top_k}
+        fields |= {"inner_size": mlp.inner, "width": x.itemsize, "normalised": mlp.normalised}
+        for name, value in fields.items():
+            self._all[name] = value
+        self._all["steps"] = [int(self._steps.ctypes.data) + 16 * experts * part for part in range(2)]
+        self.up, self.down = address_of(self._all), address_of(self._all, 1)
+        self.of_batch = self._all["rows"]

@@ -1,0 +1,86 @@
+"""Kernels that change rows in place: norms over all heads at once, and what caps or scales logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import carray, njit
+
+from engine.kernels.exponential import exp
+from engine.kernels.fused import record_of
+from engine.kernels.simd import (
+    FLOAT32,
+    LANES,
+    add,
+    divide,
+    fma,
+    largest,
+    load,
+    multiply,
+    number_at,
+    numbers_at,
+    put_number,
+    put_numbers,
+    splat,
+    total,
+)
+from engine.kernels.threads import kernel, num_threads, thread_id
+
+ROW_NORM = record_of(
+    "rows",
+    "x",  # address of the first row's first column, [rows, columns]
+    "stride",  # bytes from row to row
+    "weight",  # [columns] float32
+    "columns",  # a multiple of 16
+    "width",
+    floats=("epsilon",),
+)
+
+
+@kernel(ROW_NORM)
+def row_norm_kernel(address: Any) -> None:
+    """x = x / sqrt(mean(x^2) + epsilon) * weight."""
+    work = carray(address, 1)[0]
+    for row in range(thread_id(), work.rows, num_threads()):
+        x, squares = work.x + row * work.stride, splat(np.float32(0))
+        for at in range(0, work.columns, LANES):
+            numbers = numbers_at(x + at * work.width, work.width)
+            squares = fma(numbers, numbers, squares)
+        scale = splat(np.float32(1) / np.sqrt(total(squares) / np.float32(work.columns) + work.epsilon))
+        for at in range(0, work.columns, LANES):
+            numbers = multiply(numbers_at(x + at * work.width, work.width), scale)
+            put_numbers(multiply(numbers, load(work.weight + 4 * at, FLOAT32)), x + at * work.width, work.width)
+
+
+CAP = record_of(
+    "x",  # [rows, columns]
+    "rows",
+    "columns",
+    "width",
+    floats=("scale", "cap"),  # cap 0: none
+)
+
+
+@kernel(CAP)
+def cap_kernel(address: Any) -> None:
+    """x = cap * tanh(scale * x / cap), or scale * x."""
+    work = carray(address, 1)[0]
+    count = work.rows * work.columns
+    vectors = count // LANES
+    for i in range(vectors * thread_id() // num_threads(), vectors * (thread_id() + 1) // num_threads()):
+        at = work.x + i * LANES * work.width
+        put_numbers(_capped(work, numbers_at(at, work.width)), at, work.width)
+    if thread_id() == 0:
+        for i in range(vectors * LANES, count):
+            at = work.x + i * work.width
+            put_number(at, largest(_capped(work, splat(number_at(at, work.width)))), work.width)
+
+
+@njit
+def _capped(work: Any, x: Any) -> Any:
+    if work.cap == 0:
+        return multiply(x, splat(work.scale))
+    one = splat(np.float32(1))
+    raised = exp(multiply(x, splat(np.float32(2) * work.scale / work.cap)))
+    return multiply(splat(work.cap), fma(splat(np.float32(-2)), divide(one, add(raised, one)), one))

@@ -1,0 +1,70 @@
+"""What one decoder layer computes with, in the form that `engine.kernels.layer.program` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.kernels.gemm.matmul import Matmul, Multiplies
+
+
+@dataclass(frozen=True)
+class Norm:
+    """x / sqrt(mean(x^2) + epsilon) * weight. weight: float32."""
+
+    weight: Tensor
+    epsilon: float
+
+
+@dataclass(frozen=True)
+class GatedMlp:
+    """down(act(gate) * up). gate_up: hidden to 2 * inner or, where the product is `gated` and applies SiLU itself, to
+    inner. gelu: the activation is GELU's tanh approximation.
+    """
+
+    gate_up: Multiplies
+    down: Multiplies
+    inner: int
+    gated: bool
+    gelu: bool = False
+
+
+@dataclass(frozen=True)
+class ExpertMlp:
+    """Some of many gated MLPs for each row. router: hidden to experts; gate_up, down: of each expert, gated.
+    normalised: the shares of the `top_k` that are chosen sum to 1.
+    """
+
+    router: Multiplies
+    gate_up: Sequence[Matmul]
+    down: Sequence[Matmul]
+    inner: int
+    top_k: int
+    normalised: bool
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """A norm that is None is left out.
+
+    qkv: hidden to (q_per_kv + 2) * kv_heads * head_dim; out: back to hidden. input_norm, inner_norm: before qkv and
+    before the MLP; out_norm, down_norm: of what attention and the MLP add to the residual, with the epsilon of the norm
+    after them; residual_scale: by which it is multiplied where there is no such norm. query_norm, key_norm: of each
+    head, or of all heads at once if their weights are as long. rotated: how many dimensions of a head are, by the
+    rotary table of that number.
+    """
+
+    qkv: Multiplies
+    out: Multiplies
+    mlp: GatedMlp | ExpertMlp
+    input_norm: Norm | None
+    inner_norm: Norm | None
+    query_norm: Norm | None
+    key_norm: Norm | None
+    rotated: int
+    rotary_table: int = 0
+    out_norm: Norm | None = None
+    down_norm: Norm | None = None
+    residual_scale: float = 1.0

@@ -1,0 +1,80 @@
+"""A matrix as a GGUF file stores it: rows of blocks, which are read where they lie and only when they are needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+from numpy.typing import NDArray
+from torch import Tensor
+
+Bytes = NDArray[np.uint8]
+_AT_ONCE = 1 << 22  # weights that are dequantised together, which bounds the memory
+
+
+@dataclass(frozen=True)
+class StoredMatrix:
+    """A matrix [outputs, inputs]. kind: the GGUF type's name. raw: [rows, row bytes] uint8, possibly memory-mapped.
+    order: the row of `raw` that each output is; None if they are the same.
+    """
+
+    kind: str
+    raw: Bytes
+    order: NDArray[np.int64] | None = None
+
+    @classmethod
+    def of(cls, kind: str, raw: NDArray[Any], inputs: int) -> StoredMatrix:
+        """The matrix that these bytes hold, of any shape. Raises ValueError if they are not whole rows of it."""
+        flat, row = raw.reshape(-1).view(np.uint8), row_bytes(kind, inputs)
+        if flat.size % row:
+            raise ValueError(f"{flat.size} bytes are not rows of {row}")
+        return cls(kind, flat.reshape(-1, row))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        numbers, size = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind]]
+        return len(self.raw if self.order is None else self.order), self.raw.shape[1] // size * numbers
+
+    def reordered(self, order: NDArray[np.int64]) -> StoredMatrix:
+        """The matrix whose output i is output `order[i]` of this one."""
+        return StoredMatrix(self.kind, self.raw, order if self.order is None else self.order[order])
+
+    def row_slice(self, start: int, stop: int) -> StoredMatrix:
+        """Some outputs, without a copy where they lie together."""
+        if self.order is not None:
+            return StoredMatrix(self.kind, self.raw, self.order[start:stop])
+        return StoredMatrix(self.kind, self.raw[start:stop])
+
+    def rows(self, indices: NDArray[np.int64] | Tensor) -> Tensor:
+        """[indices, inputs] bfloat16: these outputs, rounded once from what the file says."""
+        at = np.asarray(indices)
+        raw = self.raw[at if self.order is None else self.order[at]]
+        return _values(raw, self.kind)
+
+    def values(self) -> Tensor:
+        """[outputs, inputs] bfloat16."""
+        outputs, inputs = self.shape
+        step = max(1, _AT_ONCE // inputs)
+        made = torch.empty(outputs, inputs, dtype=torch.bfloat16)
+        for start in range(0, outputs, step):
+            part = self.row_slice(start, start + step)
+            raw = part.raw if part.order is None else part.raw[part.order]
+            made[start : start + step] = _values(raw, self.kind)
+        return made
+
+
+def row_bytes(kind: str, inputs: int) -> int:
+    """Bytes of a row of `inputs` numbers of that type. Raises ValueError if they are not whole blocks."""
+    numbers, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    if inputs % numbers:
+        raise ValueError(f"{inputs} inputs are not blocks of {numbers}")
+    size_of_row: int = inputs // numbers * size
+    return size_of_row
+
+
+def _values(raw: Bytes, kind: str) -> Tensor:
+    """[rows, inputs] bfloat16."""
+    return torch.from_numpy(dequantize(np.ascontiguousarray(raw), GGMLQuantizationType[kind])).bfloat16()

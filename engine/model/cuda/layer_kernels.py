@@ -1,0 +1,105 @@
+"""The Triton kernels between a layer's products, each doing the work of some ten operations.
+
+Rows are independent: a row's result is the same bits whatever the other rows. Numbers are summed in float32 and rounded
+once, when they are stored. `engine.kernels.fused` has the same steps for CPUs.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Triton allows only constexpr annotations on a kernel's parameters.
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def norm(
+    residual,  # [rows, hidden] float32, to which delta is added
+    delta,  # [rows, hidden]
+    weight,  # [hidden] float32
+    out,  # [rows, hidden]
+    epsilon,
+    HIDDEN: tl.constexpr,
+    FILLED: tl.constexpr,
+    ADDED: tl.constexpr,
+):
+    """residual += delta, if there is one; out = residual / sqrt(mean(residual^2) + epsilon) * weight."""
+    place = tl.program_id(0).to(tl.int64) * HIDDEN
+    dim = tl.arange(0, FILLED)
+    there = dim < HIDDEN
+    x = tl.load(residual + place + dim, mask=there, other=0.0)
+    if ADDED:
+        x += tl.load(delta + place + dim, mask=there, other=0.0).to(tl.float32)
+        tl.store(residual + place + dim, x, mask=there)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / HIDDEN + epsilon)
+    found = x * scale * tl.load(weight + dim, mask=there, other=0.0)
+    tl.store(out + place + dim, found.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def gate(gate_up, out, INNER: tl.constexpr, TILE: tl.constexpr):
+    """out = silu(gate) * up. gate_up: [rows, 2 * inner]; out: [rows, inner]."""
+    row = tl.program_id(0).to(tl.int64)
+    dim = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    there = dim < INNER
+    x = tl.load(gate_up + row * 2 * INNER + dim, mask=there, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * INNER + INNER + dim, mask=there, other=0.0).to(tl.float32)
+    found = x / (1.0 + tl.exp(-x)) * up
+    tl.store(out + row * INNER + dim, found.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def enter(
+    qkv,  # [rows, (q_per_kv + 2) * kv_heads * head_dim]: queries, keys, values
+    norms,  # [2, head_dim] float32: of queries, and of keys
+    cos_sin,  # [positions, rotated] float32: cosines of half of the rotated dimensions, then sines
+    positions,  # [rows]
+    sources,  # [rows] the row whose key and value this one stores
+    blocks,  # [rows] where
+    lanes,  # [rows]
+    queries,  # out: [rows, heads, head_dim]
+    keys,  # out: [blocks, kv_heads, dims, 16]
+    values,  # out: [blocks, kv_heads, 16, dims]
+    epsilon,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_FILLED: tl.constexpr,
+    DIMS: tl.constexpr,
+    ROTATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORMED: tl.constexpr,
+):
+    """Normalise and rotate one head's query or key, or take its value; write it to its place."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    is_query = head < HEADS
+    is_value = head >= HEADS + KV_HEADS
+    source = tl.where(is_query, row, tl.load(sources + row))
+    x_at = qkv + (source * (HEADS + 2 * KV_HEADS) + head) * HEAD_DIM
+    dim = tl.arange(0, HEAD_FILLED)
+    there = dim < HEAD_DIM
+    half: tl.constexpr = ROTATED // 2
+    turned = (dim < ROTATED) & (head < HEADS + KV_HEADS)
+    partner = tl.where(dim < half, dim + half, dim - half)
+    x = tl.load(x_at + dim, mask=there, other=0.0).to(tl.float32)
+    other = tl.load(x_at + partner, mask=turned, other=0.0).to(tl.float32)
+    if NORMED:
+        weight = norms + tl.where(is_query, 0, HEAD_DIM)
+        scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / HEAD_DIM + epsilon)
+        x = tl.where(is_value, x, x * scale * tl.load(weight + dim, mask=there, other=0.0))
+        other = other * scale * tl.load(weight + partner, mask=turned, other=0.0)
+    angle = cos_sin + tl.load(positions + source) * ROTATED + dim % half
+    cosine = tl.load(angle, mask=turned, other=1.0)
+    sine = tl.load(angle + half, mask=turned, other=0.0)
+    x = x * cosine + tl.where(dim < half, -other, other) * sine
+    block = tl.load(blocks + row)
+    lane = tl.load(lanes + row)
+    if is_query:
+        tl.store(queries + (row * HEADS + head) * HEAD_DIM + dim, x.to(queries.dtype.element_ty), mask=there)
+    elif is_value:
+        place = ((block * KV_HEADS + head - HEADS - KV_HEADS) * BLOCK + lane) * DIMS
+        tl.store(values + place + dim, x.to(values.dtype.element_ty), mask=there)
+    else:
+        place = (block * KV_HEADS + head - HEADS) * DIMS * BLOCK + lane
+        tl.store(keys + place + dim * BLOCK, x.to(keys.dtype.element_ty), mask=there)

@@ -1,0 +1,176 @@
+"""A lean forward for the common structure on CUDA: ten kernels a layer, where the stock forward launches 44.
+
+As in `engine.model.decoder` the structure is read from a stock model's modules, and confirmed at load by comparing
+logits. The products are `nn.Linear`s over the stock model's own memory: its matrices become views of the joined ones.
+The residual stream is kept in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor, nn
+
+from engine.core.batch import BLOCK
+from engine.kernels.attention.attention import Rule
+from engine.kernels.layer.weights import Norm
+from engine.model.cuda.layer_kernels import enter, gate, norm
+from engine.model.cuda.triton_attention import DeviceRows, TritonAttention
+from engine.model.decoder_layer import OtherStructure, norm_of, only
+from engine.model.kv_pool import KVPool
+from engine.model.rotary import cosines_sines
+
+_GATE_TILE = 1024
+_UNFUSED = {"enable_fp_fusion": False}
+
+
+class LeanLayers:
+    """Runs padded rows. rules: each layer's attention rule, as the stock forward passed it. context: positions served.
+
+    Raises OtherStructure if the model has not the common structure, and AttributeError if a part is missing.
+    """
+
+    def __init__(self, model: Any, pool: KVPool, q_per_kv: int, rules: dict[int, Rule], context: int):
+        base = model.model
+        only(model, {"model", "lm_head"})
+        only(base, {"embed_tokens", "layers", "norm", "rotary_emb"})
+        self.pool, self.heads = pool, q_per_kv * pool.shape.kv_heads
+        self._embedding: nn.Embedding = base.embed_tokens
+        self._norm = norm_of(base.norm)
+        layers = [_LeanLayer(layer) for layer in base.layers]
+        made = (self.heads + 2 * pool.shape.kv_heads) * pool.shape.head_dim
+        if any(layer.outputs["qkv"] != made or layer.inner != layers[0].inner for layer in layers):
+            raise OtherStructure("layers of different sizes")
+        if type(self._embedding) is not nn.Embedding or type(model.lm_head) is not nn.Linear:
+            raise OtherStructure("embeddings or logits that are computed in another way")
+        self._cos_sin = torch.cat(cosines_sines(base.rotary_emb, 0, context, pool.keys.device), dim=1)
+        if self._cos_sin.shape[1] > pool.shape.head_dim or self._cos_sin.shape[1] % 2:
+            raise OtherStructure("rotation of more than a head")
+        for layer in layers:  # not before: it changes where the model's matrices lie
+            layer.join()
+        self._layers, self._rules, self._head = layers, [rules[i] for i in range(len(layers))], model.lm_head
+
+    @property
+    def linears(self) -> list[nn.Linear]:
+        """All products."""
+        return [self._head, *(linear for layer in self._layers for linear in layer.products.values())]
+
+    def __call__(
+        self, rows: Any, seen: DeviceRows, chunks: int, attention: TritonAttention, feature_layers: Sequence[int]
+    ) -> tuple[Tensor, ...]:
+        """All logits, [rows, vocab], and [rows, layers, hidden] hidden states if layers are given.
+
+        rows: `cuda_forward._Slice` on the device. seen: what attention reads of it.
+        """
+        embedded = self._embedding(rows.tokens)
+        residual, delta, states = embedded.float(), embedded, dict[int, Tensor]()
+        for index, layer in enumerate(self._layers):
+            x = self._normed(residual, delta, layer.input_norm, added=index > 0)
+            if index in feature_layers:
+                states[index] = residual.to(x.dtype, copy=True)  # it is added to in place
+            query = self._entered(rows, index, layer, layer.products["qkv"](x))
+            attended = attention(seen, chunks, index, self._rules[index], query)
+            delta = layer.products["out"](attended.flatten(1))
+            x = self._normed(residual, delta, layer.inner_norm)
+            delta = layer.products["down"](self._gated(layer.products["gate_up"](x)))
+        x = self._normed(residual, delta, self._norm)
+        states[len(self._layers)] = x
+        logits = self._head(x)
+        if not feature_layers:
+            return (logits,)
+        return logits, torch.stack([states[layer] for layer in feature_layers], dim=1)
+
+    def _normed(self, residual: Tensor, delta: Tensor, by: Norm, added: bool = True) -> Tensor:
+        out, (rows, hidden) = torch.empty_like(delta), residual.shape
+        sizes = {"HIDDEN": hidden, "FILLED": triton.next_power_of_2(hidden), "ADDED": added}
+        norm[(rows,)](residual, delta, by.weight, out, by.epsilon, **sizes, **_UNFUSED)
+        return out
+
+    def _gated(self, gate_up: Tensor) -> Tensor:
+        rows, inner = len(gate_up), gate_up.shape[1] // 2
+        out = gate_up.new_empty(rows, inner)
+        gate[(rows, triton.cdiv(inner, _GATE_TILE))](gate_up, out, INNER=inner, TILE=_GATE_TILE, **_UNFUSED)
+        return out
+
+    def _entered(self, rows: Any, index: int, layer: _LeanLayer, qkv: Tensor) -> Tensor:
+        """Queries [rows, heads, head_dim]; keys and values go to the pool."""
+        shape = self.pool.shape
+        queries = qkv.new_empty(len(qkv), self.heads, shape.head_dim)
+        enter[(len(qkv), self.heads + 2 * shape.kv_heads)](
+            qkv,
+            layer.input_norm.weight if layer.norms is None else layer.norms,
+            self._cos_sin,
+            rows.positions,
+            rows.sources,
+            rows.blocks,
+            rows.lanes,
+            queries,
+            self.pool.keys[index],
+            self.pool.values[index],
+            layer.epsilon,
+            HEADS=self.heads,
+            KV_HEADS=shape.kv_heads,
+            HEAD_DIM=shape.head_dim,
+            HEAD_FILLED=triton.next_power_of_2(shape.head_dim),
+            DIMS=shape.dims,
+            ROTATED=self._cos_sin.shape[1],
+            BLOCK=BLOCK,
+            NORMED=layer.norms is not None,
+            num_warps=1,
+            **_UNFUSED,
+        )
+        return queries
+
+
+class _LeanLayer:
+    """One layer: its norms as float32, and four products, which are there once they are joined."""
+
+    def __init__(self, layer: Any):
+        attention, mlp = layer.self_attn, layer.mlp
+        only(layer, {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
+        only(attention, {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"})
+        only(mlp, {"gate_proj", "up_proj", "down_proj", "act_fn"})
+        self._parts: dict[str, list[nn.Linear]] = {
+            "qkv": [attention.q_proj, attention.k_proj, attention.v_proj], "out": [attention.o_proj],
+            "gate_up": [mlp.gate_proj, mlp.up_proj], "down": [mlp.down_proj],
+        }  # fmt: skip
+        for linears in self._parts.values():
+            if any(type(linear) is not nn.Linear for linear in linears):
+                raise OtherStructure("matrices that are not linear layers")
+            if len({linear.bias is None for linear in linears}) != 1:
+                raise OtherStructure("biases of some matrices only")
+        self.outputs = {name: sum(part.out_features for part in parts) for name, parts in self._parts.items()}
+        self.inner = self.outputs["gate_up"] // 2
+        self.input_norm = norm_of(layer.input_layernorm)
+        self.inner_norm = norm_of(layer.post_attention_layernorm)
+        self.norms: Tensor | None = None  # [2, head_dim]: of queries and keys
+        self.epsilon = 0.0  # of these
+        if hasattr(attention, "q_norm"):
+            query_norm, key_norm = norm_of(attention.q_norm), norm_of(attention.k_norm)
+            if query_norm.weight.shape != (attention.head_dim,) or key_norm.weight.shape != query_norm.weight.shape:
+                raise OtherStructure("norms of more than a head")
+            self.norms, self.epsilon = torch.stack([query_norm.weight, key_norm.weight]), query_norm.epsilon
+        self.products: dict[str, nn.Linear] = {}
+
+    def join(self) -> None:
+        self.products = {name: _joined(parts) for name, parts in self._parts.items()}
+
+
+def _joined(parts: list[nn.Linear]) -> nn.Linear:
+    """One product in the place of several over the same input, which become views of it."""
+    if len(parts) == 1:
+        return parts[0]
+    whole = nn.Linear(parts[0].in_features, sum(part.out_features for part in parts), device="meta")
+    for name in ("weight", "bias"):
+        held = [getattr(part, name) for part in parts]
+        if held[0] is None:
+            whole.bias = None
+            continue
+        joined = torch.cat([tensor.detach() for tensor in held])
+        setattr(whole, name, nn.Parameter(joined, requires_grad=False))
+        for tensor, view in zip(held, joined.split([len(tensor) for tensor in held]), strict=True):
+            tensor.data = view
+    return whole

@@ -1,0 +1,92 @@
+"""What all bodies of requests share: unknown fields are refused by name, and those that ask for nothing are dropped."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Annotated, Any, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator, model_validator
+
+from engine.core.characters import HALF_A_CHARACTER, is_text
+
+_ABSENT: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_calls": ([],),
+    "annotations": ([],),
+    "functions": ([],),
+    "function_call": ("none",),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "metadata": ({},),
+    "modalities": (["text"],),
+    "best_of": (1,),
+    "suffix": ("",),
+    "include_obfuscation": (False,),
+    "logprobs": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "use_beam_search": (False,),
+}
+"""Fields, and their values that ask for nothing."""
+Ignored = Annotated[bool, BeforeValidator(lambda _: True, json_schema_input_type=Any)]
+"""A field that clients send and that changes no answer here. Of its value only that there is one is kept."""
+_IGNORED = (
+    "cache_control",
+    "metadata",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "provider_specific_fields",
+    "reasoning_effort",
+    "safety_identifier",
+    "service_tier",
+    "verbosity",
+)
+
+
+@lru_cache
+def _numbers(body: type[BaseModel]) -> frozenset[str]:
+    """The fields that hold numbers."""
+    kinds = {name: {field.annotation, *get_args(field.annotation)} for name, field in body.model_fields.items()}
+    return frozenset(name for name, kind in kinds.items() if kind & {int, float})
+
+
+def _same(value: Any, other: Any) -> bool:
+    return type(value) is type(other) and bool(value == other)
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_asks_for_nothing(cls, values: Any) -> Any:
+        """Clients send null for fields they leave open, and empty lists of tools."""
+        if not isinstance(values, dict):
+            return values
+        needed = {name for name, field in cls.model_fields.items() if field.is_required()}
+        idle = {key for key, value in values.items() if any(_same(value, one) for one in _ABSENT.get(key, ()))}
+        idle |= {key for key in values.keys() - needed if values[key] is None}
+        asked = {key: value for key, value in values.items() if key not in idle}
+        for key in _numbers(cls) & asked.keys():
+            if isinstance(asked[key], bool):  # to pydantic true is 1, as to Python
+                raise ValueError(f"{key}: should be a number; {str(asked[key]).lower()} is none")
+        return asked
+
+    @field_validator("*")
+    @classmethod
+    def _is_text(cls, value: Any) -> Any:
+        """JSON can hold half a character. JSON schemas are left to the grammar's library, which refuses it too."""
+        texts = value if isinstance(value, list) else [value]
+        if not all(is_text(text) for text in texts if isinstance(text, str)):
+            raise ValueError(HALF_A_CHARACTER)
+        return value
+
+    @property
+    def ignored(self) -> list[str]:
+        """The fields sent, here and in the messages, that have no effect."""
+        names = {name for name in _IGNORED if getattr(self, name, False)}
+        for value in (getattr(self, name) for name in self.model_fields_set):
+            if isinstance(value, list) and value and isinstance(value[0], Body):
+                names |= {name for part in value for name in part.ignored}
+        return sorted(names)

@@ -1,0 +1,120 @@
+"""What the engine emits as Anthropic's messages: events of a stream, and whole messages."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from engine.answer import Piece, Result
+from engine.server.answers import Chunk, JsonObject, named_event
+from engine.server.errors import ApiError, anthropic_error
+from engine.server.tools.blocks import Block, Blocks, Change
+from engine.server.tools.calling import Calling
+from engine.server.tools.message import ChatAnswer
+from engine.server.translate import ChoiceRequest
+from engine.server.vocabulary import Vocabulary
+
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_DELTAS = {
+    "content": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+class MessagesRenderer:
+    """One message; see `Renderer`."""
+
+    done = b""
+
+    def __init__(self, model: str, wanted: Sequence[ChoiceRequest], vocabulary: Vocabulary, calling: Calling):
+        self._wanted, self._vocabulary = wanted[0], vocabulary
+        self._answer = ChatAnswer(calling.reader(wanted[0].thinking), calling.format)
+        self._blocks = Blocks()
+        self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
+
+    def opening(self) -> list[Chunk]:
+        usage = self._usage(0)
+        message: Chunk = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        return [{"type": "message_start", "message": message}]
+
+    def piece(self, choice: int, piece: Piece) -> list[Chunk]:
+        return self._events(self._blocks.add(self._answer.feed(piece.text)))
+
+    def closing(self, choice: int, result: Result) -> list[Chunk]:
+        changes = [*self._blocks.add(self._answer.end()), *self._blocks.end()]
+        delta = {"type": "message_delta", "delta": self._ending(result), "usage": self._usage(len(result.token_ids))}
+        return [*self._events(changes), delta, {"type": "message_stop"}]
+
+    def ending(self, results: Sequence[Result]) -> list[Chunk]:
+        return []
+
+    def whole(self, results: Sequence[Result]) -> JsonObject:
+        (result,) = results
+        for deltas in (self._answer.feed(result.text), self._answer.end()):
+            for _ in self._blocks.add(deltas):
+                pass
+        content = [_whole(block) for block in self._blocks.all]
+        usage = self._usage(len(result.token_ids))
+        return JsonObject({**self._head, "content": content, **self._ending(result), "usage": usage})
+
+    def failure(self, error: ApiError) -> Chunk:
+        return anthropic_error(error)
+
+    def event(self, chunk: Chunk) -> bytes:
+        return named_event(chunk)
+
+    def _events(self, changes: Iterable[Change]) -> list[Chunk]:
+        return [_event(change) for change in changes]
+
+    def _ending(self, result: Result) -> dict[str, Any]:
+        stopped = self._stopped(result) if result.finish_reason == "stop" else None
+        reason = _REASONS[self._answer.reason(result)] if stopped is None else "stop_sequence"
+        return {"stop_reason": reason, "stop_sequence": stopped}
+
+    def _stopped(self, result: Result) -> str | None:
+        """The stop text that ended the answer."""
+        stops = self._wanted.sampling.stop
+        behind = self._vocabulary.texts(result.token_ids)[len(result.text) :]
+        return next((stop for stop in stops if behind.startswith(stop)), stops[0] if stops else None)
+
+    def _usage(self, tokens: int) -> dict[str, int]:
+        unused = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+        return {"input_tokens": len(self._wanted.prompt), "output_tokens": tokens, **unused}
+
+
+def _event(change: Change) -> Chunk:
+    place = {"index": change.block.number}
+    if change.what == "begins":
+        return {"type": "content_block_start", **place, "content_block": _begun(change.block)}
+    if change.what == "ends":
+        return {"type": "content_block_stop", **place}
+    kind, name = _DELTAS[change.block.kind]
+    return {"type": "content_block_delta", **place, "delta": {"type": kind, name: change.text}}
+
+
+def _begun(block: Block) -> dict[str, Any]:
+    if block.kind == "call":
+        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
+    return {"type": "thinking", "thinking": "", "signature": ""} if block.kind == "reasoning" else _plain("")
+
+
+def _whole(block: Block) -> dict[str, Any]:
+    if block.kind == "call":
+        return {**_begun(block), "input": _input(block.text)}
+    return {**_begun(block), "thinking": block.text} if block.kind == "reasoning" else _plain(block.text)
+
+
+def _plain(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _input(text: str) -> dict[str, Any]:
+    """The arguments; none if the answer was cut off within them."""
+    try:
+        arguments: dict[str, Any] = json.loads(text or "{}")
+    except ValueError:
+        return {}
+    return arguments

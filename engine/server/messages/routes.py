@@ -1,0 +1,40 @@
+"""The routes of Anthropic's API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from engine.server.answers import InputTokens
+from engine.server.messages.render import MessagesRenderer
+from engine.server.messages.schema import CountRequest, MessagesRequest
+from engine.server.messages.translate import chat_fields
+from engine.server.schema import ChatRequest
+from engine.server.serving import Serving
+from engine.server.tools.calling import Calling
+from engine.server.translate import ChoiceRequest, chat_prompt, chat_request, check_model
+
+
+def add_messages(app: FastAPI, serving: Serving, refusals: dict[int | str, dict[str, Any]]) -> None:
+    """Add the routes to the application. refusals: their documented errors."""
+
+    @app.post("/v1/messages", responses=refusals)
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        """Answer messages, as Anthropic's API does."""
+        chat = chat_request(chat_fields(body))
+        serving.note(body.ignored)
+
+        def renderer(wanted: list[ChoiceRequest], calling: Calling) -> MessagesRenderer:
+            return MessagesRenderer(serving.settings.model, wanted, serving.vocabulary, calling)
+
+        return await serving.chat(request, chat, renderer)
+
+    @app.post("/v1/messages/count_tokens", responses=refusals)
+    async def count_tokens(body: CountRequest) -> InputTokens:
+        """Count the tokens of messages."""
+        chat: ChatRequest = chat_request(chat_fields(body))
+        check_model(chat.model, serving.settings)
+        calling = Calling.of(chat, serving.answers)
+        return InputTokens(input_tokens=len(await chat_prompt(chat, serving.engine, serving.settings, calling)))

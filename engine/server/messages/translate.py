@@ -1,0 +1,83 @@
+"""Anthropic's requests as chat requests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from engine.server.messages.schema import (
+    CountRequest,
+    InputMessage,
+    MessagesRequest,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_SAME = ("temperature", "top_p", "top_k", "seed", "stream", "max_tokens")
+
+
+def chat_fields(body: CountRequest) -> dict[str, Any]:
+    """The fields of a chat request."""
+    fields: dict[str, Any] = {"model": body.model, "messages": _messages(body)}
+    if body.tools:
+        fields["tools"] = [
+            {
+                "type": "function",
+                "function": {"name": tool.name, "description": tool.description, "parameters": tool.input_schema},
+            }
+            for tool in body.tools
+        ]
+    if (choice := body.tool_choice) is not None and body.tools:
+        named = {"type": "function", "function": {"name": choice.name}}
+        fields["tool_choice"] = named if choice.type == "tool" else _CHOICES[choice.type]
+        fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    if body.thinking is not None:
+        fields["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
+    if body.output_config is not None and body.output_config.format is not None:
+        schema = {"name": "answer", "schema": body.output_config.format.schema_}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if isinstance(body, MessagesRequest):
+        fields |= {name: getattr(body, name) for name in _SAME} | {"stop": body.stop_sequences}
+        fields["speculation"] = None if body.speculation is None else body.speculation.model_dump()
+    return fields
+
+
+def _messages(body: CountRequest) -> list[dict[str, Any]]:
+    system = [] if body.system is None else [{"role": "system", "content": _text(body.system)}]
+    return [*system, *(one for message in body.messages for one in _plain(message))]
+
+
+def _plain(message: InputMessage) -> list[dict[str, Any]]:
+    """A message as one or more of the chat's: a tool's results come before what the user says beside them."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    content = message.content
+    text = _text([block for block in content if isinstance(block, TextBlock)])
+    if message.role != "assistant":
+        results = [block for block in content if isinstance(block, ToolResultBlock)]
+        said = [{"role": message.role, "content": text}] if text or not results else []
+        return [*map(_result, results), *said]
+    thoughts = "".join(block.thinking for block in content if isinstance(block, ThinkingBlock))
+    calls = [
+        {"id": block.id, "function": {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}}
+        for block in content
+        if isinstance(block, ToolUseBlock)
+    ]
+    return [{"role": "assistant", "content": text, "tool_calls": calls, "reasoning_content": thoughts or None}]
+
+
+def _result(block: ToolResultBlock) -> dict[str, Any]:
+    text = _text(block.content or "")
+    return {
+        "role": "tool",
+        "tool_call_id": block.tool_use_id,
+        "content": f"Error: {text}" if block.is_error and not text.startswith("Error") else text,
+    }
+
+
+def _text(content: str | Sequence[TextBlock]) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)

@@ -1,0 +1,95 @@
+"""Tools and calls as OpenAI's clients write them."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from engine.server.body import Body, Ignored
+
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+
+
+class AskedFunction(Body):
+    """A function that an answer may call. parameters: JSON schema of an object; none: it takes none. Calls always
+    follow it, `strict` or not.
+    """
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @field_validator("parameters")
+    @classmethod
+    def _is_of_an_object(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value and value.get("type", "object") != "object":
+            raise ValueError('should be the schema of an object: {"type": "object", "properties": {...}}')
+        return value
+
+
+class AskedTool(Body):
+    """A tool: a function."""
+
+    type: Literal["function"]
+    function: AskedFunction
+    cache_control: Ignored = False
+
+    def plain(self) -> dict[str, Any]:
+        """The tool as chat templates take it."""
+        function = {
+            "name": self.function.name,
+            "description": self.function.description or "",
+            "parameters": self.function.parameters or {"type": "object", "properties": {}},
+        }
+        return {"type": "function", "function": function}
+
+
+class NamedFunction(Body):
+    name: str
+
+
+class NamedTool(Body):
+    """The tool that an answer has to call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+AskedToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+class CalledFunction(Body):
+    """arguments: the text of a JSON object; empty: none."""
+
+    name: ToolName
+    arguments: str
+
+    @field_validator("arguments")
+    @classmethod
+    def _is_an_object(cls, value: str) -> str:
+        try:
+            holds = isinstance(json.loads(value or "{}"), dict)
+        except (ValueError, RecursionError):
+            holds = False
+        if not holds:
+            raise ValueError("should be the text of a JSON object")
+        return value
+
+
+class AskedCall(Body):
+    """A call of an earlier answer."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: Ignored = False
+    cache_control: Ignored = False
+    provider_specific_fields: Ignored = False
+
+    def plain(self) -> dict[str, Any]:
+        """The call as chat templates take it."""
+        function = {"name": self.function.name, "arguments": json.loads(self.function.arguments or "{}")}
+        return {"id": self.id, "type": "function", "function": function}

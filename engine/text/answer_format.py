@@ -1,0 +1,236 @@
+"""How models write what is not plain text in an answer: calls of tools, and reasoning. All of it is data, found by what
+a chat template contains.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from engine.core.errors import ConfigError
+
+Style = Literal["json", "parameters", "gemma"]
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How calls are written: `opens`, then calls with `between` between them, then `closes`. A call is `begin`, the
+    tool's name, `middle`, its arguments, `end`.
+
+    marks: texts that a chat template of this format contains, all of them. trigger: the beginning of `opens` + `begin`
+    after which an answer is a call. leading: calls come at the beginning of an answer only. single: an answer is one
+    call at most. arguments: how they are written: a JSON object, Qwen3-Coder's <parameter=NAME>, or Gemma's object with
+    its texts between two `quote`. skipped: control texts between the parts of an answer that are not part of its
+    text. id_length: of a call's id, where the template wants one. bare: some models of this format leave out what
+    calls are written between, so an answer that begins with the JSON of a call is one.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    trigger: str
+    begin: str
+    middle: str
+    end: str
+    opens: str = ""
+    closes: str = ""
+    between: str = "\n"
+    arguments: Style = "json"
+    quote: str = ""
+    leading: bool = False
+    single: bool = False
+    skipped: tuple[str, ...] = ()
+    id_length: int | None = None
+    bare: bool = False
+
+    @property
+    def rest(self) -> str:
+        """What follows the trigger, up to the first tool's name."""
+        return (self.opens + self.begin).removeprefix(self.trigger)
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """How reasoning is written: between `begin` and `end`. marks: as of a ToolFormat."""
+
+    marks: tuple[str, ...]
+    begin: str
+    end: str
+
+
+_HERMES: dict[str, Any] = {"trigger": "<tool_call>", "begin": '<tool_call>\n{"name": "', "middle": '", "arguments": '}
+_LISTED: dict[str, Any] = {
+    "begin": '{"name": "',
+    "middle": '", "arguments": ',
+    "end": "}",
+    "closes": "]",
+    "between": ", ",
+}
+_DEEPSEEK: dict[str, Any] = {
+    "trigger": "<｜tool▁calls▁begin｜>",
+    "opens": "<｜tool▁calls▁begin｜>",
+    "closes": "<｜tool▁calls▁end｜>",
+}
+_HARMONY = (
+    "<|start|>assistant",
+    "<|channel|>final <|constrain|>json<|message|>",
+    "<|channel|>final<|message|>",
+    "<|channel|>commentary<|message|>",
+    "<|end|>",
+)
+
+TOOL_FORMATS = (  # the first whose marks a template contains
+    ToolFormat(
+        "harmony",
+        marks=("<|channel|>", "to=functions."),
+        trigger="<|channel|>commentary to=functions.",
+        begin="<|channel|>commentary to=functions.",
+        middle=" <|constrain|>json<|message|>",
+        end="",
+        single=True,  # <|call|> ends the answer
+        skipped=_HARMONY,
+    ),
+    ToolFormat(
+        "qwen3-coder",
+        marks=("<tool_call>", "<function=", "<parameter="),
+        trigger="<tool_call>",
+        begin="<tool_call>\n<function=",
+        middle=">",
+        end="\n</function>\n</tool_call>",
+        arguments="parameters",
+    ),
+    ToolFormat(
+        "deepseek-v3",
+        marks=("<｜tool▁calls▁begin｜>", "```json"),
+        begin="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        middle="\n```json\n",
+        end="\n```<｜tool▁call▁end｜>",
+        **_DEEPSEEK,
+    ),
+    ToolFormat(
+        "deepseek",
+        marks=("<｜tool▁calls▁begin｜>",),
+        begin="<｜tool▁call▁begin｜>",
+        middle="<｜tool▁sep｜>",
+        end="<｜tool▁call▁end｜>",
+        between="",
+        **_DEEPSEEK,
+    ),
+    ToolFormat(
+        "mistral-args",
+        marks=("[TOOL_CALLS]", "[ARGS]"),
+        trigger="[TOOL_CALLS]",
+        begin="[TOOL_CALLS]",
+        middle="[ARGS]",
+        end="",
+        between="",
+        id_length=9,
+    ),
+    ToolFormat(
+        "mistral-v3", marks=("[TOOL_CALLS] [",), trigger="[TOOL_CALLS]", opens="[TOOL_CALLS] [", id_length=9, **_LISTED
+    ),
+    ToolFormat(
+        "mistral", marks=("[TOOL_CALLS]",), trigger="[TOOL_CALLS]", opens="[TOOL_CALLS][", id_length=9, **_LISTED
+    ),
+    ToolFormat(
+        "gemma4",
+        marks=("<|tool_call>call:",),
+        trigger="<|tool_call>",
+        begin="<|tool_call>call:",
+        middle="",
+        end="<tool_call|>",
+        between="",
+        arguments="gemma",
+        quote='<|"|>',
+    ),
+    ToolFormat(
+        "gemma",
+        marks=("<start_function_call>",),
+        trigger="<start_function_call>",
+        begin="<start_function_call>call:",
+        middle="",
+        end="<end_function_call>",
+        between="",
+        arguments="gemma",
+        quote="<escape>",
+    ),
+    ToolFormat("granite", marks=("<|tool_call|>",), trigger="<|tool_call|>", opens="<|tool_call|>[", **_LISTED),
+    ToolFormat("hermes", marks=("<tool_call>",), end="}\n</tool_call>", bare=True, **_HERMES),
+    ToolFormat(
+        "llama",
+        marks=('{"name": function name, "parameters": ',),
+        trigger='{"name": "',
+        begin='{"name": "',
+        middle='", "parameters": ',
+        end="}",
+        between="; ",
+        leading=True,
+    ),
+)
+REASONING_FORMATS = (
+    ReasoningFormat(("<|channel|>analysis",), "<|channel|>analysis<|message|>", "<|end|>"),
+    ReasoningFormat(("<|channel>",), "<|channel>thought\n", "<channel|>"),
+    ReasoningFormat(("[THINK]",), "[THINK]", "[/THINK]"),
+    ReasoningFormat(("<think>",), "<think>", "</think>"),
+    ReasoningFormat(
+        ("Here is my thought process:",), "Here is my thought process:", "Here is my response:"
+    ),  # Granite 3.2
+)
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """How a model's answers are written. tools: None where its chat template takes none. added: the texts of the
+    tokenizer's added tokens, with their ids.
+    """
+
+    tools: ToolFormat | None
+    reasoning: ReasoningFormat | None
+    added: dict[str, int]
+
+    @classmethod
+    def of(cls, tokenizer: Any, name: str | None = None) -> AnswerFormat:
+        """The format of a `transformers` tokenizer's chat template. name: of a tool format, instead of that found.
+        Raises ConfigError if there is no such name.
+        """
+        template = _text_of(tokenizer.chat_template)
+        named = {one.name: one for one in TOOL_FORMATS}
+        if name is not None and name not in named:
+            raise ConfigError(f"--tool-format {name}: is no format; there are {', '.join(sorted(named))}")
+        tools = _found(TOOL_FORMATS, template) if name is None else named[name]
+        added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
+        return cls(tools if "tools" in template else None, _found(REASONING_FORMATS, template), added)
+
+    def marks(self, calls: bool) -> frozenset[int]:
+        """The added tokens that reasoning, and `calls`, are written with."""
+        texts = list(self.tools.skipped) if self.tools is not None else []
+        if self.reasoning is not None:
+            texts += [self.reasoning.begin, self.reasoning.end]
+        if calls and (one := self.tools) is not None:
+            texts += [one.opens, one.begin, one.middle, one.end, one.between, one.closes, one.quote]
+        return frozenset(number for mark, number in self.added.items() if any(mark in text for text in texts))
+
+
+@dataclass(frozen=True)
+class BareForm:
+    """How a call is written without its marks. lead: regular expression of what comes before the arguments of the tool
+    NAME. end: of what follows them. indented: whether the JSON may be.
+    """
+
+    lead: str
+    end: str
+    indented: bool
+
+
+BARE_FORMS = (
+    BareForm(r'\{"name": "NAME", "arguments": ', r"\}", False),
+    BareForm(r'```(json)?\n\{[ \n]*"name": "NAME",[ \n]*"arguments": ', r"[ \n]*\}[ \n]*```", True),
+)
+
+
+def _found(formats: Any, template: str) -> Any:
+    return next((one for one in formats if all(mark in template for mark in one.marks)), None)
+
+
+def _text_of(template: Any) -> str:
+    """A chat template's text; a tokenizer may have several, of which one is for tools."""
+    return "\n".join(template.values()) if isinstance(template, dict) else template or ""

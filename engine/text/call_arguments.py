@@ -1,0 +1,149 @@
+"""The arguments of a call as they arrive, however a model writes them: JSON comes out, piece by piece.
+
+A reader's `feed` takes text that begins where the last left off, and says how many characters of it it has read, and
+the JSON that they stand for; `done` once the arguments are complete: what follows is not read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Container
+from typing import Protocol
+
+_KEY = re.compile(r"[^:{}\[\],]+(?=:)")
+_PLAIN = re.compile(r"[^{}\[\],\s]+")
+
+
+class ArgumentsReader(Protocol):
+    """See the module."""
+
+    done: bool
+
+    def feed(self, text: str) -> tuple[int, str]:
+        """Read what is certain."""
+
+
+class JsonReader:
+    """A JSON value as it is: `done` when it has closed what it opened."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self._depth, self._within, self._escaped = 0, False, False
+
+    def feed(self, text: str) -> tuple[int, str]:
+        for at, character in enumerate(text):
+            if self._escaped:
+                self._escaped = False
+            elif self._within:
+                self._escaped = character == "\\"
+                self._within = character != '"'
+            elif character == '"':
+                self._within = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    self.done = True
+                    return at + 1, text[: at + 1]
+        return len(text), text
+
+
+class ParametersReader:
+    """Qwen3-Coder's: <parameter=NAME>, a line with the value, </parameter>. texts: the names of parameters whose values
+    are written as they are; others are JSON.
+    """
+
+    _OPENS, _CLOSES, _ENDS = "\n<parameter=", "\n</parameter>", "\n</function>"
+
+    def __init__(self, texts: Container[str]):
+        self.done = False
+        self._texts = texts
+        self._name: str | None = None
+        self._count = 0
+
+    def feed(self, text: str) -> tuple[int, str]:
+        read, out = 0, ""
+        while not self.done:
+            count, more = self._step(text[read:])
+            read, out = read + count, out + more
+            if not count:
+                break
+        return read, out
+
+    def _step(self, text: str) -> tuple[int, str]:
+        if self._name is not None:
+            return self._value(text)
+        if text.startswith(self._ENDS):
+            self.done = True
+            return 0, "}" if self._count else "{}"
+        name, found, _ = text.removeprefix(self._OPENS).partition(">\n")
+        if not (text.startswith(self._OPENS) and found):
+            return 0, ""
+        self._name, self._count = name, self._count + 1
+        opens = f"{', ' if self._count > 1 else '{'}{json.dumps(name)}: " + '"' * (name in self._texts)
+        return len(self._OPENS + name + found), opens
+
+    def _value(self, text: str) -> tuple[int, str]:
+        is_text = self._name in self._texts
+        end = text.find(self._CLOSES)
+        value = text[: len(text) - begun(text, self._CLOSES)] if end < 0 else text[:end]
+        out = json.dumps(value, ensure_ascii=False)[1:-1] if is_text else value
+        if end < 0:
+            return len(value), out
+        self._name = None
+        return end + len(self._CLOSES), out + '"' * is_text
+
+
+class GemmaReader:
+    """Gemma's object: names without quotes, and texts between two `quote`."""
+
+    def __init__(self, quote: str):
+        self.done = False
+        self._quote = quote
+        self._open: list[str] = []
+        self._within, self._names = False, False
+
+    def feed(self, text: str) -> tuple[int, str]:
+        read, out = 0, ""
+        while not self.done and read < len(text):
+            count, more = self._step(text[read:])
+            read, out = read + count, out + more
+            if not count:
+                break
+        return read, out
+
+    def _step(self, text: str) -> tuple[int, str]:
+        if self._within:
+            end = text.find(self._quote)
+            value = text[: len(text) - begun(text, self._quote)] if end < 0 else text[:end]
+            self._within = end < 0
+            out = json.dumps(value, ensure_ascii=False)[1:-1]
+            return (len(value), out) if end < 0 else (end + len(self._quote), out + '"')
+        if text.startswith(self._quote):
+            self._within = True
+            return len(self._quote), '"'
+        if begun(text, self._quote) == len(text):
+            return 0, ""
+        if self._names and (key := _KEY.match(text)):
+            self._names = False
+            return key.end() + 1, f"{json.dumps(key[0])}: "
+        character = text[0]
+        if character in "{[":
+            self._open.append(character)
+        elif character in "}]":
+            self._open.pop()
+            self.done = not self._open
+        elif character != "," and (plain := _PLAIN.match(text)):
+            return (0, "") if self._names else (plain.end(), plain[0])
+        self._names = character in "{," and bool(self._open) and self._open[-1] == "{" and not self.done
+        return 1, ", " if character == "," else character
+
+
+def begun(text: str, mark: str) -> int:
+    """How many characters of the beginning of `mark` the text ends with; never all of them."""
+    for count in range(min(len(mark) - 1, len(text)), 0, -1):
+        if text.endswith(mark[:count]):
+            return count
+    return 0

@@ -1,0 +1,290 @@
+"""The grammar of an answer that may call tools or reason, in llguidance's variant of Lark.
+
+Where a call begins, the grammar holds to its end: the name is a tool's, and the arguments follow its schema. JSON has
+one style, that of `json.dumps`: so all but the values is forced, and what is forced is drafted at no cost.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.core.grammar import JSON_WHITESPACE
+from engine.text.answer_format import BARE_FORMS, AnswerFormat, ReasoningFormat, ToolFormat
+
+MOST_CALLS = 64  # in one answer: a small model may repeat itself
+_STYLE = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+_COMBINED = ("allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "unevaluatedProperties", "propertyNames")
+_ANY = r"/(.|\n)*/"
+_SOME = r"/(.|\n)+/"
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool that may be called. schema: JSON schema of its arguments, an object's."""
+
+    name: str
+    schema: dict[str, Any]
+
+    @property
+    def closed_schema(self) -> dict[str, Any]:
+        """The schema, with no other arguments than it names, where it names some and does not say."""
+        plain = self.schema.get("properties") and not any(key in self.schema for key in _COMBINED)
+        closed = {"additionalProperties": False} if plain or not self.schema else {}
+        return {"type": "object", **closed, **self.schema}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What an answer may be. calls: "none", "auto" (text or calls) or "required". many: more than one call. thinking:
+    the prompt ends within reasoning. answer: JSON schema of an answer that calls nothing, None for any text.
+    """
+
+    tools: Sequence[Tool] = ()
+    calls: str = "none"
+    many: bool = True
+    thinking: bool = False
+    answer: dict[str, Any] | None = None
+
+
+def tool_grammar(format_: AnswerFormat, wanted: Wanted) -> str:
+    """The grammar's text."""
+    return _Writer(format_).grammar(wanted)
+
+
+class _Writer:
+    """rules: those written so far."""
+
+    def __init__(self, format_: AnswerFormat):
+        self.format, self.rules = format_, [f"OTHER: {_SOME}"]
+        self._added = re.compile("|".join(map(re.escape, sorted(format_.added, key=len, reverse=True))) or r"(?!)")
+
+    def grammar(self, wanted: Wanted) -> str:
+        tools, ways = self.format.tools, []
+        reasoning = self._reasoning(wanted.thinking)
+        if wanted.calls != "none" and tools is not None:
+            self._calls(tools, wanted)
+            leads = wanted.calls == "required" or wanted.answer is not None
+            ways.append(self._literal(tools.trigger) + " calls" if leads or tools.leading else "opened calls")
+            if not leads and not tools.leading:
+                self._opened(tools.trigger)
+            if tools.bare and not leads:
+                ways.append(self._bare_calls(wanted))
+        if wanted.calls != "required":
+            ways.append(self._answer(tools, wanted))
+        if tools is not None and tools.skipped:
+            skips = " | ".join(f"({self._literal(text)})" for text in tools.skipped)
+            self.rules.append(f"skipped: ({skips}){{0,3}}")
+            ways = [f"skipped {way}" for way in ways]
+        self.rules.append(f"start: {reasoning} ({' | '.join(ways)})")
+        return "\n".join(["%llguidance {}", *reversed(self.rules)])
+
+    def _reasoning(self, thinking: bool) -> str:
+        """What comes before the answer: reasoning that the prompt has begun, or that the answer may begin."""
+        reasoning = self.format.reasoning
+        if reasoning is None:
+            return ""
+        self.rules.append("BLANK: /[ \\n]{0,8}/")
+        if thinking:
+            self._until(reasoning, "thought")
+            return "thought BLANK"
+        if reasoning.begin in self.format.added or self._leads_with_added(reasoning.begin):
+            self._until(reasoning, "thought")
+            return f"({self._literal(reasoning.begin)} thought BLANK)?"
+        return ""
+
+    def _leads_with_added(self, text: str) -> bool:
+        return self._added.match(text) is not None
+
+    def _until(self, reasoning: ReasoningFormat, name: str) -> None:
+        """A rule for what goes on until reasoning ends, control tokens included."""
+        if reasoning.end in self.format.added:
+            self.rules.append(f"{name}: {self._free(reasoning.end)} {self._literal(reasoning.end)}")
+        else:
+            self.rules.append(f"{name}[lazy]: {_ANY} {json.dumps(reasoning.end)}")
+
+    def _opened(self, trigger: str) -> None:
+        """A rule for text up to the first call. A trigger that is a token may be spelled with others too."""
+        ways = []
+        if (lead := self._added.match(trigger)) is not None:
+            tools = self.format.tools
+            free = "(OTHER skipped)?" if tools is not None and tools.skipped else self._free(lead[0])
+            ways.append(f"{free} {self._literal(trigger)}")
+        if lead is None or lead[0] == trigger:
+            self.rules.append(f"spelled[lazy]: {_ANY} {json.dumps(trigger)}")
+            ways.append("spelled")
+        self.rules.append(f"opened: {' | '.join(ways)}")
+
+    def _answer(self, tools: ToolFormat | None, wanted: Wanted) -> str:
+        """An answer that calls nothing."""
+        if wanted.answer is not None:
+            return f"%json {_dumps(wanted.answer)}"
+        if wanted.calls == "auto" and tools is not None and tools.leading:
+            self.rules.append(f"OUTRIGHT: /([^{re.escape(tools.trigger[0])}](.|\\n)*)?/")
+            return "OUTRIGHT"
+        return self._free(tools.trigger if tools is not None and wanted.calls == "auto" else "")
+
+    def _free(self, without: str) -> str:
+        """Any text, and any of the added tokens but those of reasoning and `without`, with which something begins."""
+        reasoning, tools = self.format.reasoning, self.format.tools
+        closed = [without] + ([reasoning.begin, reasoning.end] if reasoning is not None else [])
+        first = {found[0] for text in closed if (found := self._added.match(text)) is not None}
+        if tools is not None and tools.skipped:  # the tokens of headers begin many things
+            return "OTHER?"
+        others = sorted(number for text, number in self.format.added.items() if text not in first)
+        return f"(OTHER | <[{','.join(map(str, others))}]>)*" if others else "OTHER?"
+
+    def _calls(self, tools: ToolFormat, wanted: Wanted) -> None:
+        """Rules for calls, from behind the trigger on."""
+        named = [f"call_{number}" for number in range(len(wanted.tools))]
+        more = ""
+        if wanted.many and not tools.single and len(wanted.tools) and MOST_CALLS > 1:
+            more = f"({self._literal(tools.between + tools.begin)} call){{0,{MOST_CALLS - 1}}}"
+        self.rules.append(f"calls: {self._literal(tools.rest)} call {more} {self._literal(tools.closes)}")
+        self.rules.append(f"call: {' | '.join(named)}")
+        for name, tool in zip(named, wanted.tools, strict=True):
+            lead, end = self._literal(tool.name + tools.middle), self._literal(tools.end)
+            self.rules.append(f"{name}: {lead} {self._arguments(tools, tool, name)} {end}")
+
+    def _bare_calls(self, wanted: Wanted) -> str:
+        """Rules for calls without their marks, with which an answer begins. They hold from the arguments on."""
+        ways = []
+        for place, form in enumerate(BARE_FORMS):
+            style = {"x-guidance": JSON_WHITESPACE} if form.indented else _STYLE
+            for number, tool in enumerate(wanted.tools):
+                rule = f"bare_{number}_{place}"
+                self.rules.append(f"{rule}[lazy]: /{form.lead.replace('NAME', re.escape(tool.name))}/")
+                ways.append(f"{rule} %json {_dumps(tool.closed_schema | style)} BARE_END_{place}")
+            self.rules.append(f"BARE_END_{place}: /{form.end}/")
+        self.rules.append(f"bare: {' | '.join(ways)}")
+        return f'bare ("\\n" bare){{0,{MOST_CALLS - 1}}}' if wanted.many else "bare"
+
+    def _arguments(self, tools: ToolFormat, tool: Tool, name: str) -> str:
+        schema = tool.closed_schema
+        if tools.arguments == "json":
+            return f"%json {_dumps(schema | _STYLE)}"
+        if tools.arguments == "parameters":
+            return " ".join(self._parameters(schema, name))
+        return self._gemma(schema, schema, tools.quote, name)
+
+    # Qwen3-Coder's parameters.
+
+    def _parameters(self, schema: dict[str, Any], name: str) -> Iterator[str]:
+        needed = schema.get("required", ())
+        for number, (key, value) in enumerate(schema.get("properties", {}).items()):
+            rule = f"{name}_{number}"
+            self.rules.append(
+                f"{rule}: {self._literal(f'{chr(10)}<parameter={key}>{chr(10)}')} {self._value(value, schema, rule)}"
+            )
+            yield rule if key in needed else f"{rule}?"
+
+    def _value(self, schema: Any, root: dict[str, Any], name: str) -> str:
+        end = "\n</parameter>"
+        if not is_text(schema, root):
+            return f"%json {_dumps(_within(schema, root) | _STYLE)} {self._literal(end)}"
+        if options := _options(schema, root):
+            return f"({' | '.join(json.dumps(option) for option in options)}) {self._literal(end)}"
+        self.rules.append(f"{name}_text[lazy]: /{_text_pattern(schema, root)}/ {json.dumps(end)}")
+        return f"{name}_text"
+
+    # Gemma's objects.
+
+    def _gemma(self, schema: Any, root: dict[str, Any], quote: str, name: str, depth: int = 0) -> str:
+        """A rule or an expression for a value. Deep schemas that refer to themselves end in any JSON of their kind."""
+        schema, mark = _resolved(schema, root), self._literal(quote)
+        if is_text(schema, root):
+            if options := _options(schema, root):
+                return f"{mark} ({' | '.join(json.dumps(option) for option in options)}) {mark}"
+            if quote in self.format.added:
+                return f"{mark} /{_text_pattern(schema, root)}/ {mark}"
+            self.rules.append(f"{name}_text[lazy]: /{_text_pattern(schema, root)}/ {json.dumps(quote)}")
+            return f"{mark} {name}_text"
+        if schema.get("type") == "object" and schema.get("properties") and depth < 8:
+            parts, needed = [], schema.get("required", ())
+            for number, (key, value) in enumerate(schema["properties"].items()):
+                rule = f"{name}_{number}"
+                self.rules.append(f"{rule}: {json.dumps(key + ':')} {self._gemma(value, root, quote, rule, depth + 1)}")
+                parts.append((rule, key in needed))
+            return f'"{{" {self._listed(parts, name)} "}}"'
+        if schema.get("type") == "array" and isinstance(schema.get("items"), dict) and depth < 8:
+            rule = f"{name}_item"
+            self.rules.append(f"{rule}: {self._gemma(schema['items'], root, quote, rule, depth + 1)}")
+            least, most = schema.get("minItems", 0), schema.get("maxItems", "")
+            more = f'{rule} ("," {rule}){{{max(0, least - 1)},{most and most - 1}}}'
+            return f'"[" {more} "]"' if least else f'"[" ({more})? "]"'
+        if schema.get("type") == "object":
+            return '"{" "}"'
+        return f"%json {_dumps(_within(schema, root) | _STYLE)}"
+
+    def _listed(self, parts: Sequence[tuple[str, bool]], name: str) -> str:
+        """Members of an object in their order, with commas between those that are there: a rule for each place, for
+        where something came before, and for where nothing did.
+        """
+        for number in range(len(parts), -1, -1):
+            for before in (True, False):
+                if number == len(parts):
+                    text = '""'
+                else:
+                    rule, needed = parts[number]
+                    text = f"{chr(34)},{chr(34)} " * before + f"{rule} {name}_then_{number + 1}_1"
+                    text += "" if needed else f" | {name}_then_{number + 1}_{int(before)}"
+                self.rules.append(f"{name}_then_{number}_{int(before)}: {text}")
+        return f"{name}_then_0_0"
+
+    def _literal(self, text: str) -> str:
+        """A text as the model's tokens spell it: added tokens as such."""
+        parts, end = [], 0
+        for found in self._added.finditer(text):
+            parts += [json.dumps(text[end : found.start()]), f"<[{self.format.added[found[0]]}]>"]
+            end = found.end()
+        return " ".join(part for part in [*parts, json.dumps(text[end:])] if part != '""') or '""'
+
+
+def is_text(schema: Any, root: dict[str, Any]) -> bool:
+    """Whether a value is written as plain text, where formats have such: strings, and what may be a string."""
+    schema = _resolved(schema, root)
+    if not isinstance(schema, dict):
+        return False
+    kinds = schema.get("type", ())
+    if "string" in ([kinds] if isinstance(kinds, str) else kinds):
+        return True
+    if not kinds and (options := _options(schema, root)):
+        return all(isinstance(option, str) for option in options)
+    return any(is_text(one, root) for key in ("anyOf", "oneOf") for one in schema.get(key, ()))
+
+
+def _options(schema: Any, root: dict[str, Any]) -> list[Any]:
+    schema = _resolved(schema, root)
+    return [schema["const"]] if "const" in schema else list(schema.get("enum", ()))
+
+
+def _resolved(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
+    """What a schema refers to within `root`."""
+    for _ in range(8):
+        if not (isinstance(schema, dict) and isinstance(schema.get("$ref"), str)):
+            break
+        found: Any = root
+        for key in schema["$ref"].removeprefix("#").strip("/").split("/"):
+            found = found.get(key, {}) if isinstance(found, dict) else {}
+        schema = found
+    return schema if isinstance(schema, dict) else {}
+
+
+def _within(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
+    """A part of a schema with the definitions that it may refer to."""
+    shared: dict[str, Any] = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    return {**shared, **schema} if isinstance(schema, dict) else shared
+
+
+def _text_pattern(schema: Any, root: dict[str, Any]) -> str:
+    """A regular expression of a text's lengths."""
+    schema = _resolved(schema, root)
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    return rf"(.|\n){{{least},{most}}}" if least or most != "" else r"(.|\n)*"
+
+
+def _dumps(schema: dict[str, Any]) -> str:
+    return json.dumps(schema)

@@ -1,0 +1,130 @@
+"""Other engines as programs that speak JSON lines: here stand-ins of a few lines, in processes that are real."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from rich.console import Console
+
+from benchmarks.baselines.compare import compare, turns
+from benchmarks.baselines.engines import INSTALL, Baseline, Missing, Process, baselines
+from benchmarks.baselines.gguf import file_type, retype
+from benchmarks.measure.budget import Budget
+from benchmarks.report.engine_figures import Turn, table
+from engine.core.errors import ConfigError
+
+ECHO = """
+import json, sys
+print("loading"); print(json.dumps({"ready": True}), flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    print(json.dumps({"seconds": 2.0, "tokens": [asked["max_tokens"]] * len(asked["prompts"])}), flush=True)
+"""
+
+
+def engine(name: str, program: str = ECHO) -> Baseline:
+    return Baseline(name, "float16", (sys.executable, "-c", program))
+
+
+def state(process: int) -> str | None:
+    """One letter, as Linux tells it; None if there is no such process."""
+    status = Path(f"/proc/{process}/status")
+    return status.read_text().partition("State:\t")[2][0] if status.exists() else None
+
+
+async def test_an_engine_answers_all_prompts_and_what_else_it_prints_is_passed_over() -> None:
+    process = await Process.start(engine("echo"))
+    assert await process.answer([[1, 2], [3]], 5, 2) == (2.0, [5, 5])
+    await process.stop()
+
+
+async def test_an_engine_that_cannot_start_is_named() -> None:
+    with pytest.raises(ConfigError, match="engine=broken"):
+        await Process.start(engine("broken", "raise SystemExit('no model')"))
+
+
+async def compared(
+    others: list[Baseline | Missing], levels: list[int], prompts: list[list[int]]
+) -> tuple[list[Turn], str]:
+    """The turns of two repeats, three tokens an answer, and what was printed."""
+    console = Console(file=io.StringIO(), width=200)
+    order = turns(levels, prompts, 2, Budget(None), lambda level: [])
+    found = [turn async for turn in compare({}, "", others, order, 3, console)]
+    return found, console.file.getvalue()  # type: ignore[attr-defined]
+
+
+async def test_engines_take_turns_at_every_level() -> None:
+    broken, gone = engine("broken", "raise SystemExit"), Missing("gone", "pip install gone")
+    found, printed = await compared([engine("one"), engine("two"), broken, gone], [1, 8], [[1], [2], [3]])
+    taken = sorted((turn.repeat, turn.at_once, turn.contestant, len(turn.tokens)) for turn in found)
+    assert taken == [(r, n, name, count) for r in (0, 1) for n, count in ((1, 6), (8, 24)) for name in ("one", "two")]
+    assert all(set(turn.tokens) == {3} for turn in found)
+    assert "broken" in printed and "pip install gone" in printed
+
+
+async def test_an_engine_that_ends_in_its_turn_is_left_out_from_there_on_and_ends_no_other() -> None:
+    tried_and_one_turn = ECHO.replace("in sys.stdin", "in (sys.stdin.readline() for _ in range(2))")
+    found, printed = await compared([engine("one"), engine("mortal", tried_and_one_turn)], [1], [[1]])
+    assert sorted(turn.contestant for turn in found) == ["mortal", "one", "one"]
+    assert printed.count("left out from here on: engine=mortal: ended") == 1
+
+
+async def test_an_engine_rests_between_its_turns_and_leaves_nothing_behind() -> None:
+    process = await Process.start(engine("echo"))
+    number = process._process.pid
+    for _ in range(500):
+        if state(number) == "T":
+            break
+        await asyncio.sleep(0.01)
+    assert state(number) == "T"
+    await process.stop()
+    assert state(number) is None
+
+
+def test_the_table_gives_the_median_of_ratios_to_plain_decoding_in_the_same_repeat() -> None:
+    rates = {"none": (10, 20, 40), "fast": (30, 40, 60)}
+    taken = [
+        Turn(name, "bfloat16", 1, repeat, 1.0, [rate])
+        for name, by_repeat in rates.items()
+        for repeat, rate in enumerate(by_repeat)
+    ]
+    console = Console(width=80, file=io.StringIO())
+    console.print(table(taken).rich())
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "40 (2.00x)" in printed and "20 (1.00x)" in printed
+    assert printed.index("fast") < printed.index("none")
+
+
+def test_engines_that_are_not_installed_come_with_the_line_that_installs_them(tmp_path: Path) -> None:
+    found = baselines(tmp_path, "model", {}, 2, 8)
+    assert [one.name for one in found] == list(INSTALL)
+    assert all(isinstance(one, Missing) and "pip install" in one.reason for one in found)
+
+
+@pytest.mark.parametrize("kind", ["BF16", "F16"])
+def test_weights_keep_their_numbers_in_another_type(tmp_path: Path, kind: str) -> None:
+    matrix, vector = np.arange(64, dtype=np.float32).reshape(2, 32), np.arange(32, dtype=np.float32)
+    writer = gguf.GGUFWriter(tmp_path / "small.gguf", "llama")
+    writer.add_context_length(128)
+    writer.add_array("tokenizer.ggml.tokens", ["a", "b"])
+    writer.add_tensor("matrix", matrix)
+    writer.add_tensor("vector", vector)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    reader = gguf.GGUFReader(retype(tmp_path / "small.gguf", tmp_path / "other.gguf", kind))
+    assert reader.fields["llama.context_length"].contents() == 128
+    assert reader.fields["tokenizer.ggml.tokens"].contents() == ["a", "b"]
+    found = {tensor.name: tensor for tensor in reader.tensors}
+    assert file_type(tmp_path / "small.gguf") == "F32"
+    assert found["matrix"].tensor_type.name == kind and found["vector"].tensor_type.name == "F32"
+    for name, numbers in (("matrix", matrix), ("vector", vector)):
+        tensor = found[name]
+        assert np.array_equal(gguf.dequantize(tensor.data, tensor.tensor_type).reshape(numbers.shape), numbers)

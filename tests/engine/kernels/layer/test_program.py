@@ -1,0 +1,162 @@
+"""The steps of a layer against plain operations of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.core.kv_shape import KVShape
+from engine.kernels.attention.attention import Attention
+from engine.kernels.gemm.matmul import Matmul, units
+from engine.kernels.gemm.packed_linear import Product
+from engine.kernels.layer.program import LayerProgram
+from engine.kernels.layer.row_kernels import CAP, ROW_NORM, cap_kernel, row_norm_kernel
+from engine.kernels.layer.weights import ExpertMlp, GatedMlp, Norm
+from engine.kernels.threads import address_of
+from engine.model.kv_pool import KVPool
+
+ROWS, HIDDEN, INNER = 13, 64, 96
+TYPES = [torch.float32, torch.bfloat16]
+types = pytest.mark.parametrize("dtype", TYPES, ids=["float32", "bfloat16"])
+multiplied = pytest.mark.skipif(not units(), reason="no kernel of ours multiplies on this processor")
+
+
+def program_of(dtype: torch.dtype) -> LayerProgram:
+    pool = KVPool(KVShape(1, 1, 16, dtype), 1)
+    return LayerProgram(Attention(pool, 4), 16, HIDDEN, dtype, 2)
+
+
+def ran(program: LayerProgram, rows: int, residual: Tensor) -> Tensor:
+    program.residual[:rows] = residual
+    program.begin(rows, 0, 0, [torch.zeros(1)])
+    program.run()
+    return program.buffers["x"][:rows].float()
+
+
+def rms(x: Tensor, norm: Norm) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.epsilon) * norm.weight
+
+
+def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    return bool((found.float() - expected.float()).abs().max() <= limit * expected.float().abs().max())
+
+
+@types
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("added", ["whole", "norm", "share", "nothing"])
+def test_a_norm_adds_what_a_product_left_and_normalises_the_sum(dtype: torch.dtype, normed: bool, added: str) -> None:
+    torch.manual_seed(0)
+    program, norm, of_delta = program_of(dtype), *(Norm(torch.randn(HIDDEN), 1e-5) for _ in range(2))
+    delta = program.buffer("delta", HIDDEN)
+    delta[:ROWS] = torch.randn(ROWS, HIDDEN)
+    residual, expected = torch.randn(ROWS, HIDDEN), torch.zeros(ROWS, HIDDEN)
+    if added != "nothing":
+        program.delta(of_delta if added == "norm" else None, 0.25 if added == "share" else 1.0)
+        expected = delta[:ROWS].float() * (0.25 if added == "share" else 1.0)
+        expected = rms(expected, of_delta) if added == "norm" else expected
+    program.norm(norm if normed else None)
+    found = ran(program, ROWS, residual)
+    sums = residual + expected
+    assert close(program.residual[:ROWS], sums, torch.float32)
+    assert close(found, rms(sums, norm) if normed else sums, dtype)
+
+
+@types
+@pytest.mark.parametrize("gelu", [False, True])
+def test_a_gate_is_silu_or_gelus_tanh_approximation(dtype: torch.dtype, gelu: bool) -> None:
+    torch.manual_seed(0)
+    program, x = program_of(dtype), torch.randn(ROWS, HIDDEN)
+    gate_up, down = torch.randn(2 * INNER, HIDDEN) / 4, torch.randn(HIDDEN, INNER) / 4
+    program.norm(None)
+    products = Product(gate_up.to(dtype), gated=False), Product(down.to(dtype))
+    program._mlp(GatedMlp(products[0], products[1], INNER, gated=False, gelu=gelu))
+    rows = ran(program, ROWS, x)
+    gate, up = (rows @ gate_up.to(dtype).float().T).chunk(2, dim=1)
+    act: Callable[[Tensor], Tensor] = (lambda g: F.gelu(g, approximate="tanh")) if gelu else F.silu
+    assert close(program.buffers["inner"][:ROWS], act(gate) * up, dtype)
+
+
+@types
+def test_a_norm_over_all_heads_changes_its_columns_alone(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, norm, work = torch.randn(ROWS, 96).to(dtype), Norm(torch.randn(32), 1e-5), np.zeros(1, ROW_NORM)
+    before = x.clone()
+    fields = {"x": x[:, 16:].data_ptr(), "stride": x.stride(0) * x.itemsize, "weight": norm.weight.data_ptr()}
+    fields |= {"rows": ROWS, "columns": 32, "width": x.itemsize}
+    for name, value in fields.items():
+        work[name] = value
+    work["epsilon"] = norm.epsilon
+    row_norm_kernel()(address_of(work), ROWS)
+    assert close(x[:, 16:48], rms(before[:, 16:48].float(), norm), dtype)
+    assert torch.equal(x[:, :16], before[:, :16]) and torch.equal(x[:, 48:], before[:, 48:])
+
+
+@types
+@pytest.mark.parametrize("cap", [0.0, 3.0])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_logits_are_scaled_and_capped_to_the_last(dtype: torch.dtype, cap: float, threads: int) -> None:
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    x, work = (4 * torch.randn(3, 37)).to(dtype), np.zeros(1, CAP)
+    expected = x.float() / 2
+    work["x"], work["rows"], work["columns"], work["width"] = x.data_ptr(), 3, 37, x.itemsize
+    work["scale"], work["cap"] = 0.5, cap
+    cap_kernel()(address_of(work), 8)
+    assert close(x, cap * torch.tanh(expected / cap) if cap else expected, dtype)
+
+
+def experts_of(dtype: torch.dtype, top_k: int, normalised: bool) -> tuple[ExpertMlp, Callable[[Tensor], Tensor]]:
+    """Six experts, and what they make of rows by plain operations."""
+    torch.manual_seed(0)
+    router = torch.randn(6, HIDDEN).to(dtype) / 4
+    gate_up = torch.randn(6, 2 * INNER, HIDDEN).to(dtype) / 4
+    down = torch.randn(6, HIDDEN, INNER).to(dtype) / 4
+    matmuls = [Matmul(w, gated=True) for w in gate_up], [Matmul(w) for w in down]
+    mlp = ExpertMlp(Product(router), matmuls[0], matmuls[1], INNER, top_k, normalised)
+
+    def plain(x: Tensor) -> Tensor:
+        shares, chosen = torch.softmax((x @ router.float().T).to(dtype).float(), dim=1).topk(top_k)
+        shares = shares / shares.sum(1, keepdim=True) if normalised else shares
+        out = torch.zeros_like(x)
+        for row, (of_row, which) in enumerate(zip(shares, chosen, strict=True)):
+            for share, expert in zip(of_row, which, strict=True):
+                gate, up = (gate_up[expert].float() @ x[row]).chunk(2)
+                out[row] += share * (down[expert].float() @ (F.silu(gate) * up))
+        return out
+
+    return mlp, plain
+
+
+@multiplied
+@types
+@pytest.mark.parametrize(("top_k", "normalised"), [(1, True), (2, True), (3, False), (6, True)])
+def test_a_row_gets_the_experts_that_its_router_chooses(dtype: torch.dtype, top_k: int, normalised: bool) -> None:
+    mlp, plain = experts_of(dtype, top_k, normalised)
+    program = program_of(dtype)
+    program.norm(None)
+    program._experts_of(mlp)
+    x = ran(program, ROWS, torch.randn(ROWS, HIDDEN))
+    assert close(program.buffers["delta"][:ROWS], plain(x), dtype)
+
+
+@multiplied
+@types
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_row_has_the_same_bits_whatever_experts_other_rows_choose(dtype: torch.dtype, threads: int) -> None:
+    torch.set_num_threads(threads)
+    mlp, _ = experts_of(dtype, 2, True)
+    program, x = program_of(dtype), torch.randn(ROWS, HIDDEN)
+    program.norm(None)
+    program._experts_of(mlp)
+    ran(program, ROWS, x)
+    together = program.buffers["delta"][:ROWS].clone()
+    for first, end in pairwise((0, 1, 2, 5, ROWS)):
+        ran(program, end - first, x[first:end])
+        assert torch.equal(program.buffers["delta"][: end - first], together[first:end])

@@ -1,0 +1,37 @@
+"""A tiny model whose chat template takes tools and reasoning, as Qwen's do, and which has tokens to fill in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import save_tiny_llama, tiny_tokenizer
+
+TEMPLATE = (
+    "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools> <tool_call> <think>{% endif %}"
+    "{% for m in messages %}<|user|>{{ m.role }}:{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.arguments | tojson }}</tool_call>{% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% if enable_thinking %}<think>\n{% endif %}{% endif %}"
+)
+FILL_IN = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+}
+
+
+def tool(name: str = "weather", parameters: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A tool as OpenAI writes it."""
+    schema = WEATHER if parameters is None else parameters
+    return {"type": "function", "function": {"name": name, "description": "Tell it.", "parameters": schema}}
+
+
+def save_tool_model(folder: Path) -> str:
+    """A random Llama that calls tools where it has to."""
+    path = save_tiny_llama(folder, vocabulary=264, max_position_embeddings=4096)
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(FILL_IN, special_tokens=True)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(path)
+    return path

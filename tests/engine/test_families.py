@@ -1,0 +1,40 @@
+"""Families of the lean decoder through the whole engine: drafted answers are those of plain decoding."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from engine import SamplingParams
+from tests.conftest import VOCABULARY, tiny_tokenizer
+from tests.engine.test_exact import build
+from tests.engine.tiny_engine import PROMPTS, tiny_engine
+
+LENGTH = 40
+
+
+@pytest.fixture(scope="module", params=["gemma3", "qwen3 with experts"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("family")
+    build(request.param, "bfloat16", vocab_size=VOCABULARY).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_answers_that_are_drafted_are_those_of_plain_decoding(
+    model: Path, temperature: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = [SamplingParams(max_tokens=LENGTH, temperature=temperature, seed=seed) for seed, _ in enumerate(PROMPTS)]
+    async with tiny_engine(str(model), "") as plain:
+        pairs = [*zip(PROMPTS, wanted, strict=True)]
+        answers = [(await plain.generate(prompt, params)).token_ids for prompt, params in pairs]
+    async with tiny_engine(str(model), "", "suffix") as engine:
+        for _ in range(2):  # the second time the index knows the answers
+            results = await asyncio.gather(*(engine.generate(prompt, params) for prompt, params in pairs))
+            assert [result.token_ids for result in results] == answers
+        assert all(result.metrics.exact for result in results)
+        assert max(result.metrics.mean_accepted_tokens for result in results) > 2
+    assert "slower" not in capsys.readouterr().err
