@@ -104,13 +104,14 @@ def qa(
         typer.Option(
             help="Comma-separated contestants; METHOD+dense also drafts from the passages found, datastore from all."
         ),
-    ] = "none,pld,suffix,suffix+dense,datastore",
+    ] = "none,talon-pld,talon-suffix,talon-suffix+dense,talon-datastore",
     limit: Annotated[int | None, typer.Option(help="Questions of each category.", show_default="all", min=1)] = None,
     passages: Annotated[int, typer.Option(help="Passages retrieved into the prompt.", min=1)] = 2,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the sampling and of the order of contestants.")] = 0,
     minutes: MinutesOption = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where an earlier run into --out stopped.")] = False,
     heads: HeadsOption = None,
     out: Annotated[Path, typer.Option(help="Folder for qa.jsonl and the report.")] = Path("out"),
     config: ConfigOption = configuration.DEMO,
@@ -128,7 +129,8 @@ def qa(
             raise ConfigError("--questions: name at least one JSONL file with rows of category nq, rag or qa")
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed).validate()
         settings = configuration.load(config, overrides(set_))
-        plan = MeasurementPlan(settings, names_in(methods), questions, out, [sampling], limit, 1, minutes, heads)
+        names = names_in(methods)
+        plan = MeasurementPlan(settings, names, questions, out, [sampling], limit, 1, minutes, heads, resume)
         with results_in(out):
             failed, retrieval, rows = await knowledge(plan, passages, console)
         if as_json:

@@ -155,7 +155,7 @@ def draw(profile: Profile, out: Path, console: Console) -> None:
     axis.plot(places, [forward.arithmetic_ms for forward in profile.forwards], "k_--", label=arithmetic)
     title = f"{profile.model}, {profile.dtype}, {profile.device}, threads: {profile.threads}, {profile.forward}"
     axis.set_title(title, fontsize=9, loc="left")
-    axis.set(xlabel=f"rows of a forward behind {profile.behind} tokens", ylabel="ms")
+    axis.set(xlabel=f"rows of a forward after {profile.behind} tokens", ylabel="ms")
     axis.legend(fontsize=8, loc="upper left")
     try:
         save(figure, out)
@@ -175,7 +175,7 @@ def show(found: Profile, as_json: bool) -> None:
         return
     console = Console()
     console.print(f"{found.model}, {found.dtype}, {found.device}, threads: {found.threads}, {found.forward}")
-    console.print(f"Forwards behind {found.behind} tokens, which read {found.weights_mb:.3g} MB of weights.")
+    console.print(f"Forwards after {found.behind} tokens, which read {found.weights_mb:.3g} MB of weights.")
     console.print(
         f"This machine reads {found.read_gb_per_s:.1f} GB/s, {found.multiply_adds_per_s:.2g} multiply-adds/s."
     )

@@ -20,8 +20,11 @@ from torch import Tensor
 
 from drafters.heads import speculators
 from engine.core.errors import DrafterMismatch, ModelError, first_line
+from engine.kernels.quant.stored import StoredMatrix
 from engine.kernels.quantised import BLOCK_INPUTS, Quantised
 from engine.weights.catalogue import suggestion
+from engine.weights.gguf_file import GgufFile
+from engine.weights.gguf_source import open_gguf
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 _SCALES = ".scales"
@@ -162,8 +165,11 @@ class TargetWeights:
         folder = find_folder(path, "model")
         config = read_config(folder, "model")
         config = config.get("text_config", config)
-        embedding = _find_tensor(folder, path, "embed_tokens.weight")
-        lm_head = _find_tensor(folder, path, "lm_head.weight")
+        if (gguf := open_gguf(folder)) is not None:
+            embedding, lm_head = _dequantised(gguf, "token_embd.weight"), _dequantised(gguf, "output.weight")
+        else:
+            embedding = _find_tensor(folder, path, "embed_tokens.weight")
+            lm_head = _find_tensor(folder, path, "lm_head.weight")
         if embedding is None:
             raise ModelError(f"model={path}: no tensor named *embed_tokens.weight; draft heads need its embeddings")
         if lm_head is None and not config.get("tie_word_embeddings", True):  # as transformers takes it
@@ -212,6 +218,13 @@ def read_tensors(file: Path, field: str) -> dict[str, Tensor]:
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise ModelError(f"{field}={file}: holds more than named tensors: convert it to safetensors")
     return tensors
+
+
+def _dequantised(gguf: GgufFile, name: str) -> Tensor | None:
+    """A matrix of the file as bfloat16; None if there is none of that name."""
+    if (tensor := gguf.tensor(name)) is None:
+        return None
+    return StoredMatrix.of(tensor.kind.name, gguf.read(tensor), tensor.shape[0]).values()
 
 
 def _find_tensor(folder: Path, path: str, suffix: str) -> Tensor | None:

@@ -73,7 +73,7 @@ def _multiplied(weight: Tensor, bias: Tensor | None, gated: bool, coded: bool) -
     if not (coded and fits and weight.dtype == torch.bfloat16 and units()[0].paired):
         return Matmul(weight, bias, gated)
     codes = Quantised.nearest(weight)
-    return Matmul(codes.values(), bias, gated, quantised=codes)
+    return Matmul(codes.values(), bias, gated)
 
 
 class PairLinear:

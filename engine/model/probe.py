@@ -16,7 +16,7 @@ from engine.core.batch import Segment
 from engine.core.errors import ModelError
 from engine.core.tree import TokenTree
 from engine.model.loading import name_of
-from engine.model.masked import refusal
+from engine.model.stock_logits import StockLogits
 from engine.model.windows import short_windows
 
 _TOKENS = 24
@@ -37,61 +37,12 @@ class Runs(Protocol):
     def run(self, segments: Sequence[Segment]) -> tuple[Tensor, Any]: ...
 
 
-class ModelProbe:
-    """expected: [tokens, vocab] float32, the logits of the model as it was loaded; beyond: those with short windows,
-    None if the model names no windows; far: the logits where the text begins at a later position, by that position.
+class BatchProbe:
+    """Tries whether a token's logits depend on what is read with it. config: of the text model."""
 
-    context: the positions that will be served.
-    """
-
-    def __init__(self, model: Any, name: str, context: int):
-        self.model, self.name = model, name
-        self.config = model.config.get_text_config()
-        self.tokens = [(7 + 31 * i) % self.config.vocab_size for i in range(_TOKENS)]
-        self.expected = self._untouched()
-        if self.expected.isnan().any():
-            raise ModelError(
-                f"model={name}: the logits of a short text are not numbers (NaN) in {name_of(model.dtype)}: "
-                "the model overflows, or its weights are damaged; use dtype: float32 or get the checkpoint again"
-            )
-        with short_windows(self.config) as windowed:
-            self.beyond = self._untouched() if windowed else None
-        self.far = {start: self._untouched(start) for start in far_positions(self.config, context)}
-
-    @property
-    def heeds_windows(self) -> bool:
-        """Whether the model attends by the windows that its configuration names, if any."""
-        return self.beyond is None or not torch.equal(self.beyond, self.expected)
-
-    def agrees(self, target: Runs, expected: Tensor) -> bool:
-        """Whether the text gives the expected logits when read in two parts, the second as a tree of two branches."""
-        return self._error(target, expected) <= _tolerance(target)
-
-    def agrees_anywhere(self, target: Runs) -> bool:
-        """The same for the logits of the first positions and of all far ones. A far text may err little more than the
-        near one does: in bfloat16 a scale by position can be smaller than what rounding is allowed. The near one is
-        read last, so that it shows a forward that far positions change.
-        """
-        far = max((self._error(target, expected, start) for start, expected in self.far.items()), default=0.0)
-        near, tolerance = self._error(target, self.expected), _tolerance(target)
-        return near <= tolerance and far <= min(tolerance, max(1e-3, _FAR_ERROR * near))
-
-    def _error(self, target: Runs, expected: Tensor, start: int = 0) -> float:
-        """The text's error in standard deviations of the expected logits, when it begins at position `start`."""
-        tokens, split = self.tokens, _TOKENS - 4
-        cache = target.new_cache(_TOKENS + 8)
-        try:
-            target.run([replace(Segment.of_text(tokens[:split], cache), offset=start)])
-            cache.commit(range(split))
-            wrong = (tokens[split] + 1) % target.vocab_size
-            nodes = [tokens[split], wrong, tokens[split + 1], wrong, tokens[split + 2]]
-            tree = TokenTree.from_lists(nodes, [-1, 0, 0, 2, 2], [1.0] * 5)
-            logits, _ = target.run([replace(Segment.of_tree(tree, cache), offset=start)])
-        finally:
-            target.release(cache)
-        found, expected = logits[[0, 2, 4]].float(), expected[split : split + 3]
-        error = (found - expected).pow(2).mean().sqrt() / expected.std()
-        return float(error.nan_to_num(torch.inf))
+    def __init__(self, config: Any):
+        self.config = config
+        self.tokens = [(7 + 31 * i) % config.vocab_size for i in range(_TOKENS)]
 
     def equal_bits(self, target: Runs) -> bool:
         """Whether a token's logits are the same bits read with others, alone, and in a tree with wrong siblings."""
@@ -127,15 +78,63 @@ class ModelProbe:
             parents += [parent, parent, parent] if parent >= 0 else [parent]
         return TokenTree.from_lists(nodes, parents, [1.0] * len(nodes)), spine
 
-    def _untouched(self, start: int = 0) -> Tensor:
-        """The logits of the text by the model as it was loaded, [tokens, vocab] float32; start: its first position."""
-        device = self.model.device
-        places = {"position_ids": torch.arange(start, start + _TOKENS, device=device)[None]} if start else {}
+
+class ModelProbe(BatchProbe):
+    """Tries whether a forward agrees with that of transformers.
+
+    expected: [tokens, vocab] float32, the logits of the stock forward; beyond: those with short windows, None if the
+    model names no windows; far: the logits where the text begins at a later position, by that position.
+
+    stock: the forward of the model as it was loaded. context: the positions that will be served.
+    """
+
+    def __init__(self, model: Any, name: str, context: int, stock: StockLogits):
+        super().__init__(model.config.get_text_config())
+        with short_windows(self.config) as windowed:
+            self.beyond = stock(self.tokens, [0])[0] if windowed else None
+        far = far_positions(self.config, context)
+        self.expected, *logits = stock(self.tokens, [0, *far])
+        self.far = dict(zip(far, logits, strict=True))
+        if self.expected.isnan().any():
+            raise ModelError(
+                f"model={name}: the logits of a short text are not numbers (NaN) in {name_of(model.dtype)}: "
+                "the model overflows, or its weights are damaged; use dtype: float32 or get the checkpoint again"
+            )
+
+    @property
+    def heeds_windows(self) -> bool:
+        """Whether the model attends by the windows that its configuration names, if any."""
+        return self.beyond is None or not torch.equal(self.beyond, self.expected)
+
+    def agrees(self, target: Runs, expected: Tensor) -> bool:
+        """Whether the text gives the expected logits when read in two parts, the second as a tree of two branches."""
+        return self._error(target, expected) <= _tolerance(target)
+
+    def agrees_anywhere(self, target: Runs) -> bool:
+        """The same for the logits of the first positions and of all far ones. A far text may err little more than the
+        near one does: in bfloat16 a scale by position can be smaller than what rounding is allowed. The near one is
+        read last, so that it shows a forward that far positions change.
+        """
+        far = max((self._error(target, expected, start) for start, expected in self.far.items()), default=0.0)
+        near, tolerance = self._error(target, self.expected), _tolerance(target)
+        return near <= tolerance and far <= min(tolerance, max(1e-3, _FAR_ERROR * near))
+
+    def _error(self, target: Runs, expected: Tensor, start: int = 0) -> float:
+        """The text's error in standard deviations of the expected logits, when it begins at position `start`."""
+        tokens, split = self.tokens, _TOKENS - 4
+        cache = target.new_cache(_TOKENS + 8)
         try:
-            logits: Tensor = self.model(torch.tensor([self.tokens], device=device), **places).logits[0].float()
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise refusal(self.model, self.name) from error
-        return logits
+            target.run([replace(Segment.of_text(tokens[:split], cache), offset=start)])
+            cache.commit(range(split))
+            wrong = (tokens[split] + 1) % target.vocab_size
+            nodes = [tokens[split], wrong, tokens[split + 1], wrong, tokens[split + 2]]
+            tree = TokenTree.from_lists(nodes, [-1, 0, 0, 2, 2], [1.0] * 5)
+            logits, _ = target.run([replace(Segment.of_tree(tree, cache), offset=start)])
+        finally:
+            target.release(cache)
+        found, expected = logits[[0, 2, 4]].float(), expected[split : split + 3]
+        error = (found - expected).pow(2).mean().sqrt() / expected.std()
+        return float(error.nan_to_num(torch.inf))
 
 
 def far_positions(config: Any, context: int) -> list[int]:

@@ -158,7 +158,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 class Hello(Message, frozen=True, kw_only=True):
     """A drafter has joined. feature_layers: hidden states of the target that it needs; successors: how many of the
     target's likeliest next tokens it needs for every verified node. calibrated: its trees may be cut by their
-    confidence. rests: its model can rest when told to. draft_s, read_s: time of a usual draft of its model, and of a
+    confidence. rests: its model can rest when asked to. draft_s, read_s: time of a usual draft of its model, and of a
     position that the model reads, as measured when it was loaded; 0: unknown.
     """
 
@@ -199,19 +199,18 @@ class Rates(msgspec.Struct, frozen=True, array_like=True):
 class RoundVerdict(Message, frozen=True, kw_only=True):
     """The verdict on `draft` (0: a tree the verifier made itself) in `round`.
 
-    ahead: whether to draft for the outcomes of the next round while it runs. alone: the next round verifies the root
-    alone rather than wait for a draft. rest: whether a draft model should rest. rates: for the drafter to judge what is
-    worth its time. Arrays: path, tokens, successors, the tokens that the verifier grafted onto the draft
+    ahead: whether to draft for the outcomes of the next round while it runs. root_only: the next round verifies the
+    root alone rather than wait for a draft. rest: whether a draft model should rest. rates: for the drafter to judge
+    what is worth its time. Arrays: path, tokens, successors, the tokens that the verifier grafted onto the draft
     (`TokenTree.grafted`), tokens of earlier rounds of which there was no verdict, since a draft model that rests alone
-    is told nothing, and features (as bfloat16 bits: heads need no more precision, and a prompt's features take
-    megabytes).
+    gets none, and features (as bfloat16 bits: heads need no more precision, and a prompt's features take megabytes).
     """
 
     request: int
     round: int
     draft: int
     ahead: bool = False
-    alone: bool = False
+    root_only: bool = False
     rest: bool = False
     rates: Rates = Rates()
 

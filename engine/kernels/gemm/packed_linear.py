@@ -30,9 +30,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.kernels.gemm.matmul import Matmul, units
+from engine.kernels.gemm.matmul import Matmul, shape_of, units
 from engine.kernels.quant.stored import StoredMatrix
-from engine.kernels.quantised import Quantised
 from engine.kernels.simd import LANES
 
 _ANCHOR = 16  # rows of the product that the others are compared with
@@ -74,29 +73,27 @@ def product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 class Product:
     """x [rows, in] times a matrix [out, in], plus the bias; a row's bits are independent of others if `rows` is known.
 
-    gated: the matrix is a gate and then an up projection. If `gated` stays true, the result is silu(gate) * up.
-    quantised: the same matrix in fewer bits. weight: or the parts of a file that hold the outputs one after the other,
-    for bfloat16.
+    weight: the matrix, or the parts of a file that hold its outputs one after the other, as bfloat16. gated: the matrix
+    is a gate and then an up projection. If `gated` stays true, the result is silu(gate) * up.
     """
 
-    def __init__(
-        self,
-        weight: Tensor | Sequence[StoredMatrix],
-        bias: Tensor | None = None,
-        gated: bool = False,
-        quantised: Quantised | None = None,
-    ):
-        if not isinstance(weight, Tensor):
-            weight = torch.cat([part.values() for part in weight])
+    def __init__(self, weight: Tensor | Sequence[StoredMatrix], bias: Tensor | None = None, gated: bool = False):
         self.bias = bias
-        self.outputs, self.inputs = weight.shape
-        self._itemsize = weight.itemsize
-        multiplies = can_multiply(weight)
-        self.gated = gated and multiplies and self.outputs % (2 * LANES) == 0
-        self.matmul = Matmul(weight, bias, self.gated, quantised=quantised) if multiplies else None
-        self.packed: Tensor | None = None if self.matmul else pack(weight)
-        self._weight = weight if self.stock else None
-        self.rows = ANY_ROWS if self.matmul else None if self.stock else exact_rows(weight, bias is not None)
+        own = can_multiply(weight) if isinstance(weight, Tensor) else multiplies(torch.bfloat16)
+        if not isinstance(weight, Tensor) and not own:
+            weight = torch.cat([part.values() for part in weight])
+        self.outputs, self.inputs = weight.shape if isinstance(weight, Tensor) else shape_of(weight)
+        self._itemsize = weight.itemsize if isinstance(weight, Tensor) else 2
+        one_layout = isinstance(weight, Tensor) or len({part.layout for part in weight}) == 1
+        self.gated = gated and own and one_layout and self.outputs % (2 * LANES) == 0
+        self.matmul = Matmul(weight, bias, self.gated) if own else None
+        self.packed: Tensor | None = None
+        self._weight: Tensor | None = None
+        self.rows: RowRange | None = ANY_ROWS
+        if isinstance(weight, Tensor) and not own:
+            self.packed = pack(weight)
+            self._weight = weight if self.packed is None else None
+            self.rows = None if self.packed is None else exact_rows(weight, bias is not None)
 
     @property
     def stock(self) -> bool:

@@ -26,7 +26,7 @@ def test_why_the_hub_gives_no_model_is_told(error: Exception, monkeypatch: pytes
 def test_whatever_an_invalid_file_makes_transformers_raise_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "rope_scaling": 5, "num_attention_heads": 0}')
     with pytest.raises(ModelError, match=r"no usable config\.json") as caught:
-        loading.loading.load_config(str(tmp_path))
+        loading.load_config(str(tmp_path))
     assert "\n" not in str(caught.value)
 
 
