@@ -71,15 +71,15 @@ class StoredMatrix:
         raw = self.raw[at if self.order is None else self.order[at]]
         return _values(raw, self.kind)
 
-    def values(self) -> Tensor:
-        """[outputs, inputs] bfloat16."""
+    def values(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """[outputs, inputs] bfloat16, or what the file says as float32."""
         outputs, inputs = self.shape
         step = max(1, _AT_ONCE // inputs)
-        made = torch.empty(outputs, inputs, dtype=torch.bfloat16)
+        made = torch.empty(outputs, inputs, dtype=dtype)
 
         def make_some(start: int) -> None:
             part = self.row_slice(start, start + step)
-            made[start : start + step] = _values(part.bytes_of_rows(), self.kind)
+            made[start : start + step] = _values(part.bytes_of_rows(), self.kind, dtype)
 
         if outputs <= step:
             make_some(0)
@@ -99,10 +99,10 @@ def row_bytes(kind: str, inputs: int) -> int:
     return size_of_row
 
 
-def _values(raw: Bytes, kind: str) -> Tensor:
-    """[rows, inputs] bfloat16."""
+def _values(raw: Bytes, kind: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """[rows, inputs]."""
     if kind == "BF16":
-        return torch.from_numpy(np.array(raw)).view(torch.bfloat16)
-    if has_layout(kind) and (layout := layout_of(kind)).coded and not layout.exponents:
+        return torch.from_numpy(np.array(raw)).view(torch.bfloat16).to(dtype)
+    if dtype == torch.bfloat16 and has_layout(kind) and (layout := layout_of(kind)).coded and not layout.exponents:
         return torch.from_numpy(dequantised(layout, raw)).view(torch.bfloat16)
-    return torch.from_numpy(dequantize(np.ascontiguousarray(raw), GGMLQuantizationType[kind])).bfloat16()
+    return torch.from_numpy(dequantize(np.ascontiguousarray(raw), GGMLQuantizationType[kind])).to(dtype)
