@@ -120,7 +120,8 @@ def score_table(rows: Sequence[QaRow]) -> Table:
                 str(len(plain)),
                 *(_share(scored, take) for take in (lambda s: s.f1, lambda s: s.subspan)),
                 known(
-                    mean(told) if (told := [r.quoted for r in plain.values() if r.quoted is not None]) else None, ".2f"
+                    mean(shares) if (shares := [r.quoted for r in plain.values() if r.quoted is not None]) else None,
+                    ".2f",
                 ),
                 f"{len(equal)} of {len(others)}",
             ]

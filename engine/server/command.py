@@ -62,7 +62,11 @@ def serve(
     ] = None,
     set_: SetOption = None,
 ) -> None:
-    """Serve OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models; /metrics, /health and /ready; a page at /.
+<<<<<<< HEAD
+    """Serve OpenAI's API (chat completions, responses, completions), Anthropic's messages, /metrics, /health, a page.
+=======
+    """Serve OpenAI's chat completions, responses and completions, and Anthropic's messages; a page at /.
+>>>>>>> tools
 
     talon serve
 

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from engine.core.batch import BLOCK
 from engine.kernels.attention.attention import Rule
+from engine.kernels.layer.weights import Norm
 from engine.model.cuda.layer_kernels import enter, gate, norm
 from engine.model.cuda.triton_attention import DeviceRows, TritonAttention
-from engine.model.decoder_layer import OtherStructure, only, scale_of
+from engine.model.decoder_layer import OtherStructure, norm_of, only
 from engine.model.kv_pool import KVPool
 from engine.model.rotary import cosines_sines
 
@@ -38,16 +39,16 @@ class LeanLayers:
         only(base, {"embed_tokens", "layers", "norm", "rotary_emb"})
         self.pool, self.heads = pool, q_per_kv * pool.shape.kv_heads
         self._embedding: nn.Embedding = base.embed_tokens
-        self._norm, self._epsilon = scale_of(base.norm)
+        self._norm = norm_of(base.norm)
         layers = [_LeanLayer(layer) for layer in base.layers]
         made = (self.heads + 2 * pool.shape.kv_heads) * pool.shape.head_dim
         if any(layer.outputs["qkv"] != made or layer.inner != layers[0].inner for layer in layers):
-            raise OtherStructure
+            raise OtherStructure("layers of different sizes")
         if type(self._embedding) is not nn.Embedding or type(model.lm_head) is not nn.Linear:
-            raise OtherStructure
+            raise OtherStructure("embeddings or logits that are computed in another way")
         self._cos_sin = torch.cat(cosines_sines(base.rotary_emb, 0, context, pool.keys.device), dim=1)
         if self._cos_sin.shape[1] > pool.shape.head_dim or self._cos_sin.shape[1] % 2:
-            raise OtherStructure
+            raise OtherStructure("rotation of more than a head")
         for layer in layers:  # not before: it changes where the model's matrices lie
             layer.join()
         self._layers, self._rules, self._head = layers, [rules[i] for i in range(len(layers))], model.lm_head
@@ -67,25 +68,25 @@ class LeanLayers:
         embedded = self._embedding(rows.tokens)
         residual, delta, states = embedded.float(), embedded, dict[int, Tensor]()
         for index, layer in enumerate(self._layers):
-            x = self._normed(residual, delta, layer.input_norm, layer.epsilon, added=index > 0)
+            x = self._normed(residual, delta, layer.input_norm, added=index > 0)
             if index in feature_layers:
                 states[index] = residual.to(x.dtype, copy=True)  # it is added to in place
             query = self._entered(rows, index, layer, layer.products["qkv"](x))
             attended = attention(seen, chunks, index, self._rules[index], query)
             delta = layer.products["out"](attended.flatten(1))
-            x = self._normed(residual, delta, layer.inner_norm, layer.epsilon)
+            x = self._normed(residual, delta, layer.inner_norm)
             delta = layer.products["down"](self._gated(layer.products["gate_up"](x)))
-        x = self._normed(residual, delta, self._norm, self._epsilon)
+        x = self._normed(residual, delta, self._norm)
         states[len(self._layers)] = x
         logits = self._head(x)
         if not feature_layers:
             return (logits,)
         return logits, torch.stack([states[layer] for layer in feature_layers], dim=1)
 
-    def _normed(self, residual: Tensor, delta: Tensor, weight: Tensor, epsilon: float, added: bool = True) -> Tensor:
+    def _normed(self, residual: Tensor, delta: Tensor, by: Norm, added: bool = True) -> Tensor:
         out, (rows, hidden) = torch.empty_like(delta), residual.shape
         sizes = {"HIDDEN": hidden, "FILLED": triton.next_power_of_2(hidden), "ADDED": added}
-        norm[(rows,)](residual, delta, weight, out, epsilon, **sizes, **_UNFUSED)
+        norm[(rows,)](residual, delta, by.weight, out, by.epsilon, **sizes, **_UNFUSED)
         return out
 
     def _gated(self, gate_up: Tensor) -> Tensor:
@@ -100,7 +101,7 @@ class LeanLayers:
         queries = qkv.new_empty(len(qkv), self.heads, shape.head_dim)
         enter[(len(qkv), self.heads + 2 * shape.kv_heads)](
             qkv,
-            layer.input_norm if layer.norms is None else layer.norms,
+            layer.input_norm.weight if layer.norms is None else layer.norms,
             self._cos_sin,
             rows.positions,
             rows.sources,
@@ -138,19 +139,20 @@ class _LeanLayer:
         }  # fmt: skip
         for linears in self._parts.values():
             if any(type(linear) is not nn.Linear for linear in linears):
-                raise OtherStructure
+                raise OtherStructure("matrices that are not linear layers")
             if len({linear.bias is None for linear in linears}) != 1:
-                raise OtherStructure
+                raise OtherStructure("biases of some matrices only")
         self.outputs = {name: sum(part.out_features for part in parts) for name, parts in self._parts.items()}
         self.inner = self.outputs["gate_up"] // 2
-        self.input_norm, self.epsilon = scale_of(layer.input_layernorm)
-        self.inner_norm, _ = scale_of(layer.post_attention_layernorm)
+        self.input_norm = norm_of(layer.input_layernorm)
+        self.inner_norm = norm_of(layer.post_attention_layernorm)
         self.norms: Tensor | None = None  # [2, head_dim]: of queries and keys
+        self.epsilon = 0.0  # of these
         if hasattr(attention, "q_norm"):
-            (query_norm, _), (key_norm, _) = scale_of(attention.q_norm), scale_of(attention.k_norm)
-            if query_norm.shape != (attention.head_dim,) or key_norm.shape != query_norm.shape:
-                raise OtherStructure
-            self.norms = torch.stack([query_norm, key_norm])
+            query_norm, key_norm = norm_of(attention.q_norm), norm_of(attention.k_norm)
+            if query_norm.weight.shape != (attention.head_dim,) or key_norm.weight.shape != query_norm.weight.shape:
+                raise OtherStructure("norms of more than a head")
+            self.norms, self.epsilon = torch.stack([query_norm.weight, key_norm.weight]), query_norm.epsilon
         self.products: dict[str, nn.Linear] = {}
 
     def join(self) -> None:

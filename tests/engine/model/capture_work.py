@@ -29,6 +29,7 @@ from drafters.heads.feature_session import FeatureSession
 from engine.core.batch import Batch, Segment
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Rule
+from engine.kernels.layer.weights import Norm
 from engine.model import stock
 from engine.model.cuda import cuda_forward, lean_layers
 from engine.model.cuda.cuda_forward import CudaForward
@@ -117,6 +118,10 @@ def target_forward(config: Any, features: tuple[int, ...]) -> None:
         assert_on_device(forward._run(chunks, features, *map(on_device, rows)))
 
 
+def moved(norm: Norm) -> Norm:
+    return Norm(on_device(norm.weight), norm.epsilon)
+
+
 def lean_layers_forward(config: Any) -> None:
     """The same with lean layers."""
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
@@ -128,9 +133,9 @@ def lean_layers_forward(config: Any) -> None:
     move(model, set())
     with MODE, torch.inference_mode():
         forward = CudaForward(model, KVPool(shape, 60, DEVICE), heads // kv_heads)
-        lean.pool, lean._cos_sin, lean._norm = forward.pool, on_device(lean._cos_sin), on_device(lean._norm)
+        lean.pool, lean._cos_sin, lean._norm = forward.pool, on_device(lean._cos_sin), moved(lean._norm)
         for layer in lean._layers:
-            layer.input_norm, layer.inner_norm = on_device(layer.input_norm), on_device(layer.inner_norm)
+            layer.input_norm, layer.inner_norm = moved(layer.input_norm), moved(layer.inner_norm)
             layer.norms = None if layer.norms is None else on_device(layer.norms)
             move(nn.ModuleDict(layer.products), set())
         forward.lean, cache = lean, KVCache(forward.pool)

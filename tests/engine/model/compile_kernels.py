@@ -25,6 +25,7 @@ from triton.backends.nvidia.driver import CudaDriver
 
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Rule
+from engine.kernels.layer.weights import Norm
 from engine.model.cuda import lean_layers, triton_attention
 from engine.model.cuda.triton_attention import DeviceRows, TritonAttention
 from engine.model.kv_pool import KVPool
@@ -99,11 +100,12 @@ def launch(shape: Shape) -> None:
     lean.pool, lean.heads, lean._cos_sin = pool, shape.kv_heads * shape.groups, torch.zeros(4, shape.head_dim)
     indexes = {name: torch.zeros(2, dtype=torch.int64) for name in ("positions", "sources", "blocks", "lanes")}
     norms = torch.zeros(2, shape.head_dim)
-    layer: Any = SimpleNamespace(input_norm=torch.zeros(_HIDDEN), norms=norms, epsilon=1e-6)
+    by = Norm(torch.zeros(_HIDDEN), 1e-6)
+    layer: Any = SimpleNamespace(input_norm=by, norms=norms, epsilon=1e-6)
     width = (lean.heads + 2 * shape.kv_heads) * shape.head_dim
     lean._entered(SimpleNamespace(**indexes), 0, layer, torch.zeros(2, width, dtype=shape.dtype))
     x = torch.zeros(2, _HIDDEN, dtype=shape.dtype)
-    lean._normed(x.float(), x, layer.input_norm, 1e-6)
+    lean._normed(x.float(), x, by)
     lean._gated(x)
 
 

@@ -111,7 +111,7 @@ def plain(tiny: str) -> dict[str, Result]:
 async def test_what_a_request_says_holds_with_every_drafter(
     tiny: str, plain: dict[str, Result], method: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(METHODS, "oracle", Method("tests.engine.test_own_say:Oracle"))
+    monkeypatch.setitem(METHODS, "oracle", Method("tests.engine.test_request_options:Oracle"))
     monkeypatch.setattr(CostModel, "patience_s", lambda *_: 1.0)  # drafts are waited for on a busy machine too
     monkeypatch.setattr(ConservativeBandit, "takes", lambda *_: True)  # and made, whatever they take
     monkeypatch.setattr(Oracle, "answers", {PARAMS[name].seed: result.token_ids for name, result in plain.items()})
