@@ -17,6 +17,7 @@ from engine.config import load
 from engine.model.target import Target
 from examples.speculative_loop import speculate
 from tests.engine.server.process import ROOT, ServerProcess, serving
+from tests.engine.server.tool_model import save_tool_model
 
 DEMO = "configs/demo.yaml"
 
@@ -38,6 +39,13 @@ def example(name: str, *arguments: str) -> str:
 def test_the_openai_client(demo: ServerProcess) -> None:
     *_, person = example("openai_client", demo.url).strip().splitlines()
     assert set(json.loads(person)) == {"name", "age"}
+
+
+def test_an_agent_calls_tools_and_answers(tmp_path: Path) -> None:
+    model = save_tool_model(tmp_path)
+    with serving("--set", f"model={model}", "--served-model-name", "tiny", "--method", "pld") as server:
+        lines = example("agent", server.url, "What is 3 + 4?").splitlines()
+    assert any(line.startswith(("add(", "roll(")) and " = " in line for line in lines)
 
 
 def test_a_stream_with_httpx(demo: ServerProcess) -> None:

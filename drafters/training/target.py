@@ -1,4 +1,4 @@
-"""The target of a training: loaded, told apart from others, and answering prompts in batches."""
+"""The target of a training: loaded, identified by a digest, and answering prompts in batches."""
 
 from __future__ import annotations
 

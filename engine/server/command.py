@@ -62,7 +62,7 @@ def serve(
     ] = None,
     set_: SetOption = None,
 ) -> None:
-    """Serve OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models; /metrics, /health and /ready; a page at /.
+    """Serve OpenAI's chat completions, responses and completions, and Anthropic's messages; a page at /.
 
     talon serve
 

@@ -140,10 +140,10 @@ class _Writer:
     def _calls(self, tools: ToolFormat, wanted: Wanted) -> None:
         """Rules for calls, from behind the trigger on."""
         named = [f"call_{number}" for number in range(len(wanted.tools))]
-        more = ""
+        more, trail = "", ""
         if wanted.many and not tools.single and len(wanted.tools) and MOST_CALLS > 1:
-            more = f"({self._literal(tools.between + tools.begin)} call){{0,{MOST_CALLS - 1}}}"
-        self.rules.append(f"calls: {self._literal(tools.rest)} call {more} {self._literal(tools.closes)}")
+            more, trail = f"({self._literal(tools.between + tools.begin)} call){{0,{MOST_CALLS - 1}}}", self._trail()
+        self.rules.append(f"calls: {self._literal(tools.rest)} call {more} {self._literal(tools.closes)} {trail}")
         self.rules.append(f"call: {' | '.join(named)}")
         for name, tool in zip(named, wanted.tools, strict=True):
             lead, end = self._literal(tool.name + tools.middle), self._literal(tools.end)
@@ -160,7 +160,15 @@ class _Writer:
                 ways.append(f"{rule} %json {_dumps(tool.closed_schema | style)} BARE_END_{place}")
             self.rules.append(f"BARE_END_{place}: /{form.end}/")
         self.rules.append(f"bare: {' | '.join(ways)}")
-        return f'bare ("\\n" bare){{0,{MOST_CALLS - 1}}}' if wanted.many else "bare"
+        return f'bare ("\\n" bare){{0,{MOST_CALLS - 1}}} {self._trail()}' if wanted.many else "bare"
+
+    def _trail(self) -> str:
+        """What may follow the last of several calls: without it a line's end, which the model writes before it ends the
+        answer, would force another call.
+        """
+        if (rule := "TRAIL: /[ \\n]{1,2}/") not in self.rules:
+            self.rules.append(rule)
+        return "TRAIL?"
 
     def _arguments(self, tools: ToolFormat, tool: Tool, name: str) -> str:
         schema = tool.closed_schema

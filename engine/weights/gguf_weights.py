@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
 from engine.core.errors import ModelError
+from engine.kernels.quant.layouts import has_layout
 from engine.kernels.quant.stored import StoredMatrix
 from engine.weights.gguf_file import GgufFile, GgufTensor
 
@@ -60,6 +61,8 @@ class GgufWeights:
         if not np.array_equal(np.sort(order), rows[:, 0]):
             raise Unreadable(f"{tensor.name} is stored with other values")
         matrix = StoredMatrix.of(tensor.kind.name, self.gguf.read(tensor), inputs)
+        if not has_layout(tensor.kind.name):
+            matrix = StoredMatrix.of_numbers(matrix.values())
         return matrix if np.array_equal(order, rows[:, 0]) else matrix.reordered(order)
 
     def values(self, parameter: Tensor) -> Tensor:
