@@ -250,7 +250,7 @@ class Engine:
                 self._supervisor.hand_over()
                 yield None
                 text = TextStream(self._tokenizer, sampling.stop, behind=tokens, shown=shown)
-                answer = Answer(text, len(tokens), started, self.target.inexact, sampling)
+                answer = Answer(text, len(tokens), started, self.target, sampling)
                 while answer.finish_reason is None:
                     arrival = await request.arrivals.get()
                     if isinstance(arrival, TalonError):

@@ -68,7 +68,7 @@ def _run_verifier(spec: WorkerSpec, config: Config, context: zmq.Context[Any], l
 
         threads = share_cores(config)
         torch.set_num_threads(threads.verifier(config.mode == "async"))
-        target = Target.load(config.model, config.dtype, config.device, config.verifier.kv_memory)
+        target = Target.of_config(config)
         with (
             own_stream(target.device, urgent=False),
             prompt_cache(config, target),

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from engine import config as configuration
-from engine.cli.command import ConfigOption, SetOption, overrides, run
+from engine.cli.command import ConfigOption, SetOption, one_line_errors, overrides, run
 from engine.core.errors import ConfigError
 from engine.core.params import SamplingParams
 
@@ -61,12 +61,25 @@ def check(
     log: Annotated[
         Path | None, typer.Option(help="File for what was compared. A check that was ended goes on from there.")
     ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            help="float32: instead, how often another token is the likeliest than in float32, and the divergence from "
+            "it, in bfloat16 and with activations=int8.",
+        ),
+    ] = None,
     config: ConfigOption = configuration.DEMO,
     set_: SetOption = None,
 ) -> None:
     """Show that every method, mode, transport and number of threads gives the text of plain decoding; exit code 1 if
     one does not."""
     console = Console(stderr=True)
+    if against is not None:
+        with one_line_errors():
+            _check_precision(
+                against, configuration.load(config, overrides(set_)), questions, limit, max_tokens, console
+            )
+        return
 
     async def main() -> int:
         from ..measure.check import Grid, run_check
@@ -93,6 +106,21 @@ def check(
 
     if run(main()):
         raise typer.Exit(1)
+
+
+def _check_precision(
+    against: str,
+    config: configuration.Config,
+    questions: list[Path] | None,
+    limit: int | None,
+    most: int,
+    told: Console,
+) -> None:
+    from ..measure.precision import measure_precision, precision_table
+
+    if against != "float32":
+        raise ConfigError(f"--against {against}: give float32")
+    Console().print(precision_table(measure_precision(config, question_files(questions), limit, most, told)).rich())
 
 
 def qa(

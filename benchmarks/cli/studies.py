@@ -69,7 +69,7 @@ def acceptance(
         layers = layers_read(chosen, settings)
         tokenizer = tokenizer_of(settings)
         suites = {f.stem: [encode_text(tokenizer, q.prompt) for q in read_questions(f, limit)] for f in files}
-        target = Target.load(settings.model, settings.dtype, settings.device, settings.verifier.kv_memory)
+        target = Target.of_config(settings)
         with results_in(out):
             with progress_bar(console) as progress:
                 for sampling in samplings:

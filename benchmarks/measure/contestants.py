@@ -67,6 +67,7 @@ class TalonContestant:
             metrics.exact,
             metrics.inexact,
             metrics.cached_tokens,
+            metrics.activations,
         )
 
     def peak_memory_mb(self) -> float | None:

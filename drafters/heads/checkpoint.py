@@ -20,8 +20,9 @@ from torch import Tensor
 
 from drafters.heads import speculators
 from engine.core.errors import DrafterMismatch, ModelError, first_line
+from engine.kernels.quant.layouts import STEP
+from engine.kernels.quant.nearest import nearest_codes, values_of
 from engine.kernels.quant.stored import StoredMatrix
-from engine.kernels.quantised import BLOCK_INPUTS, Quantised
 from engine.weights.catalogue import suggestion
 from engine.weights.gguf_file import GgufFile
 from engine.weights.gguf_source import open_gguf
@@ -65,10 +66,12 @@ class Checkpoint:
             scales, codes = self.tensors.pop(name), self.tensors.get(name.removesuffix(_SCALES))
             if codes is None or codes.dtype != torch.int8 or scales.dtype not in (torch.float16, torch.float32):
                 raise self.error(f"tensor {name} belongs to no codes of 8 bits")
-            matrix = Quantised(codes, scales, torch.zeros_like(scales))
-            if codes.dim() != 2 or codes.shape[1] % BLOCK_INPUTS or not matrix.whole:
-                raise self.error(f"tensor {name} has shape {list(scales.shape)}, its codes {list(codes.shape)}")
-            self.tensors[name.removesuffix(_SCALES)] = matrix.values()
+            try:
+                self.tensors[name.removesuffix(_SCALES)] = values_of(codes, scales)
+            except ValueError:
+                raise self.error(
+                    f"tensor {name} has shape {list(scales.shape)}, its codes {list(codes.shape)}"
+                ) from None
 
     def number(self, key: str, default: int | None = None) -> int:
         """A size or count from the config."""
@@ -135,9 +138,9 @@ def coded(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if tensor.dim() == 2 and tensor.is_floating_point() and tensor.shape[1] % BLOCK_INPUTS == 0:
-            matrix = Quantised.nearest(tensor)
-            stored |= {name: matrix.codes, name + _SCALES: matrix.scales}
+        if tensor.dim() == 2 and tensor.is_floating_point() and tensor.shape[1] % STEP == 0:
+            codes, scales = nearest_codes(tensor)
+            stored |= {name: codes, name + _SCALES: scales}
         else:
             stored[name] = tensor
     return stored

@@ -65,7 +65,7 @@ def tiled_embed_kernel(layout: QuantLayout) -> Kernel:
                 _unpack(number, panel, step, room)
                 for i in range(min(STEP, work.hidden - step * STEP)):
                     number_at = room + i // 2 * 4 * LANES + 4 * output + 2 * (i % 2)
-                    put_float(place + 4 * (step * STEP + i), work.scale * half_at(number_at))
+                    put_float(place + 4 * (step * STEP + i), half_at(number_at) * work.scale)
 
     return compiled()
 

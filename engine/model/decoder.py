@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from engine.config import Activations
 from engine.core.batch import Batch
 from engine.kernels.attention.attention import Attention, Rule
 from engine.kernels.layer.program import LayerProgram
@@ -35,10 +36,18 @@ from engine.model.rotary import RotaryTables
 class LeanDecoder:
     """Runs batches. rules: each layer's attention rule, as the stock forward passed it.
 
-    matrices: where the model's matrices are read.
+    matrices: where the model's matrices are read. activations: how those in blocks take their rows.
     """
 
-    def __init__(self, model: Any, pool: KVPool, q_per_kv: int, rules: dict[int, Rule], matrices: Matrices):
+    def __init__(
+        self,
+        model: Any,
+        pool: KVPool,
+        q_per_kv: int,
+        rules: dict[int, Rule],
+        matrices: Matrices,
+        activations: Activations = "bfloat16",
+    ):
         base, config = getattr(model, "model", None), model.config.get_text_config()
         if base is None or not isinstance(getattr(model, "lm_head", None), nn.Linear):
             raise OtherStructure("no model with lm_head")
@@ -47,12 +56,12 @@ class LeanDecoder:
         self._rotary = RotaryTables(base.rotary_emb, getattr(config, "layer_types", None))
         shape = pool.shape
         self.layers = [
-            Layer(layer, matrices, shape.head_dim, self._rotary.width, self._rotary.of_layer(index))
+            Layer(layer, matrices, activations, shape.head_dim, self._rotary.width, self._rotary.of_layer(index))
             for index, layer in enumerate(base.layers)
         ]
         self.embedding_scale = _embedding_scale(base)
         self.norm = norm_of(base.norm)
-        self.head = joined(matrices, model, ("lm_head",))
+        self.head = joined(matrices, model, ("lm_head",), activations=activations)
         self.embedding = self._embedding(base.embed_tokens.weight, model.lm_head.weight, matrices)
         self._cap = _Cap(config)
         (self.vocab_size, self.hidden), self.dtype = base.embed_tokens.weight.shape, base.embed_tokens.weight.dtype
@@ -64,6 +73,12 @@ class LeanDecoder:
         """Attend by these rules from now on."""
         self.rules = [rules[i] for i in range(len(self.layers))]
         self._program = self._program_for(1)
+
+    @property
+    def activations(self) -> Activations:
+        """int8 if any product rounds its rows to 8 bits."""
+        products = [self.head, *(product for layer in self.layers for product in layer.products)]
+        return "int8" if any(product.activations == "int8" for product in products) else "bfloat16"
 
     @property
     def exact(self) -> bool:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.config import Activations
 from engine.kernels.gemm.packed_linear import Product
 from engine.kernels.layer.weights import ExpertMlp, GatedMlp, LayerWeights, Norm
 from engine.kernels.quant.stored import StoredMatrix
@@ -40,10 +41,19 @@ class Layer:
     """One layer's weights, as a program takes them. rotated: dimensions of a head that are rotated, by that table.
 
     products: every matrix that a row is multiplied with; of experts, as many as a row has. idle_bytes: of the others.
+    activations: how matrices in blocks take their rows.
     """
 
-    def __init__(self, layer: Any, matrices: Matrices, head_dim: int, rotated: int, rotary_table: int):
-        attention, self.idle_bytes = layer.self_attn, 0
+    def __init__(
+        self,
+        layer: Any,
+        matrices: Matrices,
+        activations: Activations,
+        head_dim: int,
+        rotated: int,
+        rotary_table: int,
+    ):
+        attention, self.idle_bytes, self._activations = layer.self_attn, 0, activations
         rest = {name for name, _ in layer.named_children()} - {"resid_attn_dropout", "resid_mlp_dropout"}
         names = next((names for names in _NORMS if rest - {"self_attn", "mlp"} == {*names} - {""}), None)
         if names is None:
@@ -56,8 +66,8 @@ class Layer:
         if order is not None and normed:
             raise OtherStructure("norms of heads whose neighbouring dimensions are rotated")
         orders = None if order is None else (order, order, None)
-        qkv = joined(matrices, attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj", orders=orders)
-        out = joined(matrices, attention, ("o_proj",))
+        qkv = joined(matrices, attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj", False, orders, activations)
+        out = joined(matrices, attention, ("o_proj",), activations=activations)
         mlp, of_mlp = self._mlp(layer.mlp, matrices)
         self.products: tuple[Product, ...] = (qkv, out, *of_mlp)
         self.weights = LayerWeights(
@@ -83,8 +93,9 @@ class Layer:
             return self._experts(mlp)
         only(mlp, _MLP)
         gelu = _is_gelu(getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None))
-        gate_up = joined(matrices, mlp, ("gate_proj", "up_proj"), "gate_up_proj", gated=not gelu)
-        down = joined(matrices, mlp, ("down_proj",))
+        take = self._activations
+        gate_up = joined(matrices, mlp, ("gate_proj", "up_proj"), "gate_up_proj", not gelu, activations=take)
+        down = joined(matrices, mlp, ("down_proj",), activations=take)
         return GatedMlp(gate_up, down, down.inputs, gate_up.gated, gelu), [gate_up, down]
 
     def _experts(self, mlp: Any) -> tuple[ExpertMlp, list[Product]]:
@@ -125,10 +136,12 @@ def joined(
     whole: str = "",
     gated: bool = False,
     orders: Sequence[Tensor | None] | None = None,
+    activations: Activations = "bfloat16",
 ) -> Product:
     """One product that replaces several over the same input.
 
-    orders: for each of the parts the order of the outputs within every so many of them; None: as they are.
+    orders: for each of the parts the order of the outputs within every so many of them; None: as they are. activations:
+    how it takes its rows, if it is in blocks.
     """
     linears: list[Any] = [getattr(module, name, None) for name in ((whole,) if hasattr(module, whole) else parts)]
     if not all(type(linear) is nn.Linear for linear in linears) or (orders and len(orders) != len(linears)):
@@ -142,7 +155,7 @@ def joined(
     weights = [_ordered(part, order) for part, order in zip(found, _each(orders, linears), strict=True)]
     stored = [part for part in weights if isinstance(part, StoredMatrix)]
     if stored:  # a file holds all matrices of a model
-        return Product(stored, bias, gated)
+        return Product(stored, bias, gated, activations)
     return Product(weights[0] if len(weights) == 1 else torch.cat(weights), bias, gated)
 
 

@@ -17,6 +17,7 @@ from zlib import crc32
 
 import torch
 
+from engine.config import Activations
 from engine.files.whole_file import write_whole
 from engine.kernels.attention.attention import Rule
 from engine.kernels.simd import features
@@ -28,11 +29,13 @@ _LIBRARIES = ("torch", "transformers", "numba", "llvmlite", "gguf", "numpy")
 
 
 class Proof:
-    """folder: the directory that describes the file, and is made anew when the file changes. context: of the trial."""
+    """folder: the directory that describes the file, and is made anew when the file changes. context: of the trial.
+    activations: how products took their rows.
+    """
 
-    def __init__(self, folder: Path, context: int):
+    def __init__(self, folder: Path, context: int, activations: Activations):
         self._file = folder / _NAME
-        self._under = [f"context {context}", *_versions()]
+        self._under = [f"context {context}", f"activations {activations}", *_versions()]
 
     def read(self) -> dict[int, Rule] | None:
         """The rule of each layer; None if the model has to be tried."""

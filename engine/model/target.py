@@ -15,8 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.config import Activations, Config
 from engine.core.batch import BLOCK, Batch, Segment
-from engine.core.errors import ModelError, first_line
+from engine.core.errors import ConfigError, ModelError, first_line
 from engine.core.kv_shape import KVShape
 from engine.core.tree import TokenTree
 from engine.kernels.attention.attention import has_pairs
@@ -65,8 +66,17 @@ class Target:
     CPU runs the stock forward, which takes longer, and not the lean decoder; "" if it does not.
     """
 
-    def __init__(self, model: Any, name: str, kv_memory: int | None = None, weights: GgufWeights | None = None):
-        """weights: of a model on the meta device. Raises OtherStructure if the lean decoder cannot run those."""
+    def __init__(
+        self,
+        model: Any,
+        name: str,
+        kv_memory: int | None = None,
+        weights: GgufWeights | None = None,
+        activations: Activations = "bfloat16",
+    ):
+        """weights: of a model on the meta device. activations: how their matrices take rows. Raises OtherStructure if
+        the lean decoder cannot run those.
+        """
         self.model = model.eval()
         self.name = name
         config = model.config.get_text_config()
@@ -87,12 +97,21 @@ class Target:
         if weights is None:
             self._choose_forward(kv_memory)
         else:
-            self._take_lean(weights, kv_memory)
+            self._take_lean(weights, kv_memory, activations)
 
     @classmethod
-    def load(cls, path: str, dtype: str = "auto", device: str = "auto", kv_memory: int | None = None) -> Target:
-        """Load a checkpoint directory or hub id. kv_memory: bytes for keys and values, None: a share of free memory."""
-        target = cls._load_gguf(path, dtype, find_device(device), kv_memory)
+    def load(
+        cls,
+        path: str,
+        dtype: str = "auto",
+        device: str = "auto",
+        kv_memory: int | None = None,
+        activations: Activations = "bfloat16",
+    ) -> Target:
+        """Load a checkpoint directory or hub id. kv_memory: bytes for keys and values, None: a share of free memory.
+        activations: int8 for matrices in blocks, where there are any and the lean decoder runs them: see `activations`.
+        """
+        target = cls._load_gguf(path, dtype, find_device(device), kv_memory, activations)
         if target is None:
             target = cls(load_model(path, dtype, find_device(device)), path, kv_memory)
         if isinstance(target._forward, LeanDecoder):
@@ -100,7 +119,21 @@ class Target:
         return target
 
     @classmethod
-    def _load_gguf(cls, path: str, dtype: str, device: torch.device, kv_memory: int | None) -> Target | None:
+    def of_config(cls, config: Config) -> Target:
+        """The target that a configuration names. Raises ConfigError if it cannot have those activations."""
+        memory = config.verifier.kv_memory
+        target = cls.load(config.model, config.dtype, config.device, memory, config.activations)
+        if config.activations != target.activations:
+            raise ConfigError(
+                f"activations={config.activations}: this model has no matrices in blocks that this processor "
+                f"multiplies so; take a GGUF file of a common structure, or activations={target.activations}"
+            )
+        return target
+
+    @classmethod
+    def _load_gguf(
+        cls, path: str, dtype: str, device: torch.device, kv_memory: int | None, activations: Activations
+    ) -> Target | None:
         """The target of a directory that describes a GGUF file, with nothing in memory but the decoder's own layout;
         None if the stock forward has to be loaded for it.
         """
@@ -112,7 +145,7 @@ class Target:
         check_memory(gguf, f"model={path}", free_memory())
         model = skeleton(path, config)
         try:
-            return cls(model, path, kv_memory, GgufWeights(gguf, model))
+            return cls(model, path, kv_memory, GgufWeights(gguf, model), activations)
         except (Unreadable, OtherStructure, AttributeError):  # a part of the structure is missing
             return None
 
@@ -120,6 +153,11 @@ class Target:
     def context(self) -> int:
         """The maximum positions of a request: the model's, as far as the pool has room for them."""
         return self.own_context if self.pool is None else min(self.own_context, self.pool.blocks * BLOCK)
+
+    @property
+    def activations(self) -> Activations:
+        """How the products take their rows: int8 if matrices in blocks do."""
+        return self._forward.activations if isinstance(self._forward, LeanDecoder) else "bfloat16"
 
     @property
     def exact(self) -> bool:
@@ -227,10 +265,10 @@ class Target:
             self.unlike = self.inexact if self.device.type == "cpu" else ""
 
     @torch.inference_mode()
-    def _take_lean(self, weights: GgufWeights, kv_memory: int | None) -> None:
+    def _take_lean(self, weights: GgufWeights, kv_memory: int | None, activations: Activations) -> None:
         """Run the lean decoder, once it agrees with the stock forward, which is run layer by layer."""
         weights.fill_small(self.model)
-        proof = Proof(Path(self.name), self.own_context)
+        proof = Proof(Path(self.name), self.own_context, activations)
         stock = LayeredStock(self.model, weights)
         trial = None
         if (rules := proof.read()) is None:
@@ -238,7 +276,7 @@ class Target:
             rules = stock.passed[-1]
         hold_frequencies(self.model)
         self.pool, q_per_kv = self._make_pool(kv_memory, weights.gguf.size)
-        self._forward = lean = LeanDecoder(self.model, self.pool, q_per_kv, rules, weights.matrix)
+        self._forward = lean = LeanDecoder(self.model, self.pool, q_per_kv, rules, weights.matrix, activations)
         if trial is not None:
             if trial.beyond is not None:
                 lean.take_rules(stock.passed[0])

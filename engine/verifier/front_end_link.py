@@ -121,6 +121,7 @@ class FrontEndLink:
             eos_tokens=tuple(sorted(target.eos_tokens)),
             weight_bytes=target.weight_bytes,
             kv_bytes=0 if pool is None else pool.blocks * pool.shape.block_bytes,
+            activations=target.activations,
         )
         self.dealer.send(ready)
 

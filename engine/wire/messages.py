@@ -56,7 +56,8 @@ class Ready(Message, frozen=True, kw_only=True):
 
     defaults: the sampling settings in the target's files (`own_defaults`). inexact: why a token's logits may depend on
     the other rows of the forward, "" if they do not. eos_tokens: the ids that end an answer. weight_bytes, kv_bytes:
-    memory of the weights as they are laid out, and at most of keys and values, 0 if these are not pooled.
+    memory of the weights as they are laid out, and at most of keys and values, 0 if these are not pooled. activations:
+    how products take their rows, bfloat16 (or the model's own type) or int8.
     """
 
     vocab_size: int = 0
@@ -66,6 +67,7 @@ class Ready(Message, frozen=True, kw_only=True):
     eos_tokens: tuple[int, ...] = ()
     weight_bytes: int = 0
     kv_bytes: int = 0
+    activations: str = "bfloat16"
 
     @property
     def exact(self) -> bool:

@@ -15,7 +15,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.kernels.amx import pointer
-from engine.kernels.gemm.matmul_kernels import PartKernel, first_panel, part_kernel, put_sums, unpack_panels
+from engine.kernels.gemm.matmul_kernels import PartKernel, own_panels, part_kernel, put_sums, unpack_panels
 from engine.kernels.gemm.matmul_sums import (
     PANELS,
     ROW_BYTES,
@@ -27,7 +27,7 @@ from engine.kernels.gemm.matmul_sums import (
 )
 from engine.kernels.quant.layouts import STEP, QuantLayout
 from engine.kernels.simd import BFLOAT16, FLOAT, FLOAT32, LANES, features, fused, integers, load, read, spread, store
-from engine.kernels.threads import member, members
+from engine.kernels.threads import thread_id
 
 WIDENED = 64
 """Rows that a thread widens at once: with 1,536 inputs they fit into a core's L2 cache."""
@@ -44,9 +44,9 @@ def fma_kernel(layout: QuantLayout) -> PartKernel:
     def compiled(address: Any, at: Any) -> None:
         """Multiply the thread's panels by some rows at a time."""
         work, part = carray(address, 1)[0], carray(at, 1)[0]
-        begin, end = first_panel(work, part, member(), members()), first_panel(work, part, member() + 1, members())
+        begin, end = own_panels(work, part)
         steps, stride, room = work.inputs // STEP, work.inputs * 4, new_room()
-        scratch = work.scratch + member() * work.scratch_bytes
+        scratch = work.scratch + thread_id() * work.scratch_bytes
         for first in range(0, work.rows, WIDENED):
             count, x = min(WIDENED, work.rows - first), work.x + first * work.inputs * work.width
             if work.width == BFLOAT16:

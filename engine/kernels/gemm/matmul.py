@@ -125,7 +125,8 @@ class Matmul:
     ):
         wide = isinstance(weight, Tensor) and weight.dtype == torch.float32
         self.unit = unit or units(torch.float32 if wide else torch.bfloat16)[0]
-        outputs, self.inputs = weight.shape if isinstance(weight, Tensor) else shape_of(weight)
+        outputs, inputs = weight.shape if isinstance(weight, Tensor) else shape_of(weight)
+        self.inputs: int = inputs
         self._itemsize = 4 if wide else 2
         self.gated = gated
         self.outputs: int = outputs // (2 if gated else 1)
@@ -134,17 +135,17 @@ class Matmul:
             self._bias = torch.zeros(-(-outputs // LANES) * LANES)
             self._bias[:outputs] = bias.detach()
             if gated:
-                self._bias = self._bias[_alternate(torch.arange(len(self._bias)))]
+                self._bias = self._bias[alternate(torch.arange(len(self._bias)))]
         self.tiled: list[TiledMatrix] = []
-        self._floats: Tensor | None = None
+        self._tiles: Tensor | None = None  # of float32
         if wide:
             assert isinstance(weight, Tensor)
-            self._floats = _float_tiles(weight, gated)
+            self._tiles = _float_tiles(weight, gated)
         else:
             stored = [StoredMatrix.of_numbers(weight)] if isinstance(weight, Tensor) else in_panels(weight)
             panels = list(chain.from_iterable(panels_of(matrix) for matrix in stored))
             if gated:
-                panels = [panels[i] for i in _alternate(torch.arange(len(panels)), 1).tolist()]
+                panels = [panels[i] for i in alternate(torch.arange(len(panels)), 1).tolist()]
             self.tiled = [TiledMatrix(list(some)) for _, some in groupby(panels, lambda panel: panel.matrix.layout)]
         self._parts = self._records()
         self.kernel = product_kernel()
@@ -152,7 +153,7 @@ class Matmul:
     @property
     def bytes(self) -> int:
         """Bytes of memory that the matrix takes."""
-        tensors = [matrix.tiles for matrix in self.tiled] if self._floats is None else [self._floats]
+        tensors = [matrix.tiles for matrix in self.tiled] if self._tiles is None else [self._tiles]
         return sum(tensor.nbytes for tensor in tensors)
 
     @property
@@ -165,10 +166,10 @@ class Matmul:
         made, first = np.zeros(max(1, len(self.tiled)), PART), 0
         if self.unit is Unit.VECTORS:
             made["number_sums"] = number_sums().address
-        if self._floats is not None:
+        if self._tiles is not None:
             made["kernel"] = self.unit.kernel(BFLOAT16_LAYOUT).address
-            made["weights"], made["panels"] = self._floats.data_ptr(), len(self._floats)
-            made["panel_bytes"] = self._floats[0].nbytes
+            made["weights"], made["panels"] = self._tiles.data_ptr(), len(self._tiles)
+            made["panel_bytes"] = self._tiles[0].nbytes
         for record, matrix in zip(made, self.tiled, strict=False):
             record["kernel"], record["first"] = self.unit.kernel(matrix.layout).address, first
             record["weights"], record["panels"] = matrix.tiles.data_ptr(), len(matrix.tiles)
@@ -187,9 +188,13 @@ class Matmul:
         widened = 0 if self.unit.paired or self._itemsize == 4 else WIDENED * self.padded * 4
         return widened + (PANELS * self.padded * LANES * 2 if self.coded else 0)
 
+    def shared_bytes(self, rows: int) -> int:
+        """Scratch that all threads together need for so many rows."""
+        return 0
+
     def record(self, rows: int, x: int, out: int) -> np.ndarray[Any, Any]:
-        """A record for the kernel, without its scratch, for at least one row. x: address of [rows, padded]; out: of
-        [rows, outputs].
+        """A record for the kernel, without its scratch, for `rows` rows or fewer, at least one. x: address of [rows,
+        padded]; out: of [rows, outputs].
         """
         made = np.zeros(1, MATMUL)
         record = made[0]
@@ -197,7 +202,7 @@ class Matmul:
         record["bias"] = 0 if self._bias is None else self._bias.data_ptr()
         record["inputs"], record["outputs"] = self.padded, self.outputs * (2 if self.gated else 1)
         record["gated"], record["x"], record["out"], record["width"] = self.gated, x, out, self._itemsize
-        record["scratch_bytes"] = self.scratch_bytes
+        record["scratch_bytes"], record["shared_bytes"] = self.scratch_bytes, self.shared_bytes(rows)
         record["rows"], record["tiles"] = row_words(rows)
         return made
 
@@ -245,7 +250,8 @@ NO_SCRATCH = torch.empty(0, dtype=torch.uint8)
 
 def give_scratch(records: np.ndarray[Any, Any], held: Tensor) -> Tensor:
     """Give the records their scratch, which must be kept while they run: `held` if it is large enough."""
-    needed = torch.get_num_threads() * int(records["scratch_bytes"].max())
+    each, shared = int(records["scratch_bytes"].max()), int(records["shared_bytes"].max())
+    needed = shared + torch.get_num_threads() * each
     scratch = held if len(held) >= needed else held.new_empty(needed)
     records["scratch"] = scratch.data_ptr()
     return scratch
@@ -277,10 +283,10 @@ def _float_tiles(weight: Tensor, gated: bool) -> Tensor:
     full = weight.new_zeros(panels * LANES, steps * STEP)
     full[: len(weight), : weight.shape[1]] = weight.detach()
     if gated:
-        full = _alternate(full)
+        full = alternate(full)
     return in_large_pages(full.view(panels, LANES, steps, STEP).permute(0, 2, 3, 1))
 
 
-def _alternate(both: Tensor, size: int = LANES) -> Tensor:
+def alternate(both: Tensor, size: int = LANES) -> Tensor:
     """`size` of the first half, as many of the second, and so on."""
     return both.view(2, -1, size, *both.shape[1:]).transpose(0, 1).reshape(both.shape)

@@ -31,7 +31,7 @@ from engine.kernels.simd import (
     splat,
     store,
 )
-from engine.kernels.threads import kernel, member, members
+from engine.kernels.threads import kernel, num_threads, thread_id
 
 AT_ONCE = 8
 """Rows whose sums of two panels fit into the vector registers."""
@@ -50,7 +50,8 @@ MATMUL = np.dtype(
             "x",  # [rows, inputs]
             "parts",  # [count] PART
             "count",
-            "scratch",  # [threads, scratch_bytes], where codes are unpacked, or rows widened
+            "scratch",  # [shared_bytes] for all threads, then [threads, scratch_bytes]: where codes are unpacked, or
+            "shared_bytes",  # rows widened or rounded
             "scratch_bytes",
             "bias",  # [panels * 16] float32, or 0
             "out",  # [rows, outputs]; gated: [rows, outputs / 2]
@@ -123,9 +124,11 @@ def product_kernel(address: Any) -> None:
 
 
 @njit
-def first_panel(work: Any, part: Any, share: int, shares: int) -> Any:
-    """Where a thread's panels of a part begin. A gate panel and its up panel are never separated."""
-    return part.panels // 2 * share // shares * 2 if work.gated != 0 else part.panels * share // shares
+def own_panels(work: Any, part: Any) -> Any:
+    """Where this thread's panels of a part begin and end. A gate panel and its up panel are never separated."""
+    together = 2 if work.gated != 0 else 1
+    units, thread, threads = part.panels // together, thread_id(), num_threads()
+    return units * thread // threads * together, units * (thread + 1) // threads * together
 
 
 @njit
@@ -179,7 +182,7 @@ def amx_kernel(layout: QuantLayout) -> PartKernel:
     @part_kernel(layout.kind)
     def compiled(address: Any, at: Any) -> None:
         work, part = carray(address, 1)[0], carray(at, 1)[0]
-        panel, end = first_panel(work, part, member(), members()), first_panel(work, part, member() + 1, members())
+        panel, end = own_panels(work, part)
         if panel == end:
             return
         steps, stride, room = work.inputs // STEP, work.inputs * 2, new_room()
@@ -192,7 +195,7 @@ def amx_kernel(layout: QuantLayout) -> PartKernel:
             width = min(end - panel, PANELS)
             weights = part.weights + panel * part.panel_bytes
             if coded and not once:
-                place = work.scratch + member() * work.scratch_bytes
+                place = work.scratch + thread_id() * work.scratch_bytes
                 weights = unpack_panels(number, work, weights, part.panel_bytes, width, place)
             for row in range(0, work.rows, tiles * TILE_ROWS):
                 row = min(row, work.rows - last - most)
@@ -255,9 +258,9 @@ def vector_kernel(layout: QuantLayout) -> PartKernel:
     @part_kernel(layout.kind)
     def compiled(address: Any, at: Any) -> None:
         work, part = carray(address, 1)[0], carray(at, 1)[0]
-        panel, end = first_panel(work, part, member(), members()), first_panel(work, part, member() + 1, members())
+        panel, end = own_panels(work, part)
         steps, stride, room = work.inputs // STEP, work.inputs * 2, new_room()
-        place, unpacked = work.scratch + member() * work.scratch_bytes, steps * TILE_BYTES
+        place, unpacked = work.scratch + thread_id() * work.scratch_bytes, steps * TILE_BYTES
         while panel < end:
             width, weights = min(end - panel, PANELS), part.weights + panel * part.panel_bytes
             apart = part.panel_bytes if width == PANELS else 0

@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 
 from engine.kernels.amx import LINE_BYTES, TILE_BYTES, TILE_ROWS, call, fetch_line, pointer
 from engine.kernels.quant.layouts import LAYOUTS, STEP, QuantLayout
-from engine.kernels.quant.unpack import Head, open_tile, pair_vectors, place_of, unpack_step
+from engine.kernels.quant.unpack import TileHead, open_tile, pair_vectors, place_of, unpack_step
 from engine.kernels.simd import LANES
 
 PANELS = 2  # multiplied at once
@@ -212,7 +212,7 @@ def sums_in_registers(
 @contextmanager
 def each_step(
     builder: ir.IRBuilder, layout: QuantLayout, panels: Sequence[ir.Value], steps: ir.Value
-) -> Iterator[tuple[ir.Value, ir.Value, list[tuple[ir.Value, Head | None]]]]:
+) -> Iterator[tuple[ir.Value, ir.Value, list[tuple[ir.Value, TileHead | None]]]]:
     """Emits the loop over the steps of the panels at these addresses. Yields the step, its number within its tiles, and
     each panel's tile with its head, which is read once for all steps of a tile.
     """

@@ -30,6 +30,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.config import Activations
+from engine.kernels.gemm.int8.dots import instruction_sets
+from engine.kernels.gemm.int8.layout import CodedMatrix
+from engine.kernels.gemm.int8.matmul import Int8Matmul
 from engine.kernels.gemm.matmul import Matmul, shape_of, units
 from engine.kernels.quant.stored import StoredMatrix
 from engine.kernels.simd import LANES
@@ -73,27 +77,48 @@ def product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 class Product:
     """x [rows, in] times a matrix [out, in], plus the bias; a row's bits are independent of others if `rows` is known.
 
-    weight: the matrix, or the parts of a file that hold its outputs one after the other, as bfloat16. gated: the matrix
-    is a gate and then an up projection. If `gated` stays true, the result is silu(gate) * up.
+    weight: the matrix, or the parts of a file that hold its outputs one after the other, rounded to bfloat16. gated: it
+    is a gate and then an up projection. If `gated` stays true, the result is silu(gate) * up. activations: int8 rounds
+    rows to 8 bits if all parts are of one type of codes. dtype: of x and of the result, for parts.
     """
 
-    def __init__(self, weight: Tensor | Sequence[StoredMatrix], bias: Tensor | None = None, gated: bool = False):
+    def __init__(
+        self,
+        weight: Tensor | Sequence[StoredMatrix],
+        bias: Tensor | None = None,
+        gated: bool = False,
+        activations: Activations = "bfloat16",
+        dtype: torch.dtype = torch.bfloat16,
+    ):
         self.bias = bias
-        own = can_multiply(weight) if isinstance(weight, Tensor) else multiplies(torch.bfloat16)
-        if not isinstance(weight, Tensor) and not own:
-            weight = torch.cat([part.values() for part in weight])
-        self.outputs, self.inputs = weight.shape if isinstance(weight, Tensor) else shape_of(weight)
-        self._itemsize = weight.itemsize if isinstance(weight, Tensor) else 2
-        one_layout = isinstance(weight, Tensor) or len({part.layout for part in weight}) == 1
-        self.gated = gated and own and one_layout and self.outputs % (2 * LANES) == 0
-        self.matmul = Matmul(weight, bias, self.gated) if own else None
+        self.matmul: Matmul | None = None
+        if not isinstance(weight, Tensor):
+            if activations == "int8":
+                self.matmul = int8_matmul(weight, bias, gated, dtype)
+            if self.matmul is None and dtype != torch.bfloat16:
+                weight = torch.cat([part.values() for part in weight]).to(dtype)
         self.packed: Tensor | None = None
         self._weight: Tensor | None = None
         self.rows: RowRange | None = ANY_ROWS
-        if isinstance(weight, Tensor) and not own:
-            self.packed = pack(weight)
-            self._weight = weight if self.packed is None else None
-            self.rows = None if self.packed is None else exact_rows(weight, bias is not None)
+        if isinstance(weight, Tensor):
+            self.outputs, self.inputs = weight.shape
+            self._itemsize, own, one_layout = weight.itemsize, can_multiply(weight), True
+        else:
+            self.outputs, self.inputs = shape_of(weight)
+            self._itemsize, own = dtype.itemsize, multiplies(torch.bfloat16)
+            one_layout = len({part.layout for part in weight}) == 1
+        self.gated = gated and self.outputs % (2 * LANES) == 0 and (own or self.matmul is not None) and one_layout
+        if self.matmul is None and own:
+            self.matmul = Matmul(weight, bias, self.gated)
+        if self.matmul is None:
+            whole = weight if isinstance(weight, Tensor) else torch.cat([part.values() for part in weight])
+            self.packed = pack(whole)
+            self._weight = whole if self.packed is None else None
+            self.rows = None if self.packed is None else exact_rows(whole, bias is not None)
+
+    @property
+    def activations(self) -> Activations:
+        return "int8" if isinstance(self.matmul, Int8Matmul) else "bfloat16"
 
     @property
     def stock(self) -> bool:
@@ -117,6 +142,17 @@ class Product:
         if missing := max(least, filled(count)) - count:
             x = torch.cat([x, x.new_zeros(missing, x.shape[1])])
         return product(x, self.packed, self.bias)[:count]
+
+
+def int8_matmul(
+    parts: Sequence[StoredMatrix], bias: Tensor | None, gated: bool, dtype: torch.dtype
+) -> Int8Matmul | None:
+    """The product with rows of 8 bits; None where there is none. gated: unless a half is not whole panels."""
+    outputs, _ = shape_of(parts)
+    if not instruction_sets() or outputs % LANES:
+        return None
+    coded = CodedMatrix.of(parts)
+    return None if coded is None else Int8Matmul(coded, bias, gated and outputs % (2 * LANES) == 0, dtype)
 
 
 class PackedLinear(nn.Module):

@@ -65,11 +65,11 @@ def _pack_numbers(layout: QuantLayout, panels: Sequence[Panel], tiles: Bytes) ->
 
 def _pack_codes(layout: QuantLayout, panels: Sequence[Panel], tiles: Bytes) -> None:
     blocks = tiles.shape[1]
-    raw = np.zeros((len(panels), LANES, panels[0].matrix.raw.shape[1]), np.uint8)
-    for panel, rows in zip(panels, raw, strict=True):
+    gathered = np.zeros((len(panels), LANES, panels[0].matrix.raw.shape[1]), np.uint8)
+    for panel, rows in zip(panels, gathered, strict=True):
         found = panel.matrix.row_slice(panel.start, panel.start + LANES).bytes_of_rows()
         rows[: len(found)] = found
-    raw = raw.reshape(len(panels), LANES, blocks, -1)
+    raw = gathered.reshape(len(panels), LANES, blocks, -1)
     _pack_head(layout, raw, tiles)
     planes = np.array(layout.planes, np.int64)
     words = tiles[:, :, layout.codes_at :]
@@ -92,6 +92,41 @@ def _pack_head(layout: QuantLayout, raw: Bytes, tiles: Bytes) -> None:
         factors = factors.reshape(panels, LANES, blocks, kinds, layout.steps, layout.step_factors // kinds)
         ordered = factors.transpose(0, 2, 4, 3, 5, 1).reshape(panels, blocks, -1)
         tiles[:, :, at : at + ordered.shape[2]] = ordered
+
+
+def blocks_of(matrix: StoredMatrix) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The parts of a matrix of codes: codes [outputs, inputs] uint8, counted from 0; scales and offsets [outputs,
+    blocks] float16; factors [outputs, groups * factors of a group] uint8, those of a scale and its offset together.
+    """
+    layout, (outputs, inputs) = matrix.layout, matrix.shape
+    raw = matrix.bytes_of_rows().reshape(outputs, inputs // layout.inputs, -1)
+    codes = np.empty((outputs, inputs // layout.inputs, layout.inputs), np.uint8)
+    _read_all(np.ascontiguousarray(raw), np.array(layout.planes, np.int64), codes)
+    if layout.signed:
+        codes ^= 128
+    scales, offsets = (
+        None if at is None else torch.from_numpy(raw[:, :, at : at + 2].copy().view(np.float16)[:, :, 0])
+        for at in (layout.scale, layout.offset)
+    )
+    assert scales is not None
+    factors = None
+    if layout.factors is not None:
+        read = layout.factors(raw.reshape(-1, raw.shape[2])).reshape(outputs, raw.shape[1], -1)
+        if layout.offset is not None:
+            read = read.reshape(*read.shape[:2], 2, -1).swapaxes(2, 3)
+        factors = torch.from_numpy(np.ascontiguousarray(read).reshape(outputs, -1))
+    return torch.from_numpy(codes.reshape(outputs, inputs)), scales, offsets, factors
+
+
+@njit(nogil=True, cache=True)
+@versioned
+def _read_all(raw: Any, planes: Any, codes: Any) -> None:
+    """raw: [rows, blocks, bytes]. codes: [rows, blocks, inputs of a block]."""
+    some = np.empty(codes.shape[2], np.uint32)
+    for row in range(codes.shape[0]):
+        for block in range(codes.shape[1]):
+            _read_codes(raw[row, block], planes, some)
+            codes[row, block] = some
 
 
 @njit(nogil=True, cache=True)

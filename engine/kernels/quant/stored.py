@@ -71,20 +71,21 @@ class StoredMatrix:
         raw = self.raw[at if self.order is None else self.order[at]]
         return _values(raw, self.kind)
 
-    def values(self) -> Tensor:
-        """[outputs, inputs] bfloat16."""
+    def values(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """[outputs, inputs] bfloat16, or what the file says as float32."""
         outputs, inputs = self.shape
         step = max(1, _AT_ONCE // inputs)
-        made = np.empty((outputs, inputs), np.uint16)  # threads may not write to tensors of inference mode
+        wide = dtype == torch.float32
+        made = np.empty((outputs, inputs), np.float32 if wide else np.uint16)  # threads may not write to inference's
 
         def make_some(start: int) -> None:
-            part = self.row_slice(start, start + step)
-            made[start : start + step] = _values(part.bytes_of_rows(), self.kind).view(torch.uint16).numpy()
+            part = _values(self.row_slice(start, start + step).bytes_of_rows(), self.kind, dtype)
+            made[start : start + step] = (part if wide else part.view(torch.uint16)).numpy()
 
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
             for _ in threads.map(make_some, range(0, outputs, step)):
                 pass
-        return torch.from_numpy(made).view(torch.bfloat16)
+        return torch.from_numpy(made).view(dtype)
 
 
 def row_bytes(kind: str, inputs: int) -> int:
@@ -96,10 +97,10 @@ def row_bytes(kind: str, inputs: int) -> int:
     return size_of_row
 
 
-def _values(raw: Bytes, kind: str) -> Tensor:
-    """[rows, inputs] bfloat16."""
+def _values(raw: Bytes, kind: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """[rows, inputs]."""
     if kind == "BF16":
-        return torch.from_numpy(np.array(raw)).view(torch.bfloat16)
-    if has_layout(kind) and (layout := layout_of(kind)).coded and not layout.exponents:
+        return torch.from_numpy(np.array(raw)).view(torch.bfloat16).to(dtype)
+    if dtype == torch.bfloat16 and has_layout(kind) and (layout := layout_of(kind)).coded and not layout.exponents:
         return torch.from_numpy(dequantised(layout, raw)).view(torch.bfloat16)
-    return torch.from_numpy(dequantize(np.ascontiguousarray(raw), GGMLQuantizationType[kind])).bfloat16()
+    return torch.from_numpy(dequantize(np.ascontiguousarray(raw), GGMLQuantizationType[kind])).to(dtype)

@@ -32,7 +32,7 @@ Halves = tuple[ir.Value, ir.Value]
 """A number for each output, twice: of outputs 0 to 7, and of 8 to 15."""
 
 
-class Head(NamedTuple):
+class TileHead(NamedTuple):
     """What a tile's steps share, as pairs of vectors: scales and offsets, and what undoes the powers of two in factors
     (see above).
     """
@@ -90,14 +90,14 @@ def place_of(
     return at, builder.urem(step, _WORD(layout.steps))
 
 
-def open_tile(builder: ir.IRBuilder, layout: QuantLayout, tile: ir.Value) -> Head | None:
+def open_tile(builder: ir.IRBuilder, layout: QuantLayout, tile: ir.Value) -> TileHead | None:
     """What the steps of the tile at that address share; None for numbers."""
     if not layout.coded:
         return None
     scales = _exponents(builder, tile) if layout.exponents else _half_floats(builder, tile)
     offsets = None if layout.offset is None else _half_floats(builder, builder.add(tile, _WORD(2 * LANES)))
     if layout.factors is None:
-        return Head(_doubled(builder, scales), offsets and _doubled(builder, offsets), None, None)
+        return TileHead(_doubled(builder, scales), offsets and _doubled(builder, offsets), None, None)
     if offsets is not None:
         offsets = builder.fneg(offsets)
 
@@ -106,11 +106,11 @@ def open_tile(builder: ir.IRBuilder, layout: QuantLayout, tile: ir.Value) -> Hea
         return lower, upper
 
     doubled = offsets and _doubled(builder, offsets)
-    return Head(_doubled(builder, scales), doubled, undone(scales), offsets and undone(offsets))
+    return TileHead(_doubled(builder, scales), doubled, undone(scales), offsets and undone(offsets))
 
 
 def pair_vectors(
-    builder: ir.IRBuilder, layout: QuantLayout, tile: ir.Value, step: ir.Value, head: Head | None
+    builder: ir.IRBuilder, layout: QuantLayout, tile: ir.Value, step: ir.Value, head: TileHead | None
 ) -> Iterator[ir.Value]:
     """The 16 pairs of inputs of a tile's step, each as 16 pairs of bfloat16."""
     if head is None:
@@ -137,7 +137,7 @@ def pair_vectors(
 
 
 def _of_step(
-    builder: ir.IRBuilder, layout: QuantLayout, tile: ir.Value, step: ir.Value, head: Head
+    builder: ir.IRBuilder, layout: QuantLayout, tile: ir.Value, step: ir.Value, head: TileHead
 ) -> tuple[list[Halves], list[Halves] | None]:
     """A step's scales, of the whole or of both halves, and its offsets."""
     if head.unscaled is None:
@@ -178,6 +178,7 @@ class _Codes:
         self._target = 0 if self._looked_up else 1 if layout.bits == 8 else 2
         self.power = 0.0 if self._looked_up else _POWER[self._target]
         self._put_together: dict[int, ir.Value] = {}
+        self._loaded: dict[tuple[int, int], ir.Value] = {}
 
     def number(self, half: int, pair: int) -> ir.Value:
         """A pair's codes of one half of the outputs, as float32."""
@@ -205,11 +206,15 @@ class _Codes:
 
     def _word(self, word: int, byte: int) -> ir.Value:
         """Stored words, moved so that `byte` is byte `target`: loaded from another address instead of shifted."""
-        at = self._builder.add(self._at, _WORD(_LINE * word + byte - self._target))
-        return self._builder.load(pointer(self._builder, at, _INTS), align=1)
+        if (word, byte) not in self._loaded:
+            at = self._builder.add(self._at, _WORD(_LINE * word + byte - self._target))
+            self._loaded[word, byte] = self._builder.load(pointer(self._builder, at, _INTS), align=1)
+        return self._loaded[word, byte]
 
     def _shifted(self, words: ir.Value, byte: int) -> ir.Value:
         by = 8 * (byte - self._target)
+        if by == 0:
+            return words
         return self._builder.lshr(words, integers(by)) if by > 0 else self._builder.shl(words, integers(-by))
 
     def _together(self, key: int, pieces: Sequence[tuple[int, int, int]]) -> ir.Value:
