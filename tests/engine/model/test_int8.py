@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_gguf(made / "tiny.gguf", Kind.Q4_1)
     (made / "model").mkdir()
     describe(read_gguf(made / "tiny.gguf", "file"), made / "model", "tiny", "")
-    GgufSource.of(made / "tiny.gguf", "../tiny.gguf").write(made / "model")
+    GgufSource.of(made / "tiny.gguf", str(made / "tiny.gguf")).write(made / "model")
     return made / "model"
 
 
