@@ -28,7 +28,7 @@ TEXT = [5, 6, 7, 8, 9, 40, 41] * 6
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model in blocks, and the tokens' own text."""
+    """A tiny model in blocks."""
     made = tmp_path_factory.mktemp("int8")
     write_gguf(made / "tiny.gguf", Kind.Q4_1)
     (made / "model").mkdir()
