@@ -77,9 +77,12 @@ class StoredMatrix:
         step = max(1, _AT_ONCE // inputs)
         made = torch.empty(outputs, inputs, dtype=dtype)
 
+        inference = torch.is_inference_mode_enabled()  # which other threads do not inherit
+
         def make_some(start: int) -> None:
             part = self.row_slice(start, start + step)
-            made[start : start + step] = _values(part.bytes_of_rows(), self.kind, dtype)
+            with torch.inference_mode(inference):
+                made[start : start + step] = _values(part.bytes_of_rows(), self.kind, dtype)
 
         if outputs <= step:
             make_some(0)
