@@ -139,6 +139,13 @@ def test_rows_can_be_reordered_and_cut_without_reading_them() -> None:
     assert np.shares_memory(matrix.row_slice(3, 9).raw, matrix.raw)
 
 
+def test_a_large_matrix_is_read_in_inference_mode_too() -> None:
+    matrix = random_blocks("Q4_0", 4100, 1024)
+    with torch.inference_mode():
+        values = matrix.values()
+    assert torch.equal(values, expected_values(matrix))
+
+
 def test_rows_outside_of_a_matrix_are_refused() -> None:
     tiled = TiledMatrix(panels_of(random_blocks("Q4_0", 32, 64)))
     for index in (-1, 32):
