@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -224,11 +223,6 @@ def parse_assignment(text: str) -> tuple[str, Any]:
         raise ConfigError(
             f"--set {printable(key, 100)}: {shown(value)} is not YAML; quote it or close its brackets"
         ) from None
-
-
-def cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _read(path: Path) -> dict[str, Any]:

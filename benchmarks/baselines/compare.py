@@ -18,9 +18,9 @@ import torch
 from rich.console import Console
 
 from engine.api import Engine
-from engine.config import cores
 from engine.core.errors import ConfigError, TalonError
 from engine.core.params import SamplingParams
+from engine.core.processor import cores
 from engine.frontend.tasks import keep_under_way
 from engine.model.loading import dtype_of, load_model, name_of
 from engine.weights.gguf_source import open_gguf

@@ -7,8 +7,9 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.config import Config, cores
+from engine.config import Config
 from engine.core.params import SamplingParams
+from engine.core.processor import cores
 
 ABOUT = "about.txt"
 

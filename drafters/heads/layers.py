@@ -80,7 +80,7 @@ def _multiplied(weight: Tensor, bias: Tensor | None, gated: bool, coded: bool) -
         return Matmul(weight, bias, gated)
     stored = [nearest(weight)]
     if integers and (matrix := CodedMatrix.of(stored)) is not None:
-        return Int8Matmul(matrix, bias, gated)
+        return Int8Matmul([matrix], bias, gated)
     return Matmul(stored, bias, gated)
 
 

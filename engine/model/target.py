@@ -40,6 +40,7 @@ from engine.model.loading import (
     steady_context,
 )
 from engine.model.masked import MaskedForward, refusal
+from engine.model.memory_need import check_memory
 from engine.model.probe import BatchProbe, ModelProbe
 from engine.model.proof import Proof
 from engine.model.rotary import hold_frequencies
@@ -141,6 +142,7 @@ class Target:
         config = load_config(path)
         if find_dtype(dtype, config, device) != torch.bfloat16 or not multiplies(torch.bfloat16):
             return None
+        check_memory(gguf, f"model={path}", free_memory())
         model = skeleton(path, config)
         try:
             return cls(model, path, kv_memory, GgufWeights(gguf, model), activations)

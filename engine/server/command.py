@@ -62,7 +62,7 @@ def serve(
     ] = None,
     set_: SetOption = None,
 ) -> None:
-    """Serve OpenAI's API (chat completions, responses, completions), Anthropic's messages, /metrics, /health, a page.
+    """Serve OpenAI's chat completions, responses and completions, and Anthropic's messages; a page at /.
 
     talon serve
 

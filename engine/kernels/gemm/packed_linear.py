@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -79,7 +80,7 @@ class Product:
 
     weight: the matrix, or the parts of a file that hold its outputs one after the other, rounded to bfloat16. gated: it
     is a gate and then an up projection. If `gated` stays true, the result is silu(gate) * up. activations: int8 rounds
-    rows to 8 bits if all parts are of one type of codes. dtype: of x and of the result, for parts.
+    rows to 8 bits if all parts are of codes. dtype: of x and of the result, for parts.
     """
 
     def __init__(
@@ -147,12 +148,15 @@ class Product:
 def int8_matmul(
     parts: Sequence[StoredMatrix], bias: Tensor | None, gated: bool, dtype: torch.dtype
 ) -> Int8Matmul | None:
-    """The product with rows of 8 bits; None where there is none. gated: unless a half is not whole panels."""
+    """The product with rows of 8 bits; None where there is none. gated: if both halves are whole panels of one type."""
     outputs, _ = shape_of(parts)
-    if not instruction_sets() or outputs % LANES:
+    if not instruction_sets() or any(part.shape[0] % LANES for part in parts):
         return None
-    coded = CodedMatrix.of(parts)
-    return None if coded is None else Int8Matmul(coded, bias, gated and outputs % (2 * LANES) == 0, dtype)
+    coded = [CodedMatrix.of([*some]) for _, some in groupby(parts, lambda part: part.kind)]
+    matrices = [matrix for matrix in coded if matrix is not None]
+    if len(matrices) < len(coded):
+        return None
+    return Int8Matmul(matrices, bias, gated and len(matrices) == 1 and outputs % (2 * LANES) == 0, dtype)
 
 
 class PackedLinear(nn.Module):

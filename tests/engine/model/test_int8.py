@@ -16,8 +16,9 @@ from engine.core.errors import ConfigError
 from engine.core.params import SamplingParams
 from engine.kernels.gemm.int8.dots import instruction_sets
 from engine.model.target import Target
-from engine.weights.dequantise import dequantise
+from engine.weights.describe import describe
 from engine.weights.gguf_file import read_gguf
+from engine.weights.gguf_source import GgufSource
 from tests.engine.tiny_engine import PROMPTS, tiny_engine
 from tests.engine.weights.tiny_gguf import write_gguf
 
@@ -27,11 +28,12 @@ TEXT = [5, 6, 7, 8, 9, 40, 41] * 6
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model in blocks, and the tokens' own text."""
+    """A tiny model in blocks."""
     made = tmp_path_factory.mktemp("int8")
     write_gguf(made / "tiny.gguf", Kind.Q4_1)
     (made / "model").mkdir()
-    dequantise(read_gguf(made / "tiny.gguf", "file"), made / "model", "tiny", "")
+    describe(read_gguf(made / "tiny.gguf", "file"), made / "model", "tiny", "")
+    GgufSource.of(made / "tiny.gguf", str(made / "tiny.gguf")).write(made / "model")
     return made / "model"
 
 

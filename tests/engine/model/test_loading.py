@@ -32,7 +32,10 @@ def test_whatever_an_invalid_file_makes_transformers_raise_is_one_line(tmp_path:
 
 @pytest.mark.parametrize(
     ("config", "kind"),
-    [(transformers.Lfm2Config(num_hidden_layers=2), "conv"), (transformers.Qwen3NextConfig(), "linear_attention")],
+    [
+        (transformers.Lfm2Config(num_hidden_layers=2, layer_types=["conv", "full_attention"]), "conv"),
+        (transformers.Qwen3NextConfig(), "linear_attention"),
+    ],
 )
 def test_a_model_with_recurrent_layers_is_refused_with_that_reason(config: Any, kind: str, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)

@@ -7,6 +7,7 @@ result has the same bits whatever rows are beside it, on any number of threads a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -42,26 +43,34 @@ class Int8Matmul(Matmul):
 
     def __init__(
         self,
-        matrix: CodedMatrix,
+        matrices: Sequence[CodedMatrix],
         bias: Tensor | None = None,
         gated: bool = False,
         dtype: torch.dtype = torch.bfloat16,
         instructions: InstructionSet | None = None,
     ):
-        """matrix: outputs are a multiple of 16. gated: as for `Matmul`. dtype: of x and of the result."""
+        """matrices: hold the outputs one after the other, each a multiple of 16 of them; one if gated. gated: as for
+        `Matmul`. dtype: of x and of the result.
+        """
         instructions = instruction_sets()[0] if instructions is None else instructions
-        outputs, inputs = matrix.codes.shape
-        self.inputs = int(inputs)
+        outputs, self.inputs = sum(len(matrix.codes) for matrix in matrices), int(matrices[0].codes.shape[1])
         self.gated, self.outputs = gated, outputs // (2 if gated else 1)
         self._itemsize = dtype.itemsize
         order = alternate(torch.arange(outputs)) if gated else torch.arange(outputs)
         self._bias = None if bias is None else bias.detach().float()[order]
-        self.tiled, self._tiles = [], in_large_pages(matrix.rows(order).tiles())
-        self._parts = np.zeros(1, PART)
-        self._parts["kernel"] = int8_kernel(instructions, matrix.layout).address
-        self._parts["weights"], self._parts["panels"] = self._tiles.data_ptr(), len(self._tiles)
-        self._parts["panel_bytes"] = self._tiles[0].nbytes
+        self.tiled = []
+        ordered = [matrices[0].rows(order)] if gated else matrices
+        self._int8_tiles = [in_large_pages(matrix.tiles()) for matrix in ordered]
+        self._parts, first = np.zeros(len(matrices), PART), 0
+        for part, matrix, tiles in zip(self._parts, matrices, self._int8_tiles, strict=True):
+            part["kernel"], part["first"] = int8_kernel(instructions, matrix.layout).address, first
+            part["weights"], part["panels"], part["panel_bytes"] = tiles.data_ptr(), len(tiles), tiles[0].nbytes
+            first += len(tiles)
         self.kernel = product_kernel()
+
+    @property
+    def bytes(self) -> int:
+        return sum(tiles.nbytes for tiles in self._int8_tiles)
 
     @property
     def scratch_bytes(self) -> int:
@@ -92,7 +101,9 @@ def _compiled(instructions: InstructionSet, layout: Int8Layout) -> PartKernel:
         blocks = groups // groups_of_tile
         own = work.rows * work.inputs <= _OWN
         place = work.scratch + work.shared_bytes + thread_id() * work.scratch_bytes if own else work.scratch
-        if own:
+        if part.first != 0:
+            pass  # the first part's run has rounded them
+        elif own:
             round_rows(most, work.x, work.width, work.rows, groups, place, 0, 1)
         else:
             round_rows(most, work.x, work.width, work.rows, groups, place, thread_id(), num_threads())
@@ -106,7 +117,7 @@ def _compiled(instructions: InstructionSet, layout: Int8Layout) -> PartKernel:
                 for i in range(width):
                     tiles = part.weights + (panel + i) * part.panel_bytes
                     sum_groups(used, number, rows, x, tiles, blocks, room + 4 * LANES * i)
-                put_sums(work, row, rows, panel, width, room)
+                put_sums(work, row, rows, part.first + panel, width, room)
                 row += rows
             panel += width
 
