@@ -196,7 +196,7 @@ class _Asking:
 
 
 def _earlier(plan: MeasurementPlan) -> list[QaRow]:
-    """The rows of an earlier run, which may have been stopped in the middle of a line."""
+    """The rows of an earlier run, which may have been stopped in the middle of a line, and of its last question."""
     path = plan.out / ROWS
     if not path.exists():
         return []
@@ -206,7 +206,12 @@ def _earlier(plan: MeasurementPlan) -> list[QaRow]:
         raise ConfigError(f"--resume: {path} cannot be read ({error}); name another folder with --out") from None
     if unknown := {row.method for row in rows} - {*plan.contestants}:
         raise ConfigError(f"--resume: {path} has rows of {', '.join(sorted(unknown))}: give the same --methods")
-    return rows
+    last = [row for row in rows if _question_of(row) == _question_of(rows[-1])]
+    return rows if len(last) == len(plan.contestants) else rows[: len(rows) - len(last)]
+
+
+def _question_of(row: QaRow) -> tuple[str, str, str]:
+    return row.setting, row.kind, row.question_id
 
 
 def row_of(setting: str, item: Item, name: str, run: TimedAnswer, tokenizer: Any, found: Sequence[str]) -> QaRow:

@@ -21,7 +21,6 @@ from engine.kernels.quant.stored import StoredMatrix
 from engine.model.masked import refusal
 from engine.model.stock import NAME
 
-Layers = Callable[[int, nn.Module, dict[str, Tensor]], None]
 _HEAD_ROWS = 1 << 14  # outputs of the last matrix that are in memory together
 
 
@@ -62,12 +61,11 @@ class ReadsParameters(Protocol):
 class LayeredStock:
     """The forward of a model of the common structure whose matrices are on the meta device.
 
-    seen: is shown each layer with its weights while they are there. passed: for each call, the attention rule of each
-    layer.
+    passed: for each call, the attention rule of each layer.
     """
 
-    def __init__(self, model: Any, weights: ReadsParameters, seen: Layers | None = None):
-        self.model, self.weights, self.seen = model, weights, seen
+    def __init__(self, model: Any, weights: ReadsParameters):
+        self.model, self.weights = model, weights
         self.passed: list[dict[int, Rule]] = []
 
     def __call__(self, tokens: list[int], starts: Sequence[int]) -> list[Tensor]:
@@ -82,8 +80,6 @@ class LayeredStock:
             with self._talons_attention():
                 _run(layer, weights, marked[index], states[0], exact=_Observer(rules))
             states = [_run(layer, weights, call[index], state) for call, state in zip(calls, states, strict=True)]
-            if self.seen is not None:
-                self.seen(index, layer, weights)
         self.passed.append(rules)
         with self._embedding_of(tokens), self._layers(lambda *_, **__: torch.cat(states)), self._head_in_slices():
             ids = torch.arange(len(tokens)).expand(len(starts), -1)

@@ -292,8 +292,8 @@ def test_an_error_of_the_device_ends_the_worker_instead_of_one_request(call: str
     worker = DrafterWorker(Lost(call), nothing, nothing)
     arrays = [np.asarray([0]), np.asarray([7]), np.zeros((0, 0)), np.zeros(0, np.int32), np.zeros(0, np.int32)]
     with pytest.raises(torch.AcceleratorError):
-        worker._hear(Start(request=1, round=0, sampling=SamplingParams()), [np.asarray([5, 6], np.int32)])
-        worker._hear(RoundVerdict(request=1, round=0, draft=0), [*arrays, np.zeros((0, 0, 0), np.float32)])
+        worker._process(Start(request=1, round=0, sampling=SamplingParams()), [np.asarray([5, 6], np.int32)])
+        worker._process(RoundVerdict(request=1, round=0, draft=0), [*arrays, np.zeros((0, 0, 0), np.float32)])
         worker._work()
 
 
