@@ -25,7 +25,7 @@ from .forward_parts import PARTS, Seconds, forward_name, multiplied, split, time
 from .machine_limits import Limits
 
 
-class Forward(msgspec.Struct):
+class ForwardTimes(msgspec.Struct):
     """Milliseconds of a forward of `rows` rows: in total, in each part, and the least that the machine's memory and
     arithmetic allow. int8_ms: the same limit for integer products, if this machine has any.
     """
@@ -58,7 +58,7 @@ class Profile(msgspec.Struct):
     weights_mb: float
     read_gb_per_s: float
     multiply_adds_per_s: float
-    forwards: list[Forward]
+    forwards: list[ForwardTimes]
     activations: str = "bfloat16"
     int8_multiply_adds_per_s: float | None = None
 
@@ -103,7 +103,7 @@ def profile_target(target: Target, rows: list[int], behind: int, repeats: int, c
         limits.bytes_per_s / 1e9,
         limits.multiply_adds_per_s,
         [
-            Forward(
+            ForwardTimes(
                 count,
                 1e3 * median(totals[count]),
                 **_scaled(splits[count], 1e3 * median(totals[count])),
