@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from engine.server.answers import InputTokens
+from engine.server.answers import AnthropicError, InputTokens
 from engine.server.messages.render import MessagesRenderer
 from engine.server.messages.schema import CountRequest, MessagesRequest
 from engine.server.messages.translate import chat_fields
@@ -18,7 +18,8 @@ from engine.server.translate import ChoiceRequest, chat_prompt, chat_request, ch
 
 
 def add_messages(app: FastAPI, serving: Serving, refusals: dict[int | str, dict[str, Any]]) -> None:
-    """Add the routes to the application. refusals: their documented errors."""
+    """Add the routes to the application. refusals: their documented errors, which have a form of their own here."""
+    refusals = {status: one | {"model": AnthropicError} for status, one in refusals.items()}
 
     @app.post("/v1/messages", responses=refusals)
     async def messages(body: MessagesRequest, request: Request) -> Response:
