@@ -80,13 +80,15 @@ def _check_path(key: str, path: str, or_else: str = "") -> None:
 def check_weights(path: str, method: str) -> None:
     """Require a directory, or a name the hub or its cache knows, with a config.json and a file of weights."""
     from drafters.heads.checkpoint import find_folder, read_config
+    from engine.weights.gguf_source import source_of
     from engine.weights.hub import is_hub_id
 
     if method == "sps" and is_hub_id(path) and not Path(path).is_dir():
         return  # the draft model is fetched as the target is
     folder = find_folder(path, "drafter.path")
     read_config(folder, "drafter.path")
-    if not any(file.suffix in (".safetensors", ".bin", ".pt") for file in folder.iterdir()):
+    in_gguf = method == "sps" and source_of(folder) is not None
+    if not in_gguf and not any(file.suffix in (".safetensors", ".bin", ".pt") for file in folder.iterdir()):
         raise ModelError(f"drafter.path={path}: holds no weights (.safetensors, .bin, .pt): copy the directory again")
 
 

@@ -1,7 +1,8 @@
 """SPS: a smaller causal LM of the same vocabulary drafts (speculative sampling, Leviathan et al. 2023).
 
 It is a head that reads the text itself instead of the target's hidden states, so it grows any tree that a head can:
-the published chain, a fixed tree of `branches`, or an adaptive one.
+the published chain, a fixed tree of `branches`, or an adaptive one. Matrices in blocks multiply rows rounded to 8 bits:
+drafts may differ, and no text does.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ class SmallModel(Head):
 
     @classmethod
     def load(cls, path: str, target: TargetWeights, device: str = "auto") -> SmallModel:
-        return cls(Target.load(path, device=device))
+        return cls(Target.load(path, device=device, activations="int8"))
 
     @classmethod
     def from_config(cls, config: Config) -> HeadDrafter:
         path, options = weights_path(config), config.drafter
         with _told_of(path):
             vocabulary = common_vocabulary(path, config.model)
-            head = cls(Target.load(path, config.dtype, config.device), vocabulary)
+            head = cls(Target.load(path, config.dtype, config.device, activations="int8"), vocabulary)
         widths = options.branches or (1,) * (options.length or 5)
         as_published = options.branches or options.length or not config.verifier.cut
         policy = policy_of(

@@ -11,7 +11,7 @@ import msgspec
 from engine.core.methods import source_name
 from engine.core.params import SamplingParams
 from engine.text.stream import TextStream
-from engine.wire.messages import TokenLogprob, Tokens
+from engine.wire.messages import Ready, TokenLogprob, Tokens
 
 
 class DraftingGains(msgspec.Struct, frozen=True):
@@ -32,7 +32,7 @@ class Metrics(msgspec.Struct, frozen=True):
     tokens_per_second: of the answer, from the call to the last token. verifier_busy: share of the decoding time that
     the verifier spent in target forwards, for any request. draft_hit_rate: share of rounds whose tree had arrived by
     the previous verdict. cached_tokens: prompt tokens found in the prefix cache. exact: the text is that of plain
-    decoding, bit for bit; inexact: why that is not certain.
+    decoding, bit for bit; inexact: why that is not certain. activations: how the target's products took their rows.
     """
 
     mean_accepted_tokens: float
@@ -44,6 +44,7 @@ class Metrics(msgspec.Struct, frozen=True):
     cached_tokens: int
     exact: bool
     inexact: str
+    activations: str
     speculative_decoding: DraftingGains
 
 
@@ -78,12 +79,12 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class Answer:
-    """Collects the rounds of one answer. started_s: when it was requested, on the `time.perf_counter` clock. inexact:
-    the target's. sampling: the request's.
+    """Collects the rounds of one answer. started_s: when it was requested, on the `time.perf_counter` clock. target:
+    the verifier's facts. sampling: the request's.
     """
 
-    def __init__(self, text: TextStream, prompt_tokens: int, started_s: float, inexact: str, sampling: SamplingParams):
-        self.text, self.prompt_tokens, self.started_s, self.inexact = text, prompt_tokens, started_s, inexact
+    def __init__(self, text: TextStream, prompt_tokens: int, started_s: float, target: Ready, sampling: SamplingParams):
+        self.text, self.prompt_tokens, self.started_s, self.target = text, prompt_tokens, started_s, target
         self.sampling = sampling
         self.token_ids: list[int] = []
         self.rounds: list[Tokens] = []
@@ -127,8 +128,9 @@ class Answer:
             verifier_busy=self._busy_us() / max(1, last.at_us - first.at_us),
             draft_hit_rate=sum(r.hit for r in self.rounds[1:]) / rounds if rounds else 0.0,
             cached_tokens=first.cached,
-            exact=not self.inexact,
-            inexact=self.inexact,
+            exact=self.target.exact,
+            inexact=self.target.inexact,
+            activations=self.target.activations,
             speculative_decoding=speculative_decoding(self.rounds[1:]),
         )
         return Result(

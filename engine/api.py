@@ -89,8 +89,8 @@ class Engine:
 
     def __init__(self, config: Config, first_verifier: ProcessWorker | None = None):
         self.config = config
-        self._flights = InflightRequests()
-        self._supervisor = Supervisor(config, self._flights, first_verifier)
+        self._inflight = InflightRequests()
+        self._supervisor = Supervisor(config, self._inflight, first_verifier)
         self._workers, self._ready = self._supervisor.workers, self._supervisor.ready
         self.timeline, self.totals = self._supervisor.timeline, self._supervisor.totals
         self._tokenizer: Any = None
@@ -154,7 +154,7 @@ class Engine:
         """End every request with EngineClosed, stop the workers, remove what they left."""
         if self._supervisor.closed:
             return
-        self._flights.fail(EngineClosed("the engine was closed"))
+        self._inflight.fail(EngineClosed("the engine was closed"))
         with anyio.CancelScope(shield=True):
             await self._supervisor.close()
 
@@ -242,17 +242,17 @@ class Engine:
             if sampling.grammar is not None:
                 await anyio.to_thread.run_sync(check, sampling.grammar)
             place = place or await self._places.wait()
-            self._check_open()  # after every wait: close() reaches only the requests in _flights
+            self._check_open()  # after every wait: close() reaches only the requests in _inflight
             number = next(self._numbers)
-            flight = self._flights[number] = InflightRequest(number, tokens, sampling)
+            request = self._inflight[number] = InflightRequest(number, tokens, sampling)
             self.totals.prompt_tokens += len(tokens)
             try:
                 self._supervisor.hand_over()
                 yield None
                 text = TextStream(self._tokenizer, sampling.stop, behind=tokens, shown=shown)
-                answer = Answer(text, len(tokens), started, self.target.inexact, sampling)
+                answer = Answer(text, len(tokens), started, self.target, sampling)
                 while answer.finish_reason is None:
-                    arrival = await flight.arrivals.get()
+                    arrival = await request.arrivals.get()
                     if isinstance(arrival, TalonError):
                         raise arrival
                     if not answer.rounds and sampling.prompt_logprobs is None:  # with these, all of it is read
@@ -262,8 +262,8 @@ class Engine:
                         yield piece
                 stream.result = answer.result()
             finally:
-                del self._flights[number]
-                self._supervisor.cancel(flight)
+                del self._inflight[number]
+                self._supervisor.cancel(request)
         finally:
             if place is not None:
                 self._places.leave(place)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,6 +14,8 @@ from engine.core.spelling import did_you_mean
 from engine.places import ROOT
 
 AUTO = "auto"
+Activations = Literal["bfloat16", "int8"]
+"""How products take their rows."""
 DEMO = ROOT / "configs" / "demo.yaml"
 
 
@@ -146,18 +147,21 @@ class Config(_Section):
     """Everything `Engine.start` needs.
 
     model: a Hugging Face directory or hub id, a GGUF file, or a name that `talon models list` knows. chat_template: a
-    Jinja file for a model that has none, or in place of its own. method: which
-    drafter (`drafters.registry`). mode: drafter and verifier in turns (sequential), both at once (async), or whichever
-    proves faster (auto). transport: workers as threads (inproc), as processes (ipc), or as processes of which the
-    drafter may be on another machine (tcp). trace: a file for a timeline of the workers, without remote drafters.
-    start_timeout_s: for the workers to load. heartbeat_timeout_s: a worker that is silent for longer is killed and
-    replaced; workers send a heartbeat every 0.5 s, but not during a forward.
+    Jinja file for a model that has none, or in place of its own. activations: int8 rounds the rows that matrices in
+    blocks are multiplied with to 8 bits, as other engines do with GGUF files: further rows cost less, and plain
+    decoding's own text is a slightly different one. method: which drafter (`drafters.registry`). mode: drafter and
+    verifier in turns (sequential), both at once (async), or whichever proves faster (auto). transport: workers as
+    threads (inproc), as processes (ipc), or as processes of which the drafter may be on another machine (tcp). trace: a
+    file for a timeline of the workers, without remote drafters. start_timeout_s: for the workers to load.
+    heartbeat_timeout_s: a worker that is silent for longer is killed and replaced; workers send a heartbeat every 0.5
+    s, but not during a forward.
     """
 
     model: str = "smollm2-135m"
     chat_template: str | None = None
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    activations: Activations = "bfloat16"
     method: str = "suffix"
     mode: Literal["sequential", "async", "auto"] = "sequential"
     transport: Literal["inproc", "ipc", "tcp"] = "ipc"
@@ -219,11 +223,6 @@ def parse_assignment(text: str) -> tuple[str, Any]:
         raise ConfigError(
             f"--set {printable(key, 100)}: {shown(value)} is not YAML; quote it or close its brackets"
         ) from None
-
-
-def cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -45,7 +45,7 @@ Loaded = Callable[[], None]
 
 
 def run_worker(spec: WorkerSpec, context: zmq.Context[Any], loaded: Loaded = lambda: None) -> None:
-    """Serve as `spec.role` until told to stop; a failed start is reported to the front end in one line."""
+    """Serve as `spec.role` until the front end stops it; a failed start is reported to the front end in one line."""
     config = Config.model_validate(spec.config)
     if spec.role == "verifier":
         _run_verifier(spec, config, context, loaded)
@@ -58,7 +58,7 @@ def _run_verifier(spec: WorkerSpec, config: Config, context: zmq.Context[Any], l
 
     with (
         _reporting(Dealer(context, spec.control, spec.name, FROM_FRONT_END)) as control,
-        closing(_hub(spec, config, context)) as drafts,
+        closing(_router(spec, config, context)) as drafts,
     ):
         import torch
 
@@ -68,19 +68,19 @@ def _run_verifier(spec: WorkerSpec, config: Config, context: zmq.Context[Any], l
 
         threads = share_cores(config)
         torch.set_num_threads(threads.verifier(config.mode == "async"))
-        target = Target.load(config.model, config.dtype, config.device, config.verifier.kv_memory)
+        target = Target.of_config(config)
         with (
             own_stream(target.device, urgent=False),
             prompt_cache(config, target),
-            _beside(spec, config, context, drafts) as drafter,
+            _inline_drafter(spec, config, context, drafts) as drafter,
         ):
             verifier = Verifier(config, target, control, drafts, threads, drafter)
             loaded()
             verifier.run()
 
 
-def _hub(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -> Router | LoopRouter:
-    """The hub that drafters connect to."""
+def _router(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -> Router | LoopRouter:
+    """The router that drafters connect to."""
     from engine.verifier.loop import FROM_DRAFTER
 
     if shares_loop(config):
@@ -89,14 +89,14 @@ def _hub(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -> Router 
 
 
 @contextmanager
-def _beside(
+def _inline_drafter(
     spec: WorkerSpec, config: Config, context: zmq.Context[Any], drafts: Router | LoopRouter
 ) -> Iterator[DrafterWorker | None]:
     """The drafter that takes turns with the verifier in its own loop; None if it runs elsewhere."""
     if isinstance(drafts, LoopRouter):
         with (
             closing(Dealer(context, spec.control, f"drafter-of-{spec.name}", ())) as control,
-            _drafter(config, control, drafts.line) as worker,
+            _drafter(config, control, drafts.dealer) as worker,
         ):
             yield worker
     else:
@@ -139,7 +139,7 @@ def _drafter(config: Config, control: Dealer, verdicts: Dealer | LoopDealer) -> 
 
 @contextmanager
 def _reporting(control: Dealer) -> Iterator[Dealer]:
-    """The line to the front end, which is told in one line why the worker ended."""
+    """The link to the front end, which gets one line that says why the worker ended."""
     with closing(control):
         try:
             yield control
@@ -153,8 +153,8 @@ _UNREAD = 1024
 
 
 def most_unread(config: Config) -> int:
-    """Messages that a drafter may leave unread at either end of its line. A drafter that joins is told of all requests
-    at once, and half of that must fit beside what it has not read yet.
+    """Messages that a drafter may leave unread at either end of its link. A drafter that joins gets all requests
+    at once, and half of that must fit on top of what it has not read yet.
     """
     return _UNREAD + 4 * config.queue.size
 

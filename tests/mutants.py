@@ -82,14 +82,14 @@ FAULTS = (
     Fault(
         "the front end never sends Cancel",
         "engine/frontend/supervisor.py",
-        "self.hub.send(flight.verifier, Cancel(request=flight.number))",
+        "self.router.send(request.verifier, Cancel(request=request.number))",
         "pass",
         "tests/engine/test_api.py::test_leaving_the_block_of_a_stream_ends_its_request_in_the_verifier",
     ),
     Fault(
         "a request that ends every verifier is handed on for ever",
         "engine/frontend/inflight.py",
-        "if flight.lost == _GIVEN_UP:",
+        "if request.lost == _GIVEN_UP:",
         "if False:",
         "tests/faults/test_batching.py::"
         "test_a_request_that_ends_every_verifier_is_given_up_after_five_and_no_other_is_lost",

@@ -14,14 +14,17 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mappin
 from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from engine.api import Engine
-from engine.config import cores
 from engine.core.errors import ConfigError, TalonError
 from engine.core.params import SamplingParams
+from engine.core.processor import cores
 from engine.frontend.tasks import keep_under_way
-from engine.model.loading import dtype_of, name_of
+from engine.model.loading import dtype_of, load_model, name_of
+from engine.weights.gguf_source import open_gguf
+from engine.weights.tokenizer import load_tokenizer
 
 from ..inputs.questions import check_prompts, mixed_questions
 from ..measure.budget import Budget, is_narrow
@@ -83,7 +86,9 @@ async def run_baselines(
     asked = [plan.encoded(suite, question) for suite, question in mixed_questions(plan.files, plan.limit)]
     threads, budget = plan.config.verifier.threads or cores(), Budget(plan.minutes)
     with tempfile.TemporaryDirectory(prefix="talon-rivals-") as made, plan.row_file(ROWS) as file:
-        others = baselines(folder, plan.config.model, retyped(gguf, Path(made)), threads, max(levels))
+        others = baselines(
+            folder, _with_weights(plan.config.model, Path(made)), retyped(gguf, Path(made)), threads, max(levels)
+        )
         async with engines(plan.contestants, plan.config, plan.heads, console) as ours:
             check_prompts(asked, plan.sampling.max_tokens, ours[PLAIN].target.context)
             found: list[Turn] = []
@@ -140,6 +145,15 @@ async def compare(
 
 def _ratios(found: Sequence[Turn], level: int) -> list[list[float]]:
     return [[*some.values()] for (_, setting, _), some in ratios(found).items() if setting == at_once(level)]
+
+
+def _with_weights(model: str, folder: Path) -> str:
+    """The directory that other engines load, written into `folder` if the model's weights are in a GGUF file."""
+    if open_gguf(Path(model)) is None:
+        return model
+    load_model(model, "bfloat16", torch.device("cpu")).save_pretrained(folder / "model")
+    load_tokenizer(model).save_pretrained(folder / "model")
+    return str(folder / "model")
 
 
 def retyped(gguf_file: Path, folder: Path) -> dict[str, Path]:

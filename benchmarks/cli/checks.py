@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from engine import config as configuration
-from engine.cli.command import ConfigOption, SetOption, overrides, run
+from engine.cli.command import ConfigOption, SetOption, one_line_errors, overrides, run
 from engine.core.errors import ConfigError
 from engine.core.params import SamplingParams
 
@@ -61,12 +61,25 @@ def check(
     log: Annotated[
         Path | None, typer.Option(help="File for what was compared. A check that was ended goes on from there.")
     ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            help="float32: instead, how often another token is the likeliest than in float32, and the divergence from "
+            "it, in bfloat16 and with activations=int8.",
+        ),
+    ] = None,
     config: ConfigOption = configuration.DEMO,
     set_: SetOption = None,
 ) -> None:
     """Show that every method, mode, transport and number of threads gives the text of plain decoding; exit code 1 if
     one does not."""
     console = Console(stderr=True)
+    if against is not None:
+        with one_line_errors():
+            _check_precision(
+                against, configuration.load(config, overrides(set_)), questions, limit, max_tokens, console
+            )
+        return
 
     async def main() -> int:
         from ..measure.check import Grid, run_check
@@ -95,6 +108,21 @@ def check(
         raise typer.Exit(1)
 
 
+def _check_precision(
+    against: str,
+    config: configuration.Config,
+    questions: list[Path] | None,
+    limit: int | None,
+    most: int,
+    told: Console,
+) -> None:
+    from ..measure.precision import measure_precision, precision_table
+
+    if against != "float32":
+        raise ConfigError(f"--against {against}: give float32")
+    Console().print(precision_table(measure_precision(config, question_files(questions), limit, most, told)).rich())
+
+
 def qa(
     questions: Annotated[
         list[Path] | None, typer.Option("--questions", help="JSONL with rows of category nq, rag or qa; repeatable.")
@@ -104,13 +132,14 @@ def qa(
         typer.Option(
             help="Comma-separated contestants; METHOD+dense also drafts from the passages found, datastore from all."
         ),
-    ] = "none,pld,suffix,suffix+dense,datastore",
+    ] = "none,talon-pld,talon-suffix,talon-suffix+dense,talon-datastore",
     limit: Annotated[int | None, typer.Option(help="Questions of each category.", show_default="all", min=1)] = None,
     passages: Annotated[int, typer.Option(help="Passages retrieved into the prompt.", min=1)] = 2,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the sampling and of the order of contestants.")] = 0,
     minutes: MinutesOption = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where an earlier run into --out stopped.")] = False,
     heads: HeadsOption = None,
     out: Annotated[Path, typer.Option(help="Folder for qa.jsonl and the report.")] = Path("out"),
     config: ConfigOption = configuration.DEMO,
@@ -128,7 +157,8 @@ def qa(
             raise ConfigError("--questions: name at least one JSONL file with rows of category nq, rag or qa")
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed).validate()
         settings = configuration.load(config, overrides(set_))
-        plan = MeasurementPlan(settings, names_in(methods), questions, out, [sampling], limit, 1, minutes, heads)
+        names = names_in(methods)
+        plan = MeasurementPlan(settings, names, questions, out, [sampling], limit, 1, minutes, heads, resume)
         with results_in(out):
             failed, retrieval, rows = await knowledge(plan, passages, console)
         if as_json:

@@ -69,7 +69,7 @@ def acceptance(
         layers = layers_read(chosen, settings)
         tokenizer = tokenizer_of(settings)
         suites = {f.stem: [encode_text(tokenizer, q.prompt) for q in read_questions(f, limit)] for f in files}
-        target = Target.load(settings.model, settings.dtype, settings.device, settings.verifier.kv_memory)
+        target = Target.of_config(settings)
         with results_in(out):
             with progress_bar(console) as progress:
                 for sampling in samplings:
@@ -86,7 +86,7 @@ def acceptance(
 def profile(
     rows: Annotated[str, typer.Option(help="Tokens verified in one forward, with commas between.")] = "1,8,16,32",
     behind: Annotated[int, typer.Option(help="Tokens of text before them.", min=1)] = 512,
-    repeats: Annotated[int, typer.Option(help="Forwards of each kind, of which the medians are told.", min=1)] = 20,
+    repeats: Annotated[int, typer.Option(help="Forwards of each kind, of which the medians are shown.", min=1)] = 20,
     out: Annotated[Path, typer.Option(help="The picture, .png or .svg.")] = Path("forward.png"),
     config: ConfigOption = configuration.DEMO,
     set_: SetOption = None,

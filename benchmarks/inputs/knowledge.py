@@ -70,16 +70,16 @@ def prompt_of(question: str, passages: list[str]) -> str:
     """The question alone, or after passages, in the wording of nq_open's prompts."""
     if not passages:
         return question
-    told = "".join(f"Passage: {passage}\n\n" for passage in passages)
-    return f"Answer the question using the passage.\n\n{told}Question: {question}"
+    shown = "".join(f"Passage: {passage}\n\n" for passage in passages)
+    return f"Answer the question using the passage.\n\n{shown}Question: {question}"
 
 
 def _item(row: _Row) -> Item:
     kind, prompt = row.category, row.turns[0].strip()
     passages: list[str] = []
     if kind == "nq":
-        told, prompt = prompt.rsplit("\n\nQuestion: ", 1)
-        passages = [told.split("Passage: ", 1)[1]]
+        before, prompt = prompt.rsplit("\n\nQuestion: ", 1)
+        passages = [before.split("Passage: ", 1)[1]]
     elif kind == "rag":
         *passages, prompt = filter(None, (line.strip() for line in prompt.split("\n")))
     return Item(str(row.question_id), kind, prompt, tuple(passages), tuple(_flat(row.reference or [])))
@@ -118,8 +118,8 @@ def subspan_match(answer: str, references: Sequence[str]) -> float:
     """1 if the answer's first line contains one of the references, else 0: best-subspan exact match of *Lost in the
     Middle*, where an answer that copies the whole passage must not count.
     """
-    told = normalised(answer.strip().partition("\n")[0])
-    return float(any(normalised(reference) in told for reference in references))
+    first_line = normalised(answer.strip().partition("\n")[0])
+    return float(any(normalised(reference) in first_line for reference in references))
 
 
 def f1(answer: str, references: Sequence[str]) -> float:

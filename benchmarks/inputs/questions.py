@@ -94,7 +94,7 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
         with path.open("rb") as file:
             for number, row in islice(json_lines(file, _Row), limit):
                 question = row.question(number)
-                if question.question_id in questions:  # rows of results are told apart by it
+                if question.question_id in questions:  # it distinguishes rows of results
                     raise BadLine(number, f"another one has the question_id {question.question_id!r}")
                 questions[question.question_id] = question
     except OSError as error:

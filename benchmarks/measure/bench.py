@@ -130,6 +130,7 @@ def row_of(suite: str, question: Question, name: str, sampling: SamplingParams, 
         depth=mean(r.depth for r in log) if log else None,
         exact=run.exact,
         inexact=run.inexact,
+        activations=run.activations,
         cached_tokens=run.cached_tokens,
     )
 

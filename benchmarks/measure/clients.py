@@ -157,8 +157,8 @@ async def _at_once(clients: _Clients, asked: Iterator[Asked], count: int) -> Lev
 
 def _reason(error: dict[str, Any]) -> str:
     """What went wrong, of an event that is no chunk of an answer. OpenAI's form is {"error": {"message": ...}}."""
-    told = error.get("error", error)
-    return str(told.get("message", told) if isinstance(told, dict) else told)
+    inner = error.get("error", error)
+    return str(inner.get("message", inner) if isinstance(inner, dict) else inner)
 
 
 def _spread(tokens: int, chunks: int) -> list[int]:

@@ -67,6 +67,7 @@ class TalonContestant:
             metrics.exact,
             metrics.inexact,
             metrics.cached_tokens,
+            metrics.activations,
         )
 
     def peak_memory_mb(self) -> float | None:
@@ -110,6 +111,7 @@ CONTESTANTS: dict[str, dict[str, Any]] = {name: AS_PUBLISHED | {"method": name} 
     "talon-pld": {"method": "pld", "mode": "sequential"},
     "talon-suffix": {"method": "suffix", "mode": "sequential"},
     "talon-session": {"method": "suffix", "mode": "sequential", "drafter.answers": None},
+    "talon-datastore": {"method": "datastore", "mode": "sequential"},
     "hybrid": {"method": "hybrid", "mode": "sequential"},
     "talon": {"method": "hybrid", "mode": "auto"},
     # what each of our parts adds to eagle3
@@ -121,8 +123,8 @@ CONTESTANTS: dict[str, dict[str, Any]] = {name: AS_PUBLISHED | {"method": name} 
     "+async": {"method": "hybrid", "mode": "async"},
 }
 """What each name stands for: configuration keys. Baselines run as published: their trees, no calibration, no shared
-noise, no initial answers, every node verified; talon-pld and talon-suffix draft and verify what pays, as they are
-served; talon-session is talon-suffix without initial answers."""
+noise, no initial answers, every node verified; talon-pld, talon-suffix and talon-datastore draft and verify what pays,
+as they are served; talon-session is talon-suffix without initial answers."""
 
 ABLATION = ("eagle3", "+adaptive", "+noise", "+calibration", "+merge", "+budget", "+async")
 

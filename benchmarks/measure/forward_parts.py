@@ -19,8 +19,9 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, record_function
 
 from engine.kernels.attention.attention import attention_kernels
-from engine.kernels.gemm.matmul import product_kernels
+from engine.kernels.gemm.matmul_kernels import product_kernel
 from engine.kernels.gemm.packed_linear import PackedLinear, Product
+from engine.kernels.layer.experts import experts_kernel
 from engine.kernels.threads import Kernel, Program, Timed
 from engine.model.cuda.graphs import wait
 from engine.model.decoder import LeanDecoder
@@ -133,7 +134,7 @@ def _profiled(work: Callable[[], Any], device: torch.device) -> tuple[Seconds, f
 
 def _parts_of_kernels() -> dict[int, str]:
     """Parts of kernels by address; all others belong to "other"."""
-    products = {kernel.address: "products" for kernel in product_kernels()}
+    products = {kernel.address: "products" for kernel in [product_kernel(), experts_kernel()]}
     return products | {kernel.address: "attention" for kernel in attention_kernels()}
 
 

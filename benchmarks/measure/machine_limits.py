@@ -16,9 +16,11 @@ from torch import Tensor
 from engine.kernels.amx import LINE_BYTES, fetch
 from engine.kernels.gemm.packed_linear import pack, product
 from engine.kernels.simd import FLOAT32, add, load, splat, store
-from engine.kernels.threads import address_of, kernel, member, members
+from engine.kernels.threads import address_of, kernel, num_threads, thread_id
 from engine.model.cuda.graphs import wait
 from engine.model.loading import has_native_bfloat16
+
+from .arithmetic import loop_of_integers, loop_of_type, multiply_adds_per_s
 
 _MOST_READ = 4 << 30  # bytes; larger than any cache, so a larger buffer is read no slower
 _COLUMNS = 1024
@@ -33,21 +35,24 @@ def read_kernel(address: Any) -> None:
     """Read the lines of a buffer, each thread its part, with prefetching."""
     work = carray(address, 1)[0]
     total = splat(np.float32(0))
-    for line in range(work.lines * member() // members(), work.lines * (member() + 1) // members()):
+    for line in range(work.lines * thread_id() // num_threads(), work.lines * (thread_id() + 1) // num_threads()):
         at = work.buffer + LINE_BYTES * line
         fetch(at + _AHEAD)
         total = add(total, load(at, FLOAT32))
-    store(total, work.sums + LINE_BYTES * member(), FLOAT32)
+    store(total, work.sums + LINE_BYTES * thread_id(), FLOAT32)
 
 
 class Limits:
     """The best rates seen so far; `measure` again next to what they are compared with, since a machine's speed varies.
+    multiply_adds_per_s: in the model's type; int8_multiply_adds_per_s: of integer products, 0 where there are none.
 
     weight_bytes: the buffer that is read has this size, so that it stays in a cache if the weights do.
     """
 
     def __init__(self, weight_bytes: int, dtype: torch.dtype, device: torch.device):
-        self.bytes_per_s = self.multiply_adds_per_s = 0.0
+        self.bytes_per_s = self.multiply_adds_per_s = self.int8_multiply_adds_per_s = 0.0
+        cpu = device.type == "cpu"
+        self._loop, self._integers = (loop_of_type(dtype), loop_of_integers()) if cpu else (None, None)
         self._device = device
         # A float32 matrix times a vector is torch's fastest way to read; a sum reaches two thirds of it. On a CPU our
         # own loop, which prefetches, may be twice as fast.
@@ -67,7 +72,13 @@ class Limits:
             reads.append(self._read_ahead)
         for read in reads:
             self.bytes_per_s = max(self.bytes_per_s, self._read.nbytes / self._seconds(read))
-        self.multiply_adds_per_s = max(self.multiply_adds_per_s, self._multiply_adds / self._seconds(self._multiply))
+        if self._loop is None:
+            rate = self._multiply_adds / self._seconds(self._multiply)
+        else:
+            rate = multiply_adds_per_s(self._loop)
+        self.multiply_adds_per_s = max(self.multiply_adds_per_s, rate)
+        if self._integers is not None:
+            self.int8_multiply_adds_per_s = max(self.int8_multiply_adds_per_s, multiply_adds_per_s(self._integers))
 
     def _read_ahead(self) -> None:
         threads = torch.get_num_threads()

@@ -23,7 +23,8 @@ from ..report.out_folder import RowFile
 class MeasurementPlan:
     """names: of contestants. limit: questions of each file, or of each kind. samplings: one after the other, `repeats`
     times, each time with new engines: a drafter that remembers answers must not see a question twice. minutes: for all
-    of it; None: until everything has been asked. heads: a folder with the drafters' weights.
+    of it; None: until everything has been asked. heads: a folder with the drafters' weights. resume: what an earlier
+    run into the same folder has asked is not asked again.
     """
 
     config: Config
@@ -35,6 +36,7 @@ class MeasurementPlan:
     repeats: int = 1
     minutes: float | None = None
     heads: Path | None = None
+    resume: bool = False
 
     @property
     def sampling(self) -> SamplingParams:

@@ -25,9 +25,9 @@ from .forward_parts import PARTS, Seconds, forward_name, multiplied, split, time
 from .machine_limits import Limits
 
 
-class Forward(msgspec.Struct):
+class ForwardTimes(msgspec.Struct):
     """Milliseconds of a forward of `rows` rows: in total, in each part, and the least that the machine's memory and
-    arithmetic allow.
+    arithmetic allow. int8_ms: the same limit for integer products, if this machine has any.
     """
 
     rows: int
@@ -38,6 +38,7 @@ class Forward(msgspec.Struct):
     gaps_ms: float
     memory_ms: float
     arithmetic_ms: float
+    int8_ms: float | None = None
 
     @property
     def outside(self) -> float:
@@ -57,7 +58,9 @@ class Profile(msgspec.Struct):
     weights_mb: float
     read_gb_per_s: float
     multiply_adds_per_s: float
-    forwards: list[Forward]
+    forwards: list[ForwardTimes]
+    activations: str = "bfloat16"
+    int8_multiply_adds_per_s: float | None = None
 
 
 def profile_target(target: Target, rows: list[int], behind: int, repeats: int, console: Console) -> Profile:
@@ -87,6 +90,7 @@ def profile_target(target: Target, rows: list[int], behind: int, repeats: int, c
                     splits[count].clear()
                 progress.advance(task)
     target.release(cache)
+    integers = limits.int8_multiply_adds_per_s or None
     held = 0 if target.pool is None else target.pool.shape.block_bytes * -(-behind // BLOCK)
     return Profile(
         target.name,
@@ -99,15 +103,18 @@ def profile_target(target: Target, rows: list[int], behind: int, repeats: int, c
         limits.bytes_per_s / 1e9,
         limits.multiply_adds_per_s,
         [
-            Forward(
+            ForwardTimes(
                 count,
                 1e3 * median(totals[count]),
                 **_scaled(splits[count], 1e3 * median(totals[count])),
                 memory_ms=1e3 * (read + held) / limits.bytes_per_s,
                 arithmetic_ms=1e3 * count * numbers / limits.multiply_adds_per_s,
+                int8_ms=1e3 * count * numbers / integers if integers else None,
             )
             for count in rows
         ],
+        target.activations,
+        integers,
     )
 
 
@@ -123,12 +130,13 @@ def _scaled(splits: list[Seconds], total: float) -> dict[str, float]:
 
 
 def table(profile: Profile) -> Table:
-    """Milliseconds of each number of rows, and the limits of memory and of arithmetic."""
-    columns = ("rows", "total ms", *PARTS, "outside", "memory", "arithmetic")
+    """Milliseconds of each number of rows, and the limits of memory and of both kinds of arithmetic."""
+    integers = profile.int8_multiply_adds_per_s is not None
+    columns = ("rows", "total ms", *PARTS, "outside", "memory", profile.dtype, *(["int8"] if integers else []))
     lines = []
     for f in profile.forwards:
         parts = [getattr(f, f"{part}_ms") for part in PARTS]
-        limits = [_figure(ms) for ms in (f.memory_ms, f.arithmetic_ms)]
+        limits = [_figure(ms) for ms in (f.memory_ms, f.arithmetic_ms, f.int8_ms) if ms is not None]
         lines.append([str(f.rows), *map(_figure, (f.total_ms, *parts)), f"{f.outside:.0%}", *limits])
     title = "Milliseconds of a forward, the share outside products, and the limits of memory and arithmetic"
     return Table(title, columns, lines, words=0)
@@ -150,12 +158,15 @@ def draw(profile: Profile, out: Path, console: Console) -> None:
     parts = {part: [getattr(forward, f"{part}_ms") for forward in profile.forwards] for part in PARTS}
     stacked(axis, [str(forward.rows) for forward in profile.forwards], parts)
     memory = f"limit of memory: {profile.read_gb_per_s:.3g} GB/s"
-    arithmetic = f"limit of arithmetic: {profile.multiply_adds_per_s:.2g} multiply-adds/s"
+    integers = profile.int8_multiply_adds_per_s if profile.activations == "int8" else None
+    arithmetic = f"limit of arithmetic: {integers or profile.multiply_adds_per_s:.2g} multiply-adds/s"
+    least = [f.arithmetic_ms if integers is None or f.int8_ms is None else f.int8_ms for f in profile.forwards]
     axis.plot(places, [forward.memory_ms for forward in profile.forwards], "k_-", label=memory)
-    axis.plot(places, [forward.arithmetic_ms for forward in profile.forwards], "k_--", label=arithmetic)
-    title = f"{profile.model}, {profile.dtype}, {profile.device}, threads: {profile.threads}, {profile.forward}"
+    axis.plot(places, least, "k_--", label=arithmetic)
+    how = f"activations {profile.activations}, {profile.device}, threads: {profile.threads}, {profile.forward}"
+    title = f"{profile.model}, {profile.dtype}, {how}"
     axis.set_title(title, fontsize=9, loc="left")
-    axis.set(xlabel=f"rows of a forward behind {profile.behind} tokens", ylabel="ms")
+    axis.set(xlabel=f"rows of a forward after {profile.behind} tokens", ylabel="ms")
     axis.legend(fontsize=8, loc="upper left")
     try:
         save(figure, out)
@@ -166,7 +177,7 @@ def draw(profile: Profile, out: Path, console: Console) -> None:
 
 def loaded(config: Config) -> Target:
     torch.set_num_threads(share_cores(config).verifier_alone)
-    return Target.load(resolve(config.model), config.dtype, config.device)
+    return Target.of_config(config.model_copy(update={"model": resolve(config.model)}))
 
 
 def show(found: Profile, as_json: bool) -> None:
@@ -174,9 +185,11 @@ def show(found: Profile, as_json: bool) -> None:
         print(json.dumps(msgspec.to_builtins(found), indent=2))
         return
     console = Console()
-    console.print(f"{found.model}, {found.dtype}, {found.device}, threads: {found.threads}, {found.forward}")
+    how = f"{found.dtype}, activations {found.activations}, {found.device}, threads: {found.threads}, {found.forward}"
+    console.print(f"{found.model}, {how}")
     console.print(f"Forwards behind {found.behind} tokens, which read {found.weights_mb:.3g} MB of weights.")
-    console.print(
-        f"This machine reads {found.read_gb_per_s:.1f} GB/s, {found.multiply_adds_per_s:.2g} multiply-adds/s."
-    )
+    integers = found.int8_multiply_adds_per_s
+    rates = [f"reads {found.read_gb_per_s:.1f} GB/s", f"{found.multiply_adds_per_s / 1e9:.0f} billion multiply-adds/s"]
+    rates += [] if integers is None else [f"{integers / 1e9:.0f} billion of 8 bits"]
+    console.print(f"This machine {', '.join(rates)}.")
     console.print(table(found).rich())

@@ -12,7 +12,7 @@ import json
 import random
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,10 +109,13 @@ async def run_qa(plan: MeasurementPlan, count: int, console: Console) -> tuple[R
             for setting, given in settings.items()
         }
         asking = _Asking(plan, library, found, prompts, console)
-        budget, rows = Budget(plan.minutes), list[QaRow]()
+        budget, rows = Budget(plan.minutes), _earlier(plan) if plan.resume else []
         with plan.row_file(ROWS) as results:
+            for row in rows:
+                results.write(row)
             for number, setting in enumerate(settings):
-                async for row in asking.answers(setting, budget.share(len(settings) - number)):
+                done = {(row.kind, row.question_id) for row in rows if row.setting == setting}
+                async for row in asking.answers(setting, budget.share(len(settings) - number), done):
                     rows.append(row)
                     results.write(row)
         return None if library is None else library.recall(items, found), rows
@@ -128,13 +131,20 @@ class _Asking:
     prompts: Mapping[str, Mapping[Item, list[int]]]
     console: Console
 
-    async def answers(self, setting: str, budget: Budget) -> AsyncIterator[QaRow]:
-        """One setting: contestants start afresh, since some remember answers, and take turns question by question."""
+    async def answers(self, setting: str, budget: Budget, done: Set[tuple[str, str]]) -> AsyncIterator[QaRow]:
+        """One setting: contestants start afresh, since some remember answers, and take turns question by question.
+
+        done: kinds and ids of the questions that an earlier run has asked.
+        """
+        prompts = {
+            item: prompt for item, prompt in self.prompts[setting].items() if (item.kind, item.question_id) not in done
+        }
+        if not prompts:
+            return
         tokenizer, sampling = tokenizer_of(self.plan.config), self.plan.sampling
         order = random.Random(sampling.seed)
         contestants, referee = await self._start(tokenizer), Referee(self.plan.config)
         kinds: dict[str, list[Item]] = {}
-        prompts = self.prompts[setting]
         for item in prompts:
             kinds.setdefault(item.kind, []).append(item)
         ratios: dict[str, dict[str, list[float]]] = {kind: {} for kind in kinds}
@@ -148,7 +158,8 @@ class _Asking:
                     runs: dict[str, TimedAnswer] = {}
                     for name in order.sample(asked, len(asked)):
                         runs[name] = await contestants[name].answer(prompt, sampling)
-                    for name, run in runs.items():
+                    for name in asked:  # plain decoding first: whoever reads a part of the file can compare with it
+                        run = runs[name]
                         row = row_of(setting, item, name, run, tokenizer, self.found[item])
                         row = compared(row, run, runs[PLAIN], prompt, sampling, referee)
                         speed_up = row.tokens_per_second * runs[PLAIN].seconds / len(runs[PLAIN].token_ids)
@@ -182,6 +193,25 @@ class _Asking:
         contestants = await start_contestants(plain, with_datastore, plan.heads, warm_up, self.console)
         started = await start_contestants(drafting, with_dense, plan.heads, warm_up, self.console)
         return contestants | {name + DENSE: contestant for name, contestant in started.items()}
+
+
+def _earlier(plan: MeasurementPlan) -> list[QaRow]:
+    """The rows of an earlier run, which may have been stopped in the middle of a line, and of its last question."""
+    path = plan.out / ROWS
+    if not path.exists():
+        return []
+    try:
+        rows = [msgspec.json.decode(line, type=QaRow) for line in path.read_bytes().split(b"\n") if line[-1:] == b"}"]
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"--resume: {path} cannot be read ({error}); name another folder with --out") from None
+    if unknown := {row.method for row in rows} - {*plan.contestants}:
+        raise ConfigError(f"--resume: {path} has rows of {', '.join(sorted(unknown))}: give the same --methods")
+    last = [row for row in rows if _question_of(row) == _question_of(rows[-1])]
+    return rows if len(last) == len(plan.contestants) else rows[: len(rows) - len(last)]
+
+
+def _question_of(row: QaRow) -> tuple[str, str, str]:
+    return row.setting, row.kind, row.question_id
 
 
 def row_of(setting: str, item: Item, name: str, run: TimedAnswer, tokenizer: Any, found: Sequence[str]) -> QaRow:

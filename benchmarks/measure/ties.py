@@ -76,7 +76,7 @@ def score_gap(target: Target, prompt: list[int], one: list[int], other: list[int
 
 def most_turned(exact: Any, rounded: Any, prompt: list[int], text: list[int]) -> float:
     """The largest gap between two logits that rounding reverses along a text: wherever another token is the likeliest
-    for `rounded`, how far it is behind for `exact`. Both are transformers' models of the same weights.
+    for `rounded`, how much less likely it is for `exact`. Both are transformers' models of the same weights.
     """
     ids = torch.tensor([prompt + text], device=exact.device)
     with torch.inference_mode():

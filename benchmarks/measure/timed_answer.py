@@ -9,7 +9,8 @@ from engine.wire.messages import Tokens
 
 class TimedAnswer(msgspec.Struct, frozen=True):
     """One answer and its timings. seconds: from the call to the last token. token_ms: for every token but the first,
-    its share of the time since the last emission, as several may come at once. exact, inexact: as in engine.answer.
+    its share of the time since the last emission, as several may come at once. exact, inexact,
+    activations: as in engine.answer.
     """
 
     token_ids: list[int]
@@ -24,3 +25,4 @@ class TimedAnswer(msgspec.Struct, frozen=True):
     exact: bool = False
     inexact: str = ""
     cached_tokens: int | None = None
+    activations: str | None = None

@@ -8,13 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
 from engine.config import Config
 from engine.core.params import SamplingParams, own_defaults
-from engine.model.loading import dtype_of, find_device
+from engine.model.loading import dtype_of, find_device, load_model, name_of
 from engine.verifier.placement import share_cores
-from engine.weights.hub import is_local
 
 from .timed_answer import TimedAnswer
 
@@ -38,8 +37,7 @@ class TransformersContestant:
             device, dtype = find_device(config.device), dtype_of(config)
 
             def read(name: str) -> Any:
-                model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, local_files_only=is_local(name))
-                return model.to(device).eval()
+                return load_model(name, name_of(dtype), device).eval()
 
             model = read(config.model)
             if assistant is not None:

@@ -7,8 +7,9 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.config import Config, cores
+from engine.config import Config
 from engine.core.params import SamplingParams
+from engine.core.processor import cores
 
 ABOUT = "about.txt"
 
@@ -21,7 +22,8 @@ def write_about(folder: Path, config: Config, samplings: Sequence[SamplingParams
     lines = [
         f"Machine: {_processor()}, {cores()} cores, {_instructions()}, {platform.system()}{_gpu()}",
         f"Versions: Python {platform.python_version()}, {versions}",
-        f"Configuration: model {Path(config.model).name}, dtype {config.dtype}, device {config.device}, transport "
+        f"Configuration: model {Path(config.model).name}, dtype {config.dtype}, activations "
+        f"{config.activations}, device {config.device}, transport "
         f"{config.transport}{config.simulation}; answers of at most {samplings[0].max_tokens} tokens, T = "
         f"{temperatures}, seed {samplings[0].seed}, repeats {repeats}",
     ]

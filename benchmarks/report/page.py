@@ -33,7 +33,7 @@ td:first-child,th:first-child{text-align:left}table{margin-bottom:1.2em}img{max-
 
 
 def write(folder: Path) -> None:
-    """Write the report of a folder's rows beside them."""
+    """Write the report of a folder's rows into it."""
     run = Run.read(folder)
     pictures, sections = _draw(run, folder), [*_sections(run)]
     (folder / "report.md").write_text(_markdown(_about(folder), sections, pictures), encoding="utf8")

@@ -7,12 +7,14 @@ from statistics import mean, median
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from .figures import PLAIN
 from .ratios import Ratios, Where, interval
 from .tables import Table, known
 
 ROWS = "qa.jsonl"
+_RESAMPLES = 2000
 
 
 class Scores(msgspec.Struct, frozen=True):
@@ -116,16 +118,23 @@ def score_table(rows: Sequence[QaRow]) -> Table:
                 setting,
                 kind,
                 str(len(plain)),
-                *(_share(scored, take) for take in (lambda s: s.exact, lambda s: s.f1, lambda s: s.subspan)),
+                *(_share(scored, take) for take in (lambda s: s.f1, lambda s: s.subspan)),
                 known(
-                    mean(told) if (told := [r.quoted for r in plain.values() if r.quoted is not None]) else None, ".2f"
+                    mean(shares) if (shares := [r.quoted for r in plain.values() if r.quoted is not None]) else None,
+                    ".2f",
                 ),
                 f"{len(equal)} of {len(others)}",
             ]
         )
-    columns = ("setting", "set", "answers", "exact", "F1", "subspan", "quoted", "same scores")
+    columns = ("setting", "set", "answers", "F1", "subspan", "quoted", "same scores")
     return Table("Knowledge-heavy questions: scores of plain decoding", columns, lines, words=2)
 
 
 def _share(scores: Sequence[Scores], take: Callable[[Scores], float]) -> str:
-    return f"{mean(map(take, scores)):.2f}" if scores else "-"
+    """The mean and its 95% interval, by bootstrap."""
+    if not scores:
+        return "-"
+    values = np.array([take(one) for one in scores])
+    means = np.random.default_rng(0).choice(values, (_RESAMPLES, len(values))).mean(axis=1)
+    low, high = np.quantile(means, [0.025, 0.975])
+    return f"{values.mean():.2f} ({low:.2f}-{high:.2f})"

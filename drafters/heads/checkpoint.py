@@ -20,8 +20,12 @@ from torch import Tensor
 
 from drafters.heads import speculators
 from engine.core.errors import DrafterMismatch, ModelError, first_line
-from engine.kernels.quantised import BLOCK_INPUTS, Quantised
+from engine.kernels.quant.layouts import STEP
+from engine.kernels.quant.nearest import nearest_codes, values_of
+from engine.kernels.quant.stored import StoredMatrix
 from engine.weights.catalogue import suggestion
+from engine.weights.gguf_file import GgufFile
+from engine.weights.gguf_source import open_gguf
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 _SCALES = ".scales"
@@ -62,10 +66,12 @@ class Checkpoint:
             scales, codes = self.tensors.pop(name), self.tensors.get(name.removesuffix(_SCALES))
             if codes is None or codes.dtype != torch.int8 or scales.dtype not in (torch.float16, torch.float32):
                 raise self.error(f"tensor {name} belongs to no codes of 8 bits")
-            matrix = Quantised(codes, scales, torch.zeros_like(scales))
-            if codes.dim() != 2 or codes.shape[1] % BLOCK_INPUTS or not matrix.whole:
-                raise self.error(f"tensor {name} has shape {list(scales.shape)}, its codes {list(codes.shape)}")
-            self.tensors[name.removesuffix(_SCALES)] = matrix.values()
+            try:
+                self.tensors[name.removesuffix(_SCALES)] = values_of(codes, scales)
+            except ValueError:
+                raise self.error(
+                    f"tensor {name} has shape {list(scales.shape)}, its codes {list(codes.shape)}"
+                ) from None
 
     def number(self, key: str, default: int | None = None) -> int:
         """A size or count from the config."""
@@ -132,9 +138,9 @@ def coded(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if tensor.dim() == 2 and tensor.is_floating_point() and tensor.shape[1] % BLOCK_INPUTS == 0:
-            matrix = Quantised.nearest(tensor)
-            stored |= {name: matrix.codes, name + _SCALES: matrix.scales}
+        if tensor.dim() == 2 and tensor.is_floating_point() and tensor.shape[1] % STEP == 0:
+            codes, scales = nearest_codes(tensor)
+            stored |= {name: codes, name + _SCALES: scales}
         else:
             stored[name] = tensor
     return stored
@@ -162,8 +168,11 @@ class TargetWeights:
         folder = find_folder(path, "model")
         config = read_config(folder, "model")
         config = config.get("text_config", config)
-        embedding = _find_tensor(folder, path, "embed_tokens.weight")
-        lm_head = _find_tensor(folder, path, "lm_head.weight")
+        if (gguf := open_gguf(folder)) is not None:
+            embedding, lm_head = _dequantised(gguf, "token_embd.weight"), _dequantised(gguf, "output.weight")
+        else:
+            embedding = _find_tensor(folder, path, "embed_tokens.weight")
+            lm_head = _find_tensor(folder, path, "lm_head.weight")
         if embedding is None:
             raise ModelError(f"model={path}: no tensor named *embed_tokens.weight; draft heads need its embeddings")
         if lm_head is None and not config.get("tie_word_embeddings", True):  # as transformers takes it
@@ -212,6 +221,13 @@ def read_tensors(file: Path, field: str) -> dict[str, Tensor]:
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise ModelError(f"{field}={file}: holds more than named tensors: convert it to safetensors")
     return tensors
+
+
+def _dequantised(gguf: GgufFile, name: str) -> Tensor | None:
+    """A matrix of the file as bfloat16; None if there is none of that name."""
+    if (tensor := gguf.tensor(name)) is None:
+        return None
+    return StoredMatrix.of(tensor.kind.name, gguf.read(tensor), tensor.shape[0]).values()
 
 
 def _find_tensor(folder: Path, path: str, suffix: str) -> Tensor | None:

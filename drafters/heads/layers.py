@@ -16,9 +16,13 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.core.errors import ModelError, first_line
-from engine.kernels.gemm.matmul import Matmul, units
+from engine.kernels.gemm.int8.dots import instruction_sets
+from engine.kernels.gemm.int8.layout import CodedMatrix
+from engine.kernels.gemm.int8.matmul import Int8Matmul
+from engine.kernels.gemm.matmul import Matmul, Unit, units
 from engine.kernels.gemm.packed_linear import can_multiply, multiplies, pack, product
-from engine.kernels.quantised import BLOCK_INPUTS, Quantised
+from engine.kernels.quant.layouts import STEP
+from engine.kernels.quant.nearest import nearest
 from engine.kernels.simd import LANES
 from engine.model.loading import has_native_bfloat16
 from engine.model.rotary import cosines_sines, hold_frequencies
@@ -45,7 +49,8 @@ class Linear:
     """x [n, in] -> [n, out], with the weight laid out for few rows. weight: [out, in] as stored in checkpoints.
 
     gated: the matrix stacks the gate and up projections; the result is silu(gate) * up. A draft step over a few rows
-    takes as long as reading its matrices, so on a CPU they are kept in 8 bits where its instructions multiply bfloat16.
+    takes as long as reading its matrices, so on a CPU they are kept in 8 bits, and rows are rounded to 8 bits too,
+    unless AMX multiplies bfloat16.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, gated: bool = False, coded: bool = True):
@@ -69,11 +74,14 @@ class Linear:
 
 
 def _multiplied(weight: Tensor, bias: Tensor | None, gated: bool, coded: bool) -> Matmul:
-    fits = weight.shape[0] % LANES == 0 and weight.shape[1] % BLOCK_INPUTS == 0
-    if not (coded and fits and weight.dtype == torch.bfloat16 and units()[0].paired):
+    fits = weight.shape[0] % LANES == 0 and weight.shape[1] % STEP == 0
+    integers = bool(instruction_sets()) and units()[0] is not Unit.AMX
+    if not (coded and fits and weight.dtype == torch.bfloat16 and (integers or units()[0].paired)):
         return Matmul(weight, bias, gated)
-    codes = Quantised.nearest(weight)
-    return Matmul(codes.values(), bias, gated, quantised=codes)
+    stored = [nearest(weight)]
+    if integers and (matrix := CodedMatrix.of(stored)) is not None:
+        return Int8Matmul([matrix], bias, gated)
+    return Matmul(stored, bias, gated)
 
 
 class PairLinear:

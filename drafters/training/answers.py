@@ -13,7 +13,8 @@ import hashlib
 import os
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,62 +97,55 @@ def answer_prompts(
     prompts: token ids by text. name: of the target, for the rows. minutes: no batch is begun that would end later.
     progress: called with how many are done.
     """
+    with _written_alone(out):
+        began, longest_s, done = time.monotonic(), 0.0, 0
+        answers = open_answers(out, name, sampling)
+        stop = eos_tokens(model.generation_config)
+        left = sorted((text for text in prompts if text not in answers), key=lambda text: len(prompts[text]))
+        batches = [left[at : at + batch] for at in range(0, len(left), batch)]
+        random.Random(sampling.seed).shuffle(batches)  # those that the time leaves out are of any length
+        with out.open("ab") as file:
+            for number, texts in enumerate(batches):
+                batch_began = time.monotonic()
+                if minutes is not None and batch_began - began + longest_s > 60 * minutes:
+                    break
+                ids, seed = [prompts[text] for text in texts], sampling.seed + number
+                rows = generate(model, ids, min(stop, default=0), sampling.max_tokens, sampling.temperature, seed)
+                lines = []
+                for text, row in zip(texts, rows, strict=True):
+                    tokens = answers[text] = row[: _answer_end(row, stop)]
+                    answer = AnswerRow(
+                        prompt=text,
+                        model=name,
+                        max_tokens=sampling.max_tokens,
+                        temperature=sampling.temperature,
+                        seed=sampling.seed,
+                        finish_reason="eos" if tokens[-1:] and tokens[-1] in stop else "length",
+                        text=tokenizer.decode(tokens, skip_special_tokens=True),
+                        tokens=tokens,
+                    )
+                    lines.append(msgspec.json.encode(answer) + b"\n")
+                file.write(b"".join(lines))
+                file.flush()
+                os.fsync(file.fileno())
+                done, longest_s = done + len(texts), max(longest_s, time.monotonic() - batch_began)
+                progress(done)
+        return answers
+
+
+@contextmanager
+def _written_alone(out: Path) -> Iterator[None]:
+    """Only one run writes the file at a time; a full disk is reported in one line."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(out.with_name(f".{out.name}.lock"), timeout=0):
-            return _answered(model, tokenizer, prompts, out, name, sampling, batch, progress, minutes)
+            yield
     except Timeout:
         raise ConfigError(f"answers={out}: another run is making them: wait for it, or name another file") from None
     except OSError as error:
         raise ConfigError(
             f"answers={out}: cannot be written ({error.strerror}): make room and run again, nothing is lost"
         ) from None
-
-
-def _answered(
-    model: Any,
-    tokenizer: Any,
-    prompts: Mapping[str, list[int]],
-    out: Path,
-    name: str,
-    sampling: SamplingParams,
-    batch: int,
-    progress: Callable[[int], None],
-    minutes: float | None,
-) -> dict[str, list[int]]:
-    began, longest_s, done = time.monotonic(), 0.0, 0
-    answers = open_answers(out, name, sampling)
-    stop = eos_tokens(model.generation_config)
-    left = sorted((text for text in prompts if text not in answers), key=lambda text: len(prompts[text]))
-    batches = [left[at : at + batch] for at in range(0, len(left), batch)]
-    random.Random(sampling.seed).shuffle(batches)  # those that the time leaves out are of any length
-    with out.open("ab") as file:
-        for number, texts in enumerate(batches):
-            batch_began = time.monotonic()
-            if minutes is not None and batch_began - began + longest_s > 60 * minutes:
-                break
-            ids, seed = [prompts[text] for text in texts], sampling.seed + number
-            rows = generate(model, ids, min(stop, default=0), sampling.max_tokens, sampling.temperature, seed)
-            lines = []
-            for text, row in zip(texts, rows, strict=True):
-                tokens = answers[text] = row[: _answer_end(row, stop)]
-                answer = AnswerRow(
-                    prompt=text,
-                    model=name,
-                    max_tokens=sampling.max_tokens,
-                    temperature=sampling.temperature,
-                    seed=sampling.seed,
-                    finish_reason="eos" if tokens[-1:] and tokens[-1] in stop else "length",
-                    text=tokenizer.decode(tokens, skip_special_tokens=True),
-                    tokens=tokens,
-                )
-                lines.append(msgspec.json.encode(answer) + b"\n")
-            file.write(b"".join(lines))
-            file.flush()
-            os.fsync(file.fileno())
-            done, longest_s = done + len(texts), max(longest_s, time.monotonic() - batch_began)
-            progress(done)
-    return answers
 
 
 def _answer_end(row: list[int], stop: frozenset[int]) -> int:

@@ -35,9 +35,9 @@ class BlockAttention(AnchoredAttention):
         query, _ = apply_rotary_pos_emb(query, query, cos, sin)
         key, value = (states.unflatten(2, (count, size)) for states in self.keys(flat, positions))
         keys, values = true
-        behind = torch.arange(keys.shape[2], device=x.device) > texts.anchors[:, None, :, None]
+        later_rows = torch.arange(keys.shape[2], device=x.device) > texts.anchors[:, None, :, None]
         scores = (
-            (query @ keys.transpose(2, 3)).unflatten(2, (count, size)).masked_fill(behind[..., None, :], -torch.inf)
+            (query @ keys.transpose(2, 3)).unflatten(2, (count, size)).masked_fill(later_rows[..., None, :], -torch.inf)
         )
         later = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
         own = (query.unflatten(2, (count, size)) @ key.transpose(3, 4)).masked_fill(later, -torch.inf)

@@ -35,10 +35,10 @@ class Texts:
     anchors: Tensor
     known: Tensor
 
-    def at_anchors(self, values: Tensor, behind: int = 0) -> Tensor:
-        """values: [batch, rows or more, ...] -> [batch, anchors, ...], `behind` rows after each anchor."""
+    def at_anchors(self, values: Tensor, offset: int = 0) -> Tensor:
+        """values: [batch, rows or more, ...] -> [batch, anchors, ...], `offset` rows after each anchor."""
         batch = torch.arange(len(values), device=values.device)[:, None]
-        return values[batch, self.anchors + behind]
+        return values[batch, self.anchors + offset]
 
     def drafted(self, step: int) -> Tensor:
         """[batch, anchors, hidden]: the embedding of the token that draft step `step` starts from."""

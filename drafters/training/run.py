@@ -197,7 +197,7 @@ def export(module: HeadModule, out: Path, bits: int = 16) -> None:
 
 
 def write_card(out: Path, plan: Recipe, step: int, tokens: int, score: Score) -> None:
-    """Write training.json beside the head: what it is and how good."""
+    """Write training.json into the head's folder: what it is and how good."""
     card = {
         "method": plan.method,
         "steps": step,

@@ -1,4 +1,4 @@
-"""The target of a training: loaded, told apart from others, and answering prompts in batches."""
+"""The target of a training: loaded, identified by a digest, and answering prompts in batches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from engine.core.errors import ConfigError, ModelError, first_line
-from engine.model.loading import has_native_bfloat16
+from engine.model.loading import has_native_bfloat16, load_model, name_of
+from engine.weights.gguf_source import SOURCE, open_gguf
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -25,7 +26,10 @@ def load_target(folder: Path, device: str) -> tuple[Any, Any]:
     dtype = torch.bfloat16 if where.type == "cuda" or has_native_bfloat16() else torch.float32
     transformers_logging.disable_progress_bar()
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        if open_gguf(folder) is None:
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        else:
+            model = load_model(str(folder), name_of(dtype), torch.device("cpu"))
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         reason = first_line(error)
@@ -36,7 +40,7 @@ def load_target(folder: Path, device: str) -> tuple[Any, Any]:
 def target_digest(target: Path) -> str:
     """A digest that tells the weights of targets apart."""
     digest = hashlib.blake2b(digest_size=8)
-    for file in sorted(target.glob("*.safetensors")) + sorted(target.glob("*.bin")):
+    for file in sorted(file for kind in ("*.safetensors", "*.bin", SOURCE) for file in target.glob(kind)):
         digest.update(f"{file.name}:{file.stat().st_size}".encode())
         with file.open("rb") as stream:
             while block := stream.read(1 << 22):

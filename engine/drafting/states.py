@@ -4,7 +4,7 @@ Reading   its prompt is being read; there is nothing to draft for.
 Wanted    the verifier waits for a tree, or will look for one when its turn comes.
 Running   the verifier runs a round; trees for its outcomes can be drafted ahead.
 
-Reading --verdict--> Wanted            Wanted --tree sent--> Running          any --verdict "alone"--> Running
+Reading --verdict--> Wanted            Wanted --tree sent--> Running          any --verdict "root only"--> Running
 Running --verdict, its tree was sent--> Running       Running --verdict, it was not--> Wanted (a miss)
 """
 
@@ -75,11 +75,11 @@ class Running:
 State = Reading | WantedDraft | Running
 
 
-def after_verdict(state: State, outcome: DraftKey, alone: bool, due_ns: float) -> State:
-    """The state after an outcome came true. alone: the next round is already running and verifies its root alone.
+def after_verdict(state: State, outcome: DraftKey, root_only: bool, due_ns: float) -> State:
+    """The state after an outcome came true. root_only: the next round is already running and verifies its root alone.
     due_ns: when that round ends, if it is running.
     """
-    if alone:
+    if root_only:
         return Running(Sent(0, TokenTree.root_only(outcome.token)), due_ns)
     if not isinstance(state, Running):
         return WantedDraft(outcome)
@@ -129,10 +129,10 @@ class DraftedRequest:
             raise ProtocolError("verdict with tokens of earlier rounds is of a known round")
         self.round, self.last_token, self.state = round_, last_token, Reading()
 
-    def conclude(self, draft: int, path: list[int], tokens: list[int], alone: bool, due_ns: float) -> None:
+    def conclude(self, draft: int, path: list[int], tokens: list[int], root_only: bool, due_ns: float) -> None:
         """A verdict: the round ended at path's last node, and the next one begins."""
         self.round, self.last_token = self.round + 1, tokens[-1]
-        self.state = after_verdict(self.state, DraftKey(draft, path[-1], tokens[-1]), alone, due_ns)
+        self.state = after_verdict(self.state, DraftKey(draft, path[-1], tokens[-1]), root_only, due_ns)
 
     def answer(self, tree: TokenTree) -> tuple[DraftKey, Sent]:
         """Number the tree that was waited for; its round now runs."""

@@ -47,11 +47,11 @@ class DrafterWorker:
         self.poller = zmq.Poller()
         self.requests: dict[int, DraftedRequest] = {}
         self.rates = Rates()
-        self.heard_ns = 0
+        self.beat_ns = 0
         self.stopping = False
 
     def run(self) -> None:
-        """Serve until told to stop."""
+        """Serve until the front end stops it."""
         self.control.send(Ready())
         for socket in (self.control.socket, self.verdicts.socket, self.verdicts.monitor):
             if socket is not None:
@@ -69,7 +69,7 @@ class DrafterWorker:
         if self.verdicts.joined():
             self._join()
         for message, arrays in self.verdicts.received():
-            self._hear(message, arrays)
+            self._process(message, arrays)
         self._work()
 
     def _join(self) -> None:
@@ -77,7 +77,7 @@ class DrafterWorker:
         for _ in self.verdicts.received():
             pass
         for number in list(self.requests):
-            self._hear(Finish(request=number), [])
+            self._process(Finish(request=number), [])
         wants = self.drafter
         self.verdicts.send(
             Hello(
@@ -117,7 +117,7 @@ class DrafterWorker:
 
     # What arrives.
 
-    def _hear(self, message: Any, arrays: list[Array]) -> None:
+    def _process(self, message: Any, arrays: list[Array]) -> None:
         """Process a message; an invalid one is counted and dropped."""
         if isinstance(message, Rejoin):
             return self._join()
@@ -152,7 +152,7 @@ class DrafterWorker:
         if message.round != request.round or not _follows(tree, path, tokens):
             raise ProtocolError("verdict is of another round or does not follow its tree")
         self.rates, request.ahead = message.rates, message.ahead
-        request.conclude(message.draft, path, tokens, message.alone, started + round(message.rates.round_s * 1e9))
+        request.conclude(message.draft, path, tokens, message.root_only, started + round(message.rates.round_s * 1e9))
         waited_for = isinstance(request.state, WantedDraft)
         if not request.given_up:
             worth = message.rates.token_s, message.rates.row_tokens
@@ -268,8 +268,8 @@ class DrafterWorker:
 
     def _beat(self) -> None:
         now = time.perf_counter_ns()
-        if now - self.heard_ns > HEARTBEAT_S * 1e9:
-            self.heard_ns = now
+        if now - self.beat_ns > HEARTBEAT_S * 1e9:
+            self.beat_ns = now
             self.control.send(Heartbeat())
             self.trace.flush()
 

@@ -12,6 +12,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
@@ -59,8 +60,11 @@ class CacheFolder:
 
     def keys(self, shelf: str) -> list[bytes]:
         """The keys of the files of a shelf, those used last first."""
-        found = sorted(_files(self.folder / shelf), key=lambda entry: entry.stat().st_mtime_ns, reverse=True)
-        return [bytes.fromhex(entry.name[:64]) for entry in found if not entry.name.endswith(TEMPORARY)]
+        found = []
+        for entry in _files(self.folder / shelf):
+            with suppress(FileNotFoundError):  # another process has removed it
+                found.append((entry.stat().st_mtime_ns, entry.name))
+        return [bytes.fromhex(name[:64]) for _, name in sorted(found, reverse=True) if not name.endswith(TEMPORARY)]
 
     def read(self, shelf: str, key: bytes, room: memoryview) -> memoryview | None:
         """The content of that key, in the first bytes of `room`; None if it is not there. A damaged file is removed."""
@@ -123,10 +127,8 @@ class CacheFolder:
 
     def _touch(self, paths: Sequence[Path], now_ns: int) -> None:
         for age, path in enumerate(paths):
-            try:
+            with suppress(FileNotFoundError):
                 os.utime(path, ns=(now_ns, now_ns - 1000 * age))
-            except FileNotFoundError:
-                continue
 
     def _evict(self) -> None:
         """Remove the files used longest ago until there is room for what is written before the next time."""

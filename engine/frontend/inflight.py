@@ -35,7 +35,7 @@ class InflightRequest:
         """Whether this request may be what kills verifiers."""
         return self.lost >= _SUSPECTED and not self.ended
 
-    def hear(self, arrival: Tokens | TalonError) -> None:
+    def deliver(self, arrival: Tokens | TalonError) -> None:
         """Receive what a round emitted, or why there will be no more."""
         if isinstance(arrival, Tokens):
             self.lost = 0
@@ -54,32 +54,32 @@ class InflightRequest:
 class InflightRequests(dict[int, InflightRequest]):
     """The requests in flight, by their number."""
 
-    def hear(self, number: int, arrival: Tokens | TalonError) -> None:
+    def deliver(self, number: int, arrival: Tokens | TalonError) -> None:
         """Messages for a request that has ended or is unknown are dropped."""
-        if (flight := self.get(number)) is not None and not flight.ended:
-            flight.hear(arrival)
+        if (request := self.get(number)) is not None and not request.ended:
+            request.deliver(arrival)
 
     def fail(self, error: TalonError) -> None:
         """End all requests with that error."""
-        for flight in self.values():
-            flight.hear(error)
+        for request in self.values():
+            request.deliver(error)
 
     def due(self, verifier: str) -> list[InflightRequest]:
         """The requests to submit to the verifier of that name now. A suspected request goes first and by itself: if it
         kills this verifier too, the culprit is known.
         """
-        suspects = [flight for flight in self.values() if flight.suspected]
-        if any(flight.verifier == verifier for flight in suspects):
+        suspects = [request for request in self.values() if request.suspected]
+        if any(request.verifier == verifier for request in suspects):
             return []
-        waiting = [flight for flight in self.values() if flight.verifier != verifier and not flight.ended]
+        waiting = [request for request in self.values() if request.verifier != verifier and not request.ended]
         return suspects[:1] or waiting
 
     def lose(self, verifier: str) -> None:
         """The verifier of that name has died. A request that kills every verifier fails; the others continue."""
-        for flight in self.values():
-            if flight.verifier == verifier and not flight.ended:
-                flight.lost += 1
-                if flight.lost == _GIVEN_UP:
-                    flight.hear(
+        for request in self.values():
+            if request.verifier == verifier and not request.ended:
+                request.lost += 1
+                if request.lost == _GIVEN_UP:
+                    request.deliver(
                         WorkerDied(f"{_GIVEN_UP} verifiers in a row died with this request before it had a token")
                     )

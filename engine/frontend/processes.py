@@ -46,7 +46,7 @@ class Worker(Protocol):
     def alive(self) -> bool: ...
 
     def end(self, timeout_s: float) -> None:
-        """Wait for a worker that was told to stop; kill it if it does not."""
+        """Wait for a worker that was asked to stop; kill it if it does not."""
 
 
 class ProcessWorker:
@@ -114,7 +114,7 @@ def _run_in_thread(spec: WorkerSpec, context: zmq.Context[Any]) -> None:
 
 
 class ThreadWorker:
-    """A thread of this process; it cannot be killed, only told to stop."""
+    """A thread of this process; it cannot be killed, only asked to stop."""
 
     def __init__(self, spec: WorkerSpec, context: zmq.Context[Any]):
         self.name = spec.name
@@ -165,7 +165,8 @@ class Workers:
         for role in self.roles:
             load_keys(self.config, role)
         if self.config.transport == "tcp":  # else the drafter would join whatever holds the port
-            keys = load_keys(self.config, "verifier")  # drafters that wait elsewhere would take a hub without for ours
+            # drafters that wait elsewhere would take a router without keys for ours
+            keys = load_keys(self.config, "verifier")
             with zmq.Context() as context, closing(Router(context, self.config.tcp.endpoint, (), keys)):
                 pass
         if self._drafts_here:

@@ -46,11 +46,11 @@ class Supervisor:
     verifier any more, else None. first_verifier: a process started early, still without a spec.
     """
 
-    def __init__(self, config: Config, flights: InflightRequests, first_verifier: ProcessWorker | None = None):
-        self.config, self.flights = config, flights
+    def __init__(self, config: Config, inflight: InflightRequests, first_verifier: ProcessWorker | None = None):
+        self.config, self.inflight = config, inflight
         self.context = zmq.asyncio.Context()
         self.workers = Workers(config, zmq.Context.shadow(self.context), first_verifier)
-        self.hub = Router(self.context, self.workers.control, FROM_WORKERS)
+        self.router = Router(self.context, self.workers.control, FROM_WORKERS)
         self.timeline = Timeline(f"{config.method}, {config.mode}{config.simulation}")
         self.totals = Totals()
         self.target = Ready()
@@ -126,21 +126,21 @@ class Supervisor:
         if not self.ready["verifier"].is_set():
             return
         verifier = self.workers.running["verifier"].name
-        for flight in self.flights.due(verifier):
-            flight.verifier = verifier
-            self.hub.send(verifier, *flight.submission(self.target.defaults))
+        for request in self.inflight.due(verifier):
+            request.verifier = verifier
+            self.router.send(verifier, *request.submission(self.target.defaults))
 
-    def cancel(self, flight: InflightRequest) -> None:
+    def cancel(self, request: InflightRequest) -> None:
         """Tell the verifier that the front end no longer needs the request."""
-        if not self.closed and flight.verifier:
-            self.hub.send(flight.verifier, Cancel(request=flight.number))
+        if not self.closed and request.verifier:
+            self.router.send(request.verifier, Cancel(request=request.number))
 
     # What the workers say.
 
     async def _listen(self) -> None:
         """Pass the workers' messages to the requests that they are for."""
         while True:
-            arrival = self.hub.open(await self.hub.socket.recv_multipart())  # type: ignore[misc]
+            arrival = self.router.open(await self.router.socket.recv_multipart())  # type: ignore[misc]
             if arrival is None:
                 continue
             name, message, _ = arrival
@@ -155,7 +155,7 @@ class Supervisor:
         if isinstance(message, Emitted):
             for tokens in message.tokens:
                 self.totals.add(tokens)
-                self.flights.hear(tokens.request, tokens)
+                self.inflight.deliver(tokens.request, tokens)
         elif isinstance(message, Failed):
             self._hear_failure(role, message)
         elif isinstance(message, Heartbeat) and role == "verifier":
@@ -174,7 +174,7 @@ class Supervisor:
         if message.request is None:
             self._said[role] = error
         else:
-            self.flights.hear(message.request, error)
+            self.inflight.deliver(message.request, error)
 
     async def _last_words(self, role: str) -> TalonError | None:
         """Why a worker that has ended could not start, if it said so; on a busy machine this arrives after its end."""
@@ -195,7 +195,7 @@ class Supervisor:
             if now_s - looked_s > _ABSENT_S:
                 self.workers.forgive_silence(now_s)
             looked_s = now_s
-            self.hub.restore()
+            self.router.restore()
             self.hand_over()  # those that waited while a suspected one ran alone
             for role in self.workers.roles:
                 loading = not self.ready[role].is_set()
@@ -211,7 +211,7 @@ class Supervisor:
         delay_s = self.workers.back_off_s(role)
         if role == "verifier":
             self._stop_workers()
-            self.flights.lose(self.workers.running[role].name)
+            self.inflight.lose(self.workers.running[role].name)
         await anyio.to_thread.run_sync(self.workers.end, role, 0.0)
         self.ready[role].clear()  # in case it became ready before it died: from here on nobody hears it
         self._failed_starts[role] += loading
@@ -235,7 +235,7 @@ class Supervisor:
     def _give_up(self, error: TalonError) -> None:
         """The engine cannot continue: requests in flight and later ones fail with the reason."""
         self.failed = error
-        self.flights.fail(error)
+        self.inflight.fail(error)
 
     # The end.
 
@@ -251,7 +251,7 @@ class Supervisor:
         if self.config.trace is not None:
             await asyncio.sleep(_LAST_SPANS_S)
         await cancel(listener)
-        self.hub.close()
+        self.router.close()
         await anyio.to_thread.run_sync(self._end_context)
         self.workers.close()
         if self.config.trace is not None:
@@ -263,11 +263,11 @@ class Supervisor:
         """
         print("talon: the engine was not closed; use `async with await Engine.start(...)`", file=sys.stderr)
         self.closed = True
-        self.flights.fail(EngineClosed("its event loop has ended"))
+        self.inflight.fail(EngineClosed("its event loop has ended"))
         self._stop_workers()
         for role in list(self.workers.running):
             self.workers.end(role, STOP_S)
-        self.hub.close()
+        self.router.close()
         self._end_context()
         self.workers.close()
 
@@ -281,10 +281,10 @@ class Supervisor:
 
     def _stop_workers(self) -> None:
         for worker in self.workers.running.values():
-            self.hub.send(worker.name, Stop())
+            self.router.send(worker.name, Stop())
 
     def _hears(self, role: str) -> bool:
-        """Whether the worker will end when told to. A process that still loads will not, and has nothing to save."""
+        """Whether the worker will end when asked to. A process that still loads will not, and has nothing to save."""
         return self.ready[role].is_set() or self.workers.in_threads
 
 

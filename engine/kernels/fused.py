@@ -42,29 +42,6 @@ def record_of(*names: str, floats: tuple[str, ...] = ()) -> np.dtype[Any]:
     return np.dtype([(name, "i8") for name in names] + [(name, "f4") for name in floats])
 
 
-EMBED = record_of(
-    "tokens",  # [rows] int32, each below vocab
-    "rows",
-    "embedding",  # [vocab, hidden]
-    "residual",  # out: [rows, hidden] float32
-    "hidden",
-    "width",
-    floats=("scale",),
-)
-
-
-@kernel(EMBED)
-def embed_kernel(address: Any) -> None:
-    """residual = scale * the tokens' rows of the embedding."""
-    work = carray(address, 1)[0]
-    scale = splat(work.scale)
-    for row in range(thread_id(), work.rows, num_threads()):
-        source = work.embedding + int_at(work.tokens + 4 * row) * work.hidden * work.width
-        place = work.residual + row * work.hidden * 4
-        for at in range(0, work.hidden, LANES):
-            store(multiply(numbers_at(source + at * work.width, work.width), scale), place + 4 * at, FLOAT32)
-
-
 NORM = record_of(
     "residual",  # [rows, hidden] float32, to which delta is added
     "delta",  # [rows, hidden], or 0

@@ -45,7 +45,12 @@ def _bytes(size: int) -> Tensor:
 _array = _Array()
 
 
+def large_pages(size: int) -> Tensor:
+    """[size] uint8 in large pages, aligned to a cache line."""
+    return _array.take(size)
+
+
 def in_large_pages(matrix: Tensor) -> Tensor:
     """A copy of the matrix in large pages."""
-    place = _array.take(matrix.nbytes).view(matrix.dtype).view(matrix.shape)
+    place = large_pages(matrix.nbytes).view(matrix.dtype).view(matrix.shape)
     return place.copy_(matrix)

@@ -62,8 +62,7 @@ binding.add_symbol("talon_num_threads", _symbol("omp_get_num_threads") or _one.a
 binding.add_symbol("talon_barrier", _symbol("GOMP_barrier") or _nothing.address)
 thread_id = types.ExternalFunction("talon_thread_id", types.int32())
 num_threads = types.ExternalFunction("talon_num_threads", types.int32())
-member, members = thread_id, num_threads  # as the products call them
-_barrier = types.ExternalFunction("talon_barrier", types.void())
+barrier = types.ExternalFunction("talon_barrier", types.void())
 _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
 _together = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(_PARALLEL)
 
@@ -152,7 +151,7 @@ def _program_kernel(address: Any) -> None:
         if timed:
             _clock_gettime(_MONOTONIC, work.times + 16 * i)
         run_step(work.steps + 16 * i)
-        _barrier()
+        barrier()
     if timed:
         _clock_gettime(_MONOTONIC, work.times + 16 * work.count)
 

@@ -17,11 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from engine.config import Activations
 from engine.core.batch import Batch
 from engine.kernels.attention.attention import Attention, Rule
 from engine.kernels.layer.program import LayerProgram
 from engine.kernels.layer.row_kernels import CAP, cap_kernel
 from engine.kernels.layer.weights import ExpertMlp, GatedMlp
+from engine.kernels.quant.pack import panels_of
+from engine.kernels.quant.stored import StoredMatrix
+from engine.kernels.quant.tiled import TiledMatrix
 from engine.kernels.simd import LANES
 from engine.kernels.threads import address_of
 from engine.model.decoder_layer import Layer, Matrices, OtherStructure, joined, norm_of, only
@@ -32,10 +36,18 @@ from engine.model.rotary import RotaryTables
 class LeanDecoder:
     """Runs batches. rules: each layer's attention rule, as the stock forward passed it.
 
-    quantised: matrices that are known in fewer bits, by the address of the weight that each stands for.
+    matrices: where the model's matrices are read. activations: how those in blocks take their rows.
     """
 
-    def __init__(self, model: Any, pool: KVPool, q_per_kv: int, rules: dict[int, Rule], quantised: Matrices):
+    def __init__(
+        self,
+        model: Any,
+        pool: KVPool,
+        q_per_kv: int,
+        rules: dict[int, Rule],
+        matrices: Matrices,
+        activations: Activations = "bfloat16",
+    ):
         base, config = getattr(model, "model", None), model.config.get_text_config()
         if base is None or not isinstance(getattr(model, "lm_head", None), nn.Linear):
             raise OtherStructure("no model with lm_head")
@@ -44,19 +56,29 @@ class LeanDecoder:
         self._rotary = RotaryTables(base.rotary_emb, getattr(config, "layer_types", None))
         shape = pool.shape
         self.layers = [
-            Layer(layer, quantised, shape.head_dim, self._rotary.width, self._rotary.of_layer(index))
+            Layer(layer, matrices, activations, shape.head_dim, self._rotary.width, self._rotary.of_layer(index))
             for index, layer in enumerate(base.layers)
         ]
-        self.rules = [rules[i] for i in range(len(self.layers))]
-        self.embedding: Tensor = base.embed_tokens.weight.detach().contiguous()
         self.embedding_scale = _embedding_scale(base)
         self.norm = norm_of(base.norm)
-        self.head = joined(quantised, model, ("lm_head",))
+        self.head = joined(matrices, model, ("lm_head",), activations=activations)
+        self.embedding = self._embedding(base.embed_tokens.weight, model.lm_head.weight, matrices)
         self._cap = _Cap(config)
-        (self.vocab_size, self.hidden), self.dtype = self.embedding.shape, self.embedding.dtype
+        (self.vocab_size, self.hidden), self.dtype = base.embed_tokens.weight.shape, base.embed_tokens.weight.dtype
         self.attention = Attention(pool, q_per_kv)
         self._check_sizes()
+        self.take_rules(rules)
+
+    def take_rules(self, rules: dict[int, Rule]) -> None:
+        """Attend by these rules from now on."""
+        self.rules = [rules[i] for i in range(len(self.layers))]
         self._program = self._program_for(1)
+
+    @property
+    def activations(self) -> Activations:
+        """int8 if any product rounds its rows to 8 bits."""
+        products = [self.head, *(product for layer in self.layers for product in layer.products)]
+        return "int8" if any(product.activations == "int8" for product in products) else "bfloat16"
 
     @property
     def exact(self) -> bool:
@@ -67,7 +89,9 @@ class LeanDecoder:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the embedding and all matrices."""
-        embedding: int = self.embedding.nbytes
+        tiles = self.embedding.tiles if isinstance(self.embedding, TiledMatrix) else self.embedding
+        shared = self.head.matmul is not None and self.embedding in self.head.matmul.tiled
+        embedding: int = 0 if shared else tiles.nbytes
         return embedding + self.matrix_bytes + sum(layer.idle_bytes for layer in self.layers)
 
     @property
@@ -102,6 +126,14 @@ class LeanDecoder:
         if features is not None and len(kept) < len(feature_layers):
             features = features[:, [kept.index(layer) for layer in feature_layers]]
         return logits, features
+
+    def _embedding(self, weight: Tensor, head: Tensor, matrices: Matrices) -> Tensor | TiledMatrix:
+        """What tokens are looked up in: the output matrix itself, if it is the same in a file's blocks."""
+        tiled = [] if self.head.matmul is None else self.head.matmul.tiled
+        if weight is head and weight.is_meta and len(tiled) == 1:
+            return tiled[0]
+        found = matrices(weight)
+        return TiledMatrix(panels_of(found)) if isinstance(found, StoredMatrix) else found.detach().contiguous()
 
     def forget_far(self) -> None:
         """Release the memory that far positions of the trial at load took."""

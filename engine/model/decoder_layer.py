@@ -6,7 +6,7 @@ What a layer is made of is read from its modules, and what a module computes by 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -14,12 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.config import Activations
 from engine.kernels.gemm.packed_linear import Product
 from engine.kernels.layer.weights import ExpertMlp, GatedMlp, LayerWeights, Norm
-from engine.kernels.quantised import Quantised
+from engine.kernels.quant.stored import StoredMatrix
 from engine.kernels.simd import LANES
 
-Matrices = Mapping[int, Quantised]
+Matrices = Callable[[Tensor], Tensor | StoredMatrix]
+"""The matrix that a parameter of the stock model stands for: itself, or that of a file."""
 
 _NORMS = (  # names of a layer's norms: before attention, of its result, before the MLP, of its result
     ("input_layernorm", "", "post_attention_layernorm", ""),
@@ -39,10 +41,19 @@ class Layer:
     """One layer's weights, as a program takes them. rotated: dimensions of a head that are rotated, by that table.
 
     products: every matrix that a row is multiplied with; of experts, as many as a row has. idle_bytes: of the others.
+    activations: how matrices in blocks take their rows.
     """
 
-    def __init__(self, layer: Any, quantised: Matrices, head_dim: int, rotated: int, rotary_table: int):
-        attention, self.idle_bytes = layer.self_attn, 0
+    def __init__(
+        self,
+        layer: Any,
+        matrices: Matrices,
+        activations: Activations,
+        head_dim: int,
+        rotated: int,
+        rotary_table: int,
+    ):
+        attention, self.idle_bytes, self._activations = layer.self_attn, 0, activations
         rest = {name for name, _ in layer.named_children()} - {"resid_attn_dropout", "resid_mlp_dropout"}
         names = next((names for names in _NORMS if rest - {"self_attn", "mlp"} == {*names} - {""}), None)
         if names is None:
@@ -55,9 +66,9 @@ class Layer:
         if order is not None and normed:
             raise OtherStructure("norms of heads whose neighbouring dimensions are rotated")
         orders = None if order is None else (order, order, None)
-        qkv = joined(quantised, attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj", orders=orders)
-        out = joined(quantised, attention, ("o_proj",))
-        mlp, of_mlp = self._mlp(layer.mlp, quantised)
+        qkv = joined(matrices, attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj", False, orders, activations)
+        out = joined(matrices, attention, ("o_proj",), activations=activations)
+        mlp, of_mlp = self._mlp(layer.mlp, matrices)
         self.products: tuple[Product, ...] = (qkv, out, *of_mlp)
         self.weights = LayerWeights(
             qkv=qkv,
@@ -76,25 +87,28 @@ class Layer:
         if len({norm.epsilon for norm in norms if norm is not None}) > 1:
             raise OtherStructure("norms of a layer with different epsilons")
 
-    def _mlp(self, mlp: Any, quantised: Matrices) -> tuple[GatedMlp | ExpertMlp, list[Product]]:
+    def _mlp(self, mlp: Any, matrices: Matrices) -> tuple[GatedMlp | ExpertMlp, list[Product]]:
         """The MLP or the experts, and the matrices that a row is multiplied with."""
         if hasattr(mlp, "experts"):
             return self._experts(mlp)
         only(mlp, _MLP)
         gelu = _is_gelu(getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None))
-        gate_up = joined(quantised, mlp, ("gate_proj", "up_proj"), "gate_up_proj", gated=not gelu)
-        down = joined(quantised, mlp, ("down_proj",))
+        take = self._activations
+        gate_up = joined(matrices, mlp, ("gate_proj", "up_proj"), "gate_up_proj", not gelu, activations=take)
+        down = joined(matrices, mlp, ("down_proj",), activations=take)
         return GatedMlp(gate_up, down, down.inputs, gate_up.gated, gelu), [gate_up, down]
 
     def _experts(self, mlp: Any) -> tuple[ExpertMlp, list[Product]]:
         only(mlp, {"gate", "experts"})
         router, experts = mlp.gate, mlp.experts
+        if router.weight.is_meta:
+            raise OtherStructure("experts in a GGUF file")
         parts = {name for name, _ in [*router.named_parameters(), *router.named_buffers()]}
-        matrices = {name: weight.shape for name, weight in experts.named_parameters()}
-        if parts != {"weight"} or matrices.keys() != {"gate_up_proj", "down_proj"}:
+        shapes = {name: weight.shape for name, weight in experts.named_parameters()}
+        if parts != {"weight"} or shapes.keys() != {"gate_up_proj", "down_proj"}:
             raise OtherStructure("experts or a router with parts of their own")
-        (count, hidden), (_, _, inner) = router.weight.shape, matrices["down_proj"]
-        whole = matrices["gate_up_proj"] == (count, 2 * inner, hidden) and hidden % 32 == inner % 32 == 0
+        (count, hidden), (_, _, inner) = router.weight.shape, shapes["down_proj"]
+        whole = shapes["gate_up_proj"] == (count, 2 * inner, hidden) and hidden % 32 == inner % 32 == 0
         if not whole or _is_gelu(experts.act_fn):
             raise OtherStructure("experts that are not gated by SiLU, or of sizes that 32 does not divide")
         gate_up = [Product(weight, gated=True) for weight in experts.gate_up_proj]
@@ -116,39 +130,45 @@ def only(module: Any, names: set[str]) -> None:
 
 
 def joined(
-    quantised: Matrices,
+    matrices: Matrices,
     module: Any,
     parts: tuple[str, ...],
     whole: str = "",
     gated: bool = False,
     orders: Sequence[Tensor | None] | None = None,
+    activations: Activations = "bfloat16",
 ) -> Product:
     """One product that replaces several over the same input.
 
-    orders: for each of the parts the order of the outputs within every so many of them; None: as they are.
+    orders: for each of the parts the order of the outputs within every so many of them; None: as they are. activations:
+    how it takes its rows, if it is in blocks.
     """
     linears: list[Any] = [getattr(module, name, None) for name in ((whole,) if hasattr(module, whole) else parts)]
     if not all(type(linear) is nn.Linear for linear in linears) or (orders and len(orders) != len(linears)):
         raise OtherStructure(f"{type(module).__name__} without {', '.join(parts)}")
     bias = None
     if any(linear.bias is not None for linear in linears):
-        biases = [m.weight.new_zeros(m.out_features) if m.bias is None else m.bias for m in linears]
-        bias = torch.cat(_ordered(biases, orders))
-    weights = _ordered([linear.weight for linear in linears], orders)
-    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-    stored = None
-    if orders is None:
-        stored = Quantised.joined([quantised.get(linear.weight.data_ptr()) for linear in linears])
-    return Product(weight, bias, gated, stored)
+        zeros = (torch.zeros(m.out_features, dtype=m.weight.dtype) for m in linears)
+        biases = [zero if m.bias is None else m.bias for m, zero in zip(linears, zeros, strict=True)]
+        bias = torch.cat([_ordered(part, order) for part, order in zip(biases, _each(orders, linears), strict=True)])
+    found = [matrices(linear.weight) for linear in linears]
+    weights = [_ordered(part, order) for part, order in zip(found, _each(orders, linears), strict=True)]
+    stored = [part for part in weights if isinstance(part, StoredMatrix)]
+    if stored:  # a file holds all matrices of a model
+        return Product(stored, bias, gated, activations)
+    return Product(weights[0] if len(weights) == 1 else torch.cat(weights), bias, gated)
 
 
-def _ordered(parts: Sequence[Tensor], orders: Sequence[Tensor | None] | None) -> list[Tensor]:
-    if orders is None:
-        return [*parts]
-    return [
-        part if order is None else part.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
-        for part, order in zip(parts, orders, strict=True)
-    ]
+def _each(orders: Sequence[Tensor | None] | None, parts: Sequence[Any]) -> Sequence[Tensor | None]:
+    return [None] * len(parts) if orders is None else orders
+
+
+def _ordered(part: Any, order: Tensor | None) -> Any:
+    """A tensor or a matrix of a file with its outputs in that order, within every so many of them."""
+    if order is None:
+        return part
+    whole = torch.arange(part.shape[0]).unflatten(0, (-1, len(order)))[:, order].flatten()
+    return part.reordered(whole.numpy()) if isinstance(part, StoredMatrix) else part[whole]
 
 
 def norm_of(norm: Any) -> Norm:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
+import tempfile
 import threading
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, GgufConfig
 from transformers.utils import logging as transformers_logging
 
 from engine.config import Config
 from engine.core.errors import ConfigError, ModelError, first_line
 from engine.weights.catalogue import suggestion
+from engine.weights.gguf_file import GgufFile
+from engine.weights.gguf_source import open_gguf
 from engine.weights.hub import hub_answers, is_hub_id, is_local
 
 # Threads as workers load target and draft model at once; `transformers` was seen to leave out tied weights then.
@@ -26,21 +31,24 @@ def load_model(path: str, dtype: str, device: torch.device) -> Any:
     """The model of a directory or hub id, with all of its weights present and finite."""
     transformers_logging.disable_progress_bar()
     config = load_config(path)
+    wanted = find_dtype(dtype, config, device)
+    gguf = open_gguf(Path(path))
     try:
         with _LOADING:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                path,
-                config=config,
-                dtype=find_dtype(dtype, config, device),
-                local_files_only=is_local(path),
-                output_loading_info=True,
-            )
+            if gguf is not None:
+                model, report = _dequantised(gguf, path, config, wanted)
+            else:
+                model, report = AutoModelForCausalLM.from_pretrained(
+                    path, config=config, dtype=wanted, local_files_only=is_local(path), output_loading_info=True
+                )
     except Exception as error:  # every file format has errors of its own
         raise ModelError(f"model={path}: cannot be loaded: {first_line(error)}") from error
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
             f"model={path}: {len(missing)} weights are missing, {missing[0]} first; get the whole checkpoint"
         )
+    if gguf is not None:
+        _check_whole(gguf, model, path)
     _check_numbers(model, path)
     try:
         return model.to(device)
@@ -48,6 +56,51 @@ def load_model(path: str, dtype: str, device: torch.device) -> Any:
         raise ModelError(
             f"model={path}: does not fit the GPU ({first_line(error)}); free its memory or name a smaller model"
         ) from error
+
+
+def skeleton(path: str, config: Any) -> Any:
+    """The stock model of a directory without its weights, on the meta device; its buffers are there."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for module in model.modules():
+        if buffers := dict(module.named_buffers(recurse=False)):
+            for name, buffer in buffers.items():
+                module.register_buffer(name, torch.zeros_like(buffer, device="cpu"), persistent=False)
+            model._init_weights(module)  # as transformers itself fills what no checkpoint holds
+    model.generation_config = GenerationConfig.from_pretrained(path)
+    return model.eval()
+
+
+def _dequantised(gguf: GgufFile, path: str, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+    """The stock model of a GGUF file, and what transformers says of its keys. The weights of a quantised file are
+    bfloat16, whatever it computes in.
+    """
+    with tempfile.TemporaryDirectory() as alone:  # no other file of its folder is read with it
+        (Path(alone) / "model.gguf").symlink_to(f"/proc/self/fd/{gguf.content.fileno()}")
+        with redirect_stderr(io.StringIO()):  # transformers' progress bars
+            model, report = AutoModelForCausalLM.from_pretrained(
+                alone,
+                gguf_file="model.gguf",
+                config=config,
+                quantization_config=GgufConfig(dequantize=True),
+                dtype=torch.bfloat16,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    model.generation_config = GenerationConfig.from_pretrained(path)
+    for parameter in model.parameters():  # buffers of float32 stay what they are
+        parameter.data = parameter.data.to(dtype)
+    return model, report
+
+
+def _check_whole(gguf: GgufFile, model: Any, path: str) -> None:
+    """transformers silently leaves out weights that it does not know, which would make it a different model."""
+    known = {tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}
+    stored = sum(tensor.elements for tensor in gguf.tensors if not tensor.name.startswith("rope_"))
+    if sum(known.values()) < stored and not gguf.metadata.get(f"{gguf.architecture}.nextn_predict_layers"):
+        raise ModelError(
+            f"model={path}: transformers reads {sum(known.values()):,} of the {stored:,} weights of its file"
+        )
 
 
 def load_config(path: str) -> Any:

@@ -15,32 +15,46 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.config import Activations, Config
 from engine.core.batch import BLOCK, Batch, Segment
-from engine.core.errors import ModelError, first_line
+from engine.core.errors import ConfigError, ModelError, first_line
 from engine.core.kv_shape import KVShape
 from engine.core.tree import TokenTree
 from engine.kernels.attention.attention import has_pairs
-from engine.kernels.gemm.packed_linear import PackedLinear, pack_linears
+from engine.kernels.gemm.packed_linear import PackedLinear, multiplies, pack_linears
 from engine.kernels.pointwise import PointwiseOperations
-from engine.kernels.quantised import Quantised
 from engine.model.cuda_products import allow_split_sums, exact_sizes, forbid_split_sums
 from engine.model.decoder import LeanDecoder
 from engine.model.decoder_layer import OtherStructure
 from engine.model.forward import Forward
 from engine.model.free_memory import free_memory
 from engine.model.kv_pool import KVCache, KVPool
-from engine.model.loading import eos_tokens, find_device, load_model, name_of, steady_context
+from engine.model.loading import (
+    eos_tokens,
+    find_device,
+    find_dtype,
+    load_config,
+    load_model,
+    name_of,
+    skeleton,
+    steady_context,
+)
 from engine.model.masked import MaskedForward, refusal
-from engine.model.probe import ModelProbe
+from engine.model.memory_need import check_memory
+from engine.model.probe import BatchProbe, ModelProbe
+from engine.model.proof import Proof
 from engine.model.rotary import hold_frequencies
 from engine.model.stock import NAME, StockForward, Unsupported
+from engine.model.stock_logits import LayeredStock, WholeStock
 from engine.model.windows import short_windows
-from engine.weights.quantised_file import read_quantised
+from engine.weights.gguf_source import open_gguf
+from engine.weights.gguf_weights import GgufWeights, Unreadable
 
 if TYPE_CHECKING:
     from engine.model.cuda.cuda_forward import CudaForward
 
 _POOL_SHARE = 0.25  # share of free memory for keys and values
+_BESIDE = "a token's logits depend on the rows beside it"
 
 
 class Target:
@@ -53,8 +67,16 @@ class Target:
     """
 
     def __init__(
-        self, model: Any, name: str, kv_memory: int | None = None, quantised: dict[int, Quantised] | None = None
+        self,
+        model: Any,
+        name: str,
+        kv_memory: int | None = None,
+        weights: GgufWeights | None = None,
+        activations: Activations = "bfloat16",
     ):
+        """weights: of a model on the meta device. activations: how their matrices take rows. Raises OtherStructure if
+        the lean decoder cannot run those.
+        """
         self.model = model.eval()
         self.name = name
         config = model.config.get_text_config()
@@ -65,31 +87,77 @@ class Target:
         self.own_context = steady_context(config, context)
         self.layers: int = config.num_hidden_layers
         self.eos_tokens = eos_tokens(model.generation_config)
-        self.device: torch.device = model.device
+        self.device = torch.device("cpu") if weights is not None else model.device
         self.dtype: torch.dtype = model.dtype
         self.pool: KVPool | None = None
         self.inexact = ""
         self._forward: Forward | None = None
         self._masked: MaskedForward | None = None
         self.unlike = ""
-        self._quantised = quantised or {}
-        self._choose_forward(kv_memory)
-        self._quantised = {}  # the forward holds what it uses in its own layout
+        if weights is None:
+            self._choose_forward(kv_memory)
+        else:
+            self._take_lean(weights, kv_memory, activations)
 
     @classmethod
-    def load(cls, path: str, dtype: str = "auto", device: str = "auto", kv_memory: int | None = None) -> Target:
-        """Load a checkpoint directory or hub id. kv_memory: bytes for keys and values, None: a share of free memory."""
-        model = load_model(path, dtype, find_device(device))
-        coded = model.device.type == "cpu" and has_pairs(model.dtype)  # codes are unpacked nowhere else
-        target = cls(model, path, kv_memory, read_quantised(Path(path), model) if coded else None)
+    def load(
+        cls,
+        path: str,
+        dtype: str = "auto",
+        device: str = "auto",
+        kv_memory: int | None = None,
+        activations: Activations = "bfloat16",
+    ) -> Target:
+        """Load a checkpoint directory or hub id. kv_memory: bytes for keys and values, None: a share of free memory.
+        activations: int8 for matrices in blocks, where there are any and the lean decoder runs them: see `activations`.
+        """
+        target = cls._load_gguf(path, dtype, find_device(device), kv_memory, activations)
+        if target is None:
+            target = cls(load_model(path, dtype, find_device(device)), path, kv_memory)
         if isinstance(target._forward, LeanDecoder):
-            model.model.layers = torch.nn.ModuleList()  # the decoder has copies in its own layout
+            target.model.model.layers = torch.nn.ModuleList()  # the decoder has copies in its own layout
         return target
+
+    @classmethod
+    def of_config(cls, config: Config) -> Target:
+        """The target that a configuration names. Raises ConfigError if it cannot have those activations."""
+        memory = config.verifier.kv_memory
+        target = cls.load(config.model, config.dtype, config.device, memory, config.activations)
+        if config.activations != target.activations:
+            raise ConfigError(
+                f"activations={config.activations}: this model has no matrices in blocks that this processor "
+                f"multiplies so; take a GGUF file of a common structure, or activations={target.activations}"
+            )
+        return target
+
+    @classmethod
+    def _load_gguf(
+        cls, path: str, dtype: str, device: torch.device, kv_memory: int | None, activations: Activations
+    ) -> Target | None:
+        """The target of a directory that describes a GGUF file, with nothing in memory but the decoder's own layout;
+        None if the stock forward has to be loaded for it.
+        """
+        if device.type != "cpu" or (gguf := open_gguf(Path(path))) is None:
+            return None
+        config = load_config(path)
+        if find_dtype(dtype, config, device) != torch.bfloat16 or not multiplies(torch.bfloat16):
+            return None
+        check_memory(gguf, f"model={path}", free_memory())
+        model = skeleton(path, config)
+        try:
+            return cls(model, path, kv_memory, GgufWeights(gguf, model), activations)
+        except (Unreadable, OtherStructure, AttributeError):  # a part of the structure is missing
+            return None
 
     @property
     def context(self) -> int:
         """The maximum positions of a request: the model's, as far as the pool has room for them."""
         return self.own_context if self.pool is None else min(self.own_context, self.pool.blocks * BLOCK)
+
+    @property
+    def activations(self) -> Activations:
+        """How the products take their rows: int8 if matrices in blocks do."""
+        return self._forward.activations if isinstance(self._forward, LeanDecoder) else "bfloat16"
 
     @property
     def exact(self) -> bool:
@@ -189,11 +257,37 @@ class Target:
     def _choose_forward(self, kv_memory: int | None) -> None:
         if self.accelerated:
             forbid_split_sums()
-        trial = ModelProbe(self.model, self.name, self.own_context)
+        trial = ModelProbe(self.model, self.name, self.own_context, WholeStock(self.model, self.name))
         hold_frequencies(self.model)
         self.inexact = self._try_exact(trial, kv_memory)
         if self.inexact and self._forward is None:
             self._take_masks(trial)
+            self.unlike = self.inexact if self.device.type == "cpu" else ""
+
+    @torch.inference_mode()
+    def _take_lean(self, weights: GgufWeights, kv_memory: int | None, activations: Activations) -> None:
+        """Run the lean decoder, once it agrees with the stock forward, which is run layer by layer."""
+        weights.fill_small(self.model)
+        proof = Proof(Path(self.name), self.own_context, activations)
+        stock = LayeredStock(self.model, weights)
+        trial = None
+        if (rules := proof.read()) is None:
+            trial = ModelProbe(self.model, self.name, self.own_context, stock)
+            rules = stock.passed[-1]
+        hold_frequencies(self.model)
+        self.pool, q_per_kv = self._make_pool(kv_memory, weights.gguf.size)
+        self._forward = lean = LeanDecoder(self.model, self.pool, q_per_kv, rules, weights.matrix, activations)
+        if trial is not None:
+            if trial.beyond is not None:
+                lean.take_rules(stock.passed[0])
+                agrees = trial.agrees(self, trial.beyond)
+                lean.take_rules(rules)
+            if (trial.beyond is not None and not agrees) or not trial.agrees_anywhere(self):
+                raise OtherStructure("its logits differ from those of the stock forward")
+            lean.forget_far()
+            proof.write(rules)
+        if not BatchProbe(self.model.config.get_text_config()).equal_bits(self):
+            self.inexact = _BESIDE
 
     def _take_masks(self, trial: ModelProbe) -> None:
         """Fall back to masks."""
@@ -231,7 +325,7 @@ class Target:
                 return f"on this machine {operation} depends on the rows before it"
         if not exact:
             return f"products in {name_of(self.dtype)} depend on the number of rows on this machine"
-        return "" if trial.equal_bits(self) else "a token's logits depend on the rows beside it"
+        return "" if trial.equal_bits(self) else _BESIDE
 
     def _try_cuda(self, trial: ModelProbe, kv_memory: int | None) -> str:
         """The same on CUDA."""
@@ -248,7 +342,7 @@ class Target:
             self._forward.drop_lean()
         if not self._take_sizes(self._forward):
             return f"products in {name_of(self.dtype)} depend on a row's place on this machine"
-        return "" if trial.equal_bits(self) else "a token's logits depend on the rows beside it"
+        return "" if trial.equal_bits(self) else _BESIDE
 
     def _take_sizes(self, forward: CudaForward) -> bool:
         """Let the forward have the sizes that give a row the same bits; with none but the usual one, split sums are
@@ -299,7 +393,7 @@ class Target:
         assert self.pool is not None and isinstance(stock, StockForward)
         try:
             q_per_kv = stock.attention.groups
-            lean = LeanDecoder(self.model, self.pool, q_per_kv, stock.rules, self._quantised)
+            lean = LeanDecoder(self.model, self.pool, q_per_kv, stock.rules, lambda weight: weight)
         except (OtherStructure, AttributeError) as error:  # a part of the structure is missing
             self.unlike = first_line(error)
             return False
@@ -310,14 +404,15 @@ class Target:
         lean.forget_far()
         return lean.exact
 
-    def _make_pool(self, kv_memory: int | None) -> tuple[KVPool, int]:
+    def _make_pool(self, kv_memory: int | None, weights: int = 0) -> tuple[KVPool, int]:
+        """The pool, and query heads per key head. weights: bytes that are still to be read into memory."""
         config = self.model.config.get_text_config()
         heads: int = config.num_attention_heads
         kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
         head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
         vnni = not self.accelerated and has_pairs(self.dtype)
         shape = KVShape(self.layers, kv_heads, head_dim, self.dtype, vnni)
-        memory = int(_POOL_SHARE * _free_memory(self.device)) if kv_memory is None else kv_memory
+        memory = int(_POOL_SHARE * (_free_memory(self.device) - weights)) if kv_memory is None else kv_memory
         return KVPool(shape, max(1, memory // shape.block_bytes), self.device), heads // kv_heads
 
 

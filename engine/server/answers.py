@@ -100,9 +100,9 @@ class SpeculativeDecoding(BaseModel):
 
 
 class AnswerMetrics(BaseModel):
-    """How an answer, or several choices together, was produced. decoding_s: from the first token to the last, by the
-    verifier's clock; the longest of several choices. exact: the text is that of plain decoding. ignored: the request's
-    fields that had no effect.
+    """How an answer, or several choices together, was produced. decoding_s: from the first token to the last, by
+    the verifier's clock; the longest of several choices. exact: the text is that of plain decoding. activations:
+    how products took their rows. ignored: the request's fields that had no effect.
     """
 
     rounds: int
@@ -111,6 +111,7 @@ class AnswerMetrics(BaseModel):
     time_to_first_token_s: float
     decoding_s: float
     exact: bool
+    activations: str
     ignored: list[str]
     speculative_decoding: SpeculativeDecoding
 
@@ -174,6 +175,7 @@ class JsonObject(RootModel[dict[str, Any]]):
 
 class Version(BaseModel):
     version: str
+    activations: str
 
 
 class Status(BaseModel):

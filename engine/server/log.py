@@ -60,8 +60,9 @@ class Log:
 
     def started(self, url: str, model: str, target: Ready) -> None:
         """Requests are accepted from now on."""
+        fields = {"url": url, "model": model, "activations": target.activations}
         megabytes = {"weights_mb": target.weight_bytes // 10**6, "kv_mb": target.kv_bytes // 10**6}
-        self._logger.info("serving", extra={"fields": {"url": url, "model": model} | megabytes})
+        self._logger.info("serving", extra={"fields": fields | megabytes})
 
     def warn(self, text: str) -> None:
         """Something that the operator should know."""

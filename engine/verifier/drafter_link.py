@@ -1,4 +1,4 @@
-"""The verifier's line to its drafter: who drafts, what it asks for, what it has sent and what it is told."""
+"""The verifier's link to its drafter: who drafts, what it asks for, what it has sent and what is sent to it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.core.tree import TokenTree
 from engine.model.target import Target
 from engine.verifier.conservative_bandit import Experience
 from engine.verifier.cost_model import CostModel
-from engine.verifier.draft_choice import DraftChoice, DraftKinds
+from engine.verifier.draft_choice import DraftKinds
 from engine.verifier.request import Request
 from engine.verifier.scheduler import Scheduler
 from engine.verifier.step_input import Proposal
@@ -25,25 +25,24 @@ from engine.wire.messages import Array, Draft, Finish, Hello, Message, Rejoin, R
 from engine.wire.transport import Router
 
 FROM_DRAFTER = (Hello, Draft)
-_KEPT_DRAFTS = 64  # per request
 
 
-class DrafterLine:
-    """hub: drafters connect to it; the one that sent the latest Hello drafts. kinds: what its drafts have gained.
+class DrafterLink:
+    """router: drafters connect to it; the one that sent the latest Hello drafts. kinds: what its drafts have gained.
     A drafter that owes a draft for longer than the configuration's draft_timeout_s is late, until its next message.
 
-    What a drafter leaves unread is bounded by its hub. One to which no more can be sent is dropped, as if it were gone;
-    once it reads again it is asked to rejoin, as a drafter does after a restart.
+    The router bounds what a drafter leaves unread. A drafter to which no more can be sent is dropped, as if it were
+    gone; once it reads again it is asked to rejoin, as after a restart.
     """
 
     def __init__(
         self,
-        hub: Router | LoopRouter,
+        router: Router | LoopRouter,
         target: Target,
         requests: Scheduler,
         config: Config,
     ):
-        self.hub, self.target, self.requests = hub, target, requests
+        self.router, self.target, self.requests = router, target, requests
         self.budget, self.timeout_s = config.drafter.budget, config.verifier.draft_timeout_s
         self.method, self.weighed = METHODS[config.method], config.verifier.cut
         self.kinds = DraftKinds()
@@ -57,7 +56,7 @@ class DrafterLine:
     def present(self) -> bool:
         """Whether there is a drafter to wait for."""
         if self.drafter is not None and not self._late:
-            running = (r for r in self.requests.running if r.drafted and r.has_answer)
+            running = (r for r in self.requests.running if r.wants_draft and r.has_answer)
             waiting = (r for r in running if not (r.reading or r.has_draft))
             oldest = min((request.asked_ns for request in waiting), default=None)
             self._late = oldest is not None and time.perf_counter_ns() - oldest > self.timeout_s * 1e9
@@ -67,16 +66,16 @@ class DrafterLine:
 
     def receive(self) -> None:
         """Between rounds: file drafts, welcome drafters."""
-        self.hear()
+        self.poll()
         for peer, hello in self._newcomers:
             self._welcome(peer, hello)
         self._newcomers.clear()
-        if self._dropped is not None and self.hub.send(self._dropped, Rejoin()):
+        if self._dropped is not None and self.router.send(self._dropped, Rejoin()):
             self._dropped = None
 
-    def hear(self) -> None:
+    def poll(self) -> None:
         """File the drafts that have arrived; may be called while a round is under way."""
-        for peer, message, arrays in self.hub.received():
+        for peer, message, arrays in self.router.received():
             if isinstance(message, Hello):
                 self._newcomers.append((peer, message))
             elif peer == self.drafter:
@@ -87,7 +86,7 @@ class DrafterLine:
         """A drafter joins: it learns of every request, and drafts from the text so far."""
         layers_exist = all(0 <= layer <= self.target.layers for layer in hello.feature_layers)
         if not (layers_exist and 0 <= hello.successors <= self.target.vocab_size):
-            self.hub.malformed += 1
+            self.router.malformed += 1
             return
         if hello.feature_layers != self.wants.feature_layers:
             self._forget_states(hello.feature_layers)
@@ -95,9 +94,7 @@ class DrafterLine:
         self.kinds = self._kinds_of(hello)
         self.requests.needs_states = bool(hello.feature_layers)
         for request in self.requests:
-            request.drafts, request.alone, request.asked_ns = {}, False, time.perf_counter_ns()
-            request.choice = DraftChoice(len(request.text))
-            request.outcome = (request.round + 1 if request.has_answer else 0, 0, 0, request.text[-1])
+            request.join_drafter()
             self.introduce(request)
 
     def _kinds_of(self, hello: Hello) -> DraftKinds:
@@ -116,19 +113,13 @@ class DrafterLine:
             request.forget_states()
 
     def _keep(self, message: Draft, arrays: list[Array]) -> None:
-        """File a draft under the outcome it is for; drafts for an earlier round or an unknown request are dropped.
-
-        Most drafts made ahead are never used, so a tree is validated only once its outcome has come true.
+        """File a draft; those for an unknown request are dropped. Most drafts made ahead are never used, so a tree is
+        validated only once its outcome has come true.
         """
-        request = self.requests.find(message.request)
-        if request is None or message.round <= request.round or len(request.drafts) >= _KEPT_DRAFTS:
-            return
         if message.draft < 1:
-            self.hub.malformed += 1
-            return
-        outcome = (message.round, message.parent, message.node, message.token)
-        if not (request.alone and outcome == request.outcome):  # too late: the drafter was told of the root alone
-            request.drafts[outcome] = (message, arrays)
+            self.router.malformed += 1
+        elif (request := self.requests.find(message.request)) is not None:
+            request.take_draft(message, arrays)
 
     def proposal(self, request: Request) -> Proposal:
         """The draft to verify; the root alone if there is none, or none that can be verified."""
@@ -141,7 +132,7 @@ class DrafterLine:
             if len(tree) > self.budget or tree.tokens[0] != draft.token:
                 raise ProtocolError("draft is over the budget or does not continue its outcome")
         except ProtocolError:
-            self.hub.malformed += 1
+            self.router.malformed += 1
             return root
         fits = len(request.text) + int(tree.depths.max()) <= self.target.context
         return Proposal(draft.draft, tree, draft.draft_us) if fits else root
@@ -150,41 +141,39 @@ class DrafterLine:
 
     def _send(self, message: Message, arrays: Sequence[Array] = ()) -> None:
         """Send to the drafter. If it has left too much unread, it is dropped."""
-        if self.drafter is not None and not self.hub.send(self.drafter, message, arrays):
+        if self.drafter is not None and not self.router.send(self.drafter, message, arrays):
             self.drafter, self._dropped = None, self.drafter
 
     def introduce(self, request: Request) -> None:
-        """Tell the drafter of a request and its text so far."""
-        if self.drafter is None or not request.drafted:
+        """Send the drafter a request and its text so far."""
+        if self.drafter is None or not request.wants_draft:
             return
-        round_ = request.round + 1 if request.has_answer else 0
-        request.told = len(request.text)
-        start = Start(request=request.number, round=round_, sampling=request.sampling)
+        request.take_unsent()
+        start = Start(request=request.number, round=request.next_round, sampling=request.sampling)
         self._send(start, [np.asarray(request.text)])
 
-    def tell(self, conclusion: StepResult, costs: CostModel, requests: int) -> None:
+    def send_verdict(self, result: StepResult, costs: CostModel, requests: int) -> None:
         """Send the verdict on a round of `requests` requests, with the tokens and features of all positions not sent
         yet: a resting head gets them when it wakes.
         """
         if self.drafter is None:
             return
-        request = conclusion.request
+        request = result.request
         rest = request.choice.rests
         features = NO_STATES if rest else request.features.take()
         verdict = RoundVerdict(
             request=request.number,
             round=request.round,
-            draft=conclusion.draft,
+            draft=result.draft,
             ahead=costs.ahead.second,
-            alone=request.alone,
+            root_only=request.root_only,
             rest=rest,
-            rates=costs.rates(requests, request.alone),
+            rates=costs.rates(requests, request.root_only),
         )
-        successors = np.zeros((0, 0), np.int32) if conclusion.successors is None else conclusion.successors
-        grafts = np.asarray(conclusion.grafts, np.int32)
-        missed = np.asarray(request.text[request.told : -len(conclusion.tokens)], np.int32)
-        request.told = len(request.text)
-        arrays = [np.asarray(conclusion.path), np.asarray(conclusion.tokens), successors, grafts, missed, features]
+        successors = np.zeros((0, 0), np.int32) if result.successors is None else result.successors
+        forced = np.asarray(result.forced_tokens, np.int32)
+        missed = np.asarray(request.take_unsent(len(result.tokens)), np.int32)
+        arrays = [np.asarray(result.path), np.asarray(result.tokens), successors, forced, missed, features]
         self._send(verdict, arrays)
 
     def finish(self, request: Request) -> None:

@@ -1,4 +1,4 @@
-"""The verifier's line to the front end: requests come in, once their grammar is read; tokens and failures go out."""
+"""The verifier's link to the front end: requests come in, once their grammar is read; tokens and failures go out."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ HEARTBEAT_S = 0.5
 _GRAMMAR_S = 0.005  # between checks whether a grammar has been read
 
 
-class FrontEndLine:
+class FrontEndLink:
     """budget: maximum nodes of a tree, for which a request reserves room."""
 
-    def __init__(self, line: Dealer, target: Target, config: Config):
-        self.line, self.target, self.budget = line, target, config.drafter.budget
+    def __init__(self, dealer: Dealer, target: Target, config: Config):
+        self.dealer, self.target, self.budget = dealer, target, config.drafter.budget
         self._matchers = Matchers(lambda: load_tokenizer(config.model), target.vocab_size, target.eos_tokens)
         self._unmatched: list[tuple[Submit, list[Array], Future[Matcher]]] = []  # whose grammar is being read
         self._beaten_ns = 0
@@ -45,7 +45,7 @@ class FrontEndLine:
 
     def received(self) -> Iterator[Request | Cancel | Stop]:
         """New requests, and control messages. An invalid request is refused at once."""
-        for message, arrays in self.line.received():
+        for message, arrays in self.dealer.received():
             if not isinstance(message, Submit):
                 if isinstance(message, Cancel):
                     self._drop(message.request)
@@ -86,7 +86,7 @@ class FrontEndLine:
 
     # What is sent.
 
-    def tell_ready(self) -> None:
+    def send_ready(self) -> None:
         """Send the front end the facts about the target."""
         target = self.target
         own = target.model.generation_config
@@ -121,20 +121,21 @@ class FrontEndLine:
             eos_tokens=tuple(sorted(target.eos_tokens)),
             weight_bytes=target.weight_bytes,
             kv_bytes=0 if pool is None else pool.blocks * pool.shape.block_bytes,
+            activations=target.activations,
         )
-        self.line.send(ready)
+        self.dealer.send(ready)
 
-    def tell(self, concluded: Sequence[StepResult], forward_ns: int, busy_ns: int, now_ns: int) -> None:
+    def send_tokens(self, results: Sequence[StepResult], forward_ns: int, busy_ns: int, now_ns: int) -> None:
         """Send the tokens of a round. forward_ns: of this round's forward; busy_ns: of all so far."""
-        if concluded:
-            self.line.send(Emitted(tokens=tuple(_tokens(one, forward_ns, busy_ns, now_ns) for one in concluded)))
+        if results:
+            self.dealer.send(Emitted(tokens=tuple(_tokens(one, forward_ns, busy_ns, now_ns) for one in results)))
 
     def refuse(self, number: int, error: BaseException) -> None:
         """End the request of that number with an error."""
         refused = isinstance(error, RequestError)
-        told = "" if refused else f"request {number}: {type(error).__name__} in the target: "
+        where = "" if refused else f"request {number}: {type(error).__name__} in the target: "
         kind = type(error).__name__ if refused or isinstance(error, NotANumber) else "RequestFailed"
-        self.line.send(Failed(request=number, kind=kind, text=told + first_line(error)))
+        self.dealer.send(Failed(request=number, kind=kind, text=where + first_line(error)))
 
     def beat(self, requests: Scheduler) -> bool:
         """Send a heartbeat if one is due. Returns whether it was."""
@@ -145,7 +146,7 @@ class FrontEndLine:
         pool = self.target.pool
         blocks, free = (0, 0) if pool is None else (pool.blocks, pool.free)
         running, waiting = len(requests.running), len(requests.waiting)
-        self.line.send(Heartbeat(running=running, waiting=waiting, held_blocks=blocks - free, blocks=blocks))
+        self.dealer.send(Heartbeat(running=running, waiting=waiting, held_blocks=blocks - free, blocks=blocks))
         return True
 
 

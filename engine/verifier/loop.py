@@ -19,8 +19,8 @@ from engine.core.batch import Segment
 from engine.core.errors import OutOfBlocks
 from engine.core.methods import METHODS
 from engine.model.target import Target
-from engine.verifier.drafter_link import FROM_DRAFTER, DrafterLine
-from engine.verifier.front_end_link import FROM_FRONT_END, FrontEndLine
+from engine.verifier.drafter_link import FROM_DRAFTER, DrafterLink
+from engine.verifier.front_end_link import FROM_FRONT_END, FrontEndLink
 from engine.verifier.placement import Threads
 from engine.verifier.request import Request
 from engine.verifier.round_timer import RoundTimer
@@ -39,8 +39,8 @@ __all__ = ["FROM_DRAFTER", "FROM_FRONT_END", "Verifier"]
 
 
 class Verifier:
-    """The worker's loop. control: the line to the front end; drafts: the hub drafters connect to. beside: a drafter
-    that takes turns with the verifier in this loop.
+    """The worker's loop. control: the link to the front end; drafts: the router that drafters connect to.
+    inline_drafter: one that takes turns with the verifier in this loop.
     """
 
     def __init__(
@@ -50,25 +50,25 @@ class Verifier:
         control: Dealer,
         drafts: Router | LoopRouter,
         threads: Threads,
-        beside: DrafterWorker | None = None,
+        inline_drafter: DrafterWorker | None = None,
     ):
         self.config, self.target = config, target
         options = config.verifier
         self.requests = Scheduler(options.max_running, options.prefill_chunk, options.draft_timeout_s)
-        self.front_end = FrontEndLine(control, target, config)
-        self.drafter = DrafterLine(drafts, target, self.requests, config)
+        self.front_end = FrontEndLink(control, target, config)
+        self.drafter = DrafterLink(drafts, target, self.requests, config)
         self.trace = Trace(control, config.trace is not None)
         self.meter = RoundTimer(config, target, threads, self.trace)
         self.method = METHODS[config.method]
-        self.beside = beside
+        self.inline_drafter = inline_drafter
         self.stopping = False
 
     def run(self) -> None:
-        """Serve until told to stop."""
+        """Serve until the front end stops it."""
         self.meter.measure()
-        self.front_end.tell_ready()
+        self.front_end.send_ready()
         poller = zmq.Poller()
-        for socket in (self.front_end.line.socket, self.drafter.hub.socket):
+        for socket in (self.front_end.dealer.socket, self.drafter.router.socket):
             if socket is not None:
                 poller.register(socket, zmq.POLLIN)
         while not self.stopping:
@@ -76,8 +76,8 @@ class Verifier:
                 self._step(plan)
             else:
                 poller.poll(math.ceil(min(self.front_end.patience_s, plan.wait_s) * 1000))
-            if self.beside is not None:
-                self.beside.turn()
+            if self.inline_drafter is not None:
+                self.inline_drafter.turn()
             self._receive()
             self._beat()
         self.front_end.close()
@@ -122,20 +122,17 @@ class Verifier:
             return self._blame(plan, error)
         self.meter.end_forward(started_ns, [*trees, *chunks])
         if self.meter.costs.ahead.second:
-            self.drafter.hear()  # drafts that arrived meanwhile
+            self.drafter.poll()  # drafts that arrived meanwhile
         readers = [request for request, _ in plan.reading]
         rows: list[TreeRows | ChunkRows] = [
             *tree_rows(steps, logits, hidden_states, self.drafter.wants.successors),
             *chunk_rows(readers, chunks, logits, hidden_states),
         ]
         results = self._verify_and_tell_drafter(plan, rows)
-        for request in readers:
-            if request in self.requests.running:  # not failed
-                request.publish()
         self.meter.observe_round(results, steps, [*trees, *chunks], self.drafter)
         self._tell_front_end(results)
-        for result in results:
-            self._commit(result)
+        for request in plan.members:
+            self._commit(request)
 
     def _step_inputs(self, decoding: list[Request]) -> list[StepInput]:
         """The trees of all requests, cut together to the nodes that pay."""
@@ -158,7 +155,7 @@ class Verifier:
         tree is walked down. But a model drafts for all of them in one forward, and gets all verdicts together.
         """
         together = self.method.has_model and not all(request.choice.rests for request in plan.members)
-        missing = sum(request.drafted for request in plan.decoding)
+        missing = sum(request.wants_draft for request in plan.decoding)
         results = []
         for part in rows:
             if (result := self._verify(part)) is not None:
@@ -166,11 +163,11 @@ class Verifier:
                 if isinstance(part, TreeRows):
                     self.meter.observe_draft(part.step, result, self.drafter)
                 if not together:
-                    self._tell_of(result, len(plan.members), missing)
+                    self._tell_drafter(result, len(plan.members), missing)
         if together:
-            missing = sum(one.request.drafted and not one.request.hit for one in results)
+            missing = sum(one.request.wants_draft and not one.request.hit for one in results)
             for result in results:
-                self._tell_of(result, len(results), missing)
+                self._tell_drafter(result, len(results), missing)
         return results
 
     def _verify(self, part: TreeRows | ChunkRows) -> StepResult | None:
@@ -183,47 +180,44 @@ class Verifier:
             self._fail(part.request, error)
             return None
 
-    def _tell_of(self, conclusion: StepResult, requests: int, missing: int) -> None:
+    def _tell_drafter(self, result: StepResult, requests: int, missing: int) -> None:
         """Decide which drafts the request gets, and send the verdict, if there is anyone to draft. missing: how many of
         the round's requests have no tree yet.
         """
-        request, costs = conclusion.request, self.meter.costs
-        if not request.drafted or request.sampler.finish_reason is not None:
+        request, costs = result.request, self.meter.costs
+        if not request.wants_draft or request.sampler.finish_reason is not None:
             return
         waiting = max(1, missing) if costs.ahead.second and not request.hit else 0
-        request.choice.decide(self.drafter.kinds, costs, requests, len(conclusion.tokens), request.left, waiting)
-        request.alone = request.choice.root_only and not request.hit and self.drafter.present
-        if not (request.alone and request.choice.rests and not self.method.merges):
-            self.drafter.tell(conclusion, costs, requests)
+        request.choice.decide(self.drafter.kinds, costs, requests, len(result.tokens), request.left, waiting)
+        request.choose_root_only(request.choice.root_only and self.drafter.present)
+        if not (request.root_only and request.choice.rests and not self.method.merges):
+            self.drafter.send_verdict(result, costs, requests)
 
-    def _tell_front_end(self, concluded: list[StepResult]) -> None:
+    def _tell_front_end(self, results: list[StepResult]) -> None:
         now_ns = time.perf_counter_ns()
-        self.front_end.tell(concluded, self.meter.forward_ns, self.meter.busy_ns, now_ns)
-        for conclusion in concluded:
-            request = conclusion.request
-            request.drafts = {request.outcome: request.drafts[request.outcome]} if request.hit else {}
-            request.since_ns = request.asked_ns = now_ns
+        self.front_end.send_tokens(results, self.meter.forward_ns, self.meter.busy_ns, now_ns)
+        for result in results:
+            result.request.end_round(now_ns)
 
-    def _commit(self, conclusion: StepResult) -> None:
-        """Keep the accepted path's keys and values, or release all. Done last, while the drafter already works."""
-        request = conclusion.request
+    def _commit(self, request: Request) -> None:
+        """Keep the keys and values of what was read or accepted, or release all. Done last, while the drafter already
+        works.
+        """
+        if request not in self.requests.running:  # it has failed
+            return
         if request.sampler.finish_reason is not None:
             return self._forget(request)
-        if request.round:
-            request.cache.commit(request.kept_path)
-            request.publish()
-            if self.target.pool is not None:
-                request.cache.trim()
+        request.commit()
 
     def _beat(self) -> None:
         if self.front_end.beat(self.requests):
-            self.drafter.hub.restore()
+            self.drafter.router.restore()
             self._flush()
 
     def _flush(self) -> None:
         self.trace.flush()
-        if self.beside is not None:
-            self.beside.trace.flush()
+        if self.inline_drafter is not None:
+            self.inline_drafter.trace.flush()
 
     # When a request ends, or something fails.
 

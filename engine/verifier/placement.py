@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from engine.config import Config, cores
+from engine.config import Config
 from engine.core.methods import find
+from engine.core.processor import cores, cpus
 
 
 def shares_loop(config: Config) -> bool:
@@ -52,9 +53,10 @@ def share_cores(config: Config) -> Threads:
     measured to run 6 to 8 times slower.
     """
     available, wanted = cores(), config.verifier.threads
-    alone = min(wanted or available, available)
+    most = max(available, cpus())  # that may be asked for
+    alone = min(wanted or available, most)
     if config.remote:  # neither shares its machine with the other
-        return Threads(alone, alone, min(config.drafter.threads or available, available))
+        return Threads(alone, alone, min(config.drafter.threads or available, most))
     if shares_loop(config):
         return Threads(alone, alone, alone)
     if not find(config.method).has_model:

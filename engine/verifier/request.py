@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from engine.core.batch import Segment, WantedRows
-from engine.core.hidden_states import HiddenStates
+from engine.core.hidden_states import HiddenStates, States
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.model.target import Target
@@ -20,6 +20,7 @@ from engine.wire.messages import Array, Draft, TokenLogprob
 
 Outcome = tuple[int, int, int, int]
 """Key of a draft: (round, previous draft, last accepted node, bonus token)."""
+_KEPT_DRAFTS = 64
 
 
 class Request:
@@ -28,8 +29,12 @@ class Request:
     answer: tokens already emitted, by an earlier verifier or before a preemption: they are read like the prompt, and
     decoding continues after them. read_to: the position up to which the text must be read before it is decoded; cached:
     positions of it found in the prefix cache; queued_us: how long it waited until it ran first. matcher: of its
-    grammar. drafted: whether it wants drafts. drafts: by outcome; those of outcomes that did not come true are dropped
-    every round. features: hidden states of its positions, for a draft head.
+    grammar. wants_draft: whether it is to be drafted for. drafts: by outcome; those of outcomes that did not come true
+    are dropped every round. features: hidden states of its positions, for a draft head. rows_kept: of the forward under
+    way, those whose keys and values `commit` keeps.
+
+    Only these methods change it. A round: `take_draft` of its drafter, `accept` or `read` what a forward gave,
+    `end_round`, `commit`.
     """
 
     def __init__(
@@ -47,7 +52,7 @@ class Request:
         self.sampler = Sampler(sampling, prompt, target.eos_tokens, target.vocab_size, answer, matcher)
         self.matcher = matcher
         self.draft_room = draft_room
-        self.drafted = sampling.speculation is None or not sampling.speculation.off
+        self.wants_draft = sampling.speculation is None or not sampling.speculation.off
         self.prompt_logprobs: list[TokenLogprob] = []
         self.cache: Any = target.open_cache(len(prompt) + sampling.max_tokens + draft_room, sampling.tenant)
         self.read_to = len(self.text) - bool(answer)
@@ -61,16 +66,103 @@ class Request:
         self.drafts: dict[Outcome, tuple[Draft, list[Array]]] = {}
         self.forget_states()
         self.since_ns = self.asked_ns = time.perf_counter_ns()
-        self.kept_path: list[int] = []  # accepted path of the latest tree, to be committed to the cache
-        self.alone = False  # the next round verifies the root alone
+        self.rows_kept: Sequence[int] = ()
         self.hit = False  # the next tree had arrived at the last verdict
-        self.told = 0  # tokens of the text that the drafter knows
+        self.root_only = False  # the next round verifies the root alone
+        self.n_sent = 0  # tokens of the text that the drafter knows
 
-    def go_on(self, draft: int, node: int, tokens: list[int]) -> None:
+    # Its drafter.
+
+    @property
+    def next_round(self) -> int:
+        """The number of the round that the next tree is for; 0 while the prompt is read."""
+        return self.round + 1 if self.has_answer else 0
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether the next round's tree has arrived."""
+        return self.outcome in self.drafts
+
+    def join_drafter(self) -> None:
+        """A new drafter knows nothing of the drafts of the one before it, and drafts from the text so far."""
+        self.drafts, self.root_only, self.asked_ns = {}, False, time.perf_counter_ns()
+        self.choice = DraftChoice(len(self.text))
+        self.outcome = (self.next_round, 0, 0, self.text[-1])
+
+    def take_draft(self, draft: Draft, arrays: list[Array]) -> None:
+        """File a draft under the outcome it is for; those for an earlier round are dropped."""
+        outcome = (draft.round, draft.parent, draft.node, draft.token)
+        late = draft.round <= self.round or (self.root_only and outcome == self.outcome)
+        if not late and len(self.drafts) < _KEPT_DRAFTS:
+            self.drafts[outcome] = (draft, arrays)
+
+    def take_unsent(self, emitted: int = 0) -> list[int]:
+        """Tokens of the text that the drafter does not know, but for the last `emitted`, which its verdict carries."""
+        unsent, self.n_sent = self.text[self.n_sent : len(self.text) - emitted], len(self.text)
+        return unsent
+
+    def choose_root_only(self, root_only: bool) -> None:
+        """Whether the next round verifies the root alone, unless its tree has arrived."""
+        self.root_only = root_only and not self.hit
+
+    def note_wait(self, wait_s: float) -> None:
+        """How long its latest draft was waited for."""
+        self.waited_s = wait_s
+
+    # A round.
+
+    def admit(self, now_ns: int) -> None:
+        """It runs from now on, for the first time or again after a preemption."""
+        if self.queued_us is None:
+            self.queued_us = (now_ns - self.since_ns) // 1000
+
+    def accept(self, rows: list[int], draft: int, node: int, tokens: list[int], states: States | None) -> None:
+        """A tree was verified: the path of `rows`, which ends at `node` of the tree `draft`, was accepted, and `tokens`
+        were drawn. states: [rows, layers, hidden] of the path, if wanted.
+        """
+        self.rows_kept = rows
+        if states is not None:
+            self.features.add(self.cache.length, states, unsent=self.wants_draft)
+        self.round += 1
+        self._go_on(draft, node, tokens)
+
+    def read(self, chunk: Segment, logprobs: Sequence[TokenLogprob], states: States | None) -> bool:
+        """A chunk of the text was read. Returns whether it was the last one. logprobs: of the prompt's tokens after it,
+        if wanted; states: [tokens, layers, hidden].
+        """
+        self.rows_kept = range(len(chunk))
+        self.prompt_logprobs += logprobs
+        if states is not None:
+            self.features.add(chunk.past, states, unsent=self.wants_draft and not self.has_answer)
+        self.asked_ns = time.perf_counter_ns()
+        return chunk.past + len(chunk) == self.read_to
+
+    def begin_answer(self, token: int) -> None:
+        """The first token was drawn."""
+        self.has_answer = True
+        self._go_on(0, 0, [token])
+
+    def _go_on(self, draft: int, node: int, tokens: list[int]) -> None:
         """A round emitted `tokens`; its path through tree `draft` ended at `node`."""
         self.text.extend(tokens)
         self.outcome = (self.round + 1, draft, node, tokens[-1])
         self.hit = self.has_draft
+
+    def end_round(self, now_ns: int) -> None:
+        """Its tokens were sent. Drafts for outcomes that did not come true are dropped."""
+        self.drafts = {self.outcome: self.drafts[self.outcome]} if self.hit else {}
+        self.since_ns = self.asked_ns = now_ns
+
+    def commit(self) -> None:
+        """Keep the keys and values of the rows that were read or accepted, free the blocks of the others, and let other
+        requests find what is kept.
+        """
+        self.cache.commit(self.rows_kept)
+        if self.target.pool is not None:
+            self.cache.publish(self.text, self.features.of_block)
+            self.cache.trim()
+
+    # Its text and cache.
 
     @property
     def left(self) -> int:
@@ -102,18 +194,18 @@ class Request:
         """Whether it may share blocks with other requests."""
         return not self.reads_all and self.target.pool is not None
 
-    def adopt(self, with_states: bool) -> None:
-        """Reuse what others have read of its text. with_states: its drafter needs the hidden states too; of a text that
-        is read again it has them, or begins without them.
+    def adopt(self, with_states: bool, now_ns: int) -> None:
+        """Reuse what others have read of its text: a preempted request may then continue at once, and the wait for its
+        draft starts now. with_states: its drafter needs the hidden states too; of a text that is read again it has
+        them, or begins without them.
         """
-        needed = with_states and self.drafted and not self.has_answer
+        known = self.cache.length
+        needed = with_states and self.wants_draft and not self.has_answer
         for states in self.cache.adopt(self.to_share, needed):
             self.features.adopt(states)
-
-    def publish(self) -> None:
-        """Let other requests find its committed blocks."""
-        if self.target.pool is not None:
-            self.cache.publish(self.text, self.features.of_block)
+        self.cached += self.cache.length - known
+        if not self.reading:
+            self.asked_ns = now_ns
 
     def chunk(self, count: int) -> Segment:
         """The next `count` tokens to read; after the last one of a prompt, logits are wanted to draw from."""
@@ -122,9 +214,9 @@ class Request:
         wanted: WantedRows = "all" if self.reads_all else "last" if last else "none"
         return Segment.of_text(self.text[start : start + count], self.cache, wanted)
 
-    def grafts(self, tree: TokenTree) -> list[int]:
+    def forced_tokens(self, tree: TokenTree) -> list[int]:
         """Tokens to graft onto a draft: those that the grammar implies, within the drafter's budget."""
-        if self.matcher is None or not self.drafted:
+        if self.matcher is None or not self.wants_draft:
             return []
         room = min(self.draft_room - len(tree), self.target.context - len(self.text))
         return self.matcher.foreseen()[: max(0, room)]
@@ -132,16 +224,11 @@ class Request:
     def admitted(self, tree: TokenTree) -> Array:
         """The nodes of a draft that may be verified: those the grammar allows, at most the request's budget."""
         nodes = np.arange(len(tree)) if self.matcher is None else np.flatnonzero(self.matcher.admitted(tree))
-        say = self.sampling.speculation
-        if say is None or say.budget is None or len(nodes) <= say.budget:
+        options = self.sampling.speculation
+        if options is None or options.budget is None or len(nodes) <= options.budget:
             return nodes
         best = np.argsort(-tree.confidence[nodes], kind="stable")  # ancestors before descendants
-        return np.sort(nodes[best[: say.budget]])
-
-    @property
-    def has_draft(self) -> bool:
-        """Whether the next round's tree has arrived."""
-        return self.outcome in self.drafts
+        return np.sort(nodes[best[: options.budget]])
 
     def preempt(self) -> None:
         """Release the blocks; the text is read again when there is room."""

@@ -15,7 +15,7 @@ from engine.model.cuda.graphs import wait
 from engine.model.target import Target
 from engine.verifier.cost_model import CostModel
 from engine.verifier.draft_choice import DraftedRound
-from engine.verifier.drafter_link import DrafterLine
+from engine.verifier.drafter_link import DrafterLink
 from engine.verifier.forward_time import Attended, ForwardTime
 from engine.verifier.measured_forward import BESIDE, MeasuredForward
 from engine.verifier.placement import Threads
@@ -65,13 +65,13 @@ class RoundTimer:
 
     def observe_wait(self, decoding: Sequence[Request]) -> None:
         """Start of a round: learn how long it waited for its drafts, unless a prompt was read meanwhile."""
-        asked = [request for request in decoding if request.drafted and not (request.hit or request.alone)]
+        asked = [request for request in decoding if request.wants_draft and not (request.hit or request.root_only)]
         since_ns = min((request.asked_ns for request in asked), default=0)
         wait_s = (time.perf_counter_ns() - since_ns) / 1e9 if asked and since_ns >= self._ended_ns else 0.0
         if wait_s:
             self.costs.observe_wait(wait_s)
         for request in decoding:
-            request.waited_s = wait_s / len(asked) if request in asked else 0.0
+            request.note_wait(wait_s / len(asked) if request in asked else 0.0)
 
     def end_forward(self, started_ns: int, segments: Sequence[Segment]) -> None:
         """Wait for the end of the forward, including the simulated accelerator's time."""
@@ -84,11 +84,11 @@ class RoundTimer:
         self.busy_ns += self.forward_ns
         self._rows, self._requests = sum(map(len, segments)), sum(segment.tree is not None for segment in segments)
 
-    def observe_draft(self, step: StepInput, result: StepResult, drafts: DrafterLine) -> None:
+    def observe_draft(self, step: StepInput, result: StepResult, drafts: DrafterLink) -> None:
         """What a draft has brought and taken. step: the request's part of the round; result: what it came to."""
         if drafts.drafter is None or not step.asked:
             return
-        sources = step.drafted.source[step.kept[step.kept < len(step.proposal.tree)][1:]]
+        sources = step.uncut.source[step.kept[step.kept < len(step.proposal.tree)][1:]]
         by_model = int(np.count_nonzero(sources & MODELS))
         accepted = [source for source in result.sources if source and source != GRAMMAR]
         accepted_of_model = sum(bool(source & MODELS) for source in accepted)
@@ -111,7 +111,7 @@ class RoundTimer:
         concluded: Sequence[StepResult],
         rounds: Sequence[StepInput],
         segments: Sequence[Segment],
-        drafts: DrafterLine,
+        drafts: DrafterLink,
     ) -> None:
         """End of a round. Rounds that lost a request or read a prompt teach nothing but the forward's time."""
         now, forward_s = time.perf_counter_ns(), self.forward_ns / 1e9
@@ -128,7 +128,7 @@ class RoundTimer:
             return
         if all(conclusion.request.round > 1 for conclusion in decoded):
             self.costs.observe_round(len(rounds), rows, tokens, round_s - forward_s, past)
-            if drafter and all(conclusion.request.drafted for conclusion in decoded):
+            if drafter and all(conclusion.request.wants_draft for conclusion in decoded):
                 self._observe_mode(len(rounds), tokens, round_s)
 
     def _observe_mode(self, requests: int, tokens: int, round_s: float) -> None:

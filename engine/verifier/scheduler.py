@@ -72,12 +72,12 @@ class Scheduler:
         elif request in self.waiting:
             self.waiting.remove(request)
 
-    def plan(self, now_ns: int, costs: CostModel, drafted: bool) -> Plan:
-        """What to do now. drafted: a drafter is present and responding."""
+    def plan(self, now_ns: int, costs: CostModel, drafter_ready: bool) -> Plan:
+        """What to do now. drafter_ready: a drafter is present and responding."""
         self._admit(now_ns)
         self._adopt(now_ns)
         decoding = [request for request in self.running if not request.reading]
-        missing = [r for r in decoding if drafted and r.drafted and not r.alone and not r.has_draft]
+        missing = [r for r in decoding if drafter_ready and r.wants_draft and not r.root_only and not r.has_draft]
         read = sum(request.cache.length for request in decoding)
         past = max((request.cache.length for request in self.running if request.reading), default=0)
         if missing:
@@ -116,7 +116,7 @@ class Scheduler:
         )
 
     def room(self, request: Request, rows: int) -> int:
-        """How many of `rows` rows fit behind the request's positions, in its own blocks and those that are free, which
+        """How many of `rows` rows fit after the request's positions, in its own blocks and those that are free, which
         are reserved.
         """
         if (pool := request.target.pool) is None:
@@ -140,21 +140,14 @@ class Scheduler:
                 promised = sum(max(0, other.read_to - other.cache.capacity) for other in self.running)
                 if pool.free * BLOCK - promised < request.read_to:
                     return
-            if request.queued_us is None:  # not admitted again after a preemption
-                request.queued_us = (now_ns - request.since_ns) // 1000
+            request.admit(now_ns)
             self.running.append(self.waiting.popleft())
 
     def _adopt(self, now_ns: int) -> None:
-        """Reuse what others have read of the same text: a preempted request may then continue at once, and the wait for
-        its draft starts now.
-        """
+        """Reuse what others have read of the same text."""
         for request in self.running:
             if request.reading and request.shares:
-                known = request.cache.length
-                request.adopt(self.needs_states)
-                request.cached += request.cache.length - known
-                if not request.reading:
-                    request.asked_ns = now_ns
+                request.adopt(self.needs_states, now_ns)
 
     def _chunks(self, rows: int) -> list[tuple[Request, int]]:
         """Which requests read how much. A request waits if another is reading its next block in this forward."""

@@ -26,29 +26,29 @@ class Proposal:
 
 @dataclass(frozen=True)
 class StepInput:
-    """proposal: the tree as sent. asked: whether a drafter was asked for it. drafted: the tree with `grafts`, tokens
-    that the grammar implies. kept: the nodes that are verified.
+    """proposal: the tree as sent. asked: whether a drafter was asked for it. uncut: the tree with `forced_tokens`,
+    those that the grammar implies. kept: the nodes that are verified.
     """
 
     request: Request
     proposal: Proposal
     asked: bool
-    grafts: list[int]
-    drafted: TokenTree
+    forced_tokens: list[int]
+    uncut: TokenTree
     kept: Array
 
     @classmethod
     def of(cls, request: Request, proposal: Proposal) -> StepInput:
-        """The proposal plus what the request's grammar grafts, minus what the grammar or the request rules out."""
-        grafts = request.grafts(proposal.tree)
-        tree = proposal.tree.grafted(grafts, GRAFT_CHANCE)
-        asked = request.drafted and not request.alone
-        return cls(request, proposal, asked, grafts, tree, request.admitted(tree))
+        """The proposal plus what the request's grammar implies, minus what the grammar or the request rules out."""
+        forced_tokens = request.forced_tokens(proposal.tree)
+        tree = proposal.tree.grafted(forced_tokens, GRAFT_CHANCE)
+        asked = request.wants_draft and not request.root_only
+        return cls(request, proposal, asked, forced_tokens, tree, request.admitted(tree))
 
     @cached_property
     def tree(self) -> TokenTree:
         """The tree that is verified."""
-        return self.drafted if len(self.kept) == len(self.drafted) else self.drafted.keep(self.kept)
+        return self.uncut if len(self.kept) == len(self.uncut) else self.uncut.keep(self.kept)
 
     @property
     def is_speculative(self) -> bool:
@@ -61,7 +61,7 @@ class StepInput:
         """
         if rows >= len(self.kept):
             return self
-        order = np.argsort(-self.drafted.confidence[self.kept[1:]], kind="stable") + 1
+        order = np.argsort(-self.uncut.confidence[self.kept[1:]], kind="stable") + 1
         return replace(self, kept=self.kept[np.sort(np.append(0, order[: rows - 1]))])
 
 
@@ -70,7 +70,7 @@ def cut(rounds: Sequence[StepInput], costs: CostModel) -> list[StepInput]:
     if not any(round_.is_speculative for round_ in rounds):
         return [*rounds]
     keys_each = sum(round_.request.cache.length for round_ in rounds) / len(rounds)
-    pay = paying([round_.drafted.confidence[round_.kept] for round_ in rounds], costs, keys_each)
+    pay = paying([round_.uncut.confidence[round_.kept] for round_ in rounds], costs, keys_each)
     return [replace(round_, kept=round_.kept[nodes]) for round_, nodes in zip(rounds, pay, strict=True)]
 
 

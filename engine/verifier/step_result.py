@@ -1,8 +1,7 @@
-"""The outcome of a round for each request: its tree is walked down, or its prompt chunk is committed."""
+"""The outcome of a round for each request: its tree is walked down, or a chunk of its prompt was read."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -29,7 +28,7 @@ class StepResult:
     """draft: the tree's number. path: accepted nodes of the drafted tree; tokens: emitted. nodes: verified, or read.
     hit: the verified tree had arrived when the previous round ended.
 
-    successors: [nodes drafted, k] int32. sources, logprobs: one per token. grafts: the round's.
+    successors: [nodes proposed, k] int32. sources, logprobs: one per token. forced_tokens: the round's.
     """
 
     request: Request
@@ -43,7 +42,7 @@ class StepResult:
     successors: Array | None = None
     sources: tuple[int, ...] = (0,)
     logprobs: tuple[TokenLogprob, ...] = ()
-    grafts: tuple[int, ...] = ()
+    forced_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,13 +100,9 @@ def _conclude(
 ) -> StepResult:
     """Record in the request how the round ended. path: accepted nodes of the verified tree; states: theirs."""
     request, own = round_.request, len(round_.proposal.tree)
-    request.round += 1
-    request.kept_path = path
     hit, accepted = request.hit, round_.kept[path].tolist() if round_.is_speculative else path
-    request.go_on(round_.proposal.number, accepted[-1], tokens)
-    if states is not None:
-        request.features.add(request.cache.length, states, unsent=request.drafted)
-    sources = (GRAMMAR if node >= own else int(round_.drafted.source[node]) for node in accepted[1:])
+    request.accept(path, round_.proposal.number, accepted[-1], tokens, states)
+    sources = (GRAMMAR if node >= own else int(round_.uncut.source[node]) for node in accepted[1:])
     return StepResult(
         request,
         round_.proposal.number,
@@ -120,13 +115,13 @@ def _conclude(
         successors,
         (*sources, 0),
         request.sampler.take_logprobs(),
-        tuple(round_.grafts),
+        tuple(round_.forced_tokens),
     )
 
 
 def _successors(round_: StepInput, logits: Tensor, count: int) -> Array:
     """[nodes, count] int32: the target's likeliest tokens after every drafted node, -1 for nodes that were cut."""
-    ranked = np.full((len(round_.drafted), count), -1, np.int32)
+    ranked = np.full((len(round_.uncut), count), -1, np.int32)
     ranked[round_.kept] = logits.topk(count).indices.cpu().numpy()
     return ranked
 
@@ -143,21 +138,16 @@ class ChunkRows:
     states: Tensor | None
 
     def verify(self) -> StepResult | None:
-        """Commit the chunk; after a prompt's last one, draw the first token. Raises if the logits are not numbers."""
-        request, chunk = self.request, self.chunk
+        """After a prompt's last chunk, draw the first token. Raises if the logits are not numbers."""
+        request, chunk, logprobs = self.request, self.chunk, list[TokenLogprob]()
         if request.reads_all:
-            behind = request.text[chunk.past + 1 : chunk.past + 1 + len(chunk)]
-            request.prompt_logprobs += token_logprobs(self.logits, behind, request.sampling.prompt_logprobs or 0)
-        request.cache.commit(range(len(chunk)))
-        if self.states is not None:
-            unsent = request.drafted and not request.has_answer
-            request.features.add(chunk.past, bfloat16_bits(self.states), unsent)
-        if request.reading or request.has_answer:
-            request.asked_ns = time.perf_counter_ns()
+            following = request.text[chunk.past + 1 : chunk.past + 1 + len(chunk)]
+            logprobs = token_logprobs(self.logits, following, request.sampling.prompt_logprobs or 0)
+        is_last = request.read(chunk, logprobs, None if self.states is None else bfloat16_bits(self.states))
+        if not is_last or request.has_answer:
             return None
         token = request.sampler.draw(request.sampler.choices(self.logits[-1:])[0])
-        request.has_answer = True
-        request.go_on(0, 0, [token])
+        request.begin_answer(token)
         return StepResult(request, 0, [0], [token], len(chunk), logprobs=request.sampler.take_logprobs())
 
 

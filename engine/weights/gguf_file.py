@@ -5,13 +5,13 @@ It is read here, with every length checked, before the file is given to code tha
 
 from __future__ import annotations
 
-import mmap
+import os
 import struct
 from collections import Counter
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -26,6 +26,7 @@ _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<
 _TOKEN_KINDS = ("bos", "eos", "eot", "eom", "unknown", "padding")
 _MOST_DIMENSIONS = 4
 _ALIGNMENTS = {2**power for power in range(3, 17)}
+_CHUNK = 4 << 20  # bytes of the header that are read together
 
 
 @dataclass(frozen=True)
@@ -56,22 +57,41 @@ class GgufFile:
     metadata: dict[str, Any]
     tensors: list[GgufTensor]
     start: int
+    content: BinaryIO  # stays open, so that whatever takes the file's name later is not read for it
 
     @property
     def architecture(self) -> str:
         return str(self.metadata["general.architecture"])
 
     @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.size for tensor in self.tensors)
+
+    @property
     def elements(self) -> int:
         """The elements of all tensors."""
         return sum(tensor.elements for tensor in self.tensors)
 
+    def tensor(self, name: str) -> GgufTensor | None:
+        return next((tensor for tensor in self.tensors if tensor.name == name), None)
+
     def values(self, name: str) -> NDArray[np.float32] | None:
         """A tensor that is stored as float32; None if there is none of that name."""
-        for tensor in self.tensors:
-            if tensor.name == name and tensor.kind == GGMLQuantizationType.F32:
-                return np.fromfile(self.path, "<f4", tensor.elements, offset=self.start + tensor.offset)
-        return None
+        tensor = self.tensor(name)
+        return None if tensor is None or tensor.kind != GGMLQuantizationType.F32 else self.read(tensor).view("<f4")
+
+    def read(self, tensor: GgufTensor) -> NDArray[np.uint8]:
+        """[bytes] a copy of the tensor's bytes. A mapping would end the process if the file were cut meanwhile; this
+        raises ModelError.
+        """
+        raw = np.empty(tensor.size, np.uint8)
+        view, done, at = memoryview(raw.data), 0, self.start + tensor.offset
+        while done < len(view):
+            if not (count := os.preadv(self.content.fileno(), [view[done:]], at + done)):
+                raise ModelError(f"model={self.path}: the GGUF file was cut short while it was read; get it again")
+            done += count
+        return raw
 
     @property
     def kinds(self) -> str:
@@ -86,20 +106,21 @@ def read_gguf(path: Path, field: str) -> GgufFile:
     Raises ModelError if the file does not exist, is not a GGUF file, is cut short, or is one of several parts.
     """
     try:
-        with path.open("rb") as file:
-            if file.read(len(_MAGIC)) != _MAGIC:
-                raise ModelError(f"{field}: is no GGUF file; give a .gguf file or a Hugging Face directory")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                return _Reader(path, field, content).read()
+        file = path.open("rb")
+        size = os.fstat(file.fileno()).st_size
+        if file.read(len(_MAGIC)) != _MAGIC:
+            raise ModelError(f"{field}: is no GGUF file; give a .gguf file or a Hugging Face directory")
+        return _Reader(path, field, file, size).read()
     except OSError as error:
         raise ModelError(f"{field}: cannot be read: {error.strerror}; name a GGUF file that is there") from error
 
 
 class _Reader:
-    """Walks through the header. at: the byte that is read next."""
+    """Walks through the header. at: the byte that is read next; size: of the file."""
 
-    def __init__(self, path: Path, field: str, content: mmap.mmap):
-        self.path, self.field, self.content = path, field, content
+    def __init__(self, path: Path, field: str, content: BinaryIO, size: int):
+        self.path, self.field, self.content, self.size = path, field, content, size
+        self.head = bytearray(_MAGIC)
         self.at = len(_MAGIC)
 
     def read(self) -> GgufFile:
@@ -112,24 +133,23 @@ class _Reader:
                 )
             tensor_count, values = self._unpack("<QQ")
             metadata = dict(self._pair() for _ in range(values))
-            if not isinstance(metadata.get("general.architecture"), str):
-                raise self._broken("names no general.architecture")
-            if metadata.get("general.alignment", 32) not in _ALIGNMENTS:
-                raise self._broken(f"general.alignment is {shown(metadata['general.alignment'])}")
             if isinstance(parts := metadata.get("split.count"), int) and parts > 1:
                 raise ModelError(
                     f"{self.field}: is one of {parts} parts; join them with llama-gguf-split --merge and name the whole"
                 )
+            if not isinstance(metadata.get("general.architecture"), str):
+                raise self._broken("names no general.architecture")
+            if (alignment := metadata.get("general.alignment", 32)) not in _ALIGNMENTS:
+                raise self._broken(f"general.alignment is {shown(alignment)}")
             self._check_tokens(metadata)
             tensors = [self._tensor() for _ in range(tensor_count)]
         except struct.error:
             raise self._cut("its head is not complete") from None
-        alignment = metadata.get("general.alignment", 32)
         start = -(-self.at // alignment) * alignment
         end = max((start + tensor.offset + tensor.size for tensor in tensors), default=0)
-        if end > len(self.content):
-            raise self._cut(f"{len(self.content):,} of {end:,} bytes")
-        return GgufFile(self.path, metadata, tensors, start)
+        if end > self.size:
+            raise self._cut(f"{self.size:,} of {end:,} bytes")
+        return GgufFile(self.path, metadata, tensors, start, self.content)
 
     def _check_tokens(self, metadata: dict[str, Any]) -> None:
         """Refuse the id of a token that is none."""
@@ -167,30 +187,35 @@ class _Reader:
     def _tensor(self) -> GgufTensor:
         name = self._string()
         (dimensions,) = self._unpack("<I")
-        if dimensions > _MOST_DIMENSIONS:
+        if not 1 <= dimensions <= _MOST_DIMENSIONS:
             raise self._broken(f"tensor {shown(name)} has {dimensions} dimensions")
         shape = self._unpack(f"<{dimensions}Q")
         kind, offset = self._unpack("<IQ")
         try:
-            return GgufTensor(name, shape, GGMLQuantizationType(kind), offset)
+            tensor = GgufTensor(name, shape, GGMLQuantizationType(kind), offset)
         except ValueError:
             raise self._broken(f"tensor {shown(name)} is of the unknown type {kind}") from None
+        if not tensor.elements or shape[0] % GGML_QUANT_SIZES[tensor.kind][0]:
+            raise self._broken(f"tensor {shown(name)} of type {tensor.kind.name} has shape {list(shape)}")
+        return tensor
 
     def _string(self) -> str:
         (length,) = self._unpack("<Q")
         start = self.at
         self._skip(length)
-        return self.content[start : self.at].decode("utf8", "replace")
+        return self.head[start : self.at].decode("utf8", "replace")
 
     def _unpack(self, form: str) -> tuple[Any, ...]:
-        values = struct.unpack_from(form, self.content, self.at)
-        self.at += struct.calcsize(form)
-        return values
+        start = self.at
+        self._skip(struct.calcsize(form))
+        return struct.unpack_from(form, self.head, start)
 
     def _skip(self, size: int) -> None:
-        if self.at + size > len(self.content):
-            raise struct.error
         self.at += size
+        while self.at > len(self.head):
+            if self.at > self.size or not (more := self.content.read(_CHUNK)):
+                raise struct.error
+            self.head += more
 
     def _cut(self, what: str) -> ModelError:
         return ModelError(f"{self.field}: the GGUF file is cut short ({what}); download it again")

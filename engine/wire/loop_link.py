@@ -44,24 +44,24 @@ class LoopDealer:
 
 
 class LoopRouter:
-    """The verifier's end, like `Router`, with one peer: `line`."""
+    """The verifier's end, like `Router`, with one peer: `dealer`."""
 
     socket = None
 
     def __init__(self) -> None:
         self.malformed = 0
-        self.line = LoopDealer()
+        self.dealer = LoopDealer()
 
     def send(self, peer: str, message: Message, arrays: Sequence[Array] = ()) -> bool:
         """Never refused: the drafter reads all that has arrived before the next round."""
         assert peer == _PEER
-        self.line.arrived.append((message, _copies(message, arrays)))
+        self.dealer.arrived.append((message, _copies(message, arrays)))
         return True
 
     def received(self) -> Iterator[tuple[str, Any, list[Array]]]:
         """The messages that have arrived, each with its sender's name."""
-        while self.line.sent:
-            yield _PEER, *self.line.sent.popleft()
+        while self.dealer.sent:
+            yield _PEER, *self.dealer.sent.popleft()
 
     def restore(self) -> None:
         """There is no socket file to restore."""

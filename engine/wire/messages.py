@@ -56,7 +56,8 @@ class Ready(Message, frozen=True, kw_only=True):
 
     defaults: the sampling settings in the target's files (`own_defaults`). inexact: why a token's logits may depend on
     the other rows of the forward, "" if they do not. eos_tokens: the ids that end an answer. weight_bytes, kv_bytes:
-    memory of the weights as they are laid out, and at most of keys and values, 0 if these are not pooled.
+    memory of the weights as they are laid out, and at most of keys and values, 0 if these are not pooled. activations:
+    how products take their rows, bfloat16 (or the model's own type) or int8.
     """
 
     vocab_size: int = 0
@@ -66,6 +67,7 @@ class Ready(Message, frozen=True, kw_only=True):
     eos_tokens: tuple[int, ...] = ()
     weight_bytes: int = 0
     kv_bytes: int = 0
+    activations: str = "bfloat16"
 
     @property
     def exact(self) -> bool:
@@ -158,7 +160,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 class Hello(Message, frozen=True, kw_only=True):
     """A drafter has joined. feature_layers: hidden states of the target that it needs; successors: how many of the
     target's likeliest next tokens it needs for every verified node. calibrated: its trees may be cut by their
-    confidence. rests: its model can rest when told to. draft_s, read_s: time of a usual draft of its model, and of a
+    confidence. rests: its model can rest when asked to. draft_s, read_s: time of a usual draft of its model, and of a
     position that the model reads, as measured when it was loaded; 0: unknown.
     """
 
@@ -199,19 +201,18 @@ class Rates(msgspec.Struct, frozen=True, array_like=True):
 class RoundVerdict(Message, frozen=True, kw_only=True):
     """The verdict on `draft` (0: a tree the verifier made itself) in `round`.
 
-    ahead: whether to draft for the outcomes of the next round while it runs. alone: the next round verifies the root
-    alone rather than wait for a draft. rest: whether a draft model should rest. rates: for the drafter to judge what is
-    worth its time. Arrays: path, tokens, successors, the tokens that the verifier grafted onto the draft
+    ahead: whether to draft for the outcomes of the next round while it runs. root_only: the next round verifies the
+    root alone rather than wait for a draft. rest: whether a draft model should rest. rates: for the drafter to judge
+    what is worth its time. Arrays: path, tokens, successors, the tokens that the verifier grafted onto the draft
     (`TokenTree.grafted`), tokens of earlier rounds of which there was no verdict, since a draft model that rests alone
-    is told nothing, and features (as bfloat16 bits: heads need no more precision, and a prompt's features take
-    megabytes).
+    gets none, and features (as bfloat16 bits: heads need no more precision, and a prompt's features take megabytes).
     """
 
     request: int
     round: int
     draft: int
     ahead: bool = False
-    alone: bool = False
+    root_only: bool = False
     rest: bool = False
     rates: Rates = Rates()
 

@@ -1,9 +1,9 @@
 """ZeroMQ sockets that speak `engine.wire.messages`.
 
 Every link has one side that binds (a `Router`, which serves named peers) and one that connects (a `Dealer`).
-The front end is the workers' hub; the verifier is the drafter's. Messages that do not follow the protocol are counted
+The front end has the workers' router, the verifier the drafters'. Messages that do not follow the protocol are counted
 and dropped; what is sent to a peer that is gone is lost, and nobody blocks. What a peer leaves unread may be bounded:
-beyond that its hub refuses to send. Over tcp a peer may leave and return at any time: ZeroMQ reconnects by itself,
+beyond that its router refuses to send. Over tcp a peer may leave and return at any time: ZeroMQ reconnects by itself,
 pings detect connections that died silently, and keys keep strangers out.
 """
 
@@ -32,12 +32,12 @@ _HANDSHAKES = (
 )
 _REFUSALS = 5  # in a row
 _LAST_WORDS_MS = 1000  # maximum time for a closing line to flush what was sent: on a busy machine it takes long
-_LARGEST = 1 << 20  # maximum bytes of a message to a hub over tcp: a tree of 1024 nodes has 14 kB
+_LARGEST = 1 << 20  # maximum bytes of a message to a router over tcp: a tree of 1024 nodes has 14 kB
 
 
 class Dealer:
-    """The connecting side. name: how the hub knows this peer, unique per start. keys: for tcp. unread: maximum messages
-    that wait here, 0: no maximum; more wait at the hub.
+    """The connecting side. name: how the router knows this peer, unique per start. keys: for tcp. unread: maximum
+    messages that wait here, 0: no maximum; more wait at the router.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class Dealer:
             _ping(self.socket)
             self.monitor = self.socket.get_monitor_socket(_HANDSHAKES)
         self._refusals = 0
-        self._joined = self.monitor is None  # over other transports the hub lives as long as the line
+        self._joined = self.monitor is None  # over other transports the router lives as long as the dealer
         if keys is not None:
             secure_drafter(self.socket, keys)
         self.socket.connect(endpoint)
         self.malformed = 0
 
     def send(self, message: Message, arrays: Sequence[Array] = ()) -> None:
-        """Hand the message to ZeroMQ; never blocks. Without a hub (over inproc, one that has closed) it is lost."""
+        """Hand the message to ZeroMQ; never blocks. Without a router (over inproc, one that has closed) it is lost."""
         with contextlib.suppress(zmq.Again):
             self.socket.send_multipart(encode(message, arrays), flags=zmq.NOBLOCK)
 
@@ -82,7 +82,7 @@ class Dealer:
                 self.malformed += 1
 
     def joined(self) -> bool:
-        """Whether the hub has been reached, for the first time or again, since the last call."""
+        """Whether the router has been reached, for the first time or again, since the last call."""
         joined, self._joined = self._joined, False
         while self.monitor is not None and self.monitor.poll(0):
             joined |= self._shook_hands(recv_monitor_message(self.monitor)["event"])
@@ -127,7 +127,7 @@ class Router:
         self.socket.setsockopt(zmq.LINGER, 200)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.SNDHWM, unread)
-        if unread:  # to be told of a message that is not sent
+        if unread:  # so that a message that is not sent raises an error
             self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if endpoint.startswith("tcp:"):
             _ping(self.socket)

@@ -10,7 +10,7 @@ import pytest
 from engine.answer import Answer
 from engine.core.params import SamplingParams
 from engine.text.stream import TextStream
-from engine.wire.messages import Tokens
+from engine.wire.messages import Ready, Tokens
 from tests.conftest import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()  # a token is a byte
@@ -29,7 +29,7 @@ def round_of(text: str, finish_reason: str | None = None, **more: Any) -> Tokens
 def test_a_stop_string_counts_if_it_ends_after_min_tokens_whatever_a_round_brings(
     rounds: list[str], min_tokens: int, text: str
 ) -> None:
-    answer = Answer(TextStream(TOKENIZER, ("bc",)), 1, 0.0, "", SamplingParams(min_tokens=min_tokens))
+    answer = Answer(TextStream(TOKENIZER, ("bc",)), 1, 0.0, Ready(), SamplingParams(min_tokens=min_tokens))
     shown = ""
     for number, brought in enumerate(rounds, 1):
         shown += answer.add(round_of(brought, "length" if number == len(rounds) else None)).text
@@ -40,7 +40,7 @@ def test_a_stop_string_counts_if_it_ends_after_min_tokens_whatever_a_round_bring
 
 
 def test_a_verifier_that_was_replaced_counts_its_busy_time_from_nothing() -> None:
-    answer = Answer(TextStream(TOKENIZER), 1, 0.0, "", SamplingParams())
+    answer = Answer(TextStream(TOKENIZER), 1, 0.0, Ready(), SamplingParams())
     for text, at_us, busy_us in (("a", 0, 50), ("b", 100, 110), ("c", 200, 5), ("d", 300, 65)):
         round_ = round_of(text, "length" if text == "d" else None)
         answer.add(msgspec.structs.replace(round_, at_us=at_us, busy_us=busy_us))

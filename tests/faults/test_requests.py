@@ -44,11 +44,11 @@ async def test_prompts_that_the_verifier_cannot_take_end_their_own_requests_and_
         verifier = engine._workers.running["verifier"].name
         beside = asyncio.create_task(engine.generate(PROMPT, LONG))
         for prompt in ([VOCABULARY], [-1], []):
-            flight = engine._flights[99] = InflightRequest(99, [], SamplingParams(), verifier=verifier)
+            request = engine._inflight[99] = InflightRequest(99, [], SamplingParams(), verifier=verifier)
             submit = Submit(request=99, sampling=SamplingParams(max_tokens=4, repetition_penalty=1.3))
-            engine._supervisor.hub.send(verifier, submit, [np.array(prompt), np.array([])])
-            error = await asyncio.wait_for(flight.arrivals.get(), 60)
+            engine._supervisor.router.send(verifier, submit, [np.array(prompt), np.array([])])
+            error = await asyncio.wait_for(request.arrivals.get(), 60)
             assert isinstance(error, RequestFailed) and "token ids from 0 to" in str(error)
-        del engine._flights[99]
+        del engine._inflight[99]
         assert (await beside).token_ids == expected
         assert engine._workers.running["verifier"].name == verifier

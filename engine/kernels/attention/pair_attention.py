@@ -20,8 +20,9 @@ from engine.kernels.attention.paired_attention import (
     next_block,
     own_blocks,
 )
-from engine.kernels.gemm.matmul_sums import SUMS, dot, pair_vectors, row_counts, row_starts, sum_vectors
-from engine.kernels.quantised import Form
+from engine.kernels.gemm.matmul_sums import SUMS, dot, row_counts, row_starts, sum_vectors
+from engine.kernels.quant.layouts import BFLOAT16_LAYOUT
+from engine.kernels.quant.unpack import pair_vectors
 from engine.kernels.simd import FLOAT32, LANES, splat, store
 from engine.kernels.threads import kernel
 
@@ -38,7 +39,7 @@ def _score_all(work: Any, queries: int, count: int, table: int, head: int, low: 
         for block in range(low, high):
             at = next_block(work, work.keys, table, block, high, head)
             place = scores + begin * step + 4 * LANES * block
-            sum_vectors(_SCORED, 1, 0, 0, some, q, stride, at, steps, place, step, 0)
+            sum_vectors(1, _SCORED, 1, 0, 0, some, q, stride, at, 0, steps, place, step, 0)
 
 
 @njit
@@ -115,7 +116,8 @@ def _add_values(
             ]
             totals = [[builder.load(place, align=4) for place in row] for row in places]
             matrices = [
-                pair_vectors(builder, Form.BFLOAT16, builder.add(values, _WORD(PANEL_BYTES * i))) for i in range(width)
+                pair_vectors(builder, BFLOAT16_LAYOUT, builder.add(values, _WORD(PANEL_BYTES * i)), _WORD(0), None)
+                for i in range(width)
             ]
             for pair in range(LANES // 2):
                 matrix = [next(one) for one in matrices]

@@ -11,22 +11,23 @@ from typing import Any
 
 from llvmlite import ir
 from numba import carray, njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.kernels.amx import pointer
-from engine.kernels.gemm.matmul_kernels import MATMUL, first_panel, put_sums
+from engine.kernels.gemm.matmul_kernels import PartKernel, own_panels, part_kernel, put_sums, unpack_panels
 from engine.kernels.gemm.matmul_sums import (
     PANELS,
     ROW_BYTES,
-    STEP,
     SUMS,
     fetch_later,
     new_room,
     row_counts,
     sums_in_registers,
 )
+from engine.kernels.quant.layouts import STEP, QuantLayout
 from engine.kernels.simd import BFLOAT16, FLOAT, FLOAT32, LANES, features, fused, integers, load, read, spread, store
-from engine.kernels.threads import kernel, member, members
+from engine.kernels.threads import thread_id
 
 WIDENED = 64
 """Rows that a thread widens at once: with 1,536 inputs they fit into a core's L2 cache."""
@@ -35,31 +36,39 @@ _ROWS, _ROWS_OF_TWO = (8, 8) if "+avx512f" in features() else (4, 2)
 """Rows whose sums of one panel, and of two, fit into the vector registers."""
 
 
-@kernel(MATMUL)
-def fma_kernel(address: Any) -> None:
-    """Multiply the thread's panels by some rows at a time."""
-    work = carray(address, 1)[0]
-    begin, end = first_panel(work, member(), members()), first_panel(work, member() + 1, members())
-    steps, stride, room = work.inputs // STEP, work.inputs * 4, new_room()
-    for first in range(0, work.rows, WIDENED):
-        count, x = min(WIDENED, work.rows - first), work.x + first * work.inputs * work.width
-        if work.width == BFLOAT16:
-            wide = work.scratch + member() * work.scratch_bytes
-            for at in range(0, count * work.inputs, LANES):
-                store(load(x + 2 * at, BFLOAT16), wide + 4 * at, FLOAT32)
-            x = wide
-        panel = begin
-        while panel < end:
-            width = min(end - panel, PANELS)
-            weights = work.weights + panel * steps * STEP * LANES * work.width
-            for row in range(0, count, _ROWS):
-                rows = min(_ROWS, count - row)
-                if work.width == BFLOAT16:
-                    _sums_of_halves(rows, width, x + row * stride, stride, weights, steps, room)
-                else:
-                    _sums_of_floats(rows, width, x + row * stride, stride, weights, steps, room)
-                put_sums(work, first + row, rows, panel, width, room)
-            panel += width
+def fma_kernel(layout: QuantLayout) -> PartKernel:
+    """The kernel for matrices of that layout, which are unpacked first, or of float32."""
+    number, coded = layout.number, layout.coded
+
+    @part_kernel(layout.kind)
+    def compiled(address: Any, at: Any) -> None:
+        """Multiply the thread's panels by some rows at a time."""
+        work, part = carray(address, 1)[0], carray(at, 1)[0]
+        begin, end = own_panels(work, part)
+        steps, stride, room = work.inputs // STEP, work.inputs * 4, new_room()
+        scratch = work.scratch + thread_id() * work.scratch_bytes
+        for first in range(0, work.rows, WIDENED):
+            count, x = min(WIDENED, work.rows - first), work.x + first * work.inputs * work.width
+            if work.width == BFLOAT16:
+                for i in range(0, count * work.inputs, LANES):
+                    store(load(x + 2 * i, BFLOAT16), scratch + 4 * i, FLOAT32)
+                x = scratch
+            panel = begin
+            while panel < end:
+                width = min(end - panel, PANELS)
+                weights = part.weights + panel * part.panel_bytes
+                if coded:
+                    weights = unpack_panels(number, work, weights, part.panel_bytes, width, scratch + WIDENED * stride)
+                for row in range(0, count, _ROWS):
+                    rows = min(_ROWS, count - row)
+                    if coded or work.width == BFLOAT16:
+                        _sums_of_halves(rows, width, x + row * stride, stride, weights, steps, room)
+                    else:
+                        _sums_of_floats(rows, width, x + row * stride, stride, weights, steps, room)
+                    put_sums(work, first + row, rows, part.first + panel, width, room)
+                panel += width
+
+    return compiled
 
 
 def _sums_of(size: int) -> Any:
@@ -91,11 +100,17 @@ def sum_fused(
     tile_bytes, pair_bytes = STEP * LANES * of_number, 2 * LANES * of_number
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rows, *_, weights, steps, _ = args[3:]
-        where = [*args[4:], _WORD(ROW_BYTES)]
+        rows, x, stride, weights, steps, room = args[3:]
         for count in row_counts(builder, rows, most.literal_value):
-            with sums_in_registers(builder, count, width, tile_bytes, FLOAT32, *where) as (step, tiles, here, sums):
-                fetch_later(builder, step, steps, weights, tile_bytes, width)
+            with (
+                sums_in_registers(builder, count, width, x, stride, room, _WORD(ROW_BYTES)) as (starts, sums),
+                cgutils.for_range(builder, steps) as loop,
+            ):
+                first = builder.add(weights, builder.mul(loop.index, _WORD(tile_bytes)))
+                tiles = [builder.add(first, builder.mul(steps, _WORD(tile_bytes * i))) for i in range(width)]
+                fetch_later(builder, tile_bytes, 1, loop.index, steps, weights, width)
+                inputs = builder.mul(loop.index, _WORD(FLOAT32 * STEP))
+                here = [builder.add(start, inputs) for start in starts]
                 for pair in range(STEP // 2):
                     matrices = [
                         _pair(builder, builder.add(tile, _WORD(pair * pair_bytes)), of_number) for tile in tiles

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import cache
+from itertools import chain, groupby
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,13 +30,23 @@ from torch import Tensor
 
 from engine.kernels.amx import TILE_ROWS, tile_sizes
 from engine.kernels.gemm.fma_kernels import WIDENED, fma_kernel
-from engine.kernels.gemm.matmul_kernels import MATMUL, amx_kernel, vector_kernel
-from engine.kernels.gemm.matmul_sums import PANELS, STEP
+from engine.kernels.gemm.matmul_kernels import (
+    MATMUL,
+    PART,
+    PartKernel,
+    amx_kernel,
+    number_sums,
+    product_kernel,
+    vector_kernel,
+)
+from engine.kernels.gemm.matmul_sums import PANELS
 from engine.kernels.large_pages import in_large_pages
+from engine.kernels.quant.layouts import BFLOAT16_LAYOUT, STEP, QuantLayout
+from engine.kernels.quant.pack import panels_of
 from engine.kernels.quant.stored import StoredMatrix
-from engine.kernels.quantised import Form, Quantised
+from engine.kernels.quant.tiled import TiledMatrix
 from engine.kernels.simd import LANES, features
-from engine.kernels.threads import Kernel, Program, address_of
+from engine.kernels.threads import Program, address_of
 
 
 class Unit(Enum):
@@ -45,11 +56,11 @@ class Unit(Enum):
     VECTORS = "avx512_bf16"
     FMA = "fma"
 
-    def kernel(self, form: Form) -> Kernel:
-        """The kernel for matrices of that form. FMA has one kernel, which reads the matrix's type from its record."""
-        if (self, form) not in _KERNELS:
-            _KERNELS[self, form] = fma_kernel() if self is Unit.FMA else _OF_PAIRS[self](form)
-        return _KERNELS[self, form]
+    def kernel(self, layout: QuantLayout) -> PartKernel:
+        """The kernel for matrices of that layout. FMA's for bfloat16 also multiplies float32."""
+        if (self, layout.number) not in _KERNELS:
+            _KERNELS[self, layout.number] = _COMPILED[self](layout)
+        return _KERNELS[self, layout.number]
 
     @property
     def paired(self) -> bool:
@@ -57,14 +68,8 @@ class Unit(Enum):
         return self is not Unit.FMA
 
 
-_OF_PAIRS = {Unit.AMX: amx_kernel, Unit.VECTORS: vector_kernel}
-_KERNELS: dict[tuple[Unit, Form], Kernel] = {}
-
-
-def product_kernels() -> list[Kernel]:
-    """The kernels that the matrices of this process have needed so far."""
-    return list(_KERNELS.values())
-
+_COMPILED = {Unit.AMX: amx_kernel, Unit.VECTORS: vector_kernel, Unit.FMA: fma_kernel}
+_KERNELS: dict[tuple[Unit, int], PartKernel] = {}
 
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 
@@ -106,9 +111,9 @@ class Multiplies(Protocol):
 class Matmul:
     """x [rows, inputs] times a matrix [outputs, inputs] of bfloat16 or float32, plus the bias.
 
-    gated: the matrix is a gate and then an up projection, of a multiple of 16 outputs each, and the result is
-    silu(gate) * up. quantised: the same matrix, kept instead of `weight` if it equals it, bit for bit, and the unit
-    multiplies pairs. weight: or the parts of a file that hold the outputs one after the other, for bfloat16.
+    weight: the matrix, or the parts of a file that hold its outputs one after the other, as bfloat16; they lie in
+    memory in their own layouts. gated: the matrix is a gate and then an up projection, of a multiple of 16 outputs each
+    and of one layout, and the result is silu(gate) * up.
     """
 
     def __init__(
@@ -117,46 +122,60 @@ class Matmul:
         bias: Tensor | None = None,
         gated: bool = False,
         unit: Unit | None = None,
-        quantised: Quantised | None = None,
     ):
-        if not isinstance(weight, Tensor):
-            weight = torch.cat([part.values() for part in weight])
-        unit = unit or units(weight.dtype)[0]
-        self._itemsize = weight.itemsize
+        wide = isinstance(weight, Tensor) and weight.dtype == torch.float32
+        self.unit = unit or units(torch.float32 if wide else torch.bfloat16)[0]
+        outputs, inputs = weight.shape if isinstance(weight, Tensor) else shape_of(weight)
+        self.inputs: int = inputs
+        self._itemsize = 4 if wide else 2
         self.gated = gated
-        self.inputs: int = weight.shape[1]
-        self.outputs: int = weight.shape[0] // (2 if gated else 1)
-        panels, steps = -(-weight.shape[0] // LANES), -(-self.inputs // STEP)
-        biases = torch.zeros(panels * LANES)
+        self.outputs: int = outputs // (2 if gated else 1)
+        self._bias: Tensor | None = None
         if bias is not None:
-            biases[: len(bias)] = bias.detach()
-        order = torch.arange(panels * LANES)
-        if gated:
-            order = _alternate(order)
-        self._bias = biases[order] if bias is not None else None
-        self.form = Form.BFLOAT16
-        self._widens = not unit.paired and weight.dtype == torch.bfloat16
-        if (
-            unit.paired
-            and quantised is not None
-            and weight.shape[0] % LANES == 0
-            and torch.equal(quantised.values(), weight)
-        ):
-            self.form, tiles = quantised.form, quantised.rows(order).tiles()
+            self._bias = torch.zeros(-(-outputs // LANES) * LANES)
+            self._bias[:outputs] = bias.detach()
+            if gated:
+                self._bias = self._bias[alternate(torch.arange(len(self._bias)))]
+        self.tiled: list[TiledMatrix] = []
+        self._tiles: Tensor | None = None  # of float32
+        if wide:
+            assert isinstance(weight, Tensor)
+            self._tiles = _float_tiles(weight, gated)
         else:
-            full = weight.detach().new_zeros(panels * LANES, steps * STEP)
-            full[: len(weight), : self.inputs] = weight.detach()
-            together = 2 if weight.dtype == torch.bfloat16 else 1
-            tiled = full[order].view(panels, LANES, steps, STEP // together, together)
-            tiles = tiled.permute(0, 2, 3, 1, 4)
-        self._weights = in_large_pages(tiles)
-        self.kernel = unit.kernel(self.form)
+            stored = [StoredMatrix.of_numbers(weight)] if isinstance(weight, Tensor) else in_panels(weight)
+            panels = list(chain.from_iterable(panels_of(matrix) for matrix in stored))
+            if gated:
+                panels = [panels[i] for i in alternate(torch.arange(len(panels)), 1).tolist()]
+            self.tiled = [TiledMatrix(list(some)) for _, some in groupby(panels, lambda panel: panel.matrix.layout)]
+        self._parts = self._records()
+        self.kernel = product_kernel()
 
     @property
     def bytes(self) -> int:
         """Bytes of memory that the matrix takes."""
-        taken: int = self._weights.nbytes
-        return taken
+        tensors = [matrix.tiles for matrix in self.tiled] if self._tiles is None else [self._tiles]
+        return sum(tensor.nbytes for tensor in tensors)
+
+    @property
+    def coded(self) -> bool:
+        """Whether a part of the matrix is in codes."""
+        return any(matrix.layout.coded for matrix in self.tiled)
+
+    def _records(self) -> NDArray[Any]:
+        """A PART for each layout."""
+        made, first = np.zeros(max(1, len(self.tiled)), PART), 0
+        if self.unit is Unit.VECTORS:
+            made["number_sums"] = number_sums().address
+        if self._tiles is not None:
+            made["kernel"] = self.unit.kernel(BFLOAT16_LAYOUT).address
+            made["weights"], made["panels"] = self._tiles.data_ptr(), len(self._tiles)
+            made["panel_bytes"] = self._tiles[0].nbytes
+        for record, matrix in zip(made, self.tiled, strict=False):
+            record["kernel"], record["first"] = self.unit.kernel(matrix.layout).address, first
+            record["weights"], record["panels"] = matrix.tiles.data_ptr(), len(matrix.tiles)
+            record["panel_bytes"] = matrix.panel_bytes
+            first += len(matrix.tiles)
+        return made
 
     @property
     def padded(self) -> int:
@@ -166,20 +185,24 @@ class Matmul:
     @property
     def scratch_bytes(self) -> int:
         """Scratch that each thread needs."""
-        if self._widens:
-            return WIDENED * self.padded * 4
-        return PANELS * self.padded * LANES * 2 if self.form is not Form.BFLOAT16 else 0
+        widened = 0 if self.unit.paired or self._itemsize == 4 else WIDENED * self.padded * 4
+        return widened + (PANELS * self.padded * LANES * 2 if self.coded else 0)
+
+    def shared_bytes(self, rows: int) -> int:
+        """Scratch that all threads together need for so many rows."""
+        return 0
 
     def record(self, rows: int, x: int, out: int) -> np.ndarray[Any, Any]:
-        """A record for the kernel, without its scratch, for at least one row. x: address of [rows, padded]; out: of
-        [rows, outputs].
+        """A record for the kernel, without its scratch, for `rows` rows or fewer, at least one. x: address of [rows,
+        padded]; out: of [rows, outputs].
         """
         made = np.zeros(1, MATMUL)
         record = made[0]
-        record["weights"], record["bias"] = self._weights.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()
+        record["parts"], record["count"] = address_of(self._parts), len(self._parts)
+        record["bias"] = 0 if self._bias is None else self._bias.data_ptr()
         record["inputs"], record["outputs"] = self.padded, self.outputs * (2 if self.gated else 1)
         record["gated"], record["x"], record["out"], record["width"] = self.gated, x, out, self._itemsize
-        record["scratch_bytes"] = self.scratch_bytes
+        record["scratch_bytes"], record["shared_bytes"] = self.scratch_bytes, self.shared_bytes(rows)
         record["rows"], record["tiles"] = row_words(rows)
         return made
 
@@ -227,7 +250,8 @@ NO_SCRATCH = torch.empty(0, dtype=torch.uint8)
 
 def give_scratch(records: np.ndarray[Any, Any], held: Tensor) -> Tensor:
     """Give the records their scratch, which must be kept while they run: `held` if it is large enough."""
-    needed = torch.get_num_threads() * int(records["scratch_bytes"].max())
+    each, shared = int(records["scratch_bytes"].max()), int(records["shared_bytes"].max())
+    needed = shared + torch.get_num_threads() * each
     scratch = held if len(held) >= needed else held.new_empty(needed)
     records["scratch"] = scratch.data_ptr()
     return scratch
@@ -238,6 +262,31 @@ def row_words(rows: int) -> tuple[int, int]:
     return rows, _CONFIGURATIONS_AT + 64 * min(rows, TILE_ROWS)
 
 
-def _alternate(both: Tensor) -> Tensor:
-    """16 of the first half, 16 of the second, and so on."""
-    return both.view(2, -1, LANES, *both.shape[1:]).transpose(0, 1).reshape(both.shape)
+def shape_of(parts: Sequence[StoredMatrix]) -> tuple[int, int]:
+    """Of the matrix of their outputs. Raises ValueError if they differ in their inputs."""
+    shapes = [part.shape for part in parts]
+    if len({inputs for _, inputs in shapes}) != 1:
+        raise ValueError(f"matrices of shapes {shapes} are no parts of one")
+    return sum(outputs for outputs, _ in shapes), shapes[0][1]
+
+
+def in_panels(parts: Sequence[StoredMatrix]) -> Sequence[StoredMatrix]:
+    """The parts, or one of their numbers if panels of 16 outputs cannot be kept apart."""
+    if all(part.shape[0] % LANES == 0 for part in parts[:-1]):
+        return parts
+    return [StoredMatrix.of_numbers(torch.cat([part.values() for part in parts]))]
+
+
+def _float_tiles(weight: Tensor, gated: bool) -> Tensor:
+    """[panels, steps, 32 inputs, 16 outputs] float32."""
+    panels, steps = -(-weight.shape[0] // LANES), -(-weight.shape[1] // STEP)
+    full = weight.new_zeros(panels * LANES, steps * STEP)
+    full[: len(weight), : weight.shape[1]] = weight.detach()
+    if gated:
+        full = alternate(full)
+    return in_large_pages(full.view(panels, LANES, steps, STEP).permute(0, 2, 3, 1))
+
+
+def alternate(both: Tensor, size: int = LANES) -> Tensor:
+    """`size` of the first half, as many of the second, and so on."""
+    return both.view(2, -1, size, *both.shape[1:]).transpose(0, 1).reshape(both.shape)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
+import numba
 import numpy as np
-from numba import carray, literally, njit
+from llvmlite import ir
+from numba import carray, cfunc, literally, njit, types
+from numba.extending import intrinsic
 
-from engine.kernels.amx import TILE_BYTES, TILE_ROWS, configure_tiles, release_tiles
+from engine.kernels.amx import TILE_BYTES, TILE_ROWS, configure_tiles, pointer, release_tiles
 from engine.kernels.exponential import exp
-from engine.kernels.gemm.matmul_sums import PANELS, ROW_BYTES, STEP, TILES, new_room, sum_tiles, sum_vectors
-from engine.kernels.quantised import Form, unpack_tiles
+from engine.kernels.gemm.matmul_sums import PANELS, ROW_BYTES, TILES, new_room, sum_tiles, sum_vectors
+from engine.kernels.jit_cache import versioned
+from engine.kernels.quant.layouts import STEP, QuantLayout
+from engine.kernels.quant.unpack import unpack_steps
 from engine.kernels.simd import (
     FLOAT32,
     LANES,
@@ -24,13 +31,15 @@ from engine.kernels.simd import (
     splat,
     store,
 )
-from engine.kernels.threads import Kernel, kernel, member, members
+from engine.kernels.threads import kernel, num_threads, thread_id
 
 AT_ONCE = 8
 """Rows whose sums of two panels fit into the vector registers."""
 
 _FEW = 4
 """Rows below which a product with kept panels takes as long as reading them."""
+_KEPT = AT_ONCE - _FEW + 1
+"""The fewest rows that are multiplied before others."""
 
 MATMUL = np.dtype(
     [
@@ -39,41 +48,102 @@ MATMUL = np.dtype(
             "rows",
             "tiles",  # AMX: configuration for min(rows, 16) rows
             "x",  # [rows, inputs]
-            "weights",  # [panels, steps, 16, 16, 2] bfloat16, [panels, steps, 32, 16] float32, or quantised tiles
-            "scratch",  # [threads, scratch_bytes], where panels of a quantised matrix are unpacked, or rows widened
+            "parts",  # [count] PART
+            "count",
+            "scratch",  # [shared_bytes] for all threads, then [threads, scratch_bytes]: where codes are unpacked, or
+            "shared_bytes",  # rows widened or rounded
             "scratch_bytes",
             "bias",  # [panels * 16] float32, or 0
             "out",  # [rows, outputs]; gated: [rows, outputs / 2]
-            "width",  # bytes of a number of x and out, and of the matrix if it is not quantised
+            "width",  # bytes of a number of x and out
             "inputs",  # a multiple of 32
             "outputs",
             "gated",  # 1: panels of gate and up alternate, and the result is silu(gate) * up
         )
     ]
 )
+PART = np.dtype(
+    [
+        (name, "i8")
+        for name in (
+            "kernel",  # address of the function that multiplies it
+            "number_sums",  # vectors: address of the function that multiplies panels of bfloat16
+            "weights",  # [panels, panel_bytes]: tiles of `engine.kernels.quant.layouts`, or [steps, 32, 16] float32
+            "panel_bytes",
+            "first",  # of all panels of the product
+            "panels",
+        )
+    ]
+)
+"""Neighbouring panels of a matrix that have one layout."""
+_PART_BYTES = PART.itemsize
+
+
+class PartKernel:
+    """A compiled function of a MATMUL record and of one of its parts."""
+
+    def __init__(self, compiled: Any):
+        self._compiled = compiled  # its code is freed with it
+        self.address: int = compiled.address
+
+
+def part_kernel(name: str) -> Callable[[Callable[[Any, Any], None]], PartKernel]:
+    """Decorator: `work(address of a MATMUL record, address of a PART)`, compiled now and cached on disk. name: of one
+    of several that one function makes.
+    """
+
+    def decorate(work: Callable[[Any, Any], None]) -> PartKernel:
+        work.__qualname__ += name
+        records = (types.CPointer(numba.from_dtype(record)) for record in (MATMUL, PART))
+        return PartKernel(cfunc(types.void(*records), cache=True)(versioned(work)))
+
+    return decorate
+
+
+@intrinsic
+def _multiply(context: Any, work: Any, part: Any) -> Any:
+    """Call the kernel of the PART at that address."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        record = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [record, record])
+        word = ir.IntType(64)
+        function = builder.inttoptr(builder.load(pointer(builder, args[1], word)), kind.as_pointer())
+        builder.call(function, [builder.bitcast(args[0], record), builder.inttoptr(args[1], record)])
+        return context.get_dummy_value()
+
+    return types.void(work, types.int64), generate
+
+
+@kernel(MATMUL)
+def product_kernel(address: Any) -> None:
+    """Multiply all parts, one after the other."""
+    work = carray(address, 1)[0]
+    for i in range(work.count):
+        _multiply(address, work.parts + i * _PART_BYTES)
 
 
 @njit
-def first_panel(work: Any, part: int, parts: int) -> Any:
-    """Where a thread's panels begin. A gate panel and its up panel are never separated."""
-    panels = (work.outputs + LANES - 1) // LANES
-    return panels // 2 * part // parts * 2 if work.gated != 0 else panels * part // parts
+def own_panels(work: Any, part: Any) -> Any:
+    """Where this thread's panels of a part begin and end. A gate panel and its up panel are never separated."""
+    together = 2 if work.gated != 0 else 1
+    units, thread, threads = part.panels // together, thread_id(), num_threads()
+    return units * thread // threads * together, units * (thread + 1) // threads * together
 
 
 @njit
-def _panels_at(form: int, work: Any, panel: int, width: int, steps: int, size: int) -> Any:
-    """The address of `width` panels of bfloat16. form: a constant; size: bytes of its tiles."""
-    form = literally(form)
-    if form == 0:
-        return work.weights + panel * steps * size
-    place = work.scratch + member() * work.scratch_bytes
-    unpack_tiles(form, work.weights + panel * steps * size, width * steps, place)
+def unpack_panels(layout: int, work: Any, weights: int, panel_bytes: int, width: int, place: int) -> int:
+    """Unpack `width` panels as bfloat16 at `place`, which is returned. layout: its number, a constant."""
+    layout = literally(layout)
+    steps = work.inputs // STEP
+    for i in range(width):
+        unpack_steps(layout, weights + i * panel_bytes, steps, place + i * steps * TILE_BYTES)
     return place
 
 
 @njit
 def _tile_sums(
-    form: int,
+    layout: int,
     tiles: int,
     width: int,
     x: int,
@@ -81,38 +151,38 @@ def _tile_sums(
     stride: int,
     weights: int,
     steps: int,
-    size: int,
+    panel_bytes: int,
     room: int,
 ) -> None:
-    """Products of up to four tiles of rows with one or two panels. form: a constant; size: bytes of its tiles."""
-    form = literally(form)
+    """Products of up to four tiles of rows with one or two panels. layout: its number, a constant."""
+    layout = literally(layout)
     if tiles == 1 and width == 2:
-        sum_tiles(1, 2, form, x, last, stride, weights, steps, room)
+        sum_tiles(1, 2, layout, x, last, stride, weights, steps, room)
     elif tiles == 1:
-        sum_tiles(1, 1, form, x, last, stride, weights, steps, room)
+        sum_tiles(1, 1, layout, x, last, stride, weights, steps, room)
     elif tiles == 2 and width == 2:
-        sum_tiles(2, 2, form, x, last, stride, weights, steps, room)
+        sum_tiles(2, 2, layout, x, last, stride, weights, steps, room)
     elif tiles == 2:
-        sum_tiles(2, 1, form, x, last, stride, weights, steps, room)
+        sum_tiles(2, 1, layout, x, last, stride, weights, steps, room)
     else:
         for panel in range(width):
-            at, place = weights + panel * steps * size, room + 64 * panel
+            at, place = weights + panel * panel_bytes, room + 64 * panel
             if tiles == 3:
-                sum_tiles(3, 1, form, x, last, stride, at, steps, place)
+                sum_tiles(3, 1, layout, x, last, stride, at, steps, place)
             else:
-                sum_tiles(4, 1, form, x, last, stride, at, steps, place)
+                sum_tiles(4, 1, layout, x, last, stride, at, steps, place)
 
 
-def amx_kernel(form: Form) -> Kernel:
-    """The AMX kernel for matrices of that form. A tile has min(rows, 16) rows, and the last may repeat rows of others.
-    For up to four tiles of rows, codes are unpacked during the product; for more, before it.
+def amx_kernel(layout: QuantLayout) -> PartKernel:
+    """The AMX kernel for matrices of that layout. A tile has min(rows, 16) rows, and the last may repeat rows of
+    others. For up to four tiles of rows, codes are unpacked during the product; for more, before it.
     """
-    number, size = int(form), form.tile_bytes
+    number, coded = layout.number, layout.coded
 
-    @kernel(MATMUL, form.name)
-    def compiled(address: Any) -> None:
-        work = carray(address, 1)[0]
-        panel, end = first_panel(work, member(), members()), first_panel(work, member() + 1, members())
+    @part_kernel(layout.kind)
+    def compiled(address: Any, at: Any) -> None:
+        work, part = carray(address, 1)[0], carray(at, 1)[0]
+        panel, end = own_panels(work, part)
         if panel == end:
             return
         steps, stride, room = work.inputs // STEP, work.inputs * 2, new_room()
@@ -123,73 +193,115 @@ def amx_kernel(form: Form) -> Kernel:
         configure_tiles(work.tiles)
         while panel < end:
             width = min(end - panel, PANELS)
-            weights = work.weights + panel * steps * size
-            if not once:
-                weights = _panels_at(number, work, panel, width, steps, size)
+            weights = part.weights + panel * part.panel_bytes
+            if coded and not once:
+                place = work.scratch + thread_id() * work.scratch_bytes
+                weights = unpack_panels(number, work, weights, part.panel_bytes, width, place)
             for row in range(0, work.rows, tiles * TILE_ROWS):
                 row = min(row, work.rows - last - most)
                 x = work.x + row * stride
                 if once:
-                    _tile_sums(number, tiles, width, x, last * stride, stride, weights, steps, size, room)
+                    _tile_sums(number, tiles, width, x, last * stride, stride, weights, steps, part.panel_bytes, room)
                 else:
-                    _tile_sums(0, tiles, width, x, last * stride, stride, weights, steps, TILE_BYTES, room)
+                    _tile_sums(0, tiles, width, x, last * stride, stride, weights, steps, steps * TILE_BYTES, room)
                 for tile in range(tiles):
-                    at = last if tile == tiles - 1 else tile * TILE_ROWS
-                    put_sums(work, row + at, most, panel, width, room + tile * TILE_ROWS * ROW_BYTES)
+                    begin = last if tile == tiles - 1 else tile * TILE_ROWS
+                    put_sums(work, row + begin, most, part.first + panel, width, room + tile * TILE_ROWS * ROW_BYTES)
             panel += width
         release_tiles()
 
-    return compiled()
+    return compiled
 
 
 @njit
-def _vector_sums(
-    form: int,
-    keep: int,
+def _coded_sums(
+    layout: int,
     rows: int,
-    width: int,
     x: int,
     stride: int,
     weights: int,
+    panel_bytes: int,
     steps: int,
     room: int,
     place: int,
+    keep: bool,
 ) -> None:
-    """Products of up to AT_ONCE rows with one or two panels. form, keep: constants."""
-    form, keep = literally(form), literally(keep)
-    if width == 1:
-        sum_vectors(AT_ONCE, 1, form, keep, rows, x, stride, weights, steps, room, ROW_BYTES, place)
+    """Products of up to AT_ONCE rows with two panels of codes. layout: its number, a constant. keep: store the unpacked
+    panels at `place`, for a few more rows.
+    """
+    layout = literally(layout)
+    if keep:
+        sum_vectors(_KEPT, AT_ONCE, 2, layout, 1, rows, x, stride, weights, panel_bytes, steps, room, ROW_BYTES, place)
     else:
-        sum_vectors(AT_ONCE, 2, form, keep, rows, x, stride, weights, steps, room, ROW_BYTES, place)
+        sum_vectors(1, AT_ONCE, 2, layout, 0, rows, x, stride, weights, panel_bytes, steps, room, ROW_BYTES, 0)
 
 
-def vector_kernel(form: Form) -> Kernel:
-    """The vector kernel for matrices of that form. The first rows' product unpacks the codes; later rows reuse them."""
-    number, size, coded = int(form), form.tile_bytes, form is not Form.BFLOAT16
-    kept = int(coded)
+@cache
+def number_sums() -> Any:
+    """The compiled function `multiply`."""
 
-    @kernel(MATMUL, form.name)
-    def compiled(address: Any) -> None:
-        work = carray(address, 1)[0]
-        panel, end = first_panel(work, member(), members()), first_panel(work, member() + 1, members())
+    def multiply(
+        rows: int, x: int, stride: int, weights: int, panel_bytes: int, steps: int, room: int, kept: int
+    ) -> None:
+        """Products of up to AT_ONCE rows with two panels of bfloat16. kept: where panels that are cached begin."""
+        sum_vectors(1, AT_ONCE, 2, 0, 0, rows, x, stride, weights, panel_bytes, steps, room, ROW_BYTES, kept)
+
+    return cfunc(types.void(*[types.int64] * 8), cache=True)(versioned(multiply))
+
+
+def vector_kernel(layout: QuantLayout) -> PartKernel:
+    """The vector kernel for matrices of that layout. The first rows' product unpacks the codes; later rows reuse them.
+    The last of an odd number of panels is multiplied twice, so that there is code for two alone.
+    """
+    number, coded = layout.number, layout.coded
+
+    @part_kernel(layout.kind)
+    def compiled(address: Any, at: Any) -> None:
+        work, part = carray(address, 1)[0], carray(at, 1)[0]
+        panel, end = own_panels(work, part)
         steps, stride, room = work.inputs // STEP, work.inputs * 2, new_room()
-        place, once = work.scratch + member() * work.scratch_bytes, work.rows <= AT_ONCE
+        place, unpacked = work.scratch + thread_id() * work.scratch_bytes, steps * TILE_BYTES
         while panel < end:
-            width, weights = min(end - panel, PANELS), work.weights + panel * steps * size
+            width, weights = min(end - panel, PANELS), part.weights + panel * part.panel_bytes
+            apart = part.panel_bytes if width == PANELS else 0
             row = 0
             while row < work.rows:
                 rows, x = rows_at_once(work.rows - row), work.x + row * stride
-                if coded and row != 0:
-                    _vector_sums(0, 0, rows, width, x, stride, place, steps, room, place)
-                elif once:
-                    _vector_sums(number, 0, rows, width, x, stride, weights, steps, room, place)
+                if not coded:
+                    _sum_numbers(part.number_sums, rows, x, stride, weights, apart, steps, room, 0)
+                elif row != 0:
+                    _sum_numbers(part.number_sums, rows, x, stride, place, unpacked, steps, room, place)
                 else:
-                    _vector_sums(number, kept, rows, width, x, stride, weights, steps, room, place)
-                put_sums(work, row, rows, panel, width, room)
+                    keep = work.rows > AT_ONCE
+                    _coded_sums(number, rows, x, stride, weights, apart, steps, room, place, keep)
+                put_sums(work, row, rows, part.first + panel, width, room)
                 row += rows
             panel += width
 
-    return compiled()
+    return compiled
+
+
+@intrinsic
+def _sum_numbers(
+    context: Any,
+    function: Any,
+    rows: Any,
+    x: Any,
+    stride: Any,
+    weights: Any,
+    panel_bytes: Any,
+    steps: Any,
+    room: Any,
+    kept: Any,
+) -> Any:
+    """Call the function of `number_sums`, which is compiled once for all layouts."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 8)
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 9), generate
 
 
 @njit

@@ -13,11 +13,10 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.kernels.amx import LINE_BYTES, TILE_BYTES, TILE_ROWS, call, fetch_line, pointer
-from engine.kernels.quantised import Form, unpack, unpacked_pairs
+from engine.kernels.quant.layouts import LAYOUTS, STEP, QuantLayout
+from engine.kernels.quant.unpack import TileHead, open_tile, pair_vectors, place_of, unpack_step
 from engine.kernels.simd import LANES
 
-STEP = 32
-"""Inputs of one tile: the number of inputs is rounded up to a multiple of it."""
 PANELS = 2  # multiplied at once
 TILES = 4  # of rows, multiplied at once
 ROW_BYTES = 64 * PANELS  # of a row of sums
@@ -47,7 +46,7 @@ def sum_tiles(
     context: Any,
     tiles: Any,
     panels: Any,
-    form: Any,
+    layout: Any,
     x: Any,
     last: Any,
     stride: Any,
@@ -58,37 +57,32 @@ def sum_tiles(
     """Products of `tiles` tiles of rows with `panels` panels, at most four pairs, in `room`: [tiles * 16, 2 * 16]
     float32.
 
-    tiles, panels, form: compile-time constants. x: address of the first row, one every `stride` bytes; the last tile's
-    rows begin `last` bytes further. weights: address of the first panel, of that form. A step's codes are unpacked
-    while the previous step is multiplied.
+    tiles, panels, layout: compile-time constants, the last a layout's number. x: address of the first row, one every
+    `stride` bytes; the last tile's rows begin `last` bytes further. weights: address of the first panel, of that
+    layout. A step's codes are unpacked while the previous step is multiplied.
     """
-    count, width, of = tiles.literal_value, panels.literal_value, Form(form.literal_value)
-    size, coded = of.tile_bytes, of is not Form.BFLOAT16
+    count, width, of = tiles.literal_value, panels.literal_value, LAYOUTS[layout.literal_value]
     sums = [[_BYTE(tile * width + panel) for panel in range(width)] for tile in range(count)]
     rows, matrix = [_BYTE(4), _BYTE(5)], [_BYTE(6), _BYTE(7)]
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x, last, stride, weights, steps, room = args[3:]
-        panel_bytes = builder.mul(steps, _WORD(size))
+        panel_bytes = builder.mul(builder.udiv(steps, _WORD(of.steps)), _WORD(of.tile_bytes))
+        starts = [builder.add(weights, builder.mul(panel_bytes, _WORD(panel))) for panel in range(width)]
 
         def tiles_of(step: ir.Value) -> list[ir.Value]:
             """Where the bfloat16 tiles of a step's panels are, or will be unpacked."""
-            if coded:
+            if of.coded:
                 parity = builder.mul(builder.and_(step, _WORD(1)), _WORD(PANELS * TILE_BYTES))
                 buffer = builder.add(builder.add(room, _WORD(BUFFER)), parity)
                 return [builder.add(buffer, _WORD(panel * TILE_BYTES)) for panel in range(width)]
-            return in_matrix(step)
-
-        def in_matrix(step: ir.Value) -> list[ir.Value]:
-            """Where a step's tiles are in the matrix, one of each panel."""
-            first = builder.add(weights, builder.mul(step, _WORD(size)))
-            return [builder.add(first, builder.mul(panel_bytes, _WORD(panel))) for panel in range(width)]
+            return [place_of(builder, of, start, step)[0] for start in starts]
 
         def prepare(step: ir.Value) -> None:
             """Unpack a step's codes, and prefetch those of a later step; after the last step, the next panels'."""
-            fetch_later(builder, step, steps, weights, size, width)
-            for at, place in zip(in_matrix(step), tiles_of(step), strict=True):
-                unpack(builder, of, at, place)
+            fetch_later(builder, of.tile_bytes, of.steps, step, steps, weights, width)
+            for start, place in zip(starts, tiles_of(step), strict=True):
+                unpack_step(builder, of, start, step, place)
 
         def multiply_step(step: ir.Value) -> None:
             for panel, at in enumerate(tiles_of(step)):
@@ -104,10 +98,10 @@ def sum_tiles(
         for number in itertools.chain(*sums):
             call(builder, "llvm.x86.tilezero", number)
         end = builder.sub(steps, _WORD(1))
-        if coded:
+        if of.coded:
             prepare(_WORD(0))
         with cgutils.for_range(builder, end) as loop:
-            if coded:
+            if of.coded:
                 prepare(builder.add(loop.index, _WORD(1)))
             multiply_step(loop.index)
         multiply_step(end)
@@ -117,42 +111,50 @@ def sum_tiles(
                 call(builder, "llvm.x86.tilestored64", sums[tile][panel], place, _WORD(ROW_BYTES))
         return context.get_dummy_value()
 
-    return types.void(tiles, panels, form, *[types.int64] * 6), generate
+    return types.void(tiles, panels, layout, *[types.int64] * 6), generate
 
 
 @intrinsic(prefer_literal=True)
 def sum_vectors(
     context: Any,
+    least: Any,
     most: Any,
     panels: Any,
-    form: Any,
+    layout: Any,
     keep: Any,
     rows: Any,
     x: Any,
     stride: Any,
     weights: Any,
+    panel_bytes: Any,
     steps: Any,
     room: Any,
     room_stride: Any,
     place: Any,
 ) -> Any:
-    """Products of `rows` rows, at most `most`, with `panels` panels, in `room`: [rows, panels * 16] float32, one row
+    """Products of `rows` rows, `least` to `most`, with `panels` panels, in `room`: [rows, panels * 16] float32, one row
     every `room_stride` bytes.
 
-    most, panels, form, keep: compile-time constants. x: address of the first row, one every `stride` bytes. weights:
-    address of the first panel, of that form. keep: 1 to store the unpacked panels at `place`, one after the other.
+    least, most, panels, layout, keep: compile-time constants, the fourth a layout's number. x: address of the first
+    row, one every `stride` bytes. weights: address of the first panel, of that layout; the next is `panel_bytes`
+    further. keep: 1 to store the unpacked panels at `place`, one after the other.
     """
-    width, of, kept = panels.literal_value, Form(form.literal_value), keep.literal_value
+    width, of, kept = panels.literal_value, LAYOUTS[layout.literal_value], keep.literal_value
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rows, *where, place = args[4:]
-        _, _, weights, steps, _, _ = where
-        for count in row_counts(builder, rows, most.literal_value):
-            with sums_in_registers(builder, count, width, of.tile_bytes, 2, *where) as (step, tiles, here, sums):
+        rows, x, stride, weights, panel_bytes, steps, room, room_stride, place = args[5:]
+        panels = [builder.add(weights, builder.mul(panel_bytes, _WORD(panel))) for panel in range(width)]
+        for count in row_counts(builder, rows, most.literal_value, least.literal_value):
+            with (
+                sums_in_registers(builder, count, width, x, stride, room, room_stride) as (starts, sums),
+                each_step(builder, of, panels, steps) as (step, inside, tiles),
+            ):
                 if width > 1:  # attention has one panel, and prefetches its blocks itself: they are not contiguous
                     with builder.if_then(builder.icmp_unsigned("!=", weights, place)):  # kept panels are cached
-                        fetch_later(builder, step, steps, weights, of.tile_bytes, width)
-                matrices = zip(*(pair_vectors(builder, of, tile) for tile in tiles), strict=True)
+                        fetch_later(builder, of.tile_bytes, of.steps, step, steps, weights, width)
+                inputs = builder.mul(step, _WORD(2 * STEP))
+                here = [builder.add(start, inputs) for start in starts]
+                matrices = zip(*(pair_vectors(builder, of, tile, inside, head) for tile, head in tiles), strict=True)
                 for pair, matrix in enumerate(matrices):
                     if kept:
                         for panel, numbers in enumerate(matrix):
@@ -165,19 +167,19 @@ def sum_vectors(
                             builder.store(total, cell)
         return context.get_dummy_value()
 
-    return types.void(most, panels, form, keep, *[types.int64] * 8), generate
+    return types.void(least, most, panels, layout, keep, *[types.int64] * 9), generate
 
 
-def row_counts(builder: ir.IRBuilder, rows: ir.Value, most: int) -> Iterator[int]:
-    """1 to `most`: the code emitted for each runs if that is the number of rows, which must be one of these. With code
-    of their own, two rows take two thirds of the time of four.
+def row_counts(builder: ir.IRBuilder, rows: ir.Value, most: int, least: int = 1) -> Iterator[int]:
+    """`least` to `most`: the code emitted for each runs if that is the number of rows, which must be one of these. With
+    code of their own, two rows take two thirds of the time of four.
     """
     end = builder.append_basic_block("summed")
-    blocks = [builder.append_basic_block(f"rows.{count}") for count in range(1, most + 1)]
+    blocks = [builder.append_basic_block(f"rows.{count}") for count in range(least, most + 1)]
     switch = builder.switch(rows, blocks[-1])
-    for count, block in enumerate(blocks[:-1], 1):
+    for count, block in enumerate(blocks[:-1], least):
         switch.add_case(_WORD(count), block)
-    for count, block in enumerate(blocks, 1):
+    for count, block in enumerate(blocks, least):
         builder.position_at_end(block)
         yield count
         builder.branch(end)
@@ -189,49 +191,46 @@ def sums_in_registers(
     builder: ir.IRBuilder,
     count: int,
     panels: int,
-    tile_size: int,
-    number_size: int,
     x: ir.Value,
     stride: ir.Value,
-    weights: ir.Value,
-    steps: ir.Value,
     room: ir.Value,
     room_stride: ir.Value,
-) -> Iterator[tuple[ir.Value, list[ir.Value], list[ir.Value], list[list[ir.Value]]]]:
-    """Emits the loop over `steps` for `count` rows: code emitted inside the context adds up one step.
-
-    tile_size, number_size: bytes of a panel's tile and of a number of a row. The rest is as in `sum_vectors`. Yields
-    the step, the addresses of its tiles and of the rows' inputs, and where the sums are, by row and panel.
+) -> Iterator[tuple[list[ir.Value], list[list[ir.Value]]]]:
+    """Sums for `count` rows, zeros at first, to which code emitted inside the context adds. Arguments are as in
+    `sum_vectors`. Yields the rows' addresses, and where the sums are, by row and panel.
     """
     sums = [[cgutils.alloca_once(builder, SUMS) for _ in range(panels)] for _ in range(count)]
     for cell in itertools.chain(*sums):
         builder.store(ir.Constant(SUMS, [0.0] * LANES), cell)
-    starts = row_starts(builder, count, x, stride)
-    panel_bytes = builder.mul(steps, _WORD(tile_size))
-    with cgutils.for_range(builder, steps) as loop:
-        first = builder.add(weights, builder.mul(loop.index, _WORD(tile_size)))
-        tiles = [builder.add(first, builder.mul(panel_bytes, _WORD(panel))) for panel in range(panels)]
-        inputs = builder.mul(loop.index, _WORD(number_size * STEP))
-        yield loop.index, tiles, [builder.add(start, inputs) for start in starts], sums
+    yield row_starts(builder, count, x, stride), sums
     for there, cells in zip(row_starts(builder, count, room, room_stride), sums, strict=True):
         for panel, cell in enumerate(cells):
             place = pointer(builder, builder.add(there, _WORD(4 * LANES * panel)), SUMS)
             builder.store(builder.load(cell), place, align=4)
 
 
+@contextmanager
+def each_step(
+    builder: ir.IRBuilder, layout: QuantLayout, panels: Sequence[ir.Value], steps: ir.Value
+) -> Iterator[tuple[ir.Value, ir.Value, list[tuple[ir.Value, TileHead | None]]]]:
+    """Emits the loop over the steps of the panels at these addresses. Yields the step, its number within its tiles, and
+    each panel's tile with its head, which is read once for all steps of a tile.
+    """
+    with cgutils.for_range(builder, builder.udiv(steps, _WORD(layout.steps))) as loop:
+        offset = builder.mul(loop.index, _WORD(layout.tile_bytes))
+        addresses = [builder.add(panel, offset) for panel in panels]
+        tiles = [(tile, open_tile(builder, layout, tile)) for tile in addresses]
+        if layout.steps == 1:
+            yield loop.index, _WORD(0), tiles
+        else:
+            with cgutils.for_range(builder, _WORD(layout.steps)) as inner:
+                step = builder.add(builder.mul(loop.index, _WORD(layout.steps)), inner.index)
+                yield step, inner.index, tiles
+
+
 def row_starts(builder: ir.IRBuilder, count: int, first: ir.Value, stride: ir.Value) -> list[ir.Value]:
     """Addresses of `count` rows."""
     return [builder.add(first, builder.mul(stride, _WORD(row))) for row in range(count)]
-
-
-def pair_vectors(builder: ir.IRBuilder, form: Form, tile: ir.Value) -> Iterator[ir.Value]:
-    """The 16 pairs of inputs of a tile, each of 16 outputs."""
-    if form is not Form.BFLOAT16:
-        for numbers in unpacked_pairs(builder, form, tile):
-            yield builder.bitcast(numbers, _PAIRS)
-    else:
-        for pair in range(LANES):
-            yield builder.load(pointer(builder, builder.add(tile, _WORD(64 * pair)), _PAIRS), align=4)
 
 
 def dot(builder: ir.IRBuilder, sums: Sequence[ir.Value], matrix: Sequence[ir.Value], row: ir.Value, pair: int) -> Any:
@@ -251,13 +250,26 @@ def dot(builder: ir.IRBuilder, sums: Sequence[ir.Value], matrix: Sequence[ir.Val
 
 
 def fetch_later(
-    builder: ir.IRBuilder, step: ir.Value, steps: ir.Value, weights: ir.Value, size: int, width: int
+    builder: ir.IRBuilder,
+    tile_size: int,
+    tile_steps: int,
+    step: ir.Value,
+    steps: ir.Value,
+    weights: ir.Value,
+    width: int,
 ) -> None:
-    """Prefetch the tiles of a later step of `width` panels; after the last step, the next panels'."""
-    later = builder.add(step, _WORD(_AHEAD))
-    others = builder.select(builder.icmp_signed(">=", later, steps), steps, _WORD(0))
+    """Prefetch a later tile of `width` panels, or a step's share of it; after the last tile, the next panels'.
+
+    tile_size, tile_steps: bytes and steps of a tile.
+    """
+    share = -(-tile_size // tile_steps // LINE_BYTES) * LINE_BYTES
+    panel = builder.mul(builder.udiv(steps, _WORD(tile_steps)), _WORD(tile_size))
+    tile = builder.mul(builder.udiv(step, _WORD(tile_steps)), _WORD(tile_size))
+    later = builder.add(tile, _WORD(max(1, _AHEAD // tile_steps) * tile_size))
+    others = builder.select(builder.icmp_signed(">=", later, panel), panel, _WORD(0))
     first = builder.add(later, builder.mul(others, _WORD(width - 1)))
-    for panel in range(width):
-        at = builder.add(weights, builder.mul(builder.add(first, builder.mul(steps, _WORD(panel))), _WORD(size)))
-        for line in range(0, size, LINE_BYTES):
+    first = builder.add(first, builder.mul(builder.urem(step, _WORD(tile_steps)), _WORD(share)))
+    for i in range(width):
+        at = builder.add(weights, builder.add(first, builder.mul(panel, _WORD(i))))
+        for line in range(0, share, LINE_BYTES):
             fetch_line(builder, builder.add(at, _WORD(line)))

@@ -24,15 +24,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.kernels.gemm.matmul import Matmul, units
+from engine.config import Activations
+from engine.kernels.gemm.int8.dots import instruction_sets
+from engine.kernels.gemm.int8.layout import CodedMatrix
+from engine.kernels.gemm.int8.matmul import Int8Matmul
+from engine.kernels.gemm.matmul import Matmul, shape_of, units
 from engine.kernels.quant.stored import StoredMatrix
-from engine.kernels.quantised import Quantised
 from engine.kernels.simd import LANES
 
 _ANCHOR = 16  # rows of the product that the others are compared with
@@ -74,9 +78,9 @@ def product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 class Product:
     """x [rows, in] times a matrix [out, in], plus the bias; a row's bits are independent of others if `rows` is known.
 
-    gated: the matrix is a gate and then an up projection. If `gated` stays true, the result is silu(gate) * up.
-    quantised: the same matrix in fewer bits. weight: or the parts of a file that hold the outputs one after the other,
-    for bfloat16.
+    weight: the matrix, or the parts of a file that hold its outputs one after the other, rounded to bfloat16. gated: it
+    is a gate and then an up projection. If `gated` stays true, the result is silu(gate) * up. activations: int8 rounds
+    rows to 8 bits if all parts are of codes. dtype: of x and of the result, for parts.
     """
 
     def __init__(
@@ -84,19 +88,38 @@ class Product:
         weight: Tensor | Sequence[StoredMatrix],
         bias: Tensor | None = None,
         gated: bool = False,
-        quantised: Quantised | None = None,
+        activations: Activations = "bfloat16",
+        dtype: torch.dtype = torch.bfloat16,
     ):
-        if not isinstance(weight, Tensor):
-            weight = torch.cat([part.values() for part in weight])
         self.bias = bias
-        self.outputs, self.inputs = weight.shape
-        self._itemsize = weight.itemsize
-        multiplies = can_multiply(weight)
-        self.gated = gated and multiplies and self.outputs % (2 * LANES) == 0
-        self.matmul = Matmul(weight, bias, self.gated, quantised=quantised) if multiplies else None
-        self.packed: Tensor | None = None if self.matmul else pack(weight)
-        self._weight = weight if self.stock else None
-        self.rows = ANY_ROWS if self.matmul else None if self.stock else exact_rows(weight, bias is not None)
+        self.matmul: Matmul | None = None
+        if not isinstance(weight, Tensor):
+            if activations == "int8":
+                self.matmul = int8_matmul(weight, bias, gated, dtype)
+            if self.matmul is None and dtype != torch.bfloat16:
+                weight = torch.cat([part.values() for part in weight]).to(dtype)
+        self.packed: Tensor | None = None
+        self._weight: Tensor | None = None
+        self.rows: RowRange | None = ANY_ROWS
+        if isinstance(weight, Tensor):
+            self.outputs, self.inputs = weight.shape
+            self._itemsize, own, one_layout = weight.itemsize, can_multiply(weight), True
+        else:
+            self.outputs, self.inputs = shape_of(weight)
+            self._itemsize, own = dtype.itemsize, multiplies(torch.bfloat16)
+            one_layout = len({part.layout for part in weight}) == 1
+        self.gated = gated and self.outputs % (2 * LANES) == 0 and (own or self.matmul is not None) and one_layout
+        if self.matmul is None and own:
+            self.matmul = Matmul(weight, bias, self.gated)
+        if self.matmul is None:
+            whole = weight if isinstance(weight, Tensor) else torch.cat([part.values() for part in weight])
+            self.packed = pack(whole)
+            self._weight = whole if self.packed is None else None
+            self.rows = None if self.packed is None else exact_rows(whole, bias is not None)
+
+    @property
+    def activations(self) -> Activations:
+        return "int8" if isinstance(self.matmul, Int8Matmul) else "bfloat16"
 
     @property
     def stock(self) -> bool:
@@ -120,6 +143,20 @@ class Product:
         if missing := max(least, filled(count)) - count:
             x = torch.cat([x, x.new_zeros(missing, x.shape[1])])
         return product(x, self.packed, self.bias)[:count]
+
+
+def int8_matmul(
+    parts: Sequence[StoredMatrix], bias: Tensor | None, gated: bool, dtype: torch.dtype
+) -> Int8Matmul | None:
+    """The product with rows of 8 bits; None where there is none. gated: if both halves are whole panels of one type."""
+    outputs, _ = shape_of(parts)
+    if not instruction_sets() or any(part.shape[0] % LANES for part in parts):
+        return None
+    coded = [CodedMatrix.of([*some]) for _, some in groupby(parts, lambda part: part.kind)]
+    matrices = [matrix for matrix in coded if matrix is not None]
+    if len(matrices) < len(coded):
+        return None
+    return Int8Matmul(matrices, bias, gated and len(matrices) == 1 and outputs % (2 * LANES) == 0, dtype)
 
 
 class PackedLinear(nn.Module):

@@ -34,7 +34,8 @@ import torch
 from torch import Tensor
 
 from engine.kernels.attention.attention import Attention, Rule
-from engine.kernels.fused import EMBED, ENTER, GATE, NORM, embed_kernel, enter_kernel, gate_kernel, norm_kernel
+from engine.kernels.embedding import EMBED, embed_kernel, tiled_embed_kernel
+from engine.kernels.fused import ENTER, GATE, NORM, enter_kernel, gate_kernel, norm_kernel
 from engine.kernels.gemm.matmul import NO_SCRATCH, Multiplies, add_product, give_scratch, row_words
 from engine.kernels.gemm.matmul_kernels import MATMUL
 from engine.kernels.gemm.packed_linear import filled
@@ -48,6 +49,7 @@ from engine.kernels.layer.experts import (
 )
 from engine.kernels.layer.row_kernels import ROW_NORM, row_norm_kernel
 from engine.kernels.layer.weights import ExpertMlp, GatedMlp, LayerWeights, Norm
+from engine.kernels.quant.tiled import TiledMatrix
 from engine.kernels.threads import Kernel, Program, address_of, int_fields
 
 FEW_ROWS = 8  # of a small kernel: waking the other threads costs as much as their work
@@ -108,11 +110,15 @@ class LayerProgram:
 
     # The steps, in order.
 
-    def embed(self, embedding: Tensor, scale: float) -> None:
+    def embed(self, embedding: Tensor | TiledMatrix, scale: float) -> None:
         """residual = scale * the tokens' rows of the embedding, [vocab, hidden]."""
-        ends = {"embedding": embedding.data_ptr(), "residual": self.residual.data_ptr()}
-        sizes = {"hidden": self.residual.shape[1], "width": embedding.itemsize}
-        self.add(embed_kernel(), self._embeds.add(scale=scale, **ends, **sizes))
+        numbers = embedding.tiles if isinstance(embedding, TiledMatrix) else embedding
+        ends = {"embedding": numbers.data_ptr(), "residual": self.residual.data_ptr()}
+        sizes = {"hidden": self.residual.shape[1], "width": numbers.itemsize}
+        if isinstance(embedding, TiledMatrix):
+            sizes["panel_bytes"] = embedding.panel_bytes
+        kernel = tiled_embed_kernel(embedding.layout) if isinstance(embedding, TiledMatrix) else embed_kernel()
+        self.add(kernel, self._embeds.add(scale=scale, **ends, **sizes))
 
     def norm(self, norm: Norm | None) -> None:
         """residual += delta, if there is one by now; x = the norm of the residual, or the residual itself."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,10 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 
-Bytes = NDArray[np.uint8]
-_AT_ONCE = 1 << 22  # weights that are dequantised together, which bounds the memory
+from engine.kernels.quant.dequantise import dequantised
+from engine.kernels.quant.layouts import Bytes, QuantLayout, has_layout, layout_of
+
+_AT_ONCE = 1 << 20  # weights that a thread dequantises together, which bounds the memory
 
 
 @dataclass(frozen=True)
@@ -33,10 +36,20 @@ class StoredMatrix:
             raise ValueError(f"{flat.size} bytes are not rows of {row}")
         return cls(kind, flat.reshape(-1, row))
 
+    @classmethod
+    def of_numbers(cls, weight: Tensor) -> StoredMatrix:
+        """The matrix of these numbers as bfloat16, without a copy if they are."""
+        return cls("BF16", weight.detach().to(torch.bfloat16).contiguous().view(torch.uint8).numpy())
+
     @property
     def shape(self) -> tuple[int, int]:
         numbers, size = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind]]
         return len(self.raw if self.order is None else self.order), self.raw.shape[1] // size * numbers
+
+    @property
+    def layout(self) -> QuantLayout:
+        """The layout that it is packed in. Raises KeyError if its type has none."""
+        return layout_of(self.kind)
 
     def reordered(self, order: NDArray[np.int64]) -> StoredMatrix:
         """The matrix whose output i is output `order[i]` of this one."""
@@ -48,22 +61,31 @@ class StoredMatrix:
             return StoredMatrix(self.kind, self.raw, self.order[start:stop])
         return StoredMatrix(self.kind, self.raw[start:stop])
 
+    def bytes_of_rows(self) -> Bytes:
+        """[outputs, row bytes]."""
+        return self.raw if self.order is None else self.raw[self.order]
+
     def rows(self, indices: NDArray[np.int64] | Tensor) -> Tensor:
         """[indices, inputs] bfloat16: these outputs, rounded once from what the file says."""
         at = np.asarray(indices)
         raw = self.raw[at if self.order is None else self.order[at]]
         return _values(raw, self.kind)
 
-    def values(self) -> Tensor:
-        """[outputs, inputs] bfloat16."""
+    def values(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """[outputs, inputs] bfloat16, or what the file says as float32."""
         outputs, inputs = self.shape
         step = max(1, _AT_ONCE // inputs)
-        made = torch.empty(outputs, inputs, dtype=torch.bfloat16)
-        for start in range(0, outputs, step):
-            part = self.row_slice(start, start + step)
-            raw = part.raw if part.order is None else part.raw[part.order]
-            made[start : start + step] = _values(raw, self.kind)
-        return made
+        wide = dtype == torch.float32
+        made = np.empty((outputs, inputs), np.float32 if wide else np.uint16)  # threads may not write to inference's
+
+        def make_some(start: int) -> None:
+            part = _values(self.row_slice(start, start + step).bytes_of_rows(), self.kind, dtype)
+            made[start : start + step] = (part if wide else part.view(torch.uint16)).numpy()
+
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            for _ in threads.map(make_some, range(0, outputs, step)):
+                pass
+        return torch.from_numpy(made).view(dtype)
 
 
 def row_bytes(kind: str, inputs: int) -> int:
@@ -75,6 +97,10 @@ def row_bytes(kind: str, inputs: int) -> int:
     return size_of_row
 
 
-def _values(raw: Bytes, kind: str) -> Tensor:
-    """[rows, inputs] bfloat16."""
-    return torch.from_numpy(dequantize(np.ascontiguousarray(raw), GGMLQuantizationType[kind])).bfloat16()
+def _values(raw: Bytes, kind: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """[rows, inputs]."""
+    if kind == "BF16":
+        return torch.from_numpy(np.array(raw)).view(torch.bfloat16).to(dtype)
+    if dtype == torch.bfloat16 and has_layout(kind) and (layout := layout_of(kind)).coded and not layout.exponents:
+        return torch.from_numpy(dequantised(layout, raw)).view(torch.bfloat16)
+    return torch.from_numpy(dequantize(np.ascontiguousarray(raw), GGMLQuantizationType[kind])).to(dtype)

@@ -5,7 +5,6 @@ Models of the common structure run lean (`engine.model.cuda.lean_layers`), other
 A GPU library picks a kernel, and with it the order of summation, by the shapes that it is given. So forwards have few
 shapes: a batch is padded to the next of a few sizes, and a larger one is run in slices. Only sizes that were found to
 give a row the same bits are used (`engine.model.cuda_products`, `CudaForward.agreeing`); without such, always 64 rows.
-Sizes other than 64 HAVE NOT RUN ON A GPU YET.
 
 One graph serves all requests, because their keys and values lie in one pool. Graphs differ in the rows, in the text
 length that they can read (attention chunks, in powers of two) and in the layers whose features are requested.

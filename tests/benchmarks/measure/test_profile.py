@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from benchmarks.cli.studies import profile
 from benchmarks.measure import forward_parts as parts
+from benchmarks.measure.arithmetic import loop_of_integers, loop_of_type, multiply_adds_per_s
 from benchmarks.measure.forward_parts import PARTS, Clock, forward_name, multiplied, split
 from benchmarks.measure.machine_limits import READ, Limits, read_kernel
 from benchmarks.measure.profile import Profile, profile_target, table
@@ -51,13 +52,24 @@ def test_arithmetic_grows_with_the_rows_and_memory_does_not(profiled: Profile) -
     assert four.memory_ms == one.memory_ms
 
 
+def test_both_limits_of_arithmetic_are_measured_here(profiled: Profile) -> None:
+    loops = [loop for loop in (loop_of_type(torch.float32), loop_of_integers()) if loop is not None]
+    assert all(multiply_adds_per_s(loop) > 1e8 for loop in loops)
+    assert profiled.multiply_adds_per_s > 1e8
+    if loop_of_integers() is not None:
+        assert profiled.int8_multiply_adds_per_s is not None
+        one, four = profiled.forwards
+        assert one.int8_ms is not None and four.int8_ms == pytest.approx(4 * one.int8_ms)
+
+
 def test_the_table_fits_eighty_columns(profiled: Profile) -> None:
     console = Console(width=80)
     for forward in profiled.forwards:
         forward.total_ms, forward.products_ms, forward.arithmetic_ms = 12345.6, 12340.1, 1234.5
+        forward.int8_ms = 1234.5
     with console.capture() as captured:
         console.print(table(profiled).rich())
-    assert "…" not in captured.get() and "arithmetic" in captured.get()
+    assert "…" not in captured.get() and "float32" in captured.get()
 
 
 def test_a_call_within_a_call_counts_for_its_own_part_alone(monkeypatch: pytest.MonkeyPatch) -> None:

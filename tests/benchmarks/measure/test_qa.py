@@ -74,7 +74,7 @@ def test_only_answers_with_references_are_scored_and_tables_fit_80_columns(capsy
     assert [row.scores for row in rows] == [Scores(1, 1, 1)] * 2 + [None] * 2
     speed, scores = speed_table(rows), score_table(rows)
     assert speed.rows[1][4:] == ["2.00x", "2.00-2.00", f"{(8 - 1 + 3 - 1) / 4:.2f}", "2/2"]
-    assert scores.rows[0][2:6] == ["2", "1.00", "1.00", "1.00"] and scores.rows[0][-1] == "1 of 1"
+    assert scores.rows[0][2:5] == ["2", "1.00 (1.00-1.00)", "1.00 (1.00-1.00)"] and scores.rows[0][-1] == "1 of 1"
     Console(width=80).print(speed.rich(), scores.rich())
     assert "…" not in capsys.readouterr().out
 
@@ -145,3 +145,23 @@ def test_a_prompt_that_a_later_setting_makes_too_long_is_refused_before_any_is_a
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("talon: question 1 of nq, own passage: ")
     assert not (tmp_path / "qa.jsonl").exists()
+
+
+def test_a_run_that_was_stopped_goes_on_where_it_stopped(tiny: str, questions: Path, tmp_path: Path) -> None:
+    options = ["--questions", str(questions), "--methods", "talon-pld", "--max-tokens", "4", "--out", str(tmp_path)]
+    options += ["--set", f"model={tiny}", "--set", "transport=inproc"]
+    assert talon("qa", *options).returncode == 0
+    whole = (tmp_path / "qa.jsonl").read_text()
+    lines = whole.splitlines(keepends=True)
+    (tmp_path / "qa.jsonl").write_text("".join(lines[:9]) + lines[9][:30])  # the fifth question has one of two rows
+    done = talon("qa", *options, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "qa.jsonl").read_text().startswith("".join(lines[:8]))
+
+    def asked(text: str) -> Counter[tuple[str, ...]]:
+        rows = [json.loads(line) for line in text.splitlines()]
+        return Counter((row["setting"], row["kind"], row["question_id"], row["method"]) for row in rows)
+
+    assert asked((tmp_path / "qa.jsonl").read_text()) == asked(whole)
+    done = talon("qa", *options[:2], "--methods", "none", *options[4:], "--resume")
+    assert done.returncode == 2 and "has rows of talon-pld: give the same --methods" in done.stderr

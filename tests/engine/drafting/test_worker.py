@@ -63,15 +63,15 @@ class Slow(Counting):
 class Verifier:
     """The test's end of the worker's line."""
 
-    def __init__(self, hub: Router):
-        self.hub = hub
+    def __init__(self, router: Router):
+        self.router = router
         peer, self.hello, _ = self.receive()
         self.peer = peer
 
     def receive(self) -> tuple[str, Any, list[Any]]:
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
-            for arrival in self.hub.received():
+            for arrival in self.router.received():
                 return arrival
             time.sleep(0.002)
         raise AssertionError("nothing arrived")
@@ -87,15 +87,15 @@ class Verifier:
         draft: int,
         path: list[int],
         tokens: list[int],
-        grafts: Sequence[int] = (),
+        forced_tokens: Sequence[int] = (),
         missed: Sequence[int] = (),
         **fields: Any,
     ) -> None:
         message = RoundVerdict(request=1, round=round_, draft=draft, **fields)
         features, successors = np.zeros((0, 0, 0), np.float32), np.zeros((0, 0), np.int32)
-        grafted, earlier = np.asarray(grafts, np.int32), np.asarray(missed, np.int32)
+        grafted, earlier = np.asarray(forced_tokens, np.int32), np.asarray(missed, np.int32)
         arrays = [np.asarray(path), np.asarray(tokens), successors, grafted, earlier, features]
-        self.hub.send(self.peer, message, arrays)
+        self.router.send(self.peer, message, arrays)
 
 
 @pytest.fixture
@@ -113,13 +113,13 @@ def verifier(request: pytest.FixtureRequest, counting: Counting) -> Iterator[Ver
     drafter = request.getfixturevalue("slow") if "slow" in request.fixturenames else counting
     context: zmq.Context[Any] = zmq.Context()
     front_end = Router(context, "inproc://control", (Ready, Heartbeat))
-    hub = Router(context, "inproc://drafts", (Hello, Draft))
+    router = Router(context, "inproc://drafts", (Hello, Draft))
     control = Dealer(context, "inproc://control", "drafter-1", FROM_FRONT_END)
     verdicts = Dealer(context, "inproc://drafts", "drafter-1", FROM_VERIFIER)
     thread = threading.Thread(target=DrafterWorker(drafter, control, verdicts).run)
     thread.start()
-    verifier = Verifier(hub)
-    verifier.hub.send(
+    verifier = Verifier(router)
+    verifier.router.send(
         verifier.peer, Start(request=1, round=0, sampling=SamplingParams()), [np.asarray([5, 6], np.int32)]
     )
     yield verifier
@@ -148,11 +148,11 @@ def test_what_the_verifier_grafts_onto_a_draft_is_part_of_the_verdict(verifier: 
     verifier.verdict(0, 0, [0], [7])
     first, _ = verifier.draft()
     # 7 -> 8 -> 9 was drafted, 7 -> 8 -> 40 -> 41 became part of it, and 50 was drawn behind that
-    verifier.verdict(1, first.draft, [0, 1, 3, 4], [8, 40, 41, 50], grafts=[8, 40, 41])
+    verifier.verdict(1, first.draft, [0, 1, 3, 4], [8, 40, 41, 50], forced_tokens=[8, 40, 41])
     second, tree = verifier.draft()
     assert (second.round, second.parent, second.node, second.token) == (2, first.draft, 4, 50)
     assert tree.tokens.tolist() == [50, 51, 52]
-    verifier.verdict(2, 0, [0, 1], [60, 61], grafts=[60])  # the root alone, with a graft
+    verifier.verdict(2, 0, [0, 1], [60, 61], forced_tokens=[60])  # the root alone, with a graft
     assert verifier.draft()[0].token == 61
 
 
@@ -160,7 +160,7 @@ def test_in_turns_nothing_is_drafted_before_it_is_asked_for(verifier: Verifier) 
     verifier.verdict(0, 0, [0], [7])
     first, _ = verifier.draft()
     time.sleep(0.2)
-    assert not list(verifier.hub.received())
+    assert not list(verifier.router.received())
     verifier.verdict(1, first.draft, [0], [30])
     assert verifier.draft()[0].token == 30
 
@@ -204,7 +204,7 @@ def test_on_a_miss_the_outcome_that_came_true_is_drafted_first(verifier: Verifie
 
 
 def test_while_the_root_is_verified_alone_what_may_follow_it_is_drafted(verifier: Verifier) -> None:
-    verifier.verdict(0, 0, [0], [7], ahead=True, alone=True)
+    verifier.verdict(0, 0, [0], [7], ahead=True, root_only=True)
     ahead, tree = verifier.draft()
     assert (ahead.round, ahead.parent, ahead.node, ahead.token) == (2, 0, 0, 8)
     assert tree.tokens.tolist() == [8, 9, 10]
@@ -218,7 +218,7 @@ def test_a_tree_that_comes_too_late_for_a_round_is_not_counted_on(verifier: Veri
     verifier.verdict(0, 0, [0], [7], ahead=True)
     first, _ = verifier.draft()
     verifier.draft()
-    verifier.verdict(1, first.draft, [0, 1, 2], [8, 9, 10], ahead=True, alone=True)
+    verifier.verdict(1, first.draft, [0, 1, 2], [8, 9, 10], ahead=True, root_only=True)
     following, _ = verifier.draft()
     assert (following.round, following.parent, following.node, following.token) == (3, 0, 0, 11)
 
@@ -292,13 +292,13 @@ def test_an_error_of_the_device_ends_the_worker_instead_of_one_request(call: str
     worker = DrafterWorker(Lost(call), nothing, nothing)
     arrays = [np.asarray([0]), np.asarray([7]), np.zeros((0, 0)), np.zeros(0, np.int32), np.zeros(0, np.int32)]
     with pytest.raises(torch.AcceleratorError):
-        worker._hear(Start(request=1, round=0, sampling=SamplingParams()), [np.asarray([5, 6], np.int32)])
-        worker._hear(RoundVerdict(request=1, round=0, draft=0), [*arrays, np.zeros((0, 0, 0), np.float32)])
+        worker._process(Start(request=1, round=0, sampling=SamplingParams()), [np.asarray([5, 6], np.int32)])
+        worker._process(RoundVerdict(request=1, round=0, draft=0), [*arrays, np.zeros((0, 0, 0), np.float32)])
         worker._work()
 
 
 def test_what_was_drafted_ahead_of_rounds_without_a_verdict_is_not_used_after_them(verifier: Verifier) -> None:
-    verifier.verdict(0, 0, [0], [7], ahead=True, alone=True)
+    verifier.verdict(0, 0, [0], [7], ahead=True, root_only=True)
     assert verifier.draft()[0].token == 8
     verifier.verdict(3, 0, [0], [8], missed=[30, 31])
     draft, _ = verifier.draft()
@@ -314,16 +314,16 @@ def test_a_verdict_that_repeats_what_is_known_is_dropped(verifier: Verifier) -> 
 
 
 def test_a_finished_request_is_drafted_for_no_more(verifier: Verifier) -> None:
-    verifier.hub.send(verifier.peer, Finish(request=1))
+    verifier.router.send(verifier.peer, Finish(request=1))
     verifier.verdict(0, 0, [0], [7], ahead=True)
-    verifier.hub.send(verifier.peer, Start(request=2, round=1, sampling=SamplingParams(max_tokens=9)), [[5]])
+    verifier.router.send(verifier.peer, Start(request=2, round=1, sampling=SamplingParams(max_tokens=9)), [[5]])
     assert verifier.draft()[0].request == 2
 
 
 def test_a_drafter_asked_to_rejoin_says_hello_and_drafts_from_the_texts_it_is_told_of_then(verifier: Verifier) -> None:
-    verifier.hub.send(verifier.peer, Rejoin())
+    verifier.router.send(verifier.peer, Rejoin())
     assert verifier.receive()[1] == verifier.hello
     text = np.asarray([5, 6, 7, 40], np.int32)
-    verifier.hub.send(verifier.peer, Start(request=1, round=3, sampling=SamplingParams()), [text])
+    verifier.router.send(verifier.peer, Start(request=1, round=3, sampling=SamplingParams()), [text])
     draft, tree = verifier.draft()
     assert draft.round == 3 and tree.tokens.tolist() == [40, 41, 42]

@@ -155,18 +155,22 @@ def test_a_damaged_file_is_told_of_removed_and_written_again(
     assert found(tmp_path, range(2)) == {0, 1}
 
 
+@pytest.mark.parametrize(("retry_s", "tries"), [(10.0, 1), (0.0, 6)])
 def test_a_full_disk_costs_the_cache_alone_and_is_told_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, retry_s: float, tries: int
 ) -> None:
     filled(tmp_path, range(2))
+    asked = []
 
     def full(*args: object) -> int:
+        asked.append(args)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(cache_folder, "write_checked", full)
+    monkeypatch.setattr(cache_folder, "_RETRY_S", retry_s)
     filled(tmp_path, range(2, 8))
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and "No space left" in lines[0]
+    assert len(lines) == 1 and "No space left" in lines[0] and len(asked) == tries
     assert found(tmp_path, range(8)) == {0, 1}
 
 

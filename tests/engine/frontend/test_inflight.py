@@ -11,63 +11,63 @@ from engine.wire.messages import Tokens
 
 
 @pytest.fixture
-def flights() -> InflightRequests:
+def inflight() -> InflightRequests:
     return InflightRequests({number: InflightRequest(number, [5], SamplingParams()) for number in range(3)})
 
 
-def hand_over(flights: InflightRequests, verifier: str) -> list[int]:
-    due = flights.due(verifier)
-    for flight in due:
-        flight.verifier = verifier
-    return [flight.number for flight in due]
+def hand_over(inflight: InflightRequests, verifier: str) -> list[int]:
+    due = inflight.due(verifier)
+    for request in due:
+        request.verifier = verifier
+    return [request.number for request in due]
 
 
-def token(flights: InflightRequests, number: int) -> None:
+def token(inflight: InflightRequests, number: int) -> None:
     none = dict.fromkeys(("round", "nodes", "round_us", "forward_us", "draft_us", "busy_us", "at_us"), 0)
-    flights.hear(number, Tokens(request=number, tokens=(7,), finish_reason=None, hit=False, **none))
+    inflight.deliver(number, Tokens(request=number, tokens=(7,), finish_reason=None, hit=False, **none))
 
 
-def test_a_new_verifier_is_handed_all_that_go_on_and_each_once(flights: InflightRequests) -> None:
-    flights[1].ended = True
-    assert hand_over(flights, "one") == [0, 2]
-    assert hand_over(flights, "one") == []
-    flights.lose("one")
-    assert hand_over(flights, "two") == [0, 2]
+def test_a_new_verifier_is_handed_all_that_go_on_and_each_once(inflight: InflightRequests) -> None:
+    inflight[1].ended = True
+    assert hand_over(inflight, "one") == [0, 2]
+    assert hand_over(inflight, "one") == []
+    inflight.lose("one")
+    assert hand_over(inflight, "two") == [0, 2]
 
 
-def test_what_was_there_when_two_verifiers_died_is_handed_over_one_by_one(flights: InflightRequests) -> None:
+def test_what_was_there_when_two_verifiers_died_is_handed_over_one_by_one(inflight: InflightRequests) -> None:
     for verifier in ("one", "two"):
-        assert hand_over(flights, verifier) == [0, 1, 2]
-        flights.lose(verifier)
-    flights[3] = InflightRequest(3, [5], SamplingParams())  # that came later waits too
+        assert hand_over(inflight, verifier) == [0, 1, 2]
+        inflight.lose(verifier)
+    inflight[3] = InflightRequest(3, [5], SamplingParams())  # that came later waits too
     for suspect in range(3):
-        assert hand_over(flights, "three") == [suspect]
-        assert hand_over(flights, "three") == []
-        token(flights, suspect)
-    assert hand_over(flights, "three") == [3]
+        assert hand_over(inflight, "three") == [suspect]
+        assert hand_over(inflight, "three") == []
+        token(inflight, suspect)
+    assert hand_over(inflight, "three") == [3]
 
 
-def test_the_one_that_ends_every_verifier_fails_and_the_others_go_on(flights: InflightRequests) -> None:
+def test_the_one_that_ends_every_verifier_fails_and_the_others_go_on(inflight: InflightRequests) -> None:
     for number in range(9):
         verifier = str(number)
-        while (handed := hand_over(flights, verifier)) and 1 not in handed:
-            token(flights, handed[0])
-        flights.lose(verifier)
-        if flights[1].ended:
+        while (handed := hand_over(inflight, verifier)) and 1 not in handed:
+            token(inflight, handed[0])
+        inflight.lose(verifier)
+        if inflight[1].ended:
             break
     assert number == 4, "the fifth"
-    error = flights[1].arrivals.get_nowait()
+    error = inflight[1].arrivals.get_nowait()
     assert isinstance(error, WorkerDied) and "5 verifiers in a row" in str(error)
-    assert not flights[0].ended and not flights[2].ended
-    assert hand_over(flights, "last") == [2], "which had no chance to show itself"
-    token(flights, 2)
-    assert hand_over(flights, "last") == [0]
+    assert not inflight[0].ended and not inflight[2].ended
+    assert hand_over(inflight, "last") == [2], "which had no chance to show itself"
+    token(inflight, 2)
+    assert hand_over(inflight, "last") == [0]
 
 
-def test_a_suspect_that_was_cancelled_holds_nobody_up(flights: InflightRequests) -> None:
+def test_a_suspect_that_was_cancelled_holds_nobody_up(inflight: InflightRequests) -> None:
     for verifier in ("one", "two"):
-        hand_over(flights, verifier)
-        flights.lose(verifier)
-    assert hand_over(flights, "three") == [0]
-    del flights[0]
-    assert hand_over(flights, "three") == [1]
+        hand_over(inflight, verifier)
+        inflight.lose(verifier)
+    assert hand_over(inflight, "three") == [0]
+    del inflight[0]
+    assert hand_over(inflight, "three") == [1]

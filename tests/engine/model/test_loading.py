@@ -26,13 +26,16 @@ def test_why_the_hub_gives_no_model_is_told(error: Exception, monkeypatch: pytes
 def test_whatever_an_invalid_file_makes_transformers_raise_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "rope_scaling": 5, "num_attention_heads": 0}')
     with pytest.raises(ModelError, match=r"no usable config\.json") as caught:
-        loading.loading.load_config(str(tmp_path))
+        loading.load_config(str(tmp_path))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("config", "kind"),
-    [(transformers.Lfm2Config(num_hidden_layers=2), "conv"), (transformers.Qwen3NextConfig(), "linear_attention")],
+    [
+        (transformers.Lfm2Config(num_hidden_layers=2, layer_types=["conv", "full_attention"]), "conv"),
+        (transformers.Qwen3NextConfig(), "linear_attention"),
+    ],
 )
 def test_a_model_with_recurrent_layers_is_refused_with_that_reason(config: Any, kind: str, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)

@@ -21,7 +21,7 @@ IDENTITY = b"model and kernels"
 SHAPES = [
     KVShape(2, 3, 24, torch.float32),
     KVShape(2, 3, 24, torch.bfloat16),
-    KVShape(2, 3, 24, torch.bfloat16, paired=True),
+    KVShape(2, 3, 24, torch.bfloat16, vnni=True),
 ]
 
 

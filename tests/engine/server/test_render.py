@@ -14,7 +14,7 @@ from engine.server.schema import CompletionRequest
 from engine.server.translate import ChoiceRequest
 from engine.server.vocabulary import Vocabulary
 from engine.text.stream import TextStream
-from engine.wire.messages import TokenLogprob
+from engine.wire.messages import Ready, TokenLogprob
 from tests.conftest import tiny_tokenizer
 from tests.engine.test_answer import round_of
 
@@ -36,7 +36,7 @@ def scored(text: str) -> tuple[TokenLogprob, ...]:
 
 def answered(sampling: SamplingParams, prompt: str, *rounds: str) -> tuple[Answer, list[Any]]:
     """An answer of these rounds, and its pieces."""
-    answer = Answer(TextStream(TOKENIZER), 1, 0.0, "", sampling)
+    answer = Answer(TextStream(TOKENIZER), 1, 0.0, Ready(), sampling)
     pieces = []
     for number, text in enumerate(rounds):
         prompts = () if number else scored(prompt)[1:]

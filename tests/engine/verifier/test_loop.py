@@ -74,7 +74,7 @@ class Counting:
 
 
 class Wire:
-    """A line or a hub: what arrives is put into `inbox`, what is sent is found in `sent`. full: no more is sent."""
+    """A line or a router: what arrives is put into `inbox`, what is sent is found in `sent`. full: no more is sent."""
 
     def __init__(self) -> None:
         self.inbox: list[Any] = []
@@ -97,10 +97,10 @@ class Wire:
 class Stage:
     """A verifier whose rounds the test runs one by one."""
 
-    def __init__(self, hello: Hello | None = None, hub: Router | None = None, **options: Any):
+    def __init__(self, hello: Hello | None = None, router: Router | None = None, **options: Any):
         self.control, self.drafts, self.target = Wire(), Wire(), Counting()
         config = load({"model": "counting", "method": "pld"}, options)
-        parts: Any = (self.target, self.control, hub or self.drafts)
+        parts: Any = (self.target, self.control, router or self.drafts)
         self.verifier = Verifier(config, *parts, Threads(1, 1, 1))
         # forwards are thought to be so slow that what the test takes for a draft is nothing
         self.verifier.meter.costs = CostModel(ForwardTime({1: 1.0, 256: 1.0}))
@@ -316,7 +316,7 @@ def test_while_a_head_rests_that_drafts_alone_nobody_waits_for_it() -> None:
     stage.price_model(1000.0)
     request = stage.submit(1, [10, 11])
     stage.step()
-    assert request.alone
+    assert request.root_only
     assert stage.step()[0].tokens.tolist() == [12]
 
 
@@ -357,7 +357,7 @@ def test_a_model_whose_drafts_need_not_pay_or_that_cannot_rest_does_not(rests: b
     request = stage.submit(1, [10, 11])
     stage.step()
     [(verdict, (*_, features))] = stage.verdicts()
-    assert not verdict.rest and not request.alone and len(features) == 2
+    assert not verdict.rest and not request.root_only and len(features) == 2
 
 
 def test_a_model_that_is_slow_by_its_own_account_rests_from_the_first_token_on() -> None:
@@ -365,7 +365,7 @@ def test_a_model_that_is_slow_by_its_own_account_rests_from_the_first_token_on()
     request = stage.submit(1, [10, 11])
     stage.step()
     [(verdict, _)] = stage.verdicts()
-    assert verdict.rest and not request.alone, "retrieval drafts"
+    assert verdict.rest and not request.root_only, "retrieval drafts"
 
 
 def test_a_request_whose_drafts_gain_nothing_goes_on_without_and_others_with() -> None:
@@ -374,11 +374,11 @@ def test_a_request_whose_drafts_gain_nothing_goes_on_without_and_others_with() -
     poor, rich = stage.submit(1, [10]), stage.submit(2, [50])
     for number in range(1, 20):
         stage.step()
-        assert not rich.alone
+        assert not rich.root_only
         stage.draft(
             rich, TokenTree.chain(rich.text[-1], [(rich.text[-1] + 1) % VOCABULARY], [0.9], source_of("pld")), number
         )
-        if poor.alone:
+        if poor.root_only:
             return
         stage.draft(poor, TokenTree.chain(poor.text[-1], [9], [0.9], source_of("pld")), number)
     pytest.fail("it is drafted for still")
@@ -391,7 +391,7 @@ def test_the_accepted_path_is_what_the_cache_keeps() -> None:
     stage.draft(request, bushy(12, 0.5, 0.5))
     stage.step()
     assert request.text == [10, 11, 12, 13, 14]
-    assert request.kept_path == [0, 2] and request.cache.length == 4
+    assert request.rows_kept == [0, 2] and request.cache.length == 4
     assert stage.step()[0].tokens.tolist() == [14]
 
 
@@ -535,11 +535,11 @@ def test_a_drafter_that_leaves_too_much_unread_is_dropped_and_asked_to_rejoin_on
 def test_a_drafter_that_slept_comes_back_by_itself() -> None:
     """Behind real sockets, each of which holds four messages."""
     with zmq.Context() as context:
-        hub = Router(context, "inproc://drafts", FROM_DRAFTER, unread=4)
+        router = Router(context, "inproc://drafts", FROM_DRAFTER, unread=4)
         line = Dealer(context, "inproc://drafts", DRAFTER, FROM_VERIFIER, unread=4)
         control: Any = Wire()
         drafter = DrafterWorker(PromptLookup(), control, line)
-        stage = Stage(hub=hub)
+        stage = Stage(router=router)
         request = stage.submit(1, [10, 11, 12, 10], max_tokens=20)
         drafter.turn()
         stage.verifier._receive()
@@ -551,5 +551,5 @@ def test_a_drafter_that_slept_comes_back_by_itself() -> None:
             drafter.turn()
             stage.verifier._receive()
         assert stage.verifier.drafter.present and request.has_draft
-        hub.close()
+        router.close()
         line.close()

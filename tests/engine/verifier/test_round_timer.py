@@ -28,7 +28,7 @@ class Part:
 class One:
     """A request that goes on alone after its round."""
 
-    round, drafted, alone = 2, True, True
+    round, wants_draft, root_only = 2, True, True
 
 
 @pytest.fixture

@@ -76,8 +76,8 @@ def after_reading(prompt: list[int]) -> tuple[Stage, Scheduler]:
     return stage, requests
 
 
-def plan(of: Scheduler, now_ns: int = 0, drafted: bool = False, ahead: bool = False) -> Plan:
-    return of.plan(now_ns, AHEAD if ahead else COSTS, drafted)
+def plan(of: Scheduler, now_ns: int = 0, drafter_ready: bool = False, ahead: bool = False) -> Plan:
+    return of.plan(now_ns, AHEAD if ahead else COSTS, drafter_ready)
 
 
 def test_prompts_are_read_in_chunks_in_the_order_in_which_they_came() -> None:
@@ -174,7 +174,7 @@ def test_the_draft_of_a_request_that_need_not_read_again_is_waited_for_from_now_
     requests.running.clear()
     resumed, now_ns = request(stage, 2, list(range(30)), [30, 31, 32]), 10**18
     requests.waiting.append(resumed)
-    assert plan(requests, now_ns, drafted=True) == Plan(wait_s=1.0)
+    assert plan(requests, now_ns, drafter_ready=True) == Plan(wait_s=1.0)
     assert resumed.asked_ns == now_ns
 
 
@@ -216,9 +216,9 @@ def test_a_round_waits_for_a_draft_that_will_soon_be_there() -> None:
     decode(one, other)
     one.drafts[one.outcome] = object()  # type: ignore[assignment]
     asked = other.asked_ns
-    found = plan(requests, asked, drafted=True)
+    found = plan(requests, asked, drafter_ready=True)
     assert not found and 0 < found.wait_s <= 1.0
-    assert plan(requests, asked + int(1e9), drafted=True).decoding == [one, other]
+    assert plan(requests, asked + int(1e9), drafter_ready=True).decoding == [one, other]
 
 
 def test_without_a_drafter_nobody_waits() -> None:
@@ -226,7 +226,7 @@ def test_without_a_drafter_nobody_waits() -> None:
     one = request(stage, 1, [1] * 4)
     requests.running.append(one)
     decode(one)
-    assert plan(requests, one.asked_ns, drafted=False).decoding == [one]
+    assert plan(requests, one.asked_ns, drafter_ready=False).decoding == [one]
 
 
 def test_an_answer_that_an_earlier_verifier_began_is_read_and_not_drawn_again() -> None:
@@ -301,8 +301,8 @@ def test_requests_whose_drafts_are_there_are_not_held_up() -> None:
     requests.running += [one, other, alone]
     decode(one, other, alone)
     one.drafts[one.outcome] = other.drafts[other.outcome] = object()  # type: ignore[assignment]
-    alone.alone = True  # its root is to be verified without a draft
-    assert plan(requests, one.asked_ns, drafted=True, ahead=True).decoding == [one, other, alone]
+    alone.root_only = True  # its root is to be verified without a draft
+    assert plan(requests, one.asked_ns, drafter_ready=True, ahead=True).decoding == [one, other, alone]
 
 
 def lonely() -> tuple[Scheduler, Request]:
@@ -315,14 +315,14 @@ def lonely() -> tuple[Scheduler, Request]:
 
 def test_a_lonely_request_that_is_drafted_for_in_turns_has_nothing_else_to_do() -> None:
     requests, one = lonely()
-    assert plan(requests, one.asked_ns, drafted=True).wait_s == 1.0
-    assert plan(requests, one.asked_ns + 250_000_000, drafted=True) == Plan(wait_s=0.75)
-    assert plan(requests, one.asked_ns + 1_000_000_000, drafted=True).decoding == [one]
+    assert plan(requests, one.asked_ns, drafter_ready=True).wait_s == 1.0
+    assert plan(requests, one.asked_ns + 250_000_000, drafter_ready=True) == Plan(wait_s=0.75)
+    assert plan(requests, one.asked_ns + 1_000_000_000, drafter_ready=True).decoding == [one]
 
 
 def test_a_lonely_request_that_is_drafted_for_ahead_waits_for_the_usual_time() -> None:
     requests, one = lonely()
-    assert plan(requests, one.asked_ns, drafted=True, ahead=True).wait_s == COSTS.patience_s() == 0.002
+    assert plan(requests, one.asked_ns, drafter_ready=True, ahead=True).wait_s == COSTS.patience_s() == 0.002
 
 
 def test_of_several_none_waits_longer_than_usual() -> None:
@@ -331,7 +331,7 @@ def test_of_several_none_waits_longer_than_usual() -> None:
     requests.running.append(other)
     decode(other)
     other.asked_ns = one.asked_ns
-    assert plan(requests, one.asked_ns, drafted=True).wait_s == COSTS.patience_s() == 0.002
+    assert plan(requests, one.asked_ns, drafter_ready=True).wait_s == COSTS.patience_s() == 0.002
 
 
 def waited(seconds: float, seen_s: float = 0.0) -> CostModel:
@@ -352,7 +352,7 @@ def test_while_all_wait_for_drafts_a_prompt_is_read() -> None:
     assert found.reading == [(new, 9)], "the rest of the usual wait"
 
 
-def chunks_behind(lengths: tuple[int, ...], costs: CostModel, drafted: bool) -> list[int]:
+def chunks_behind(lengths: tuple[int, ...], costs: CostModel, drafter_ready: bool) -> list[int]:
     """How much of a prompt is read in one forward so far into it, while another request decodes."""
     stage, requests = Stage(blocks=128), scheduler(chunk=64)
     one, long = request(stage, 1, [1] * 4), request(stage, 2, [2] * 1900)
@@ -362,13 +362,13 @@ def chunks_behind(lengths: tuple[int, ...], costs: CostModel, drafted: bool) -> 
     for length in lengths:
         long.cache.reserve(length)
         long.cache.length = length
-        [(_, count)] = requests.plan(one.asked_ns, costs, drafted).reading
+        [(_, count)] = requests.plan(one.asked_ns, costs, drafter_ready).reading
         counts.append(count)
     return counts
 
 
 def test_while_all_wait_far_into_a_prompt_less_of_it_is_read() -> None:
-    first, later = chunks_behind((0, 400), waited(0.018, seen_s=1e-6), drafted=True)
+    first, later = chunks_behind((0, 400), waited(0.018, seen_s=1e-6), drafter_ready=True)
     assert later < first
 
 
@@ -380,7 +380,7 @@ def test_drafts_that_are_there_in_a_moment_are_waited_for_before_a_prompt_is_rea
 
 
 def test_a_chunk_far_into_a_prompt_is_shorter() -> None:
-    counts = chunks_behind((0, 400, 1600), CostModel(ForwardTime(FORWARDS, seen_s=1e-6)), drafted=False)
+    counts = chunks_behind((0, 400, 1600), CostModel(ForwardTime(FORWARDS, seen_s=1e-6)), drafter_ready=False)
     assert counts == sorted(counts, reverse=True) and counts[-1] < counts[0] / 4
 
 
@@ -393,7 +393,7 @@ def test_while_some_wait_for_drafts_no_chunk_goes_without_the_others() -> None:
     other.asked_ns = one.asked_ns
     one.drafts[one.outcome] = object()  # type: ignore[assignment]
     requests.waiting.append(new)
-    assert plan(requests, one.asked_ns, drafted=True) == Plan(wait_s=COSTS.patience_s())
+    assert plan(requests, one.asked_ns, drafter_ready=True) == Plan(wait_s=COSTS.patience_s())
 
 
 def test_caches_of_their_own_are_neither_shared_nor_reserved() -> None:
@@ -424,9 +424,8 @@ def test_what_others_have_read_with_its_hidden_states_is_shared_with_them() -> N
     requests.running = [first]
     states = np.arange(33, dtype=np.uint16)[:, None, None]
     for reader, count in requests.reserve(plan(requests), lambda r: 33).reading:
-        reader.features.add(0, states, unsent=True)
-        reader.cache.commit(range(count))
-        reader.publish()
+        reader.read(reader.chunk(count), [], states)
+        reader.commit()
     requests.running = [second]
     assert plan(requests).reading == [(second, 1)] and second.cached == 32
     assert np.array_equal(second.features.take(), states[:32])
@@ -514,10 +513,10 @@ def test_a_request_knows_how_long_it_waited_until_it_first_ran() -> None:
     first, second = request(stage, 1, [1, 2, 3]), request(stage, 2, [4, 5, 6])
     first.since_ns = second.since_ns = 0
     requests.waiting.extend([first, second])
-    requests.plan(5_000, COSTS, drafted=False)
+    requests.plan(5_000, COSTS, drafter_ready=False)
     assert (first.queued_us, second.queued_us) == (5, None)
     requests.remove(first)
-    requests.plan(9_000, COSTS, drafted=False)
+    requests.plan(9_000, COSTS, drafter_ready=False)
     requests._preempt_youngest()
-    requests.plan(20_000, COSTS, drafted=False)
+    requests.plan(20_000, COSTS, drafter_ready=False)
     assert second.queued_us == 9

@@ -49,8 +49,8 @@ def test_a_kept_nodes_better_nodes_are_kept_too(chances: list[list[float]], row_
 def test_a_round_remembers_whether_a_drafter_was_asked_even_when_the_next_one_is_decided(
     drafted: bool, alone: bool, asked: bool
 ) -> None:
-    request: Any = SimpleNamespace(drafted=drafted, alone=alone, grafts=lambda tree: [])
+    request: Any = SimpleNamespace(wants_draft=drafted, root_only=alone, forced_tokens=lambda tree: [])
     request.admitted = lambda tree: np.arange(len(tree))
     round_ = StepInput.of(request, Proposal(0, TokenTree.root_only(7)))
-    request.alone = not alone
+    request.root_only = not alone
     assert round_.asked == asked

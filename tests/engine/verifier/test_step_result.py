@@ -41,11 +41,10 @@ def conclude_a_tree(monkeypatch: pytest.MonkeyPatch, error: Exception, failed: l
 
 
 def conclude_a_chunk(monkeypatch: pytest.MonkeyPatch, error: Exception, failed: list[Exception]) -> None:
-    cache: Any = SimpleNamespace(length=0, commit=lambda path: None)
+    cache: Any = SimpleNamespace(length=0)
     request: Any = SimpleNamespace(
         reads_all=False,
-        cache=cache,
-        reading=False,
+        read=lambda chunk, logprobs, states: True,
         has_answer=False,
         sampler=SimpleNamespace(choices=fails(error), draw=None),
     )

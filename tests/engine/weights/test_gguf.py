@@ -15,15 +15,18 @@ import psutil
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from gguf import GGUFWriter
+from transformers import AutoTokenizer
 
 from engine.api import Engine
 from engine.core.errors import ModelError
 from engine.core.params import SamplingParams
-from engine.weights import gguf as conversion
-from engine.weights.dequantise import dequantise, llama3_factors
-from engine.weights.gguf import converted
+from engine.model.loading import load_config, load_model, skeleton
+from engine.weights import gguf
+from engine.weights.describe import describe, llama3_factors
+from engine.weights.gguf import described
 from engine.weights.gguf_file import read_gguf
+from engine.weights.gguf_source import SOURCE, GgufSource, open_gguf
 from tests.engine.weights.tiny_gguf import TOKENS, write_gguf
 
 
@@ -45,13 +48,14 @@ def write(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
 
 @pytest.fixture
 def directory(tmp_path: Path, write: Callable[..., tuple[Path, Any]]) -> Callable[..., Path]:
-    """Write a GGUF file and convert it in this process, which saves the imports of another."""
+    """Write a GGUF file and describe it in this process, which saves the imports of another."""
 
     def directory(**changes: Any) -> Path:
-        folder = tmp_path / "converted"
+        folder = tmp_path / "described"
         folder.mkdir()
         path, _ = write(**changes)
-        dequantise(read_gguf(path, "model=tiny"), folder, "tiny", "Made for a test.")
+        describe(read_gguf(path, "model=tiny"), folder, "tiny", "Made for a test.")
+        GgufSource.of(path, str(path)).write(folder)
         return folder
 
     return directory
@@ -63,31 +67,6 @@ def nothing(*_: Any) -> None:
 
 def left_in(home: Path) -> list[str]:
     return sorted(path.name for path in home.rglob("*") if path.is_file() and not path.name.endswith(".lock"))
-
-
-def test_an_unquantised_file_gives_the_models_own_weights(
-    write: Callable[..., tuple[Path, Any]], tmp_path: Path
-) -> None:
-    path, model = write()
-    (tmp_path / "out").mkdir()
-    dequantise(read_gguf(path, "model=tiny"), tmp_path / "out", "tiny", "")
-    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16).state_dict()
-    for name, tensor in model.to(torch.bfloat16).state_dict().items():
-        assert torch.equal(ours[name], tensor), name
-
-
-def test_a_quantised_file_gives_the_logits_of_transformers_own_reader(
-    directory: Callable[..., Path], tmp_path: Path
-) -> None:
-    folder = directory(kind=Kind.Q4_1)
-    theirs = AutoModelForCausalLM.from_pretrained(
-        tmp_path, gguf_file="tiny.gguf", quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
-    )
-    ours = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
-    prompt = torch.arange(40)[None]
-    with torch.inference_mode():
-        assert torch.equal(ours(prompt).logits, theirs(prompt).logits)
 
 
 def test_each_digit_is_a_word_where_the_vocabulary_says_so(directory: Callable[..., Path]) -> None:
@@ -161,7 +140,7 @@ def test_a_token_id_that_is_none_of_the_file_is_one_line(write: Callable[..., tu
 def test_what_a_file_calls_itself_reaches_no_terminal_unescaped(write: Callable[..., tuple[Path, Any]]) -> None:
     path, _ = write(architecture="mars\x1b]0;gotcha\x07" + "a" * 9999)
     with pytest.raises(ModelError) as caught:
-        converted(path, f"model={path}", nothing)
+        described(path, f"model={path}", nothing)
     assert str(caught.value).isprintable() and len(str(caught.value)) < 3000
     assert "GGUF (mars\\x1b]0;gotcha\\x07aaa" in str(caught.value)
 
@@ -178,7 +157,7 @@ def test_files_beside_the_gguf_file_are_not_read(directory: Callable[..., Path],
 
 def test_the_card_says_what_the_weights_are(directory: Callable[..., Path]) -> None:
     card = (directory(kind=Kind.Q4_1) / "README.md").read_text()
-    assert "Made for a test." in card and "15 Q4_1" in card and "bfloat16" in card
+    assert "Made for a test." in card and "15 Q4_1" in card and "stay in it" in card
 
 
 def test_llama_3s_factors_become_its_scaling_of_positions(directory: Callable[..., Path]) -> None:
@@ -186,7 +165,7 @@ def test_llama_3s_factors_become_its_scaling_of_positions(directory: Callable[..
     folder = directory(tensors={"rope_freqs.weight": factors})
     rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
     assert rope["rope_type"] == "llama3" and rope["factor"] == 32
-    turned = AutoModelForCausalLM.from_pretrained(folder).model.rotary_emb.inv_freq
+    turned = skeleton(str(folder), load_config(str(folder))).model.rotary_emb.inv_freq
     plain = 10_000.0 ** (-np.arange(8) / 8)
     assert torch.allclose(turned, torch.tensor(plain / factors, dtype=torch.float32))
 
@@ -197,27 +176,40 @@ def test_llama_3s_factors_become_its_scaling_of_positions(directory: Callable[..
         ({"tensors": {"rope_freqs.weight": np.full(8, 3, np.float32)}}, "not those of Llama 3"),
         ({"tensors": {"rope_factors_long.weight": np.ones(8, np.float32)}}, "rope_"),
         ({"values": {"llama.rope.scaling.type": "yarn"}}, "yarn"),
-        ({"tensors": {"blk.0.attn_q.bias": np.ones(64, np.float32)}}, "transformers reads"),
-        ({"tensors": {"blk.1.ffn_up.weight": None}}, "mlp.up_proj"),
     ],
 )
-def test_a_file_that_would_not_be_followed_in_all_is_refused(
+def test_positions_that_would_not_be_followed_are_refused(
     directory: Callable[..., Path], changes: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(ModelError, match=told):
         directory(**changes)
 
 
-def test_a_file_is_converted_once_until_it_changes(
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"tensors": {"blk.0.attn_q.bias": np.ones(64, np.float32)}}, "transformers reads"),
+        ({"tensors": {"blk.1.ffn_up.weight": None}}, "mlp.up_proj"),
+    ],
+)
+def test_weights_that_would_not_be_read_in_all_are_refused(
+    directory: Callable[..., Path], changes: dict[str, Any], told: str
+) -> None:
+    folder = directory(**changes)
+    with pytest.raises(ModelError, match=told):
+        load_model(str(folder), "auto", torch.device("cpu"))
+
+
+def test_a_file_is_described_once_until_it_changes(
     write: Callable[..., tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs: list[Path] = []
-    monkeypatch.setattr(conversion, "convert", lambda file, folder, *_: runs.append(folder))
+    monkeypatch.setattr(gguf, "describe", lambda file, folder, *_: runs.append(folder))
     path, _ = write()
-    first = converted(path, f"model={path}", nothing)
-    assert converted(path, f"model={path}", nothing) == first
+    first = described(path, f"model={path}", nothing)
+    assert described(path, f"model={path}", nothing) == first
     os.utime(path, ns=(0, 0))
-    assert converted(path, f"model={path}", nothing) != first
+    assert described(path, f"model={path}", nothing) != first
     assert len(runs) == 2
 
 
@@ -271,7 +263,7 @@ def test_one_of_several_parts_says_how_to_join_them(write: Callable[..., tuple[P
 
 def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"model=no\.gguf: cannot be read: No such file"):
-        converted(tmp_path / "no.gguf", "model=no.gguf", nothing)
+        described(tmp_path / "no.gguf", "model=no.gguf", nothing)
 
 
 def test_an_unknown_architecture_is_one_line_and_leaves_nothing(
@@ -279,13 +271,13 @@ def test_an_unknown_architecture_is_one_line_and_leaves_nothing(
 ) -> None:
     path, _ = write(architecture="martian")
     with pytest.raises(ModelError) as caught:
-        converted(path, f"model={path}", nothing)
-    assert str(caught.value).startswith(f"model={path}: cannot be converted from GGUF (martian): ")
+        described(path, f"model={path}", nothing)
+    assert str(caught.value).startswith(f"model={path}: cannot be read from GGUF (martian): ")
     assert "not supported" in str(caught.value) and "\n" not in str(caught.value)
     assert left_in(tmp_path / "home") == []
 
 
-def test_a_conversion_that_is_killed_is_told_and_leaves_nothing(
+def test_a_reader_that_is_killed_is_told_and_leaves_nothing(
     write: Callable[..., tuple[Path, Any]], tmp_path: Path
 ) -> None:
     path, _ = write()
@@ -293,7 +285,7 @@ def test_a_conversion_that_is_killed_is_told_and_leaves_nothing(
 
     def kill() -> None:
         deadline = time.monotonic() + 60
-        while not (children := [child for child in mine.children() if "engine.weights.dequantise" in child.cmdline()]):
+        while not (children := [child for child in mine.children() if "engine.weights.describe" in child.cmdline()]):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         children[0].send_signal(signal.SIGKILL)
@@ -301,12 +293,12 @@ def test_a_conversion_that_is_killed_is_told_and_leaves_nothing(
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()
     with pytest.raises(ModelError, match="killed by signal 9"):
-        converted(path, f"model={path}", nothing)
+        described(path, f"model={path}", nothing)
     killer.join()
     assert left_in(tmp_path / "home") == []
 
 
-async def test_a_gguf_file_answers_as_the_directory_made_of_it(
+async def test_a_gguf_file_answers_as_its_directory(
     write: Callable[..., tuple[Path, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, _ = write(kind=Kind.Q8_0, values={"tokenizer.ggml.eos_token_id": 0})
@@ -319,3 +311,70 @@ async def test_a_gguf_file_answers_as_the_directory_made_of_it(
     assert Path(folder).parent == tmp_path / "home" / "gguf" and Path(folder).name.startswith("tiny-")
     async with await Engine.start({"model": folder}, **options) as engine:
         assert (await engine.generate("ab 48", sampling)).token_ids == answer.token_ids
+
+
+def test_the_directory_holds_no_weights(directory: Callable[..., Path]) -> None:
+    assert sum(file.stat().st_size for file in directory(kind=Kind.Q8_0).iterdir()) < 60_000
+
+
+@pytest.mark.parametrize(("change", "told"), [("rewritten", "has changed; name the file itself"), ("gone", "No such")])
+def test_a_directory_whose_file_is_another_or_gone_is_one_line(
+    directory: Callable[..., Path], tmp_path: Path, change: str, told: str
+) -> None:
+    folder = directory()
+    path = tmp_path / "tiny.gguf"
+    if change == "gone":
+        path.unlink()
+    else:
+        os.utime(path, ns=(0, 0))
+    with pytest.raises(ModelError, match=told) as caught:
+        open_gguf(folder)
+    assert "\n" not in str(caught.value) and str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"format": 4}', b'{"file": "x", "format": 99}'])
+def test_a_directory_of_another_version_describes_no_file(directory: Callable[..., Path], content: bytes) -> None:
+    folder = directory()
+    (folder / SOURCE).write_bytes(content)
+    assert open_gguf(folder) is None
+
+
+def test_a_file_replaced_while_it_is_read_stays_what_it_was(
+    write: Callable[..., tuple[Path, Any]], tmp_path: Path
+) -> None:
+    path, _ = write()
+    opened = read_gguf(path, "model=x")
+    before = [opened.read(tensor) for tensor in opened.tensors]
+    (tmp_path / "other").write_bytes(bytes(path.stat().st_size))
+    (tmp_path / "other").replace(path)
+    assert all(np.array_equal(opened.read(tensor), raw) for tensor, raw in zip(opened.tensors, before, strict=True))
+
+
+def test_a_file_cut_while_it_is_read_is_one_line(write: Callable[..., tuple[Path, Any]]) -> None:
+    path, _ = write()
+    opened = read_gguf(path, "model=x")
+    os.truncate(path, opened.start)
+    with pytest.raises(ModelError, match="was cut short while it was read"):
+        opened.read(opened.tensors[0])
+
+
+def test_a_part_of_several_is_told_even_where_only_the_first_says_what_it_is(tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "tiny-00002-of-00003.gguf", "llama")
+    writer.kv_data[0].clear()
+    writer.add_uint16("split.count", 3)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match="one of 3 parts; join them with llama-gguf-split --merge"):
+        read_gguf(tmp_path / "tiny-00002-of-00003.gguf", "model=x")
+
+
+def test_a_shape_that_is_not_whole_blocks_is_told(write: Callable[..., tuple[Path, Any]]) -> None:
+    path, _ = write(kind=Kind.Q8_0)
+    tensor = next(tensor for tensor in read_gguf(path, "model=x").tensors if tensor.kind is Kind.Q8_0)
+    name, content = tensor.name.encode(), path.read_bytes()
+    at = content.index(name) + len(name) + 4
+    for wrong in (0, tensor.shape[0] - 1):
+        path.write_bytes(content[:at] + wrong.to_bytes(8, "little") + content[at + 8 :])
+        with pytest.raises(ModelError, match=rf"tensor '{tensor.name}' of type Q8_0 has shape \[{wrong}, "):
+            read_gguf(path, "model=x")

@@ -28,10 +28,10 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
         create(tmp_path / "keys")
         keys = [load(tmp_path / "keys", "verifier"), load(tmp_path / "keys", "drafter")]
     with zmq.Context() as context:
-        hub = Router(context, endpoint, (Hello, Heartbeat), keys[0])
+        router = Router(context, endpoint, (Hello, Heartbeat), keys[0])
         line = Dealer(context, endpoint, "peer", (Stop,), keys[1])
-        yield hub, line
-        hub.close()
+        yield router, line
+        router.close()
         line.close()
 
 
@@ -44,10 +44,10 @@ def await_arrivals(source: Any, count: int) -> list[Any]:
 
 
 def test_messages_come_in_order_with_their_senders_name(pair: Pair) -> None:
-    hub, line = pair
+    router, line = pair
     line.send(Hello(feature_layers=(1,)))
     line.send(Heartbeat())
-    arrived = await_arrivals(hub, 2)
+    arrived = await_arrivals(router, 2)
     assert [(name, message) for name, message, _ in arrived] == [
         ("peer", Hello(feature_layers=(1,))),
         ("peer", Heartbeat()),
@@ -55,26 +55,26 @@ def test_messages_come_in_order_with_their_senders_name(pair: Pair) -> None:
 
 
 def test_the_hub_answers_a_peer_by_name(pair: Pair) -> None:
-    hub, line = pair
+    router, line = pair
     line.send(Heartbeat())
-    await_arrivals(hub, 1)
-    hub.send("peer", Stop())
+    await_arrivals(router, 1)
+    router.send("peer", Stop())
     assert await_arrivals(line, 1) == [(Stop(), [])]
 
 
 def test_malformed_messages_are_counted_and_dropped(pair: Pair) -> None:
-    hub, line = pair
+    router, line = pair
     for garbage in ([b""], [b"\xff\xff"], [b"a", b"b", b"c"]):
         line.socket.send_multipart(garbage)
     line.send(Heartbeat())
-    assert [message for _, message, _ in await_arrivals(hub, 1)] == [Heartbeat()]
-    assert hub.malformed == 3
+    assert [message for _, message, _ in await_arrivals(router, 1)] == [Heartbeat()]
+    assert router.malformed == 3
 
 
 def test_sending_to_a_peer_that_is_gone_neither_blocks_nor_fails(pair: Pair) -> None:
-    hub, _ = pair
+    router, _ = pair
     for _ in range(100):
-        hub.send("nobody", Stop())
+        router.send("nobody", Stop())
 
 
 @pytest.mark.parametrize("transport", ["inproc", "ipc", "tcp"])
@@ -83,20 +83,20 @@ def test_a_hub_refuses_to_send_to_a_peer_that_leaves_too_much_unread(transport: 
     endpoint = endpoints[transport]
     message, text = Start(request=1, round=0, sampling=SamplingParams()), np.zeros(1 << 16, np.int32)
     with zmq.Context() as context:
-        hub = Router(context, endpoint, (Hello,), unread=8)
+        router = Router(context, endpoint, (Hello,), unread=8)
         line = Dealer(context, endpoint, "peer", (Start,), unread=8)
         line.send(Hello())
-        await_arrivals(hub, 1)
+        await_arrivals(router, 1)
         sent = 0
-        while sent < 500 and hub.send("peer", message, [text]):
+        while sent < 500 and router.send("peer", message, [text]):
             sent += 1
         assert 8 <= sent < 500
         assert len(await_arrivals(line, sent)) == sent
         deadline = time.monotonic() + 10
-        while not (sends_again := hub.send("peer", message, [text])) and time.monotonic() < deadline:
+        while not (sends_again := router.send("peer", message, [text])) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert sends_again
-        hub.close()
+        router.close()
         line.close()
 
 
@@ -107,14 +107,14 @@ def test_a_line_joins_once_for_every_hub_it_finds() -> None:
         assert not line.joined()
         for _ in range(2):
             with zmq.Context() as its_own:  # whose end waits until the port is free again
-                hub = Router(its_own, endpoint, (Hello,))
+                router = Router(its_own, endpoint, (Hello,))
                 deadline = time.monotonic() + 10
                 while not (joined := line.joined()) and time.monotonic() < deadline:
                     time.sleep(0.01)
                 assert joined and not line.joined()
                 line.send(Hello())
-                assert len(await_arrivals(hub, 1)) == 1
-                hub.close()
+                assert len(await_arrivals(router, 1)) == 1
+                router.close()
         line.close()
 
 
@@ -124,16 +124,16 @@ def test_a_line_with_another_key_is_not_let_in(tmp_path: Path) -> None:
     ours, theirs = load(tmp_path / "ours", "verifier"), load(tmp_path / "theirs", "drafter")
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     with zmq.Context() as context:
-        hub = Router(context, endpoint, (Hello,), ours)
+        router = Router(context, endpoint, (Hello,), ours)
         stranger = Dealer(context, endpoint, "stranger", (Stop,), theirs._replace(verifier=ours.public))
         stranger.send(Hello())
         with pytest.raises(ConfigError, match=r"does not let this drafter in; put its drafter\.key"):
             deadline = time.monotonic() + 10
             while time.monotonic() < deadline and not stranger.joined():
                 time.sleep(0.01)
-        assert not list(hub.received())
+        assert not list(router.received())
         stranger.close()
-        hub.close()
+        router.close()
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_link_whose_ends_hold_different_keys_is_told_instead_of_tried_for_ever
     keys = {"ours": ours, "mixed": ours._replace(verifier=load(tmp_path / "theirs", "drafter").verifier), None: None}
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     with zmq.Context() as context:
-        hub = Router(context, endpoint, (Hello,), load(tmp_path / verifier, "verifier") if verifier else None)
+        router = Router(context, endpoint, (Hello,), load(tmp_path / verifier, "verifier") if verifier else None)
         line = Dealer(context, endpoint, "peer", (Stop,), keys[drafter])
         with pytest.raises(ConfigError) as error:
             deadline = time.monotonic() + 30
@@ -161,7 +161,7 @@ def test_a_link_whose_ends_hold_different_keys_is_told_instead_of_tried_for_ever
                 time.sleep(0.01)
         assert str(error.value).startswith(f"tcp.keys: {endpoint} {told}; ")
         line.close()
-        hub.close()
+        router.close()
 
 
 def test_a_taken_port_is_told_in_one_line() -> None:
@@ -208,15 +208,15 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytes
 def test_a_hub_whose_folder_was_taken_serves_its_peers_and_binds_nothing_there(tmp_path: Path) -> None:
     folder = tmp_path / "talon-1"
     with zmq.Context() as context:
-        hub = Router(context, f"ipc://{folder}/x", (Heartbeat,))
+        router = Router(context, f"ipc://{folder}/x", (Heartbeat,))
         line = Dealer(context, f"ipc://{folder}/x", "peer", (Stop,))
         line.send(Heartbeat())
-        assert len(await_arrivals(hub, 1)) == 1
+        assert len(await_arrivals(router, 1)) == 1
         (folder / "x").unlink()
         folder.chmod(0o777)
-        hub.restore()
+        router.restore()
         assert not list(folder.iterdir())
         line.send(Heartbeat())
-        assert len(await_arrivals(hub, 1)) == 1
-        hub.close()
+        assert len(await_arrivals(router, 1)) == 1
+        router.close()
         line.close()

@@ -20,6 +20,7 @@ from engine.core.drafter_protocol import Drafter, Verdict
 from engine.core.errors import RequestError
 from engine.core.methods import METHODS, Method
 from engine.core.tree import TokenTree
+from engine.verifier.conservative_bandit import ConservativeBandit
 from engine.verifier.cost_model import CostModel
 from tests.conftest import VOCABULARY
 from tests.engine.schemas import SCHEMAS
@@ -110,9 +111,9 @@ def plain(tiny: str) -> dict[str, Result]:
 async def test_what_a_request_says_holds_with_every_drafter(
     tiny: str, plain: dict[str, Result], method: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(METHODS, "oracle", Method("tests.engine.test_own_say:Oracle"))
+    monkeypatch.setitem(METHODS, "oracle", Method("tests.engine.test_request_options:Oracle"))
     monkeypatch.setattr(CostModel, "patience_s", lambda *_: 1.0)  # drafts are waited for on a busy machine too
-    monkeypatch.setattr(CostModel, "worth_waiting", lambda *_: True)
+    monkeypatch.setattr(ConservativeBandit, "takes", lambda *_: True)  # and made, whatever they take
     monkeypatch.setattr(Oracle, "answers", {PARAMS[name].seed: result.token_ids for name, result in plain.items()})
     drafted = await answers(tiny, method=method, mode=mode)
     for name, result in drafted.items():

@@ -1,0 +1,103 @@
+"""Rows of an embedding: of numbers, or of a matrix in tiles (`engine.kernels.quant`), held once if it is the output
+matrix too.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import carray, literally, njit, types
+from numba.extending import intrinsic
+from torch import Tensor
+
+from engine.kernels.amx import TILE_BYTES
+from engine.kernels.quant.layouts import STEP, QuantLayout
+from engine.kernels.quant.unpack import unpack_at
+from engine.kernels.simd import FLOAT32, LANES, half_at, int_at, multiply, numbers_at, put_float, splat, store
+from engine.kernels.threads import Kernel, address_of, kernel, num_threads, thread_id
+
+EMBED = np.dtype(
+    [
+        (name, "i8")
+        for name in (
+            "tokens",  # [rows] int32, each below vocab
+            "rows",
+            "embedding",  # [vocab, hidden], or panels of tiles
+            "residual",  # out: [rows, hidden] float32
+            "hidden",
+            "width",
+            "panel_bytes",
+        )
+    ]
+    + [("scale", "f4")]
+)
+
+
+@kernel(EMBED)
+def embed_kernel(address: Any) -> None:
+    """residual = scale * the tokens' rows of an embedding [vocab, hidden]."""
+    work = carray(address, 1)[0]
+    scale = splat(work.scale)
+    for row in range(thread_id(), work.rows, num_threads()):
+        source = work.embedding + int_at(work.tokens + 4 * row) * work.hidden * work.width
+        place = work.residual + row * work.hidden * 4
+        for at in range(0, work.hidden, LANES):
+            store(multiply(numbers_at(source + at * work.width, work.width), scale), place + 4 * at, FLOAT32)
+
+
+@cache
+def tiled_embed_kernel(layout: QuantLayout) -> Kernel:
+    """The same for an embedding in tiles of that layout."""
+    number = layout.number
+
+    @kernel(EMBED, layout.kind)
+    def compiled(address: Any) -> None:
+        work, room = carray(address, 1)[0], _room()
+        for row in range(thread_id(), work.rows, num_threads()):
+            token = int_at(work.tokens + 4 * row)
+            panel, output = work.embedding + token // LANES * work.panel_bytes, token % LANES
+            place = work.residual + row * work.hidden * 4
+            for step in range((work.hidden + STEP - 1) // STEP):
+                _unpack(number, panel, step, room)
+                for i in range(min(STEP, work.hidden - step * STEP)):
+                    number_at = room + i // 2 * 4 * LANES + 4 * output + 2 * (i % 2)
+                    put_float(place + 4 * (step * STEP + i), half_at(number_at) * work.scale)
+
+    return compiled()
+
+
+@njit
+def _unpack(layout: int, panel: int, step: int, place: int) -> None:
+    unpack_at(literally(layout), panel, step, place)
+
+
+@intrinsic
+def _room(context: Any) -> Any:
+    """The address of room for a tile of bfloat16, until the caller returns."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        with builder.goto_entry_block():
+            room = builder.alloca(ir.ArrayType(ir.IntType(8), TILE_BYTES))
+        room.align = 64
+        return builder.ptrtoint(room, ir.IntType(64))
+
+    return types.int64(), generate
+
+
+def read_rows(layout: QuantLayout, tiles: Tensor, inputs: int, indices: Tensor) -> Tensor:
+    """[indices, inputs] bfloat16: rows of a matrix in tiles [panels, tiles, bytes]. Raises IndexError for any that is
+    not there.
+    """
+    tokens = indices.reshape(-1).to(torch.int32).contiguous()
+    if len(tokens) and not (int(tokens.min()) >= 0 and int(tokens.max()) < len(tiles) * LANES):
+        raise IndexError(f"rows are numbered from 0 to {len(tiles) * LANES - 1}")
+    found, record = torch.empty(len(tokens), inputs), np.zeros(1, EMBED)
+    record["tokens"], record["rows"], record["embedding"] = tokens.data_ptr(), len(tokens), tiles.data_ptr()
+    record["residual"], record["hidden"] = found.data_ptr(), inputs
+    record["panel_bytes"], record["scale"] = tiles[0].nbytes, 1
+    tiled_embed_kernel(layout)(address_of(record), len(tokens))
+    return found.bfloat16()

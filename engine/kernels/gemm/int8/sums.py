@@ -1,0 +1,173 @@
+"""The sums of a product with rows of 8 bits, for a block of rows and 16 outputs: see `layout`.
+
+For each group, in order: the whole number sum(code * input), as float32, which it fits exactly, is multiplied with
+(scale * row's scale), rounded once, and added to the row's sum with one rounding; then offset * (row's scale * sum of
+inputs) is, with one rounding. So a row's sums are the same on all instruction sets, and whatever rows are beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from engine.kernels.amx import LINE_BYTES, fetch_line, pointer
+from engine.kernels.gemm.int8.dots import InstructionSet, dot, same, spread_word, words
+from engine.kernels.gemm.int8.layout import OFFSET_AT, ROW_GROUP_BYTES, SCALE_AT, SUMS_AT, VECTORS, Int8Layout
+from engine.kernels.gemm.matmul_sums import ROW_BYTES, row_counts
+from engine.kernels.quant.layouts import STEP as BLOCK_INPUTS
+from engine.kernels.simd import FLOAT, LANES, fused
+
+_BYTE, _INT, _WORD = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+_AHEAD = 8  # groups by which codes are prefetched ahead
+
+
+@intrinsic(prefer_literal=True)
+def sum_groups(
+    context: Any, instructions: Any, layout: Any, rows: Any, x: Any, tiles: Any, blocks: Any, room: Any
+) -> Any:
+    """The products of a block of rows with 16 outputs, in `room`: [rows, 2 * 16] float32, of which the first 16 of each
+    row are written.
+
+    instructions, layout: compile-time constants. rows: at most `InstructionSet.rows`. x: address of the rows' groups
+    [groups, rows]. tiles: of the outputs' [blocks].
+    """
+    used, of = InstructionSet(instructions.literal_value), Int8Layout.of_number(layout.literal_value)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        for part in range(LANES // used.lanes):
+            for count in row_counts(builder, args[2], used.rows):
+                _Block(builder, used, of, count, part).sum(*args[3:])
+        return context.get_dummy_value()
+
+    return types.void(instructions, layout, *[types.int64] * 5), generate
+
+
+class _Block:
+    """Emits the sums of `count` rows and the outputs of a vector, the `part`th of 16 outputs."""
+
+    def __init__(self, builder: ir.IRBuilder, used: InstructionSet, of: Int8Layout, count: int, part: int):
+        self.builder, self.used, self.of, self.count, self.part = builder, used, of, count, part
+        self.floats, self.ints = ir.VectorType(FLOAT, used.lanes), words(used.lanes)
+
+    def sum(self, x: ir.Value, tiles: ir.Value, blocks: ir.Value, room: ir.Value) -> None:
+        """As `sum_groups`."""
+        builder, of = self.builder, self.of
+        sums = [cgutils.alloca_once(builder, self.floats) for _ in range(self.count)]
+        for cell in sums:
+            builder.store(same(self.floats, 0.0), cell)
+        with cgutils.for_range(builder, blocks) as loop:
+            tile = self._after(tiles, loop.index, of.tile_bytes)
+            groups = self._after(x, loop.index, of.groups * self.count * ROW_GROUP_BYTES)
+            numbers = [self._number(tile, i) for i in range(of.scales + of.offsets)]
+            if of.factors and of.offsets:
+                numbers[-1] = builder.fneg(numbers[-1])
+            if of.groups == 1:
+                self._add_group(sums, tile, _WORD(0), groups, numbers)
+            else:
+                with cgutils.for_range(builder, _WORD(of.groups)) as inner:
+                    here = self._after(groups, inner.index, self.count * ROW_GROUP_BYTES)
+                    self._add_group(sums, tile, inner.index, here, numbers)
+        for row, cell in enumerate(sums):
+            place = builder.add(room, _WORD(row * ROW_BYTES + 4 * self.part * self.used.lanes))
+            builder.store(builder.load(cell), pointer(builder, place, self.floats), align=4)
+
+    def _add_group(
+        self, sums: list[ir.Value], tile: ir.Value, group: ir.Value, x: ir.Value, numbers: list[ir.Value]
+    ) -> None:
+        """Add a group's products. numbers: the tile's scales and offsets."""
+        builder, of = self.builder, self.of
+        codes_at = self._after(builder.add(tile, _WORD(of.codes_at)), group, of.code_bytes)
+        ahead = _AHEAD * of.tile_bytes // of.groups
+        for line in range(0, of.tile_bytes // of.groups, LINE_BYTES):
+            fetch_line(builder, builder.add(codes_at, _WORD(ahead + line)))
+        if of.factors:
+            size = of.group_factors * LANES
+            here = self._after(builder.add(tile, _WORD(of.factors_at)), group, size)
+            factors = [self._factor(builder.add(here, _WORD(i * LANES))) for i in range(of.group_factors)]
+            whole = [numbers[0], numbers[0] if of.halves else numbers[-1]]
+            numbers = [builder.fmul(whole[i], factor) for i, factor in enumerate(factors)]
+        codes = self._codes(codes_at)
+        for row, cell in enumerate(sums):
+            total = builder.load(cell)
+            for pair in self._products(codes, numbers, x, row * ROW_GROUP_BYTES):
+                total = fused(builder, *pair, total)
+            builder.store(total, cell)
+
+    def _products(
+        self, codes: list[ir.Value], numbers: list[ir.Value], x: ir.Value, at: int
+    ) -> list[tuple[ir.Value, ir.Value]]:
+        """What a group adds to a row's sums, as pairs to be multiplied. at: where the row's group begins, after x."""
+        builder, of, used = self.builder, self.of, self.used
+
+        def word(place: int, kind: ir.Type) -> ir.Value:
+            return spread_word(builder, builder.add(x, _WORD(at + place)), kind, used.lanes)
+
+        scale, halves = word(SCALE_AT, FLOAT), 2 if of.halves else 1
+        parts = []
+        for half in range(halves):
+            some = codes[half * VECTORS // halves : (half + 1) * VECTORS // halves]
+            start = same(self.ints, 0)
+            if of.centre and not (of.bits == 8 and used is InstructionSet.AVX2):
+                sums = word(SUMS_AT + 4 * (1 + half if of.halves else 0), _INT)
+                start = builder.shl(sums, same(self.ints, of.bits - 1))
+            whole = dot(builder, used, of.bits, some, x, at + half * BLOCK_INPUTS // 2, start)
+            parts.append((builder.sitofp(whole, self.floats), builder.fmul(numbers[half], scale)))
+        if of.offsets:
+            parts.append((numbers[1], word(OFFSET_AT, FLOAT)))
+        return parts
+
+    def _after(self, address: ir.Value, index: ir.Value, size: int) -> ir.Value:
+        """The address of an element of that size."""
+        return self.builder.add(address, self.builder.mul(index, _WORD(size)))
+
+    def _number(self, tile: ir.Value, index: int) -> ir.Value:
+        """A tile's scales or offsets, as float32."""
+        builder, of = self.builder, self.of
+        lanes = self.used.lanes
+        first = _WORD(index * of.number_bytes + self.part * lanes * of.number_bytes // LANES)
+        address = builder.add(tile, first)
+        if of.wide:
+            return builder.load(pointer(builder, address, self.floats), align=4)
+        halves = builder.load(pointer(builder, address, ir.VectorType(ir.HalfType(), lanes)), align=2)
+        return builder.fpext(halves, self.floats)
+
+    def _factor(self, address: ir.Value) -> ir.Value:
+        """A group's factors, as float32; those of halves count from 128."""
+        builder, kind = self.builder, ir.VectorType(_BYTE, self.used.lanes)
+        place = pointer(builder, builder.add(address, _WORD(self.part * self.used.lanes)), kind)
+        numbers = builder.zext(builder.load(place, align=1), self.ints)
+        return builder.sitofp(builder.sub(numbers, same(self.ints, 128 if self.of.halves else 0)), self.floats)
+
+    def _codes(self, address: ir.Value) -> list[ir.Value]:
+        """A group's eight vectors of codes; those of 8 bits as signed numbers for AVX2."""
+        builder, bits = self.builder, self.of.bits
+
+        def vector(index: int) -> ir.Value:
+            place = builder.add(address, _WORD(4 * (index * LANES + self.part * self.used.lanes)))
+            return builder.load(pointer(builder, place, self.ints), align=4)
+
+        def masked(x: ir.Value, mask: int) -> ir.Value:
+            """These bits of every byte."""
+            return builder.and_(x, same(self.ints, mask * 0x01010101))
+
+        def up(x: ir.Value, by: int) -> ir.Value:
+            kind = self.ints
+            return builder.shl(x, same(kind, by)) if by > 0 else builder.lshr(x, same(kind, -by)) if by else x
+
+        if bits == 8:
+            whole = [vector(i) for i in range(VECTORS)]
+            signs = same(self.ints, 0x80808080 - (1 << 32))
+            return [builder.xor(x, signs) for x in whole] if self.used is InstructionSet.AVX2 else whole
+        both = [vector(i) for i in range(VECTORS // 2)]
+        codes = [masked(x, 15) for x in both] + [masked(up(x, -4), 15) for x in both]
+        if bits == 5:
+            plane = vector(4)
+            codes = [builder.or_(x, masked(up(plane, 4 - i), 16)) for i, x in enumerate(codes)]
+        if bits == 6:
+            planes = [vector(4), vector(5)]
+            codes = [builder.or_(x, masked(up(planes[i // 4], 4 - 2 * (i % 4)), 48)) for i, x in enumerate(codes)]
+        return codes

@@ -1,0 +1,69 @@
+"""Blocks of a GGUF file as bfloat16, rounded once: the bits that the package `gguf` gives, ten times as fast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from numba import njit
+from numpy.typing import NDArray
+
+from engine.kernels.jit_cache import versioned
+from engine.kernels.quant.layouts import Bytes, QuantLayout
+
+
+def dequantised(layout: QuantLayout, raw: Bytes) -> NDArray[np.uint16]:
+    """[rows, inputs] bits of bfloat16. layout: of codes whose scales are no exponents. raw: [rows, row bytes]."""
+    blocks = np.ascontiguousarray(raw).reshape(-1, GGML_QUANT_SIZES[GGMLQuantizationType[layout.kind]][1])
+    groups = layout.inputs // layout.group
+    scales = _half(blocks, layout.scale)
+    offsets = np.full_like(scales, -0.0) if layout.offset is None else _half(blocks, layout.offset)
+    if layout.factors is None:
+        scales, offsets = scales.repeat(groups, 1), offsets.repeat(groups, 1)
+    else:
+        factors = layout.factors(blocks).astype(np.float32) - np.float32(layout.factor_bias)
+        scales = scales * factors[:, :groups]
+        offsets = -(offsets * factors[:, groups:]) if layout.offset is not None else np.full_like(scales, -0.0)
+    numbers = np.empty((len(blocks), layout.inputs), np.uint16)
+    _numbers(blocks, np.array(layout.planes, np.int64), _values_of_codes(layout), scales, offsets, numbers)
+    return numbers.reshape(len(raw), -1)
+
+
+def _half(blocks: Bytes, at: int) -> NDArray[np.float32]:
+    """[blocks, 1] the number at that byte of each block."""
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
+
+
+def _values_of_codes(layout: QuantLayout) -> NDArray[np.float32]:
+    if layout.values is not None:
+        return np.array(layout.values, np.float32)
+    codes = np.arange(1 << layout.bits)
+    return (codes.astype(np.int8) if layout.signed else codes - layout.bias).astype(np.float32)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+@versioned
+def _numbers(blocks: Any, planes: Any, values: Any, scales: Any, offsets: Any, numbers: Any) -> None:
+    """numbers = scale * value of the code + offset, each operation rounded to float32."""
+    inputs, groups = numbers.shape[1], scales.shape[1]
+    group = inputs // groups
+    codes, made = np.empty(inputs, np.uint8), np.empty(inputs, np.float32)
+    bits_of = made.view(np.uint32)
+    for block in range(len(blocks)):
+        codes[:] = 0
+        for at, bits, together, up in planes:
+            mask = np.uint8((1 << bits) - 1)
+            for first in range(0, inputs, together):
+                part = first // together
+                begin, down = at + part * bits // 8 * together, np.uint8(part * bits % 8)
+                for i in range(together):
+                    codes[first + i] |= (blocks[block, begin + i] >> down & mask) << np.uint8(up)
+        for g in range(groups):
+            scale, offset = scales[block, g], offsets[block, g]
+            for i in range(g * group, (g + 1) * group):
+                made[i] = scale * values[codes[i]] + offset
+        for i in range(inputs):
+            whole = bits_of[i]
+            rounded = (whole + np.uint32(0x7FFF) + (whole >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+            numbers[block, i] = 0x7FC0 if made[i] != made[i] else rounded

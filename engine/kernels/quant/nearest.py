@@ -1,0 +1,52 @@
+"""Matrices rounded to codes of 8 bits: for draft heads, since it may change drafts and never a text."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.kernels.quant.layouts import STEP
+from engine.kernels.quant.stored import StoredMatrix
+
+_AT_ONCE = 4096  # rows that are rounded together, which bounds the memory
+_NORMAL = 2.0**-14  # float16 has its full precision from here on
+
+
+def nearest(weight: Tensor) -> StoredMatrix:
+    """The codes of 8 bits that are nearest to a matrix [outputs, inputs], inputs a multiple of 32. They miss it by half
+    a percent. Where float16 cannot hold a scale, the numbers as bfloat16.
+    """
+    codes, scales = nearest_codes(weight)
+    if scales.dtype != torch.float16:
+        return StoredMatrix.of_numbers(weight)
+    blocks = codes.numpy().reshape(*scales.shape, STEP).view(np.uint8)
+    raw = np.concatenate([scales.numpy()[..., None].view(np.uint8), blocks], axis=2)
+    return StoredMatrix("Q8_0", raw.reshape(len(weight), -1))
+
+
+def nearest_codes(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [outputs, inputs] int8, and scales [outputs, inputs / 32] float16, or float32 where float16 cannot hold
+    one.
+    """
+    parts = [_nearest(rows) for rows in weight.split(_AT_ONCE)]
+    codes, scales = (torch.cat(part) for part in zip(*parts, strict=True))
+    halves = scales.half()
+    return codes, scales if ((scales > 0) & (halves < _NORMAL)).any() else halves
+
+
+def values_of(codes: Tensor, scales: Tensor) -> Tensor:
+    """[outputs, inputs] bfloat16. Raises ValueError if the shapes do not match."""
+    if codes.dim() != 2 or scales.shape != (len(codes), codes.shape[1] / STEP):
+        raise ValueError(f"scales of shape {list(scales.shape)} do not match codes of shape {list(codes.shape)}")
+    whole = codes.float().unflatten(1, (-1, STEP)) * scales.float()[..., None]
+    return whole.flatten(1).to(torch.bfloat16)
+
+
+def _nearest(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [rows, inputs] int8 and scales [rows, inputs / 32] float32, as float16 holds them where it does."""
+    blocks = rows.detach().float().unflatten(1, (-1, STEP))
+    scales = blocks.abs().amax(-1) / 127
+    scales = torch.where(scales < _NORMAL, scales, scales.half().float())
+    codes = (blocks / scales.clamp(min=1e-30)[..., None]).round().clamp(-127, 127)
+    return codes.to(torch.int8).flatten(1), scales

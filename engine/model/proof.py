@@ -1,0 +1,79 @@
+"""What a trial at load found, remembered for later starts with the same file, software and processor.
+
+The trial compares the lean decoder with the stock forward, for which every weight is dequantised: seconds for each
+billion. What it found is the attention rule of each layer; that it agreed is what the file's existence says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import platform
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import torch
+
+from engine.config import Activations
+from engine.files.whole_file import write_whole
+from engine.kernels.attention.attention import Rule
+from engine.kernels.simd import features
+
+_NAME = "proof.json"
+_ENGINE = Path(__file__).parents[1]
+_COMPARED = ("kernels", "model", "weights", "core")  # folders whose code takes part
+_LIBRARIES = ("torch", "transformers", "numba", "llvmlite", "gguf", "numpy")
+
+
+class Proof:
+    """folder: the directory that describes the file, and is made anew when the file changes. context: of the trial.
+    activations: how products took their rows.
+    """
+
+    def __init__(self, folder: Path, context: int, activations: Activations):
+        self._file = folder / _NAME
+        self._under = [f"context {context}", f"activations {activations}", *_versions()]
+
+    def read(self) -> dict[int, Rule] | None:
+        """The rule of each layer; None if the model has to be tried."""
+        try:
+            found = json.loads(self._file.read_bytes())
+            if found["under"] != self._under:
+                return None
+            return {layer: _rule(**rule) for layer, rule in enumerate(found["rules"])}
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+
+    def write(self, rules: dict[int, Rule]) -> None:
+        """Remember that the model agreed. It only saves time, so a folder that cannot be written is no error."""
+        stored = [
+            {
+                "scale": rule.scale,
+                "window": rule.window,
+                "softcap": rule.softcap,
+                "sinks": None if rule.sinks is None else rule.sinks.tolist(),
+            }
+            for _, rule in sorted(rules.items())
+        ]
+        with contextlib.suppress(OSError):
+            write_whole(self._file, json.dumps({"under": self._under, "rules": stored}).encode())
+
+
+def _rule(scale: float, window: int, softcap: float, sinks: list[float] | None) -> Rule:
+    return Rule(scale, window, softcap, None if sinks is None else torch.tensor(sinks))
+
+
+@cache
+def _versions() -> list[str]:
+    """Of all that may change a bit: our code, the libraries, the processor, the threads' number aside."""
+    files = [file for folder in _COMPARED for file in sorted((_ENGINE / folder).rglob("*.py"))]
+    ours = crc32(b"".join(file.read_bytes() for file in files))
+    processor: Any = crc32(" ".join(sorted(features())).encode())
+    return [
+        f"talon {ours:x}",
+        *(f"{name} {version(name)}" for name in _LIBRARIES),
+        f"{platform.machine()} {processor:x}",
+    ]

@@ -1,0 +1,170 @@
+"""Logits of the stock forward of a model: of a whole one in memory, or layer by layer of one whose weights are not.
+
+In the second the stock code runs as it is. A forward whose layers pass on what they get shows what each layer is called
+with. Then every layer runs with its own weights, read for it and dropped after it, on all texts that are asked for; and
+a last forward, whose layers give what the last one made, ends as the stock forward does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from engine.kernels.attention.attention import Rule
+from engine.kernels.quant.stored import StoredMatrix
+from engine.model.masked import refusal
+from engine.model.stock import NAME
+
+_HEAD_ROWS = 1 << 14  # outputs of the last matrix that are in memory together
+
+
+class StockLogits(Protocol):
+    """The forward that a trial compares with."""
+
+    def __call__(self, tokens: list[int], starts: Sequence[int]) -> list[Tensor]:
+        """[tokens, vocab] float32 for the text at each of these first positions."""
+        ...
+
+
+class WholeStock:
+    """The forward of a model that is in memory. Raises ModelError if it cannot run."""
+
+    def __init__(self, model: Any, name: str):
+        self.model, self.name = model, name
+
+    def __call__(self, tokens: list[int], starts: Sequence[int]) -> list[Tensor]:
+        return [self._logits(tokens, start) for start in starts]
+
+    def _logits(self, tokens: list[int], start: int) -> Tensor:
+        device = self.model.device
+        places = {"position_ids": torch.arange(start, start + len(tokens), device=device)[None]} if start else {}
+        try:
+            logits: Tensor = self.model(torch.tensor([tokens], device=device), **places).logits[0].float()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise refusal(self.model, self.name) from error
+        return logits
+
+
+class ReadsParameters(Protocol):
+    """Where the weights come from."""
+
+    def matrix(self, parameter: Tensor) -> StoredMatrix: ...
+    def values(self, parameter: Tensor) -> Tensor: ...
+
+
+class LayeredStock:
+    """The forward of a model of the common structure whose matrices are on the meta device.
+
+    passed: for each call, the attention rule of each layer.
+    """
+
+    def __init__(self, model: Any, weights: ReadsParameters):
+        self.model, self.weights = model, weights
+        self.passed: list[dict[int, Rule]] = []
+
+    def __call__(self, tokens: list[int], starts: Sequence[int]) -> list[Tensor]:
+        with self._embedding_of(tokens):
+            calls = [self._calls(len(tokens), start) for start in starts]
+            with self._talons_attention():
+                marked = self._calls(len(tokens), 0)
+        states = [call[0].args[0] for call in calls]
+        rules: dict[int, Rule] = {}
+        for index, layer in enumerate(self.model.model.layers):
+            weights = {name: self.weights.values(weight) for name, weight in layer.named_parameters()}
+            with self._talons_attention():
+                _run(layer, weights, marked[index], states[0], exact=_Observer(rules))
+            states = [_run(layer, weights, call[index], state) for call, state in zip(calls, states, strict=True)]
+        self.passed.append(rules)
+        with self._embedding_of(tokens), self._layers(lambda *_, **__: torch.cat(states)), self._head_in_slices():
+            ids = torch.arange(len(tokens)).expand(len(starts), -1)
+            return [*self.model(ids, use_cache=False).logits.float()]
+
+    def _calls(self, rows: int, start: int) -> list[_Call]:
+        """What each layer is called with for a text that begins at this position."""
+        calls: list[_Call] = []
+
+        def pass_on(state: Tensor, *args: Any, **options: Any) -> Tensor:
+            calls.append(_Call((state, *args), options))
+            return state
+
+        places = {"position_ids": torch.arange(start, start + rows)[None]} if start else {}
+        with self._layers(pass_on):
+            self.model.model(torch.arange(rows)[None], use_cache=False, **places)
+        return calls
+
+    @contextmanager
+    def _layers(self, forward: Callable[..., Tensor]) -> Iterator[None]:
+        """In this context, all layers do that instead of their own forward."""
+        for layer in self.model.model.layers:
+            layer.forward = forward
+        try:
+            yield
+        finally:
+            for layer in self.model.model.layers:
+                del layer.forward
+
+    @contextmanager
+    def _embedding_of(self, tokens: list[int]) -> Iterator[None]:
+        """In this context, the vocabulary is the tokens of the text, in its order."""
+        embedding = self.model.model.embed_tokens
+        whole, padding = embedding.weight, embedding.padding_idx
+        embedding.weight = nn.Parameter(self.weights.matrix(whole).rows(torch.tensor(tokens)), requires_grad=False)
+        embedding.padding_idx = None
+        try:
+            yield
+        finally:
+            embedding.weight, embedding.padding_idx = whole, padding
+
+    @contextmanager
+    def _head_in_slices(self) -> Iterator[None]:
+        """In this context, few rows of the output matrix are in memory together."""
+        head = self.model.lm_head
+        matrix = self.weights.matrix(head.weight)
+
+        def multiply(state: Tensor) -> Tensor:
+            starts = range(0, len(head.weight), _HEAD_ROWS)
+            parts = [F.linear(state, matrix.row_slice(at, at + _HEAD_ROWS).values()) for at in starts]
+            logits = torch.cat(parts, dim=-1)
+            return logits if head.bias is None else logits + head.bias
+
+        head.forward = multiply
+        try:
+            yield
+        finally:
+            del head.forward
+
+    @contextmanager
+    def _talons_attention(self) -> Iterator[None]:
+        usual = self.model.config._attn_implementation
+        self.model.set_attn_implementation(NAME)
+        try:
+            yield
+        finally:
+            self.model.set_attn_implementation(usual)
+
+
+class _Call(NamedTuple):
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+def _run(layer: nn.Module, weights: dict[str, Tensor], call: _Call, state: Tensor, **more: Any) -> Tensor:
+    made: Tensor = functional_call(layer, weights, (state, *call.args[1:]), call.options | more)
+    return made
+
+
+class _Observer:
+    """Notes the rules that layers pass to attention, and attends to nothing."""
+
+    def __init__(self, rules: dict[int, Rule]):
+        self.rules = rules
+
+    def attend(self, layer: int, rule: Rule, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self.rules[layer] = rule
+        return torch.zeros_like(query.transpose(1, 2))

@@ -1,0 +1,89 @@
+"""The parameters of a stock model on the meta device, read from a GGUF file one at a time.
+
+llama.cpp renames tensors, permutes the rows of some and offsets the values of others. What undoes that are the names of
+the package `gguf` and transformers' own processors, given the numbers of the rows instead of a matrix: the order of the
+rows is then known without moving any.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import MODEL_ARCH_NAMES, dequantize, get_tensor_name_map
+from torch import Tensor, nn
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+
+from engine.core.errors import ModelError
+from engine.kernels.quant.layouts import has_layout
+from engine.kernels.quant.stored import StoredMatrix
+from engine.weights.gguf_file import GgufFile, GgufTensor
+
+
+class Unreadable(Exception):
+    """A parameter is stored in a way that is not read here, but perhaps by transformers."""
+
+
+class GgufWeights:
+    """model: its parameters, known by identity, are those that the methods take."""
+
+    def __init__(self, gguf: GgufFile, model: Any):
+        self.gguf, self.dtype = gguf, model.dtype
+        config = model.config.get_text_config()
+        self._processor = TENSOR_PROCESSORS.get(gguf.architecture, TensorProcessor)(config=config.to_dict())
+        architecture = next((key for key, name in MODEL_ARCH_NAMES.items() if name == gguf.architecture), None)
+        if architecture is None:
+            raise Unreadable(f"gguf knows no {gguf.architecture}")
+        names = get_tensor_name_map(architecture, config.num_hidden_layers)
+        tensors = {tensor.name: tensor for tensor in gguf.tensors}
+        self._stored: dict[int, GgufTensor] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            module, _, suffix = name.rpartition(".")
+            if (tensor := tensors.get(f"{names.get_name(module)}.{suffix}")) is not None:
+                self._stored[id(parameter)] = tensor
+        read = {tensor.name for tensor in self._stored.values()}
+        if left := [name for name in tensors if name not in read and not name.startswith("rope_")]:
+            raise Unreadable(f"{left[0]} is not of this model")
+        for name, parameter in model.named_parameters():
+            if id(parameter) not in self._stored:
+                raise Unreadable(f"{name} is not in the file")
+
+    def matrix(self, parameter: Tensor) -> StoredMatrix:
+        """A matrix [outputs, inputs] as the file stores it."""
+        tensor = self._stored[id(parameter)]
+        outputs, inputs = parameter.shape
+        rows = np.arange(outputs)[:, None]
+        made = self._processor.process(rows, name=tensor.name)
+        if tensor.shape != (inputs, outputs) or made.name is None or made.weights.shape != rows.shape:
+            raise Unreadable(f"{tensor.name} is stored in another shape")
+        order = np.ascontiguousarray(made.weights[:, 0])
+        if not np.array_equal(np.sort(order), rows[:, 0]):
+            raise Unreadable(f"{tensor.name} is stored with other values")
+        matrix = StoredMatrix.of(tensor.kind.name, self.gguf.read(tensor), inputs)
+        if not has_layout(tensor.kind.name):
+            matrix = StoredMatrix.of_numbers(matrix.values())
+        return matrix if np.array_equal(order, rows[:, 0]) else matrix.reordered(order)
+
+    def values(self, parameter: Tensor) -> Tensor:
+        """A parameter in the model's type."""
+        if parameter.dim() == 2:
+            return self.matrix(parameter).values().to(self.dtype)
+        tensor = self._stored[id(parameter)]
+        raw = dequantize(self.gguf.read(tensor), tensor.kind).reshape(tensor.shape[::-1])
+        made = self._processor.process(raw, name=tensor.name)
+        if made.name is None or made.weights.shape != parameter.shape:
+            raise Unreadable(f"{tensor.name} is stored in another shape")
+        values = torch.from_numpy(np.ascontiguousarray(made.weights)).to(self.dtype)
+        if not values.isfinite().all():
+            raise ModelError(f"model={self.gguf.path}: tensor {tensor.name} holds NaN or infinity; get the file again")
+        return values
+
+    def fill_small(self, model: nn.Module) -> None:
+        """Read every parameter but matrices into the model."""
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.dim() != 2:
+                    made = nn.Parameter(self.values(parameter), requires_grad=False)
+                    setattr(module, name, made)
+                    self._stored[id(made)] = self._stored[id(parameter)]

@@ -1,0 +1,191 @@
+"""Products with rows of 8 bits: the bits of a plain reference, on every instruction set of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.kernels.gemm.int8.dots import PAIRS_OF_16_BITS, InstructionSet, instruction_sets
+from engine.kernels.gemm.int8.layout import CodedMatrix, Int8Layout, rows_at_once
+from engine.kernels.gemm.int8.matmul import Int8Matmul
+from engine.kernels.quant.layouts import layout_of
+from engine.kernels.quant.nearest import nearest
+from tests.engine.kernels.gemm import int8_reference as reference
+from tests.engine.kernels.quant.random_blocks import CODED, random_blocks
+
+pytestmark = pytest.mark.skipif(not instruction_sets(), reason="this processor has no integer products that we know")
+LAYOUTS = [
+    Int8Layout(4),
+    Int8Layout(4, offsets=True),
+    Int8Layout(4, offsets=True, wide=True),
+    Int8Layout(4, offsets=True, factors=True),
+    Int8Layout(5),
+    Int8Layout(5, offsets=True),
+    Int8Layout(5, offsets=True, factors=True),
+    Int8Layout(6, halves=True, wide=True),
+    Int8Layout(6, halves=True, factors=True),
+    Int8Layout(8),
+    Int8Layout(8, wide=True),
+]
+SETS = [
+    pytest.param(
+        used,
+        marks=pytest.mark.skipif(used not in instruction_sets(), reason=f"this processor has no {used.name}"),
+        id=used.name,
+    )
+    for used in InstructionSet
+]
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def rows_of(count: int, inputs: int, seed: int = 0) -> torch.Tensor:
+    """Rows with groups of very different sizes, and some of zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, inputs // 32, 32, generator=generator)
+    x *= torch.randint(-12, 12, (count, inputs // 32, 1), generator=generator).float().exp2()
+    return (x * (torch.rand(count, inputs // 32, 1, generator=generator) > 0.1)).flatten(1)
+
+
+@pytest.mark.parametrize("used", SETS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_layout_has_the_bits_of_the_reference_for_any_number_of_rows(
+    layout: Int8Layout, used: InstructionSet, threads: int
+) -> None:
+    matrix, x = reference.random_matrix(layout, 48, 512), rows_of(35, 512)
+    product, expected = (
+        Int8Matmul([matrix], dtype=torch.float32, instructions=used),
+        reference.product(x.numpy(), matrix),
+    )
+    for rows in (1, 2, 3, 4, 5, 8, 15, 16, 17, 20, 35):
+        assert np.array_equal(product(x[:rows]).numpy(), expected[:rows])
+
+
+@pytest.mark.parametrize("used", SETS)
+@given(data=st.data())
+@settings(deadline=None, max_examples=25)
+def test_any_shape_has_the_bits_of_the_reference(used: InstructionSet, data: st.DataObject) -> None:
+    layout = data.draw(st.sampled_from(LAYOUTS))
+    outputs, blocks = 16 * data.draw(st.integers(1, 9)), data.draw(st.integers(1, 6))
+    rows, seed = data.draw(st.integers(1, 70)), data.draw(st.integers(0, 1 << 20))
+    inputs = 32 * layout.groups * blocks
+    matrix, x = reference.random_matrix(layout, outputs, inputs, seed), rows_of(rows, inputs, seed)
+    found = Int8Matmul([matrix], dtype=torch.float32, instructions=used)(x)
+    assert np.array_equal(found.numpy(), reference.product(x.numpy(), matrix))
+
+
+@pytest.mark.parametrize("used", SETS)
+@pytest.mark.parametrize("rows", [*range(1, 22), 31, 32, 33, 48, 64, 65])
+def test_a_rows_bits_do_not_depend_on_its_place_or_the_rows_beside_it(
+    used: InstructionSet, rows: int, threads: int
+) -> None:
+    matrix, x = reference.random_matrix(Int8Layout(4, offsets=True), 80, 192), rows_of(16, 192).bfloat16()
+    product = Int8Matmul([matrix], torch.randn(80).bfloat16(), instructions=used)
+    alone = torch.cat([product(row[None]) for row in x])
+    order = torch.randperm(rows) % len(x)
+    assert torch.equal(product(x[order]), alone[order])
+
+
+@pytest.mark.parametrize("used", SETS)
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_parts_in_several_layouts_share_the_rows(used: InstructionSet, rows: int, threads: int) -> None:
+    layouts = (Int8Layout(4, offsets=True, factors=True), Int8Layout(6, halves=True, factors=True), Int8Layout(8))
+    parts = [reference.random_matrix(layout, 16 * (i + 1), 512, i) for i, layout in enumerate(layouts)]
+    x, bias = rows_of(rows, 512), torch.randn(96)
+    expected = np.concatenate([reference.product(x.numpy(), part) for part in parts], axis=1) + bias.numpy()
+    assert np.array_equal(Int8Matmul(parts, bias, False, torch.float32, used)(x).numpy(), expected)
+
+
+@pytest.mark.parametrize("used", SETS)
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
+def test_the_largest_codes_do_not_saturate(used: InstructionSet, bits: int) -> None:
+    layout = Int8Layout(bits)
+    x = torch.ones(3, 64) * torch.tensor([[1.0], [-1.0], [2.0]])
+    for code in (0, (1 << bits) - 1):
+        codes = torch.full((16, 64), code, dtype=torch.uint8)
+        matrix = CodedMatrix(layout, codes, torch.ones(16, 2, 1).half())
+        found = Int8Matmul([matrix], dtype=torch.float32, instructions=used)(x)
+        assert np.array_equal(found.numpy(), reference.product(x.numpy(), matrix))
+
+
+@pytest.mark.parametrize(("bits", "pairs"), PAIRS_OF_16_BITS.items())
+def test_sums_of_16_bits_hold_the_largest_products(bits: int, pairs: int) -> None:
+    assert pairs * 2 * ((1 << bits) - 1) * 127 < 1 << 15
+
+
+@pytest.mark.parametrize("used", SETS)
+def test_a_gate_is_applied_before_anything_is_rounded(used: InstructionSet) -> None:
+    matrix, x = reference.random_matrix(Int8Layout(8), 96, 128), rows_of(5, 128) / 4096
+    bias = torch.randn(96)
+    gate, up = (torch.from_numpy(reference.product(x.numpy(), matrix)) + bias).chunk(2, dim=1)
+    found = Int8Matmul([matrix], bias, True, torch.float32, used)(x)
+    torch.testing.assert_close(found, F.silu(gate) * up, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("used", SETS)
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_a_row_of_no_numbers_is_none_itself_and_spoils_no_other(used: InstructionSet, number: float) -> None:
+    matrix, x = reference.random_matrix(Int8Layout(4, offsets=True), 32, 128), rows_of(20, 128)
+    product = Int8Matmul([matrix], dtype=torch.float32, instructions=used)
+    expected = product(x)
+    x[7, 40] = number
+    others = [row for row in range(20) if row != 7]
+    found = product(x)
+    assert torch.equal(found[others], expected[others])
+    assert found[7].isnan().all()
+
+
+def test_rows_of_zeros_and_of_tiny_numbers_give_zeros() -> None:
+    matrix = reference.random_matrix(Int8Layout(8), 32, 64)
+    x = torch.cat([torch.zeros(1, 64), torch.full((1, 64), 1e-38)])
+    assert torch.equal(Int8Matmul([matrix], dtype=torch.float32)(x), torch.zeros(2, 32))
+
+
+@pytest.mark.parametrize("most", [4, 16])
+@pytest.mark.parametrize("rows", [1, 4, 15, 16, 17, 19, 20, 33, 100])
+def test_blocks_of_rows_fit_and_hold_all_rows(rows: int, most: int) -> None:
+    blocks = []
+    while sum(blocks) < rows:
+        blocks.append(rows_at_once(rows - sum(blocks), most))
+    assert sum(blocks) == rows and max(blocks) <= most
+    assert len(blocks) == 1 or min(blocks) >= most // 4
+
+
+def test_codes_of_8_bits_are_multiplied_as_they_are() -> None:
+    weight, x = torch.randn(32, 96), torch.randn(4, 96).bfloat16()
+    coded = CodedMatrix.of([nearest(weight)])
+    assert coded is not None and coded.layout == Int8Layout(8)
+    torch.testing.assert_close(Int8Matmul([coded])(x).float(), x.float() @ weight.T, rtol=0.02, atol=0.25)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CODED if layout_of(kind).values is None])
+def test_blocks_of_a_file_are_multiplied_as_they_are(kind: str) -> None:
+    parts, x = [random_blocks(kind, outputs, 512) for outputs in (16, 32)], rows_of(3, 512)
+    coded = CodedMatrix.of(parts)
+    assert coded is not None
+    found = Int8Matmul([coded], dtype=torch.float32)(x)
+    assert np.array_equal(found.numpy(), reference.product(x.numpy(), coded))
+    expected = x.double() @ torch.cat([part.values(torch.float32) for part in parts]).double().T
+    assert (found - expected).norm() < 0.02 * expected.norm()
+
+
+def test_values_that_are_looked_up_are_not_multiplied_as_codes() -> None:
+    assert CodedMatrix.of([random_blocks("IQ4_NL", 16, 32)]) is None
+    assert CodedMatrix.of([random_blocks(kind, 16, 256) for kind in ("Q4_K", "Q6_K")]) is None
+
+
+def test_a_matrix_takes_the_bits_of_its_codes_and_scales() -> None:
+    bits = {layout: Int8Matmul([reference.random_matrix(layout, 32, 256)]).bytes / 1024 for layout in LAYOUTS[3::3]}
+    assert list(bits.values()) == [4.625, 5.625, 8.5]

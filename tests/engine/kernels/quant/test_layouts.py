@@ -1,0 +1,170 @@
+"""Matrices kept in the blocks of a file: the same bits as the bfloat16 they stand for, in as few bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.kernels.gemm.matmul import Matmul, Unit, units
+from engine.kernels.gemm.packed_linear import Product
+from engine.kernels.quant.layouts import LAYOUTS, layout_of
+from engine.kernels.quant.pack import blocks_of, panels_of
+from engine.kernels.quant.stored import StoredMatrix
+from engine.kernels.quant.tiled import TiledMatrix
+from tests.engine.kernels.quant.random_blocks import CODED, expected_values, random_blocks
+
+pytestmark = pytest.mark.skipif(not units(), reason="this processor has none of our products")
+BITS = {
+    "Q4_0": 4.5,
+    "Q4_1": 5,
+    "Q5_0": 5.5,
+    "Q5_1": 6,
+    "Q8_0": 8.5,
+    "Q4_K": 4.625,
+    "Q5_K": 5.625,
+    "Q6_K": 6.5625,
+    "IQ4_NL": 4.5,
+    "IQ4_XS": 4.3125,
+    "MXFP4": 4.25,
+}
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", CODED)
+def test_a_matrix_in_tiles_has_the_values_of_the_gguf_package(kind: str) -> None:
+    matrix = random_blocks(kind, 48, 768)
+    expected = expected_values(matrix)
+    order = torch.tensor([47, 0, 16, 15, 15, 31])
+    assert torch.equal(matrix.values(), expected)
+    assert torch.equal(matrix.rows(order), expected[order])
+    assert torch.equal(TiledMatrix(panels_of(matrix)).rows(torch.arange(48)), expected)
+
+
+@pytest.mark.parametrize("kind", CODED)
+@pytest.mark.parametrize("unit", units(), ids=lambda unit: unit.value)
+def test_a_product_has_the_bits_of_the_bfloat16_product(unit: Unit, kind: str, threads: int) -> None:
+    matrix, bias = random_blocks(kind, 112, 512), torch.randn(112).bfloat16()
+    found, expected = (Matmul(weight, bias, unit=unit) for weight in ([matrix], expected_values(matrix)))
+    for rows in (1, 2, 4, 8, 9, 16, 17, 33, 65):
+        x = torch.randn(rows, 512).bfloat16()
+        assert torch.equal(found(x), expected(x))
+
+
+@pytest.mark.parametrize("unit", units(), ids=lambda unit: unit.value)
+@given(data=st.data())
+@settings(deadline=None, max_examples=25)
+def test_any_shape_has_the_bits_of_the_bfloat16_product(unit: Unit, data: st.DataObject) -> None:
+    kind = data.draw(st.sampled_from(CODED))
+    outputs, blocks = data.draw(st.integers(1, 100)), data.draw(st.integers(1, 5))
+    rows, seed = data.draw(st.integers(1, 40)), data.draw(st.integers(0, 1 << 20))
+    gated = outputs % 32 == 0 and data.draw(st.booleans())
+    inputs = layout_of(kind).inputs * blocks
+    matrix, x = random_blocks(kind, outputs, inputs, seed), torch.randn(rows, inputs).bfloat16()
+    expected = Matmul(expected_values(matrix), gated=gated, unit=unit)(x)
+    assert torch.equal(Matmul([matrix], gated=gated, unit=unit)(x), expected)
+
+
+@pytest.mark.parametrize("kind", CODED)
+def test_a_matrix_takes_the_bits_of_the_file(kind: str) -> None:
+    assert Matmul([random_blocks(kind, 64, 512)]).bytes * 8 / (64 * 512) == BITS[kind]
+
+
+@pytest.mark.parametrize("unit", units(), ids=lambda unit: unit.value)
+def test_parts_of_different_types_are_one_product(unit: Unit, threads: int) -> None:
+    kinds = {"Q4_K": 64, "Q6_K": 16, "Q8_0": 48, "BF16": 21}
+    parts = [random_blocks(kind, outputs, 256) for kind, outputs in kinds.items() if kind != "BF16"]
+    parts.append(StoredMatrix.of_numbers(torch.randn(kinds["BF16"], 256)))
+    whole, bias = torch.cat([part.values() for part in parts]), torch.randn(149)
+    for rows in (1, 12):
+        x = torch.randn(rows, 256).bfloat16()
+        assert torch.equal(Matmul(parts, bias, unit=unit)(x), Matmul(whole, bias, unit=unit)(x))
+
+
+def test_parts_that_share_a_panel_are_one_product_of_their_numbers() -> None:
+    parts, x = [random_blocks("Q4_K", outputs, 256) for outputs in (24, 40)], torch.randn(3, 256).bfloat16()
+    product = Matmul(parts)
+    assert not product.coded
+    assert torch.equal(product(x), Matmul(torch.cat([part.values() for part in parts]))(x))
+
+
+def test_a_gate_and_its_up_projection_of_two_types_are_not_gated_at_once() -> None:
+    parts = [random_blocks(kind, 32, 256) for kind in ("Q4_K", "Q6_K")]
+    assert not Product(parts, gated=True).gated
+    assert Product(parts[:1] * 2, gated=True).gated
+
+
+def test_parts_of_other_inputs_are_refused() -> None:
+    with pytest.raises(ValueError, match="no parts of one"):
+        Matmul([random_blocks("Q8_0", 16, 32), random_blocks("Q8_0", 16, 64)])
+
+
+def test_a_product_in_float32_takes_the_numbers_that_the_blocks_are_rounded_to() -> None:
+    matrix, x = random_blocks("Q5_0", 32, 64), torch.randn(3, 64)
+    expected = Product(matrix.values().float())(x)
+    assert torch.equal(Product([matrix], dtype=torch.float32)(x), expected)
+
+
+@pytest.mark.parametrize("kind", ["F16", "F32", "BF16"])
+def test_numbers_stay_numbers_of_16_bits(kind: str) -> None:
+    weight = torch.randn(20, 96)
+    raw = quantize(weight.numpy(), GGMLQuantizationType[kind])
+    matrix = StoredMatrix.of(kind, raw, 96)
+    expected = (weight.half() if kind == "F16" else weight).bfloat16()
+    tiled = TiledMatrix(panels_of(matrix))
+    assert tiled.tiles.nbytes == 2 * 32 * 96
+    assert torch.equal(tiled.rows(torch.arange(20)), expected)
+
+
+def test_rows_can_be_reordered_and_cut_without_reading_them() -> None:
+    matrix = random_blocks("Q4_1", 32, 64)
+    expected = expected_values(matrix)
+    turned = matrix.reordered(np.arange(31, -1, -1))
+    assert torch.equal(turned.values(), expected.flip(0))
+    assert torch.equal(turned.row_slice(3, 9).values(), expected.flip(0)[3:9])
+    assert torch.equal(turned.reordered(np.arange(31, -1, -1)).values(), expected)
+    assert np.shares_memory(matrix.row_slice(3, 9).raw, matrix.raw)
+
+
+def test_rows_outside_of_a_matrix_are_refused() -> None:
+    tiled = TiledMatrix(panels_of(random_blocks("Q4_0", 32, 64)))
+    for index in (-1, 32):
+        with pytest.raises(IndexError, match="from 0 to 31"):
+            tiled.rows(torch.tensor([3, index]))
+
+
+def test_bytes_that_are_no_rows_of_blocks_are_refused() -> None:
+    with pytest.raises(ValueError, match="not rows"):
+        StoredMatrix.of("Q8_0", np.zeros(35, np.uint8), 32)
+    with pytest.raises(ValueError, match="not blocks of 256"):
+        StoredMatrix.of("Q4_K", np.zeros(144, np.uint8), 96)
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.coded and layout.values is None])
+def test_codes_scales_and_factors_can_be_read_apart(layout) -> None:  # type: ignore[no-untyped-def]
+    matrix = random_blocks(layout.kind, 5, 512)
+    codes, scales, offsets, factors = blocks_of(matrix)
+    numbers = (codes.double() - layout.bias).unflatten(1, (-1, layout.group))
+    scale = scales.double().repeat_interleave(layout.inputs // layout.group, 1)
+    offset = None if offsets is None else offsets.double()
+    if factors is not None:
+        some = factors.double() - layout.factor_bias
+        if offset is None:
+            scale = scale * some
+        else:
+            scale, offset = scale * some[:, 0::2], -offset.repeat_interleave(8, 1) * some[:, 1::2]
+    whole = numbers * scale[..., None] + (0 if offset is None else offset[..., None])
+    assert torch.equal(whole.flatten(1).float().bfloat16(), expected_values(matrix))

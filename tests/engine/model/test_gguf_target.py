@@ -1,0 +1,166 @@
+"""A GGUF file on the lean decoder, packed from the file and proved layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+
+from engine.kernels.gemm.packed_linear import multiplies
+from engine.model import target as targets
+from engine.model.decoder import LeanDecoder
+from engine.model.loading import load_config, load_model, skeleton
+from engine.model.stock_logits import LayeredStock, WholeStock
+from engine.model.target import Target
+from engine.model.windows import short_windows
+from engine.weights.describe import describe
+from engine.weights.gguf_file import read_gguf
+from engine.weights.gguf_source import GgufSource, open_gguf
+from engine.weights.gguf_weights import GgufWeights
+from tests.engine.weights.tiny_gguf import write_gguf
+
+pytestmark = pytest.mark.skipif(not multiplies(torch.bfloat16), reason="no product of ours runs on this processor")
+TEXT = list(range(5, 45))
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Callable[..., str]:
+    def make(**changes: Any) -> str:
+        folder = tmp_path / "described"
+        folder.mkdir()
+        write_gguf(tmp_path / "tiny.gguf", **changes)
+        describe(read_gguf(tmp_path / "tiny.gguf", "model=tiny"), folder, "tiny", "")
+        GgufSource.of(tmp_path / "tiny.gguf", "../tiny.gguf").write(folder)
+        return str(folder)
+
+    return make
+
+
+def unfilled(folder: str) -> tuple[Any, GgufWeights]:
+    """The stock model without matrices, and what reads them."""
+    gguf = open_gguf(Path(folder))
+    assert gguf is not None
+    model = skeleton(folder, load_config(folder))
+    weights = GgufWeights(gguf, model)
+    weights.fill_small(model)
+    return model, weights
+
+
+def logits(target: Target) -> torch.Tensor:
+    return target.prefill(target.new_cache(len(TEXT)), TEXT)[0]
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.BF16, Kind.Q8_0, Kind.Q4_1, Kind.Q5_0])
+def test_every_parameter_is_what_transformers_reads(directory: Callable[..., str], kind: Kind) -> None:
+    folder = directory(kind=kind)
+    model, weights = unfilled(folder)
+    theirs = dict(load_model(folder, "auto", torch.device("cpu")).named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(weights.values(parameter), theirs.pop(name)), name
+    assert not theirs
+
+
+@torch.inference_mode()
+def test_the_stock_forward_layer_by_layer_has_the_bits_of_the_whole(directory: Callable[..., str]) -> None:
+    folder = directory(kind=Kind.Q8_0)
+    model, weights = unfilled(folder)
+    layered = LayeredStock(model, weights)
+    found = layered(TEXT, [0, 200, 400])
+    whole = WholeStock(load_model(folder, "auto", torch.device("cpu")), "tiny")
+    for ours, theirs in zip(found, whole(TEXT, [0, 200, 400]), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0.02 * float(theirs.std()))
+    [rules] = layered.passed
+    assert [(rules[layer].scale, rules[layer].window) for layer in (0, 1)] == [(0.25, 0)] * 2
+    assert all(parameter.is_meta for parameter in model.parameters() if parameter.dim() == 2), "nothing stays"
+
+
+@torch.inference_mode()
+def test_windows_are_seen_as_the_stock_forward_passes_them(directory: Callable[..., str]) -> None:
+    folder = directory(kind=Kind.Q8_0, values={"general.name": "mistral"})
+    model, weights = unfilled(folder)
+    layered = LayeredStock(model, weights)
+    model.config.sliding_window = 300
+    if model.config.model_type != "mistral":
+        pytest.skip("transformers takes this file for another family")
+    layered(TEXT, [0])
+    with short_windows(model.config):
+        layered(TEXT, [0])
+    assert [{rule.window for rule in rules.values()} for rules in layered.passed] == [{300}, {8}]
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0, Kind.Q4_0])
+def test_a_file_gives_the_bits_of_its_dequantised_weights(
+    directory: Callable[..., str], monkeypatch: pytest.MonkeyPatch, kind: Kind
+) -> None:
+    folder = directory(kind=kind)
+    packed = Target.load(folder)
+    assert isinstance(packed._forward, LeanDecoder) and packed.exact
+    monkeypatch.setattr(targets, "open_gguf", lambda folder: None)
+    whole = Target.load(folder)
+    assert isinstance(whole._forward, LeanDecoder)
+    assert torch.equal(logits(packed), logits(whole))
+
+
+def test_a_pass_is_remembered_until_a_version_changes(
+    directory: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials: list[int] = []
+    usual = targets.ModelProbe
+    monkeypatch.setattr(targets, "ModelProbe", lambda *args: trials.append(1) or usual(*args))
+    folder = directory(kind=Kind.Q8_0)
+    first, second = Target.load(folder), Target.load(folder)
+    assert len(trials) == 1 and torch.equal(logits(first), logits(second))
+    proof = Path(folder) / "proof.json"
+    proof.write_text(proof.read_text().replace("transformers ", "transformers 0."))
+    Target.load(folder)
+    proof.write_text("{")
+    Target.load(folder)
+    assert len(trials) == 3
+
+
+def test_rows_in_a_wrong_order_are_not_taken(directory: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = GgufWeights.matrix
+
+    def unordered(self: GgufWeights, parameter: torch.Tensor) -> Any:
+        matrix = usual(self, parameter)
+        return matrix if matrix.order is None else type(matrix)(matrix.kind, matrix.raw)
+
+    folder = directory(kind=Kind.Q8_0)
+    expected = logits(Target.load(folder))
+    (Path(folder) / "proof.json").unlink()
+    model, weights = unfilled(folder)
+    stock = LayeredStock(model, weights)
+    monkeypatch.setattr(targets, "LayeredStock", lambda *_: stock)
+    right = {name: weights.values(weight) for name, weight in model.named_parameters()}
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    monkeypatch.setattr(weights, "values", lambda weight: right[names[id(weight)]])
+    monkeypatch.setattr(GgufWeights, "matrix", unordered)
+    target = Target.load(folder)
+    assert not (Path(folder) / "proof.json").exists()
+    assert torch.equal(logits(target), expected), "the stock weights are read instead"
+
+
+def test_families_beyond_the_lean_decoder_run_the_stock_forward(
+    directory: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = directory(kind=Kind.Q8_0)
+    expected = logits(Target.load(folder))
+
+    def refuse(*_: Any) -> None:
+        raise targets.OtherStructure
+
+    monkeypatch.setattr(LeanDecoder, "__init__", refuse)
+    target = Target.load(folder)
+    assert not isinstance(target._forward, LeanDecoder)
+    assert (logits(target) - expected).pow(2).mean().sqrt() < 0.1 * expected.std()
+
+
+def test_a_file_computes_in_another_type_with_its_own_weights(directory: Callable[..., str]) -> None:
+    folder = directory(kind=Kind.Q8_0)
+    target, expected = Target.load(folder, "float32"), logits(Target.load(folder))
+    assert target.dtype == torch.float32
+    assert (logits(target) - expected).pow(2).mean().sqrt() < 0.1 * expected.std()
