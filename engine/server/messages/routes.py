@@ -20,7 +20,9 @@ Responses = dict[int | str, dict[str, Any]]
 
 
 def add_messages(app: FastAPI, serving: Serving, stream: Responses, refusals: Responses) -> None:
-    """Add the routes to the application. stream: a streamed answer, as it is documented; refusals: their documented errors, which have a form of their own here."""
+    """Add the routes to the application. stream: a streamed answer, as it is documented; refusals: their documented
+    errors, which have a form of their own here.
+    """
     refusals = {status: one | {"model": AnthropicError} for status, one in refusals.items()}
 
     @app.post("/v1/messages", responses=stream | refusals)

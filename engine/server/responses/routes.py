@@ -22,7 +22,9 @@ Responses = dict[int | str, dict[str, Any]]
 
 
 def add_responses(app: FastAPI, serving: Serving, stream: Responses, refusals: Responses) -> None:
-    """Add the routes to the application. stream: a streamed answer, as it is documented; refusals: their documented errors."""
+    """Add the routes to the application. stream: a streamed answer, as it is documented; refusals: their documented
+    errors.
+    """
     store = ResponseStore()
 
     @app.post("/v1/responses", responses=stream | refusals)
