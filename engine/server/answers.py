@@ -153,6 +153,18 @@ class Tokenized(BaseModel):
     max_model_len: int
 
 
+class AnthropicErrorDetail(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicError(BaseModel):
+    """An error of Anthropic's routes."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+
+
 class InputTokens(BaseModel):
     input_tokens: int
 

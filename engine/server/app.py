@@ -102,8 +102,8 @@ def create_app(serving: Serving) -> FastAPI:
             format_ = TextRenderer(settings.model, wanted, serving.vocabulary, body, unnamed)
             return await serving.answer(request, body, wanted, format_, places)
 
-    add_messages(app, serving, _REFUSALS)
-    add_responses(app, serving, _REFUSALS)
+    add_messages(app, serving, _STREAM, _REFUSALS)
+    add_responses(app, serving, _STREAM, _REFUSALS)
 
     @app.get("/v1/models", responses=_only(401))
     async def models() -> ModelList:

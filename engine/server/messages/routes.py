@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from engine.server.answers import InputTokens
+from engine.server.answers import AnthropicError, InputTokens
 from engine.server.messages.render import MessagesRenderer
 from engine.server.messages.schema import CountRequest, MessagesRequest
 from engine.server.messages.translate import chat_fields
@@ -16,11 +16,16 @@ from engine.server.serving import Serving
 from engine.server.tools.calling import Calling
 from engine.server.translate import ChoiceRequest, chat_prompt, chat_request, check_model
 
+Responses = dict[int | str, dict[str, Any]]
 
-def add_messages(app: FastAPI, serving: Serving, refusals: dict[int | str, dict[str, Any]]) -> None:
-    """Add the routes to the application. refusals: their documented errors."""
 
-    @app.post("/v1/messages", responses=refusals)
+def add_messages(app: FastAPI, serving: Serving, stream: Responses, refusals: Responses) -> None:
+    """Add the routes to the application. stream: a streamed answer, as it is documented; refusals: their documented
+    errors, which have a form of their own here.
+    """
+    refusals = {status: one | {"model": AnthropicError} for status, one in refusals.items()}
+
+    @app.post("/v1/messages", responses=stream | refusals)
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Answer messages, as Anthropic's API does."""
         chat = chat_request(chat_fields(body))

@@ -18,12 +18,16 @@ from engine.server.tools.blocks import Block
 from engine.server.tools.calling import Calling
 from engine.server.translate import ChoiceRequest, chat_request
 
+Responses = dict[int | str, dict[str, Any]]
 
-def add_responses(app: FastAPI, serving: Serving, refusals: dict[int | str, dict[str, Any]]) -> None:
-    """Add the routes to the application. refusals: their documented errors."""
+
+def add_responses(app: FastAPI, serving: Serving, stream: Responses, refusals: Responses) -> None:
+    """Add the routes to the application. stream: a streamed answer, as it is documented; refusals: their documented
+    errors.
+    """
     store = ResponseStore()
 
-    @app.post("/v1/responses", responses=refusals)
+    @app.post("/v1/responses", responses=stream | refusals)
     async def respond(body: ResponsesRequest, request: Request) -> Response:
         """Answer, as OpenAI's responses do."""
         key, earlier = request.state.key, []

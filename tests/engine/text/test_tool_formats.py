@@ -33,7 +33,7 @@ CITY = {
 }
 TOOLS = (Tool("weather", CITY), Tool("now", {}), Tool("weather_map", {"type": "object", "properties": {}}))
 CALLS = [
-    ("weather", {"city": 'New "York"\n{x}, ü', "unit": "C", "days": 3}),
+    ("weather", {"city": 'New "York\n{x}, ü', "unit": "C", "days": 3}),
     ("now", {}),
     ("weather", {"city": "", "days": 9, "tags": ["a", "b,c"], "where": {"exact": True}}),
 ]
