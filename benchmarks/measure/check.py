@@ -212,11 +212,11 @@ async def run_check(
 ) -> list[Comparison]:
     """Compare every setting on every question. log: a file with the comparisons of an earlier, interrupted run."""
     questions = {file.stem: read_questions(file, limit) for file in files}
+    config = resolved(config)  # a head is found by the model's files
     for setting in grid.settings():  # before anything is answered
         registry.check(
             load(settings_of(setting.method, config), {"mode": setting.mode, "transport": setting.transport})
         )
-    config = resolved(config)
     kept = CheckLog(log, _about(config, questions, sampling, grid))
     tokenizer = tokenizer_of(config)
     asked = [
