@@ -50,9 +50,9 @@ class Stream:
         sampling: SamplingParams,
         raw: bool,
         places: Reservation | None,
-        shown: Container[int] = (),
+        visible: Container[int] = (),
     ):
-        self._pieces = engine._answer(self, prompt, sampling, raw, places, shown)
+        self._pieces = engine._answer(self, prompt, sampling, raw, places, visible)
         self._accepted = False
         self.result: Result | None = None
 
@@ -193,17 +193,17 @@ class Engine:
         *,
         raw: bool = False,
         places: Reservation | None = None,
-        shown: Container[int] = (),
+        visible: Container[int] = (),
     ) -> Stream:
         """Like `generate`, piece by piece: `async with engine.stream(...) as stream: async for piece in stream: ...`.
 
         Leaving the `async with` cancels a request that has not ended. places: a reservation, of which it takes one.
-        shown: special tokens that are part of the text.
+        visible: special tokens that are part of the text.
         """
         sampling = SamplingParams() if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
             raise RequestError(f"sampling={shown(sampling)}: give SamplingParams(max_tokens=...)")
-        return Stream(self, prompt, sampling.validate(), raw, places, shown)
+        return Stream(self, prompt, sampling.validate(), raw, places, visible)
 
     def reserve(self, count: int) -> Reservation:
         """Take places in the queue before prompts are tokenised: `with engine.reserve(2) as places: ...`. Raises
@@ -229,7 +229,7 @@ class Engine:
         sampling: SamplingParams,
         raw: bool,
         places: Reservation | None,
-        shown: Container[int],
+        visible: Container[int],
     ) -> AsyncGenerator[Piece | None]:
         """A request's life at the front end. Yields None once it is accepted, then its pieces."""
         self._check_open()
@@ -249,7 +249,7 @@ class Engine:
             try:
                 self._supervisor.hand_over()
                 yield None
-                text = TextStream(self._tokenizer, sampling.stop, behind=tokens, shown=shown)
+                text = TextStream(self._tokenizer, sampling.stop, behind=tokens, visible=visible)
                 answer = Answer(text, len(tokens), started, self.target, sampling)
                 while answer.finish_reason is None:
                     arrival = await request.arrivals.get()

@@ -25,7 +25,7 @@ class RunningChoices:
     """
 
     def __init__(self, engine: Engine, wanted: Sequence[ChoiceRequest], latencies: Latencies, places: Reservation):
-        self._streams = [engine.stream(one.prompt, one.sampling, places=places, shown=one.shown) for one in wanted]
+        self._streams = [engine.stream(one.prompt, one.sampling, places=places, visible=one.shown) for one in wanted]
         self._latencies = latencies
         self._started_s = time.perf_counter()
         self._arrivals: asyncio.Queue[tuple[int, Piece | Result | Exception]] = asyncio.Queue()

@@ -18,7 +18,7 @@ class TextStream:
     tokenizer: a `transformers` tokenizer. A window of the last tokens is decoded with and without the newest, because
     a token's text depends on its neighbours (word-initial spaces). Tokens that are parts of characters are decoded
     here, byte by byte: only an incomplete character is waited for, not every U+FFFD that a text ends in. special:
-    special tokens are part of the text; shown: these are. behind: the tokens before the answer, without which the
+    special tokens are part of the text; visible: these are. behind: the tokens before the answer, without which the
     decoders of SentencePiece drop the space that it begins with.
     """
 
@@ -28,12 +28,12 @@ class TextStream:
         stop: Sequence[str] = (),
         special: bool = False,
         behind: Sequence[int] = (),
-        shown: Container[int] = (),
+        visible: Container[int] = (),
     ):
         self._tokenizer, self._stop = tokenizer, [StopText(text) for text in stop]
         named = special_tokens(tokenizer)
         self._stop_tokens = {token for token, text in named.items() if text in stop} if stop else set()
-        self._hidden = set() if special else {token for token in named if token not in shown}
+        self._hidden = set() if special else {token for token in named if token not in visible}
         self._skips_special = self._hidden == named.keys()
         self._tokens = self._whole_end(behind)
         self._window, self._read = 0, len(self._tokens)

@@ -106,7 +106,7 @@ async def test_requests_are_served_in_turns(tiny: str, tiny_draft: str) -> None:
 
     async with tiny_engine(tiny, tiny_draft, **SLOW) as engine, asyncio.TaskGroup() as group:
         group.create_task(run(engine, "long", 300))
-        await until(lambda: bool(engine._flights))
+        await until(lambda: bool(engine._inflight))
         group.create_task(run(engine, "short", 5))
     assert finished == ["short", "long"]
 
@@ -183,7 +183,7 @@ async def test_cancelling_frees_the_requests_place(tiny: str, tiny_draft: str) -
     overrides = {"queue.size": 1, "verifier.max_running": 1} | SLOW
     async with tiny_engine(tiny, tiny_draft, "pld", **overrides) as engine:
         task = asyncio.create_task(engine.generate(PROMPTS[2], SamplingParams(max_tokens=450, ignore_eos=True)))
-        await until(lambda: bool(engine._flights))
+        await until(lambda: bool(engine._inflight))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -254,7 +254,7 @@ async def test_a_stream_is_accepted_before_its_first_piece_and_refused_without_o
     async with tiny_engine(tiny, tiny_draft, **slow) as engine:
         async with engine.stream(PROMPTS[0], SamplingParams(max_tokens=3, ignore_eos=True)) as stream:
             await stream.accepted()
-            assert not next(iter(engine._flights.values())).answer
+            assert not next(iter(engine._inflight.values())).answer
             assert [len(piece.token_ids) async for piece in stream] == [1, 1, 1]
         async with engine.stream(PROMPTS[0], SamplingParams(max_tokens=1000)) as stream:
             with pytest.raises(RequestError, match="max_tokens"):

@@ -140,7 +140,7 @@ async def ask_three_hundred(
         arrivals = [rng.uniform(0, span_s) for _ in requests]
         patience = [rng.uniform(0, 0.6 * span_s) if rng.random() < 0.2 else None for _ in requests]
         await asyncio.gather(*map(ask, range(REQUESTS), arrivals, patience))
-        assert not engine._flights
+        assert not engine._inflight
     assert answered + cancelled == REQUESTS and cancelled
     assert len(preempted) > 5
     assert "starting another" not in capfd.readouterr().err
@@ -180,7 +180,7 @@ async def test_without_usable_weights_a_dead_verifier_fails_every_request_with_t
     slow = {"verifier.simulated_latency_ms": 20}  # or they are answered before the verifier is dead
     async with await Engine.start({"model": str(model)}, method="none", **THREADS, **slow) as engine:
         tasks = [asyncio.create_task(engine.generate([10 + i], sampling)) for i in range(4)]
-        await until(lambda: len(engine._flights) == 4)
+        await until(lambda: len(engine._inflight) == 4)
         ruin(model)
         os.kill(pid_of(engine, "verifier"), signal.SIGKILL)
         later = asyncio.create_task(engine.generate([3], sampling))

@@ -40,7 +40,7 @@ async def test_a_new_verifier_goes_on_with_grammar_penalties_and_log_probabiliti
     slow = {"verifier.simulated_latency_ms": 60}
     async with await Engine.start({"model": tiny}, method="suffix", **THREADS, **slow) as engine:
         task = asyncio.create_task(all_of(engine))
-        await until(lambda: len(engine._flights) == 3 and all(len(f.answer) > 5 for f in engine._flights.values()))
+        await until(lambda: len(engine._inflight) == 3 and all(len(f.answer) > 5 for f in engine._inflight.values()))
         os.kill(first := pid_of(engine, "verifier"), signal.SIGKILL)
         await replaced(engine, "verifier", first)
         results = await asyncio.wait_for(task, 120)
@@ -92,7 +92,7 @@ async def test_a_grammar_that_takes_long_holds_up_its_own_request_alone(
         constrained = asyncio.create_task(ask(engine, "grammar", PARAMS[0]))
         await until(lambda: bool(made))
         cancelled = asyncio.create_task(ask(engine, "cancelled", PARAMS[1]))
-        await until(lambda: len(engine._flights) == 2)
+        await until(lambda: len(engine._inflight) == 2)
         cancelled.cancel()
         await ask(engine, "plain", SamplingParams(max_tokens=100, ignore_eos=True))
         assert ended == ["plain"]

@@ -112,7 +112,7 @@ async def mix(model: str, folder: Path, options: dict[str, Any]) -> None:
         soak = Soak(engine, requests, expected, MINUTES)
         await soak.run()
         soak.pids |= {pid_of(engine, role) for role in engine._workers.running}
-        assert not engine._flights
+        assert not engine._inflight
     assert soak.counts["answered"] and soak.counts["cancelled"] and soak.counts["drafter killed"]
     assert not any(is_running(pid) for pid in soak.pids)
     assert not leftovers(folder)

@@ -71,7 +71,7 @@ class Killing:
             self.counts["answered"] += 1
 
     async def kill(self) -> None:
-        self.counts["under way when killed"] += len(self.engine._flights)
+        self.counts["under way when killed"] += len(self.engine._inflight)
         self.pids |= {pid_of(self.engine, role) for role in self.engine._workers.running}
         os.kill(first := pid_of(self.engine, "verifier"), signal.SIGKILL)
         killed_s = time.monotonic()
@@ -98,7 +98,7 @@ async def kill_under_load(model: str, kills: int, latest_s: float) -> tuple[list
     async with await Engine.start({"model": model}, **options) as engine:
         killing = Killing(engine, requests, expected)
         await killing.run(kills, latest_s)
-        assert not engine._flights
+        assert not engine._inflight
         killing.pids |= {pid_of(engine, role) for role in engine._workers.running}
     assert killing.counts["asked"] == killing.counts["answered"]
     assert killing.counts["under way when killed"] >= kills * CLIENTS / 2

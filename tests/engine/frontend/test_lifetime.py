@@ -170,7 +170,7 @@ async def test_a_drafter_of_another_vocabulary_is_refused(tiny: str, tiny_strang
 async def test_closing_ends_what_is_under_way_and_refuses_what_comes(tiny: str, tiny_draft: str) -> None:
     async with tiny_engine(tiny, tiny_draft, **SLOW) as engine:
         task = asyncio.create_task(engine.generate(PROMPTS[2], SamplingParams(max_tokens=450, ignore_eos=True)))
-        await until(lambda: bool(engine._flights))
+        await until(lambda: bool(engine._inflight))
     with pytest.raises(EngineClosed):
         await task
     with pytest.raises(EngineClosed):
