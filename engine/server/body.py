@@ -65,11 +65,9 @@ class Body(BaseModel):
         if not isinstance(values, dict):
             return values
         needed = {name for name, field in cls.model_fields.items() if field.is_required()}
-        said = {
-            name for name, field in cls.model_fields.items() if field.annotation is bool
-        }  # here false says something
-        asks = {key: value for key, value in values.items() if key not in said}
-        idle = {key for key, value in asks.items() if any(_same(value, one) for one in _ABSENT.get(key, ()))}
+        switches = {name for name, field in cls.model_fields.items() if field.annotation is bool}
+        said = {key for key in values.keys() & switches if isinstance(values[key], bool)}  # false says something here
+        idle = {key for key in values.keys() - said if any(_same(values[key], one) for one in _ABSENT.get(key, ()))}
         idle |= {key for key in values.keys() - needed if values[key] is None}
         asked = {key: value for key, value in values.items() if key not in idle}
         for key in _numbers(cls) & asked.keys():

@@ -38,7 +38,8 @@ def partial_bytes(tokenizer: Any, token: int) -> bytes | None:
     if token not in partial:
         text = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         code = raw_bytes(tokenizer, token)
-        partial[token] = code if PARTIAL in text or (code == text.encode() and _is_byte(tokenizer, token)) else None
+        is_byte = _is_byte(tokenizer, token) and code in (text.encode(), b" " + text.encode())  # dropped if it is first
+        partial[token] = code if PARTIAL in text or is_byte else None
     return partial[token]
 
 

@@ -35,7 +35,7 @@ def test_generate_json_is_exactly_one_object(tiny: str) -> None:
     assert set(answer) == {"text", "token_ids", "prompt_tokens", "finish_reason", "metrics"} | asked_for
     assert set(answer["metrics"]) == {
         "mean_accepted_tokens", "rounds", "tokens_per_second", "time_to_first_token_s", "verifier_busy",
-        "draft_hit_rate", "cached_tokens", "exact", "inexact", "speculative_decoding",
+        "draft_hit_rate", "cached_tokens", "exact", "inexact", "activations", "speculative_decoding",
     }  # fmt: skip
     assert answer["metrics"]["exact"] and not answer["metrics"]["inexact"]
     assert (answer["model"], answer["method"], answer["seed"]) == (tiny, "pld", 0)
@@ -96,10 +96,14 @@ def test_a_cached_hub_id_is_served_without_network(tiny: str, tmp_path: Path) ->
     assert "Retrying" not in done.stderr and "4 tokens" in done.stderr
 
 
-def test_a_target_that_is_not_exact_says_so_in_one_line_and_works(tiny: str) -> None:
+def test_a_target_that_is_slower_and_not_exact_says_each_in_one_line_and_works(tiny: str) -> None:
     options = ["--set", f"model={tiny}", "--set", "transport=inproc", "--set", "dtype=float16", "--max-tokens", "5"]
     done = talon("generate", "hi", *options, "--json", "--method", "pld")
     assert done.returncode == 0, done.stderr
     metrics = json.loads(done.stdout)["metrics"]
     assert not metrics["exact"] and metrics["inexact"] == "its type is float16"
-    assert done.stderr == "talon: the target is not exact, so drafts may turn a near tie: its type is float16\n"
+    assert done.stderr.splitlines() == [
+        f"talon: model={tiny}: runs transformers' own forward, which is slower than the lean decoder "
+        "(its type is float16)",
+        "talon: the target is not exact, so drafts may turn a near tie: its type is float16",
+    ]

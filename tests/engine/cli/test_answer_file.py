@@ -84,7 +84,8 @@ def test_another_file_is_not_written_to(tmp_path: Path, content: str) -> None:
 @pytest.mark.parametrize("change", [{"model": "other"}, {"seed": 4}, {"temperature": 0.5}, {"max_tokens": 7}])
 def test_answers_made_otherwise_are_not_taken_for_these(tiny: str, answers: Path, change: dict[str, Any]) -> None:
     made = {"model": tiny, "seed": 3, "temperature": 1.0, "max_tokens": 6}
-    assert open_answers(answers, made.pop("model"), SamplingParams(**made)) == set(PROMPTS)
+    kept = {prompt: row["tokens"] for prompt, row in rows(answers).items()}
+    assert open_answers(answers, made.pop("model"), SamplingParams(**made)) == kept and set(kept) == set(PROMPTS)
     changed = made | {"model": tiny} | change
     with pytest.raises(ConfigError, match=f"holds answers of model {tiny}, max_tokens 6, temperature 1 and seed 3"):
         open_answers(answers, changed.pop("model"), SamplingParams(**changed))

@@ -47,7 +47,8 @@ def test_of_what_nobody_expected_a_client_learns_nothing(error: Exception) -> No
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{}]}, "tools"),
+        ({"tools": "all"}, "tools"),
+        ({"tools": [{}]}, "tools[0].type"),
         ({"nonsense": 1}, "nonsense"),
         ({"maxTokens": 1}, "maxTokens"),
         ({"max-tokens": 1}, "max-tokens"),
@@ -55,7 +56,7 @@ def test_of_what_nobody_expected_a_client_learns_nothing(error: Exception) -> No
         ({"messages": [{"role": "user", "content": "x", "toolCalls": 1}]}, "messages[0].toolCalls"),
         ({"x" * 1000: 1}, "x" * 64),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role"),
         ({"logit_bias": {"1": 200}}, "logit_bias.1"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
@@ -201,8 +202,8 @@ def test_an_answer_without_text_is_a_message(said: dict[str, object]) -> None:
 
 def test_what_changes_no_answer_is_let_through_and_named() -> None:
     useless = {
-        "metadata": {"a": 1}, "parallel_tool_calls": False, "prompt_cache_key": "x", "prompt_cache_retention": "24h",
-        "reasoning_effort": "low", "safety_identifier": "x", "service_tier": "flex", "verbosity": "low",
+        "metadata": {"a": 1}, "prompt_cache_key": "x", "prompt_cache_retention": "24h", "reasoning_effort": "low",
+        "safety_identifier": "x", "service_tier": "flex", "verbosity": "low",
     }  # fmt: skip
     for name, value in useless.items():
         assert ChatRequest.model_validate({"model": "m", "messages": HI, name: value}).ignored == [name]

@@ -51,7 +51,7 @@ def test_unknown_paths_and_methods_are_error_objects(server: ServerProcess) -> N
     ):
         assert answer.status_code == status and answer.json()["error"]["message"], answer.text
         assert answer.headers.get("allow") == ("POST" if status == 405 else None)
-    assert "/v1/chat/completions" in httpx.post(f"{server.url}/v1/responses", json={}).json()["error"]["message"]
+    assert "/v1/chat/completions" in httpx.post(f"{server.url}/v1/embeddings", json={}).json()["error"]["message"]
 
 
 @pytest.mark.parametrize("body", [b'{"model": "\xff"}', b"[" * 200_000, b'{"n": ' + b"9" * 5000 + b"}"])
