@@ -64,6 +64,9 @@ SHAPES = [
 ]
 
 
+LEAN = ("llama 8b", "smollm2")  # shapes whose other kernels are compiled too
+
+
 class NoGpu(CudaDriver):
     """Stands for a GPU of that compute capability, for which kernels are compiled and not launched."""
 
@@ -96,6 +99,12 @@ def launch(shape: Shape) -> None:
     rows = DeviceRows(*(torch.zeros(16, dtype=torch.int32) for _ in DeviceRows._fields))
     query = torch.zeros(2, shape.kv_heads * shape.groups, shape.head_dim, dtype=shape.dtype)
     TritonAttention(pool, shape.groups)(rows, 3, 0, shape.rule, query)
+    if shape.name in LEAN:
+        launch_lean(shape, pool)
+
+
+def launch_lean(shape: Shape, pool: KVPool) -> None:
+    """What lean layers launch beside attention."""
     lean = lean_layers.LeanLayers.__new__(lean_layers.LeanLayers)
     lean.pool, lean.heads, lean._cos_sin = pool, shape.kv_heads * shape.groups, torch.zeros(4, shape.head_dim)
     indexes = {name: torch.zeros(2, dtype=torch.int64) for name in ("positions", "sources", "blocks", "lanes")}
@@ -129,7 +138,7 @@ def main() -> None:
         triton.runtime.driver.set_active(NoGpu(capability))
         for shape in SHAPES:
             launch(shape)
-            for kernel in [kernel.found.pop() for kernel in kernels]:
+            for kernel in [kernel.found.pop() for kernel in kernels if kernel.found]:
                 print(json.dumps({
                     "name": shape.name, "dtype": str(shape.dtype), "capability": capability,
                     "kernel": kernel.metadata.name, "spills": spills(kernel.asm["ptx"], capability),

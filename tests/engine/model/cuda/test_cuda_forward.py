@@ -102,6 +102,9 @@ def lean_of(family: str, dtype: torch.dtype = torch.float32) -> CudaForward:
     return forward
 
 
+MADE = [*((*kind, forward_of) for kind in KINDS), ("llama", torch.bfloat16, lean_of), (LEAN[3], torch.float32, lean_of)]
+
+
 def text(length: int, seed: int) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(128) for _ in range(length)]
@@ -170,26 +173,20 @@ def test_another_structure_runs_the_stock_forward(family: str) -> None:
     assert torch.equal(read(forward, [1, 2])[1], before)
 
 
-@pytest.mark.parametrize("make", [forward_of, lean_of])
-@pytest.mark.parametrize(("family", "dtype"), KINDS, ids=str)
+@pytest.mark.parametrize(("family", "dtype", "make"), MADE, ids=str)
 def test_a_text_gives_the_same_bits_in_chunks_of_every_size(
     family: str, dtype: torch.dtype, make: Callable[..., CudaForward]
 ) -> None:
-    if make is lean_of and family not in LEAN:
-        pytest.skip("runs the stock forward")
     forward, tokens = make(family, dtype), text(17, 4)
     alone = read(forward, tokens, 1)[1]
     for chunk in (3, 4, 17):  # less than the rows of a forward, all of them, and more
         assert torch.equal(read(forward, tokens, chunk)[1], alone)
 
 
-@pytest.mark.parametrize("make", [forward_of, lean_of])
-@pytest.mark.parametrize(("family", "dtype"), KINDS, ids=str)
+@pytest.mark.parametrize(("family", "dtype", "make"), MADE, ids=str)
 def test_a_row_has_the_same_bits_alone_and_in_a_bushy_tree_beside_other_requests(
     family: str, dtype: torch.dtype, make: Callable[..., CudaForward]
 ) -> None:
-    if make is lean_of and family not in LEAN:
-        pytest.skip("runs the stock forward")
     forward, tokens = make(family, dtype), text(26, 5)
     _, alone = read(forward, tokens, alone=8)
     tree, spine = with_siblings(tokens[18], tokens[19:25], random.Random(6))
