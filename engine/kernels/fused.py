@@ -76,7 +76,8 @@ def norm_kernel(address: Any) -> None:
                 x = fma(numbers_at(delta + at * work.width, work.width), splat(work.delta_scale), x)
                 store(x, residual + 4 * at, FLOAT32)
             squares = fma(x, x, squares)
-        scale = splat(_norm_scale(work, squares))
+        # without a norm there is no epsilon either, and a row of zeros (a padding token's) would be divided by 0
+        scale = splat(_norm_scale(work, squares) if work.weight != 0 else np.float32(1))
         out = work.out + i * work.hidden * work.width
         for at in range(0, work.hidden, LANES):
             x = load(residual + 4 * at, FLOAT32)

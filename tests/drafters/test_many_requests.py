@@ -7,14 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from drafters.heads.checkpoint import TargetWeights
 from drafters.heads.growth.policies import Adaptive, Dynamic, Policy
 from drafters.heads.head import Head
 from drafters.heads.head_drafter import HeadDrafter
+from drafters.heads.one_pass.block import BlockHead
 from engine.core.drafter_protocol import Verdict
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
+from engine.kernels.gemm.int8.dots import instruction_sets
 from engine.kernels.gemm.matmul import Unit
 from engine.model.target import bfloat16_bits
 from tests.drafters.conftest import HIDDEN
@@ -132,24 +135,58 @@ def test_more_threads_change_no_tree(build: Build, tmp_path: Path, target: Targe
     assert all(same(one, other) for one, other in zip(alone, together, strict=True))
 
 
+def compute_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads that are built from now on do, and keep matrices in 8 bits if this processor multiplies those."""
+    monkeypatch.setattr("drafters.heads.layers.multiplies", lambda dtype: True)
+    monkeypatch.setattr("drafters.heads.layers.units", lambda: (Unit.FMA,))
+
+
+def first_logits(head: Head) -> Tensor:
+    """[rows, vocab] float32: what the head says of the first tokens behind a text of 40."""
+    features = torch.randn(40, len(head.feature_layers), HIDDEN, generator=torch.manual_seed(3)).bfloat16()
+    session = head.open([], 64, 32)
+    session.commit(0, features, list(range(40)))
+    if isinstance(head, BlockHead):
+        head.begin([(session, [[], [7]])])
+        return torch.cat([of_block.forward.outputs.logits for of_block in session.blocks[:1]]).float()
+    (root,) = head.roots([session])
+    assert root is not None
+    return root.float().clone()
+
+
 @torch.inference_mode()
 def test_in_bfloat16_a_block_is_near_to_float32_in_the_program_and_in_plain_operations(
     tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     truth = block(tmp_path / "a", target)
-    monkeypatch.setattr("drafters.heads.layers.multiplies", lambda dtype: True)
-    monkeypatch.setattr("drafters.heads.layers.units", lambda: (Unit.FMA,))  # matrices are kept as they are
+    compute_in_bfloat16(monkeypatch)
+    monkeypatch.setattr("drafters.heads.layers.instruction_sets", lambda: ())  # matrices are kept as they are
     program, plain = block(tmp_path / "b", target), block(tmp_path / "c", target)
     plain.stack = plain.reader = None
-    features = torch.randn(40, len(truth.feature_layers), HIDDEN, generator=torch.manual_seed(3)).bfloat16()
-    found = []
-    for head in (truth, program, plain):
-        session = head.open([], 64, 32)
-        session.commit(0, features, list(range(40)))
-        head.begin([(session, [[], [7]])])
-        found.append(torch.cat([of_block.forward.outputs.logits for of_block in session.blocks[:1]]).float())
+    found = [first_logits(head) for head in (truth, program, plain)]
     for logits in found[1:]:
         assert (logits - found[0]).norm() < 0.05 * found[0].norm()
+
+
+@torch.inference_mode()
+@pytest.mark.skipif(not instruction_sets(), reason="this processor adds no products of 8 bits")
+@pytest.mark.parametrize("build", [eagle, eagle3, block], ids=lambda build: build.__name__)
+def test_in_8_bits_the_program_and_plain_operations_are_near_to_each_other_and_to_float32(
+    build: Build, tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product of a matrix and rows in 8 bits misses by 0.8 %, one in bfloat16 by 0.17 %; in one step these heads
+    miss float32 by 4 to 8 % and by 2 to 3 %, so the limit is three times that of bfloat16.
+    """
+    truth = build(tmp_path / "a", target)
+    compute_in_bfloat16(monkeypatch)
+    program, plain = build(tmp_path / "b", target), build(tmp_path / "c", target)
+    plain.stack = None  # type: ignore[attr-defined]
+    if build is block:
+        plain.reader = None  # type: ignore[attr-defined]
+    exact, found, other = (first_logits(head) for head in (truth, program, plain))
+    for logits in (found, other):
+        assert (logits - exact).norm() < 0.15 * exact.norm()
+    assert (found - other).norm() < 0.1 * other.norm()
 
 
 @torch.inference_mode()
@@ -158,8 +195,8 @@ def test_in_bfloat16_the_program_and_plain_operations_are_both_near_to_float32(
     build: Build, tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     truth = build(tmp_path / "a", target)
-    monkeypatch.setattr("drafters.heads.layers.multiplies", lambda dtype: True)
-    monkeypatch.setattr("drafters.heads.layers.units", lambda: (Unit.FMA,))  # matrices are kept as they are
+    compute_in_bfloat16(monkeypatch)
+    monkeypatch.setattr("drafters.heads.layers.instruction_sets", lambda: ())  # matrices are kept as they are
     program, plain = build(tmp_path / "b", target), build(tmp_path / "c", target)
     plain.stack = None  # type: ignore[attr-defined]
     features = torch.randn(40, len(truth.feature_layers), HIDDEN, generator=torch.manual_seed(3)).bfloat16()

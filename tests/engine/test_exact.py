@@ -257,7 +257,7 @@ def test_transformers_own_generate_gives_the_text_of_the_stock_forward(
     family: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An oracle of its own: transformers' loop, cache and masks, and only attention and products are ours."""
-    monkeypatch.setattr("engine.model.target.LeanDecoder", refused)
+    monkeypatch.setattr(LeanDecoder, "__init__", refused)
     target = Target(build(family, dtype), family, kv_memory=1 << 22)
     assert isinstance(target._forward, StockForward) and target.exact
     model, prompt = build(family, dtype), text_of(family, dtype)[:20]

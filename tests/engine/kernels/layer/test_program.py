@@ -99,6 +99,17 @@ def test_a_norm_over_all_heads_changes_its_columns_alone(dtype: torch.dtype) -> 
 
 
 @types
+def test_rows_of_zeros_are_left_as_they_are_where_a_layer_has_no_norm(dtype: torch.dtype) -> None:
+    """Such as the embedding of a padding token, in a model that normalises only what attention adds."""
+    torch.manual_seed(0)
+    residual = torch.randn(ROWS, HIDDEN)
+    residual[3] = 0
+    program = program_of(dtype)
+    program.norm(None)
+    assert torch.equal(ran(program, ROWS, residual), residual.to(dtype).float())
+
+
+@types
 @pytest.mark.parametrize("cap", [0.0, 3.0])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_logits_are_scaled_and_capped_to_the_last(dtype: torch.dtype, cap: float, threads: int) -> None:
