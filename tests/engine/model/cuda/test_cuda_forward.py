@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from itertools import product
 from typing import Any
@@ -102,7 +102,8 @@ def lean_of(family: str, dtype: torch.dtype = torch.float32) -> CudaForward:
     return forward
 
 
-MADE = [*((*kind, forward_of) for kind in KINDS), ("llama", torch.bfloat16, lean_of), (LEAN[3], torch.float32, lean_of)]
+MAKE = {"stock": forward_of, "lean": lean_of}
+MADE = [*((*kind, "stock") for kind in KINDS), ("llama", torch.bfloat16, "lean"), (LEAN[3], torch.float32, "lean")]
 
 
 def text(length: int, seed: int) -> list[int]:
@@ -174,10 +175,8 @@ def test_another_structure_runs_the_stock_forward(family: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "dtype", "make"), MADE, ids=str)
-def test_a_text_gives_the_same_bits_in_chunks_of_every_size(
-    family: str, dtype: torch.dtype, make: Callable[..., CudaForward]
-) -> None:
-    forward, tokens = make(family, dtype), text(17, 4)
+def test_a_text_gives_the_same_bits_in_chunks_of_every_size(family: str, dtype: torch.dtype, make: str) -> None:
+    forward, tokens = MAKE[make](family, dtype), text(17, 4)
     alone = read(forward, tokens, 1)[1]
     for chunk in (3, 4, 17):  # less than the rows of a forward, all of them, and more
         assert torch.equal(read(forward, tokens, chunk)[1], alone)
@@ -185,9 +184,9 @@ def test_a_text_gives_the_same_bits_in_chunks_of_every_size(
 
 @pytest.mark.parametrize(("family", "dtype", "make"), MADE, ids=str)
 def test_a_row_has_the_same_bits_alone_and_in_a_bushy_tree_beside_other_requests(
-    family: str, dtype: torch.dtype, make: Callable[..., CudaForward]
+    family: str, dtype: torch.dtype, make: str
 ) -> None:
-    forward, tokens = make(family, dtype), text(26, 5)
+    forward, tokens = MAKE[make](family, dtype), text(26, 5)
     _, alone = read(forward, tokens, alone=8)
     tree, spine = with_siblings(tokens[18], tokens[19:25], random.Random(6))
     assert len(tree) > 2 * cuda_products.SLICE and spine != list(range(7))
