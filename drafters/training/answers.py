@@ -114,15 +114,9 @@ def answer_prompts(
                 lines = []
                 for text, row in zip(texts, rows, strict=True):
                     tokens = answers[text] = row[: _answer_end(row, stop)]
-                    answer = AnswerRow(
-                        prompt=text,
-                        model=name,
-                        max_tokens=sampling.max_tokens,
-                        temperature=sampling.temperature,
-                        seed=sampling.seed,
-                        finish_reason="eos" if tokens[-1:] and tokens[-1] in stop else "length",
-                        text=tokenizer.decode(tokens, skip_special_tokens=True),
-                        tokens=tokens,
+                    ended = "eos" if tokens[-1:] and tokens[-1] in stop else "length"
+                    answer = AnswerRow.of(
+                        text, name, sampling, ended, tokenizer.decode(tokens, skip_special_tokens=True), tokens
                     )
                     lines.append(msgspec.json.encode(answer) + b"\n")
                 file.write(b"".join(lines))

@@ -46,16 +46,7 @@ async def answer_all(
             except (RequestError, RequestFailed) as error:
                 refused[prompt] = str(error)
             else:
-                row = AnswerRow(
-                    prompt=prompt,
-                    model=model,
-                    max_tokens=sampling.max_tokens,
-                    temperature=sampling.temperature,
-                    seed=sampling.seed,
-                    finish_reason=result.finish_reason,
-                    text=result.text,
-                    tokens=result.token_ids,
-                )
+                row = AnswerRow.of(prompt, model, sampling, result.finish_reason, result.text, result.token_ids)
                 file.write(msgspec.json.encode(row) + b"\n")
                 file.flush()
             ended += 1

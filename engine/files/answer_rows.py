@@ -27,6 +27,22 @@ class AnswerRow(msgspec.Struct, kw_only=True):
     text: str
     tokens: list[int]
 
+    @classmethod
+    def of(
+        cls, prompt: str, model: str, sampling: SamplingParams, finish_reason: str, text: str, tokens: list[int]
+    ) -> AnswerRow:
+        """An answer of that model with that sampling."""
+        return cls(
+            prompt=prompt,
+            model=model,
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            seed=sampling.seed,
+            finish_reason=finish_reason,
+            text=text,
+            tokens=tokens,
+        )
+
 
 _BEGINNING = b'{"prompt":"'  # of every line written here
 

@@ -130,21 +130,11 @@ def read(forward: CudaForward, tokens: Sequence[int], chunk: int = 8, alone: int
     return cache, torch.cat(found)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_and_features_are_the_untouched_models(family: str) -> None:
-    forward, model, prompt = forward_of(family), build(family), text(30, 1)
-    tree, _ = with_siblings(5, text(3, 2), random.Random(3))
-    cache, _ = read(forward, prompt)
-    found = run(forward, Segment.of_tree(tree, cache))
-    for node in range(len(tree)):
-        out = model(torch.tensor([prompt + tree.path_tokens(node)], device=DEVICE), output_hidden_states=True)
-        expected = torch.cat([out.logits[0, -1], *(out.hidden_states[layer][0, -1] for layer in FEATURES)])
-        torch.testing.assert_close(found[node], expected, atol=2e-4, rtol=2e-4)
-
-
-@pytest.mark.parametrize("family", LEAN)
-def test_lean_layers_find_what_the_untouched_model_does(family: str) -> None:
-    forward, model, prompt = lean_of(family), build(family), text(30, 1)
+@pytest.mark.parametrize(
+    ("family", "make"), [*((family, "stock") for family in FAMILIES), *((family, "lean") for family in LEAN)]
+)
+def test_logits_and_features_are_the_untouched_models(family: str, make: str) -> None:
+    forward, model, prompt = MAKE[make](family), build(family), text(30, 1)
     tree, _ = with_siblings(5, text(3, 2), random.Random(3))
     cache, _ = read(forward, prompt)
     found = run(forward, Segment.of_tree(tree, cache))
