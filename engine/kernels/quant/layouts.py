@@ -12,10 +12,10 @@ own bits: factors of 6 bits take a byte, nothing else is wider.
               of the first and of the second half; without offsets: [steps, 16])
     codes     [steps, words, 16] of 32 bits
 
-Codes are in words, each of one output and of every second input: lane `2 * (output % 8) + input % 2` of a vector
-holds an even or an odd input of the pairs 0 to 15 of a step. So one vector with all but a few bits masked out has 8
-outputs of a pair, as AVX512-BF16 multiplies it, or of four, as the integer instructions do. By bits of a code, for
-outputs 0 to 7 (half 0) and 8 to 15 (half 1):
+There are two arrangements of codes. In pairs, for products of bfloat16, a word has codes of one output and of every
+second input: lane `2 * (output % 8) + input % 2` of a vector holds an even or an odd input of the pairs 0 to 15 of a
+step. So one vector with all but a few bits masked out has 8 outputs of a pair. By bits of a code, for outputs 0 to 7
+(half 0) and 8 to 15 (half 1):
 
     4    word 2 * (pair // 8) + half holds eight pairs, from the lowest bits on
     8    word 2 * (pair // 4) + half holds four pairs, one in each byte
@@ -25,12 +25,18 @@ outputs 0 to 7 (half 0) and 8 to 15 (half 1):
          bytes. The upper bits 7 and 6 and 5 of words 0, 1, 2 are the lower three bits of the other pairs: 12-15 of
          half 0, 8-11 and 12-15 of half 1. Bits 5 and 6 of words 3 and 4 are the upper two of the first two of these,
          and bit 7 of words 3 and 4 those of the third
+
+In quads, for integers, each of eight words of a step holds the codes of four inputs of one output, a byte each. The
+lower four bits of words 0 to 3 share their bytes with those of words 4 to 7. The fifth bits of all eight follow, word
+i's as bit i; or the fifth and sixth bits, first of words 0 to 3 and then of the others. Codes of 8 bits take whole
+bytes, and signed ones count from 128.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -44,6 +50,13 @@ from engine.kernels.simd import LANES
 Bytes = NDArray[np.uint8]
 STEP = 32
 """Inputs that the kernels multiply at a time."""
+
+
+class Arrangement(IntEnum):
+    """How codes lie in a tile: for products of bfloat16, or of integers. A compile-time constant of kernels."""
+
+    PAIRS = 0
+    QUADS = 1
 
 
 class Plane(NamedTuple):
