@@ -65,7 +65,7 @@ def embed_kernel(address: Any) -> None:
 @cache
 def tiled_embed_kernel(layout: QuantLayout, arrangement: Arrangement) -> Kernel:
     """The same for an embedding in tiles of that layout."""
-    return _of_quads(layout) if arrangement is Arrangement.QUADS else _of_pairs(layout)
+    return _of_pairs(layout) if arrangement is Arrangement.PAIRS or not layout.coded else _of_codes(layout, arrangement)
 
 
 def _of_pairs(layout: QuantLayout) -> Kernel:
@@ -87,14 +87,20 @@ def _of_pairs(layout: QuantLayout) -> Kernel:
     return compiled()
 
 
-def _of_quads(layout: QuantLayout) -> Kernel:
-    """For codes that stand for themselves. Each operation is rounded as `gguf` does it."""
-    bits, bias, steps, tile_bytes = layout.bits, layout.bias, layout.steps, layout.tile_bytes
+def _of_codes(layout: QuantLayout, arrangement: Arrangement) -> Kernel:
+    """Each operation is rounded as `gguf` does it."""
+    bits, steps, tile_bytes, quads = layout.bits, layout.steps, layout.tile_bytes, arrangement is Arrangement.QUADS
+    signed = layout.signed and not quads
+    values = layout.values or [
+        float(code - 256 if signed and code > 127 else code if signed else code - layout.bias)
+        for code in range(1 << bits)
+    ]
+    table = np.array(values, np.float32)
     codes_at, code_bytes, factors_at = layout.codes_at, layout.code_bytes, layout.factors_at
     offsets, factors, halves = layout.offset is not None, layout.step_factors, layout.group < STEP
-    factor_bias = layout.factor_bias
+    factor_bias, exponents = layout.factor_bias, layout.exponents
 
-    @kernel(EMBED, f"{layout.kind}_quads")
+    @kernel(EMBED, f"{layout.kind}_{arrangement.name}")
     def compiled(address: Any) -> None:
         work = carray(address, 1)[0]
         for row in range(thread_id(), work.rows, num_threads()):
@@ -104,7 +110,8 @@ def _of_quads(layout: QuantLayout) -> Kernel:
             for at in range(0, work.hidden, 4):
                 step = at // STEP
                 tile, inside, quad = panel + step // steps * tile_bytes, step % steps, at % STEP // 4
-                scale, offset = float16_at(tile + 2 * output), np.float32(-0.0)
+                offset = np.float32(-0.0)
+                scale = _power_at(tile + output) if exponents else float16_at(tile + 2 * output)
                 if offsets:
                     offset = float16_at(tile + 2 * (LANES + output))
                 if factors:
@@ -112,31 +119,50 @@ def _of_quads(layout: QuantLayout) -> Kernel:
                     scale *= np.float32(byte_at(first + (quad // 4 * LANES if halves else 0)) - factor_bias)
                     if offsets:
                         offset = -(offset * np.float32(byte_at(first + LANES)))
-                codes = _quad(bits, tile + codes_at + inside * code_bytes + 4 * output, quad)
+                here = tile + codes_at + inside * code_bytes + 4 * output
                 for i in range(4):
-                    code = np.int32(codes >> np.uint32(8 * i) & np.uint32(255))
+                    code = _code_of_quad(bits, here, quad, i) if quads else _code_of_word(bits, here, 4 * quad + i)
                     number = place + 4 * (at + i)
-                    put_half(number, scale * np.float32(code - bias) + offset)
+                    put_half(number, scale * table[code] + offset)
                     put_float(number, half_at(number) * work.scale)
 
     return compiled()
 
 
 @njit
-def _quad(bits: int, words: int, index: int) -> Any:
-    """The four codes of that number in an output's step, a byte each. words: address of its first."""
-    size = 4 * LANES
+def _code_of_quad(bits: int, words: int, quad: int, byte: int) -> Any:
+    """A code of an output's step. words: address of its first."""
+    size, down = 4 * LANES, 8 * byte
     if bits == 8:
-        return np.uint32(int_at(words + index * size))
-    word = np.uint32(int_at(words + index % 4 * size))
-    codes = word >> np.uint32(index // 4 * 4) & np.uint32(0x0F0F0F0F)
+        return int_at(words + quad * size) >> down & 255
+    code = int_at(words + quad % 4 * size) >> (down + quad // 4 * 4) & 15
     if bits == 5:
-        plane = np.uint32(int_at(words + 4 * size))
-        codes |= (plane >> np.uint32(index) & np.uint32(0x01010101)) << np.uint32(4)
+        code |= (int_at(words + 4 * size) >> (down + quad) & 1) << 4
     if bits == 6:
-        plane = np.uint32(int_at(words + (4 + index // 4) * size))
-        codes |= (plane >> np.uint32(index % 4 * 2) & np.uint32(0x03030303)) << np.uint32(4)
-    return codes
+        code |= (int_at(words + (4 + quad // 4) * size) >> (down + quad % 4 * 2) & 3) << 4
+    return code
+
+
+@njit
+def _code_of_word(bits: int, words: int, number: int) -> Any:
+    """The same of words that hold an output's even inputs in their lower halves, and the odd ones in the upper."""
+    size, pair, odd = 4 * LANES, number // 2, number % 2 * 16
+    together = 16 // bits
+    if bits == 5 and pair == 15:
+        code = 0
+        for i in range(5):
+            code |= (int_at(words + i * size) >> (odd + 15) & 1) << i
+        return code
+    if bits == 6 and pair >= 12:
+        low = int_at(words + (pair - 12) * size) >> (odd + 12) & 15
+        return low | (int_at(words + (4 + (pair - 12) // 2) * size) >> (odd + 12 + 2 * (pair % 2)) & 3) << 4
+    return int_at(words + pair // together * size) >> (odd + bits * (pair % together)) & ((1 << bits) - 1)
+
+
+@njit
+def _power_at(address: int) -> Any:
+    """2**(e - 128) for the exponent e there."""
+    return np.float32(2.0 ** (float(byte_at(address)) - 128.0))
 
 
 @njit

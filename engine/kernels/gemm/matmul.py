@@ -32,6 +32,7 @@ from engine.kernels.amx import TILE_ROWS, tile_sizes
 from engine.kernels.gemm.fma_kernels import WIDENED, fma_kernel
 from engine.kernels.gemm.matmul_kernels import (
     MATMUL,
+    OWN_TOTALS,
     PART,
     PartKernel,
     amx_kernel,
@@ -138,7 +139,8 @@ class Matmul:
             self._tiles = _float_tiles(weight, gated)
         else:
             stored = [StoredMatrix.of_numbers(weight)] if isinstance(weight, Tensor) else in_panels(weight)
-            self.tiled = tiled_parts(stored, gated, Arrangement.PAIRS)
+            arrangement = Arrangement.WORDS if self.unit is Unit.VECTORS else Arrangement.PAIRS
+            self.tiled = tiled_parts(stored, gated, arrangement)
         self._parts = self._records()
         self.kernel = product_kernel()
 
@@ -175,11 +177,12 @@ class Matmul:
     def scratch_bytes(self) -> int:
         """Scratch that each thread needs."""
         widened = 0 if self.unit.paired or self._itemsize == 4 else WIDENED * self.padded * 4
-        return widened + (PANELS * self.padded * LANES * 2 if self.coded else 0)
+        unpacked = PANELS * self.padded * LANES * 2 if self.coded else 0
+        return widened + unpacked + (OWN_TOTALS if self.unit is Unit.VECTORS else 0)
 
     def shared_bytes(self, rows: int) -> int:
         """Scratch that all threads together need for so many rows."""
-        return 0
+        return rows * (self.padded // STEP) * 4 if self.coded and self.unit is Unit.VECTORS else 0
 
     def record(self, rows: int, x: int, out: int) -> np.ndarray[Any, Any]:
         """A record for the kernel, without its scratch, for `rows` rows or fewer, at least one. x: address of [rows,

@@ -14,6 +14,7 @@ from numba.extending import intrinsic
 
 from engine.kernels.amx import TILE_BYTES, TILE_ROWS, configure_tiles, pointer, release_tiles
 from engine.kernels.exponential import exp
+from engine.kernels.gemm.code_sums import keep_codes, put_totals, sum_codes
 from engine.kernels.gemm.matmul_sums import PANELS, ROW_BYTES, TILES, new_room, sum_tiles, sum_vectors
 from engine.kernels.jit_cache import versioned
 from engine.kernels.quant.layouts import STEP, QuantLayout
@@ -31,15 +32,15 @@ from engine.kernels.simd import (
     splat,
     store,
 )
-from engine.kernels.threads import kernel, num_threads, thread_id
+from engine.kernels.threads import barrier, kernel, num_threads, thread_id
 
 AT_ONCE = 8
 """Rows whose sums of two panels fit into the vector registers."""
 
 _FEW = 4
 """Rows below which a product with kept panels takes as long as reading them."""
-_KEPT = AT_ONCE - _FEW + 1
-"""The fewest rows that are multiplied before others."""
+OWN_TOTALS = 1 << 10
+"""Bytes of groups' totals up to which each thread computes them all for itself, which takes no longer than waiting."""
 
 MATMUL = np.dtype(
     [
@@ -213,29 +214,6 @@ def amx_kernel(layout: QuantLayout) -> PartKernel:
     return compiled
 
 
-@njit
-def _coded_sums(
-    layout: int,
-    rows: int,
-    x: int,
-    stride: int,
-    weights: int,
-    panel_bytes: int,
-    steps: int,
-    room: int,
-    place: int,
-    keep: bool,
-) -> None:
-    """Products of up to AT_ONCE rows with two panels of codes. layout: its number, a constant. keep: store the unpacked
-    panels at `place`, for a few more rows.
-    """
-    layout = literally(layout)
-    if keep:
-        sum_vectors(_KEPT, AT_ONCE, 2, layout, 1, rows, x, stride, weights, panel_bytes, steps, room, ROW_BYTES, place)
-    else:
-        sum_vectors(1, AT_ONCE, 2, layout, 0, rows, x, stride, weights, panel_bytes, steps, room, ROW_BYTES, 0)
-
-
 @cache
 def number_sums() -> Any:
     """The compiled function `multiply`."""
@@ -250,30 +228,67 @@ def number_sums() -> Any:
 
 
 def vector_kernel(layout: QuantLayout) -> PartKernel:
-    """The vector kernel for matrices of that layout. The first rows' product unpacks the codes; later rows reuse them.
-    The last of an odd number of panels is multiplied twice, so that there is code for two alone.
+    """The vector kernel for matrices of that layout. The last of an odd number of panels is multiplied twice, so that
+    there is code for two alone.
     """
-    number, coded = layout.number, layout.coded
+    return _codes_kernel(layout) if layout.coded else _numbers_kernel(layout)
 
+
+def _numbers_kernel(layout: QuantLayout) -> PartKernel:
     @part_kernel(layout.kind)
     def compiled(address: Any, at: Any) -> None:
         work, part = carray(address, 1)[0], carray(at, 1)[0]
         panel, end = own_panels(work, part)
         steps, stride, room = work.inputs // STEP, work.inputs * 2, new_room()
-        place, unpacked = work.scratch + thread_id() * work.scratch_bytes, steps * TILE_BYTES
         while panel < end:
             width, weights = min(end - panel, PANELS), part.weights + panel * part.panel_bytes
             apart = part.panel_bytes if width == PANELS else 0
             row = 0
             while row < work.rows:
                 rows, x = rows_at_once(work.rows - row), work.x + row * stride
-                if not coded:
-                    _sum_numbers(part.number_sums, rows, x, stride, weights, apart, steps, room, 0)
-                elif row != 0:
-                    _sum_numbers(part.number_sums, rows, x, stride, place, unpacked, steps, room, place)
+                _sum_numbers(part.number_sums, rows, x, stride, weights, apart, steps, room, 0)
+                put_sums(work, row, rows, part.first + panel, width, room)
+                row += rows
+            panel += width
+
+    return compiled
+
+
+def _codes_kernel(layout: QuantLayout) -> PartKernel:
+    """For more rows than are multiplied at once, codes are looked up once and kept."""
+    number, offsets = layout.number, layout.offset is not None
+
+    @part_kernel(f"{layout.kind}_words")
+    def compiled(address: Any, at: Any) -> None:
+        work, part = carray(address, 1)[0], carray(at, 1)[0]
+        panel, end = own_panels(work, part)
+        steps, stride, room = work.inputs // STEP, work.inputs * 2, new_room()
+        place = work.scratch + work.shared_bytes + thread_id() * work.scratch_bytes
+        own, kept = work.rows * steps * 4 <= OWN_TOTALS, place + OWN_TOTALS
+        totals = place if own else work.scratch
+        if offsets and own:
+            put_totals(work.x, work.rows, steps, totals, 0, 1)
+        elif offsets:
+            put_totals(work.x, work.rows, steps, totals, thread_id(), num_threads())
+            barrier()
+        many = work.rows > AT_ONCE
+        while panel < end:
+            width, weights = min(end - panel, PANELS), part.weights + panel * part.panel_bytes
+            apart = part.panel_bytes if width == PANELS else 0
+            if many:
+                keep_codes(number, weights, apart, steps, kept)
+            row = 0
+            while row < work.rows:
+                rows, x = rows_at_once(work.rows - row), work.x + row * stride
+                of_rows = totals + row * steps * 4
+                if many:
+                    sum_codes(
+                        number, _FEW, AT_ONCE, 1, rows, x, stride, of_rows, weights, apart, steps, room, ROW_BYTES, kept
+                    )
                 else:
-                    keep = work.rows > AT_ONCE
-                    _coded_sums(number, rows, x, stride, weights, apart, steps, room, place, keep)
+                    sum_codes(
+                        number, 1, AT_ONCE, 0, rows, x, stride, of_rows, weights, apart, steps, room, ROW_BYTES, 0
+                    )
                 put_sums(work, row, rows, part.first + panel, width, room)
                 row += rows
             panel += width

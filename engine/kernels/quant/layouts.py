@@ -12,7 +12,7 @@ own bits: factors of 6 bits take a byte, nothing else is wider.
               of the first and of the second half; without offsets: [steps, 16])
     codes     [steps, words, 16] of 32 bits
 
-There are two arrangements of codes. In pairs, for products of bfloat16, a word has codes of one output and of every
+There are three arrangements of codes. In pairs, to be unpacked as bfloat16, a word has codes of one output and of every
 second input: lane `2 * (output % 8) + input % 2` of a vector holds an even or an odd input of the pairs 0 to 15 of a
 step. So one vector with all but a few bits masked out has 8 outputs of a pair. By bits of a code, for outputs 0 to 7
 (half 0) and 8 to 15 (half 1):
@@ -25,6 +25,14 @@ step. So one vector with all but a few bits masked out has 8 outputs of a pair. 
          bytes. The upper bits 7 and 6 and 5 of words 0, 1, 2 are the lower three bits of the other pairs: 12-15 of
          half 0, 8-11 and 12-15 of half 1. Bits 5 and 6 of words 3 and 4 are the upper two of the first two of these,
          and bit 7 of words 3 and 4 those of the third
+
+In words of 16 bits, for AVX512-BF16, a vector has the same pairs of all outputs, in words `2 * output + input % 2`.
+
+    4    vector pair // 4 holds four pairs, from the lowest bits on
+    5    vector pair // 3 holds three; bit i of the last pair is the upper bit of vector i
+    6    vector pair // 2 holds two. The upper four bits of vectors 0 to 3 are the lower ones of pairs 12 to 15, whose
+         upper two are the upper four bits of vectors 4 (of 12 and 13) and 5
+    8    vector pair // 2 holds two
 
 In quads, for integers, each of eight words of a step holds the codes of four inputs of one output, a byte each. The
 lower four bits of words 0 to 3 share their bytes with those of words 4 to 7. The fifth bits of all eight follow, word
@@ -53,10 +61,13 @@ STEP = 32
 
 
 class Arrangement(IntEnum):
-    """How codes lie in a tile: for products of bfloat16, or of integers. A compile-time constant of kernels."""
+    """How codes lie in a tile: to be unpacked as bfloat16, multiplied as integers, or multiplied as bfloat16. A
+    compile-time constant of kernels.
+    """
 
     PAIRS = 0
     QUADS = 1
+    WORDS = 2
 
 
 class Plane(NamedTuple):

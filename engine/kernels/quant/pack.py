@@ -78,6 +78,8 @@ def _pack_codes(layout: QuantLayout, arrangement: Arrangement, panels: Sequence[
     planes = np.array(layout.planes, np.int64)
     if arrangement is Arrangement.QUADS:
         _place_quads(raw, planes, layout.bits, layout.signed, layout.codes_at, tiles)
+    elif arrangement is Arrangement.WORDS:
+        _place_words(raw, planes, layout.bits, layout.codes_at, tiles)
     else:
         tiles[:, :, layout.codes_at :] = 0  # words of 5 bits are filled bit by bit
         _place_pairs(raw, planes, layout.bits, layout.codes_at, tiles)
@@ -133,11 +135,11 @@ def _place_pairs(raw: Any, planes: Any, bits: int, codes_at: int, tiles: Any) ->
                         c = _every_second(eights[4 * step + 2] >> down)
                         d = _every_second(eights[4 * step + 3] >> down)
                         words = tile[step * step_words + 2 * (output % 8) + odd : (step + 1) * step_words]
-                        _place_words(bits, a, b, c, d, output // 8, words)
+                        _place_lanes(bits, a, b, c, d, output // 8, words)
 
 
 @njit
-def _place_words(bits: int, a: Any, b: Any, c: Any, d: Any, half: int, words: Any) -> None:
+def _place_lanes(bits: int, a: Any, b: Any, c: Any, d: Any, half: int, words: Any) -> None:
     """The codes of pairs 0 to 3, 4 to 7, 8 to 11 and 12 to 15 of a lane, a byte each. words: from its first on."""
     if bits == 4:
         words[16 * half] = _nibbles(a) | _nibbles(b) << np.uint32(16)
@@ -223,3 +225,39 @@ def _place_parts(bits: int, quads: Any, words: Any) -> None:
             for i in range(4):
                 plane |= (quads[4 * p + i] >> np.uint32(4) & two) << np.uint32(2 * i)
             words[64 + 16 * p] = plane
+
+
+@njit(nogil=True, cache=True)
+@versioned
+def _place_words(raw: Any, planes: Any, bits: int, codes_at: int, tiles: Any) -> None:
+    """raw: [panels, 16, blocks, bytes]. tiles: [panels, blocks, bytes]."""
+    panels, _, blocks, _ = raw.shape
+    codes, step_words = np.empty((tiles.shape[2] - codes_at) * 8 // (bits * LANES), np.uint8), 2 * LANES * bits
+    for panel in range(panels):
+        for block in range(blocks):
+            tile = tiles[panel, block][codes_at:].view(np.uint16)
+            for output in range(LANES):
+                read_codes(raw[panel, output, block], planes, codes)
+                for step in range(len(codes) // STEP):
+                    for odd in range(2):
+                        words = tile[step * step_words + 2 * output + odd : (step + 1) * step_words]
+                        _place_vectors(bits, codes[step * STEP + odd : (step + 1) * STEP], words)
+
+
+@njit
+def _place_vectors(bits: int, codes: Any, words: Any) -> None:
+    """Every second code of an output's step, in every 32nd word."""
+    together = 16 // bits
+    for vector in range(bits):
+        word = np.uint32(0)
+        for i in range(together):
+            pair = vector * together + i
+            word |= np.uint32(codes[2 * pair]) << np.uint32(bits * i)
+        if bits == 5:
+            word |= np.uint32(codes[30] >> vector & 1) << np.uint32(15)
+        elif bits == 6 and vector < 4:
+            word |= np.uint32(codes[24 + 2 * vector] & 15) << np.uint32(12)
+        elif bits == 6:
+            first = 24 + 4 * (vector - 4)
+            word |= np.uint32(codes[first] >> 4 | codes[first + 2] >> 4 << 2) << np.uint32(12)
+        words[32 * vector] = word

@@ -94,8 +94,8 @@ def open_tile(builder: ir.IRBuilder, layout: QuantLayout, tile: ir.Value) -> Til
     """What the steps of the tile at that address share; None for numbers."""
     if not layout.coded:
         return None
-    scales = _exponents(builder, tile) if layout.exponents else _half_floats(builder, tile)
-    offsets = None if layout.offset is None else _half_floats(builder, builder.add(tile, _WORD(2 * LANES)))
+    scales = exponents(builder, tile) if layout.exponents else half_floats(builder, tile)
+    offsets = None if layout.offset is None else half_floats(builder, builder.add(tile, _WORD(2 * LANES)))
     if layout.factors is None:
         return TileHead(_doubled(builder, scales), offsets and _doubled(builder, offsets), None, None)
     if offsets is not None:
@@ -273,13 +273,13 @@ def _times(builder: ir.IRBuilder, halves: Halves, factor: float) -> Halves:
     return builder.fmul(halves[0], _floats(factor)), builder.fmul(halves[1], _floats(factor))
 
 
-def _half_floats(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+def half_floats(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """16 numbers of float16, as float32."""
     halves = builder.load(pointer(builder, address, ir.VectorType(ir.HalfType(), LANES)), align=1)
     return builder.fpext(halves, _FLOATS)
 
 
-def _exponents(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+def exponents(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """16 exponents e, as 2**(e - 128)."""
     stored = builder.load(pointer(builder, address, ir.VectorType(_BYTE, LANES)), align=1)
     exponents = builder.zext(stored, _INTS)

@@ -54,8 +54,13 @@ def test_a_matrix_in_tiles_has_the_values_of_the_gguf_package(kind: str) -> None
     assert torch.equal(TiledMatrix(panels_of(matrix)).rows(torch.arange(48)), expected)
 
 
+ROUNDING = [unit for unit in units() if unit is not Unit.VECTORS]
+"""The units that round weights to bfloat16."""
+WORDS = pytest.mark.skipif(Unit.VECTORS not in units(), reason="this processor has no AVX512-BF16")
+
+
 @pytest.mark.parametrize("kind", CODED)
-@pytest.mark.parametrize("unit", units(), ids=lambda unit: unit.value)
+@pytest.mark.parametrize("unit", ROUNDING, ids=lambda unit: unit.value)
 def test_a_product_has_the_bits_of_the_bfloat16_product(unit: Unit, kind: str, threads: int) -> None:
     matrix, bias = random_blocks(kind, 112, 512), torch.randn(112).bfloat16()
     found, expected = (Matmul(weight, bias, unit=unit) for weight in ([matrix], expected_values(matrix)))
@@ -64,7 +69,7 @@ def test_a_product_has_the_bits_of_the_bfloat16_product(unit: Unit, kind: str, t
         assert torch.equal(found(x), expected(x))
 
 
-@pytest.mark.parametrize("unit", units(), ids=lambda unit: unit.value)
+@pytest.mark.parametrize("unit", ROUNDING, ids=lambda unit: unit.value)
 @given(data=st.data())
 @settings(deadline=None, max_examples=25)
 def test_any_shape_has_the_bits_of_the_bfloat16_product(unit: Unit, data: st.DataObject) -> None:
@@ -78,6 +83,74 @@ def test_any_shape_has_the_bits_of_the_bfloat16_product(unit: Unit, data: st.Dat
     assert torch.equal(Matmul([matrix], gated=gated, unit=unit)(x), expected)
 
 
+def whole_numbers(kind: str, outputs: int, inputs: int, seed: int = 0) -> StoredMatrix:
+    """A matrix whose scales are 1 and whose offsets are 2, times factors."""
+    matrix, layout = random_blocks(kind, outputs, inputs, seed), layout_of(kind)
+    blocks = matrix.raw.reshape(outputs, inputs // layout.inputs, -1)
+    if layout.exponents:
+        blocks[:, :, 0] = 128
+    else:
+        for at, number in ((layout.scale, 1.0), (layout.offset, 2.0)):
+            if at is not None:
+                blocks[:, :, at : at + 2] = np.array([number], np.float16).view(np.uint8)
+    return matrix
+
+
+@WORDS
+@pytest.mark.parametrize("kind", CODED)
+def test_codes_are_multiplied_without_rounding_them(kind: str, threads: int) -> None:
+    matrix = whole_numbers(kind, 112, 512)
+    product, weight = Matmul([matrix], unit=Unit.VECTORS), matrix.values(torch.float32).double()
+    for rows in (1, 2, 4, 7, 8, 9, 16, 17, 33, 65):
+        x = torch.randint(-3, 4, (rows, 512)).bfloat16()
+        assert torch.equal(product(x), (x.double() @ weight.T).float().bfloat16())
+
+
+@WORDS
+@given(data=st.data())
+@settings(deadline=None, max_examples=40)
+def test_products_of_codes_are_those_of_their_values_for_any_shape(data: st.DataObject) -> None:
+    kind = data.draw(st.sampled_from(CODED))
+    outputs, blocks = data.draw(st.integers(1, 100)), data.draw(st.integers(1, 5))
+    rows, seed = data.draw(st.integers(1, 40)), data.draw(st.integers(0, 1 << 20))
+    inputs = layout_of(kind).inputs * blocks
+    matrix, bias = whole_numbers(kind, outputs, inputs, seed), torch.randint(-9, 9, (outputs,)).bfloat16()
+    x = torch.randint(-3, 4, (rows, inputs)).bfloat16()
+    expected = x.double() @ matrix.values(torch.float32).double().T + bias.double()
+    assert torch.equal(Matmul([matrix], bias, unit=Unit.VECTORS)(x), expected.float().bfloat16())
+
+
+@WORDS
+@pytest.mark.parametrize("kind", CODED)
+def test_a_row_has_the_same_bits_among_any_others(kind: str, threads: int) -> None:
+    product, x = (
+        Matmul([random_blocks(kind, 112, 1024)], gated=False, unit=Unit.VECTORS),
+        torch.randn(70, 1024).bfloat16(),
+    )
+    alone = torch.cat([product(row[None]) for row in x])
+    for rows in (*range(2, 22), 31, 32, 33, 64, 70):
+        order = torch.randperm(70)[:rows]
+        assert torch.equal(product(x[order]), alone[order])
+
+
+@WORDS
+@pytest.mark.parametrize("kind", CODED)
+def test_a_product_of_codes_is_near_that_of_the_weights(kind: str) -> None:
+    matrix, x = random_blocks(kind, 64, 768), torch.randn(5, 768).bfloat16()
+    expected = x.double() @ matrix.values(torch.float32).double().T
+    found = Matmul([matrix], unit=Unit.VECTORS)(x).double()
+    assert (found - expected).norm() < 0.003 * expected.norm()
+
+
+@WORDS
+def test_a_gate_is_applied_to_products_of_codes() -> None:
+    matrix, x = random_blocks("Q4_K", 64, 256), torch.randn(9, 256).bfloat16() / 16
+    gate, up = (x.double() @ matrix.values(torch.float32).double().T).chunk(2, dim=1)
+    found = Matmul([matrix], gated=True, unit=Unit.VECTORS)(x).double()
+    expected = torch.nn.functional.silu(gate) * up
+    assert (found - expected).norm() < 0.005 * expected.norm()
+
+
 @pytest.mark.parametrize("kind", CODED)
 def test_a_matrix_takes_the_bits_of_the_file(kind: str) -> None:
     assert Matmul([random_blocks(kind, 64, 512)]).bytes * 8 / (64 * 512) == BITS[kind]
@@ -88,10 +161,13 @@ def test_parts_of_different_types_are_one_product(unit: Unit, threads: int) -> N
     kinds = {"Q4_K": 64, "Q6_K": 16, "Q8_0": 48, "BF16": 21}
     parts = [random_blocks(kind, outputs, 256) for kind, outputs in kinds.items() if kind != "BF16"]
     parts.append(StoredMatrix.of_numbers(torch.randn(kinds["BF16"], 256)))
-    whole, bias = torch.cat([part.values() for part in parts]), torch.randn(149)
+    bias = torch.randn(149)
     for rows in (1, 12):
-        x = torch.randn(rows, 256).bfloat16()
-        assert torch.equal(Matmul(parts, bias, unit=unit)(x), Matmul(whole, bias, unit=unit)(x))
+        x, product = torch.randn(rows, 256).bfloat16(), Matmul(parts, bias, unit=unit)
+        alone = [
+            Matmul([part], some, unit=unit)(x) for part, some in zip(parts, bias.split([64, 16, 48, 21]), strict=True)
+        ]
+        assert torch.equal(product(x), torch.cat(alone, dim=1))
 
 
 def test_parts_that_share_a_panel_are_one_product_of_their_numbers() -> None:
@@ -174,8 +250,11 @@ def test_codes_scales_and_factors_can_be_read_apart(kind: str) -> None:
     assert torch.equal(found, expected_values(matrix))
 
 
-@pytest.mark.parametrize("kind", INTEGERS)
-def test_rows_are_read_from_quads_too(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("arrangement", "kind"),
+    [*((Arrangement.QUADS, kind) for kind in INTEGERS), *((Arrangement.WORDS, kind) for kind in CODED)],
+)
+def test_rows_are_read_from_every_arrangement(arrangement: Arrangement, kind: str) -> None:
     matrix = random_blocks(kind, 37, 512)
-    tiled = TiledMatrix(panels_of(matrix), Arrangement.QUADS)
+    tiled = TiledMatrix(panels_of(matrix), arrangement)
     assert torch.equal(tiled.rows(torch.arange(37)), expected_values(matrix))

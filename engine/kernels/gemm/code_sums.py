@@ -1,0 +1,235 @@
+"""The sums of a product of bfloat16 rows with codes in words, for AVX512-BF16: see `engine.kernels.quant.layouts`.
+
+A code is a small whole number, which bfloat16 holds exactly, and one instruction looks up 32 of them. So codes are
+multiplied as they are. For each group of 32 inputs, or of 16, sum(code * input) begins at zero; scale * that sum is
+added to the row's sum with one rounding, and then offset * the sum of the group's inputs is. Weights are not rounded to
+bfloat16, and a row's sums are the same whatever rows are beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from engine.kernels.amx import LINE_BYTES, TILE_BYTES, fetch_line, pointer
+from engine.kernels.gemm.matmul_sums import PANELS, SUMS, dot, row_counts, row_starts, sums_in_registers
+from engine.kernels.quant.layouts import LAYOUTS, STEP, QuantLayout
+from engine.kernels.quant.unpack import exponents, half_floats
+from engine.kernels.quant.words import word_pairs
+from engine.kernels.simd import BFLOAT16, FLOAT, LANES, fused, put_float, read
+
+_BYTE, _INT, _WORD = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+_PAIR, _INTS = ir.VectorType(_INT, LANES), ir.VectorType(_INT, LANES)
+_PAIRS = STEP // 2
+_AHEAD = 8  # groups by which codes are prefetched ahead
+
+
+@intrinsic(prefer_literal=True)
+def sum_codes(
+    context: Any,
+    layout: Any,
+    least: Any,
+    most: Any,
+    kept: Any,
+    rows: Any,
+    x: Any,
+    stride: Any,
+    totals: Any,
+    weights: Any,
+    panel_bytes: Any,
+    steps: Any,
+    room: Any,
+    room_stride: Any,
+    place: Any,
+) -> Any:
+    """Products of `rows` rows, `least` to `most`, with two panels, in `room`: [rows, 2 * 16] float32, one row every
+    `room_stride` bytes.
+
+    layout, least, most, kept: compile-time constants, the first a layout's number. x: address of the first row, one
+    every `stride` bytes. totals: [rows, steps] float32, the sums of each group's inputs. weights: address of the first
+    panel; the second is `panel_bytes` further. kept: 1 to read the codes at `place`, where `keep_codes` put them.
+    """
+    of = LAYOUTS[layout.literal_value]
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        rows, rest = args[4], args[5:]
+        for count in row_counts(builder, rows, most.literal_value, least.literal_value):
+            _Block(builder, of, count, bool(kept.literal_value), *rest).sum()
+        return context.get_dummy_value()
+
+    return types.void(layout, least, most, kept, *[types.int64] * 10), generate
+
+
+@intrinsic(prefer_literal=True)
+def keep_codes(context: Any, layout: Any, weights: Any, panel_bytes: Any, steps: Any, place: Any) -> Any:
+    """Put the codes of two panels, as bfloat16, at `place`: [steps, 16 pairs, 2 panels] of 64 bytes."""
+    of = LAYOUTS[layout.literal_value]
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        weights, panel_bytes, steps, place = args[1:]
+        panels = [weights, builder.add(weights, panel_bytes)]
+        with cgutils.for_range(builder, builder.udiv(steps, _WORD(of.steps))) as loop:
+            tiles = [builder.add(panel, builder.mul(loop.index, _WORD(of.tile_bytes))) for panel in panels]
+            with cgutils.for_range(builder, _WORD(of.steps)) as inner:
+                step = builder.add(builder.mul(loop.index, _WORD(of.steps)), inner.index)
+                at = builder.add(place, builder.mul(step, _WORD(PANELS * TILE_BYTES)))
+                for pair, matrix in enumerate(_unpacked(builder, of, tiles, inner.index)):
+                    for panel, codes in enumerate(matrix):
+                        here = builder.add(at, _WORD(LINE_BYTES * (PANELS * pair + panel)))
+                        builder.store(codes, pointer(builder, here, _PAIR), align=4)
+        return context.get_dummy_value()
+
+    return types.void(layout, *[types.int64] * 4), generate
+
+
+def _unpacked(builder: ir.IRBuilder, of: QuantLayout, tiles: list[ir.Value], step: ir.Value) -> Iterator[Any]:
+    """For each pair of a step, the codes of all panels."""
+    at = [builder.add(tile, builder.add(_WORD(of.codes_at), builder.mul(step, _WORD(of.code_bytes)))) for tile in tiles]
+    return zip(*(word_pairs(builder, of, address) for address in at), strict=True)
+
+
+class _Block:
+    """Emits the sums of `count` rows with two panels. Arguments are as for `sum_codes`."""
+
+    def __init__(self, builder: ir.IRBuilder, of: QuantLayout, count: int, kept: bool, *args: ir.Value):
+        self.builder, self.of, self.count, self.kept = builder, of, count, kept
+        self.x, self.stride, self.totals, weights, panel_bytes, self.steps, self.room, self.room_stride, self.place = (
+            args
+        )
+        self.panels = [weights, builder.add(weights, panel_bytes)]
+
+    def sum(self) -> None:
+        builder, of = self.builder, self.of
+        with (
+            sums_in_registers(builder, self.count, PANELS, self.x, self.stride, self.room, self.room_stride) as (
+                starts,
+                sums,
+            ),
+            cgutils.for_range(builder, builder.udiv(self.steps, _WORD(of.steps))) as loop,
+        ):
+            offset = builder.mul(loop.index, _WORD(of.tile_bytes))
+            tiles = [builder.add(panel, offset) for panel in self.panels]
+            heads = [self._head(tile) for tile in tiles]
+            first = builder.mul(loop.index, _WORD(of.steps))
+            if of.steps == 1:
+                self._add_group(starts, sums, tiles, heads, _WORD(0), first)
+            else:
+                with cgutils.for_range(builder, _WORD(of.steps)) as inner:
+                    self._add_group(starts, sums, tiles, heads, inner.index, builder.add(first, inner.index))
+
+    def _head(self, tile: ir.Value) -> list[ir.Value]:
+        """A tile's scales and, if it has any, offsets, with the sign that they are added with."""
+        builder, of = self.builder, self.of
+        numbers = [exponents(builder, tile) if of.exponents else half_floats(builder, tile)]
+        if of.offset is not None:
+            offsets = half_floats(builder, builder.add(tile, _WORD(2 * LANES)))
+            numbers.append(offsets if of.factors is None else builder.fneg(offsets))
+        return numbers
+
+    def _add_group(
+        self,
+        starts: list[ir.Value],
+        sums: list[list[ir.Value]],
+        tiles: list[ir.Value],
+        heads: list[list[ir.Value]],
+        inside: ir.Value,
+        step: ir.Value,
+    ) -> None:
+        """Add a group's products. inside: its number in its tile; step: in the row."""
+        builder, of = self.builder, self.of
+        if not self.kept:
+            self._fetch(tiles, inside)
+        numbers = [self._of_group(tile, head, inside) for tile, head in zip(tiles, heads, strict=True)]
+        here = [builder.add(start, builder.mul(step, _WORD(2 * STEP))) for start in starts]
+        matrices = self._kept_pairs(step) if self.kept else _unpacked(builder, of, tiles, inside)
+        halves = STEP // of.group
+        none = [[ir.Constant(SUMS, [0.0] * LANES)] * PANELS for _ in range(self.count)]
+        products = none
+        for pair, matrix in enumerate(matrices):
+            products = [dot(builder, some, matrix, at, pair) for some, at in zip(products, here, strict=True)]
+            if (pair + 1) % (_PAIRS // halves) == 0:
+                self._add_scaled(sums, products, [scales[pair * halves // _PAIRS] for scales in numbers])
+                products = none
+        if of.offset is not None:
+            self._add_offsets(sums, [scales[1] for scales in numbers], step)
+
+    def _add_scaled(self, sums: list[list[ir.Value]], products: list[Any], scales: list[ir.Value]) -> None:
+        builder = self.builder
+        for cells, some in zip(sums, products, strict=True):
+            for cell, product, scale in zip(cells, some, scales, strict=True):
+                builder.store(fused(builder, product, scale, builder.load(cell)), cell)
+
+    def _add_offsets(self, sums: list[list[ir.Value]], offsets: list[ir.Value], step: ir.Value) -> None:
+        builder = self.builder
+        row_bytes = builder.mul(self.steps, _WORD(4))
+        for cells, totals in zip(sums, row_starts(builder, self.count, self.totals, row_bytes), strict=True):
+            total = _spread(builder, builder.add(totals, builder.mul(step, _WORD(4))))
+            for cell, offset in zip(cells, offsets, strict=True):
+                builder.store(fused(builder, offset, total, builder.load(cell)), cell)
+
+    def _of_group(self, tile: ir.Value, head: list[ir.Value], inside: ir.Value) -> list[ir.Value]:
+        """The scale of a group and its offset, or the scales of its halves."""
+        builder, of = self.builder, self.of
+        if of.factors is None:
+            return head
+        size = LANES * of.step_factors
+        at = builder.add(tile, builder.add(_WORD(of.factors_at), builder.mul(inside, _WORD(size))))
+        found = []
+        for i in range(of.step_factors):
+            kind = ir.VectorType(_BYTE, LANES)
+            stored = builder.load(pointer(builder, builder.add(at, _WORD(i * LANES)), kind), align=1)
+            factor = builder.sub(builder.zext(stored, _INTS), ir.Constant(_INTS, [of.factor_bias] * LANES))
+            of_what = head[i] if of.offset is not None else head[0]
+            found.append(builder.fmul(builder.sitofp(factor, SUMS), of_what))
+        return found
+
+    def _kept_pairs(self, step: ir.Value) -> Iterator[list[ir.Value]]:
+        builder = self.builder
+        at = builder.add(self.place, builder.mul(step, _WORD(PANELS * TILE_BYTES)))
+        for pair in range(_PAIRS):
+            lines = [builder.add(at, _WORD(LINE_BYTES * (PANELS * pair + panel))) for panel in range(PANELS)]
+            yield [builder.load(pointer(builder, line, _PAIR), align=4) for line in lines]
+
+    def _fetch(self, tiles: list[ir.Value], inside: ir.Value) -> None:
+        """Prefetch codes some groups ahead."""
+        builder, of = self.builder, self.of
+        share = of.tile_bytes // of.steps
+        for tile in tiles:
+            at = builder.add(tile, builder.add(builder.mul(inside, _WORD(share)), _WORD(_AHEAD * share)))
+            for line in range(0, share, LINE_BYTES):
+                fetch_line(builder, builder.add(at, _WORD(line)))
+
+
+@njit
+def put_totals(x: int, rows: int, steps: int, place: int, part: int, parts: int) -> None:
+    """A part of the sums of the groups' inputs of x [rows, steps * 32] bfloat16, at `place`: [rows, steps] float32."""
+    for i in range(rows * steps * part // parts, rows * steps * (part + 1) // parts):
+        put_float(place + 4 * i, _group_total(x + i * STEP * 2))
+
+
+@intrinsic(prefer_literal=True)
+def _group_total(context: Any, address: Any) -> Any:
+    """The sum of the 32 bfloat16 numbers there, as float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        halves = [read(builder, builder.add(args[0], _WORD(i * 2 * LANES)), BFLOAT16) for i in range(2)]
+        total, step = builder.fadd(*halves), LANES // 2
+        while step:
+            order = ir.Constant(_INTS, [(lane + step) % LANES for lane in range(LANES)])
+            total = builder.fadd(total, builder.shuffle_vector(total, total, order))
+            step //= 2
+        return builder.extract_element(total, _INT(0))
+
+    return types.float32(types.int64), generate
+
+
+def _spread(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """All lanes hold the float32 at that address."""
+    number = builder.load(pointer(builder, address, FLOAT), align=4)
+    first = builder.insert_element(ir.Constant(SUMS, ir.Undefined), number, _INT(0))
+    return builder.shuffle_vector(first, ir.Constant(SUMS, ir.Undefined), ir.Constant(_INTS, [0] * LANES))
