@@ -39,7 +39,7 @@ def _score_all(work: Any, queries: int, count: int, table: int, head: int, low: 
         for block in range(low, high):
             at = next_block(work, work.keys, table, block, high, head)
             place = scores + begin * step + 4 * LANES * block
-            sum_vectors(1, _SCORED, 1, 0, 0, some, q, stride, at, 0, steps, place, step, 0)
+            sum_vectors(1, _SCORED, 1, some, q, stride, at, 0, steps, place, step)
 
 
 @njit

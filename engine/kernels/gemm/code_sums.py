@@ -16,7 +16,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.kernels.amx import LINE_BYTES, TILE_BYTES, fetch_line, pointer
+from engine.kernels.amx import LINE_BYTES, fetch_line, pointer
 from engine.kernels.gemm.matmul_sums import PANELS, SUMS, dot, row_counts, row_starts, sums_in_registers
 from engine.kernels.quant.layouts import LAYOUTS, STEP, QuantLayout
 from engine.kernels.quant.unpack import exponents, half_floats
@@ -33,9 +33,7 @@ _AHEAD = 8  # groups by which codes are prefetched ahead
 def sum_codes(
     context: Any,
     layout: Any,
-    least: Any,
     most: Any,
-    kept: Any,
     rows: Any,
     x: Any,
     stride: Any,
@@ -45,46 +43,23 @@ def sum_codes(
     steps: Any,
     room: Any,
     room_stride: Any,
-    place: Any,
 ) -> Any:
-    """Products of `rows` rows, `least` to `most`, with two panels, in `room`: [rows, 2 * 16] float32, one row every
+    """Products of `rows` rows, at most `most`, with two panels, in `room`: [rows, 2 * 16] float32, one row every
     `room_stride` bytes.
 
-    layout, least, most, kept: compile-time constants, the first a layout's number. x: address of the first row, one
-    every `stride` bytes. totals: [rows, steps] float32, the sums of each group's inputs. weights: address of the first
-    panel; the second is `panel_bytes` further. kept: 1 to read the codes at `place`, where `keep_codes` put them.
+    layout, most: compile-time constants, the first a layout's number. x: address of the first row, one every `stride`
+    bytes. totals: [rows, steps] float32, the sums of each group's inputs. weights: address of the first panel; the
+    second is `panel_bytes` further.
     """
     of = LAYOUTS[layout.literal_value]
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rows, rest = args[4], args[5:]
-        for count in row_counts(builder, rows, most.literal_value, least.literal_value):
-            _Block(builder, of, count, bool(kept.literal_value), *rest).sum()
+        rows, rest = args[2], args[3:]
+        for count in row_counts(builder, rows, most.literal_value):
+            _Block(builder, of, count, *rest).sum()
         return context.get_dummy_value()
 
-    return types.void(layout, least, most, kept, *[types.int64] * 10), generate
-
-
-@intrinsic(prefer_literal=True)
-def keep_codes(context: Any, layout: Any, weights: Any, panel_bytes: Any, steps: Any, place: Any) -> Any:
-    """Put the codes of two panels, as bfloat16, at `place`: [steps, 16 pairs, 2 panels] of 64 bytes."""
-    of = LAYOUTS[layout.literal_value]
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        weights, panel_bytes, steps, place = args[1:]
-        panels = [weights, builder.add(weights, panel_bytes)]
-        with cgutils.for_range(builder, builder.udiv(steps, _WORD(of.steps))) as loop:
-            tiles = [builder.add(panel, builder.mul(loop.index, _WORD(of.tile_bytes))) for panel in panels]
-            with cgutils.for_range(builder, _WORD(of.steps)) as inner:
-                step = builder.add(builder.mul(loop.index, _WORD(of.steps)), inner.index)
-                at = builder.add(place, builder.mul(step, _WORD(PANELS * TILE_BYTES)))
-                for pair, matrix in enumerate(_unpacked(builder, of, tiles, inner.index)):
-                    for panel, codes in enumerate(matrix):
-                        here = builder.add(at, _WORD(LINE_BYTES * (PANELS * pair + panel)))
-                        builder.store(codes, pointer(builder, here, _PAIR), align=4)
-        return context.get_dummy_value()
-
-    return types.void(layout, *[types.int64] * 4), generate
+    return types.void(layout, most, *[types.int64] * 9), generate
 
 
 def _unpacked(builder: ir.IRBuilder, of: QuantLayout, tiles: list[ir.Value], step: ir.Value) -> Iterator[Any]:
@@ -96,11 +71,9 @@ def _unpacked(builder: ir.IRBuilder, of: QuantLayout, tiles: list[ir.Value], ste
 class _Block:
     """Emits the sums of `count` rows with two panels. Arguments are as for `sum_codes`."""
 
-    def __init__(self, builder: ir.IRBuilder, of: QuantLayout, count: int, kept: bool, *args: ir.Value):
-        self.builder, self.of, self.count, self.kept = builder, of, count, kept
-        self.x, self.stride, self.totals, weights, panel_bytes, self.steps, self.room, self.room_stride, self.place = (
-            args
-        )
+    def __init__(self, builder: ir.IRBuilder, of: QuantLayout, count: int, *args: ir.Value):
+        self.builder, self.of, self.count = builder, of, count
+        self.x, self.stride, self.totals, weights, panel_bytes, self.steps, self.room, self.room_stride = args
         self.panels = [weights, builder.add(weights, panel_bytes)]
 
     def sum(self) -> None:
@@ -142,11 +115,10 @@ class _Block:
     ) -> None:
         """Add a group's products. inside: its number in its tile; step: in the row."""
         builder, of = self.builder, self.of
-        if not self.kept:
-            self._fetch(tiles, inside)
+        self._fetch(tiles, inside)
         numbers = [self._of_group(tile, head, inside) for tile, head in zip(tiles, heads, strict=True)]
         here = [builder.add(start, builder.mul(step, _WORD(2 * STEP))) for start in starts]
-        matrices = self._kept_pairs(step) if self.kept else _unpacked(builder, of, tiles, inside)
+        matrices = _unpacked(builder, of, tiles, inside)
         halves = STEP // of.group
         none = [[ir.Constant(SUMS, [0.0] * LANES)] * PANELS for _ in range(self.count)]
         products = none
@@ -187,13 +159,6 @@ class _Block:
             of_what = head[i] if of.offset is not None else head[0]
             found.append(builder.fmul(builder.sitofp(factor, SUMS), of_what))
         return found
-
-    def _kept_pairs(self, step: ir.Value) -> Iterator[list[ir.Value]]:
-        builder = self.builder
-        at = builder.add(self.place, builder.mul(step, _WORD(PANELS * TILE_BYTES)))
-        for pair in range(_PAIRS):
-            lines = [builder.add(at, _WORD(LINE_BYTES * (PANELS * pair + panel))) for panel in range(PANELS)]
-            yield [builder.load(pointer(builder, line, _PAIR), align=4) for line in lines]
 
     def _fetch(self, tiles: list[ir.Value], inside: ir.Value) -> None:
         """Prefetch codes some groups ahead."""

@@ -177,8 +177,9 @@ class Matmul:
     def scratch_bytes(self) -> int:
         """Scratch that each thread needs."""
         widened = 0 if self.unit.paired or self._itemsize == 4 else WIDENED * self.padded * 4
-        unpacked = PANELS * self.padded * LANES * 2 if self.coded else 0
-        return widened + unpacked + (OWN_TOTALS if self.unit is Unit.VECTORS else 0)
+        if self.unit is Unit.VECTORS:
+            return OWN_TOTALS
+        return widened + (PANELS * self.padded * LANES * 2 if self.coded else 0)
 
     def shared_bytes(self, rows: int) -> int:
         """Scratch that all threads together need for so many rows."""

@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 
 from engine.kernels.amx import TILE_BYTES, TILE_ROWS, configure_tiles, pointer, release_tiles
 from engine.kernels.exponential import exp
-from engine.kernels.gemm.code_sums import keep_codes, put_totals, sum_codes
+from engine.kernels.gemm.code_sums import put_totals, sum_codes
 from engine.kernels.gemm.matmul_sums import PANELS, ROW_BYTES, TILES, new_room, sum_tiles, sum_vectors
 from engine.kernels.jit_cache import versioned
 from engine.kernels.quant.layouts import STEP, QuantLayout
@@ -38,7 +38,9 @@ AT_ONCE = 8
 """Rows whose sums of two panels fit into the vector registers."""
 
 _FEW = 4
-"""Rows below which a product with kept panels takes as long as reading them."""
+"""Rows below which a product takes as long as reading the matrix."""
+CODE_ROWS = 8
+"""Rows whose products with a group's codes in two panels fit into the vector registers."""
 OWN_TOTALS = 1 << 10
 """Bytes of groups' totals up to which each thread computes them all for itself, which takes no longer than waiting."""
 
@@ -218,13 +220,11 @@ def amx_kernel(layout: QuantLayout) -> PartKernel:
 def number_sums() -> Any:
     """The compiled function `multiply`."""
 
-    def multiply(
-        rows: int, x: int, stride: int, weights: int, panel_bytes: int, steps: int, room: int, kept: int
-    ) -> None:
-        """Products of up to AT_ONCE rows with two panels of bfloat16. kept: where panels that are cached begin."""
-        sum_vectors(1, AT_ONCE, 2, 0, 0, rows, x, stride, weights, panel_bytes, steps, room, ROW_BYTES, kept)
+    def multiply(rows: int, x: int, stride: int, weights: int, panel_bytes: int, steps: int, room: int) -> None:
+        """Products of up to AT_ONCE rows with two panels of bfloat16."""
+        sum_vectors(1, AT_ONCE, 2, rows, x, stride, weights, panel_bytes, steps, room, ROW_BYTES)
 
-    return cfunc(types.void(*[types.int64] * 8), cache=True)(versioned(multiply))
+    return cfunc(types.void(*[types.int64] * 7), cache=True)(versioned(multiply))
 
 
 def vector_kernel(layout: QuantLayout) -> PartKernel:
@@ -246,7 +246,7 @@ def _numbers_kernel(layout: QuantLayout) -> PartKernel:
             row = 0
             while row < work.rows:
                 rows, x = rows_at_once(work.rows - row), work.x + row * stride
-                _sum_numbers(part.number_sums, rows, x, stride, weights, apart, steps, room, 0)
+                _sum_numbers(part.number_sums, rows, x, stride, weights, apart, steps, room)
                 put_sums(work, row, rows, part.first + panel, width, room)
                 row += rows
             panel += width
@@ -255,7 +255,7 @@ def _numbers_kernel(layout: QuantLayout) -> PartKernel:
 
 
 def _codes_kernel(layout: QuantLayout) -> PartKernel:
-    """For more rows than are multiplied at once, codes are looked up once and kept."""
+    """Looking codes up again for further rows is faster than to keep what was found."""
     number, offsets = layout.number, layout.offset is not None
 
     @part_kernel(f"{layout.kind}_words")
@@ -263,32 +263,20 @@ def _codes_kernel(layout: QuantLayout) -> PartKernel:
         work, part = carray(address, 1)[0], carray(at, 1)[0]
         panel, end = own_panels(work, part)
         steps, stride, room = work.inputs // STEP, work.inputs * 2, new_room()
-        place = work.scratch + work.shared_bytes + thread_id() * work.scratch_bytes
-        own, kept = work.rows * steps * 4 <= OWN_TOTALS, place + OWN_TOTALS
-        totals = place if own else work.scratch
+        own = work.rows * steps * 4 <= OWN_TOTALS
+        totals = work.scratch + (work.shared_bytes + thread_id() * work.scratch_bytes if own else 0)
         if offsets and own:
             put_totals(work.x, work.rows, steps, totals, 0, 1)
         elif offsets:
             put_totals(work.x, work.rows, steps, totals, thread_id(), num_threads())
             barrier()
-        many = work.rows > AT_ONCE
         while panel < end:
             width, weights = min(end - panel, PANELS), part.weights + panel * part.panel_bytes
             apart = part.panel_bytes if width == PANELS else 0
-            if many:
-                keep_codes(number, weights, apart, steps, kept)
             row = 0
             while row < work.rows:
-                rows, x = rows_at_once(work.rows - row), work.x + row * stride
-                of_rows = totals + row * steps * 4
-                if many:
-                    sum_codes(
-                        number, _FEW, AT_ONCE, 1, rows, x, stride, of_rows, weights, apart, steps, room, ROW_BYTES, kept
-                    )
-                else:
-                    sum_codes(
-                        number, 1, AT_ONCE, 0, rows, x, stride, of_rows, weights, apart, steps, room, ROW_BYTES, 0
-                    )
+                rows, x, of_rows = code_rows_at_once(work.rows - row), work.x + row * stride, totals + row * steps * 4
+                sum_codes(number, CODE_ROWS, rows, x, stride, of_rows, weights, apart, steps, room, ROW_BYTES)
                 put_sums(work, row, rows, part.first + panel, width, room)
                 row += rows
             panel += width
@@ -307,24 +295,27 @@ def _sum_numbers(
     panel_bytes: Any,
     steps: Any,
     room: Any,
-    kept: Any,
 ) -> Any:
     """Call the function of `number_sums`, which is compiled once for all layouts."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 8)
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 7)
         builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 9), generate
+    return types.void(*[types.int64] * 8), generate
 
 
 @njit
 def rows_at_once(left: int) -> int:
-    """How many of the rows that are left to multiply next. The last group has at least `_FEW`: fewer take as long,
-    since reading the kept panels does.
-    """
+    """How many of the rows that are left to multiply next. The last group has at least `_FEW`: fewer take as long."""
     return left if left <= AT_ONCE else min(AT_ONCE, left - _FEW)
+
+
+@njit
+def code_rows_at_once(left: int) -> int:
+    """The same for rows of a product with codes. The last group is not small, since codes are looked up for each."""
+    return left if left <= CODE_ROWS else min(CODE_ROWS, left - CODE_ROWS // 4)
 
 
 @njit

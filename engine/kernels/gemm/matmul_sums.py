@@ -13,8 +13,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.kernels.amx import LINE_BYTES, TILE_BYTES, TILE_ROWS, call, fetch_line, pointer
-from engine.kernels.quant.layouts import LAYOUTS, STEP, QuantLayout
-from engine.kernels.quant.unpack import TileHead, open_tile, pair_vectors, place_of, unpack_step
+from engine.kernels.quant.layouts import LAYOUTS, STEP
+from engine.kernels.quant.unpack import place_of, unpack_step
 from engine.kernels.simd import LANES
 
 PANELS = 2  # multiplied at once
@@ -120,8 +120,6 @@ def sum_vectors(
     least: Any,
     most: Any,
     panels: Any,
-    layout: Any,
-    keep: Any,
     rows: Any,
     x: Any,
     stride: Any,
@@ -130,44 +128,38 @@ def sum_vectors(
     steps: Any,
     room: Any,
     room_stride: Any,
-    place: Any,
 ) -> Any:
     """Products of `rows` rows, `least` to `most`, with `panels` panels, in `room`: [rows, panels * 16] float32, one row
     every `room_stride` bytes.
 
-    least, most, panels, layout, keep: compile-time constants, the fourth a layout's number. x: address of the first
-    row, one every `stride` bytes. weights: address of the first panel, of that layout; the next is `panel_bytes`
-    further. keep: 1 to store the unpacked panels at `place`, one after the other.
+    least, most, panels: compile-time constants. x: address of the first row, one every `stride` bytes. weights: address
+    of the first panel, of bfloat16; the next is `panel_bytes` further.
     """
-    width, of, kept = panels.literal_value, LAYOUTS[layout.literal_value], keep.literal_value
+    width = panels.literal_value
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rows, x, stride, weights, panel_bytes, steps, room, room_stride, place = args[5:]
+        rows, x, stride, weights, panel_bytes, steps, room, room_stride = args[3:]
         panels = [builder.add(weights, builder.mul(panel_bytes, _WORD(panel))) for panel in range(width)]
         for count in row_counts(builder, rows, most.literal_value, least.literal_value):
             with (
                 sums_in_registers(builder, count, width, x, stride, room, room_stride) as (starts, sums),
-                each_step(builder, of, panels, steps) as (step, inside, tiles),
+                cgutils.for_range(builder, steps) as loop,
             ):
                 if width > 1:  # attention has one panel, and prefetches its blocks itself: they are not contiguous
-                    with builder.if_then(builder.icmp_unsigned("!=", weights, place)):  # kept panels are cached
-                        fetch_later(builder, of.tile_bytes, of.steps, step, steps, weights, width)
-                inputs = builder.mul(step, _WORD(2 * STEP))
+                    fetch_later(builder, TILE_BYTES, 1, loop.index, steps, weights, width)
+                inputs = builder.mul(loop.index, _WORD(2 * STEP))
                 here = [builder.add(start, inputs) for start in starts]
-                matrices = zip(*(pair_vectors(builder, of, tile, inside, head) for tile, head in tiles), strict=True)
-                for pair, matrix in enumerate(matrices):
-                    if kept:
-                        for panel, numbers in enumerate(matrix):
-                            tile = builder.add(builder.mul(steps, _WORD(panel)), step)
-                            at = builder.add(builder.mul(tile, _WORD(TILE_BYTES)), _WORD(64 * pair))
-                            builder.store(numbers, pointer(builder, builder.add(place, at), _PAIRS), align=4)
-                    for cells, at in zip(sums, here, strict=True):
-                        totals = dot(builder, [builder.load(cell) for cell in cells], matrix, at, pair)
+                tiles = [builder.add(panel, builder.mul(loop.index, _WORD(TILE_BYTES))) for panel in panels]
+                for pair in range(STEP // 2):
+                    at = [builder.add(tile, _WORD(LINE_BYTES * pair)) for tile in tiles]
+                    matrix = [builder.load(pointer(builder, line, _PAIRS), align=4) for line in at]
+                    for cells, row in zip(sums, here, strict=True):
+                        totals = dot(builder, [builder.load(cell) for cell in cells], matrix, row, pair)
                         for cell, total in zip(cells, totals, strict=True):
                             builder.store(total, cell)
         return context.get_dummy_value()
 
-    return types.void(least, most, panels, layout, keep, *[types.int64] * 9), generate
+    return types.void(least, most, panels, *[types.int64] * 8), generate
 
 
 def row_counts(builder: ir.IRBuilder, rows: ir.Value, most: int, least: int = 1) -> Iterator[int]:
@@ -207,25 +199,6 @@ def sums_in_registers(
         for panel, cell in enumerate(cells):
             place = pointer(builder, builder.add(there, _WORD(4 * LANES * panel)), SUMS)
             builder.store(builder.load(cell), place, align=4)
-
-
-@contextmanager
-def each_step(
-    builder: ir.IRBuilder, layout: QuantLayout, panels: Sequence[ir.Value], steps: ir.Value
-) -> Iterator[tuple[ir.Value, ir.Value, list[tuple[ir.Value, TileHead | None]]]]:
-    """Emits the loop over the steps of the panels at these addresses. Yields the step, its number within its tiles, and
-    each panel's tile with its head, which is read once for all steps of a tile.
-    """
-    with cgutils.for_range(builder, builder.udiv(steps, _WORD(layout.steps))) as loop:
-        offset = builder.mul(loop.index, _WORD(layout.tile_bytes))
-        addresses = [builder.add(panel, offset) for panel in panels]
-        tiles = [(tile, open_tile(builder, layout, tile)) for tile in addresses]
-        if layout.steps == 1:
-            yield loop.index, _WORD(0), tiles
-        else:
-            with cgutils.for_range(builder, _WORD(layout.steps)) as inner:
-                step = builder.add(builder.mul(loop.index, _WORD(layout.steps)), inner.index)
-                yield step, inner.index, tiles
 
 
 def row_starts(builder: ir.IRBuilder, count: int, first: ir.Value, stride: ir.Value) -> list[ir.Value]:
