@@ -130,6 +130,44 @@ def few(tools: ToolFormat) -> list[tuple[str, Any]]:
     return CALLS[:1] if tools.single else CALLS
 
 
+TEMPLATES = {  # of families, what their templates have of calls
+    "harmony": """{{ "<|start|>assistant to=" }}{{ "functions." + call.name + "<|channel|>commentary " }}""",
+    "qwen3-coder": "an <function=...></function> within <tool_call></tool_call> with <parameter=name>",
+    "deepseek-v3": r"'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + call.type + '<｜tool▁sep｜>' + name + '\n```json\n'",
+    "deepseek": "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' + arguments",
+    "mistral-args": '"[TOOL_CALLS]" + call.function.name + "[ARGS]" + arguments',
+    "mistral-v3": '"[TOOL_CALLS] [" + calls + "]"',
+    "mistral": '"[TOOL_CALLS][" + calls + "]"',
+    "gemma4": "'<|tool_call>call:' + name + '{'",
+    "gemma": "'<start_function_call>call:' + name + '{'",
+    "granite": "respond only with <|tool_call|> followed by a JSON list of tools used",
+    "hermes": '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>',
+    "llama": 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.',
+}
+UNKNOWN = [  # GLM's, a list between marks, Mistral Small's with ids, and one without tools
+    "<tool_call>{{ call.name }}<arg_key>{{ key }}</arg_key><arg_value>{{ value }}</arg_value></tool_call>",
+    "<tool_calls>[{}]</tool_calls> within a <tool_call>",
+    "'[TOOL_CALLS]' + call.name + '[CALL_ID]' + call.id + '[ARGS]' + arguments",
+    "{{ message.content }}",
+]
+
+
+def found(template: str) -> ToolFormat | None:
+    made = tiny_tokenizer()
+    made.chat_template = "{% if tools %}" + template
+    return AnswerFormat.of(made).tools
+
+
+@FORMATS
+def test_a_format_is_found_by_what_templates_of_its_family_contain(tools: ToolFormat) -> None:
+    assert found(TEMPLATES[tools.name]) is tools
+
+
+@pytest.mark.parametrize("template", UNKNOWN)
+def test_a_format_that_only_looks_like_a_known_one_is_none(template: str) -> None:
+    assert found(template) is None
+
+
 @FORMATS
 @pytest.mark.parametrize("marked", [True, False])
 @pytest.mark.parametrize("calls", ["required", "auto"])
@@ -311,6 +349,16 @@ def test_a_spelled_mark_begins_a_call_that_follows_the_schema(marked: bool) -> N
 def test_json_that_is_no_call_is_text(text: str) -> None:
     assert takes(format_of(HERMES, True), Wanted(TOOLS, "auto"), text) is None
     assert parts(AnswerReader(format_of(HERMES, True), TOOLS), iter(text)) == [AnswerPart("content", text)]
+
+
+@pytest.mark.parametrize("text", ["\n", '\n{"temperature":', "\n\nIt is warm.", '\n{"name": "anyth'])
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_line_after_a_call_forces_no_other_call(marked: bool, text: str) -> None:
+    """Small models go on with what they think that the call brings."""
+    for call in (bare(*CALLS[0]), bare(*CALLS[0], fenced=True), written(HERMES, CALLS[:1])):
+        assert takes(format_of(HERMES, marked), Wanted(TOOLS, "auto"), call + text, marked) is None
+        assert calls_of(parts(AnswerReader(format_of(HERMES, marked), TOOLS), iter(call + text))) == CALLS[:1]
+    assert takes(format_of(HERMES, marked), Wanted(TOOLS, "auto"), call + text * 20, marked) is not None
 
 
 @FORMATS
