@@ -133,7 +133,7 @@ def few(tools: ToolFormat) -> list[tuple[str, Any]]:
 TEMPLATES = {  # of families, what their templates have of calls
     "harmony": """{{ "<|start|>assistant to=" }}{{ "functions." + call.name + "<|channel|>commentary " }}""",
     "qwen3-coder": "an <function=...></function> within <tool_call></tool_call> with <parameter=name>",
-    "deepseek-v3": r"'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + call.type + '<｜tool▁sep｜>' + name + '\n```json\n'",
+    "deepseek-v3": r"'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + type + '<｜tool▁sep｜>' + name + '\n```json\n'",
     "deepseek": "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' + arguments",
     "mistral-args": '"[TOOL_CALLS]" + call.function.name + "[ARGS]" + arguments',
     "mistral-v3": '"[TOOL_CALLS] [" + calls + "]"',
