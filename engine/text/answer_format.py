@@ -229,7 +229,8 @@ class AnswerFormat:
 @dataclass(frozen=True)
 class BareForm:
     """How a call is written without its marks. lead: regular expression of what comes before the arguments of the tool
-    NAME. end: of what follows them. indented: whether the JSON may be.
+    NAME. end: of what follows them. indented: whether the JSON may be, and be in a fence, which one call opens and the
+    same or a later one closes.
     """
 
     lead: str
@@ -238,8 +239,8 @@ class BareForm:
 
 
 BARE_FORMS = (
-    BareForm(r'\{"name": "NAME", "arguments": ', r"\}", False),
-    BareForm(r'```(json)?\n\{[ \n]*"name": "NAME",[ \n]*"arguments": ', r"[ \n]*\}[ \n]*```", True),
+    BareForm(r'\{\{?"name": "NAME", "arguments": ', r"\}\}?", False),  # Qwen2.5-Coder's template doubles the braces
+    BareForm(r'(```(json)?\n\{[ \n]*|\{[ \n]+)"name": "NAME",[ \n]*"arguments": ', r"[ \n]*\}", True),
 )
 
 

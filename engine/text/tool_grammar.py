@@ -156,11 +156,13 @@ class _Writer:
             style = {"x-guidance": JSON_WHITESPACE} if form.indented else _STYLE
             for number, tool in enumerate(wanted.tools):
                 arguments = f"%json {_dumps(tool.closed_schema | style)}"
-                self.rules.append(f"bare_{number}_{place}: {arguments} /{form.end}/")
+                fence = " fence?" if form.indented else ""
+                self.rules.append(f"bare_{number}_{place}: {arguments} /{form.end}/{fence}")
+        self.rules.append("fence[lazy]: /[ \\n]*```/")
         first = self._bare_call("bare", "", wanted)
         if not wanted.many:
             return first
-        following = self._bare_call("next", r"\n", wanted)
+        following = self._bare_call("next", r"\n\n?", wanted)
         return f"{first} {following}{{0,{MOST_CALLS - 1}}} {self._trail()}"
 
     def _bare_call(self, name: str, before: str, wanted: Wanted) -> str:
