@@ -29,19 +29,11 @@ _ABSENT: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
 }
 """Fields, and their values that ask for nothing."""
-Ignored = Annotated[bool, BeforeValidator(lambda _: True, json_schema_input_type=Any)]
-"""A field that clients send and that changes no answer here. Of its value only that there is one is kept."""
-_IGNORED = (
-    "cache_control",
-    "metadata",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "provider_specific_fields",
-    "reasoning_effort",
-    "safety_identifier",
-    "service_tier",
-    "verbosity",
-)
+_PRESENT = BeforeValidator(lambda _: True, json_schema_input_type=Any)
+SentBack = Annotated[bool, _PRESENT]
+"""A field of an earlier answer, which asks for nothing. Of its value only that there is one is kept."""
+Ignored = Annotated[bool, _PRESENT, "ignored"]
+"""A field that asks for what is not there: it changes no answer, and the answer and the log name it."""
 
 
 @lru_cache
@@ -49,6 +41,12 @@ def _numbers(body: type[BaseModel]) -> frozenset[str]:
     """The fields that hold numbers."""
     kinds = {name: {field.annotation, *get_args(field.annotation)} for name, field in body.model_fields.items()}
     return frozenset(name for name, kind in kinds.items() if kind & {int, float})
+
+
+@lru_cache
+def _ignored(body: type[BaseModel]) -> frozenset[str]:
+    """The fields that are `Ignored`."""
+    return frozenset(name for name, field in body.model_fields.items() if "ignored" in field.metadata)
 
 
 def _same(value: Any, other: Any) -> bool:
@@ -86,9 +84,9 @@ class Body(BaseModel):
 
     @property
     def ignored(self) -> list[str]:
-        """The fields sent, here and in the messages, that have no effect."""
-        names = {name for name in _IGNORED if getattr(self, name, False)}
+        """The fields sent, here and in the parts, that have no effect."""
+        names = {name for name in _ignored(type(self)) if getattr(self, name)}
         for value in (getattr(self, name) for name in self.model_fields_set):
-            if isinstance(value, list) and value and isinstance(value[0], Body):
-                names |= {name for part in value for name in part.ignored}
+            parts = value if isinstance(value, list) else [value]
+            names |= {name for part in parts if isinstance(part, Body) for name in part.ignored}
         return sorted(names)

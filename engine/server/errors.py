@@ -66,7 +66,10 @@ class ApiError(TalonError):
 def anthropic_error(error: ApiError) -> dict[str, Any]:
     """An error as Anthropic's clients expect it."""
     kind = _ANTHROPIC_KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+    said: dict[str, Any] = {"type": kind, "message": str(error)}
+    if (error.code, error.param) == ("unsupported", "thread"):  # so told, the client's tool runner goes on without
+        said["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return {"type": "error", "error": said}
 
 
 def api_error(error: Exception, names: Mapping[str, str] | None = None) -> ApiError:

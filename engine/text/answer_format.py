@@ -17,12 +17,13 @@ class ToolFormat:
     """How calls are written: `opens`, then calls with `between` between them, then `closes`. A call is `begin`, the
     tool's name, `middle`, its arguments, `end`.
 
-    marks: texts that a chat template of this format contains, all of them. trigger: the beginning of `opens` + `begin`
-    after which an answer is a call. leading: calls come at the beginning of an answer only. single: an answer is one
-    call at most. arguments: how they are written: a JSON object, Qwen3-Coder's <parameter=NAME>, or Gemma's object with
-    its texts between two `quote`. skipped: control texts between the parts of an answer that are not part of its
-    text. id_length: of a call's id, where the template wants one. bare: some models of this format leave out what
-    calls are written between, so an answer that begins with the JSON of a call is one.
+    marks: texts that a chat template of this format contains, all of them. unlike: texts that none contains, of
+    formats that look alike. trigger: the beginning of `opens` + `begin` after which an answer is a call. leading: calls
+    come at the beginning of an answer only. single: an answer is one call at most. arguments: how they are written: a
+    JSON object, Qwen3-Coder's <parameter=NAME>, or Gemma's object with its texts between two `quote`. skipped: control
+    texts between the parts of an answer that are not part of its text. id_length: of a call's id, where the template
+    wants one. bare: some models of this format leave out what calls are written between, so an answer that begins with
+    the JSON of a call is one.
     """
 
     name: str
@@ -31,6 +32,7 @@ class ToolFormat:
     begin: str
     middle: str
     end: str
+    unlike: tuple[str, ...] = ()
     opens: str = ""
     closes: str = ""
     between: str = "\n"
@@ -81,7 +83,7 @@ _HARMONY = (
 TOOL_FORMATS = (  # the first whose marks a template contains
     ToolFormat(
         "harmony",
-        marks=("<|channel|>", "to=functions."),
+        marks=("<|channel|>", "functions."),  # its templates write the name apart
         trigger="<|channel|>commentary to=functions.",
         begin="<|channel|>commentary to=functions.",
         middle=" <|constrain|>json<|message|>",
@@ -118,6 +120,7 @@ TOOL_FORMATS = (  # the first whose marks a template contains
     ToolFormat(
         "mistral-args",
         marks=("[TOOL_CALLS]", "[ARGS]"),
+        unlike=("[CALL_ID]",),
         trigger="[TOOL_CALLS]",
         begin="[TOOL_CALLS]",
         middle="[ARGS]",
@@ -129,7 +132,13 @@ TOOL_FORMATS = (  # the first whose marks a template contains
         "mistral-v3", marks=("[TOOL_CALLS] [",), trigger="[TOOL_CALLS]", opens="[TOOL_CALLS] [", id_length=9, **_LISTED
     ),
     ToolFormat(
-        "mistral", marks=("[TOOL_CALLS]",), trigger="[TOOL_CALLS]", opens="[TOOL_CALLS][", id_length=9, **_LISTED
+        "mistral",
+        marks=("[TOOL_CALLS]",),
+        unlike=("[ARGS]",),
+        trigger="[TOOL_CALLS]",
+        opens="[TOOL_CALLS][",
+        id_length=9,
+        **_LISTED,
     ),
     ToolFormat(
         "gemma4",
@@ -154,7 +163,14 @@ TOOL_FORMATS = (  # the first whose marks a template contains
         quote="<escape>",
     ),
     ToolFormat("granite", marks=("<|tool_call|>",), trigger="<|tool_call|>", opens="<|tool_call|>[", **_LISTED),
-    ToolFormat("hermes", marks=("<tool_call>",), end="}\n</tool_call>", bare=True, **_HERMES),
+    ToolFormat(
+        "hermes",
+        marks=("<tool_call>",),
+        unlike=("<arg_key>", "<tool_calls>", "minimax"),
+        end="}\n</tool_call>",
+        bare=True,
+        **_HERMES,
+    ),
     ToolFormat(
         "llama",
         marks=('{"name": function name, "parameters": ',),
@@ -162,8 +178,8 @@ TOOL_FORMATS = (  # the first whose marks a template contains
         begin='{"name": "',
         middle='", "parameters": ',
         end="}",
-        between="; ",
         leading=True,
+        single=True,  # the template refuses messages with more calls
     ),
 )
 REASONING_FORMATS = (
@@ -196,9 +212,9 @@ class AnswerFormat:
         named = {one.name: one for one in TOOL_FORMATS}
         if name is not None and name not in named:
             raise ConfigError(f"--tool-format {name}: is no format; there are {', '.join(sorted(named))}")
-        tools = _found(TOOL_FORMATS, template) if name is None else named[name]
+        tools = _tools_of(template) if name is None else named[name]
         added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
-        return cls(tools if "tools" in template else None, _found(REASONING_FORMATS, template), added)
+        return cls(tools if "tools" in template else None, _reasoning_of(template), added)
 
     def marks(self, calls: bool) -> frozenset[int]:
         """The added tokens that reasoning, and `calls`, are written with."""
@@ -213,7 +229,8 @@ class AnswerFormat:
 @dataclass(frozen=True)
 class BareForm:
     """How a call is written without its marks. lead: regular expression of what comes before the arguments of the tool
-    NAME. end: of what follows them. indented: whether the JSON may be.
+    NAME. end: of what follows them. indented: whether the JSON may be, and be in a fence, which one call opens and the
+    same or a later one closes.
     """
 
     lead: str
@@ -222,13 +239,20 @@ class BareForm:
 
 
 BARE_FORMS = (
-    BareForm(r'\{"name": "NAME", "arguments": ', r"\}", False),
-    BareForm(r'```(json)?\n\{[ \n]*"name": "NAME",[ \n]*"arguments": ', r"[ \n]*\}[ \n]*```", True),
+    BareForm(r'\{\{?"name": "NAME", "arguments": ', r"\}\}?", False),  # Qwen2.5-Coder's template doubles the braces
+    BareForm(r'(```(json)?\n\{[ \n]*|\{[ \n]+)"name": "NAME",[ \n]*"arguments": ', r"[ \n]*\}", True),
 )
 
 
-def _found(formats: Any, template: str) -> Any:
-    return next((one for one in formats if all(mark in template for mark in one.marks)), None)
+def _tools_of(template: str) -> ToolFormat | None:
+    def fits(one: ToolFormat) -> bool:
+        return all(mark in template for mark in one.marks) and not any(mark in template for mark in one.unlike)
+
+    return next(filter(fits, TOOL_FORMATS), None)
+
+
+def _reasoning_of(template: str) -> ReasoningFormat | None:
+    return next((one for one in REASONING_FORMATS if all(mark in template for mark in one.marks)), None)
 
 
 def _text_of(template: Any) -> str:

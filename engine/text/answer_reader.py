@@ -11,7 +11,8 @@ from engine.text.call_arguments import ArgumentsReader, GemmaReader, JsonReader,
 from engine.text.tool_grammar import Tool, is_text
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
-_FENCES = ("", "```", "```json")
+_BEHIND_BARE = re.compile(r"[}\s`]*(json\n)?")
+_FENCES = ("", "{", "```", "```json")
 
 
 class AnswerPart(NamedTuple):
@@ -127,8 +128,10 @@ class AnswerReader:
         return []
 
     def _follows_bare(self) -> list[AnswerPart] | None:
-        """After a bare call another one may follow, on a line of its own."""
-        self._held = self._held.removeprefix("\n")
+        """After a bare call another one may follow, on a line of its own, in the same fence or another."""
+        behind = _BEHIND_BARE.match(self._held)
+        assert behind is not None
+        self._held = self._held[behind.end() :]
         return None if (found := self._maybe_bare()) is True else found
 
     def _begins(self) -> list[AnswerPart] | None:

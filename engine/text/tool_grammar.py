@@ -16,6 +16,7 @@ from engine.core.grammar import JSON_WHITESPACE
 from engine.text.answer_format import BARE_FORMS, AnswerFormat, ReasoningFormat, ToolFormat
 
 MOST_CALLS = 64  # in one answer: a small model may repeat itself
+MOST_BEHIND = 16  # characters behind the last call of an answer
 _STYLE = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 _COMBINED = ("allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "unevaluatedProperties", "propertyNames")
 _ANY = r"/(.|\n)*/"
@@ -151,22 +152,35 @@ class _Writer:
 
     def _bare_calls(self, wanted: Wanted) -> str:
         """Rules for calls without their marks, with which an answer begins. They hold from the arguments on."""
-        ways = []
         for place, form in enumerate(BARE_FORMS):
             style = {"x-guidance": JSON_WHITESPACE} if form.indented else _STYLE
             for number, tool in enumerate(wanted.tools):
-                rule = f"bare_{number}_{place}"
-                self.rules.append(f"{rule}[lazy]: /{form.lead.replace('NAME', re.escape(tool.name))}/")
-                ways.append(f"{rule} %json {_dumps(tool.closed_schema | style)} BARE_END_{place}")
-            self.rules.append(f"BARE_END_{place}: /{form.end}/")
-        self.rules.append(f"bare: {' | '.join(ways)}")
-        return f'bare ("\\n" bare){{0,{MOST_CALLS - 1}}} {self._trail()}' if wanted.many else "bare"
+                arguments = f"%json {_dumps(tool.closed_schema | style)}"
+                fence = " fence?" if form.indented else ""
+                self.rules.append(f"bare_{number}_{place}: {arguments} /{form.end}/{fence}")
+        self.rules.append("fence[lazy]: /[ \\n]*```/")
+        first = self._bare_call("bare", "", wanted)
+        if not wanted.many:
+            return first
+        following = self._bare_call("next", r"\n\n?", wanted)
+        return f"{first} {following}{{0,{MOST_CALLS - 1}}} {self._trail()}"
+
+    def _bare_call(self, name: str, before: str, wanted: Wanted) -> str:
+        """A rule for one call. before: regular expression of what comes before it."""
+        ways = []
+        for place, form in enumerate(BARE_FORMS):
+            for number, tool in enumerate(wanted.tools):
+                lead = before + form.lead.replace("NAME", re.escape(tool.name))
+                self.rules.append(f"{name}_lead_{number}_{place}[lazy]: /{lead}/")
+                ways.append(f"{name}_lead_{number}_{place} bare_{number}_{place}")
+        self.rules.append(f"{name}: {' | '.join(ways)}")
+        return name
 
     def _trail(self) -> str:
-        """What may follow the last of several calls: without it a line's end, which the model writes before it ends the
-        answer, would force another call.
+        """What may follow the last of several calls, without being read: a little of any text. Without it a line's end,
+        which models write before they end an answer or go on with text, would force another call.
         """
-        if (rule := "TRAIL: /[ \\n]{1,2}/") not in self.rules:
+        if (rule := f"TRAIL: /[ \\n](.|\\n){{0,{MOST_BEHIND - 1}}}/") not in self.rules:
             self.rules.append(rule)
         return "TRAIL?"
 

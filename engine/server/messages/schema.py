@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from engine.core.params import LONGEST_STOP, MOST_STOPS
-from engine.server.body import Body, Ignored
+from engine.server.body import Body, Ignored, SentBack
 from engine.server.schema import SpeculationFields
 from engine.server.tools.schema import ToolName
 
@@ -18,7 +18,7 @@ class TextBlock(Body):
     type: Literal["text"]
     text: str
     cache_control: Ignored = False
-    citations: Ignored = False
+    citations: SentBack = False
 
 
 class ThinkingBlock(Body):
@@ -26,7 +26,7 @@ class ThinkingBlock(Body):
 
     type: Literal["thinking"]
     thinking: str
-    signature: Ignored = False
+    signature: SentBack = False
     cache_control: Ignored = False
 
 
@@ -34,7 +34,7 @@ class RedactedThinkingBlock(Body):
     """Reasoning that another server has hidden: it is left out."""
 
     type: Literal["redacted_thinking"]
-    data: Ignored = False
+    data: SentBack = False
 
 
 class ToolUseBlock(Body):
@@ -45,7 +45,7 @@ class ToolUseBlock(Body):
     name: ToolName
     input: dict[str, Any]
     cache_control: Ignored = False
-    caller: Ignored = False
+    caller: SentBack = False
 
 
 class ToolResultBlock(Body):

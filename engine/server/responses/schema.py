@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from engine.server.body import Body, Ignored
+from engine.server.body import Body, Ignored, SentBack
 from engine.server.schema import JsonObjectFormat, SpeculationFields, TextFormat
 from engine.server.tools.schema import AskedFunction, CalledFunction
 
@@ -16,8 +16,8 @@ class ContentText(Body):
 
     type: Literal["input_text", "output_text", "text"]
     text: str
-    annotations: Ignored = False
-    logprobs: Ignored = False
+    annotations: SentBack = False
+    logprobs: SentBack = False
 
 
 class MessageItem(Body):
@@ -26,9 +26,9 @@ class MessageItem(Body):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[ContentText]
-    id: Ignored = False
-    status: Ignored = False
-    phase: Ignored = False
+    id: SentBack = False
+    status: SentBack = False
+    phase: SentBack = False
 
 
 class FunctionCallItem(CalledFunction):
@@ -36,8 +36,8 @@ class FunctionCallItem(CalledFunction):
 
     type: Literal["function_call"]
     call_id: str
-    id: Ignored = False
-    status: Ignored = False
+    id: SentBack = False
+    status: SentBack = False
 
 
 class FunctionOutputItem(Body):
@@ -46,8 +46,8 @@ class FunctionOutputItem(Body):
     type: Literal["function_call_output"]
     call_id: str
     output: str | list[ContentText]
-    id: Ignored = False
-    status: Ignored = False
+    id: SentBack = False
+    status: SentBack = False
 
 
 class ReasoningText(Body):
@@ -60,10 +60,10 @@ class ReasoningItem(Body):
 
     type: Literal["reasoning"]
     content: list[ReasoningText] | None = None
-    summary: Ignored = False
-    encrypted_content: Ignored = False
-    id: Ignored = False
-    status: Ignored = False
+    summary: SentBack = False
+    encrypted_content: SentBack = False
+    id: SentBack = False
+    status: SentBack = False
 
 
 def _kind(item: Any) -> Any:

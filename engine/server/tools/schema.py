@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from engine.server.body import Body, Ignored
+from engine.server.body import Body, Ignored, SentBack
 
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
@@ -85,7 +85,7 @@ class AskedCall(Body):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: Ignored = False
+    index: SentBack = False
     cache_control: Ignored = False
     provider_specific_fields: Ignored = False
 

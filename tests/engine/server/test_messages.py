@@ -129,6 +129,15 @@ def test_what_is_wrong_is_refused_in_anthropics_form(tool_server: ServerProcess,
     assert answer.json()["error"]["message"].startswith(named)
 
 
+def test_a_thread_is_refused_in_the_way_that_lets_the_clients_tool_runner_go_on_without(
+    tool_server: ServerProcess,
+) -> None:
+    answer = post(tool_server, asked(thread={"type": "create"}))
+    details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert (answer.status_code, answer.json()["error"]["details"]) == (400, details)
+    assert "details" not in post(tool_server, asked(container="x")).json()["error"]
+
+
 def test_a_key_may_come_in_anthropics_header(one_place: ServerProcess) -> None:
     assert post(one_place, asked(max_tokens=1), **{"x-api-key": KEY}).status_code == 200
     refused = post(one_place, asked(max_tokens=1), **{"x-api-key": "wrong"})

@@ -13,6 +13,8 @@ from engine.core.errors import RequestError
 from engine.core.params import Speculation
 from engine.frontend.prompts import check_room
 from engine.server.errors import ApiError, api_error
+from engine.server.messages.schema import MessagesRequest
+from engine.server.responses.schema import ResponsesRequest
 from engine.server.schema import ChatRequest, CompletionRequest, TokenizeRequest
 from engine.server.settings import Settings
 from engine.server.tools.calling import Calling
@@ -154,3 +156,15 @@ def test_a_continued_message_begins_no_other_answer() -> None:
     assert chat(chat_template_kwargs={"enable_thinking": False}).rendering.variables == {"enable_thinking": False}
     with pytest.raises(ValueError, match="add_generation_prompt"):
         chat(continue_final_message=True, add_generation_prompt=True)
+
+
+def test_fields_that_ask_for_what_is_not_there_are_named_and_those_sent_back_are_not() -> None:
+    text = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}, "citations": None}
+    call = {"type": "tool_use", "id": "a", "name": "f", "input": {}, "caller": {"type": "direct"}}
+    asked = [{"role": "user", "content": [text]}, {"role": "assistant", "content": [call]}]
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    body = MessagesRequest.model_validate({"model": "m", "max_tokens": 1, "messages": asked, "thinking": thinking})
+    assert body.ignored == ["budget_tokens", "cache_control"]
+    said = {"role": "user", "content": "hi", "id": "a", "status": "completed"}
+    more = {"text": {"verbosity": "low"}, "metadata": {"a": "b"}}
+    assert ResponsesRequest.model_validate({"model": "m", "input": [said], **more}).ignored == ["verbosity"]

@@ -130,6 +130,44 @@ def few(tools: ToolFormat) -> list[tuple[str, Any]]:
     return CALLS[:1] if tools.single else CALLS
 
 
+TEMPLATES = {  # of families, what their templates have of calls
+    "harmony": """{{ "<|start|>assistant to=" }}{{ "functions." + call.name + "<|channel|>commentary " }}""",
+    "qwen3-coder": "an <function=...></function> within <tool_call></tool_call> with <parameter=name>",
+    "deepseek-v3": r"'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + type + '<｜tool▁sep｜>' + name + '\n```json\n'",
+    "deepseek": "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' + arguments",
+    "mistral-args": '"[TOOL_CALLS]" + call.function.name + "[ARGS]" + arguments',
+    "mistral-v3": '"[TOOL_CALLS] [" + calls + "]"',
+    "mistral": '"[TOOL_CALLS][" + calls + "]"',
+    "gemma4": "'<|tool_call>call:' + name + '{'",
+    "gemma": "'<start_function_call>call:' + name + '{'",
+    "granite": "respond only with <|tool_call|> followed by a JSON list of tools used",
+    "hermes": '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>',
+    "llama": 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.',
+}
+UNKNOWN = [  # GLM's, a list between marks, Mistral Small's with ids, and one without tools
+    "<tool_call>{{ call.name }}<arg_key>{{ key }}</arg_key><arg_value>{{ value }}</arg_value></tool_call>",
+    "<tool_calls>[{}]</tool_calls> within a <tool_call>",
+    "'[TOOL_CALLS]' + call.name + '[CALL_ID]' + call.id + '[ARGS]' + arguments",
+    "{{ message.content }}",
+]
+
+
+def found(template: str) -> ToolFormat | None:
+    made = tiny_tokenizer()
+    made.chat_template = "{% if tools %}" + template
+    return AnswerFormat.of(made).tools
+
+
+@FORMATS
+def test_a_format_is_found_by_what_templates_of_its_family_contain(tools: ToolFormat) -> None:
+    assert found(TEMPLATES[tools.name]) is tools
+
+
+@pytest.mark.parametrize("template", UNKNOWN)
+def test_a_format_that_only_looks_like_a_known_one_is_none(template: str) -> None:
+    assert found(template) is None
+
+
 @FORMATS
 @pytest.mark.parametrize("marked", [True, False])
 @pytest.mark.parametrize("calls", ["required", "auto"])
@@ -274,14 +312,18 @@ def test_a_call_that_is_cut_off_is_as_far_as_it_came() -> None:
     assert parts(AnswerReader(format_of(HERMES, True), TOOLS), iter("<tool_call>\n")) == []
 
 
-def bare(name: str, arguments: Any, fenced: bool = False) -> str:
-    call = json.dumps({"name": name, "arguments": arguments}, indent=2 if fenced else None, ensure_ascii=False)
-    return f"```json\n{call}\n```" if fenced else call
+BARE = pytest.mark.parametrize("form", ["plain", "doubled", "indented", "fenced"])
 
 
-@pytest.mark.parametrize("fenced", [False, True])
-def test_a_call_that_a_model_writes_without_its_marks_is_one_where_the_answer_begins_with_it(fenced: bool) -> None:
-    text = "\n".join(bare(*call, fenced) for call in CALLS)
+def bare(name: str, arguments: Any, form: str) -> str:
+    indent = 2 if form in ("indented", "fenced") else None
+    call = json.dumps({"name": name, "arguments": arguments}, indent=indent, ensure_ascii=False)
+    return {"doubled": "{" + call + "}", "fenced": f"```json\n{call}\n```"}.get(form, call)
+
+
+@BARE
+def test_a_call_that_a_model_writes_without_its_marks_is_one_where_the_answer_begins_with_it(form: str) -> None:
+    text = "\n".join(bare(*call, form) for call in CALLS)
     assert takes(format_of(HERMES, True), Wanted(TOOLS, "auto"), text) is None
     for size in (1, 5, 1000):
         pieces = (text[at : at + size] for at in range(0, len(text), size))
@@ -293,10 +335,21 @@ def test_a_call_that_a_model_writes_without_its_marks_is_one_where_the_answer_be
     assert takes(format_of(HERMES, True), Wanted(TOOLS, "auto", many=False), text) is not None
 
 
-@pytest.mark.parametrize("fenced", [False, True])
+@pytest.mark.parametrize("form", ["plain", "indented"])
+def test_a_fence_may_hold_several_calls(form: str) -> None:
+    text = "```json\n" + "\n".join(bare(*call, form) for call in CALLS) + "\n```"
+    for behind in ("", "\n\n" + bare(*CALLS[0], "fenced"))[: 1 + (form == "indented")]:
+        assert takes(format_of(HERMES, True), Wanted(TOOLS, "auto"), text + behind) is None
+        for size in (1, 5, 1000):
+            pieces = ((text + behind)[at : at + size] for at in range(0, len(text + behind), size))
+            found = calls_of(parts(AnswerReader(format_of(HERMES, True), TOOLS), pieces))
+            assert found == CALLS + (CALLS[:1] if behind else [])
+
+
+@BARE
 @pytest.mark.parametrize("arguments", [{}, {"city": 1, "days": 1}, {"city": "x", "days": 10}])
-def test_such_a_call_follows_the_schema_too(fenced: bool, arguments: Any) -> None:
-    assert takes(format_of(HERMES, True), Wanted(TOOLS, "auto"), bare("weather", arguments, fenced)) is not None
+def test_such_a_call_follows_the_schema_too(form: str, arguments: Any) -> None:
+    assert takes(format_of(HERMES, True), Wanted(TOOLS, "auto"), bare("weather", arguments, form)) is not None
 
 
 @pytest.mark.parametrize("marked", [True, False])
@@ -311,6 +364,17 @@ def test_a_spelled_mark_begins_a_call_that_follows_the_schema(marked: bool) -> N
 def test_json_that_is_no_call_is_text(text: str) -> None:
     assert takes(format_of(HERMES, True), Wanted(TOOLS, "auto"), text) is None
     assert parts(AnswerReader(format_of(HERMES, True), TOOLS), iter(text)) == [AnswerPart("content", text)]
+
+
+@pytest.mark.parametrize("text", ["\n", '\n{"temperature":', "\n\nIt is warm.", '\n{"name": "anyth'])
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_line_after_a_call_forces_no_other_call(marked: bool, text: str) -> None:
+    """Small models go on with what they think that the call brings."""
+    forms = [bare(*CALLS[0], form) for form in ("plain", "doubled", "indented", "fenced")]
+    for call in (*forms, written(HERMES, CALLS[:1])):
+        assert takes(format_of(HERMES, marked), Wanted(TOOLS, "auto"), call + text, marked) is None
+        assert calls_of(parts(AnswerReader(format_of(HERMES, marked), TOOLS), iter(call + text))) == CALLS[:1]
+    assert takes(format_of(HERMES, marked), Wanted(TOOLS, "auto"), call + text * 20, marked) is not None
 
 
 @FORMATS
