@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.core.errors import ModelError, first_line
 from engine.kernels.gemm.int8.dots import instruction_sets
-from engine.kernels.gemm.int8.layout import CodedMatrix
+from engine.kernels.gemm.int8.layout import has_integer_codes
 from engine.kernels.gemm.int8.matmul import Int8Matmul
 from engine.kernels.gemm.matmul import Matmul, Unit, units
 from engine.kernels.gemm.packed_linear import can_multiply, multiplies, pack, product
@@ -79,8 +79,8 @@ def _multiplied(weight: Tensor, bias: Tensor | None, gated: bool, coded: bool) -
     if not (coded and fits and weight.dtype == torch.bfloat16 and (integers or units()[0].paired)):
         return Matmul(weight, bias, gated)
     stored = [nearest(weight)]
-    if integers and (matrix := CodedMatrix.of(stored)) is not None:
-        return Int8Matmul([matrix], bias, gated)
+    if integers and has_integer_codes(stored[0].layout):
+        return Int8Matmul(stored, bias, gated)
     return Matmul(stored, bias, gated)
 
 

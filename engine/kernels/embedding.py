@@ -15,9 +15,22 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from engine.kernels.amx import TILE_BYTES
-from engine.kernels.quant.layouts import STEP, QuantLayout
+from engine.kernels.quant.layouts import STEP, Arrangement, QuantLayout
 from engine.kernels.quant.unpack import unpack_at
-from engine.kernels.simd import FLOAT32, LANES, half_at, int_at, multiply, numbers_at, put_float, splat, store
+from engine.kernels.simd import (
+    FLOAT32,
+    LANES,
+    byte_at,
+    float16_at,
+    half_at,
+    int_at,
+    multiply,
+    numbers_at,
+    put_float,
+    put_half,
+    splat,
+    store,
+)
 from engine.kernels.threads import Kernel, address_of, kernel, num_threads, thread_id
 
 EMBED = np.dtype(
@@ -50,8 +63,12 @@ def embed_kernel(address: Any) -> None:
 
 
 @cache
-def tiled_embed_kernel(layout: QuantLayout) -> Kernel:
+def tiled_embed_kernel(layout: QuantLayout, arrangement: Arrangement) -> Kernel:
     """The same for an embedding in tiles of that layout."""
+    return _of_quads(layout) if arrangement is Arrangement.QUADS else _of_pairs(layout)
+
+
+def _of_pairs(layout: QuantLayout) -> Kernel:
     number = layout.number
 
     @kernel(EMBED, layout.kind)
@@ -68,6 +85,58 @@ def tiled_embed_kernel(layout: QuantLayout) -> Kernel:
                     put_float(place + 4 * (step * STEP + i), half_at(number_at) * work.scale)
 
     return compiled()
+
+
+def _of_quads(layout: QuantLayout) -> Kernel:
+    """For codes that stand for themselves. Each operation is rounded as `gguf` does it."""
+    bits, bias, steps, tile_bytes = layout.bits, layout.bias, layout.steps, layout.tile_bytes
+    codes_at, code_bytes, factors_at = layout.codes_at, layout.code_bytes, layout.factors_at
+    offsets, factors, halves = layout.offset is not None, layout.step_factors, layout.group < STEP
+    factor_bias = layout.factor_bias
+
+    @kernel(EMBED, f"{layout.kind}_quads")
+    def compiled(address: Any) -> None:
+        work = carray(address, 1)[0]
+        for row in range(thread_id(), work.rows, num_threads()):
+            token = int_at(work.tokens + 4 * row)
+            panel, output = work.embedding + token // LANES * work.panel_bytes, token % LANES
+            place = work.residual + row * work.hidden * 4
+            for at in range(0, work.hidden, 4):
+                step = at // STEP
+                tile, inside, quad = panel + step // steps * tile_bytes, step % steps, at % STEP // 4
+                scale, offset = float16_at(tile + 2 * output), np.float32(-0.0)
+                if offsets:
+                    offset = float16_at(tile + 2 * (LANES + output))
+                if factors:
+                    first = tile + factors_at + inside * factors * LANES + output
+                    scale *= np.float32(byte_at(first + (quad // 4 * LANES if halves else 0)) - factor_bias)
+                    if offsets:
+                        offset = -(offset * np.float32(byte_at(first + LANES)))
+                codes = _quad(bits, tile + codes_at + inside * code_bytes + 4 * output, quad)
+                for i in range(4):
+                    code = np.int32(codes >> np.uint32(8 * i) & np.uint32(255))
+                    number = place + 4 * (at + i)
+                    put_half(number, scale * np.float32(code - bias) + offset)
+                    put_float(number, half_at(number) * work.scale)
+
+    return compiled()
+
+
+@njit
+def _quad(bits: int, words: int, index: int) -> Any:
+    """The four codes of that number in an output's step, a byte each. words: address of its first."""
+    size = 4 * LANES
+    if bits == 8:
+        return np.uint32(int_at(words + index * size))
+    word = np.uint32(int_at(words + index % 4 * size))
+    codes = word >> np.uint32(index // 4 * 4) & np.uint32(0x0F0F0F0F)
+    if bits == 5:
+        plane = np.uint32(int_at(words + 4 * size))
+        codes |= (plane >> np.uint32(index) & np.uint32(0x01010101)) << np.uint32(4)
+    if bits == 6:
+        plane = np.uint32(int_at(words + (4 + index // 4) * size))
+        codes |= (plane >> np.uint32(index % 4 * 2) & np.uint32(0x03030303)) << np.uint32(4)
+    return codes
 
 
 @njit
@@ -88,7 +157,7 @@ def _room(context: Any) -> Any:
     return types.int64(), generate
 
 
-def read_rows(layout: QuantLayout, tiles: Tensor, inputs: int, indices: Tensor) -> Tensor:
+def read_rows(layout: QuantLayout, arrangement: Arrangement, tiles: Tensor, inputs: int, indices: Tensor) -> Tensor:
     """[indices, inputs] bfloat16: rows of a matrix in tiles [panels, tiles, bytes]. Raises IndexError for any that is
     not there.
     """
@@ -99,5 +168,5 @@ def read_rows(layout: QuantLayout, tiles: Tensor, inputs: int, indices: Tensor) 
     record["tokens"], record["rows"], record["embedding"] = tokens.data_ptr(), len(tokens), tiles.data_ptr()
     record["residual"], record["hidden"] = found.data_ptr(), inputs
     record["panel_bytes"], record["scale"] = tiles[0].nbytes, 1
-    tiled_embed_kernel(layout)(address_of(record), len(tokens))
+    tiled_embed_kernel(layout, arrangement)(address_of(record), len(tokens))
     return found.bfloat16()

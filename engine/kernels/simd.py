@@ -242,6 +242,26 @@ def half_at(context: Any, address: Any) -> Any:
 
 
 @intrinsic(prefer_literal=True)
+def float16_at(context: Any, address: Any) -> Any:
+    """The float16 at `address`, as float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fpext(builder.load(pointer(builder, args[0], ir.HalfType())), FLOAT)
+
+    return types.float32(types.int64), generate
+
+
+@intrinsic(prefer_literal=True)
+def byte_at(context: Any, address: Any) -> Any:
+    """The byte at `address`, 0 to 255."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.zext(builder.load(pointer(builder, args[0], ir.IntType(8))), _INT)
+
+    return types.int32(types.int64), generate
+
+
+@intrinsic(prefer_literal=True)
 def put_half(context: Any, address: Any, x: Any) -> Any:
     """Store x, rounded, as the bfloat16 at `address`."""
 

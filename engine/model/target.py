@@ -41,7 +41,7 @@ from engine.model.loading import (
 )
 from engine.model.masked import MaskedForward, refusal
 from engine.model.memory_need import check_memory
-from engine.model.probe import BatchProbe, ModelProbe
+from engine.model.probe import ModelProbe
 from engine.model.proof import Proof
 from engine.model.rotary import hold_frequencies
 from engine.model.stock import NAME, StockForward, Unsupported
@@ -285,9 +285,10 @@ class Target:
             if (trial.beyond is not None and not agrees) or not trial.agrees_anywhere(self):
                 raise OtherStructure("its logits differ from those of the stock forward")
             lean.forget_far()
-            proof.write(rules)
-        if not BatchProbe(self.model.config.get_text_config()).equal_bits(self):
-            self.inexact = _BESIDE
+            if trial.equal_bits(self):
+                proof.write(rules)
+            else:
+                self.inexact = _BESIDE
 
     def _take_masks(self, trial: ModelProbe) -> None:
         """Fall back to masks."""

@@ -41,7 +41,7 @@ from engine.kernels.gemm.matmul_kernels import (
 )
 from engine.kernels.gemm.matmul_sums import PANELS
 from engine.kernels.large_pages import in_large_pages
-from engine.kernels.quant.layouts import BFLOAT16_LAYOUT, STEP, QuantLayout
+from engine.kernels.quant.layouts import BFLOAT16_LAYOUT, STEP, Arrangement, QuantLayout
 from engine.kernels.quant.pack import panels_of
 from engine.kernels.quant.stored import StoredMatrix
 from engine.kernels.quant.tiled import TiledMatrix
@@ -130,12 +130,7 @@ class Matmul:
         self._itemsize = 4 if wide else 2
         self.gated = gated
         self.outputs: int = outputs // (2 if gated else 1)
-        self._bias: Tensor | None = None
-        if bias is not None:
-            self._bias = torch.zeros(-(-outputs // LANES) * LANES)
-            self._bias[:outputs] = bias.detach()
-            if gated:
-                self._bias = self._bias[alternate(torch.arange(len(self._bias)))]
+        self._bias = bias_of(bias, outputs, gated)
         self.tiled: list[TiledMatrix] = []
         self._tiles: Tensor | None = None  # of float32
         if wide:
@@ -143,10 +138,7 @@ class Matmul:
             self._tiles = _float_tiles(weight, gated)
         else:
             stored = [StoredMatrix.of_numbers(weight)] if isinstance(weight, Tensor) else in_panels(weight)
-            panels = list(chain.from_iterable(panels_of(matrix) for matrix in stored))
-            if gated:
-                panels = [panels[i] for i in alternate(torch.arange(len(panels)), 1).tolist()]
-            self.tiled = [TiledMatrix(list(some)) for _, some in groupby(panels, lambda panel: panel.matrix.layout)]
+            self.tiled = tiled_parts(stored, gated, Arrangement.PAIRS)
         self._parts = self._records()
         self.kernel = product_kernel()
 
@@ -163,18 +155,15 @@ class Matmul:
 
     def _records(self) -> NDArray[Any]:
         """A PART for each layout."""
-        made, first = np.zeros(max(1, len(self.tiled)), PART), 0
-        if self.unit is Unit.VECTORS:
-            made["number_sums"] = number_sums().address
-        if self._tiles is not None:
+        if self._tiles is None:
+            made = part_records(self.tiled, lambda layout: self.unit.kernel(layout))
+        else:
+            made = np.zeros(1, PART)
             made["kernel"] = self.unit.kernel(BFLOAT16_LAYOUT).address
             made["weights"], made["panels"] = self._tiles.data_ptr(), len(self._tiles)
             made["panel_bytes"] = self._tiles[0].nbytes
-        for record, matrix in zip(made, self.tiled, strict=False):
-            record["kernel"], record["first"] = self.unit.kernel(matrix.layout).address, first
-            record["weights"], record["panels"] = matrix.tiles.data_ptr(), len(matrix.tiles)
-            record["panel_bytes"] = matrix.panel_bytes
-            first += len(matrix.tiles)
+        if self.unit is Unit.VECTORS:
+            made["number_sums"] = number_sums().address
         return made
 
     @property
@@ -260,6 +249,37 @@ def give_scratch(records: np.ndarray[Any, Any], held: Tensor) -> Tensor:
 def row_words(rows: int) -> tuple[int, int]:
     """A record's `rows` and `tiles` for that row count."""
     return rows, _CONFIGURATIONS_AT + 64 * min(rows, TILE_ROWS)
+
+
+def tiled_parts(parts: Sequence[StoredMatrix], gated: bool, arrangement: Arrangement) -> list[TiledMatrix]:
+    """The outputs of all parts, one after the other, as a matrix for each layout. gated: a panel of the first half is
+    followed by one of the second.
+    """
+    panels = list(chain.from_iterable(panels_of(matrix) for matrix in parts))
+    if gated:
+        panels = [panels[i] for i in alternate(torch.arange(len(panels)), 1).tolist()]
+    layouts = groupby(panels, lambda panel: panel.matrix.layout)
+    return [TiledMatrix(list(some), arrangement) for _, some in layouts]
+
+
+def part_records(tiled: Sequence[TiledMatrix], kernel_of: Callable[[QuantLayout], PartKernel]) -> NDArray[Any]:
+    """A PART for each matrix."""
+    made, first = np.zeros(len(tiled), PART), 0
+    for record, matrix in zip(made, tiled, strict=True):
+        record["kernel"], record["first"] = kernel_of(matrix.layout).address, first
+        record["weights"], record["panels"] = matrix.tiles.data_ptr(), len(matrix.tiles)
+        record["panel_bytes"] = matrix.panel_bytes
+        first += len(matrix.tiles)
+    return made
+
+
+def bias_of(bias: Tensor | None, outputs: int, gated: bool) -> Tensor | None:
+    """The bias of all outputs of whole panels, in their order."""
+    if bias is None:
+        return None
+    whole = torch.zeros(-(-outputs // LANES) * LANES)
+    whole[:outputs] = bias.detach()
+    return whole[alternate(torch.arange(len(whole)))] if gated else whole
 
 
 def shape_of(parts: Sequence[StoredMatrix]) -> tuple[int, int]:

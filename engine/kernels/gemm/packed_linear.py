@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +32,7 @@ from torch import Tensor, nn
 
 from engine.config import Activations
 from engine.kernels.gemm.int8.dots import instruction_sets
-from engine.kernels.gemm.int8.layout import CodedMatrix
+from engine.kernels.gemm.int8.layout import has_integer_codes
 from engine.kernels.gemm.int8.matmul import Int8Matmul
 from engine.kernels.gemm.matmul import Matmul, shape_of, units
 from engine.kernels.quant.stored import StoredMatrix
@@ -149,14 +148,11 @@ def int8_matmul(
     parts: Sequence[StoredMatrix], bias: Tensor | None, gated: bool, dtype: torch.dtype
 ) -> Int8Matmul | None:
     """The product with rows of 8 bits; None where there is none. gated: if both halves are whole panels of one type."""
-    outputs, _ = shape_of(parts)
-    if not instruction_sets() or any(part.shape[0] % LANES for part in parts):
+    panels = all(part.shape[0] % LANES == 0 for part in parts[:-1])
+    if not (instruction_sets() and panels and all(has_integer_codes(part.layout) for part in parts)):
         return None
-    coded = [CodedMatrix.of([*some]) for _, some in groupby(parts, lambda part: part.kind)]
-    matrices = [matrix for matrix in coded if matrix is not None]
-    if len(matrices) < len(coded):
-        return None
-    return Int8Matmul(matrices, bias, gated and len(matrices) == 1 and outputs % (2 * LANES) == 0, dtype)
+    halves = len({part.layout for part in parts}) == 1 and shape_of(parts)[0] % (2 * LANES) == 0
+    return Int8Matmul(parts, bias, gated and halves, dtype)
 
 
 class PackedLinear(nn.Module):
@@ -267,7 +263,7 @@ def multiplies(dtype: torch.dtype) -> bool:
     """
     if dtype not in (torch.bfloat16, torch.float32) or not units(dtype):
         return False
-    x, weight = _cancelling(272, 1536, dtype)
+    x, weight = _cancelling(272, 288, dtype)
     if _equal_rows(Matmul(weight), x, torch.get_num_threads()) != RowRange(1, _MOST_TRIED):
         return False
     weight = torch.randn_like(weight)

@@ -114,10 +114,10 @@ class LayerProgram:
         """residual = scale * the tokens' rows of the embedding, [vocab, hidden]."""
         numbers = embedding.tiles if isinstance(embedding, TiledMatrix) else embedding
         ends = {"embedding": numbers.data_ptr(), "residual": self.residual.data_ptr()}
-        sizes = {"hidden": self.residual.shape[1], "width": numbers.itemsize}
+        sizes, kernel = {"hidden": self.residual.shape[1], "width": numbers.itemsize}, embed_kernel()
         if isinstance(embedding, TiledMatrix):
             sizes["panel_bytes"] = embedding.panel_bytes
-        kernel = tiled_embed_kernel(embedding.layout) if isinstance(embedding, TiledMatrix) else embed_kernel()
+            kernel = tiled_embed_kernel(embedding.layout, embedding.arrangement)
         self.add(kernel, self._embeds.add(scale=scale, **ends, **sizes))
 
     def norm(self, norm: Norm | None) -> None:

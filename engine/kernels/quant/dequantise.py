@@ -10,6 +10,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from engine.kernels.jit_cache import versioned
+from engine.kernels.quant.codes import read_codes
 from engine.kernels.quant.layouts import Bytes, QuantLayout
 
 
@@ -51,14 +52,7 @@ def _numbers(blocks: Any, planes: Any, values: Any, scales: Any, offsets: Any, n
     codes, made = np.empty(inputs, np.uint8), np.empty(inputs, np.float32)
     bits_of = made.view(np.uint32)
     for block in range(len(blocks)):
-        codes[:] = 0
-        for at, bits, together, up in planes:
-            mask = np.uint8((1 << bits) - 1)
-            for first in range(0, inputs, together):
-                part = first // together
-                begin, down = at + part * bits // 8 * together, np.uint8(part * bits % 8)
-                for i in range(together):
-                    codes[first + i] |= (blocks[block, begin + i] >> down & mask) << np.uint8(up)
+        read_codes(blocks[block], planes, codes)
         for g in range(groups):
             scale, offset = scales[block, g], offsets[block, g]
             for i in range(g * group, (g + 1) * group):

@@ -12,10 +12,10 @@ own bits: factors of 6 bits take a byte, nothing else is wider.
               of the first and of the second half; without offsets: [steps, 16])
     codes     [steps, words, 16] of 32 bits
 
-Codes are in words, each of one output and of every second input: lane `2 * (output % 8) + input % 2` of a vector
-holds an even or an odd input of the pairs 0 to 15 of a step. So one vector with all but a few bits masked out has 8
-outputs of a pair, as AVX512-BF16 multiplies it, or of four, as the integer instructions do. By bits of a code, for
-outputs 0 to 7 (half 0) and 8 to 15 (half 1):
+There are two arrangements of codes. In pairs, for products of bfloat16, a word has codes of one output and of every
+second input: lane `2 * (output % 8) + input % 2` of a vector holds an even or an odd input of the pairs 0 to 15 of a
+step. So one vector with all but a few bits masked out has 8 outputs of a pair. By bits of a code, for outputs 0 to 7
+(half 0) and 8 to 15 (half 1):
 
     4    word 2 * (pair // 8) + half holds eight pairs, from the lowest bits on
     8    word 2 * (pair // 4) + half holds four pairs, one in each byte
@@ -25,17 +25,23 @@ outputs 0 to 7 (half 0) and 8 to 15 (half 1):
          bytes. The upper bits 7 and 6 and 5 of words 0, 1, 2 are the lower three bits of the other pairs: 12-15 of
          half 0, 8-11 and 12-15 of half 1. Bits 5 and 6 of words 3 and 4 are the upper two of the first two of these,
          and bit 7 of words 3 and 4 those of the third
+
+In quads, for integers, each of eight words of a step holds the codes of four inputs of one output, a byte each. The
+lower four bits of words 0 to 3 share their bytes with those of words 4 to 7. The fifth bits of all eight follow, word
+i's as bit i; or the fifth and sixth bits, first of words 0 to 3 and then of the others. Codes of 8 bits take whole
+bytes, and signed ones count from 128.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import IQ4_NL, MXFP4, Q4_K
+from gguf.quants import IQ4_NL, MXFP4
 from numpy.typing import NDArray
 
 from engine.kernels.amx import TILE_BYTES
@@ -44,6 +50,13 @@ from engine.kernels.simd import LANES
 Bytes = NDArray[np.uint8]
 STEP = 32
 """Inputs that the kernels multiply at a time."""
+
+
+class Arrangement(IntEnum):
+    """How codes lie in a tile: for products of bfloat16, or of integers. A compile-time constant of kernels."""
+
+    PAIRS = 0
+    QUADS = 1
 
 
 class Plane(NamedTuple):
@@ -125,9 +138,17 @@ class QuantLayout:
 
 
 def _six_bits(blocks: Bytes) -> Bytes:
-    """Q4_K, Q5_K: eight factors of the scales and eight of the offsets."""
-    scales, offsets = Q4_K.get_scale_min(np.ascontiguousarray(blocks[:, 4:16]))
-    return np.concatenate([scales, offsets], axis=1)
+    """Q4_K, Q5_K: eight factors of the scales and eight of the offsets, four of them in each word."""
+    scales, offsets, rest = np.ascontiguousarray(blocks[:, 4:16]).view(np.uint32).T
+    low, lower, upper = np.uint32(0x3F3F3F3F), np.uint32(0x0F0F0F0F), np.uint32(0x30303030)
+    four, two = np.uint32(4), np.uint32(2)
+    words = [
+        scales & low,
+        rest & lower | scales >> two & upper,
+        offsets & low,
+        rest >> four & lower | offsets >> two & upper,
+    ]
+    return np.stack(words, axis=1).view(np.uint8)
 
 
 def _signed(blocks: Bytes) -> Bytes:

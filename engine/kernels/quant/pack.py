@@ -13,7 +13,8 @@ from torch import Tensor
 
 from engine.kernels.jit_cache import versioned
 from engine.kernels.large_pages import large_pages
-from engine.kernels.quant.layouts import STEP, Bytes, QuantLayout
+from engine.kernels.quant.codes import read_codes
+from engine.kernels.quant.layouts import STEP, Arrangement, Bytes, QuantLayout
 from engine.kernels.quant.stored import StoredMatrix
 from engine.kernels.simd import LANES
 
@@ -33,17 +34,20 @@ def panels_of(matrix: StoredMatrix) -> list[Panel]:
     return [Panel(matrix, start) for start in range(0, matrix.shape[0], LANES)]
 
 
-def packed(panels: Sequence[Panel]) -> Tensor:
+def packed(panels: Sequence[Panel], arrangement: Arrangement) -> Tensor:
     """[panels, tiles, bytes] uint8. All matrices are of one layout and have the same inputs."""
     layout, inputs = panels[0].matrix.layout, panels[0].matrix.shape[1]
     shape = len(panels), layout.tiles(inputs), layout.tile_bytes
     whole = large_pages(int(np.prod(shape)) + MARGIN)
     tiles: Tensor = whole[:-MARGIN].view(shape)
     some = max(1, _AT_ONCE // (LANES * max(panel.matrix.raw.shape[1] for panel in panels)))
-    pack = _pack_codes if layout.coded else _pack_numbers
 
     def pack_some(start: int) -> None:
-        pack(layout, panels[start : start + some], tiles[start : start + some].numpy())
+        goal = tiles[start : start + some].numpy()
+        if layout.coded:
+            _pack_codes(layout, arrangement, panels[start : start + some], goal)
+        else:
+            _pack_numbers(panels[start : start + some], goal)
 
     starts = range(0, len(panels), some)
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
@@ -52,7 +56,7 @@ def packed(panels: Sequence[Panel]) -> Tensor:
     return tiles
 
 
-def _pack_numbers(layout: QuantLayout, panels: Sequence[Panel], tiles: Bytes) -> None:
+def _pack_numbers(panels: Sequence[Panel], tiles: Bytes) -> None:
     """Pairs of bfloat16, as AVX512-BF16 and AMX multiply them."""
     count, steps, _ = tiles.shape
     full = torch.zeros(count, LANES, steps * STEP, dtype=torch.bfloat16)
@@ -63,7 +67,7 @@ def _pack_numbers(layout: QuantLayout, panels: Sequence[Panel], tiles: Bytes) ->
     torch.from_numpy(tiles).view(torch.bfloat16).view(pairs.shape).copy_(pairs)
 
 
-def _pack_codes(layout: QuantLayout, panels: Sequence[Panel], tiles: Bytes) -> None:
+def _pack_codes(layout: QuantLayout, arrangement: Arrangement, panels: Sequence[Panel], tiles: Bytes) -> None:
     blocks = tiles.shape[1]
     gathered = np.zeros((len(panels), LANES, panels[0].matrix.raw.shape[1]), np.uint8)
     for panel, rows in zip(panels, gathered, strict=True):
@@ -72,9 +76,11 @@ def _pack_codes(layout: QuantLayout, panels: Sequence[Panel], tiles: Bytes) -> N
     raw = gathered.reshape(len(panels), LANES, blocks, -1)
     _pack_head(layout, raw, tiles)
     planes = np.array(layout.planes, np.int64)
-    words = tiles[:, :, layout.codes_at :]
-    words[:] = 0
-    _place_codes(raw, planes, layout.bits, words)
+    if arrangement is Arrangement.QUADS:
+        _place_quads(raw, planes, layout.bits, layout.signed, layout.codes_at, tiles)
+    else:
+        tiles[:, :, layout.codes_at :] = 0  # words of 5 bits are filled bit by bit
+        _place_pairs(raw, planes, layout.bits, layout.codes_at, tiles)
 
 
 def _pack_head(layout: QuantLayout, raw: Bytes, tiles: Bytes) -> None:
@@ -83,121 +89,137 @@ def _pack_head(layout: QuantLayout, raw: Bytes, tiles: Bytes) -> None:
     at = 0
     for place, width in ((layout.scale, 1 if layout.exponents else 2), (layout.offset, 2)):
         if place is not None:
-            numbers = raw[:, :, :, place : place + width].transpose(0, 2, 1, 3)
-            tiles[:, :, at : at + width * LANES] = numbers.reshape(panels, blocks, -1)
+            _place_columns(raw, np.array([place]), width, at, tiles)
             at += width * LANES
     if layout.factors is not None:
         factors = layout.factors(raw.reshape(-1, size)).reshape(panels, LANES, blocks, -1)
-        kinds = 2 if layout.offset is not None else 1  # [..., kind, step, half of the step]
-        factors = factors.reshape(panels, LANES, blocks, kinds, layout.steps, layout.step_factors // kinds)
-        ordered = factors.transpose(0, 2, 4, 3, 5, 1).reshape(panels, blocks, -1)
-        tiles[:, :, at : at + ordered.shape[2]] = ordered
+        kinds = 2 if layout.offset is not None else 1
+        columns = np.arange(factors.shape[3]).reshape(kinds, layout.steps, -1)  # [kind, step, half of the step]
+        _place_columns(factors, columns.swapaxes(0, 1).reshape(-1), 1, at, tiles)
 
 
-def blocks_of(matrix: StoredMatrix) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The parts of a matrix of codes: codes [outputs, inputs] uint8, counted from 0; scales and offsets [outputs,
-    blocks] float16; factors [outputs, groups * factors of a group] uint8, those of a scale and its offset together.
+@njit(nogil=True, cache=True)
+@versioned
+def _place_columns(source: Any, columns: Any, width: int, at: int, tiles: Any) -> None:
+    """`width` bytes from each of these columns on, for each column those of all outputs. source: [panels, 16, tiles,
+    bytes]. at: where in a tile they go.
     """
-    layout, (outputs, inputs) = matrix.layout, matrix.shape
-    raw = matrix.bytes_of_rows().reshape(outputs, inputs // layout.inputs, -1)
-    codes = np.empty((outputs, inputs // layout.inputs, layout.inputs), np.uint8)
-    _read_all(np.ascontiguousarray(raw), np.array(layout.planes, np.int64), codes)
-    if layout.signed:
-        codes ^= 128
-    scales, offsets = (
-        None if at is None else torch.from_numpy(raw[:, :, at : at + 2].copy().view(np.float16)[:, :, 0])
-        for at in (layout.scale, layout.offset)
-    )
-    assert scales is not None
-    factors = None
-    if layout.factors is not None:
-        read = layout.factors(raw.reshape(-1, raw.shape[2])).reshape(outputs, raw.shape[1], -1)
-        if layout.offset is not None:
-            read = read.reshape(*read.shape[:2], 2, -1).swapaxes(2, 3)
-        factors = torch.from_numpy(np.ascontiguousarray(read).reshape(outputs, -1))
-    return torch.from_numpy(codes.reshape(outputs, inputs)), scales, offsets, factors
+    for panel in range(source.shape[0]):
+        for output in range(LANES):
+            for block in range(source.shape[2]):
+                some, tile = source[panel, output, block], tiles[panel, block]
+                for i in range(len(columns)):
+                    for byte in range(width):
+                        tile[at + (LANES * i + output) * width + byte] = some[columns[i] + byte]
 
 
 @njit(nogil=True, cache=True)
 @versioned
-def _read_all(raw: Any, planes: Any, codes: Any) -> None:
-    """raw: [rows, blocks, bytes]. codes: [rows, blocks, inputs of a block]."""
-    some = np.empty(codes.shape[2], np.uint32)
-    for row in range(codes.shape[0]):
-        for block in range(codes.shape[1]):
-            _read_codes(raw[row, block], planes, some)
-            codes[row, block] = some
-
-
-@njit(nogil=True, cache=True)
-@versioned
-def _place_codes(raw: Any, planes: Any, bits: int, tiles: Any) -> None:
-    """raw: [panels, 16, blocks, bytes]. tiles: [panels, blocks, bytes] of codes, all zeros."""
+def _place_pairs(raw: Any, planes: Any, bits: int, codes_at: int, tiles: Any) -> None:
+    """raw: [panels, 16, blocks, bytes]. tiles: [panels, blocks, bytes], whose codes are zeros."""
     panels, _, blocks, _ = raw.shape
-    inputs = tiles.shape[2] * 8 // (bits * LANES)
-    step_bytes = LANES * 32 * bits // 8
-    codes = np.empty((LANES, inputs), np.uint32)
+    codes, step_words = np.empty((tiles.shape[2] - codes_at) * 8 // (bits * LANES), np.uint8), LANES * bits
+    eights = codes.view(np.uint64)
     for panel in range(panels):
         for block in range(blocks):
+            tile = tiles[panel, block][codes_at:].view(np.uint32)
             for output in range(LANES):
-                _read_codes(raw[panel, output, block], planes, codes[output])
-            tile = tiles[panel, block].view(np.uint32)
-            for step in range(inputs // 32):
-                words = tile[step * step_bytes // 4 : (step + 1) * step_bytes // 4]
-                for output in range(LANES):
+                read_codes(raw[panel, output, block], planes, codes)
+                for step in range(len(codes) // STEP):
                     for odd in range(2):
-                        lane, half = 2 * (output % 8) + odd, output // 8
-                        some = codes[output, 32 * step + odd : 32 * step + 32 : 2]
-                        if bits == 4:
-                            for g in range(2):
-                                words[16 * (2 * g + half) + lane] = _joined(some[8 * g : 8 * g + 8], 8, 4)
-                        elif bits == 8:
-                            for g in range(4):
-                                words[16 * (2 * g + half) + lane] = _joined(some[4 * g : 4 * g + 4], 4, 8)
-                        elif bits == 6:
-                            for g in range(3):
-                                last = _joined(some[12:16] >> (2 * g) & 3, 4, 8)
-                                words[16 * (3 * half + g) + lane] = _joined(some[4 * g : 4 * g + 4], 4, 8) | last << 6
-                        else:
-                            _place_fives(some, half, words[lane:])
+                        down = np.uint64(8 * odd)
+                        a = _every_second(eights[4 * step] >> down)
+                        b = _every_second(eights[4 * step + 1] >> down)
+                        c = _every_second(eights[4 * step + 2] >> down)
+                        d = _every_second(eights[4 * step + 3] >> down)
+                        words = tile[step * step_words + 2 * (output % 8) + odd : (step + 1) * step_words]
+                        _place_words(bits, a, b, c, d, output // 8, words)
 
 
 @njit
-def _read_codes(block: Any, planes: Any, codes: Any) -> None:
-    codes[:] = 0
-    for plane in planes:
-        at, bits, together, up = plane
-        mask = np.uint32((1 << bits) - 1)
-        for first in range(0, len(codes), together):
-            part = first // together
-            begin, down = at + part * bits // 8 * together, part * bits % 8
-            for i in range(together):
-                codes[first + i] |= (np.uint32(block[begin + i]) >> np.uint32(down) & mask) << np.uint32(up)
+def _place_words(bits: int, a: Any, b: Any, c: Any, d: Any, half: int, words: Any) -> None:
+    """The codes of pairs 0 to 3, 4 to 7, 8 to 11 and 12 to 15 of a lane, a byte each. words: from its first on."""
+    if bits == 4:
+        words[16 * half] = _nibbles(a) | _nibbles(b) << np.uint32(16)
+        words[16 * (2 + half)] = _nibbles(c) | _nibbles(d) << np.uint32(16)
+    elif bits == 8:
+        words[16 * half], words[16 * (2 + half)] = a, b
+        words[16 * (4 + half)], words[16 * (6 + half)] = c, d
+    elif bits == 6:
+        first, low = 16 * 3 * half, np.uint32(0x03030303)
+        words[first] = a | (d & low) << np.uint32(6)
+        words[first + 16] = b | (d >> np.uint32(2) & low) << np.uint32(6)
+        words[first + 32] = c | (d >> np.uint32(4) & low) << np.uint32(6)
+    else:
+        _place_fives(a, b, c, d, half, words)
 
 
 @njit
-def _joined(codes: Any, count: int, bits: int) -> Any:
-    """`count` codes in a word, the first in its lowest bits."""
-    word = np.uint32(0)
-    for i in range(count):
-        word |= np.uint32(codes[i]) << np.uint32(bits * i)
-    return word
-
-
-@njit
-def _place_fives(codes: Any, half: int, words: Any) -> None:
-    """One output's codes of 5 bits. words: of its lane, every sixteenth."""
-    groups = [_joined(codes[4 * g : 4 * g + 4], 4, 8) for g in range(4)]
+def _place_fives(a: Any, b: Any, c: Any, d: Any, half: int, words: Any) -> None:
     low, high, top = np.uint32(0x07070707), np.uint32(0x18181818), np.uint32(0x01010101)
     if half == 0:
-        for g in range(3):
-            words[16 * g] |= groups[g]
-        words[0] |= (groups[3] & low) << np.uint32(5)
-        words[16 * 3] |= (groups[3] & high) << np.uint32(2)
+        words[0] |= a | (d & low) << np.uint32(5)
+        words[16] |= b
+        words[32] |= c
+        words[48] |= (d & high) << np.uint32(2)
     else:
-        for g in range(2):
-            words[16 * (3 + g)] |= groups[g]
-            words[16 * (1 + g)] |= (groups[2 + g] & low) << np.uint32(5)
-        words[16 * 4] |= (groups[2] & high) << np.uint32(2)
-        words[16 * 3] |= (groups[3] >> np.uint32(3) & top) << np.uint32(7)
-        words[16 * 4] |= (groups[3] >> np.uint32(4) & top) << np.uint32(7)
+        words[16] |= (c & low) << np.uint32(5)
+        words[32] |= (d & low) << np.uint32(5)
+        words[48] |= a | (d >> np.uint32(3) & top) << np.uint32(7)
+        words[64] |= b | (c & high) << np.uint32(2) | (d >> np.uint32(4) & top) << np.uint32(7)
+
+
+@njit
+def _every_second(eight: Any) -> Any:
+    """The even bytes of eight, as a word."""
+    x = eight & np.uint64(0x00FF00FF00FF00FF)
+    x = (x | x >> np.uint64(8)) & np.uint64(0x0000FFFF0000FFFF)
+    return np.uint32((x | x >> np.uint64(16)) & np.uint64(0xFFFFFFFF))
+
+
+@njit
+def _nibbles(word: Any) -> Any:
+    """The lower four bits of a word's bytes, one after the other."""
+    x = (word | word >> np.uint32(4)) & np.uint32(0x00FF00FF)
+    return (x | x >> np.uint32(8)) & np.uint32(0xFFFF)
+
+
+@njit(nogil=True, cache=True)
+@versioned
+def _place_quads(raw: Any, planes: Any, bits: int, signed: bool, codes_at: int, tiles: Any) -> None:
+    """raw: [panels, 16, blocks, bytes]. tiles: [panels, blocks, bytes]."""
+    panels, _, blocks, _ = raw.shape
+    codes, step_words = np.empty((tiles.shape[2] - codes_at) * 8 // (bits * LANES), np.uint8), LANES * bits
+    quads, signs = codes.view(np.uint32), np.uint32(0x80808080 if signed else 0)
+    for panel in range(panels):
+        for block in range(blocks):
+            tile = tiles[panel, block][codes_at:].view(np.uint32)
+            for output in range(LANES):
+                read_codes(raw[panel, output, block], planes, codes)
+                for step in range(len(codes) // STEP):
+                    words = tile[step * step_words + output : (step + 1) * step_words]
+                    some = quads[8 * step : 8 * step + 8]
+                    if bits == 8:
+                        for i in range(8):
+                            words[16 * i] = some[i] ^ signs
+                    else:
+                        _place_parts(bits, some, words)
+
+
+@njit
+def _place_parts(bits: int, quads: Any, words: Any) -> None:
+    """The lower four bits of an output's codes of a step, and the planes of the others."""
+    low, one, two = np.uint32(0x0F0F0F0F), np.uint32(0x01010101), np.uint32(0x03030303)
+    for i in range(4):
+        words[16 * i] = quads[i] & low | (quads[i + 4] & low) << np.uint32(4)
+    if bits == 5:
+        plane = np.uint32(0)
+        for i in range(8):
+            plane |= (quads[i] >> np.uint32(4) & one) << np.uint32(i)
+        words[64] = plane
+    elif bits == 6:
+        for p in range(2):
+            plane = np.uint32(0)
+            for i in range(4):
+                plane |= (quads[4 * p + i] >> np.uint32(4) & two) << np.uint32(2 * i)
+            words[64 + 16 * p] = plane

@@ -7,17 +7,18 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from engine.kernels.embedding import read_rows
-from engine.kernels.quant.layouts import QuantLayout
+from engine.kernels.quant.layouts import Arrangement, QuantLayout
 from engine.kernels.quant.pack import Panel, packed
 
 
 class TiledMatrix:
     """Panels of 16 outputs of matrices of one layout. tiles: [panels, tiles, bytes] uint8."""
 
-    def __init__(self, panels: Sequence[Panel]):
+    def __init__(self, panels: Sequence[Panel], arrangement: Arrangement = Arrangement.PAIRS):
         self.layout: QuantLayout = panels[0].matrix.layout
         self.inputs = panels[0].matrix.shape[1]
-        self.tiles: Tensor = packed(panels)
+        self.arrangement = arrangement
+        self.tiles: Tensor = packed(panels, arrangement)
 
     @property
     def panel_bytes(self) -> int:
@@ -26,4 +27,4 @@ class TiledMatrix:
 
     def rows(self, indices: Tensor) -> Tensor:
         """[indices, inputs] bfloat16: the rows of these outputs. Raises IndexError for any that is not there."""
-        return read_rows(self.layout, self.tiles, self.inputs, indices)
+        return read_rows(self.layout, self.arrangement, self.tiles, self.inputs, indices)

@@ -10,27 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from numba import carray
 from torch import Tensor
 
 from engine.kernels.gemm.int8.dots import InstructionSet, instruction_sets
-from engine.kernels.gemm.int8.layout import ROW_GROUP_BYTES, CodedMatrix, Int8Layout, rows_at_once
+from engine.kernels.gemm.int8.layout import ROW_GROUP_BYTES, rows_at_once
 from engine.kernels.gemm.int8.rows import round_rows
 from engine.kernels.gemm.int8.sums import sum_groups
-from engine.kernels.gemm.matmul import Matmul, alternate
-from engine.kernels.gemm.matmul_kernels import (
-    PART,
-    PartKernel,
-    own_panels,
-    part_kernel,
-    product_kernel,
-    put_sums,
-)
+from engine.kernels.gemm.matmul import Matmul, bias_of, part_records, shape_of, tiled_parts
+from engine.kernels.gemm.matmul_kernels import PartKernel, own_panels, part_kernel, product_kernel, put_sums
 from engine.kernels.gemm.matmul_sums import PANELS, new_room
-from engine.kernels.large_pages import in_large_pages
 from engine.kernels.quant.layouts import STEP as BLOCK_INPUTS
+from engine.kernels.quant.layouts import Arrangement, QuantLayout
+from engine.kernels.quant.stored import StoredMatrix
 from engine.kernels.simd import LANES
 from engine.kernels.threads import barrier, num_threads, thread_id
 
@@ -43,34 +36,23 @@ class Int8Matmul(Matmul):
 
     def __init__(
         self,
-        matrices: Sequence[CodedMatrix],
+        parts: Sequence[StoredMatrix],
         bias: Tensor | None = None,
         gated: bool = False,
         dtype: torch.dtype = torch.bfloat16,
         instructions: InstructionSet | None = None,
     ):
-        """matrices: hold the outputs one after the other, each a multiple of 16 of them; one if gated. gated: as for
-        `Matmul`. dtype: of x and of the result.
+        """parts, gated: as for `Matmul`, of layouts with integer codes; of whole panels, the last one aside. dtype: of
+        x and of the result.
         """
-        instructions = instruction_sets()[0] if instructions is None else instructions
-        outputs, self.inputs = sum(len(matrix.codes) for matrix in matrices), int(matrices[0].codes.shape[1])
+        used = instruction_sets()[0] if instructions is None else instructions
+        outputs, self.inputs = shape_of(parts)
         self.gated, self.outputs = gated, outputs // (2 if gated else 1)
         self._itemsize = dtype.itemsize
-        order = alternate(torch.arange(outputs)) if gated else torch.arange(outputs)
-        self._bias = None if bias is None else bias.detach().float()[order]
-        self.tiled = []
-        ordered = [matrices[0].rows(order)] if gated else matrices
-        self._int8_tiles = [in_large_pages(matrix.tiles()) for matrix in ordered]
-        self._parts, first = np.zeros(len(matrices), PART), 0
-        for part, matrix, tiles in zip(self._parts, matrices, self._int8_tiles, strict=True):
-            part["kernel"], part["first"] = int8_kernel(instructions, matrix.layout).address, first
-            part["weights"], part["panels"], part["panel_bytes"] = tiles.data_ptr(), len(tiles), tiles[0].nbytes
-            first += len(tiles)
+        self._bias, self._tiles = bias_of(bias, outputs, gated), None
+        self.tiled = tiled_parts(parts, gated, Arrangement.QUADS)
+        self._parts = part_records(self.tiled, lambda layout: int8_kernel(used, layout))
         self.kernel = product_kernel()
-
-    @property
-    def bytes(self) -> int:
-        return sum(tiles.nbytes for tiles in self._int8_tiles)
 
     @property
     def scratch_bytes(self) -> int:
@@ -80,25 +62,25 @@ class Int8Matmul(Matmul):
         return rows * self.inputs // BLOCK_INPUTS * ROW_GROUP_BYTES
 
 
-_KERNELS: dict[tuple[InstructionSet, Int8Layout], PartKernel] = {}
+_KERNELS: dict[tuple[InstructionSet, QuantLayout], PartKernel] = {}
 
 
-def int8_kernel(instructions: InstructionSet, layout: Int8Layout) -> PartKernel:
+def int8_kernel(instructions: InstructionSet, layout: QuantLayout) -> PartKernel:
     """The kernel for matrices of that layout."""
     if (instructions, layout) not in _KERNELS:
         _KERNELS[instructions, layout] = _compiled(instructions, layout)
     return _KERNELS[instructions, layout]
 
 
-def _compiled(instructions: InstructionSet, layout: Int8Layout) -> PartKernel:
+def _compiled(instructions: InstructionSet, layout: QuantLayout) -> PartKernel:
     used, number, most = int(instructions), layout.number, instructions.rows
-    groups_of_tile = layout.groups
+    steps = layout.steps
 
     @part_kernel(f"{instructions.name}_{number}")
     def compiled(address: Any, at: Any) -> None:
         work, part = carray(address, 1)[0], carray(at, 1)[0]
         groups, room = work.inputs // BLOCK_INPUTS, new_room()
-        blocks = groups // groups_of_tile
+        blocks = groups // steps
         own = work.rows * work.inputs <= _OWN
         place = work.scratch + work.shared_bytes + thread_id() * work.scratch_bytes if own else work.scratch
         if part.first != 0:

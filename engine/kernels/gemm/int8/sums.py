@@ -16,8 +16,9 @@ from numba.extending import intrinsic
 
 from engine.kernels.amx import LINE_BYTES, fetch_line, pointer
 from engine.kernels.gemm.int8.dots import InstructionSet, dot, same, spread_word, words
-from engine.kernels.gemm.int8.layout import OFFSET_AT, ROW_GROUP_BYTES, SCALE_AT, SUMS_AT, VECTORS, Int8Layout
+from engine.kernels.gemm.int8.layout import OFFSET_AT, ROW_GROUP_BYTES, SCALE_AT, SUMS_AT, VECTORS
 from engine.kernels.gemm.matmul_sums import ROW_BYTES, row_counts
+from engine.kernels.quant.layouts import LAYOUTS, QuantLayout
 from engine.kernels.quant.layouts import STEP as BLOCK_INPUTS
 from engine.kernels.simd import FLOAT, LANES, fused
 
@@ -35,7 +36,7 @@ def sum_groups(
     instructions, layout: compile-time constants. rows: at most `InstructionSet.rows`. x: address of the rows' groups
     [groups, rows]. tiles: of the outputs' [blocks].
     """
-    used, of = InstructionSet(instructions.literal_value), Int8Layout.of_number(layout.literal_value)
+    used, of = InstructionSet(instructions.literal_value), LAYOUTS[layout.literal_value]
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         for part in range(LANES // used.lanes):
@@ -49,8 +50,9 @@ def sum_groups(
 class _Block:
     """Emits the sums of `count` rows and the outputs of a vector, the `part`th of 16 outputs."""
 
-    def __init__(self, builder: ir.IRBuilder, used: InstructionSet, of: Int8Layout, count: int, part: int):
+    def __init__(self, builder: ir.IRBuilder, used: InstructionSet, of: QuantLayout, count: int, part: int):
         self.builder, self.used, self.of, self.count, self.part = builder, used, of, count, part
+        self.offsets, self.halves = of.offset is not None, of.group < BLOCK_INPUTS
         self.floats, self.ints = ir.VectorType(FLOAT, used.lanes), words(used.lanes)
 
     def sum(self, x: ir.Value, tiles: ir.Value, blocks: ir.Value, room: ir.Value) -> None:
@@ -61,14 +63,14 @@ class _Block:
             builder.store(same(self.floats, 0.0), cell)
         with cgutils.for_range(builder, blocks) as loop:
             tile = self._after(tiles, loop.index, of.tile_bytes)
-            groups = self._after(x, loop.index, of.groups * self.count * ROW_GROUP_BYTES)
-            numbers = [self._number(tile, i) for i in range(of.scales + of.offsets)]
-            if of.factors and of.offsets:
+            groups = self._after(x, loop.index, of.steps * self.count * ROW_GROUP_BYTES)
+            numbers = [self._number(tile, i) for i in range(1 + self.offsets)]
+            if of.factors is not None and self.offsets:
                 numbers[-1] = builder.fneg(numbers[-1])
-            if of.groups == 1:
+            if of.steps == 1:
                 self._add_group(sums, tile, _WORD(0), groups, numbers)
             else:
-                with cgutils.for_range(builder, _WORD(of.groups)) as inner:
+                with cgutils.for_range(builder, _WORD(of.steps)) as inner:
                     here = self._after(groups, inner.index, self.count * ROW_GROUP_BYTES)
                     self._add_group(sums, tile, inner.index, here, numbers)
         for row, cell in enumerate(sums):
@@ -81,14 +83,14 @@ class _Block:
         """Add a group's products. numbers: the tile's scales and offsets."""
         builder, of = self.builder, self.of
         codes_at = self._after(builder.add(tile, _WORD(of.codes_at)), group, of.code_bytes)
-        ahead = _AHEAD * of.tile_bytes // of.groups
-        for line in range(0, of.tile_bytes // of.groups, LINE_BYTES):
+        ahead = _AHEAD * of.tile_bytes // of.steps
+        for line in range(0, of.tile_bytes // of.steps, LINE_BYTES):
             fetch_line(builder, builder.add(codes_at, _WORD(ahead + line)))
-        if of.factors:
-            size = of.group_factors * LANES
+        if of.factors is not None:
+            size = of.step_factors * LANES
             here = self._after(builder.add(tile, _WORD(of.factors_at)), group, size)
-            factors = [self._factor(builder.add(here, _WORD(i * LANES))) for i in range(of.group_factors)]
-            whole = [numbers[0], numbers[0] if of.halves else numbers[-1]]
+            factors = [self._factor(builder.add(here, _WORD(i * LANES))) for i in range(of.step_factors)]
+            whole = [numbers[0], numbers[0] if self.halves else numbers[-1]]
             numbers = [builder.fmul(whole[i], factor) for i, factor in enumerate(factors)]
         codes = self._codes(codes_at)
         for row, cell in enumerate(sums):
@@ -106,17 +108,17 @@ class _Block:
         def word(place: int, kind: ir.Type) -> ir.Value:
             return spread_word(builder, builder.add(x, _WORD(at + place)), kind, used.lanes)
 
-        scale, halves = word(SCALE_AT, FLOAT), 2 if of.halves else 1
+        scale, halves = word(SCALE_AT, FLOAT), 2 if self.halves else 1
         parts = []
         for half in range(halves):
             some = codes[half * VECTORS // halves : (half + 1) * VECTORS // halves]
             start = same(self.ints, 0)
-            if of.centre and not (of.bits == 8 and used is InstructionSet.AVX2):
-                sums = word(SUMS_AT + 4 * (1 + half if of.halves else 0), _INT)
-                start = builder.shl(sums, same(self.ints, of.bits - 1))
+            if of.bias and not (of.bits == 8 and used is InstructionSet.AVX2):
+                sums = word(SUMS_AT + 4 * (1 + half if self.halves else 0), _INT)
+                start = builder.mul(sums, same(self.ints, of.bias))
             whole = dot(builder, used, of.bits, some, x, at + half * BLOCK_INPUTS // 2, start)
             parts.append((builder.sitofp(whole, self.floats), builder.fmul(numbers[half], scale)))
-        if of.offsets:
+        if self.offsets:
             parts.append((numbers[1], word(OFFSET_AT, FLOAT)))
         return parts
 
@@ -126,21 +128,17 @@ class _Block:
 
     def _number(self, tile: ir.Value, index: int) -> ir.Value:
         """A tile's scales or offsets, as float32."""
-        builder, of = self.builder, self.of
-        lanes = self.used.lanes
-        first = _WORD(index * of.number_bytes + self.part * lanes * of.number_bytes // LANES)
-        address = builder.add(tile, first)
-        if of.wide:
-            return builder.load(pointer(builder, address, self.floats), align=4)
+        builder, lanes = self.builder, self.used.lanes
+        address = builder.add(tile, _WORD(2 * (index * LANES + self.part * lanes)))
         halves = builder.load(pointer(builder, address, ir.VectorType(ir.HalfType(), lanes)), align=2)
         return builder.fpext(halves, self.floats)
 
     def _factor(self, address: ir.Value) -> ir.Value:
-        """A group's factors, as float32; those of halves count from 128."""
+        """A group's factors, as float32."""
         builder, kind = self.builder, ir.VectorType(_BYTE, self.used.lanes)
         place = pointer(builder, builder.add(address, _WORD(self.part * self.used.lanes)), kind)
         numbers = builder.zext(builder.load(place, align=1), self.ints)
-        return builder.sitofp(builder.sub(numbers, same(self.ints, 128 if self.of.halves else 0)), self.floats)
+        return builder.sitofp(builder.sub(numbers, same(self.ints, self.of.factor_bias)), self.floats)
 
     def _codes(self, address: ir.Value) -> list[ir.Value]:
         """A group's eight vectors of codes; those of 8 bits as signed numbers for AVX2."""

@@ -12,27 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.kernels.gemm.int8.dots import PAIRS_OF_16_BITS, InstructionSet, instruction_sets
-from engine.kernels.gemm.int8.layout import CodedMatrix, Int8Layout, rows_at_once
+from engine.kernels.gemm.int8.layout import rows_at_once
 from engine.kernels.gemm.int8.matmul import Int8Matmul
+from engine.kernels.gemm.packed_linear import int8_matmul
 from engine.kernels.quant.layouts import layout_of
 from engine.kernels.quant.nearest import nearest
 from tests.engine.kernels.gemm import int8_reference as reference
 from tests.engine.kernels.quant.random_blocks import CODED, random_blocks
 
 pytestmark = pytest.mark.skipif(not instruction_sets(), reason="this processor has no integer products that we know")
-LAYOUTS = [
-    Int8Layout(4),
-    Int8Layout(4, offsets=True),
-    Int8Layout(4, offsets=True, wide=True),
-    Int8Layout(4, offsets=True, factors=True),
-    Int8Layout(5),
-    Int8Layout(5, offsets=True),
-    Int8Layout(5, offsets=True, factors=True),
-    Int8Layout(6, halves=True, wide=True),
-    Int8Layout(6, halves=True, factors=True),
-    Int8Layout(8),
-    Int8Layout(8, wide=True),
-]
+KINDS = [kind for kind in CODED if layout_of(kind).values is None]
 SETS = [
     pytest.param(
         used,
@@ -60,15 +49,13 @@ def rows_of(count: int, inputs: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("used", SETS)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_layout_has_the_bits_of_the_reference_for_any_number_of_rows(
-    layout: Int8Layout, used: InstructionSet, threads: int
+    kind: str, used: InstructionSet, threads: int
 ) -> None:
-    matrix, x = reference.random_matrix(layout, 48, 512), rows_of(35, 512)
-    product, expected = (
-        Int8Matmul([matrix], dtype=torch.float32, instructions=used),
-        reference.product(x.numpy(), matrix),
-    )
+    matrix, x = random_blocks(kind, 48, 512), rows_of(35, 512)
+    product = Int8Matmul([matrix], dtype=torch.float32, instructions=used)
+    expected = reference.product(x.numpy(), matrix)
     for rows in (1, 2, 3, 4, 5, 8, 15, 16, 17, 20, 35):
         assert np.array_equal(product(x[:rows]).numpy(), expected[:rows])
 
@@ -77,11 +64,11 @@ def test_every_layout_has_the_bits_of_the_reference_for_any_number_of_rows(
 @given(data=st.data())
 @settings(deadline=None, max_examples=25)
 def test_any_shape_has_the_bits_of_the_reference(used: InstructionSet, data: st.DataObject) -> None:
-    layout = data.draw(st.sampled_from(LAYOUTS))
-    outputs, blocks = 16 * data.draw(st.integers(1, 9)), data.draw(st.integers(1, 6))
+    kind = data.draw(st.sampled_from(KINDS))
+    outputs, blocks = data.draw(st.integers(1, 150)), data.draw(st.integers(1, 6))
     rows, seed = data.draw(st.integers(1, 70)), data.draw(st.integers(0, 1 << 20))
-    inputs = 32 * layout.groups * blocks
-    matrix, x = reference.random_matrix(layout, outputs, inputs, seed), rows_of(rows, inputs, seed)
+    inputs = layout_of(kind).inputs * blocks
+    matrix, x = random_blocks(kind, outputs, inputs, seed), rows_of(rows, inputs, seed)
     found = Int8Matmul([matrix], dtype=torch.float32, instructions=used)(x)
     assert np.array_equal(found.numpy(), reference.product(x.numpy(), matrix))
 
@@ -91,7 +78,7 @@ def test_any_shape_has_the_bits_of_the_reference(used: InstructionSet, data: st.
 def test_a_rows_bits_do_not_depend_on_its_place_or_the_rows_beside_it(
     used: InstructionSet, rows: int, threads: int
 ) -> None:
-    matrix, x = reference.random_matrix(Int8Layout(4, offsets=True), 80, 192), rows_of(16, 192).bfloat16()
+    matrix, x = random_blocks("Q4_1", 80, 192), rows_of(16, 192).bfloat16()
     product = Int8Matmul([matrix], torch.randn(80).bfloat16(), instructions=used)
     alone = torch.cat([product(row[None]) for row in x])
     order = torch.randperm(rows) % len(x)
@@ -101,23 +88,31 @@ def test_a_rows_bits_do_not_depend_on_its_place_or_the_rows_beside_it(
 @pytest.mark.parametrize("used", SETS)
 @pytest.mark.parametrize("rows", [1, 3, 40])
 def test_parts_in_several_layouts_share_the_rows(used: InstructionSet, rows: int, threads: int) -> None:
-    layouts = (Int8Layout(4, offsets=True, factors=True), Int8Layout(6, halves=True, factors=True), Int8Layout(8))
-    parts = [reference.random_matrix(layout, 16 * (i + 1), 512, i) for i, layout in enumerate(layouts)]
+    parts = [random_blocks(kind, 16 * (i + 1), 512, i) for i, kind in enumerate(("Q4_K", "Q6_K", "Q8_0"))]
     x, bias = rows_of(rows, 512), torch.randn(96)
     expected = np.concatenate([reference.product(x.numpy(), part) for part in parts], axis=1) + bias.numpy()
     assert np.array_equal(Int8Matmul(parts, bias, False, torch.float32, used)(x).numpy(), expected)
 
 
 @pytest.mark.parametrize("used", SETS)
-@pytest.mark.parametrize("bits", [4, 5, 6, 8])
-def test_the_largest_codes_do_not_saturate(used: InstructionSet, bits: int) -> None:
-    layout = Int8Layout(bits)
+@pytest.mark.parametrize(("kind", "codes_at"), [("Q4_0", 2), ("Q5_0", 2), ("Q8_0", 2)])
+@pytest.mark.parametrize("byte", [0, 0x7F, 0x80, 0xFF])
+def test_the_largest_codes_do_not_saturate(used: InstructionSet, kind: str, codes_at: int, byte: int) -> None:
     x = torch.ones(3, 64) * torch.tensor([[1.0], [-1.0], [2.0]])
-    for code in (0, (1 << bits) - 1):
-        codes = torch.full((16, 64), code, dtype=torch.uint8)
-        matrix = CodedMatrix(layout, codes, torch.ones(16, 2, 1).half())
-        found = Int8Matmul([matrix], dtype=torch.float32, instructions=used)(x)
-        assert np.array_equal(found.numpy(), reference.product(x.numpy(), matrix))
+    matrix = random_blocks(kind, 16, 64)
+    matrix.raw.reshape(16, 2, -1)[:, :, codes_at:] = byte
+    found = Int8Matmul([matrix], dtype=torch.float32, instructions=used)(x)
+    assert np.array_equal(found.numpy(), reference.product(x.numpy(), matrix))
+
+
+@pytest.mark.parametrize("used", SETS)
+@pytest.mark.parametrize("byte", [0, 0x7F, 0x80, 0xFF])
+def test_the_largest_codes_of_6_bits_do_not_saturate(used: InstructionSet, byte: int) -> None:
+    x = torch.ones(3, 256) * torch.tensor([[1.0], [-1.0], [2.0]])
+    matrix = random_blocks("Q6_K", 16, 256)
+    matrix.raw[:, :192] = byte
+    found = Int8Matmul([matrix], dtype=torch.float32, instructions=used)(x)
+    assert np.array_equal(found.numpy(), reference.product(x.numpy(), matrix))
 
 
 @pytest.mark.parametrize(("bits", "pairs"), PAIRS_OF_16_BITS.items())
@@ -127,7 +122,7 @@ def test_sums_of_16_bits_hold_the_largest_products(bits: int, pairs: int) -> Non
 
 @pytest.mark.parametrize("used", SETS)
 def test_a_gate_is_applied_before_anything_is_rounded(used: InstructionSet) -> None:
-    matrix, x = reference.random_matrix(Int8Layout(8), 96, 128), rows_of(5, 128) / 4096
+    matrix, x = random_blocks("Q8_0", 96, 128), rows_of(5, 128) / 4096
     bias = torch.randn(96)
     gate, up = (torch.from_numpy(reference.product(x.numpy(), matrix)) + bias).chunk(2, dim=1)
     found = Int8Matmul([matrix], bias, True, torch.float32, used)(x)
@@ -137,7 +132,7 @@ def test_a_gate_is_applied_before_anything_is_rounded(used: InstructionSet) -> N
 @pytest.mark.parametrize("used", SETS)
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
 def test_a_row_of_no_numbers_is_none_itself_and_spoils_no_other(used: InstructionSet, number: float) -> None:
-    matrix, x = reference.random_matrix(Int8Layout(4, offsets=True), 32, 128), rows_of(20, 128)
+    matrix, x = random_blocks("Q4_1", 32, 128), rows_of(20, 128)
     product = Int8Matmul([matrix], dtype=torch.float32, instructions=used)
     expected = product(x)
     x[7, 40] = number
@@ -148,7 +143,7 @@ def test_a_row_of_no_numbers_is_none_itself_and_spoils_no_other(used: Instructio
 
 
 def test_rows_of_zeros_and_of_tiny_numbers_give_zeros() -> None:
-    matrix = reference.random_matrix(Int8Layout(8), 32, 64)
+    matrix = random_blocks("Q8_0", 32, 64)
     x = torch.cat([torch.zeros(1, 64), torch.full((1, 64), 1e-38)])
     assert torch.equal(Int8Matmul([matrix], dtype=torch.float32)(x), torch.zeros(2, 32))
 
@@ -165,27 +160,31 @@ def test_blocks_of_rows_fit_and_hold_all_rows(rows: int, most: int) -> None:
 
 def test_codes_of_8_bits_are_multiplied_as_they_are() -> None:
     weight, x = torch.randn(32, 96), torch.randn(4, 96).bfloat16()
-    coded = CodedMatrix.of([nearest(weight)])
-    assert coded is not None and coded.layout == Int8Layout(8)
-    torch.testing.assert_close(Int8Matmul([coded])(x).float(), x.float() @ weight.T, rtol=0.02, atol=0.25)
+    found = Int8Matmul([nearest(weight)])(x).float()
+    torch.testing.assert_close(found, x.float() @ weight.T, rtol=0.02, atol=0.25)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in CODED if layout_of(kind).values is None])
+@pytest.mark.parametrize("kind", KINDS)
 def test_blocks_of_a_file_are_multiplied_as_they_are(kind: str) -> None:
     parts, x = [random_blocks(kind, outputs, 512) for outputs in (16, 32)], rows_of(3, 512)
-    coded = CodedMatrix.of(parts)
-    assert coded is not None
-    found = Int8Matmul([coded], dtype=torch.float32)(x)
-    assert np.array_equal(found.numpy(), reference.product(x.numpy(), coded))
+    found = Int8Matmul(parts, dtype=torch.float32)(x)
     expected = x.double() @ torch.cat([part.values(torch.float32) for part in parts]).double().T
     assert (found - expected).norm() < 0.02 * expected.norm()
 
 
 def test_values_that_are_looked_up_are_not_multiplied_as_codes() -> None:
-    assert CodedMatrix.of([random_blocks("IQ4_NL", 16, 32)]) is None
-    assert CodedMatrix.of([random_blocks(kind, 16, 256) for kind in ("Q4_K", "Q6_K")]) is None
+    integers, values = random_blocks("Q4_0", 16, 32), random_blocks("IQ4_NL", 16, 32)
+    assert int8_matmul([integers, values], None, False, torch.bfloat16) is None
 
 
-def test_a_matrix_takes_the_bits_of_its_codes_and_scales() -> None:
-    bits = {layout: Int8Matmul([reference.random_matrix(layout, 32, 256)]).bytes / 1024 for layout in LAYOUTS[3::3]}
-    assert list(bits.values()) == [4.625, 5.625, 8.5]
+def test_types_that_differ_are_multiplied_apart_and_without_a_gate() -> None:
+    parts = [random_blocks(kind, 16, 256, seed=i) for i, kind in enumerate(("Q4_K", "Q6_K"))]
+    product = int8_matmul(parts, None, True, torch.float32)
+    assert product is not None and not product.gated
+    x = rows_of(3, 256)
+    assert torch.equal(product(x), torch.cat([Int8Matmul([part], dtype=torch.float32)(x) for part in parts], dim=1))
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("Q4_K", 4.625), ("Q5_K", 5.625), ("Q8_0", 8.5)])
+def test_a_matrix_takes_the_bits_of_its_codes_and_scales(kind: str, bits: float) -> None:
+    assert Int8Matmul([random_blocks(kind, 32, 256)]).bytes / 1024 == bits

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kernels.quant.layouts import LAYOUTS, layout_of
+from engine.kernels.quant.layouts import LAYOUTS, STEP, layout_of
 from engine.kernels.quant.stored import StoredMatrix
 
 CODED = [layout.kind for layout in LAYOUTS if layout.coded]
@@ -34,3 +37,41 @@ def random_blocks(kind: str, outputs: int, inputs: int, seed: int = 0) -> Stored
 def expected_values(matrix: StoredMatrix) -> Tensor:
     """[outputs, inputs] bfloat16, as the gguf package reads them."""
     return torch.from_numpy(dequantize(matrix.bytes_of_rows(), GGMLQuantizationType[matrix.kind])).bfloat16()
+
+
+class Parts(NamedTuple):
+    """A number is scale * code + offset. codes: [outputs, inputs] int64, around 0 where there are no offsets. scales:
+    [outputs, groups of 32, 1 or 2] float32. offsets: [outputs, groups] float32, if there are any.
+    """
+
+    codes: NDArray[np.int64]
+    scales: NDArray[np.float32]
+    offsets: NDArray[np.float32] | None
+
+
+def read_apart(matrix: StoredMatrix) -> Parts:
+    """Of a type whose codes stand for themselves, in plain numpy."""
+    layout, (outputs, inputs) = matrix.layout, matrix.shape
+    raw = matrix.bytes_of_rows().reshape(outputs, inputs // layout.inputs, -1)
+    codes = np.zeros((*raw.shape[:2], layout.inputs), np.int64)
+    for code in range(layout.inputs):
+        for at, bits, together, up in layout.planes:
+            part, place = divmod(code, together)
+            down = part * bits
+            byte = raw[:, :, at + down // 8 * together + place].astype(np.int64)
+            codes[:, :, code] |= (byte >> down % 8 & (1 << bits) - 1) << up
+    codes = codes.astype(np.int8).astype(np.int64) if layout.signed else codes - layout.bias
+    scale, offset = (
+        None if at is None else raw[:, :, at : at + 2].copy().view(np.float16).astype(np.float32)
+        for at in (layout.scale, layout.offset)
+    )
+    assert scale is not None
+    if layout.factors is not None:
+        factors = layout.factors(raw.reshape(-1, raw.shape[2])).astype(np.float32) - layout.factor_bias
+        factors = factors.reshape(*raw.shape[:2], -1)
+        kinds = np.split(factors, 1 if offset is None else 2, axis=2)
+        scale = scale * kinds[0]
+        offset = None if offset is None else -(offset * kinds[1])
+    groups = inputs // STEP
+    scales = scale.reshape(outputs, groups, -1)
+    return Parts(codes.reshape(outputs, inputs), scales, None if offset is None else offset.reshape(outputs, groups))

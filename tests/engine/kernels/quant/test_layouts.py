@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from engine.kernels.gemm.matmul import Matmul, Unit, units
 from engine.kernels.gemm.packed_linear import Product
-from engine.kernels.quant.layouts import LAYOUTS, layout_of
-from engine.kernels.quant.pack import blocks_of, panels_of
+from engine.kernels.quant.layouts import Arrangement, layout_of
+from engine.kernels.quant.pack import panels_of
 from engine.kernels.quant.stored import StoredMatrix
 from engine.kernels.quant.tiled import TiledMatrix
-from tests.engine.kernels.quant.random_blocks import CODED, expected_values, random_blocks
+from tests.engine.kernels.quant.random_blocks import CODED, expected_values, random_blocks, read_apart
 
 pytestmark = pytest.mark.skipif(not units(), reason="this processor has none of our products")
 BITS = {
@@ -160,18 +160,22 @@ def test_bytes_that_are_no_rows_of_blocks_are_refused() -> None:
         StoredMatrix.of("Q4_K", np.zeros(144, np.uint8), 96)
 
 
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.coded and layout.values is None])
-def test_codes_scales_and_factors_can_be_read_apart(layout) -> None:  # type: ignore[no-untyped-def]
-    matrix = random_blocks(layout.kind, 5, 512)
-    codes, scales, offsets, factors = blocks_of(matrix)
-    numbers = (codes.double() - layout.bias).unflatten(1, (-1, layout.group))
-    scale = scales.double().repeat_interleave(layout.inputs // layout.group, 1)
-    offset = None if offsets is None else offsets.double()
-    if factors is not None:
-        some = factors.double() - layout.factor_bias
-        if offset is None:
-            scale = scale * some
-        else:
-            scale, offset = scale * some[:, 0::2], -offset.repeat_interleave(8, 1) * some[:, 1::2]
-    whole = numbers * scale[..., None] + (0 if offset is None else offset[..., None])
-    assert torch.equal(whole.flatten(1).float().bfloat16(), expected_values(matrix))
+INTEGERS = [kind for kind in CODED if layout_of(kind).values is None]
+
+
+@pytest.mark.parametrize("kind", INTEGERS)
+def test_codes_scales_and_factors_can_be_read_apart(kind: str) -> None:
+    matrix = random_blocks(kind, 5, 512)
+    codes, scales, offsets = read_apart(matrix)
+    numbers = codes.reshape(*scales.shape, -1) * scales.astype(np.float64)[..., None]
+    if offsets is not None:
+        numbers += offsets[..., None, None]
+    found = torch.from_numpy(numbers.astype(np.float32)).bfloat16().reshape(5, 512)
+    assert torch.equal(found, expected_values(matrix))
+
+
+@pytest.mark.parametrize("kind", INTEGERS)
+def test_rows_are_read_from_quads_too(kind: str) -> None:
+    matrix = random_blocks(kind, 37, 512)
+    tiled = TiledMatrix(panels_of(matrix), Arrangement.QUADS)
+    assert torch.equal(tiled.rows(torch.arange(37)), expected_values(matrix))
