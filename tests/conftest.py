@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of workers would each compile every source of theirs
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, which nothing has done yet
 from hypothesis import Phase, settings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,13 @@ def test_every_method_is_tested_here_or_with_the_heads() -> None:
     assert {name.split()[0] for name in DRAFTS} | heads == set(METHODS)
 
 
-@pytest.mark.parametrize(("transport", "mode"), [("inproc", "sequential"), ("inproc", "async"), ("ipc", "async")])
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize(
+    ("name", "transport", "mode"),
+    [
+        *product(DRAFTS, ["inproc"], ["sequential", "async"]),
+        *product(["none", "sps tree", "datastore"], ["ipc"], ["async"]),  # no drafter, a list and a path in its spec
+    ],
+)
 async def test_greedy_text_is_that_of_transformers_and_seeded_text_that_of_plain_decoding(
     tiny: str,
     tiny_draft: str,

@@ -25,7 +25,7 @@ from benchmarks.report.progress import progress_bar
 from engine.config import load
 from engine.core.errors import ConfigError, RequestError
 from engine.core.params import SamplingParams
-from tests.benchmarks.cli.test_commands import talon
+from tests.command import talon
 
 SAMPLING = SamplingParams(max_tokens=12)
 
@@ -176,7 +176,7 @@ def test_methods_run_as_they_are_served_and_who_answers_one_at_a_time_is_refused
 @pytest.mark.parametrize("wrong", [["--concurrency", "1,x"], ["--concurrency", "0"], ["--arrivals", "-1"]])
 def test_wrong_numbers_are_one_line(wrong: list[str], files: list[Path], tmp_path: Path) -> None:
     done = talon("bench", "--questions", str(files[0]), "--out", str(tmp_path), *wrong)
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert done.stderr.startswith(f"talon: {wrong[0]} {wrong[1]}") and done.stderr.count("\n") == 1
 
 
@@ -186,7 +186,7 @@ def test_the_command_prints_a_table_and_draws_a_picture(tiny: str, files: list[P
     done = talon(
         "bench", *asked, *options, "--out", str(tmp_path), "--set", f"model={tiny}", "--set", "transport=inproc"
     )
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     assert "Requests at once" in done.stdout and "suffix" in done.stdout
     assert (tmp_path / "concurrency.png").read_bytes().startswith(b"\x89PNG")
 

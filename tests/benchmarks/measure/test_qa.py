@@ -14,7 +14,7 @@ from benchmarks.measure.qa import row_of
 from benchmarks.measure.timed_answer import TimedAnswer
 from benchmarks.report.qa_figures import Scores, score_table, speed_table
 from engine.core.errors import RequestError
-from tests.benchmarks.cli.test_commands import talon
+from tests.command import talon
 from tests.conftest import tiny_tokenizer
 
 NQ = "Answer the question using the passage.\n\nPassage: Cats. Cats purr.\n\nQuestion: what purrs"
@@ -90,7 +90,7 @@ def test_the_command_answers_in_every_setting(tiny: str, questions: Path, tmp_pa
     done = talon(
         "qa", "--questions", str(questions), "--methods", ",".join(methods), "--json", "--out", str(tmp_path), *options
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     told = json.loads(done.stdout)
     assert Counter((row["setting"], row["method"]) for row in told["rows"]) == {
         (setting, method): count
@@ -111,7 +111,7 @@ def test_files_without_passages_are_asked_closed_book_only(tiny: str, tmp_path: 
     done = talon(
         "qa", "--questions", str(tmp_path / "qa.jsonl"), "--out", str(tmp_path / "out"), "--methods", "pld", *options
     )
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     assert "closed book" in done.stdout and "retrieved" not in done.stdout
     done = talon(
         "qa",
@@ -123,15 +123,15 @@ def test_files_without_passages_are_asked_closed_book_only(tiny: str, tmp_path: 
         "suffix+dense",
         *options,
     )
-    assert done.returncode == 2 and "needs passages" in done.stderr
-    assert talon("qa").returncode == 2
+    assert done.exit_code == 2 and "needs passages" in done.stderr
+    assert talon("qa").exit_code == 2
 
 
 def test_two_questions_of_one_kind_and_id_are_refused(questions: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps(ROWS[1]) + "\n")
     done = talon("qa", "--questions", str(questions), "--questions", str(other), "--out", str(tmp_path / "out"))
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert (
         done.stderr.splitlines()[-1] == "talon: --questions: 2 questions of rag have the question_id '2'; rename them"
     )
@@ -142,7 +142,7 @@ def test_a_prompt_that_a_later_setting_makes_too_long_is_refused_before_any_is_a
     (tmp_path / "q.jsonl").write_text(json.dumps(ROWS[0] | {"turns": [long]}) + "\n")
     options = ["--questions", str(tmp_path / "q.jsonl"), "--methods", "none", "--out", str(tmp_path)]
     done = talon("qa", *options, "--set", f"model={tiny}", "--set", "transport=inproc")
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert done.stderr.splitlines()[-1].startswith("talon: question 1 of nq, own passage: ")
     assert not (tmp_path / "qa.jsonl").exists()
 
@@ -150,12 +150,12 @@ def test_a_prompt_that_a_later_setting_makes_too_long_is_refused_before_any_is_a
 def test_a_run_that_was_stopped_goes_on_where_it_stopped(tiny: str, questions: Path, tmp_path: Path) -> None:
     options = ["--questions", str(questions), "--methods", "talon-pld", "--max-tokens", "4", "--out", str(tmp_path)]
     options += ["--set", f"model={tiny}", "--set", "transport=inproc"]
-    assert talon("qa", *options).returncode == 0
+    assert talon("qa", *options).exit_code == 0
     whole = (tmp_path / "qa.jsonl").read_text()
     lines = whole.splitlines(keepends=True)
     (tmp_path / "qa.jsonl").write_text("".join(lines[:9]) + lines[9][:30])  # the fifth question has one of two rows
     done = talon("qa", *options, "--resume")
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     assert (tmp_path / "qa.jsonl").read_text().startswith("".join(lines[:8]))
 
     def asked(text: str) -> Counter[tuple[str, ...]]:
@@ -164,4 +164,4 @@ def test_a_run_that_was_stopped_goes_on_where_it_stopped(tiny: str, questions: P
 
     assert asked((tmp_path / "qa.jsonl").read_text()) == asked(whole)
     done = talon("qa", *options[:2], "--methods", "none", *options[4:], "--resume")
-    assert done.returncode == 2 and "has rows of talon-pld: give the same --methods" in done.stderr
+    assert done.exit_code == 2 and "has rows of talon-pld: give the same --methods" in done.stderr

@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from engine.cli.main import assemble
+from tests.command import command, talon
 
 ROOT = Path(__file__).parents[3]
 
@@ -40,22 +41,34 @@ def test_an_interrupt_while_it_imports_ends_it_without_a_traceback(tiny: str, im
     assert not [line for line in rest.splitlines() if line and not line.startswith("import time:")]
 
 
-@pytest.mark.parametrize("file", ["results.jsonl", "about.txt", "report.md", "headline.png"])
-def test_a_disk_that_fills_during_a_benchmark_is_one_line(tiny: str, tmp_path: Path, file: str) -> None:
+@pytest.fixture
+def bench(tiny: str, tmp_path: Path) -> list[str]:
+    """A benchmark that writes into the folder `out`."""
     questions = tmp_path / "questions.jsonl"
     questions.write_text(json.dumps({"question_id": 1, "category": "test", "turns": ["count"]}) + "\n")
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / file).symlink_to("/dev/full")
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "engine", "bench", "--questions", questions, "--methods", "none", "--max-tokens", "8",
-            "--out", out, "--set", f"model={tiny}", "--set", "transport=inproc",
-        ],
-        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    (tmp_path / "out").mkdir()
+    options = ["--methods", "none", "--max-tokens", "8", "--set", f"model={tiny}", "--set", "transport=inproc"]
+    return ["bench", "--questions", str(questions), "--out", str(tmp_path / "out"), *options]
+
+
+@pytest.mark.parametrize("file", ["about.txt", "report.md", "headline.png"])
+def test_a_disk_that_fills_during_a_benchmark_is_one_line(bench: list[str], tmp_path: Path, file: str) -> None:
+    (tmp_path / "out" / file).symlink_to("/dev/full")
+    done = talon(*bench)
+    assert done.exit_code == 2, done.stderr
+    told = f"talon: --out {tmp_path / 'out'}: the disk is full"
+    assert [line for line in done.stderr.splitlines() if line.startswith(told)]
+
+
+def test_a_disk_that_is_full_of_answers_leaves_no_traceback_when_the_process_ends(
+    bench: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "out" / "results.jsonl").symlink_to("/dev/full")
+    command, environment = [sys.executable, "-m", "engine", *bench], os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2, done.stderr
-    assert [line for line in done.stderr.splitlines() if line.startswith(f"talon: --out {out}: the disk is full")]
+    told = f"talon: --out {tmp_path / 'out'}: the disk is full"
+    assert [line for line in done.stderr.splitlines() if line.startswith(told)]
     assert "Traceback" not in done.stderr
 
 
@@ -85,35 +98,58 @@ WRONG = [
     ["--temperature", "-1"],
 ]
 RUN = """
-import sys
+import contextlib, io, json, sys
 from engine.cli.main import assemble
-try:
-    assemble()(sys.argv[1:], prog_name="talon")
-except SystemExit as ended:
-    code = ended.code
-loaded = {"torch", "transformers", "numba"} & set(sys.modules)
-sys.exit(f"loaded: {loaded}" if loaded else code)
+talon, told = assemble(), []
+for arguments in json.load(sys.stdin):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            talon(arguments, prog_name="talon")
+        except SystemExit as ended:
+            code = ended.code
+    loaded = [name for name in ("torch", "transformers", "numba") if name in sys.modules]
+    told.append({"code": code, "lines": err.getvalue().splitlines(), "loaded": loaded})
+print(json.dumps(told))
 """
 
 
+def run(*commands: list[str]) -> list[dict[str, Any]]:
+    """What comes of each command, one after the other in one new process: its exit code, the lines of standard error,
+    and the libraries of models that are loaded then.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", RUN], cwd=ROOT, input=json.dumps(commands), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    told: list[dict[str, Any]] = json.loads(done.stdout)
+    return told
+
+
+@pytest.fixture(scope="module")
+def refused() -> dict[str, dict[str, Any]]:
+    """What comes of each wrong command."""
+    told = run(*(["generate", "hi", *wrong] for wrong in WRONG))
+    return {" ".join(wrong): one for wrong, one in zip(WRONG, told, strict=True)}
+
+
 @pytest.mark.parametrize("wrong", WRONG, ids=" ".join)
-def test_a_wrong_option_is_told_before_any_library_of_models_is_loaded(wrong: list[str]) -> None:
-    command = [sys.executable, "-c", RUN, "generate", "hi", *wrong]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+def test_a_wrong_option_is_told_before_any_library_of_models_is_loaded(
+    wrong: list[str], refused: dict[str, dict[str, Any]]
+) -> None:
+    told = refused[" ".join(wrong)]
+    assert (told["code"], len(told["lines"]), told["loaded"]) == (2, 1, []), told
 
 
 def test_no_answers_at_all_are_refused_before_the_model_is_looked_for() -> None:
-    done = CliRunner().invoke(assemble(), ["generate", "hi", "-n", "0", "--set", "model=/nowhere"])
+    done = CliRunner().invoke(command(), ["generate", "hi", "-n", "0", "--set", "model=/nowhere"])
     assert done.exit_code == 2 and "/nowhere" not in done.output
 
 
 def test_standard_input_that_is_no_text_is_one_line(tiny: str) -> None:
-    done = CliRunner().invoke(assemble(), ["generate", "-", "--set", f"model={tiny}"], input=b"\xff")
+    done = CliRunner().invoke(command(), ["generate", "-", "--set", f"model={tiny}"], input=b"\xff")
     assert done.exit_code == 2
     assert done.stderr == "talon: prompt: standard input is no text in utf-8; convert it\n"
 
 
 def test_no_library_of_models_is_loaded_for_the_help() -> None:
-    done = subprocess.run([sys.executable, "-c", RUN, "--help"], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert run(["--help"]) == [{"code": 0, "lines": [], "loaded": []}]

@@ -9,6 +9,7 @@ import socket
 import ssl
 import subprocess
 import threading
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.command import talon
 from tests.engine.server.figures import metric, settle, tokens, until
 from tests.engine.server.process import ServerProcess, serving
 
@@ -169,13 +171,27 @@ def test_many_streams_that_are_left_leave_nothing(server: ServerProcess) -> None
 
 
 @pytest.fixture(scope="module")
-def guarded(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def guarded_and_warmed(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerProcess, float]]:
+    """The server, and how many tokens it had made when it said that it serves."""
     keys = tmp_path_factory.mktemp("keys") / "keys.txt"
     keys.write_text("# of the team\nfirst-key\n\nsecond-key\n")
     limits = ("--max-body", "2000", "--max-prompt-tokens", "50", "--max-choices", "3", "--queue", "32")
     options = ("--api-keys", str(keys), "--cors-origin", "https://a.example", "--log-prompts")
     with serving("--set", f"model={tiny}", *TINY, *limits, *options, TALON_API_KEYS="third-key") as running:
-        yield running
+        yield running, tokens(running, "first-key")
+
+
+@pytest.fixture
+def guarded(guarded_and_warmed: tuple[ServerProcess, float]) -> ServerProcess:
+    return guarded_and_warmed[0]
+
+
+def test_a_server_that_says_that_it_serves_has_done_what_a_first_request_would_wait_for(
+    guarded_and_warmed: tuple[ServerProcess, float],
+) -> None:
+    server, made = guarded_and_warmed
+    assert made > 8
+    settle(server, "first-key")
 
 
 def keyed(server: ServerProcess, key: str = "first-key", **more: Any) -> httpx.Response:
@@ -246,12 +262,6 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(guarded: ServerProcess)
     assert int(refused.headers["retry-after"]) >= 1 and refused.json()["error"]["code"] == "queue_full"
     settle(guarded, "first-key")
     assert keyed(guarded).status_code == 200
-
-
-def test_a_server_that_says_that_it_serves_has_done_what_a_first_request_would_wait_for(tiny: str) -> None:
-    with serving("--set", f"model={tiny}", *TINY) as server:
-        assert tokens(server) > 8
-        settle(server)
 
 
 def test_answers_survive_a_killed_verifier_and_new_ones_are_told_to_come_back(tiny: str) -> None:
@@ -352,12 +362,15 @@ def test_traces_are_sent_below_the_clients_own(tiny: str) -> None:
         (("--traces", "nonsense", "--set", "model=nowhere"), "is no URL"),
     ],
 )
-def test_wrong_options_are_one_line(options: tuple[str, ...], said: str) -> None:
+def test_wrong_options_are_one_line(
+    options: tuple[str, ...], said: str, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.server.run.to_standard_error", lambda: None)  # the log of this process stays its own
     with socket.create_server(("127.0.0.1", 0)) as other:
-        server = ServerProcess(*(option.replace("{taken}", str(other.getsockname()[1])) for option in options))
-        assert server.process.wait(60) == 2
-    server.end(0)
-    assert said in "".join(server.raw) and len(server.raw) == 1, server.raw
+        wrong = [option.replace("{taken}", str(other.getsockname()[1])) for option in options]
+        done = talon("serve", "--port", "0", "--set", f"model={tiny}", *wrong)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert said in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
 
 def verifier(server: ServerProcess) -> psutil.Process:

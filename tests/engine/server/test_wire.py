@@ -122,12 +122,12 @@ def test_a_plain_answer_to_a_client_of_http_1_0_has_its_length(server: ServerPro
 
 @pytest.fixture(scope="module")
 def proxied(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Below a path, with a key beyond ASCII; a forward takes seconds."""
+    """Below a path, with a key beyond ASCII; a prompt of 80 tokens takes ten forwards, and these seconds."""
     keys = tmp_path_factory.mktemp("keys") / "keys.txt"
     keys.write_bytes("\ufeffschlüssel\nплюч\n".encode())
     options = ("--api-keys", str(keys), "--root-path", "/talon/", "--cors-origin", "https://a.example")
-    slow = ("--set", "verifier.simulated_latency_ms=3500", "--max-body", "2000", "--queue", "2")
-    with serving("--set", f"model={tiny}", *TINY, *options, *slow) as running:
+    slow = ("--set", "verifier.simulated_latency_ms=400", "--set", "verifier.prefill_chunk=8")
+    with serving("--set", f"model={tiny}", *TINY, *options, *slow, "--max-body", "2000", "--queue", "2") as running:
         yield running
 
 
@@ -168,7 +168,7 @@ def test_a_page_of_a_public_site_may_reach_a_server_in_a_private_network(proxied
 
 
 def test_a_stream_begins_before_its_first_token_and_has_comments_until_then(proxied: ServerProcess) -> None:
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "stream": True}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi" * 40}], "max_tokens": 1, "stream": True}
     with httpx.stream("POST", f"{proxied.url}/v1/chat/completions", json=body, headers=KEY, timeout=60) as answer:
         events = [event for event in answer.iter_lines() if event]
     role, comment, text = events[:3]
@@ -186,7 +186,7 @@ def test_what_is_wrong_with_a_stream_is_its_status(proxied: ServerProcess, wrong
 
 
 def test_a_full_queue_is_a_streams_status_too(proxied: ServerProcess) -> None:
-    body = BODY | {"stream": True, "n": 2}
+    body = BODY | {"stream": True, "n": 2, "max_tokens": 60, "ignore_eos": True}
     with httpx.stream("POST", f"{proxied.url}/v1/completions", json=body, headers=KEY, timeout=60) as answer:
         assert answer.status_code == 200
         refused = httpx.post(f"{proxied.url}/v1/completions", json=BODY | {"stream": True}, headers=KEY)

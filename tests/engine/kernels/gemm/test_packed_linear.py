@@ -30,7 +30,7 @@ def test_it_gives_what_the_stock_layer_gives(rows: int, bias: bool, dtype: torch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(960, 576), (576, 1536), (40, 24)])
+@pytest.mark.parametrize("shape", [(960, 576), (40, 24)])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(
     shape: tuple[int, int], dtype: torch.dtype, threads: int

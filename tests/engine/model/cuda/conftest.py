@@ -1,0 +1,35 @@
+"""Triton's interpreter, without what it does again at every call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _language_is_replaced_once() -> Iterator[None]:
+    """Before each launch, and each call of a function within one, the interpreter goes through the whole language and
+    replaces its functions by interpreted ones, which takes most of its time. Here it does so once for each module.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    replace: Callable[[Any], Any] = interpreter._patch_lang
+    replaced: dict[str, Any] = {}
+
+    def replace_once(function: Any) -> SimpleNamespace:
+        module = function.__globals__["__name__"]
+        if module not in replaced:
+            replaced[module] = replace(function)
+        return SimpleNamespace(restore=lambda: None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", replace_once)
+        yield
+    for scope in reversed(replaced.values()):
+        scope.restore()
