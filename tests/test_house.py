@@ -77,7 +77,7 @@ LATE = {  # modules that import within functions, or folders (with a dot), and w
     "engine.cli.": "options are checked and --help is shown before torch is there",
     "engine.frontend.processes": "torch takes seconds, which the user's process saves where workers are processes",
     "engine.model.loading": "the front end reads configurations without the kernels",
-    "engine.model.target": "Triton is there with a GPU only",
+    "engine.model.forward_choice": "Triton is there with a GPU only",
     "engine.sampling.matcher": "llguidance is of the extra grammar",
     "engine.server.command": "FastAPI is of the extra serve",
     "engine.server.traces": "OpenTelemetry is of the extra traces",
