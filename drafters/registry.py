@@ -47,3 +47,10 @@ def build_for_worker(config: Config) -> Drafter:
         if isinstance(drafter, HeadDrafter):
             drafter = HybridDrafter(drafter, [], config.drafter.budget)
     return drafter
+
+
+def compile_kernels(config: Config) -> None:
+    """Compile what retrieval of the drafter that `config` names runs, without loading anything."""
+    for method in map(find, parts(config)):
+        if method.drafter is not None and not method.has_model:
+            getattr(import_module(method.drafter.split(":")[0]), "compile_kernels", lambda: None)()

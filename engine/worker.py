@@ -181,6 +181,11 @@ def main() -> None:
         os._exit(0)
 
     threading.Thread(target=watch, daemon=True).start()
+    if spec.role == "verifier":
+        from engine import compile_ahead
+        from engine.kernels.jit_cache import on_first_compilation
+
+        on_first_compilation(lambda: compile_ahead.begin(Config.model_validate(spec.config)))
     with zmq.Context() as context:
         run_worker(spec, context, _exempt_from_garbage_collection)
 

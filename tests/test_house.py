@@ -35,6 +35,7 @@ FLOORS = (  # folders and modules from the ground up: a floor imports itself and
     "drafters.hybrid",
     "drafters",  # the factory
     "drafters.training",
+    "engine.compile_ahead",
     "engine.worker",  # a verifier, a drafting worker and a drafter, put together
     "engine.frontend",
     "engine.answer",
@@ -72,6 +73,7 @@ LATE = {  # modules that import within functions, or folders (with a dot), and w
     "drafters.requirements": "the front end checks paths before torch and indexes are there",
     "drafters.training.cli": "options are checked and --help is shown before torch is there",
     "drafters.training.loss": "Triton is there with a GPU only",
+    "engine.compile_ahead": "the kernels are imported once the process knows how to end",
     "engine": "names load on first use, so that workers import only what they need",
     "engine.__main__": "Ctrl-C during the first seconds, which are imports, ends in one line",
     "engine.cli.": "options are checked and --help is shown before torch is there",

@@ -57,11 +57,7 @@ class SuffixDrafter(Drafter):
 
     @classmethod
     def from_config(cls, config: Config) -> SuffixDrafter:
-        warm_up = cls(budget=4)  # kernels are compiled when first called: before the worker is ready, not in a request
-        warm_up.start(0, [1, 2, 1], SamplingParams(temperature=1.0))
-        warm_up.observe(0, Verdict(warm_up.propose(0, [2]), [0], [*range(WARM_UP)]))  # enough that its store grows
-        warm_up.finish(0)
-        release_compiler()
+        compile_kernels()
         dense: DenseIndex | None = None
         if (path := config.drafter.dense) is not None:
             from engine.weights.tokenizer import load_tokenizer
@@ -108,3 +104,12 @@ def _saved(config: Config) -> SavedAnswers | None:
         return None
     folder = CacheFolder(Path(options.cache), int(options.cache_gb * 1e9))
     return SavedAnswers(folder, model_identity(config.model))
+
+
+def compile_kernels() -> None:
+    """Kernels are compiled when first called: before the worker is ready, not in a request."""
+    warm_up = SuffixDrafter(budget=4)
+    warm_up.start(0, [1, 2, 1], SamplingParams(temperature=1.0))
+    warm_up.observe(0, Verdict(warm_up.propose(0, [2]), [0], [*range(WARM_UP)]))  # enough that its store grows
+    warm_up.finish(0)
+    release_compiler()

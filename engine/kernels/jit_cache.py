@@ -16,6 +16,7 @@ from typing import Any
 from zlib import crc32
 
 import llvmlite.binding as llvm
+from numba.core import event
 
 _PACKAGES = ("engine", "drafters", "retrieval_index")
 _COMPILED = re.compile(rb"numba|^@(?:kernel|inlined)\b", re.MULTILINE)
@@ -39,3 +40,17 @@ def machine_code() -> str:
     compiler = [f"{name} {version(name)}" for name in ("numba", "llvmlite")]
     features = sorted(llvm.get_host_cpu_features().items())
     return f"{_sources():x} {compiler} {llvm.get_host_cpu_name()} {features}"
+
+
+def on_first_compilation(tell: Callable[[], None]) -> None:
+    """Call `tell` once, when something is compiled that no earlier process has left in the cache."""
+
+    class First(event.Listener):
+        def on_start(self, event_: event.Event) -> None:
+            event.unregister("numba:compile", self)
+            tell()
+
+        def on_end(self, event_: event.Event) -> None:
+            pass
+
+    event.register("numba:compile", First())

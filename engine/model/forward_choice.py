@@ -27,7 +27,7 @@ from engine.model.kv_pool import KVPool
 from engine.model.loading import name_of
 from engine.model.masked import MaskedForward, refusal
 from engine.model.memory import free_memory
-from engine.model.probe import BatchProbe, ModelProbe
+from engine.model.probe import ModelProbe
 from engine.model.proof import Proof
 from engine.model.rotary import hold_frequencies
 from engine.model.runner import Runner
@@ -99,9 +99,10 @@ class ForwardChoice:
             if (trial.beyond is not None and not agrees) or not trial.agrees_anywhere(runner):
                 raise OtherStructure("its logits differ from those of the stock forward")
             lean.forget_far()
+            if not trial.equal_bits(runner):
+                return Chosen(runner, _BESIDE)
             proof.write(rules)
-        equal = BatchProbe(self.model.config.get_text_config()).equal_bits(runner)
-        return Chosen(runner, "" if equal else _BESIDE)
+        return Chosen(runner, "")
 
     def _try_exact(self, trial: ModelProbe) -> Chosen | str:
         """A forward with exact attention; or why there is none."""

@@ -39,50 +39,8 @@ class Runs(Protocol):
     def run(self, segments: Sequence[Segment]) -> tuple[Tensor, Any]: ...
 
 
-class BatchProbe:
-    """Tries whether a token's logits depend on what is read with it. config: of the text model."""
-
-    def __init__(self, config: Any):
-        self.config = config
-        self.tokens = [(7 + 31 * i) % config.vocab_size for i in range(_TOKENS)]
-
-    def equal_bits(self, target: Runs) -> bool:
-        """Whether a token's logits are the same bits read with others, alone, and in a tree with wrong siblings."""
-        tokens = self.tokens
-        read = target.new_cache(_TOKENS)
-        whole, _ = target.run([Segment.of_text(tokens, read, wanted="all")])
-        target.release(read)
-        alone = target.new_cache(_TOKENS)
-        equal = True
-        for i, token in enumerate(tokens):
-            logits, _ = target.run([Segment.of_text([token], alone)])
-            alone.commit([0])
-            equal &= torch.equal(logits[0], whole[i])
-        target.release(alone)
-        split = _TOKENS // 2
-        tree, spine = self._with_siblings(split)
-        drafted = target.new_cache(_TOKENS * 3)
-        target.prefill(drafted, tokens[:split])
-        logits, _ = target.run([Segment.of_tree(tree, drafted)])
-        target.release(drafted)
-        return equal and torch.equal(logits[spine], whole[split:])
-
-    def _with_siblings(self, split: int) -> tuple[TokenTree, list[int]]:
-        """The text from `split` on as a tree, with two wrong siblings beside every node; and the right nodes."""
-        nodes: list[int] = []
-        parents: list[int] = []
-        spine: list[int] = []
-        for token in self.tokens[split:]:
-            parent = spine[-1] if spine else -1
-            spine.append(len(nodes))
-            wrong = [(token + 1 + i) % self.config.vocab_size for i in range(2)]
-            nodes += [token, *wrong] if parent >= 0 else [token]
-            parents += [parent, parent, parent] if parent >= 0 else [parent]
-        return TokenTree.from_lists(nodes, parents, [1.0] * len(nodes)), spine
-
-
-class ModelProbe(BatchProbe):
-    """Tries whether a forward agrees with that of transformers.
+class ModelProbe:
+    """Tries whether a forward agrees with that of transformers, and a token's bits alone with those in a batch.
 
     expected: [tokens, vocab] float32, the logits of the stock forward; beyond: those with short windows, None if the
     model names no windows; far: the logits where the text begins at a later position, by that position.
@@ -91,7 +49,8 @@ class ModelProbe(BatchProbe):
     """
 
     def __init__(self, model: Any, name: str, context: int, stock: StockLogits):
-        super().__init__(model.config.get_text_config())
+        self.config = model.config.get_text_config()
+        self.tokens = [(7 + 31 * i) % self.config.vocab_size for i in range(_TOKENS)]
         with short_windows(self.config) as windowed:
             self.beyond = stock(self.tokens, [0])[0] if windowed else None
         far = far_positions(self.config, context)
@@ -137,6 +96,40 @@ class ModelProbe(BatchProbe):
         found, expected = logits[[0, 2, 4]].float(), expected[split : split + 3]
         error = (found - expected).pow(2).mean().sqrt() / expected.std()
         return float(error.nan_to_num(torch.inf))
+
+    def equal_bits(self, target: Runs) -> bool:
+        """Whether a token's logits are the same bits read with others, alone, and in a tree with wrong siblings."""
+        tokens = self.tokens
+        read = target.new_cache(_TOKENS)
+        whole, _ = target.run([Segment.of_text(tokens, read, wanted="all")])
+        target.release(read)
+        alone = target.new_cache(_TOKENS)
+        equal = True
+        for i, token in enumerate(tokens):
+            logits, _ = target.run([Segment.of_text([token], alone)])
+            alone.commit([0])
+            equal &= torch.equal(logits[0], whole[i])
+        target.release(alone)
+        split = _TOKENS // 2
+        tree, spine = self._with_siblings(split)
+        drafted = target.new_cache(_TOKENS * 3)
+        target.prefill(drafted, tokens[:split])
+        logits, _ = target.run([Segment.of_tree(tree, drafted)])
+        target.release(drafted)
+        return equal and torch.equal(logits[spine], whole[split:])
+
+    def _with_siblings(self, split: int) -> tuple[TokenTree, list[int]]:
+        """The text from `split` on as a tree, with two wrong siblings beside every node; and the right nodes."""
+        nodes: list[int] = []
+        parents: list[int] = []
+        spine: list[int] = []
+        for token in self.tokens[split:]:
+            parent = spine[-1] if spine else -1
+            spine.append(len(nodes))
+            wrong = [(token + 1 + i) % self.config.vocab_size for i in range(2)]
+            nodes += [token, *wrong] if parent >= 0 else [token]
+            parents += [parent, parent, parent] if parent >= 0 else [parent]
+        return TokenTree.from_lists(nodes, parents, [1.0] * len(nodes)), spine
 
 
 def far_positions(config: Any, context: int) -> list[int]:

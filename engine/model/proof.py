@@ -1,7 +1,8 @@
 """What a trial at load found, remembered for later starts with the same file, software and processor.
 
 The trial compares the lean decoder with the stock forward, for which every weight is dequantised: seconds for each
-billion. What it found is the attention rule of each layer; that it agreed is what the file's existence says.
+billion; and a token's bits alone with those in a batch. What it found is the attention rule of each layer; that all
+agreed is what the file's existence says.
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ _NEW = 0.1  # weight of the latest measurement
 _CLIP = 0.25  # clip of one sample's relative error: an interrupted forward must not make a size expensive for good
 _ELSEWHERE = 0.03  # weight for the other sizes: what slows one forward slows them all
 _PASSES = 3  # start-up: passes over the sizes
-_STEEP = 6.0  # start-up stops at the first size that takes this many times as long as the fastest
-_SLOW_S = 0.5  # a size that takes longer is measured once or twice
+_STEEP = 3.0  # start-up stops at the first size that takes this many times as long as the fastest
+_SLOW_S = 0.02  # a forward of this time is disturbed little: it is measured twice and no further
+_MANY = 32  # most rows of the forwards that show what a key takes
 _LONG = 1024  # past positions at which the time of a key is measured
 
 
@@ -69,19 +70,19 @@ class ForwardTime:
         """
         seconds: dict[int, float] = {}
         for size in [size for size in sorted({*SIZES, *forward_sizes}) if size < largest] + [largest]:
-            seconds[size] = forward_s(size, 0)  # includes the one-time setup of a size's first forward
+            first_s = forward_s(size, 0)  # includes the one-time setup of a size's first forward
+            seconds[size] = min(first_s, forward_s(size, 0))
             if seconds[size] > _STEEP * min(seconds.values()):
-                seconds[size] = min(seconds[size], forward_s(size, 0))
-                if seconds[size] > _STEEP * min(seconds.values()):
-                    break
+                break
         # round-robin, so that other load (the drafter is loading) does not fall on a single size
-        quick = [size for size, taken_s in seconds.items() if taken_s <= _SLOW_S]
+        quick = [size for size, taken_s in seconds.items() if taken_s < _SLOW_S]
         for _ in range(_PASSES):
             for size in quick:
                 seconds[size] = min(seconds[size], forward_s(size, 0))
         if not (long := min(longest, _LONG)):
             return cls(seconds, forward_sizes=forward_sizes)
-        few, many = min(seconds), max((size for size in quick if size <= 32), default=min(seconds))
+        few = min(seconds)
+        many = max(size for size in seconds if size <= max(_MANY, few))
         return cls(seconds, *_key_seconds(forward_s, few, many, long, _PASSES if quick else 1), forward_sizes)
 
     # Called several times a round on few numbers: plain Python, since numpy takes ten times as long.
@@ -137,7 +138,7 @@ def _key_seconds(
     """The time of a key for its request, and for each row that sees it, by forwards of `few` and of `many` rows after
     no text and after `long` positions.
     """
-    kinds = [(rows, past) for rows in sorted({few, many}) for past in (0, long)]
+    kinds = [(rows, past) for past in (0, long) for rows in sorted({few, many})]
     taken_s = [[forward_s(*kind) for kind in kinds] for _ in range(passes)]
     least_s = dict(zip(kinds, map(min, zip(*taken_s, strict=True)), strict=True))
     few_s, many_s = (max(0.0, least_s[rows, long] - least_s[rows, 0]) for rows in (few, many))

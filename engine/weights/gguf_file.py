@@ -175,8 +175,7 @@ class _Reader:
             if kind in _SCALARS:
                 self._skip(count * struct.calcsize(_SCALARS[kind]))
             elif kind == _STRING:
-                for _ in range(count):
-                    self._skip(*self._unpack("<Q"))
+                self._skip_strings(count)
             else:
                 raise self._broken(f"holds an array of the unknown type {kind}")
             return count
@@ -209,6 +208,17 @@ class _Reader:
         start = self.at
         self._skip(struct.calcsize(form))
         return struct.unpack_from(form, self.head, start)
+
+    def _skip_strings(self, count: int) -> None:
+        """A tokenizer has hundreds of thousands."""
+        head, at, length_of = self.head, self.at, struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            if at + 8 > len(head):
+                self.at = at
+                self._skip(8)
+            at += 8 + length_of(head, at)[0]
+        self.at = at
+        self._skip(0)
 
     def _skip(self, size: int) -> None:
         self.at += size

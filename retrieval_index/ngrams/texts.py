@@ -143,9 +143,12 @@ def copy_into(arena, state, bigger_arena, bigger):  # type: ignore[no-untyped-de
                 j = (j + 1) & mask
             for k in range(4):
                 new_slots[j, k] = slots[i, k]
-    new_pool[: state[TOP]] = pool[: state[TOP]]
-    bigger[:SLOTS] = state[:SLOTS]
-    bigger[FREE:] = state[FREE:]
+    # in loops: numba compiles seconds of error texts for each assignment of slices
+    for i in range(state[TOP]):
+        new_pool[i, 0], new_pool[i, 1] = pool[i, 0], pool[i, 1]
+    for i in range(len(state)):
+        if i < SLOTS or i >= FREE:
+            bigger[i] = state[i]
     for position in range(state[START], state[END]):
         new_text[position & (len(new_text) - 1)] = text[position & (len(text) - 1)]
         h = match_hash(text, position, state[START])

@@ -263,7 +263,7 @@ def multiplies(dtype: torch.dtype) -> bool:
     """
     if dtype not in (torch.bfloat16, torch.float32) or not units(dtype):
         return False
-    x, weight = _cancelling(272, 1536, dtype)
+    x, weight = _cancelling(272, 288, dtype)
     if _equal_rows(Matmul(weight), x, torch.get_num_threads()) != RowRange(1, _MOST_TRIED):
         return False
     weight = torch.randn_like(weight)

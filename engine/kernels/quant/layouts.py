@@ -41,7 +41,7 @@ from typing import NamedTuple
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import IQ4_NL, MXFP4, Q4_K
+from gguf.quants import IQ4_NL, MXFP4
 from numpy.typing import NDArray
 
 from engine.kernels.amx import TILE_BYTES
@@ -138,9 +138,17 @@ class QuantLayout:
 
 
 def _six_bits(blocks: Bytes) -> Bytes:
-    """Q4_K, Q5_K: eight factors of the scales and eight of the offsets."""
-    scales, offsets = Q4_K.get_scale_min(np.ascontiguousarray(blocks[:, 4:16]))
-    return np.concatenate([scales, offsets], axis=1)
+    """Q4_K, Q5_K: eight factors of the scales and eight of the offsets, four of them in each word."""
+    scales, offsets, rest = np.ascontiguousarray(blocks[:, 4:16]).view(np.uint32).T
+    low, lower, upper = np.uint32(0x3F3F3F3F), np.uint32(0x0F0F0F0F), np.uint32(0x30303030)
+    four, two = np.uint32(4), np.uint32(2)
+    words = [
+        scales & low,
+        rest & lower | scales >> two & upper,
+        offsets & low,
+        rest >> four & lower | offsets >> two & upper,
+    ]
+    return np.stack(words, axis=1).view(np.uint8)
 
 
 def _signed(blocks: Bytes) -> Bytes:

@@ -76,12 +76,11 @@ def _pack_codes(layout: QuantLayout, arrangement: Arrangement, panels: Sequence[
     raw = gathered.reshape(len(panels), LANES, blocks, -1)
     _pack_head(layout, raw, tiles)
     planes = np.array(layout.planes, np.int64)
-    words = tiles[:, :, layout.codes_at :]
     if arrangement is Arrangement.QUADS:
-        _place_quads(raw, planes, layout.bits, layout.signed, words)
+        _place_quads(raw, planes, layout.bits, layout.signed, layout.codes_at, tiles)
     else:
-        words[:] = 0  # words of 5 bits are filled bit by bit
-        _place_pairs(raw, planes, layout.bits, words)
+        tiles[:, :, layout.codes_at :] = 0  # words of 5 bits are filled bit by bit
+        _place_pairs(raw, planes, layout.bits, layout.codes_at, tiles)
 
 
 def _pack_head(layout: QuantLayout, raw: Bytes, tiles: Bytes) -> None:
@@ -90,27 +89,40 @@ def _pack_head(layout: QuantLayout, raw: Bytes, tiles: Bytes) -> None:
     at = 0
     for place, width in ((layout.scale, 1 if layout.exponents else 2), (layout.offset, 2)):
         if place is not None:
-            numbers = raw[:, :, :, place : place + width].transpose(0, 2, 1, 3)
-            tiles[:, :, at : at + width * LANES] = numbers.reshape(panels, blocks, -1)
+            _place_columns(raw, np.array([place]), width, at, tiles)
             at += width * LANES
     if layout.factors is not None:
         factors = layout.factors(raw.reshape(-1, size)).reshape(panels, LANES, blocks, -1)
-        kinds = 2 if layout.offset is not None else 1  # [..., kind, step, half of the step]
-        factors = factors.reshape(panels, LANES, blocks, kinds, layout.steps, layout.step_factors // kinds)
-        ordered = factors.transpose(0, 2, 4, 3, 5, 1).reshape(panels, blocks, -1)
-        tiles[:, :, at : at + ordered.shape[2]] = ordered
+        kinds = 2 if layout.offset is not None else 1
+        columns = np.arange(factors.shape[3]).reshape(kinds, layout.steps, -1)  # [kind, step, half of the step]
+        _place_columns(factors, columns.swapaxes(0, 1).reshape(-1), 1, at, tiles)
 
 
 @njit(nogil=True, cache=True)
 @versioned
-def _place_pairs(raw: Any, planes: Any, bits: int, tiles: Any) -> None:
-    """raw: [panels, 16, blocks, bytes]. tiles: [panels, blocks, bytes] of codes, all zeros."""
+def _place_columns(source: Any, columns: Any, width: int, at: int, tiles: Any) -> None:
+    """`width` bytes from each of these columns on, for each column those of all outputs. source: [panels, 16, tiles,
+    bytes]. at: where in a tile they go.
+    """
+    for panel in range(source.shape[0]):
+        for output in range(LANES):
+            for block in range(source.shape[2]):
+                some, tile = source[panel, output, block], tiles[panel, block]
+                for i in range(len(columns)):
+                    for byte in range(width):
+                        tile[at + (LANES * i + output) * width + byte] = some[columns[i] + byte]
+
+
+@njit(nogil=True, cache=True)
+@versioned
+def _place_pairs(raw: Any, planes: Any, bits: int, codes_at: int, tiles: Any) -> None:
+    """raw: [panels, 16, blocks, bytes]. tiles: [panels, blocks, bytes], whose codes are zeros."""
     panels, _, blocks, _ = raw.shape
-    codes, step_words = np.empty(tiles.shape[2] * 8 // (bits * LANES), np.uint8), LANES * bits
+    codes, step_words = np.empty((tiles.shape[2] - codes_at) * 8 // (bits * LANES), np.uint8), LANES * bits
     eights = codes.view(np.uint64)
     for panel in range(panels):
         for block in range(blocks):
-            tile = tiles[panel, block].view(np.uint32)
+            tile = tiles[panel, block][codes_at:].view(np.uint32)
             for output in range(LANES):
                 read_codes(raw[panel, output, block], planes, codes)
                 for step in range(len(codes) // STEP):
@@ -174,14 +186,14 @@ def _nibbles(word: Any) -> Any:
 
 @njit(nogil=True, cache=True)
 @versioned
-def _place_quads(raw: Any, planes: Any, bits: int, signed: bool, tiles: Any) -> None:
-    """raw: [panels, 16, blocks, bytes]. tiles: [panels, blocks, bytes] of codes."""
+def _place_quads(raw: Any, planes: Any, bits: int, signed: bool, codes_at: int, tiles: Any) -> None:
+    """raw: [panels, 16, blocks, bytes]. tiles: [panels, blocks, bytes]."""
     panels, _, blocks, _ = raw.shape
-    codes, step_words = np.empty(tiles.shape[2] * 8 // (bits * LANES), np.uint8), LANES * bits
+    codes, step_words = np.empty((tiles.shape[2] - codes_at) * 8 // (bits * LANES), np.uint8), LANES * bits
     quads, signs = codes.view(np.uint32), np.uint32(0x80808080 if signed else 0)
     for panel in range(panels):
         for block in range(blocks):
-            tile = tiles[panel, block].view(np.uint32)
+            tile = tiles[panel, block][codes_at:].view(np.uint32)
             for output in range(LANES):
                 read_codes(raw[panel, output, block], planes, codes)
                 for step in range(len(codes) // STEP):

@@ -58,3 +58,22 @@ def test_every_function_in_the_cache_is_versioned() -> None:
     cached = [found for file in files for found in re.findall(r"(?:njit|cfunc)\(.*cache=True.*\n?.*", file.read_text())]
     assert len(cached) > 10
     assert [found for found in cached if "versioned" not in found] == []
+
+
+def test_the_first_compilation_is_told_once_and_what_the_cache_holds_is_none(tmp_path: Path) -> None:
+    source = f"""
+import sys
+from numba import njit
+sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+from engine.kernels.jit_cache import on_first_compilation
+on_first_compilation(lambda: print("compiles"))
+
+@njit(cache=True)
+def doubled(x):
+    return 2 * x
+
+print(doubled(1), doubled(1.5))
+"""
+    (tmp_path / "kernels.py").write_text(source)
+    said = [subprocess.check_output([sys.executable, "kernels.py"], cwd=tmp_path, text=True) for _ in range(2)]
+    assert said == ["compiles\n2 3.0\n", "2 3.0\n"]
