@@ -26,6 +26,7 @@ from engine.core.errors import ConfigError, ModelError
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.kernels.gemm.packed_linear import multiplies
+from engine.model.forward_choice import ForwardChoice
 from engine.model.masked import MaskedForward
 from engine.model.runner import bfloat16_bits
 from engine.model.target import Target
@@ -99,7 +100,7 @@ def decode(
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How a model is run."""
     if request.param == "masks":
-        monkeypatch.setattr(Target, "_try_exact", lambda *_: "as the test wants it")
+        monkeypatch.setattr(ForwardChoice, "_try_exact", lambda *_: "as the test wants it")
     way: str = request.param
     return way
 
