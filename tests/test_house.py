@@ -21,6 +21,10 @@ FLOORS = (  # folders and modules from the ground up: a floor imports itself and
     "engine.wire",
     "engine.text",
     "engine.kernels",
+    "engine.kernels.quant",
+    "engine.kernels.gemm",
+    "engine.kernels.attention",
+    "engine.kernels.layer",
     "engine.sampling",
     "engine.weights",
     "engine.model",
@@ -32,6 +36,7 @@ FLOORS = (  # folders and modules from the ground up: a floor imports itself and
     "drafters.calibration",  # of every source's confidence
     "drafters.lookup",
     "drafters.heads",
+    "drafters.heads.one_pass",
     "drafters.hybrid",
     "drafters",  # the factory
     "drafters.training",

@@ -34,7 +34,6 @@ import torch
 from torch import Tensor
 
 from engine.kernels.attention.attention import Attention, Rule
-from engine.kernels.embedding import EMBED, embed_kernel, tiled_embed_kernel
 from engine.kernels.fused import ENTER, GATE, NORM, enter_kernel, gate_kernel, norm_kernel
 from engine.kernels.gemm.matmul import NO_SCRATCH, Multiplies, add_product, give_scratch, row_words
 from engine.kernels.gemm.matmul_kernels import MATMUL
@@ -49,6 +48,7 @@ from engine.kernels.layer.experts import (
 )
 from engine.kernels.layer.row_kernels import ROW_NORM, row_norm_kernel
 from engine.kernels.layer.weights import ExpertMlp, GatedMlp, LayerWeights, Norm
+from engine.kernels.quant.embedding import EMBED, embed_kernel, tiled_embed_kernel
 from engine.kernels.quant.tiled import TiledMatrix
 from engine.kernels.threads import Kernel, Program, address_of, int_fields
 
