@@ -28,7 +28,7 @@ class Calibrator:
         self.prior_weight, self.memory = prior_weight, memory
         self._cells: dict[tuple[int, int], _Cell] = {}
 
-    def chance(self, depth: int, bucket: int, prior: float) -> float:
+    def prob(self, depth: int, bucket: int, prior: float) -> float:
         """The chance that a node of this kind is accepted if its parent is. prior: the estimate before observations."""
         cell = self._cells.get((min(depth, DEEPEST), bucket))
         if cell is None:

@@ -89,7 +89,7 @@ class SmallSession(Session):
         self.clear()
         self.tokens[0], self._root_logits = self.unread[-1], None
 
-    def behind(self) -> int:
+    def count_unread(self) -> int:
         return len(self.unread)
 
     def root(self) -> Tensor:

@@ -249,7 +249,7 @@ class Engine:
             try:
                 self._supervisor.hand_over()
                 yield None
-                text = TextStream(self._tokenizer, sampling.stop, behind=tokens, visible=visible)
+                text = TextStream(self._tokenizer, sampling.stop, before=tokens, visible=visible)
                 answer = Answer(text, len(tokens), started, self.target, sampling)
                 while answer.finish_reason is None:
                     arrival = await request.arrivals.get()

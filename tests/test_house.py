@@ -21,6 +21,10 @@ FLOORS = (  # folders and modules from the ground up: a floor imports itself and
     "engine.wire",
     "engine.text",
     "engine.kernels",
+    "engine.kernels.quant",
+    "engine.kernels.gemm",
+    "engine.kernels.attention",
+    "engine.kernels.layer",
     "engine.sampling",
     "engine.weights",
     "engine.model",
@@ -32,6 +36,7 @@ FLOORS = (  # folders and modules from the ground up: a floor imports itself and
     "drafters.calibration",  # of every source's confidence
     "drafters.lookup",
     "drafters.heads",
+    "drafters.heads.one_pass",
     "drafters.hybrid",
     "drafters",  # the factory
     "drafters.training",
@@ -79,7 +84,7 @@ LATE = {  # modules that import within functions, or folders (with a dot), and w
     "engine.cli.": "options are checked and --help is shown before torch is there",
     "engine.frontend.processes": "torch takes seconds, which the user's process saves where workers are processes",
     "engine.model.loading": "the front end reads configurations without the kernels",
-    "engine.model.target": "Triton is there with a GPU only",
+    "engine.model.forward_choice": "Triton is there with a GPU only",
     "engine.sampling.matcher": "llguidance is of the extra grammar",
     "engine.server.command": "FastAPI is of the extra serve",
     "engine.server.traces": "OpenTelemetry is of the extra traces",

@@ -24,7 +24,7 @@ from engine.core.methods import METHODS
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.model.cuda.graphs import Recorded, wait
-from engine.model.target import bfloat16_bits
+from engine.model.runner import bfloat16_bits
 
 from .findings import Record, tried
 from .models import HEADS, LLAMA_8B, TOY, save_head

@@ -47,7 +47,7 @@ class _Texts:
     """Requests over one pool whose keys and values are random; what nobody has written is NaN."""
 
     def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, blocks: int):
-        self.kv_heads, self.groups, self.head_dim = shape
+        self.kv_heads, self.q_per_kv, self.head_dim = shape
         self.device, self.dtype = device, dtype
         self.pool = KVPool(KVShape(1, self.kv_heads, self.head_dim, dtype), blocks, device)
         self.pool.keys.fill_(torch.nan)
@@ -72,13 +72,13 @@ class _Texts:
     def attend(self, segments: list[Segment], queries: Tensor, rule: Rule) -> Tensor:
         """queries, result: [rows, heads, head_dim]."""
         batch = Batch.of(segments)
-        attention = TritonAttention(self.pool, self.groups)
+        attention = TritonAttention(self.pool, self.q_per_kv)
         chunks = -(-(int(batch.positions.max()) + 1) // CHUNK)
         return attention(_rows_of(batch, attention, self.device), chunks, 0, rule, queries)
 
     def expected(self, keys: Tensor, values: Tensor, query: Tensor, rule: Rule) -> Tensor:
         """[heads, head_dim] float64: of a query that sees these."""
-        k, v = (part.double().repeat_interleave(self.groups, 1) for part in (keys, values))
+        k, v = (part.double().repeat_interleave(self.q_per_kv, 1) for part in (keys, values))
         if rule.window:
             k, v = k[-rule.window :], v[-rule.window :]
         scores = torch.einsum("hd,khd->hk", query.double(), k) * rule.scale
@@ -90,14 +90,14 @@ class _Texts:
 
 
 def _rows_of(batch: Batch, attention: TritonAttention, device: torch.device) -> DeviceRows:
-    arrays = (batch.prefixes, batch.others, batch.listed, batch.tables, batch.table_of)
+    arrays = (batch.prefix_lens, batch.ancestor_ptr, batch.ancestor_slots, batch.tables, batch.table_of)
     given = (*arrays, grouped(batch.table_of, attention.together))
     # never empty: a pointer to nothing is no address to compute with
     return DeviceRows(*(torch.from_numpy(a if len(a) else np.zeros(1, np.int32)).to(device) for a in given))
 
 
 def _check(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, what: str = "") -> Record:
-    """A text of just over two chunks, and a tree behind it whose spine is the text's next positions."""
+    """A text of just over two chunks, and a tree after it whose spine is the text's next positions."""
     started = time.perf_counter()
     texts = _Texts(shape, dtype, device, blocks=400)
     heads, past, drafted = shape[0] * shape[1], 2 * CHUNK + 5, 6

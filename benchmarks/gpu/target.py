@@ -54,6 +54,6 @@ def _load(name: str, dtype: torch.dtype, device: str) -> Record:
     return {
         "exact": target.exact,
         "inexact": target.inexact,
-        "forward": type(target._masked or target._forward).__name__,
+        "forward": type(target.forward).__name__,
         "captures": Recorded.captures,
     }

@@ -25,6 +25,7 @@ from engine.kernels.layer.experts import experts_kernel
 from engine.kernels.threads import Kernel, Program, Timed
 from engine.model.cuda.graphs import wait
 from engine.model.decoder import LeanDecoder
+from engine.model.masked import MaskedForward
 from engine.model.target import Target
 
 PARTS = ("products", "attention", "other", "gaps")
@@ -36,7 +37,7 @@ _GPU_PRODUCTS = ("gemm", "gemv", "cutlass", "xmma", "nvjet")
 
 def multiplied(target: Target) -> int:
     """Number of weights that every row of a forward is multiplied with."""
-    forward = target._forward
+    forward = target.forward
     if isinstance(forward, LeanDecoder):
         products = [product for layer in forward.layers for product in layer.products]
         return sum(product.inputs * product.outputs for product in [*products, forward.head])
@@ -51,9 +52,9 @@ def multiplied(target: Target) -> int:
 
 def forward_name(target: Target) -> str:
     """The kind of forward that the target runs."""
-    if target._masked is not None:
+    if isinstance(target.forward, MaskedForward):
         return "stock forward with masks"
-    return "lean decoder" if isinstance(target._forward, LeanDecoder) else "stock forward with exact attention"
+    return "lean decoder" if isinstance(target.forward, LeanDecoder) else "stock forward with exact attention"
 
 
 def timed(work: Callable[[], Any], device: torch.device) -> float:
@@ -67,7 +68,7 @@ def timed(work: Callable[[], Any], device: torch.device) -> float:
 
 def split(target: Target, work: Callable[[], Any]) -> Seconds:
     """Seconds of each part of one forward of the target. Profiling slows it down: scale to the unprofiled time."""
-    if isinstance(target._forward, LeanDecoder):
+    if isinstance(target.forward, LeanDecoder):
         clock = Clock()
         with clock.watching():
             took = timed(work, target.device)

@@ -19,7 +19,8 @@ from engine.core.drafter_protocol import Drafter, Verdict
 from engine.core.errors import ConfigError
 from engine.core.params import SamplingParams, own_defaults
 from engine.core.tree import TokenTree
-from engine.model.target import Target, bfloat16_bits
+from engine.model.runner import bfloat16_bits
+from engine.model.target import Target
 from engine.sampling.sampler import Sampler, verify
 from engine.wire.messages import Rates
 

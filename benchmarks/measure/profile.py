@@ -187,7 +187,7 @@ def show(found: Profile, as_json: bool) -> None:
     console = Console()
     how = f"{found.dtype}, activations {found.activations}, {found.device}, threads: {found.threads}, {found.forward}"
     console.print(f"{found.model}, {how}")
-    console.print(f"Forwards behind {found.behind} tokens, which read {found.weights_mb:.3g} MB of weights.")
+    console.print(f"Forwards after {found.behind} tokens, which read {found.weights_mb:.3g} MB of weights.")
     integers = found.int8_multiply_adds_per_s
     rates = [f"reads {found.read_gb_per_s:.1f} GB/s", f"{found.multiply_adds_per_s / 1e9:.0f} billion multiply-adds/s"]
     rates += [] if integers is None else [f"{integers / 1e9:.0f} billion of 8 bits"]

@@ -45,7 +45,7 @@ class FeatureSession(Session):
         self.synced = start + len(tokens)
         self.nodes, self._root_logits = 1, None
 
-    def behind(self) -> int:
+    def count_unread(self) -> int:
         return sum(len(tokens) for _, _, tokens in self._pending)
 
     def root(self) -> Tensor:

@@ -173,9 +173,9 @@ class HeadDrafter(Drafter):
         if (ended := self._requests.pop(request, None)) is not None:
             ended.session.close()
 
-    def behind(self, request: int) -> int:
+    def count_unread(self, request: int) -> int:
         """Positions of the text that the head has yet to read before it drafts next."""
-        return self._requests[request].session.behind()
+        return self._requests[request].session.count_unread()
 
     def last_token(self, request: int) -> int:
         return self._requests[request].text[-1]

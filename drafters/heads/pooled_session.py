@@ -42,7 +42,7 @@ class PooledSession(Session):
         self.clear()
         self.logits = None
 
-    def behind(self) -> int:
+    def count_unread(self) -> int:
         return sum(len(tokens) for _, _, tokens in self._unread)
 
     def root(self) -> Tensor:

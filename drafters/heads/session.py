@@ -28,7 +28,7 @@ class Session(ABC):
         Drops all drafted nodes. `start` is `synced` unless features were lost in between; the head then lacks them.
         """
 
-    def behind(self) -> int:
+    def count_unread(self) -> int:
         """Positions of the text that the next `root` reads first."""
         return 0
 

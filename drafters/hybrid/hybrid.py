@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from drafters.heads.growth.policies import Frontier, Sketch
+from drafters.heads.growth.policies import Frontier, TreeBuilder
 from drafters.heads.head_drafter import HeadDrafter
 from drafters.hybrid.merge import Merge
 from drafters.hybrid.retrieval_advice import RetrievalAdvice, followings
@@ -108,7 +108,7 @@ class HybridDrafter(Drafter):
             between_steps(lambda: self._so_far(trees, {drafting[i]: tree for i, tree in grown().items()}))
 
         if drafting:
-            reads = sum(self.head.behind(request) for request in {wanted[row][0] for row in drafting}) > _LONG
+            reads = sum(self.head.count_unread(request) for request in {wanted[row][0] for row in drafting}) > _LONG
             started, steps = time.perf_counter(), self.head.steps
             grown = self.head.propose_many(
                 [wanted[row] for row in drafting], between_steps and so_far, [advice[row] for row in drafting]
@@ -159,7 +159,7 @@ class HybridDrafter(Drafter):
 
     def _has_read(self, request: int) -> bool:
         """Whether the head can say what may follow the text, without reading much of it first."""
-        return request not in self._resting and (not self.memories or self.head.behind(request) <= _LONG)
+        return request not in self._resting and (not self.memories or self.head.count_unread(request) <= _LONG)
 
     def observe(self, request: int, verdict: Verdict) -> None:
         self.settle()
@@ -208,9 +208,9 @@ class HybridDrafter(Drafter):
     def _learn(self, verdict: Unlearned) -> None:
         """Learn about every candidate along the accepted path, the head's and retrieval's."""
         request, retrieved, seen, tokens, asked = verdict
-        behind, place = followings(retrieved), 0
+        predicted, place = followings(retrieved), 0
         for depth, token in enumerate(tokens):
-            model, memory = seen[depth] if depth < len(seen) else None, behind[place]
+            model, memory = seen[depth] if depth < len(seen) else None, predicted[place]
             for candidate, p, q in self.merge.candidates(model, memory):
                 self.merge.learn(p, q, candidate == token)
             if asked and model is not None and token not in memory[0]:
@@ -218,14 +218,14 @@ class HybridDrafter(Drafter):
                 self._rescue += _SLOWLY * (is_accepted - self._rescue)
                 if request in self._rescues:
                     self._rescues[request] += _NEW * (is_accepted - self._rescues[request])
-            following = retrieved.child(place, token)
-            if following is None:
+            child = retrieved.child(place, token)
+            if child is None:
                 break
-            place = following
+            place = child
 
 
 def _root_of(tree: TokenTree) -> Frontier:
-    return Sketch([int(tree.tokens[0])]).frontier([0])
+    return TreeBuilder([int(tree.tokens[0])]).frontier([0])
 
 
 def _with_sources(tree: TokenTree, retrieved: TokenTree, head: int) -> TokenTree:

@@ -21,9 +21,9 @@ class Merge:
     def __init__(self) -> None:
         self.calibrator = Calibrator(prior_weight=20.0, memory=5000.0)
 
-    def chance(self, model: float | None, memory: float | None) -> float:
+    def prob(self, model: float | None, memory: float | None) -> float:
         prior = 1 - (1 - (model or 0.0)) * (1 - (memory or 0.0))
-        return self.calibrator.chance(0, _pair(model, memory), prior)
+        return self.calibrator.prob(0, _pair(model, memory), prior)
 
     def learn(self, model: float | None, memory: float | None, accepted: bool) -> None:
         self.calibrator.observe(0, _pair(model, memory), accepted)
@@ -38,15 +38,15 @@ class Merge:
 
     def following(self, model: Following | None, memory: Following) -> Following:
         """The candidates of both, likeliest first."""
-        found = [(self.chance(p, q), token) for token, p, q in self.candidates(model, memory)]
+        found = [(self.prob(p, q), token) for token, p, q in self.candidates(model, memory)]
         found.sort(key=lambda candidate: -candidate[0])
-        total = max(1.0, sum(chance for chance, _ in found))
-        return [token for _, token in found], [chance / total for chance, _ in found]
+        total = max(1.0, sum(prob for prob, _ in found))
+        return [token for _, token in found], [prob / total for prob, _ in found]
 
 
 def _pair(model: float | None, memory: float | None) -> int:
     return _bucket(model) * (len(_EDGES) + 2) + _bucket(memory)
 
 
-def _bucket(chance: float | None) -> int:
-    return 0 if chance is None else 1 + bisect_right(_EDGES, chance)
+def _bucket(prob: float | None) -> int:
+    return 0 if prob is None else 1 + bisect_right(_EDGES, prob)

@@ -55,7 +55,7 @@ def followings(tree: TokenTree) -> list[Following]:
     confidence = tree.confidence.tolist()
     found: list[Following] = [([], []) for _ in confidence]
     nodes = zip(tree.tokens.tolist(), tree.parents.tolist(), confidence, strict=True)
-    for token, parent, chance in islice(nodes, 1, None):
+    for token, parent, prob in islice(nodes, 1, None):
         found[parent][0].append(token)
-        found[parent][1].append(chance / max(confidence[parent], 1e-9))
+        found[parent][1].append(prob / max(confidence[parent], 1e-9))
     return found

@@ -81,6 +81,6 @@ class DatastoreDrafter(Drafter):
 
     def _calibrated(self, length: int, raw: TokenTree) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Each step of a path must be right as well: the match's chance is multiplied in once per step."""
-        trust = self.calibrator.chance(1, length, length / (length + 3))
+        trust = self.calibrator.prob(1, length, length / (length + 3))
         confidence: np.ndarray[Any, np.dtype[np.float32]] = (raw.confidence * trust**raw.depths).astype(np.float32)
         return confidence

@@ -18,7 +18,7 @@ from engine.core.drafter_protocol import Drafter, Verdict
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 
-_CHANCE = 0.5  # of a drafted n-gram's next token, for c(v) only: the published method has none
+_PROB = 0.5  # of a drafted n-gram's next token, for c(v) only: the published method has none
 
 
 @dataclass
@@ -54,18 +54,18 @@ class Lookahead(Drafter):
     def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:
         state = self.requests[request]
         root = continuation[-1] if continuation else state.last
-        sketch = _Sketch(root)
+        builder = _TreeBuilder(root)
         for guess in state.pool.get(root, ()):
             node, confidence = 0, 1.0
             for token in guess:
-                confidence *= _CHANCE
-                node = sketch.add(node, token, confidence)
+                confidence *= _PROB
+                node = builder.add(node, token, confidence)
         node = 0
         for column in range(self.columns):
-            node = below = sketch.add(node, state.levels[0][column], 0.0)
+            node = below = builder.add(node, state.levels[0][column], 0.0)
             for level in state.levels[1:]:
-                below = sketch.add(below, level[column], 0.0)
-        tree = TokenTree.from_lists(sketch.tokens, sketch.parents, sketch.confidence)
+                below = builder.add(below, level[column], 0.0)
+        tree = TokenTree.from_lists(builder.tokens, builder.parents, builder.confidence)
         return tree if len(tree) <= self.budget else tree.keep(range(self.budget))
 
     def observe(self, request: int, verdict: Verdict) -> None:
@@ -106,7 +106,7 @@ class Lookahead(Drafter):
         del known[self.guesses :]
 
 
-class _Sketch:
+class _TreeBuilder:
     """A tree under construction in which no two children of a node have the same token."""
 
     def __init__(self, root: int):

@@ -54,7 +54,7 @@ class PromptLookup(Drafter):
         n, chain = self._lookup(request, end)
         confidence, path = [], 1.0
         for depth in range(1, len(chain) + 1):
-            path *= self.calibrator.chance(depth, n, self.acceptance)
+            path *= self.calibrator.prob(depth, n, self.acceptance)
             confidence.append(path)
         return TokenTree.chain(end[-1], chain, confidence)
 

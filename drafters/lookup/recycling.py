@@ -65,8 +65,8 @@ class TokenRecycling(Drafter):
         while True:
             if depths[node] < self.depth:
                 for rank, token in enumerate(table.get(tokens[node], ())):
-                    chance = confidence[node] * self._chance(depths[node] + 1, rank)
-                    heapq.heappush(waiting, (-chance, node, token))
+                    prob = confidence[node] * self._prob(depths[node] + 1, rank)
+                    heapq.heappush(waiting, (-prob, node, token))
             if not waiting or len(tokens) == self.budget:
                 break
             score, parent, token = heapq.heappop(waiting)
@@ -97,8 +97,8 @@ class TokenRecycling(Drafter):
     def _keep(self, request: int) -> None:
         self.memories.keep(self.owners[request], self.tables[request], len(self.tables[request]))
 
-    def _chance(self, depth: int, rank: int) -> float:
-        return self.calibrator.chance(depth, rank, 0.25 / (rank + 1))
+    def _prob(self, depth: int, rank: int) -> float:
+        return self.calibrator.prob(depth, rank, 0.25 / (rank + 1))
 
     def _note(self, table: Table, token: int, following: int) -> None:
         row = table.setdefault(token, [])

@@ -34,7 +34,7 @@ class Teacher:
         """[rows, vocab] over the draft vocabulary."""
         return self.hidden[rows] @ self.head.T
 
-    def chance(self, rows: slice) -> Tensor:
+    def prob(self, rows: slice) -> Tensor:
         """[rows, vocab] float32."""
         logits = self.logits(rows).float()
         if self.normaliser is None:
@@ -78,7 +78,7 @@ class _Loss(torch.autograd.Function):
                 if any(needed):
                     _accumulate(gradients, gradient, inputs, weights, rows)
                 continue
-            p = teacher.chance(rows)
+            p = teacher.prob(rows)
             z = (inputs[0][rows] @ weights[0].T).float()
             for x, w in zip(inputs[1:], weights[1:], strict=True):
                 z += x[rows] @ w.T

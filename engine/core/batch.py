@@ -26,16 +26,16 @@ WantedRows = Literal["all", "last", "none"]
 class Rows:
     """One request's rows of a forward, at the slots from `first` on.
 
-    cache: holds the `table` of the request's blocks. tokens, positions: [rows]. prefixes: how many slots from 0 on each
-    row sees; others: further slots, ascending, including the row's own unless its prefix covers it.
+    cache: holds the `table` of the request's blocks. tokens, positions: [rows]. prefix_lens: how many slots from 0 on
+    each row sees; ancestors: further slots, ascending, including the row's own unless its prefix covers it.
     """
 
     cache: Any
     first: int
     tokens: list[int]
     positions: list[int]
-    prefixes: list[int]
-    others: list[list[int]]
+    prefix_lens: list[int]
+    ancestors: list[list[int]]
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -87,30 +87,30 @@ class Segment:
     @property
     def rows(self) -> Rows:
         """The rows in the form that a `Batch` takes."""
-        prefixes, others = self.sight
-        positions = [self.offset + prefix + len(rest) - 1 for prefix, rest in zip(prefixes, others, strict=True)]
-        return Rows(self.cache, self.past + self.pending, self.tokens.tolist(), positions, prefixes, others)
+        prefix_lens, ancestors = self.visible_slots
+        positions = [self.offset + prefix + len(rest) - 1 for prefix, rest in zip(prefix_lens, ancestors, strict=True)]
+        return Rows(self.cache, self.past + self.pending, self.tokens.tolist(), positions, prefix_lens, ancestors)
 
     @property
-    def sight(self) -> tuple[list[int], list[list[int]]]:
+    def visible_slots(self) -> tuple[list[int], list[list[int]]]:
         """For each row: the length of the prefix it sees (the text, plus its own path as far as that directly follows
         the text), and the slots of the rest of its path.
         """
         start = self.past + self.pending
         if self.tree is None:
             return list(range(start + 1, start + 1 + len(self))), [[]] * len(self)
-        prefixes: list[int] = []
-        others: list[list[int]] = []
+        prefix_lens: list[int] = []
+        ancestors: list[list[int]] = []
         for node, parent in enumerate(self.tree.parents.tolist()):
             slot = self.past + node
-            prefix, rest = (prefixes[parent], others[parent]) if parent >= 0 else (self.past, [])
+            prefix, rest = (prefix_lens[parent], ancestors[parent]) if parent >= 0 else (self.past, [])
             if prefix == slot and not rest:
-                prefixes.append(slot + 1)
-                others.append(rest)
+                prefix_lens.append(slot + 1)
+                ancestors.append(rest)
             else:
-                prefixes.append(prefix)
-                others.append([*rest, slot])
-        return prefixes[self.pending :], others[self.pending :]
+                prefix_lens.append(prefix)
+                ancestors.append([*rest, slot])
+        return prefix_lens[self.pending :], ancestors[self.pending :]
 
 
 class BatchAddresses(NamedTuple):
@@ -119,11 +119,11 @@ class BatchAddresses(NamedTuple):
     tokens: int
     positions: int
     slots: int
-    prefixes: int
+    prefix_lens: int
     table_of: int
-    others: int
+    ancestor_ptr: int
     chosen: int
-    listed: int
+    ancestor_slots: int
     tiles: int
 
 
@@ -142,9 +142,9 @@ class _Part:
 class Batch:
     """Flat int32 arrays over the rows of all requests, in order.
 
-    tokens, positions, slots: [rows]; a slot is a place in the pool. prefixes: [rows] how many positions of its text a
-    row sees; others: [rows + 1] where in `listed` the rest of its path begins. table_of: [rows] where in `tables` its
-    request's blocks begin. chosen: [wanted] rows whose logits are wanted.
+    tokens, positions, slots: [rows]; a slot is a place in the pool. prefix_lens: [rows] how many positions of its text
+    a row sees; ancestor_ptr: [rows + 1] where in `ancestor_slots` the rest of its path begins. table_of: [rows] where
+    in `tables` its request's blocks begin. chosen: [wanted] rows whose logits are wanted.
 
     spans: each request's first row and one past its last. tables_of: each request's table. reach: one more than the
     largest position; vocabulary: the range from the lowest token to the highest.
@@ -153,7 +153,7 @@ class Batch:
     after a forward the processor's caches are cold, and building a dozen arrays took as long as a small layer.
     """
 
-    tokens, positions, slots, prefixes, table_of, others, chosen, listed = map(_Part, range(8))
+    tokens, positions, slots, prefix_lens, table_of, ancestor_ptr, chosen, ancestor_slots = map(_Part, range(8))
 
     def __init__(self, parts: Sequence[Rows], chosen: Iterable[int] = ()):
         tokens = [token for part in parts for token in part.tokens]
@@ -161,16 +161,16 @@ class Batch:
         ends = list(accumulate(map(len, parts)))
         self.tables_of: list[Int] = [part.cache.table for part in parts]
         table_starts = accumulate(map(len, self.tables_of), initial=0)
-        others, wanted = [rest for part in parts for rest in part.others], [*chosen]
+        ancestors, wanted = [rest for part in parts for rest in part.ancestors], [*chosen]
         arrays: tuple[list[int], ...] = (
             tokens,
             positions,
             [slot for part in parts for slot in part.slots],
-            [prefix for part in parts for prefix in part.prefixes],
+            [prefix for part in parts for prefix in part.prefix_lens],
             [start for start, part in zip(table_starts, parts, strict=False) for _ in part.tokens],
-            [0, *accumulate(map(len, others))],
+            [0, *accumulate(map(len, ancestors))],
             wanted,
-            [slot for rest in others for slot in rest],
+            [slot for rest in ancestors for slot in rest],
         )
         self.starts = [0, *accumulate(map(len, arrays))]
         self.numbers = [*chain.from_iterable(arrays)]

@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
     request: int
     node: int
     token: int
-    chance: float
+    prob: float
 
 
 def likeliest(
@@ -45,24 +45,24 @@ def likeliest(
     ends = {request: _ends(tree) for request, tree in trees.items()}
     places = [
         (request, int(node))
-        for request, chance in ends.items()
-        for node in np.argsort(-chance, kind="stable")[:limit]
-        if chance[node] >= least
+        for request, prob in ends.items()
+        for node in np.argsort(-prob, kind="stable")[:limit]
+        if prob[node] >= least
     ]
     outcomes: dict[int, list[Outcome]] = {request: [] for request in trees}
-    behind = following([(request, trees[request].path_tokens(node)[1:]) for request, node in places])
-    for (request, node), (tokens, chances) in zip(places, behind, strict=True):
+    predicted = following([(request, trees[request].path_tokens(node)[1:]) for request, node in places])
+    for (request, node), (tokens, probs) in zip(places, predicted, strict=True):
         tree = trees[request]
-        new = [(token, p) for token, p in zip(tokens, chances, strict=True) if tree.child(node, token) is None]
-        drafted = sum(chances) - sum(p for _, p in new)
+        new = [(token, p) for token, p in zip(tokens, probs, strict=True) if tree.child(node, token) is None]
+        drafted = sum(probs) - sum(p for _, p in new)
         rest, end = max(1 - drafted, 1e-6), float(ends[request][node])
         outcomes[request] += [Outcome(request, node, token, end * min(1.0, p / rest)) for token, p in new]
-    kept = [heapq.nlargest(limit, (o for o in found if o.chance >= least), key=_chance) for found in outcomes.values()]
-    return sorted(chain.from_iterable(kept), key=_chance, reverse=True)
+    kept = [heapq.nlargest(limit, (o for o in found if o.prob >= least), key=_prob) for found in outcomes.values()]
+    return sorted(chain.from_iterable(kept), key=_prob, reverse=True)
 
 
-def _chance(outcome: Outcome) -> float:
-    return outcome.chance
+def _prob(outcome: Outcome) -> float:
+    return outcome.prob
 
 
 def _ends(tree: TokenTree) -> NDArray[np.float64]:

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from engine.core.errors import ProtocolError
 
 Int = NDArray[np.int32]
-GRAFT_CHANCE = 0.8  # of a token that a grammar implies: the model may write it in another way
+GRAFT_PROB = 0.8  # of a token that a grammar implies: the model may write it in another way
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,17 +137,17 @@ class TokenTree:
         step, source = _steps(self), self.source.tolist()
         index = dict(self._child_of)
         merged = [0] * len(other)
-        for node, chance in enumerate(_steps(other)[1:], start=1):
+        for node, prob in enumerate(_steps(other)[1:], start=1):
             token, parent = int(other.tokens[node]), merged[other.parents[node]]
             known = index.get((parent, token))
             if known is None:
                 known = index[parent, token] = len(tokens)
                 tokens.append(token)
                 parents.append(parent)
-                step.append(chance)
+                step.append(prob)
                 source.append(0)
             else:
-                step[known] = 1 - (1 - step[known]) * (1 - chance)
+                step[known] = 1 - (1 - step[known]) * (1 - prob)
             source[known] |= int(other.source[node])
             merged[node] = known
         confidence = [1.0] * len(tokens)
@@ -162,9 +162,9 @@ class TokenTree:
         bits[0] = 0
         return TokenTree(self.tokens, self.parents, self.confidence, bits)
 
-    def grafted(self, tokens: Sequence[int], chance: float) -> TokenTree:
+    def grafted(self, tokens: Sequence[int], prob: float) -> TokenTree:
         """The tree with the chain of `tokens` below its root: nodes that it already has stay as they are, new ones are
-        appended. chance: of each new token.
+        appended. prob: of each new token.
         """
         if not tokens:
             return self
@@ -176,7 +176,7 @@ class TokenTree:
                 below = len(parents)
                 new.append(token)
                 parents.append(node)
-                confidence.append(confidence[node] * chance)
+                confidence.append(confidence[node] * prob)
             node = below
         if not new:
             return self
@@ -202,7 +202,7 @@ class TokenTree:
         if min(tokens) < 0 or max(tokens) >= vocab_size:
             raise ProtocolError(f"tree token outside the vocabulary of {vocab_size}")
         below = zip(confidence[1:], parents[1:], strict=True)
-        if confidence[0] != 1 or not all(0 <= chance <= confidence[parent] for chance, parent in below):
+        if confidence[0] != 1 or not all(0 <= prob <= confidence[parent] for prob, parent in below):
             raise ProtocolError("tree confidence is not a path confidence")
         if len(self._child_of) != n:
             raise ProtocolError("tree has two equal siblings")

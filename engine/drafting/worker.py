@@ -20,7 +20,7 @@ import zmq
 from engine.core.drafter_protocol import Drafter, Verdict
 from engine.core.errors import ProtocolError
 from engine.core.outcomes import Outcome, likeliest
-from engine.core.tree import GRAFT_CHANCE, TokenTree
+from engine.core.tree import GRAFT_PROB, TokenTree
 from engine.drafting.states import DraftedRequest, DraftKey, Running, Sent, WantedDraft
 from engine.wire.loop_link import LoopDealer
 from engine.wire.messages import Array, Draft, Finish, Heartbeat, Hello, Rates, Ready, Rejoin, RoundVerdict, Start, Stop
@@ -148,7 +148,7 @@ class DrafterWorker:
         root = request.root
         if missed:
             request.catch_up(message.round, missed[-1])
-        tree = request.verified(message.draft).grafted(arrays[3].tolist(), GRAFT_CHANCE)
+        tree = request.verified(message.draft).grafted(arrays[3].tolist(), GRAFT_PROB)
         if message.round != request.round or not _follows(tree, path, tokens):
             raise ProtocolError("verdict is of another round or does not follow its tree")
         self.rates, request.ahead = message.rates, message.ahead
@@ -248,7 +248,7 @@ class DrafterWorker:
         for number in unranked:
             running[number].guesses = deque(outcome for outcome in outcomes if outcome.request == number)
         guesses = [guess for state in running.values() for guess in state.guesses or ()]
-        batch = heapq.nlargest(self.drafter.together, guesses, key=lambda guess: guess.chance)
+        batch = heapq.nlargest(self.drafter.together, guesses, key=lambda guess: guess.prob)
         for guess in batch:
             running[guess.request].take(guess)
         return batch

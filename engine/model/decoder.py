@@ -3,7 +3,7 @@ grouped queries, a gated MLP or experts.
 
 It takes the weights of a loaded stock model. Whether a model has this structure is read from its modules, never from
 its family's name (`engine.model.decoder_layer`), and confirmed by comparing logits with the stock forward's
-(`engine.model.target`); any other model keeps the stock forward. All layers are one program
+(`engine.model.forward_choice`); any other model keeps the stock forward. All layers are one program
 (`engine.kernels.layer.program`): where the products are our own too, a forward is one call instead of the stock
 forward's 1,500.
 """
@@ -38,6 +38,8 @@ class LeanDecoder:
 
     matrices: where the model's matrices are read. activations: how those in blocks take their rows.
     """
+
+    sizes = (1,)
 
     def __init__(
         self,
@@ -152,7 +154,7 @@ class LeanDecoder:
         return program
 
     def _check_sizes(self) -> None:
-        shape, q_per_kv = self.attention.pool.shape, self.attention.groups
+        shape, q_per_kv = self.attention.pool.shape, self.attention.q_per_kv
         made = (q_per_kv + 2) * shape.kv_heads * shape.head_dim
         mlps = [layer.weights.mlp for layer in self.layers]
         inner = {mlp.inner for mlp in mlps if isinstance(mlp, GatedMlp)}

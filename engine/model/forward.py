@@ -7,8 +7,9 @@
 | cuda (`cuda/cuda_forward.py`) | CUDA | the same | the same, in forwards of the sizes that agreed at load |
 | masked (`masked.py`) | anywhere | those that take a 4-D mask | the other rows |
 
-`Target` takes the first that a trial at load finds right (`engine.model.probe`): its logits are those of the model as
-`transformers` loaded it. What "exact" promises, that a row has the same bits in any batch, is measured then too.
+A model gets the first that a trial at load finds right (`engine.model.forward_choice`): its logits are those of the
+model as `transformers` loaded it. What "exact" promises, that a row has the same bits in any batch, is measured then
+too.
 
 The first three run a `Batch` of many requests, whose keys and values lie in one `KVPool`. The last has caches of its
 own, those of `transformers`, and takes the requests' segments one after the other, so it is called with them; it makes
@@ -26,7 +27,12 @@ from engine.core.batch import Batch
 
 
 class Forward(Protocol):
-    """A forward over a pool."""
+    """A forward over a pool. sizes: numbers of rows that it computes: a batch is padded to the next of these, and a
+    larger one runs in slices of the last; (1,) if it computes any number.
+    """
+
+    @property
+    def sizes(self) -> tuple[int, ...]: ...
 
     def __call__(self, batch: Batch, feature_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
         """Run all rows, and write their keys and values to their slots of the pool.

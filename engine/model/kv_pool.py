@@ -229,7 +229,7 @@ class KVCache:
             self.table = np.concatenate([self.table, np.asarray(self.pool.take(missing), np.int32)])
 
     def trim(self) -> None:
-        """Return the blocks behind the committed positions: drafts that were not accepted hold none."""
+        """Return the blocks after the committed positions: drafts that were not accepted hold none."""
         used = -(-self.length // BLOCK)
         self.pool.give(self.table[used:].tolist())
         self.table = self.table[:used]

@@ -29,6 +29,8 @@ class MaskedForward:
     windowed: whether the model heeds the windows that its configuration names; some families ignore such a key.
     """
 
+    sizes = (1,)
+
     def __init__(self, model: Any, name: str, windowed: bool = True):
         self.model, self.name = model, name
         config = model.config.get_text_config()

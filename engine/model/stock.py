@@ -43,9 +43,11 @@ class Attends(Protocol):
 class StockForward:
     """Runs batches through a stock model. rules: the attention rule of each layer in the latest forward."""
 
-    def __init__(self, model: Any, pool: KVPool, groups: int):
+    sizes = (1,)
+
+    def __init__(self, model: Any, pool: KVPool, q_per_kv: int):
         self.model, self.pool = model, pool
-        self.attention = Attention(pool, groups)
+        self.attention = Attention(pool, q_per_kv)
         self.rules: dict[int, Rule] = {}
         self._cache = NoCache(model.config.get_text_config().num_hidden_layers)
         self._entry = _Entry(self.attention)
@@ -81,7 +83,7 @@ class _Entry:
         self._scratch = torch.zeros(0)
         self._slots = np.zeros(0, np.int32)
         shape, record = attention.pool.shape, self._work[0]
-        record["kv_heads"], record["q_per_kv"], record["head_dim"] = shape.kv_heads, attention.groups, shape.head_dim
+        record["kv_heads"], record["q_per_kv"], record["head_dim"] = shape.kv_heads, attention.q_per_kv, shape.head_dim
         record["dims"], record["width"], record["vnni"] = shape.dims, shape.dtype.itemsize, shape.vnni
 
     def begin(self, batch: Batch) -> None:

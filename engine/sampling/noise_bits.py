@@ -1,4 +1,4 @@
-"""The bits behind the noise of sampling: a pure function of (seed, position, token id), compiled, without torch.
+"""The bits of the noise of sampling: a pure function of (seed, position, token id), compiled, without torch.
 
 The splitmix64 finaliser on wrapping 64-bit integers. All sampled texts depend on these bits: they must never change.
 """

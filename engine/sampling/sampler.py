@@ -207,14 +207,14 @@ class Sampler:
         return logits
 
 
-def _running_sum(chances: Tensor) -> Tensor:
+def _running_sum(probs: Tensor) -> Tensor:
     """[n] the sums of the first 1 to n chances, the same bits in every run."""
-    return chances.cumsum(-1) if chances.device.type == "cpu" else _sum_as_integers(chances)
+    return probs.cumsum(-1) if probs.device.type == "cpu" else _sum_as_integers(probs)
 
 
-def _sum_as_integers(chances: Tensor) -> Tensor:
+def _sum_as_integers(probs: Tensor) -> Tensor:
     """`_running_sum` where numbers are added in varying order, as on a GPU: integers do not notice."""
-    return (chances.double() * _UNITS).long().cumsum(-1).double() / _UNITS
+    return (probs.double() * _UNITS).long().cumsum(-1).double() / _UNITS
 
 
 def truncate(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
@@ -227,8 +227,8 @@ def truncate(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
         dropped[..., -1] = False
         scores = scores.masked_fill(torch.zeros_like(dropped).scatter_(-1, tokens, dropped), -torch.inf)
     if min_p > 0:
-        chance = scores.softmax(-1)
-        scores = scores.masked_fill(chance < min_p * chance.amax(-1, keepdim=True), -torch.inf)
+        prob = scores.softmax(-1)
+        scores = scores.masked_fill(prob < min_p * prob.amax(-1, keepdim=True), -torch.inf)
     return scores
 
 

@@ -261,7 +261,7 @@ class TextRenderer(_Format):
         wanted = self.wanted[choice]
         echo = None if choice in self._answers else wanted.echo
         if choice not in self._answers:
-            self._answers[choice] = self.vocabulary.stream(behind=wanted.prompt)
+            self._answers[choice] = self.vocabulary.stream(before=wanted.prompt)
         answer = self._answers[choice]
         text = (echo or "") + ("" if wanted.silent else text)
         if wanted.sampling.logprobs is None:

@@ -82,7 +82,7 @@ async def chat_choices(
 ) -> list[ChoiceRequest]:
     """The choices of a chat request. Raises RequestError or ApiError."""
     prompt = await chat_prompt(body, engine, settings, calling)
-    calling = calling.behind(vocabulary.texts(prompt[-_OPENING:]))
+    calling = calling.after(vocabulary.texts(prompt[-_OPENING:]))
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     limit = _limit(body.limit, engine.target.context - len(prompt), settings)
     more: dict[str, Any] = {"max_tokens": limit, "logprobs": logprobs}

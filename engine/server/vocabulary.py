@@ -24,9 +24,9 @@ class Vocabulary:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
-    def stream(self, special: bool = False, behind: Sequence[int] = ()) -> TextStream:
+    def stream(self, special: bool = False, before: Sequence[int] = ()) -> TextStream:
         """The text of tokens one after another, as the engine makes it: see `TextStream`."""
-        return TextStream(self._tokenizer, special=special, behind=behind)
+        return TextStream(self._tokenizer, special=special, before=before)
 
     def prompt_offsets(self, tokens: list[int], text: str) -> list[int]:
         """Where each token of a prompt begins in its text. Special tokens that the tokenizer has added begin at 0."""

@@ -69,9 +69,9 @@ def turn_end(tokenizer: Any) -> int | None:
             text = str(tokenizer.apply_chat_template(messages, tokenize=False))
         except Exception:  # the template is the model's own code, and need not like such messages
             continue
-        behind = tokenizer(text.rpartition(answer["content"])[2].lstrip(), add_special_tokens=False)["input_ids"]
-        if behind and behind[0] in tokenizer.added_tokens_decoder:
-            return int(behind[0])
+        after = tokenizer(text.rpartition(answer["content"])[2].lstrip(), add_special_tokens=False)["input_ids"]
+        if after and after[0] in tokenizer.added_tokens_decoder:
+            return int(after[0])
     return None
 
 

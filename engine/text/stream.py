@@ -18,7 +18,7 @@ class TextStream:
     tokenizer: a `transformers` tokenizer. A window of the last tokens is decoded with and without the newest, because
     a token's text depends on its neighbours (word-initial spaces). Tokens that are parts of characters are decoded
     here, byte by byte: only an incomplete character is waited for, not every U+FFFD that a text ends in. special:
-    special tokens are part of the text; visible: these are. behind: the tokens before the answer, without which the
+    special tokens are part of the text; visible: these are. before: the tokens before the answer, without which the
     decoders of SentencePiece drop the space that it begins with.
     """
 
@@ -27,7 +27,7 @@ class TextStream:
         tokenizer: Any,
         stop: Sequence[str] = (),
         special: bool = False,
-        behind: Sequence[int] = (),
+        before: Sequence[int] = (),
         visible: Container[int] = (),
     ):
         self._tokenizer, self._stop = tokenizer, [StopText(text) for text in stop]
@@ -35,7 +35,7 @@ class TextStream:
         self._stop_tokens = {token for token, text in named.items() if text in stop} if stop else set()
         self._hidden = set() if special else {token for token in named if token not in visible}
         self._skips_special = self._hidden == named.keys()
-        self._tokens = self._whole_end(behind)
+        self._tokens = self._whole_end(before)
         self._window, self._read = 0, len(self._tokens)
         self._bytes = getincrementaldecoder("utf8")("replace")
         self._shown = 0
@@ -72,7 +72,7 @@ class TextStream:
         else:
             known, now = (self._decode(self._tokens[self._window : end]) for end in (self._read, len(self._tokens)))
             piece = self._bytes.decode(b"", final=True) + now[len(known) :]
-        if piece:  # the space behind a special token that shows nothing would be dropped if the window began there
+        if piece:  # the space after a special token that shows nothing would be dropped if the window began there
             self._window = self._read
         self._read = len(self._tokens)
         return piece

@@ -139,7 +139,7 @@ class _Writer:
         return f"(OTHER | <[{','.join(map(str, others))}]>)*" if others else "OTHER?"
 
     def _calls(self, tools: ToolFormat, wanted: Wanted) -> None:
-        """Rules for calls, from behind the trigger on."""
+        """Rules for calls, from the trigger's end on."""
         named = [f"call_{number}" for number in range(len(wanted.tools))]
         more, trail = "", ""
         if wanted.many and not tools.single and len(wanted.tools) and MOST_CALLS > 1:

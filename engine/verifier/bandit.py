@@ -1,6 +1,13 @@
-"""Chooses between two options by trial: keeps the one that yields more and retries the other at growing intervals.
+"""Choices by trial, for questions that nobody can answer beforehand: what a draft gains depends on the text, and
+workers compete for cores and caches.
 
-For questions that nobody can answer beforehand, because the options compete for cores or caches.
+`Bandit` chooses between two options: it keeps the one that yields more and retries the other at growing intervals.
+
+`ConservativeBandit` (Wu et al. 2016) uses an option only as far as it cannot lose much to doing without it. The options
+are a request's drafts, retrieval's and a draft model's. A draft is made if the tokens that it is expected to gain are
+worth more than its time. Each request counts its own rounds, and begins with what other requests have seen. Before any
+was seen, the time of a draft alone decides: a draft that costs little begins at once, one that costs much is tried only
+as often as trials lose a small share of the emitted tokens.
 """
 
 from __future__ import annotations
@@ -9,6 +16,13 @@ _TRIED = 3  # blocks of each option before they are compared
 _RETRIED = 16  # blocks until the other option is retried, doubled each time that the retry changes nothing
 _SELDOM = 8  # times `_RETRIED` is the longest interval
 _KEPT = 0.95  # share of earlier measurements kept with every block
+
+_HOPED = 0.5  # tokens that a draft is assumed to gain before any was seen
+_PRIOR = 4.0  # rounds that the mean of all requests counts for in each
+_NEW = 0.05  # weight of a request's latest round
+_SLOWLY = 0.02  # the same, in the mean of all requests
+_EXPLORED = 0.01  # share of the emitted tokens that trials may lose
+_LOSS = 0.5  # tokens of plain decoding that an answer may lose besides by drafts that were expected to pay
 
 
 class Bandit:
@@ -53,3 +67,61 @@ class Bandit:
             self._interval = min(2 * self._interval, _SELDOM * _RETRIED)
             self._next_trial = self._blocks + self._interval
         return better != trial
+
+
+class Experience:
+    """What drafts of one kind have gained all requests so far, and what they take.
+
+    gained: tokens of a round. draft_s: time of a draft; read_s: of a position that the draft model has yet to read.
+    spare: tokens that the next trial may lose.
+    """
+
+    def __init__(self, draft_s: float = 0.0, read_s: float = 0.0):
+        self.draft_s, self.read_s = draft_s, read_s
+        self.gained, self.spare = _HOPED, 0.0
+        self._rounds = _PRIOR
+
+    def observe(self, gained: float, seconds: float, reading: int = 0) -> None:
+        """A draft took `seconds`, the reading of so many positions included."""
+        self._rounds += 1
+        self.gained += max(_SLOWLY, 1 / self._rounds) * (gained - self.gained)
+        if reading:
+            self.read_s += _NEW * (max(0.0, seconds - self.draft_s) / reading - self.read_s)
+        else:
+            self.draft_s += _NEW * (seconds - self.draft_s)
+
+
+class ConservativeBandit:
+    """Whether one request's drafts of one kind are made. All numbers are in tokens."""
+
+    def __init__(self) -> None:
+        self._gained = self._rounds = 0.0  # faded sums
+        self._balance = _LOSS  # gains less costs, in tokens of plain decoding
+        self._on_trial = False
+
+    def expected(self, shared: Experience) -> float:
+        """The gain of the next draft."""
+        return (self._gained + _PRIOR * shared.gained) / (self._rounds + _PRIOR)
+
+    def takes(self, shared: Experience, cost: float, emitted: int, entry: float = 0.0, rounds: float = 1.0) -> bool:
+        """Whether the next draft is made, after a round that emitted so many tokens. cost: of its time; entry: of
+        reading the text first, which pays for itself over `rounds` rounds.
+        """
+        expected, self._on_trial = self.expected(shared), False
+        self._balance += _EXPLORED * emitted
+        if self._balance > 0 and expected > cost + entry / rounds:
+            return True
+        price = cost + entry - min(0.0, expected)
+        shared.spare = min(shared.spare, price)  # nothing is saved up for a second trial
+        self._on_trial = shared.spare >= price
+        shared.spare += -price if self._on_trial else _EXPLORED * emitted
+        return self._on_trial
+
+    def observe(self, shared: Experience, gained: float, net: float) -> None:
+        """A draft has gained so much. net: less its cost, in tokens of plain decoding."""
+        self._gained = (1 - _NEW) * self._gained + gained
+        self._rounds = (1 - _NEW) * self._rounds + 1
+        self._balance += net
+        if self._on_trial:
+            shared.spare += max(0.0, gained)
+        self._on_trial = False

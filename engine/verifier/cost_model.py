@@ -71,7 +71,7 @@ class CostModel:
         return max(requests, round(requests * self._rows))
 
     def _usual_s(self, requests: int, rows: int) -> float:
-        """The forward of a round of `requests` requests with `rows` rows in all, behind texts of the usual length."""
+        """The forward of a round of `requests` requests with `rows` rows in all, after texts of the usual length."""
         return self.forward.seconds(rows, Attended(requests * self._past, rows * self._past))
 
     def rates(self, requests: int, alone: bool) -> Rates:
@@ -88,12 +88,12 @@ class CostModel:
 
     # Trees.
 
-    def nodes_worth(self, worth: NDArray[np.float32], requests: int, keys_each: float = 0.0) -> int:
-        """How many of the nodes to verify. worth: [nodes] expected tokens of each, in descending order; the first
-        `requests` are the trees' roots, which are always verified. keys_each: average number of keys that a row sees.
+    def nodes_worth(self, expected_tokens: NDArray[np.float32], requests: int, keys_each: float = 0.0) -> int:
+        """How many of the nodes to verify. expected_tokens: [nodes], in descending order; the first `requests` are the
+        trees' roots, which are always verified. keys_each: average number of keys that a row sees.
         """
-        rows = np.arange(requests, len(worth) + 1)
-        expected = np.cumsum(worth, dtype=np.float64)[requests - 1 :]
+        rows = np.arange(requests, len(expected_tokens) + 1)
+        expected = np.cumsum(expected_tokens, dtype=np.float64)[requests - 1 :]
         return int(rows[np.argmax(expected - self.rate(requests) * self.forward.seconds_of(rows, keys_each))])
 
     # Drafts.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.verifier.conservative_bandit import ConservativeBandit, Experience
+from engine.verifier.bandit import ConservativeBandit, Experience
 from engine.verifier.cost_model import CostModel
 
 _ROUNDS = 64.0  # the most over which reading a text for the draft model has to pay

@@ -13,7 +13,7 @@ from engine.core.hidden_states import NO_STATES
 from engine.core.methods import METHODS
 from engine.core.tree import TokenTree
 from engine.model.target import Target
-from engine.verifier.conservative_bandit import Experience
+from engine.verifier.bandit import Experience
 from engine.verifier.cost_model import CostModel
 from engine.verifier.draft_choice import DraftKinds
 from engine.verifier.request import Request

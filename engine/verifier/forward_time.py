@@ -66,7 +66,7 @@ class ForwardTime:
         forward_sizes: Sequence[int] = (1,),
     ) -> ForwardTime:
         """forward_s: called with rows and past positions, runs such a forward and returns its time. longest: the most
-        past positions that it can run behind. forward_sizes: as the class has it.
+        past positions that it can run after. forward_sizes: as the class has it.
         """
         seconds: dict[int, float] = {}
         for size in [size for size in sorted({*SIZES, *forward_sizes}) if size < largest] + [largest]:
@@ -135,8 +135,8 @@ class ForwardTime:
 def _key_seconds(
     forward_s: Callable[[int, int], float], few: int, many: int, long: int, passes: int
 ) -> tuple[float, float]:
-    """The time of a key for its request, and for each row that sees it, by forwards of `few` and of `many` rows behind
-    no text and behind `long` positions.
+    """The time of a key for its request, and for each row that sees it, by forwards of `few` and of `many` rows after
+    no text and after `long` positions.
     """
     kinds = [(rows, past) for past in (0, long) for rows in sorted({few, many})]
     taken_s = [[forward_s(*kind) for kind in kinds] for _ in range(passes)]

@@ -58,14 +58,14 @@ class Verifier:
         self.front_end = FrontEndLink(control, target, config)
         self.drafter = DrafterLink(drafts, target, self.requests, config)
         self.trace = Trace(control, config.trace is not None)
-        self.meter = RoundTimer(config, target, threads, self.trace)
+        self.timer = RoundTimer(config, target, threads, self.trace)
         self.method = METHODS[config.method]
         self.inline_drafter = inline_drafter
         self.stopping = False
 
     def run(self) -> None:
         """Serve until the front end stops it."""
-        self.meter.measure()
+        self.timer.measure()
         self.front_end.send_ready()
         poller = zmq.Poller()
         for socket in (self.front_end.dealer.socket, self.drafter.router.socket):
@@ -98,12 +98,12 @@ class Verifier:
         self.drafter.receive()
 
     def _plan(self) -> Plan:
-        return self.requests.plan(time.perf_counter_ns(), self.meter.costs, self.drafter.present)
+        return self.requests.plan(time.perf_counter_ns(), self.timer.costs, self.drafter.present)
 
     def _step(self, plan: Plan) -> None:
         """One forward over the trees and chunks of the plan: schedule, run, verify, tell, commit."""
         if self.drafter.drafter is not None:
-            self.meter.observe_wait(plan.decoding)
+            self.timer.observe_wait(plan.decoding)
         steps = self._step_inputs(plan.decoding)
         try:
             plan, steps = self._reserve(plan, steps)
@@ -120,8 +120,8 @@ class Verifier:
             raise  # the device's state is lost: this worker ends, and the next one continues
         except Exception as error:  # exhausted memory, say
             return self._blame(plan, error)
-        self.meter.end_forward(started_ns, [*trees, *chunks])
-        if self.meter.costs.ahead.second:
+        self.timer.end_forward(started_ns, [*trees, *chunks])
+        if self.timer.costs.ahead.second:
             self.drafter.poll()  # drafts that arrived meanwhile
         readers = [request for request, _ in plan.reading]
         rows: list[TreeRows | ChunkRows] = [
@@ -129,7 +129,7 @@ class Verifier:
             *chunk_rows(readers, chunks, logits, hidden_states),
         ]
         results = self._verify_and_tell_drafter(plan, rows)
-        self.meter.observe_round(results, steps, [*trees, *chunks], self.drafter)
+        self.timer.observe_round(results, steps, [*trees, *chunks], self.drafter)
         self._tell_front_end(results)
         for request in plan.members:
             self._commit(request)
@@ -138,7 +138,7 @@ class Verifier:
         """The trees of all requests, cut together to the nodes that pay."""
         rounds = [StepInput.of(request, self.drafter.proposal(request)) for request in decoding]
         cuts = self.config.verifier.cut and self.drafter.wants.calibrated
-        return cut(rounds, self.meter.costs) if cuts else rounds
+        return cut(rounds, self.timer.costs) if cuts else rounds
 
     def _reserve(self, plan: Plan, rounds: list[StepInput]) -> tuple[Plan, list[StepInput]]:
         """The part of the plan that there are blocks for. Drafts never decide who takes part: roots and chunks get
@@ -161,7 +161,7 @@ class Verifier:
             if (result := self._verify(part)) is not None:
                 results.append(result)
                 if isinstance(part, TreeRows):
-                    self.meter.observe_draft(part.step, result, self.drafter)
+                    self.timer.observe_draft(part.step, result, self.drafter)
                 if not together:
                     self._tell_drafter(result, len(plan.members), missing)
         if together:
@@ -184,7 +184,7 @@ class Verifier:
         """Decide which drafts the request gets, and send the verdict, if there is anyone to draft. missing: how many of
         the round's requests have no tree yet.
         """
-        request, costs = result.request, self.meter.costs
+        request, costs = result.request, self.timer.costs
         if not request.wants_draft or request.sampler.finish_reason is not None:
             return
         waiting = max(1, missing) if costs.ahead.second and not request.hit else 0
@@ -195,7 +195,7 @@ class Verifier:
 
     def _tell_front_end(self, results: list[StepResult]) -> None:
         now_ns = time.perf_counter_ns()
-        self.front_end.send_tokens(results, self.meter.forward_ns, self.meter.busy_ns, now_ns)
+        self.front_end.send_tokens(results, self.timer.forward_ns, self.timer.busy_ns, now_ns)
         for result in results:
             result.request.end_round(now_ns)
 

@@ -26,7 +26,7 @@ class MeasuredForward:
 
     @property
     def longest(self) -> int:
-        """The most past positions that a forward can run behind."""
+        """The most past positions that a forward can run after."""
         room = self._target.context // 2
         if self._target.pool is not None:
             room = min(room, self._target.pool.blocks * BLOCK - self._most)
@@ -34,7 +34,7 @@ class MeasuredForward:
 
     def seconds(self, rows: int, past: int) -> float:
         """Time of a forward over a chain of `rows` nodes after a text of `past` positions."""
-        cache = self._behind(min(past, self.longest) + BESIDE)
+        cache = self._cache_after(min(past, self.longest) + BESIDE)
         chain = Segment.of_tree(TokenTree.chain(0, [0] * (rows - 1), [1.0] * (rows - 1)), cache)
         started = time.perf_counter()
         self._target.run([chain])
@@ -47,7 +47,7 @@ class MeasuredForward:
             self._target.release(self._cache)
         self._past, self._cache = 0, None
 
-    def _behind(self, past: int) -> Any:
+    def _cache_after(self, past: int) -> Any:
         if past != self._past:
             self.close()
             self._past, self._cache = past, self._target.new_cache(self._most + past)

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core.tree import GRAFT_CHANCE, TokenTree
+from engine.core.tree import GRAFT_PROB, TokenTree
 from engine.verifier.cost_model import CostModel
 from engine.verifier.request import Request
 from engine.wire.messages import Array
@@ -41,7 +41,7 @@ class StepInput:
     def of(cls, request: Request, proposal: Proposal) -> StepInput:
         """The proposal plus what the request's grammar implies, minus what the grammar or the request rules out."""
         forced_tokens = request.forced_tokens(proposal.tree)
-        tree = proposal.tree.grafted(forced_tokens, GRAFT_CHANCE)
+        tree = proposal.tree.grafted(forced_tokens, GRAFT_PROB)
         asked = request.wants_draft and not request.root_only
         return cls(request, proposal, asked, forced_tokens, tree, request.admitted(tree))
 
@@ -65,22 +65,23 @@ class StepInput:
         return replace(self, kept=self.kept[np.sort(np.append(0, order[: rows - 1]))])
 
 
-def cut(rounds: Sequence[StepInput], costs: CostModel) -> list[StepInput]:
-    """The rounds cut to the nodes that pay, chosen over all trees together."""
-    if not any(round_.is_speculative for round_ in rounds):
-        return [*rounds]
-    keys_each = sum(round_.request.cache.length for round_ in rounds) / len(rounds)
-    pay = paying([round_.uncut.confidence[round_.kept] for round_ in rounds], costs, keys_each)
-    return [replace(round_, kept=round_.kept[nodes]) for round_, nodes in zip(rounds, pay, strict=True)]
+def cut(steps: Sequence[StepInput], costs: CostModel) -> list[StepInput]:
+    """The steps cut to the nodes that pay, chosen over all trees together."""
+    if not any(step.is_speculative for step in steps):
+        return [*steps]
+    keys_each = sum(step.request.cache.length for step in steps) / len(steps)
+    pay = paying([step.uncut.confidence[step.kept] for step in steps], costs, keys_each)
+    return [replace(step, kept=step.kept[nodes]) for step, nodes in zip(steps, pay, strict=True)]
 
 
-def paying(worth: Sequence[NDArray[np.float32]], costs: CostModel, keys_each: float = 0.0) -> list[Array]:
-    """Per tree, the nodes that pay, ascending: the root, and nodes with all of their ancestors, since worth never grows
-    along a path. worth: of each tree, [nodes] expected tokens; keys_each: average number of keys that a row sees.
+def paying(expected_tokens: Sequence[NDArray[np.float32]], costs: CostModel, keys_each: float = 0.0) -> list[Array]:
+    """Per tree, the nodes that pay, ascending: the root, and nodes with all of their ancestors, since expected
+    tokens never grow along a path. expected_tokens: of each tree, [nodes]; keys_each: average number of keys that a row
+    sees.
     """
-    owner = np.repeat(np.arange(len(worth)), [len(tree) for tree in worth])
-    node = np.concatenate([np.arange(len(tree)) for tree in worth])
-    all_worth = np.concatenate([*worth])
-    order = np.argsort(np.where(node == 0, -np.inf, -all_worth), kind="stable")
-    best = order[: costs.nodes_worth(all_worth[order], len(worth), keys_each)]
-    return [np.sort(node[best[owner[best] == tree]]) for tree in range(len(worth))]
+    owner = np.repeat(np.arange(len(expected_tokens)), [len(tree) for tree in expected_tokens])
+    node = np.concatenate([np.arange(len(tree)) for tree in expected_tokens])
+    all_expected = np.concatenate([*expected_tokens])
+    order = np.argsort(np.where(node == 0, -np.inf, -all_expected), kind="stable")
+    best = order[: costs.nodes_worth(all_expected[order], len(expected_tokens), keys_each)]
+    return [np.sort(node[best[owner[best] == tree]]) for tree in range(len(expected_tokens))]

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.core.batch import Segment
 from engine.core.hidden_states import States
 from engine.core.methods import GRAMMAR
-from engine.model.target import bfloat16_bits
+from engine.model.runner import bfloat16_bits
 from engine.sampling.argmax import argmax
 from engine.sampling.logprobs import token_logprobs
 from engine.sampling.sampler import verify
@@ -96,33 +96,33 @@ def tree_rows(
 
 
 def _conclude(
-    round_: StepInput, path: list[int], tokens: list[int], states: States | None, successors: Array | None
+    step: StepInput, path: list[int], tokens: list[int], states: States | None, successors: Array | None
 ) -> StepResult:
     """Record in the request how the round ended. path: accepted nodes of the verified tree; states: theirs."""
-    request, own = round_.request, len(round_.proposal.tree)
-    hit, accepted = request.hit, round_.kept[path].tolist() if round_.is_speculative else path
-    request.accept(path, round_.proposal.number, accepted[-1], tokens, states)
-    sources = (GRAMMAR if node >= own else int(round_.uncut.source[node]) for node in accepted[1:])
+    request, own = step.request, len(step.proposal.tree)
+    hit, accepted = request.hit, step.kept[path].tolist() if step.is_speculative else path
+    request.accept(path, step.proposal.number, accepted[-1], tokens, states)
+    sources = (GRAMMAR if node >= own else int(step.uncut.source[node]) for node in accepted[1:])
     return StepResult(
         request,
-        round_.proposal.number,
+        step.proposal.number,
         accepted,
         tokens,
-        len(round_.kept),
+        len(step.kept),
         hit,
-        int(round_.tree.depths.max()) if round_.is_speculative else 0,
-        round_.proposal.draft_us,
+        int(step.tree.depths.max()) if step.is_speculative else 0,
+        step.proposal.draft_us,
         successors,
         (*sources, 0),
         request.sampler.take_logprobs(),
-        tuple(round_.forced_tokens),
+        tuple(step.forced_tokens),
     )
 
 
-def _successors(round_: StepInput, logits: Tensor, count: int) -> Array:
+def _successors(step: StepInput, logits: Tensor, count: int) -> Array:
     """[nodes, count] int32: the target's likeliest tokens after every drafted node, -1 for nodes that were cut."""
-    ranked = np.full((len(round_.uncut), count), -1, np.int32)
-    ranked[round_.kept] = logits.topk(count).indices.cpu().numpy()
+    ranked = np.full((len(step.uncut), count), -1, np.int32)
+    ranked[step.kept] = logits.topk(count).indices.cpu().numpy()
     return ranked
 
 

@@ -7,7 +7,6 @@ Arrays are passed one by one and never sliced in a loop: each view costs an atom
 """
 
 from retrieval_index.ngrams.drafting import draft
-from retrieval_index.ngrams.growth import grown, length, store_for, with_text
 from retrieval_index.ngrams.mixture import BUCKETS, COMPONENTS
 from retrieval_index.ngrams.store import (
     END,
@@ -21,10 +20,12 @@ from retrieval_index.ngrams.store import (
     TOP,
     USED,
     Store,
+    length,
     new_store,
     parts,
+    store_for,
 )
-from retrieval_index.ngrams.texts import append, copy_into, remember
+from retrieval_index.ngrams.texts import append, copy_into, grown, remember, with_text
 
 __all__ = [
     "BUCKETS",

@@ -15,37 +15,37 @@ SLACK = 0.3  # 1 + SLACK is the scale of a log chance's error at temperature 1: 
 
 
 @inlined
-def offer(token, chance, tokens, chances, index, n):  # type: ignore[no-untyped-def]
-    """Add `chance` to a candidate. index: [256] int32, a hash table of candidate number + 1."""
+def offer(token, prob, tokens, probs, index, n):  # type: ignore[no-untyped-def]
+    """Add `prob` to a candidate. index: [256] int32, a hash table of candidate number + 1."""
     i = token & 255
     while index[i] and tokens[index[i] - 1] != token:
         i = (i + 1) & 255
     if index[i]:
-        chances[index[i] - 1] += chance
+        probs[index[i] - 1] += prob
     elif n < len(tokens):
-        tokens[n], chances[n] = token, chance
+        tokens[n], probs[n] = token, prob
         n += 1
         index[i] = n
     return n
 
 
 @kernel
-def offer_followers(slots, pool, i, scale, faint, tokens, chances, index, n):  # type: ignore[no-untyped-def]
+def offer_followers(slots, pool, i, scale, faint, tokens, probs, index, n):  # type: ignore[no-untyped-def]
     """Offer the followers of the context in slot `i`, until their chance falls below `faint`."""
     length, block = min(slots[i, 3] & 63, LOOK), np.int64(slots[i, 1])
     if length == 0:
-        return offer(np.int64(block), scale, tokens, chances, index, n)
+        return offer(np.int64(block), scale, tokens, probs, index, n)
     scale /= slots[i, 2]
     for at in range(block, block + length):
-        chance = scale * pool[at, 1]
-        if chance < faint:
+        prob = scale * pool[at, 1]
+        if prob < faint:
             break
-        n = offer(np.int64(pool[at, 0]), chance, tokens, chances, index, n)
+        n = offer(np.int64(pool[at, 0]), prob, tokens, probs, index, n)
     return n
 
 
 @kernel
-def with_noise(tokens, chances, count, here, key, temperature):  # type: ignore[no-untyped-def]
+def with_noise(tokens, probs, count, here, key, temperature):  # type: ignore[no-untyped-def]
     """Condition the candidates' chances, which are shares of `here`, on the noise of the target's draw.
 
     The target draws the token with the largest log p + g, and g is known. If log q of our chances q missed log p by
@@ -57,10 +57,10 @@ def with_noise(tokens, chances, count, here, key, temperature):  # type: ignore[
     power = 1 / (1 + SLACK * temperature)
     covered, total = 0.0, 0.0
     for i in range(count):
-        share = chances[i] / here
+        share = probs[i] / here
         covered += share
-        chances[i] = math.exp((math.log(share) + temperature * noise_of(key, tokens[i])) * power)
-        total += chances[i]
+        probs[i] = math.exp((math.log(share) + temperature * noise_of(key, tokens[i])) * power)
+        total += probs[i]
     total += max(1 - covered, FLOOR) ** power * math.gamma(1 - temperature * power)
     for i in range(count):
-        chances[i] *= here / total
+        probs[i] *= here / total

@@ -1,4 +1,4 @@
-"""How much each context and match counts in a token's chance: weights, learned from the tokens that came."""
+"""How much each context and match counts in a token's prob: weights, learned from the tokens that came."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def adjust(weights, bucket, share):  # type: ignore[no-untyped-def]
         if bucket[c] >= 0:
             below += weights[c, bucket[c], 0] * (share[c] - below)
         mixed[c] = below
-    chance = 1.0
+    prob = 1.0
     for c in range(COMPONENTS - 1, -1, -1):
         b = bucket[c]
         if b >= 0:
             weight = weights[c, b, 0]
             blame = weight * share[c] / mixed[c]
-            weights[c, b, 1] += chance
-            weights[c, b, 0] = weight + chance * max(1 / (weights[c, b, 1] + PRIOR), RATE) * (blame - weight)
-            chance *= 1 - blame
-            if chance < 1e-3:
+            weights[c, b, 1] += prob
+            weights[c, b, 0] = weight + prob * max(1 / (weights[c, b, 1] + PRIOR), RATE) * (blame - weight)
+            prob *= 1 - blame
+            if prob < 1e-3:
                 break

@@ -42,6 +42,17 @@ def new_store(slots: int, pool: int, ring: int, heads: int) -> Store:
     return Store(np.zeros(4 * slots + 2 * pool + ring + heads, np.int32), state)
 
 
+def store_for(tokens: int) -> Store:
+    """An empty store with room for about so many tokens."""
+    size = 1 << max(9, (tokens + 1).bit_length())
+    return new_store(slots=2 * size, pool=size, ring=size, heads=size)
+
+
+def length(store: Store) -> int:
+    """Tokens of its text, separators included."""
+    return int(store.state[END] - store.state[START])
+
+
 @inlined
 def parts(arena, state):  # type: ignore[no-untyped-def]
     """The arrays of an arena: slots, pool, text, heads."""

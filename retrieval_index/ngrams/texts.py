@@ -1,8 +1,11 @@
-"""Texts that grow: a request's own, and those of finished answers, which forget their oldest tokens."""
+"""Texts that grow, and their stores with them: a request's own, and those of finished answers, which forget their
+oldest tokens.
+"""
 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from retrieval_index.ngrams.contexts import fill_keys, look_up
 from retrieval_index.ngrams.followers import count_follower, share_of, uncount_follower
@@ -12,15 +15,20 @@ from retrieval_index.ngrams.mixture import COMPONENTS, adjust, bucket_of, match_
 from retrieval_index.ngrams.store import (
     END,
     FREE,
+    HEADS,
     MEMORY_MATCH,
     ORDERS,
     OWN_MATCH,
     PUBLIC_MATCH,
+    ROOM,
     SLOTS,
     START,
     STORES,
     TOP,
+    USED,
+    Store,
     is_full,
+    new_store,
     parts,
 )
 
@@ -93,6 +101,33 @@ def remember(arena, state, tokens, bound):  # type: ignore[no-untyped-def]
             return done
         push(slots, pool, text, heads, state, tokens[done], keys)
     return len(tokens)
+
+
+def with_text(store: Store, text: NDArray[np.int32], bound: int) -> Store:
+    """The store, or a larger copy, with finished answers appended, a SEPARATOR after each; the oldest tokens beyond
+    `bound` are evicted.
+    """
+    done = 0
+    while done < len(text):
+        done += remember(store.arena, store.state, text[done:], bound)
+        if done < len(text):
+            store = grown(store)
+    return store
+
+
+def grown(store: Store) -> Store:
+    """A copy in which the nearly full parts are doubled."""
+    state = store.state.tolist()
+    slots, pool, ring, heads = state[SLOTS : HEADS + 1]
+    if 2 * (state[USED] + ORDERS) > slots:
+        slots *= 2
+    if 3 * state[TOP] + 4 * ROOM > 2 * pool:
+        pool *= 2
+    if state[END] - state[START] + 1 >= ring // 2:
+        ring, heads = 2 * ring, 2 * heads
+    bigger = new_store(slots, pool, ring, heads)
+    copy_into(*store, *bigger)
+    return bigger
 
 
 @kernel

@@ -19,7 +19,8 @@ from engine import Engine
 from engine.core.drafter_protocol import Verdict
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
-from engine.model.target import Target, bfloat16_bits
+from engine.model.runner import bfloat16_bits
+from engine.model.target import Target
 from engine.sampling.sampler import Sampler, verify
 from tests.drafters.heads.one_pass.test_block import block
 from tests.drafters.heads.test_eagle import eagle, eagle3

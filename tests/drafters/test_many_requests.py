@@ -19,7 +19,7 @@ from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.kernels.gemm.int8.dots import instruction_sets
 from engine.kernels.gemm.matmul import Unit
-from engine.model.target import bfloat16_bits
+from engine.model.runner import bfloat16_bits
 from tests.drafters.conftest import HIDDEN
 from tests.drafters.heads.one_pass.test_block import block
 from tests.drafters.heads.test_eagle import eagle, eagle3, same
@@ -60,9 +60,9 @@ def test_what_may_follow_is_said_of_several_requests_as_of_one(
     build: Build, tmp_path: Path, target: TargetWeights
 ) -> None:
     head = build(tmp_path, target)
-    for (request, path), (tokens, chances) in zip(WANTED, drafter_of(head, [1, 2, 3]).following(WANTED), strict=True):
+    for (request, path), (tokens, probs) in zip(WANTED, drafter_of(head, [1, 2, 3]).following(WANTED), strict=True):
         ((alone, chances_alone),) = drafter_of(head, [request]).following([(request, path)])
-        assert tokens == alone and chances == pytest.approx(chances_alone, abs=1e-4)
+        assert tokens == alone and probs == pytest.approx(chances_alone, abs=1e-4)
 
 
 @heads
@@ -227,7 +227,7 @@ def test_what_a_failed_forward_was_to_read_is_read_by_the_next(
         drafter.propose_many([(1, []), (2, [])])
     found = [drafter.propose(1), drafter.propose(2)]
     assert all(same(tree, other) for tree, other in zip(expected, found, strict=True))
-    assert drafter.behind(1) == drafter.behind(2) == 0, "and is read once"
+    assert drafter.count_unread(1) == drafter.count_unread(2) == 0, "and is read once"
 
 
 @heads

@@ -183,7 +183,7 @@ SCHEMAS: dict[str, tuple[str, Schema]] = {
         fields(
             patient=fields(age=whole(0, 120), sex=one_of("f", "m", "x")),
             symptoms=some(fields(name=text(20), days=whole(0, 60)), 1, 3),
-            likely=some(fields(illness=text(25), chance={"type": "number", "minimum": 0, "maximum": 1}), 1, 2),
+            likely=some(fields(illness=text(25), prob={"type": "number", "minimum": 0, "maximum": 1}), 1, 2),
             urgent=YES_NO,
         ),
     ),

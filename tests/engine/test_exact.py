@@ -161,7 +161,7 @@ def decoded(target: Target, prompt: Sequence[int], sampling: SamplingParams, tru
 def test_a_family_is_exact_in_both_types(family: str, dtype: str) -> None:
     target = target_of(family, dtype)
     assert target.exact, target.inexact
-    assert isinstance(target._forward, StockForward if family in STOCK else LeanDecoder)
+    assert isinstance(target.forward, StockForward if family in STOCK else LeanDecoder)
     assert bool(target.unlike) == (family in STOCK)
 
 
@@ -259,7 +259,7 @@ def test_transformers_own_generate_gives_the_text_of_the_stock_forward(
     """An oracle of its own: transformers' loop, cache and masks, and only attention and products are ours."""
     monkeypatch.setattr(LeanDecoder, "__init__", refused)
     target = Target(build(family, dtype), family, kv_memory=1 << 22)
-    assert isinstance(target._forward, StockForward) and target.exact
+    assert isinstance(target.forward, StockForward) and target.exact
     model, prompt = build(family, dtype), text_of(family, dtype)[:20]
     model.set_attn_implementation(NAME)
     pack_linears(model)

@@ -208,9 +208,9 @@ def test_a_request_goes_on_when_its_owner_is_forgotten() -> None:
 SAMPLED = SamplingParams(temperature=1.0, seed=7)
 
 
-def drawn(prompt: int, chances: list[float], answered: int) -> int:
+def drawn(prompt: int, probs: list[float], answered: int) -> int:
     """What a target of those chances draws from tokens 0, 1, ... as the answer's token number `answered`."""
-    return gumbel_argmax(torch.tensor(chances).log(), SAMPLED.seed, prompt + answered)
+    return gumbel_argmax(torch.tensor(probs).log(), SAMPLED.seed, prompt + answered)
 
 
 def test_the_follower_comes_first_that_wins_with_the_noise_of_its_position() -> None:
@@ -239,12 +239,12 @@ def test_without_temperature_noise_plays_no_part() -> None:
 
 def test_with_the_noise_known_more_is_accepted_and_no_more_is_promised_than_that() -> None:
     """Of a target that draws every token from the same four, whatever came before."""
-    chances, accepted, promised = [0.4, 0.3, 0.2, 0.1], {True: 0, False: 0}, {True: 0.0, False: 0.0}
+    probs, accepted, promised = [0.4, 0.3, 0.2, 0.1], {True: 0, False: 0}, {True: 0.0, False: 0.0}
     for noise in (True, False):
         index = SessionIndex()
         index.start(1, [0])
         for answered in range(3000):
-            token = drawn(1, chances, answered)
+            token = drawn(1, probs, answered)
             if answered >= 2000:
                 tree = index.draft(1, budget=2, depth=1, sampling=SAMPLED if noise else SamplingParams())
                 accepted[noise] += int(tree.tokens[1]) == token

@@ -32,7 +32,7 @@ class Growth:
         self.frontier = next(self.steps)
 
     def so_far(self) -> TokenTree:
-        return self.frontier.sketch.tree().prune(self.policy.budget)
+        return self.frontier.builder.tree().prune(self.policy.budget)
 
     def undrafted(self) -> list[tuple[int, int, int]]:
         """(node, its parent's node of the trie, token) of the frontier's nodes to draft."""
@@ -55,7 +55,7 @@ class Growth:
                 seen = self.adviser.candidates(node, parent, token, seen)
             rows.append(seen or ([], []))
         width = self.policy.top_k
-        return Candidates([tokens[:width] for tokens, _ in rows], [chance[:width] for _, chance in rows])
+        return Candidates([tokens[:width] for tokens, _ in rows], [prob[:width] for _, prob in rows])
 
 
 def grow(

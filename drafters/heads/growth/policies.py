@@ -41,26 +41,26 @@ class Frontier:
     """Nodes to expand, all of them drafted before.
 
     nodes, parents: indices in the tree under construction, the root is 0 and its parent -1. tokens: the nodes' own.
-    confidence: their c(v). sketch: that tree.
+    confidence: their c(v). builder: that tree.
     """
 
     nodes: list[int]
     parents: list[int]
     tokens: list[int]
     confidence: list[float]
-    sketch: Sketch
+    builder: TreeBuilder
 
 
 @dataclass(frozen=True)
 class Candidates:
     """What may follow each frontier node, likeliest first.
 
-    tokens: [frontier, k]. chance: [frontier, k], the probability that the token is accepted if its parent was. Rows
+    tokens: [frontier, k]. prob: [frontier, k], the probability that the token is accepted if its parent was. Rows
     may be shorter, or empty where a head predicts no further.
     """
 
     tokens: list[list[int]]
-    chance: list[list[float]]
+    prob: list[list[float]]
 
 
 Child = tuple[float, int, int]
@@ -69,7 +69,7 @@ Steps = Generator[Frontier, Candidates, TokenTree]
 
 
 @dataclass
-class Sketch:
+class TreeBuilder:
     """A tree under construction: parallel lists in topological order."""
 
     tokens: list[int]
@@ -101,16 +101,16 @@ class Sketch:
 
     def best(self, frontier: Sequence[int], seen: Candidates) -> float:
         """The path confidence of the best candidate, 0 if there is none."""
-        first = (self.confidence[n] * chances[0] for n, chances in zip(frontier, seen.chance, strict=True) if chances)
+        first = (self.confidence[n] * probs[0] for n, probs in zip(frontier, seen.prob, strict=True) if probs)
         return max(first, default=0.0)
 
     def children(self, frontier: Sequence[int], seen: Candidates, least: float = 0.0) -> list[Child]:
         """Every candidate of at least that path confidence, best first; ties in order of discovery."""
         found: list[Child] = []
-        for node, tokens, chances in zip(frontier, seen.tokens, seen.chance, strict=True):
+        for node, tokens, probs in zip(frontier, seen.tokens, seen.prob, strict=True):
             above = self.confidence[node]
-            for token, chance in zip(tokens, chances, strict=True):
-                if not (confidence := above * chance) >= least:  # so it is for NaN
+            for token, prob in zip(tokens, probs, strict=True):
+                if not (confidence := above * prob) >= least:  # so it is for NaN
                     break  # the others are less likely
                 found.append((confidence, node, token))
         return sorted(found, key=itemgetter(0), reverse=True)
@@ -146,22 +146,22 @@ class Static(Policy):
         self.max_expansions = len({path[:-1] for path in self.paths})
 
     def steps(self, root: int) -> Steps:
-        sketch = Sketch([root])
+        builder = TreeBuilder([root])
         node_of: dict[Path, int] = {(): 0}
         for depth in range(1, len(self.paths[-1]) + 1):
             layer = [path for path in self.paths if len(path) == depth and path[:-1] in node_of]
             above = list(dict.fromkeys(path[:-1] for path in layer))
             if not above:
                 break
-            seen = yield sketch.frontier([node_of[path] for path in above])
+            seen = yield builder.frontier([node_of[path] for path in above])
             rows = {path: row for row, path in enumerate(above)}
             for path in layer:
                 row, rank = rows[path[:-1]], path[-1]
                 if rank < len(seen.tokens[row]):
                     parent = node_of[path[:-1]]
-                    confidence = sketch.confidence[parent] * seen.chance[row][rank]
-                    node_of[path] = sketch.add(parent, seen.tokens[row][rank], confidence)
-        return sketch.tree()
+                    confidence = builder.confidence[parent] * seen.prob[row][rank]
+                    node_of[path] = builder.add(parent, seen.tokens[row][rank], confidence)
+        return builder.tree()
 
 
 class Dynamic(Policy):
@@ -188,18 +188,18 @@ def _best_of_all(
 
     threshold: the confidence that a node below the first layer needs, given its layer's best; floor: whatever the best.
     """
-    sketch, frontier, room = Sketch([root]), [0], policy.max_expansions
+    builder, frontier, room = TreeBuilder([root]), [0], policy.max_expansions
     best = [0.0] * (policy.budget - 1)  # a heap of the greatest confidences
     for depth in range(layers):
-        seen = yield sketch.frontier(frontier)
+        seen = yield builder.frontier(frontier)
         room -= len(frontier)
-        least = threshold(sketch.best(frontier, seen)) if threshold and depth else 0.0
-        layer = sketch.add_all(_entered(best, sketch.children(frontier, seen, max(least, best[0] if best else inf))))
+        least = threshold(builder.best(frontier, seen)) if threshold and depth else 0.0
+        layer = builder.add_all(_entered(best, builder.children(frontier, seen, max(least, best[0] if best else inf))))
         # a child is never more confident than its parent
-        frontier = [n for n in layer[: min(policy.top_k, room)] if floor <= sketch.confidence[n] > best[0]]
+        frontier = [n for n in layer[: min(policy.top_k, room)] if floor <= builder.confidence[n] > best[0]]
         if not frontier:
             break
-    return sketch.tree().prune(policy.budget)
+    return builder.tree().prune(policy.budget)
 
 
 def _entered(best: list[float], children: list[Child]) -> list[Child]:
@@ -225,16 +225,16 @@ class Talon(Policy):
         self.max_expansions = budget
 
     def steps(self, root: int) -> Steps:
-        sketch, frontier, depth = Sketch([root]), [0], 0
-        while len(sketch.tokens) < self.budget:
-            seen = yield sketch.frontier(frontier)
+        builder, frontier, depth = TreeBuilder([root]), [0], 0
+        while len(builder.tokens) < self.budget:
+            seen = yield builder.frontier(frontier)
             ungated = depth < self.ungated
-            pool = sketch.children(frontier, seen, 0.0 if ungated else self.mu * sketch.best(frontier, seen))
+            pool = builder.children(frontier, seen, 0.0 if ungated else self.mu * builder.best(frontier, seen))
             if not pool:  # the head predicts no further
                 break
-            frontier = sketch.add_all(pool[: self.width if ungated else None][: self.budget - len(sketch.tokens)])
+            frontier = builder.add_all(pool[: self.width if ungated else None][: self.budget - len(builder.tokens)])
             depth += 1
-        return sketch.tree()
+        return builder.tree()
 
 
 class Adaptive(Policy):

@@ -6,10 +6,10 @@ s = log q / T + g, not the largest q.
 
 How likely is that guess right? The target's logits differ from the head's by an error the head does not know. If the
 errors of the tokens were independent Gumbel variables of scale b, token i would win with probability
-softmax(s * T / b)_i (the Gumbel-max rule again). So `chance` is that softmax: near 1 where the noise decides the
+softmax(s * T / b)_i (the Gumbel-max rule again). So `prob` is that softmax: near 1 where the noise decides the
 draw by more than the head's usual error, spread out where it does not, and it sums to one over the vocabulary. The
 scale b belongs to the head, not to the request; `ErrorScale` learns it from the draws that verdicts report, with one
-gradient step on the log loss of each. Without the noise `chance` is softmax(log q / T).
+gradient step on the log loss of each. Without the noise `prob` is softmax(log q / T).
 
 Both are raw scores: `drafters.calibration` maps them to observed acceptance.
 """
@@ -71,9 +71,9 @@ class Ranking:
     def __call__(self, logits: Tensor, positions: list[int]) -> Candidates:
         """logits: [n, draft_vocab]; positions: [n], the absolute position of the token each row predicts."""
         best = top(self.scores(logits, positions), self.top_k)
-        chance = (best.values - best.values[:, :1]).exp_() / best.totals[:, None]
+        prob = (best.values - best.values[:, :1]).exp_() / best.totals[:, None]
         tokens = best.indices if self.same_ids else self.target_ids[best.indices]
-        return Candidates(tokens.tolist(), chance.clamp_(max=1.0).tolist())
+        return Candidates(tokens.tolist(), prob.clamp_(max=1.0).tolist())
 
     @property
     def learns(self) -> bool:
@@ -94,8 +94,8 @@ class Ranking:
         place = torch.nonzero(self.target_ids == drawn).flatten()
         scores = self.scores(logits, [position])[0]
         if len(place) and scores[place[0]] > -torch.inf:
-            chance = scores.softmax(-1)
-            expected = (chance * scores.clamp(min=-1e9)).sum()
+            prob = scores.softmax(-1)
+            expected = (prob * scores.clamp(min=-1e9)).sum()
             self.error.learn(float(expected - scores[place[0]]))
 
     def scores(self, logits: Tensor, positions: list[int]) -> Tensor:

@@ -72,7 +72,7 @@ class Trie:
         seen = self.session.rank(self.ranking, nodes, logits, positions)
         for row, node in enumerate(nodes):
             row = row if len(seen.tokens) > 1 else 0
-            self.seen[node] = (seen.tokens[row], seen.chance[row])
+            self.seen[node] = (seen.tokens[row], seen.prob[row])
 
 
 class TriePlace(NamedTuple):

@@ -56,14 +56,14 @@ class BlockForward:
         self._find(ranking, {one.row for one in asked})
         sure = np.ones(len(asked), np.float32)
         if head.confidence is not None:
-            sure = head.confidence.chance(self._sure[rows], before)
+            sure = head.confidence.prob(self._sure[rows], before)
         k = min(ranking.top_k, self._scores.shape[1])
-        ids, chances = np.zeros((len(asked), k), np.int64), np.empty((len(asked), k), np.float32)
+        ids, probs = np.zeros((len(asked), k), np.int64), np.empty((len(asked), k), np.float32)
         tables = NO_LINK if head.link is None else head.link.tables
         likeliest(
-            tables, rows, before, self._scores, self._totals, self._ids, self._gates, sure, self._gain, ids, chances
+            tables, rows, before, self._scores, self._totals, self._ids, self._gates, sure, self._gain, ids, probs
         )
-        return list(zip(head.tokens[ids].tolist(), chances.tolist(), strict=True))
+        return list(zip(head.tokens[ids].tolist(), probs.tolist(), strict=True))
 
     def linked(self, head: BlockWeights, one: RowQuery) -> Tensor:
         """[1, draft_vocab] float32: the logits of a row that was asked for before, its candidates' with their links."""
@@ -104,7 +104,7 @@ def likeliest(
     sure: Any,
     gain: Any,
     best_ids: Any,
-    chances: Any,
+    probs: Any,
 ) -> None:
     """The k likeliest tokens after some nodes, best first, and their chances.
 
@@ -112,7 +112,7 @@ def likeliest(
     exp(score - best score) of all tokens; gates: [rows, rank]; sure: [n], by which chances are multiplied; tables,
     gain: the link's. Written: best_ids, [n, k] int64, and chances, [n, k] float32.
     """
-    candidates, k = scores.shape[1], chances.shape[1]
+    candidates, k = scores.shape[1], probs.shape[1]
     places, best, linked = np.empty(k, np.int64), np.empty(k, np.float32), np.empty(gates.shape[1], np.float32)
     for node in range(len(rows)):
         row, count = rows[node], 0
@@ -131,4 +131,4 @@ def likeliest(
             sums += math.exp(own[column] - peak)
         for column in range(k):
             best_ids[node, column] = ids[row, places[column]]
-            chances[node, column] = sure[node] * math.exp(best[column] - peak) / sums
+            probs[node, column] = sure[node] * math.exp(best[column] - peak) / sums

@@ -64,7 +64,7 @@ class BlockSession(Session):
         self.synced, self._root_token = start + len(tokens), tokens[-1]
         self.clear()
 
-    def behind(self) -> int:
+    def count_unread(self) -> int:
         return sum(len(tokens) for _, _, tokens in self._pending)
 
     def root(self) -> None:
@@ -106,7 +106,7 @@ class BlockSession(Session):
         for forward, some in asked.items():
             for place, following in zip(some, forward.following(self.head, ranking, [*some.values()]), strict=True):
                 found[place] = following
-        return Candidates([tokens for tokens, _ in found], [chances for _, chances in found])
+        return Candidates([tokens for tokens, _ in found], [probs for _, probs in found])
 
     def room(self) -> int:
         return 1 << 20

@@ -88,11 +88,11 @@ class Confidence:
                 self.of_token + (link.first[:, : len(of_link)] @ of_link.to(link.first.dtype)).float().numpy()
             )
 
-    def chance(self, of_states: Floats, tokens: Integers) -> Floats:
+    def prob(self, of_states: Floats, tokens: Integers) -> Floats:
         """[n] float32. of_states: [n], the states' part; tokens: [n], the target's ids of those before."""
         said = (of_states + self.of_token[tokens]).clip(-80, 80)  # beyond, exp overflows
-        chance: Floats = 1 / (1 + np.exp(-said))
-        return chance
+        prob: Floats = 1 / (1 + np.exp(-said))
+        return prob
 
 
 class Outputs(NamedTuple):

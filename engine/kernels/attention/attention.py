@@ -65,13 +65,13 @@ class Pool(Protocol):
 
 
 class Attention:
-    """Attention over a pool, one batch at a time. groups: query heads per KV head."""
+    """Attention over a pool, one batch at a time. q_per_kv: query heads per KV head."""
 
-    def __init__(self, pool: Pool, groups: int):
-        self.pool, self.groups = pool, groups
+    def __init__(self, pool: Pool, q_per_kv: int):
+        self.pool, self.q_per_kv = pool, q_per_kv
         self._work = np.zeros(pool.shape.layers, ATTENTION)  # a record for each layer
         shape, work = pool.shape, self._work
-        for name, value in (("kv_heads", shape.kv_heads), ("groups", groups), ("dims", shape.dims)):
+        for name, value in (("kv_heads", shape.kv_heads), ("q_per_kv", q_per_kv), ("dims", shape.dims)):
             work[name] = value
         work["head_dim"], work["width"] = shape.head_dim, shape.dtype.itemsize
         self.kernel: Kernel = _paired_kernel() if shape.vnni else lane_kernel()
@@ -85,12 +85,12 @@ class Attention:
     def begin(self, batch: Batch) -> BatchAddresses:
         """Set the batch for the next calls. Returns the addresses of its arrays, valid until the next batch."""
         shape, rows = self.pool.shape, len(batch)
-        of_tile = max(1, self._queries // self.groups)
+        of_tile = max(1, self._queries // self.q_per_kv)
         tiles = batch.tiles(of_tile)
         self._tile_count = len(tiles) - 1
-        if self.queries.numel() < (needed := rows * self.groups * shape.kv_heads * shape.dims):
+        if self.queries.numel() < (needed := rows * self.q_per_kv * shape.kv_heads * shape.dims):
             self.queries = self.queries.new_zeros(needed)
-        vectors = min(of_tile, rows) * self.groups
+        vectors = min(of_tile, rows) * self.q_per_kv
         # an odd number of cache lines, so that rows do not compete for the same ones
         step = (-(-max(map(len, batch.tables_of)) // 2) | 1) * 2 * BLOCK
         bytes_each = vectors * (step * 6 + shape.dims * 4 + 4) + self._own_bytes
@@ -99,7 +99,7 @@ class Attention:
             self._scratch = torch.zeros(needed, dtype=torch.uint8)
         first, tables = self._put([*batch.numbers, *tiles], batch.tables_of)
         at = BatchAddresses(*(first + 4 * start for start in batch.starts))
-        seen = tables, at.table_of, at.prefixes, at.others, at.listed, at.tiles
+        seen = tables, at.table_of, at.prefix_lens, at.ancestor_ptr, at.ancestor_slots, at.tiles
         room = self.queries.data_ptr(), self._scratch.data_ptr(), bytes_each, step
         self._of_batch[:] = *seen, *room, self._tile_count, rows
         return at

@@ -1,7 +1,7 @@
 """What the kernels of exact attention share: the record of a layer's work, and the softmax.
 
-A row sees the first `prefix` positions of its request's text and then a list of `others`, its ancestors in the tree,
-as slot numbers of the request. No mask is needed.
+A row sees the first `prefix` positions of its request's text and then a list of its ancestors in the tree, as slot
+numbers of the request. No mask is needed.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ ATTENTION = np.dtype(
         for name in (
             # of a batch: addresses
             "tables",  # int32: each request's blocks
-            "rows_table",  # [rows] int32: where in `tables` the row's request begins
-            "rows_prefix",  # [rows] int32
-            "rows_others",  # [rows + 1] int32: where in `others` the row's list begins
-            "others",  # int32: slot numbers of the request, ascending
+            "table_of",  # [rows] int32: where in `tables` the row's request begins
+            "prefix_lens",  # [rows] int32
+            "ancestor_ptr",  # [rows + 1] int32: where in `ancestor_slots` the row's list begins
+            "ancestor_slots",  # int32: slot numbers of the request, ascending
             "tiles",  # [tiles + 1] int32: the first row of each tile; a tile's rows are of one request
-            "queries",  # [kv_heads, rows, groups, dims] float32, or bfloat16 if paired
+            "queries",  # [kv_heads, rows, q_per_kv, dims] float32, or bfloat16 if paired
             "scratch",  # [threads, scratch_bytes]
             # and sizes
             "scratch_bytes",
@@ -60,7 +60,7 @@ ATTENTION = np.dtype(
             "out",  # [rows, heads * head_dim]
             # and sizes
             "kv_heads",
-            "groups",
+            "q_per_kv",
             "dims",  # head_dim, rounded up to a multiple of 16
             "head_dim",
             "width",  # bytes of a number in keys, values and out
@@ -76,16 +76,16 @@ def first_seen(work: Any, row: int) -> Any:
     """The first position that the row sees."""
     if work.window == 0:
         return 0
-    seen = int_at(work.rows_prefix + 4 * row)
-    seen += int_at(work.rows_others + 4 * row + 4) - int_at(work.rows_others + 4 * row)
+    seen = int_at(work.prefix_lens + 4 * row)
+    seen += int_at(work.ancestor_ptr + 4 * row + 4) - int_at(work.ancestor_ptr + 4 * row)
     return max(0, seen - work.window)
 
 
 @njit
 def last_slot(work: Any, row: int) -> Any:
-    last, end = int_at(work.rows_prefix + 4 * row) - 1, int_at(work.rows_others + 4 * row + 4)
-    if end > int_at(work.rows_others + 4 * row):
-        last = max(last, int_at(work.others + 4 * (end - 1)))
+    last, end = int_at(work.prefix_lens + 4 * row) - 1, int_at(work.ancestor_ptr + 4 * row + 4)
+    if end > int_at(work.ancestor_ptr + 4 * row):
+        last = max(last, int_at(work.ancestor_slots + 4 * (end - 1)))
     return last
 
 
@@ -125,10 +125,10 @@ def softmax(work: Any, row: int, head: int, scores: int, weights: int, width: in
 @njit
 def _by_position(work: Any, row: int, scores: int) -> Any:
     """Move the ancestors' scores to their positions and mask what the row does not see; returns its positions' end."""
-    prefix, begin = int_at(work.rows_prefix + 4 * row), int_at(work.rows_others + 4 * row)
-    seen = prefix + int_at(work.rows_others + 4 * row + 4) - begin
+    prefix, begin = int_at(work.prefix_lens + 4 * row), int_at(work.ancestor_ptr + 4 * row)
+    seen = prefix + int_at(work.ancestor_ptr + 4 * row + 4) - begin
     for i in range(seen - prefix):  # their slots ascend and are never before their positions
-        put_float(scores + 4 * (prefix + i), float_at(scores + 4 * int_at(work.others + 4 * (begin + i))))
+        put_float(scores + 4 * (prefix + i), float_at(scores + 4 * int_at(work.ancestor_slots + 4 * (begin + i))))
     start = first_seen(work, row)
     for position in range(start // LANES * LANES, start):
         put_float(scores + 4 * position, np.float32(-np.inf))

@@ -48,18 +48,18 @@ def lane_kernel(address: Any) -> None:
 def _attend(work: Any, tile: int, head: int, scratch: int) -> None:
     """Attend with all rows of a tile to one KV head, for the query heads that share it."""
     first, end = int_at(work.tiles + 4 * tile), int_at(work.tiles + 4 * tile + 4)
-    count = (end - first) * work.groups
+    count = (end - first) * work.q_per_kv
     scores, step = scratch, work.step * 4
     sums = scratch + count * step
-    queries = work.queries + (head * work.rows + first) * work.groups * work.dims * 4
-    table = work.tables + 4 * int_at(work.rows_table + 4 * first)
+    queries = work.queries + (head * work.rows + first) * work.q_per_kv * work.dims * 4
+    table = work.tables + 4 * int_at(work.table_of + 4 * first)
 
     low, high, reach = 1 << 40, 0, 1 << 40  # low: first position seen; high: end of slots read; reach: common prefix
     lows = 0
     for row in range(first, end):
         start = first_seen(work, row)
         low, lows = min(low, start), max(lows, start)
-        reach = min(reach, int_at(work.rows_prefix + 4 * row))
+        reach = min(reach, int_at(work.prefix_lens + 4 * row))
         high = max(high, last_slot(work, row) + 1)
 
     for block in range(low // LANES, (high + LANES - 1) // LANES):
@@ -70,35 +70,35 @@ def _attend(work: Any, tile: int, head: int, scratch: int) -> None:
             _scores_of_floats(work.dims, count, queries, work.keys + at, scores + 4 * LANES * block, step)
 
     for row in range(first, end):
-        for group in range(work.groups):
-            vector = (row - first) * work.groups + group
+        for group in range(work.q_per_kv):
+            vector = (row - first) * work.q_per_kv + group
             at = scores + vector * step
-            sum_of = softmax(work, row, head * work.groups + group, at, at, FLOAT32)
+            sum_of = softmax(work, row, head * work.q_per_kv + group, at, at, FLOAT32)
             for i in range(0, work.dims, LANES):
                 store(splat(np.float32(0)), sums + (vector * work.dims + i) * 4, FLOAT32)
             put_float(sums + (count * work.dims + vector) * 4, sum_of)
 
     for row in range(first, end):  # from the row's own start to the positions that all rows see
-        vector = (row - first) * work.groups
-        stop = min(lows, int_at(work.rows_prefix + 4 * row))
-        _add_values(work, table, head, work.groups, first_seen(work, row), stop, scores, step, sums, vector)
+        vector = (row - first) * work.q_per_kv
+        stop = min(lows, int_at(work.prefix_lens + 4 * row))
+        _add_values(work, table, head, work.q_per_kv, first_seen(work, row), stop, scores, step, sums, vector)
     if lows < reach:
         _add_values(work, table, head, count, lows, reach, scores, step, sums, 0)
     for row in range(first, end):
-        vector, prefix = (row - first) * work.groups, int_at(work.rows_prefix + 4 * row)
+        vector, prefix = (row - first) * work.q_per_kv, int_at(work.prefix_lens + 4 * row)
         start = max(lows, reach, first_seen(work, row)) if lows < reach else max(lows, first_seen(work, row))
-        _add_values(work, table, head, work.groups, start, prefix, scores, step, sums, vector)
-        begin = int_at(work.rows_others + 4 * row)
-        for i in range(int_at(work.rows_others + 4 * row + 4) - begin):
+        _add_values(work, table, head, work.q_per_kv, start, prefix, scores, step, sums, vector)
+        begin = int_at(work.ancestor_ptr + 4 * row)
+        for i in range(int_at(work.ancestor_ptr + 4 * row + 4) - begin):
             if prefix + i >= first_seen(work, row):
-                slot = int_at(work.others + 4 * (begin + i))
+                slot = int_at(work.ancestor_slots + 4 * (begin + i))
                 _add_value(work, table, head, slot, prefix + i, scores, step, sums, vector)
 
     for row in range(first, end):
-        for group in range(work.groups):
-            vector = (row - first) * work.groups + group
+        for group in range(work.q_per_kv):
+            vector = (row - first) * work.q_per_kv + group
             share = divide(splat(np.float32(1)), splat(float_at(sums + (count * work.dims + vector) * 4)))
-            place = work.out + ((row * work.kv_heads + head) * work.groups + group) * work.head_dim * work.width
+            place = work.out + ((row * work.kv_heads + head) * work.q_per_kv + group) * work.head_dim * work.width
             put_shares(work, sums + vector * work.dims * 4, share, place)
 
 
@@ -168,7 +168,7 @@ def _add_value(
     work: Any, table: int, head: int, slot: int, position: int, scores: int, step: int, sums: int, vector: int
 ) -> None:
     """Add the value in `slot`, weighted by the score at `position`, to the sums of one row's queries."""
-    _weigh(work, table, head, slot // LANES, slot % LANES, 1, work.groups, position, scores, step, sums, vector)
+    _weigh(work, table, head, slot // LANES, slot % LANES, 1, work.q_per_kv, position, scores, step, sums, vector)
 
 
 @njit

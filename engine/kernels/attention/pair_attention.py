@@ -55,7 +55,7 @@ def _weigh_all(
     sums: int,
     own: int,
 ) -> None:
-    count = (end - first) * work.groups
+    count = (end - first) * work.q_per_kv
     for i in range(count * work.dims // LANES):
         store(splat(np.float32(0)), sums + 4 * LANES * i, FLOAT32)
     for begin in range(0, count, _WEIGHED):
@@ -69,9 +69,9 @@ def _weigh_all(
         begun, stop, seen = own_blocks(work, row, common)
         for block in range(begun, stop):
             gather(work, table, head, row, block * LANES, seen, 0, work.dims // LANES, values, own)
-            for group in range(0, work.groups, _WEIGHED):
-                some = min(_WEIGHED, work.groups - group)
-                _add(work, (row - first) * work.groups + group, some, block, values, weights, sums)
+            for group in range(0, work.q_per_kv, _WEIGHED):
+                some = min(_WEIGHED, work.q_per_kv - group)
+                _add(work, (row - first) * work.q_per_kv + group, some, block, values, weights, sums)
 
 
 @njit

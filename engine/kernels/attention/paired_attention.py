@@ -43,24 +43,24 @@ def attending(score: Any, weigh: Any) -> Any:
     @njit
     def attend(work: Any, tile: int, head: int, scratch: int) -> None:
         first, end = int_at(work.tiles + 4 * tile), int_at(work.tiles + 4 * tile + 4)
-        count = (end - first) * work.groups
-        queries = work.queries + (head * work.rows + first) * work.groups * work.dims * 2
-        table = work.tables + 4 * int_at(work.rows_table + 4 * first)
+        count = (end - first) * work.q_per_kv
+        queries = work.queries + (head * work.rows + first) * work.q_per_kv * work.dims * 2
+        table = work.tables + 4 * int_at(work.table_of + 4 * first)
         scores, weights, sums, shares, own = _places(work, count, scratch)
 
         low, high, common = 1 << 40, 0, 1 << 40  # blocks: the first that a row sees, the end, the end of those all see
         for row in range(first, end):
             low = min(low, first_seen(work, row) // LANES)
             high = max(high, last_slot(work, row) // LANES + 1)
-            common = min(common, int_at(work.rows_prefix + 4 * row) // LANES)
+            common = min(common, int_at(work.prefix_lens + 4 * row) // LANES)
 
         score(work, queries, count, table, head, low, high, scores)
 
         for row in range(first, end):
-            for group in range(work.groups):
-                vector = (row - first) * work.groups + group
+            for group in range(work.q_per_kv):
+                vector = (row - first) * work.q_per_kv + group
                 of, to = scores + vector * work.step * 4, weights + vector * work.step * 2
-                put_float(shares + vector * 4, softmax(work, row, head * work.groups + group, of, to, BFLOAT16))
+                put_float(shares + vector * 4, softmax(work, row, head * work.q_per_kv + group, of, to, BFLOAT16))
                 for block in range(low, first_seen(work, row) // LANES):
                     store(splat(np.float32(0)), to + block * WEIGHT_BYTES, BFLOAT16)
 
@@ -68,8 +68,8 @@ def attending(score: Any, weigh: Any) -> Any:
 
         for vector in range(count):
             share = divide(splat(np.float32(1)), splat(float_at(shares + 4 * vector)))
-            row, group = first + vector // work.groups, vector % work.groups
-            place = work.out + ((row * work.kv_heads + head) * work.groups + group) * work.head_dim * 2
+            row, group = first + vector // work.q_per_kv, vector % work.q_per_kv
+            place = work.out + ((row * work.kv_heads + head) * work.q_per_kv + group) * work.head_dim * 2
             put_shares(work, sums + vector * work.dims * 4, share, place)
 
     @njit
@@ -116,8 +116,8 @@ def scratch_of_own(dims: int) -> Any:
 @njit
 def own_blocks(work: Any, row: int, common: int) -> Any:
     """A row's blocks after those that all rows of its tile see: the first, the end, and the end of its positions."""
-    prefix, begun = int_at(work.rows_prefix + 4 * row), int_at(work.rows_others + 4 * row)
-    seen = prefix + int_at(work.rows_others + 4 * row + 4) - begun
+    prefix, begun = int_at(work.prefix_lens + 4 * row), int_at(work.ancestor_ptr + 4 * row)
+    seen = prefix + int_at(work.ancestor_ptr + 4 * row + 4) - begun
     return max(common, first_seen(work, row) // LANES), (seen + LANES - 1) // LANES, seen
 
 
@@ -149,10 +149,10 @@ def _value_at(work: Any, table: int, head: int, row: int, position: int, seen: i
     """Address of the vector of pairs that holds the value, 0 if the row does not see it; bits to shift it by."""
     if position >= seen:
         return 0, 0
-    prefix = int_at(work.rows_prefix + 4 * row)
+    prefix = int_at(work.prefix_lens + 4 * row)
     slot = position
     if position >= prefix:
-        slot = int_at(work.others + 4 * (int_at(work.rows_others + 4 * row) + position - prefix))
+        slot = int_at(work.ancestor_slots + 4 * (int_at(work.ancestor_ptr + 4 * row) + position - prefix))
     block = _place_of(work, work.values, table, slot // LANES, head)
     return block + panel * PANEL_BYTES + slot % LANES // 2 * 64, slot % 2 * 16
 

@@ -64,7 +64,7 @@ def _weigh_all(
     sums: int,
     own: int,
 ) -> None:
-    count = (end - first) * work.groups
+    count = (end - first) * work.q_per_kv
     size = min(count, TILE_ROWS)
     for start in range(0, count, TILE_ROWS):
         begin = min(start, count - size)
@@ -120,8 +120,8 @@ def _weigh(
         tile_load(6, weights + begin * work.step * 2 + block * WEIGHT_BYTES, work.step * 2)
         _add(at + panel * PANEL_BYTES, panels)
     for row in range(first, end):
-        left = max((row - first) * work.groups, begin)
-        right = min((row - first + 1) * work.groups, begin + size)
+        left = max((row - first) * work.q_per_kv, begin)
+        right = min((row - first + 1) * work.q_per_kv, begin + size)
         if left >= right:
             continue
         begun, stop, seen = own_blocks(work, row, common)

@@ -89,9 +89,9 @@ def sum_tiles(
                 call(builder, "llvm.x86.tileloadd64", matrix[panel], pointer(builder, at), _WORD(64))
             here = builder.add(x, builder.mul(step, _WORD(2 * STEP)))
             for tile in range(count):
-                behind = last if tile == count - 1 else builder.mul(stride, _WORD(tile * TILE_ROWS))
+                offset = last if tile == count - 1 else builder.mul(stride, _WORD(tile * TILE_ROWS))
                 of_rows = rows[tile % 2]
-                call(builder, "llvm.x86.tileloadd64", of_rows, pointer(builder, builder.add(here, behind)), stride)
+                call(builder, "llvm.x86.tileloadd64", of_rows, pointer(builder, builder.add(here, offset)), stride)
                 for panel in range(width):
                     call(builder, "llvm.x86.tdpbf16ps", sums[tile][panel], of_rows, matrix[panel])
 

@@ -34,7 +34,6 @@ import torch
 from torch import Tensor
 
 from engine.kernels.attention.attention import Attention, Rule
-from engine.kernels.embedding import EMBED, embed_kernel, tiled_embed_kernel
 from engine.kernels.fused import ENTER, GATE, NORM, enter_kernel, gate_kernel, norm_kernel
 from engine.kernels.gemm.matmul import NO_SCRATCH, Multiplies, add_product, give_scratch, row_words
 from engine.kernels.gemm.matmul_kernels import MATMUL
@@ -49,6 +48,7 @@ from engine.kernels.layer.experts import (
 )
 from engine.kernels.layer.row_kernels import ROW_NORM, row_norm_kernel
 from engine.kernels.layer.weights import ExpertMlp, GatedMlp, LayerWeights, Norm
+from engine.kernels.quant.embedding import EMBED, embed_kernel, tiled_embed_kernel
 from engine.kernels.quant.tiled import TiledMatrix
 from engine.kernels.threads import Kernel, Program, address_of, int_fields
 
@@ -147,13 +147,13 @@ class LayerProgram:
 
     def enter(self, layer: int, source: str, weights: LayerWeights) -> None:
         """Write the layer's keys and values to the pool, and lay out its queries. source: a buffer like `qkv`."""
-        shape, groups, qkv = self.attention.pool.shape, self.attention.groups, self.buffers[source]
+        shape, q_per_kv, qkv = self.attention.pool.shape, self.attention.q_per_kv, self.buffers[source]
         keys, values = self.attention.pool.addresses(layer)
         fields = {"qkv": qkv.data_ptr(), "keys": keys, "values": values, "rotated": weights.rotated}
-        fields |= {"q_per_kv": groups, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
+        fields |= {"q_per_kv": q_per_kv, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
         fields |= {"dims": shape.dims, "width": shape.dtype.itemsize, "vnni": shape.vnni}
         norms: dict[str, float] = {}
-        queries = groups * shape.kv_heads * shape.head_dim
+        queries = q_per_kv * shape.kv_heads * shape.head_dim
         for name, norm, first in (("query_norm", weights.query_norm, 0), ("key_norm", weights.key_norm, queries)):
             if norm is not None and len(norm.weight) == shape.head_dim:
                 norms |= {name: self._address(norm.weight), "epsilon": norm.epsilon}
@@ -172,7 +172,7 @@ class LayerProgram:
     def attend(self, layer: int, rule: Rule) -> None:
         """attended = the attention of the queries to the layer's keys and values."""
         shape = self.attention.pool.shape
-        out = self.buffer("attended", self.attention.groups * shape.kv_heads * shape.head_dim)
+        out = self.buffer("attended", self.attention.q_per_kv * shape.kv_heads * shape.head_dim)
         self._steps.add(self.attention.kernel, self.attention.record(layer, rule, out))
 
     def attention_and_mlp(self, layer: int, weights: LayerWeights, rule: Rule) -> None:

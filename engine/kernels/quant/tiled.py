@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from engine.kernels.embedding import read_rows
+from engine.kernels.quant.embedding import read_rows
 from engine.kernels.quant.layouts import Arrangement, QuantLayout
 from engine.kernels.quant.pack import Panel, packed
 

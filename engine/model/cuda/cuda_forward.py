@@ -35,16 +35,16 @@ from engine.model.stock import NoCache, Unsupported
 _CAPTURED = 256  # rows: larger forwards, of prompts, take longer than their launches, and graphs of them much memory
 _PROBES = 16  # rows compared between sizes
 _LEAST_LISTED = 4096  # a tree seldom lists more ancestors, so their number is nearly always the same
-_SCRATCH_BYTES = 512 << 20  # of a layer's attention: behind long texts fewer rows go together
+_SCRATCH_BYTES = 512 << 20  # of a layer's attention: after long texts fewer rows go together
 
 
 class _Slice(NamedTuple):
     """At most `rows` rows of a batch, padded to so many with copies of the last one, as tensors.
 
     tokens, positions: [rows]. sources: [rows] the row whose key and value this one stores; blocks, lanes: [rows]
-    where. prefixes: [rows]; others: [rows + 1]; listed: [capacity]; see `engine.core.batch.Batch`. tables: [rows,
-    blocks], a table for each row, so that the size depends only on the blocks; table_of: [rows] where it begins.
-    firsts: [rows + 1] where each group of rows begins, which attention reads a text for.
+    where. prefix_lens: [rows]; ancestor_ptr: [rows + 1]; ancestor_slots: [capacity]; see `engine.core.batch.Batch`.
+    tables: [rows, blocks], a table for each row, so that the size depends only on the blocks; table_of: [rows] where it
+    begins. firsts: [rows + 1] where each group of rows begins, which attention reads a text for.
     """
 
     tokens: Tensor
@@ -52,9 +52,9 @@ class _Slice(NamedTuple):
     sources: Tensor
     blocks: Tensor
     lanes: Tensor
-    prefixes: Tensor
-    others: Tensor
-    listed: Tensor
+    prefix_lens: Tensor
+    ancestor_ptr: Tensor
+    ancestor_slots: Tensor
     tables: Tensor
     table_of: Tensor
     firsts: Tensor
@@ -69,24 +69,26 @@ class _Slice(NamedTuple):
         """
         sources = np.minimum(np.arange(size), end - first - 1)
         rows = first + sources
-        begins = batch.others[np.minimum(first + np.arange(size + 1), end)]
-        ancestors = batch.listed[begins[0] : begins[-1]]
-        prefixes = batch.prefixes[rows]
-        prefixes[end - first :] = 1
-        reach = max(int(batch.prefixes[first:end].max()), 1 + int(ancestors.max(initial=0)))
+        begins = batch.ancestor_ptr[np.minimum(first + np.arange(size + 1), end)]
+        ancestors = batch.ancestor_slots[begins[0] : begins[-1]]
+        prefix_lens = batch.prefix_lens[rows]
+        prefix_lens[end - first :] = 1
+        reach = max(int(batch.prefix_lens[first:end].max()), 1 + int(ancestors.max(initial=0)))
         chunks = bucket(-(-reach // triton_attention.CHUNK))
         width = chunks * triton_attention.CHUNK // BLOCK
         # entries past the end of a request's own table are arbitrary: no row reads them
         places = np.minimum(batch.table_of[rows][:, None] + np.arange(width), len(batch.tables) - 1)
         indexes = batch.tokens[rows], batch.positions[rows], sources, *np.divmod(batch.slots[rows], BLOCK)
         tables = batch.tables[places], np.arange(0, size * width, width)
-        seen = prefixes, begins - begins[0], _filled(ancestors), *tables, grouped(batch.table_of[rows], together)
+        seen = prefix_lens, begins - begins[0], _filled(ancestors), *tables, grouped(batch.table_of[rows], together)
         return cls(*map(_longs, indexes), *(torch.from_numpy(array.astype(np.int32)) for array in seen)), chunks
 
     @property
     def seen(self) -> DeviceRows:
         """What attention reads of it."""
-        return DeviceRows(self.prefixes, self.others, self.listed, self.tables, self.table_of, self.firsts)
+        return DeviceRows(
+            self.prefix_lens, self.ancestor_ptr, self.ancestor_slots, self.tables, self.table_of, self.firsts
+        )
 
 
 class CudaForward:
@@ -94,9 +96,9 @@ class CudaForward:
     recorded: its forwards as CUDA graphs, by rows, attention chunks, ancestors and feature layers.
     """
 
-    def __init__(self, model: Any, pool: KVPool, groups: int):
+    def __init__(self, model: Any, pool: KVPool, q_per_kv: int):
         self.model, self.pool = model, pool
-        self._attention = TritonAttention(pool, groups)
+        self._attention = TritonAttention(pool, q_per_kv)
         self._cache = NoCache(model.config.get_text_config().num_hidden_layers)
         self.rules: dict[int, Rule] = {}  # of each layer in the latest stock forward
         self.lean: LeanLayers | None = None
@@ -106,12 +108,12 @@ class CudaForward:
         self._chunks = 0
 
     @classmethod
-    def tried(cls, model: Any, pool: KVPool, groups: int) -> CudaForward:
+    def tried(cls, model: Any, pool: KVPool, q_per_kv: int) -> CudaForward:
         """A forward that has run once. Raises Unsupported if it does not run at all."""
         cache = KVCache(pool)
         cache.reserve(2)
         batch = Batch.of([Segment.of_text([0, 0], cache)])
-        forward = cls(model, pool, groups)
+        forward = cls(model, pool, q_per_kv)
         try:
             forward(batch)
         except torch.OutOfMemoryError:
@@ -142,7 +144,7 @@ class CudaForward:
     def take_lean(self, context: int) -> bool:
         """Run the layers lean from now on, if the model has the common structure. context: positions served."""
         try:
-            self.lean = LeanLayers(self.model, self.pool, self._attention.groups, self.rules, context)
+            self.lean = LeanLayers(self.model, self.pool, self._attention.q_per_kv, self.rules, context)
         except (OtherStructure, AttributeError):  # a part of the structure is missing
             return False
         self.recorded.clear()
@@ -214,9 +216,9 @@ class CudaForward:
     def _size(self, batch: Batch, first: int) -> int:
         """How many rows the forward over the batch's rows from `first` on has."""
         shape, rows = self.pool.shape, len(batch) - first
-        reach = int(batch.prefixes[first:].max()) + len(batch)
+        reach = int(batch.prefix_lens[first:].max()) + len(batch)
         chunks = bucket(-(-reach // triton_attention.CHUNK))
-        row_bytes = chunks * self._attention.groups * shape.kv_heads * shape.dims * 4
+        row_bytes = chunks * self._attention.q_per_kv * shape.kv_heads * shape.dims * 4
         fitting = [size for size in self.sizes if size * row_bytes <= _SCRATCH_BYTES] or self.sizes[:1]
         return next((size for size in fitting if size >= rows), fitting[-1])
 
@@ -226,7 +228,7 @@ class CudaForward:
         size = len(rows.tokens)
         if size > _CAPTURED:
             return work(*(part.to(device) for part in rows))
-        key = size, chunks, len(rows.listed), feature_layers
+        key = size, chunks, len(rows.ancestor_slots), feature_layers
         if key not in self.recorded:
             self.recorded[key] = Recorded(work, device)
         return self.recorded[key](*rows)
@@ -251,9 +253,9 @@ class CudaForward:
 
 def _filled(ancestors: Int) -> Int:
     """Padded with zeros."""
-    listed = np.zeros(max(_LEAST_LISTED, bucket(max(1, len(ancestors)))), np.int32)
-    listed[: len(ancestors)] = ancestors
-    return listed
+    ancestor_slots = np.zeros(max(_LEAST_LISTED, bucket(max(1, len(ancestors)))), np.int32)
+    ancestor_slots[: len(ancestors)] = ancestors
+    return ancestor_slots
 
 
 def _longs(array: Int) -> Tensor:

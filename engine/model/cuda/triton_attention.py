@@ -50,9 +50,9 @@ class DeviceRows(NamedTuple):
     firsts: [rows + 1] where each group of rows begins (`grouped`).
     """
 
-    prefixes: Tensor
-    others: Tensor
-    listed: Tensor
+    prefix_lens: Tensor
+    ancestor_ptr: Tensor
+    ancestor_slots: Tensor
     tables: Tensor
     table_of: Tensor
     firsts: Tensor
@@ -98,14 +98,14 @@ def _added(q, key, value, visible, peak, total, summed, scale, softcap, CAPPED: 
 
 @triton.jit(do_not_specialize=["chunks"])
 def _attend_chunk(
-    query,  # [rows, kv_heads * groups, head_dim]
+    query,  # [rows, kv_heads * q_per_kv, head_dim]
     keys,  # [blocks, kv_heads, dims, 16]
     values,  # [blocks, kv_heads, 16, dims]
     tables,
     table_of,
-    prefixes,
-    others,
-    listed,
+    prefix_lens,
+    ancestor_ptr,
+    ancestor_slots,
     firsts,
     peaks,  # out: [rows, heads, chunks] float32, the largest score
     totals,  # out: [rows, heads, chunks] float32, the sum of exp(score - peak)
@@ -115,7 +115,7 @@ def _attend_chunk(
     scale,
     softcap,
     KV_HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
+    Q_PER_KV: tl.constexpr,
     FILLED: tl.constexpr,  # rows of a product: a row and a query head each, row by row
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
@@ -134,11 +134,11 @@ def _attend_chunk(
     head = tl.program_id(1)
     chunk = tl.program_id(2)
     low = chunk * CHUNK
-    member = tl.arange(0, FILLED) // GROUPS
+    member = tl.arange(0, FILLED) // Q_PER_KV
     real = member < count
-    prefix = tl.load(prefixes + first + member, mask=real, other=0)
-    listing = tl.load(others + first + member + 1, mask=real, other=0) - tl.load(
-        others + first + member, mask=real, other=0
+    prefix = tl.load(prefix_lens + first + member, mask=real, other=0)
+    listing = tl.load(ancestor_ptr + first + member + 1, mask=real, other=0) - tl.load(
+        ancestor_ptr + first + member, mask=real, other=0
     )
     seen = prefix + listing
     start = tl.where(window > 0, tl.maximum(seen - window, 0), 0)
@@ -149,7 +149,7 @@ def _attend_chunk(
 
     dim = tl.arange(0, DIMS_FILLED)
     lane = tl.arange(0, TILE)
-    heads = (first + member) * (KV_HEADS * GROUPS) + head * GROUPS + tl.arange(0, FILLED) % GROUPS
+    heads = (first + member) * (KV_HEADS * Q_PER_KV) + head * Q_PER_KV + tl.arange(0, FILLED) % Q_PER_KV
     q = tl.load(
         query + heads[:, None] * HEAD_DIM + dim[None, :],
         mask=real[:, None] & (dim < HEAD_DIM)[None, :],
@@ -194,10 +194,10 @@ def _attend_chunk(
     for step in range((tiles - shared) * count):
         reader = first + step % count
         position = begin + (shared + step // count) * TILE + lane
-        text = tl.load(prefixes + reader)
-        path = tl.load(others + reader)
-        there = (position >= least) & (position < text + tl.load(others + reader + 1) - path)
-        ancestor = tl.load(listed + path + position - text, mask=there & (position >= text), other=0)
+        text = tl.load(prefix_lens + reader)
+        path = tl.load(ancestor_ptr + reader)
+        there = (position >= least) & (position < text + tl.load(ancestor_ptr + reader + 1) - path)
+        ancestor = tl.load(ancestor_slots + path + position - text, mask=there & (position >= text), other=0)
         slot = tl.where(position < text, position, ancestor)
         block = tl.load(tables + tl.load(table_of + reader) + slot // BLOCK, mask=there, other=0).to(tl.int64)
         place = block * (KV_HEADS * DIMS * BLOCK) + of_head
@@ -227,8 +227,8 @@ def _attend_joined(
     peaks,
     totals,
     sums,
-    prefixes,
-    others,
+    prefix_lens,
+    ancestor_ptr,
     sinks,  # [heads] float32
     out,  # [rows, heads, head_dim]
     chunks,
@@ -243,7 +243,7 @@ def _attend_joined(
     """Join the chunks of one row and one query head, in order."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    seen = tl.load(prefixes + row) + tl.load(others + row + 1) - tl.load(others + row)
+    seen = tl.load(prefix_lens + row) + tl.load(ancestor_ptr + row + 1) - tl.load(ancestor_ptr + row)
     start = tl.where(window > 0, tl.maximum(seen - window, 0), 0)
     dim = tl.arange(0, DIMS_FILLED)
     peak = tl.full([], float("-inf"), tl.float32)
@@ -267,16 +267,16 @@ def _attend_joined(
 
 
 class TritonAttention:
-    """Attention over a pool. groups: query heads per KV head."""
+    """Attention over a pool. q_per_kv: query heads per KV head."""
 
-    def __init__(self, pool: KVPool, groups: int):
-        self.pool, self.groups = pool, groups
+    def __init__(self, pool: KVPool, q_per_kv: int):
+        self.pool, self.q_per_kv = pool, q_per_kv
         shape = pool.shape
         self._dims_filled = triton.next_power_of_2(shape.dims)
         row_bytes = self._dims_filled * shape.dtype.itemsize
         self._tile = max(_LEAST, min(64, _TILE_BYTES // row_bytes))  # divides CHUNK: both are powers of two
-        self.together = max(1, min(_ROWS, _MOST[shape.dtype.itemsize] // groups))  # rows of a group
-        self._filled = max(_LEAST, triton.next_power_of_2(self.together * groups))
+        self.together = max(1, min(_ROWS, _MOST[shape.dtype.itemsize] // q_per_kv))  # rows of a group
+        self._filled = max(_LEAST, triton.next_power_of_2(self.together * q_per_kv))
 
     def __call__(self, rows: DeviceRows, chunks: int, layer: int, rule: Rule, query: Tensor) -> Tensor:
         """Attend with each row's queries to the layer's keys and values. query, result: [rows, heads, head_dim].
@@ -293,9 +293,9 @@ class TritonAttention:
             self.pool.values[layer],
             rows.tables,
             rows.table_of,
-            rows.prefixes,
-            rows.others,
-            rows.listed,
+            rows.prefix_lens,
+            rows.ancestor_ptr,
+            rows.ancestor_slots,
             rows.firsts,
             peaks,
             totals,
@@ -305,7 +305,7 @@ class TritonAttention:
             rule.scale,
             rule.softcap,
             KV_HEADS=shape.kv_heads,
-            GROUPS=self.groups,
+            Q_PER_KV=self.q_per_kv,
             FILLED=self._filled,
             HEAD_DIM=shape.head_dim,
             DIMS=shape.dims,
@@ -321,8 +321,8 @@ class TritonAttention:
             peaks,
             totals,
             scratch,
-            rows.prefixes,
-            rows.others,
+            rows.prefix_lens,
+            rows.ancestor_ptr,
             peaks if rule.sinks is None else rule.sinks,
             out,
             chunks,

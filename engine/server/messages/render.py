@@ -77,8 +77,8 @@ class MessagesRenderer:
     def _stopped(self, result: Result) -> str | None:
         """The stop text that ended the answer."""
         stops = self._wanted.sampling.stop
-        behind = self._vocabulary.texts(result.token_ids)[len(result.text) :]
-        return next((stop for stop in stops if behind.startswith(stop)), stops[0] if stops else None)
+        rest = self._vocabulary.texts(result.token_ids)[len(result.text) :]
+        return next((stop for stop in stops if rest.startswith(stop)), stops[0] if stops else None)
 
     def _usage(self, tokens: int) -> dict[str, int]:
         unused = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}

@@ -55,8 +55,8 @@ class Calling:
         )
         return cls(format_, [tool.plain() for tool in body.tools], wanted)
 
-    def behind(self, prompt: str) -> Calling:
-        """The same, behind the end of a prompt: it may begin reasoning."""
+    def after(self, prompt: str) -> Calling:
+        """The same, after the end of a prompt: it may begin reasoning."""
         reasoning = self.format.reasoning
         thinking = reasoning is not None and prompt.rstrip().endswith(reasoning.begin.rstrip())
         return replace(self, wanted=replace(self.wanted, thinking=thinking))

@@ -100,11 +100,11 @@ def test_watching_leaves_the_forward_as_it_was(family: str) -> None:
 
 def test_a_stock_forward_and_one_with_masks_are_told_apart_and_split() -> None:
     target = Target(build("gpt_neox"), "gpt_neox")
-    assert isinstance(target._forward, StockForward)
+    assert isinstance(target.forward, StockForward)
     assert forward_name(target) == "stock forward with exact attention"
     masked = Target(build("gpt_neox"), "gpt_neox")
     masked.model.set_attn_implementation("sdpa")
-    masked._masked, masked._forward = MaskedForward(masked.model, "gpt_neox"), None
+    masked.forward, masked.pool = MaskedForward(masked.model, "gpt_neox"), None
     assert forward_name(masked) == "stock forward with masks"
     assert split(masked, forward_of(masked))["attention"] > 0
 

@@ -20,7 +20,7 @@ from engine.core.drafter_protocol import Verdict
 from engine.core.errors import DrafterMismatch, ModelError
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
-from engine.model.target import bfloat16_bits
+from engine.model.runner import bfloat16_bits
 from tests.drafters.conftest import HIDDEN, VOCAB, random_tensors, write_checkpoint
 
 COUNT = 3

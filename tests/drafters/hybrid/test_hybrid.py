@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafters.heads.checkpoint import TargetWeights
-from drafters.heads.growth.policies import Adaptive, Sketch
+from drafters.heads.growth.policies import Adaptive, TreeBuilder
 from drafters.heads.head_drafter import HeadDrafter
 from drafters.hybrid.hybrid import HybridDrafter, _root_of
 from drafters.hybrid.merge import Merge
@@ -20,7 +20,7 @@ from engine.core.drafter_protocol import Verdict
 from engine.core.methods import source_of
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
-from engine.model.target import bfloat16_bits
+from engine.model.runner import bfloat16_bits
 from tests.drafters.conftest import VOCAB
 from tests.drafters.heads.test_eagle import eagle3, true_features
 
@@ -115,7 +115,7 @@ def test_the_more_requests_share_a_step_the_less_it_has_to_bring(tmp_path: Path,
 
 
 def test_below_the_root_a_one_pass_heads_candidates_cost_no_forward() -> None:
-    text, tree = Sketch([5]), TokenTree.root_only(5)
+    text, tree = TreeBuilder([5]), TokenTree.root_only(5)
     below = text.frontier([text.add(0, 6, 0.01)])
     dear = {one_pass: RetrievalAdvice(Merge(), tree, 1.0, 0.5, one_pass) for one_pass in (False, True)}
     assert [dear[one_pass].worth_drafting(below) for one_pass in (False, True)] == [False, True]
@@ -242,7 +242,7 @@ def test_until_something_was_seen_a_token_is_right_unless_both_are_wrong(
     model: float | None, memory: float | None
 ) -> None:
     expected = 1 - (1 - (model or 0)) * (1 - (memory or 0))
-    assert Merge().chance(model, memory) == pytest.approx(expected)
+    assert Merge().prob(model, memory) == pytest.approx(expected)
 
 
 def test_the_chance_of_a_pair_of_opinions_is_learned() -> None:
@@ -250,17 +250,17 @@ def test_the_chance_of_a_pair_of_opinions_is_learned() -> None:
     for _ in range(400):
         merge.learn(0.9, 0.5, accepted=False)
         merge.learn(0.1, 0.5, accepted=True)
-    assert merge.chance(0.9, 0.5) < 0.1 and merge.chance(0.1, 0.5) > 0.9
-    assert merge.chance(0.1, None) == pytest.approx(0.1)
+    assert merge.prob(0.9, 0.5) < 0.1 and merge.prob(0.1, 0.5) > 0.9
+    assert merge.prob(0.1, None) == pytest.approx(0.1)
 
 
 @given(st.dictionaries(st.integers(0, 9), st.floats(0, 1)), st.dictionaries(st.integers(0, 9), st.floats(0, 1)))
 def test_merged_candidates_are_both_sides_best_first_and_no_more_than_certain(
     model: dict[int, float], memory: dict[int, float]
 ) -> None:
-    tokens, chances = Merge().following((list(model), list(model.values())), (list(memory), list(memory.values())))
+    tokens, probs = Merge().following((list(model), list(model.values())), (list(memory), list(memory.values())))
     assert sorted(tokens) == sorted(model | memory)
-    assert chances == sorted(chances, reverse=True) and sum(chances) <= 1 + 1e-6
+    assert probs == sorted(probs, reverse=True) and sum(probs) <= 1 + 1e-6
 
 
 def test_a_verdict_that_the_head_cannot_digest_is_not_kept_for_ever(tmp_path: Path, target: TargetWeights) -> None:

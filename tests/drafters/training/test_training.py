@@ -38,7 +38,7 @@ from engine.core.drafter_protocol import Verdict
 from engine.core.errors import ConfigError
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
-from engine.model.target import bfloat16_bits
+from engine.model.runner import bfloat16_bits
 from tests.drafters.conftest import LAYERS, LLAMA, VOCAB
 from tests.drafters.training.conftest import METHODS, SMALL, weights
 

@@ -56,8 +56,8 @@ def paths(segment: Segment) -> list[list[int]]:
 @given(segments())
 def test_a_row_sees_its_text_and_its_path_in_the_order_of_positions(made: list[Segment]) -> None:
     for segment in made:
-        prefixes, others = segment.sight
-        assert [[*range(prefix), *rest] for prefix, rest in zip(prefixes, others, strict=True)] == paths(segment)
+        prefix_lens, ancestors = segment.visible_slots
+        assert [[*range(prefix), *rest] for prefix, rest in zip(prefix_lens, ancestors, strict=True)] == paths(segment)
 
 
 @given(segments())
@@ -70,8 +70,8 @@ def test_the_flat_arrays_say_of_each_row_what_its_segment_says(made: list[Segmen
         table = segment.cache.table
         for i, seen in enumerate(paths(segment)):
             place = segment.past + segment.pending + i
-            others = batch.listed[batch.others[row] : batch.others[row + 1]]
-            assert [*range(batch.prefixes[row]), *others] == seen
+            ancestors = batch.ancestor_slots[batch.ancestor_ptr[row] : batch.ancestor_ptr[row + 1]]
+            assert [*range(batch.prefix_lens[row]), *ancestors] == seen
             assert batch.tokens[row] == segment.tokens[i]
             assert batch.positions[row] == len(seen) - 1
             assert batch.slots[row] == table[place // BLOCK] * BLOCK + place % BLOCK

@@ -21,7 +21,7 @@ def test_outcomes_are_ranked_by_where_the_round_ends_and_what_is_drawn_there() -
     outcomes = likeliest({1: TREE}, following, limit=8)
     assert [(o.node, o.token) for o in outcomes] == [(2, 2), (0, 4), (1, 3), (2, 1)]
     # ends at the root: 1 - 0.6 - 0.1; token 4 then has 0.2 of the 0.3 that its children leave
-    assert [o.chance for o in outcomes] == pytest.approx([0.45, 0.2, 0.05, 0.04], abs=1e-6)
+    assert [o.prob for o in outcomes] == pytest.approx([0.45, 0.2, 0.05, 0.04], abs=1e-6)
 
 
 def test_a_token_that_the_tree_has_there_is_no_bonus() -> None:

@@ -11,6 +11,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from engine.kernels.gemm.packed_linear import multiplies
+from engine.model import forward_choice
 from engine.model import target as targets
 from engine.model.decoder import LeanDecoder
 from engine.model.loading import load_config, load_model, skeleton
@@ -98,10 +99,10 @@ def test_a_file_gives_the_bits_of_its_dequantised_weights(
 ) -> None:
     folder = directory(kind=kind)
     packed = Target.load(folder)
-    assert isinstance(packed._forward, LeanDecoder) and packed.exact
+    assert isinstance(packed.forward, LeanDecoder) and packed.exact
     monkeypatch.setattr(targets, "open_gguf", lambda folder: None)
     whole = Target.load(folder)
-    assert isinstance(whole._forward, LeanDecoder)
+    assert isinstance(whole.forward, LeanDecoder)
     assert torch.equal(logits(packed), logits(whole))
 
 
@@ -109,8 +110,8 @@ def test_a_pass_is_remembered_until_a_version_changes(
     directory: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trials: list[int] = []
-    usual = targets.ModelProbe
-    monkeypatch.setattr(targets, "ModelProbe", lambda *args: trials.append(1) or usual(*args))
+    usual = forward_choice.ModelProbe
+    monkeypatch.setattr(forward_choice, "ModelProbe", lambda *args: trials.append(1) or usual(*args))
     folder = directory(kind=Kind.Q8_0)
     first, second = Target.load(folder), Target.load(folder)
     assert len(trials) == 1 and torch.equal(logits(first), logits(second))
@@ -134,7 +135,7 @@ def test_rows_in_a_wrong_order_are_not_taken(directory: Callable[..., str], monk
     (Path(folder) / "proof.json").unlink()
     model, weights = unfilled(folder)
     stock = LayeredStock(model, weights)
-    monkeypatch.setattr(targets, "LayeredStock", lambda *_: stock)
+    monkeypatch.setattr(forward_choice, "LayeredStock", lambda *_: stock)
     right = {name: weights.values(weight) for name, weight in model.named_parameters()}
     names = {id(weight): name for name, weight in model.named_parameters()}
     monkeypatch.setattr(weights, "values", lambda weight: right[names[id(weight)]])
@@ -151,11 +152,11 @@ def test_families_beyond_the_lean_decoder_run_the_stock_forward(
     expected = logits(Target.load(folder))
 
     def refuse(*_: Any) -> None:
-        raise targets.OtherStructure
+        raise forward_choice.OtherStructure
 
     monkeypatch.setattr(LeanDecoder, "__init__", refuse)
     target = Target.load(folder)
-    assert not isinstance(target._forward, LeanDecoder)
+    assert not isinstance(target.forward, LeanDecoder)
     assert (logits(target) - expected).pow(2).mean().sqrt() < 0.1 * expected.std()
 
 

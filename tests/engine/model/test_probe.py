@@ -165,12 +165,12 @@ def test_a_text_and_a_draft_past_the_limit_change_no_other_text(family: str, rop
 
 def test_a_scale_by_position_is_seen_by_the_trial_though_no_module_shows_it() -> None:
     scaled, plain = Target(build("Ministral3Config"), "scaled"), Target(build("LlamaConfig"), "plain")
-    assert not isinstance(scaled._forward, LeanDecoder) and scaled.exact
-    assert isinstance(plain._forward, LeanDecoder) and plain.exact
+    assert not isinstance(scaled.forward, LeanDecoder) and scaled.exact
+    assert isinstance(plain.forward, LeanDecoder) and plain.exact
 
 
 def test_the_trial_leaves_no_table_of_all_positions() -> None:
-    decoder = Target(build("LlamaConfig", max_position_embeddings=1 << 16), "long")._forward
+    decoder = Target(build("LlamaConfig", max_position_embeddings=1 << 16), "long").forward
     assert isinstance(decoder, LeanDecoder)
     assert len(decoder._rotary.tables[0]) < 1 << 12
 

@@ -26,7 +26,10 @@ from engine.core.errors import ConfigError, ModelError
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.kernels.gemm.packed_linear import multiplies
-from engine.model.target import Target, bfloat16_bits
+from engine.model.forward_choice import ForwardChoice
+from engine.model.masked import MaskedForward
+from engine.model.runner import bfloat16_bits
+from engine.model.target import Target
 from engine.sampling.sampler import Sampler, verify
 from tests.conftest import save_tiny_llama
 
@@ -97,7 +100,7 @@ def decode(
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How a model is run."""
     if request.param == "masks":
-        monkeypatch.setattr(Target, "_try_exact", lambda *_: "as the test wants it")
+        monkeypatch.setattr(ForwardChoice, "_try_exact", lambda *_: "as the test wants it")
     way: str = request.param
     return way
 
@@ -176,7 +179,7 @@ def test_a_window_longer_than_what_is_tried_at_load_is_the_models_own(config: An
         rows = [prompt + tree.path_tokens(node) for node in range(len(tree))]
         expected = torch.stack([model(torch.tensor([row]), use_cache=False).logits[0, -1] for row in rows])
     target = Target(model, "windowed")
-    assert (target._masked is None) == (way == "exact attention")
+    assert isinstance(target.forward, MaskedForward) != (way == "exact attention")
     cache = target.new_cache(80)
     target.prefill(cache, prompt)
     torch.testing.assert_close(target.verify(cache, tree)[0], expected, atol=1e-4, rtol=1e-4)

@@ -127,8 +127,8 @@ def test_the_next_token_distribution_is_the_models_own_through_any_tree(tiny: st
     cache = target.new_cache(64)
     target.prefill(cache, prompt[:-1])
     alone, _ = target.prefill(target.new_cache(64), prompt)
-    chance = (alone / 1.0).softmax(-1)
-    order = chance.argsort(descending=True).tolist()
+    prob = (alone / 1.0).softmax(-1)
+    order = prob.argsort(descending=True).tolist()
     drafted = {"none": [], "likely": order[:5], "unlikely": order[-5:]}[candidates]
     tree = TokenTree.from_lists([prompt[-1], *drafted], [-1] + [0] * len(drafted), [1.0] + [0.1] * len(drafted))
     logits, _ = target.verify(cache, tree)
@@ -139,7 +139,7 @@ def test_the_next_token_distribution_is_the_models_own_through_any_tree(tiny: st
     counts = np.bincount(draws, minlength=target.vocab_size)
     top = order[:15]
     observed = np.append(counts[top], len(draws) - counts[top].sum())
-    share = chance[top].numpy()
+    share = prob[top].numpy()
     expected = np.append(share, 1 - share.sum()) * len(draws)
     assert ((observed - expected) ** 2 / expected).sum() < 37.7  # 15 degrees of freedom, one in a thousand
 
@@ -386,7 +386,7 @@ def test_a_grammar_that_nothing_fits_any_more_fails_the_request_with_the_reason(
 
 
 def test_chances_summed_as_integers_are_the_same_in_any_order() -> None:
-    chances = torch.randn(5000, generator=torch.Generator().manual_seed(1)).softmax(-1)
-    sums, turned = _sum_as_integers(chances), _sum_as_integers(chances.flip(0))
-    torch.testing.assert_close(sums, chances.double().cumsum(-1), atol=1e-8, rtol=0)
+    probs = torch.randn(5000, generator=torch.Generator().manual_seed(1)).softmax(-1)
+    sums, turned = _sum_as_integers(probs), _sum_as_integers(probs.flip(0))
+    torch.testing.assert_close(sums, probs.double().cumsum(-1), atol=1e-8, rtol=0)
     assert torch.equal(sums[-1] - turned[:-1], sums[:-1].flip(0))

@@ -100,7 +100,7 @@ def bytes_of(tokenizer: Any, code: bytes) -> list[int]:
 def test_an_answer_keeps_its_first_space_behind_a_prompt(before: list[str]) -> None:
     tokenizer = sentencepiece_tokenizer()
     prompt, answer = (tokenizer.convert_tokens_to_ids(pieces) for pieces in (before, ["\u2581world", "\u2581a"]))
-    stream, shown = TextStream(tokenizer, behind=prompt), ""
+    stream, shown = TextStream(tokenizer, before=prompt), ""
     for token in answer:
         stream.push(token)
         shown += stream.take()
@@ -117,7 +117,7 @@ def test_an_answer_keeps_its_first_space_behind_a_prompt(before: list[str]) -> N
 )
 def test_what_stands_before_an_answer_spoils_none_of_its_characters(prompt: str, answer: str, shown: str) -> None:
     tokenizer = sentencepiece_tokenizer()
-    stream = TextStream(tokenizer, behind=tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    stream = TextStream(tokenizer, before=tokenizer(prompt, add_special_tokens=False)["input_ids"])
     for token in pieces_of(tokenizer, answer):
         stream.push(token)
     stream.take(final=True)
@@ -126,7 +126,7 @@ def test_what_stands_before_an_answer_spoils_none_of_its_characters(prompt: str,
 
 def test_a_character_whose_first_half_is_the_prompts_is_not_lost() -> None:
     first, *others = tokens_of("\u4f60!")
-    stream = TextStream(TOKENIZER, behind=[*tokens_of("abcdefgh"), first])
+    stream = TextStream(TOKENIZER, before=[*tokens_of("abcdefgh"), first])
     for token in others:
         stream.push(token)
     stream.take(final=True)

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from engine.verifier.conservative_bandit import Experience
+from engine.verifier.bandit import Experience
 from engine.verifier.cost_model import CostModel
 from engine.verifier.draft_choice import DraftChoice, DraftedRound, DraftKinds
 from engine.verifier.forward_time import ForwardTime

@@ -22,9 +22,9 @@ STEEP = {1: 0.010, 8: 0.020, 16: 0.040, 32: 0.080, 64: 0.160}
 FLAT = {1: 0.010, 8: 0.0101, 16: 0.0102, 32: 0.0103, 64: 0.0104}
 
 
-def chain(*chances: float) -> np.ndarray:
+def chain(*probs: float) -> np.ndarray:
     """[nodes] float32: what the nodes of a chain are worth, the root first."""
-    return np.cumprod([1.0, *chances]).astype(np.float32)
+    return np.cumprod([1.0, *probs]).astype(np.float32)
 
 
 def at_rate(seconds: dict[int, float], tokens: int, around_s: float, requests: int = 1) -> CostModel:
@@ -68,8 +68,8 @@ def test_trees_shrink_as_requests_become_many() -> None:
 
 
 @given(st.lists(st.floats(0.001, 1), max_size=60), st.integers(1, 8))
-def test_no_more_nodes_are_verified_than_there_are(chances: list[float], requests: int) -> None:
-    worth = np.asarray([1.0] * requests + sorted(chances, reverse=True), np.float32)
+def test_no_more_nodes_are_verified_than_there_are(probs: list[float], requests: int) -> None:
+    worth = np.asarray([1.0] * requests + sorted(probs, reverse=True), np.float32)
     assert requests <= costs(STEEP).nodes_worth(worth, requests) <= len(worth)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.verifier.conservative_bandit import ConservativeBandit, Experience
+from engine.verifier.bandit import ConservativeBandit, Experience
 from engine.verifier.cost_model import CostModel
 from engine.verifier.draft_choice import DraftChoice, DraftedRound, DraftKinds
 from engine.verifier.forward_time import ForwardTime

@@ -103,7 +103,7 @@ class Stage:
         parts: Any = (self.target, self.control, router or self.drafts)
         self.verifier = Verifier(config, *parts, Threads(1, 1, 1))
         # forwards are thought to be so slow that what the test takes for a draft is nothing
-        self.verifier.meter.costs = CostModel(ForwardTime({1: 1.0, 256: 1.0}))
+        self.verifier.timer.costs = CostModel(ForwardTime({1: 1.0, 256: 1.0}))
         if hello is not None:
             self.drafts.inbox.append((DRAFTER, hello, []))
             self.verifier._receive()
@@ -135,7 +135,7 @@ class Stage:
     def step(self) -> list[Segment]:
         """One step of all that are there; returns its segments."""
         verifier = self.verifier
-        verifier._step(verifier.requests.plan(10**18, verifier.meter.costs, verifier.drafter.present))
+        verifier._step(verifier.requests.plan(10**18, verifier.timer.costs, verifier.drafter.present))
         return self.target.forwards[-1]
 
     def verdicts(self) -> list[tuple[RoundVerdict, list[Any]]]:
@@ -171,7 +171,7 @@ def test_of_all_requests_trees_the_most_confident_nodes_are_verified() -> None:
     stage.step()
     stage.draft(one, bushy(11, 0.2, 0.1, 0.9))
     stage.draft(other, bushy(51, 0.3, 0.05, 0.8))
-    stage.verifier.meter.costs = FOUR_ROWS
+    stage.verifier.timer.costs = FOUR_ROWS
     assert [segment.tokens.tolist() for segment in stage.step()] == [[11, 12], [51, 52]]
     assert stage.tokens(1) == [11, 12, 13] and stage.tokens(2) == [51, 52, 53]
 
@@ -181,7 +181,7 @@ def test_trees_of_a_drafter_that_promises_nothing_are_verified_whole() -> None:
     request = stage.submit(1, [10])
     stage.step()
     stage.draft(request, bushy(11, 0.2, 0.1, 0.9, 0.8, 0.7))
-    stage.verifier.meter.costs = FOUR_ROWS
+    stage.verifier.timer.costs = FOUR_ROWS
     assert len(stage.step()[0]) == 6
 
 
@@ -202,7 +202,7 @@ def test_a_verdict_speaks_of_the_tree_as_it_was_drafted_though_only_a_part_was_v
     stage.verdicts()
     tree = TokenTree.from_lists([11, 40, 12, 41, 13], [-1, 0, 0, 1, 2], [1.0, 0.2, 0.9, 0.1, 0.8])
     stage.draft(request, tree, number=7)
-    stage.verifier.meter.costs = CostModel(ForwardTime({1: 0.01, 3: 0.01, 8: 1.0}))
+    stage.verifier.timer.costs = CostModel(ForwardTime({1: 0.01, 3: 0.01, 8: 1.0}))
     assert stage.step()[0].tokens.tolist() == [11, 12, 13]
     [(verdict, (path, tokens, successors, *_, features))] = stage.verdicts()
     assert verdict.draft == 7
@@ -370,7 +370,7 @@ def test_a_model_that_is_slow_by_its_own_account_rests_from_the_first_token_on()
 
 def test_a_request_whose_drafts_gain_nothing_goes_on_without_and_others_with() -> None:
     stage = Stage(CALIBRATED)
-    stage.verifier.meter.costs = CostModel(ForwardTime({1: 1.0, 64: 3.0}))  # rows cost something
+    stage.verifier.timer.costs = CostModel(ForwardTime({1: 1.0, 64: 3.0}))  # rows cost something
     poor, rich = stage.submit(1, [10]), stage.submit(2, [50])
     for number in range(1, 20):
         stage.step()

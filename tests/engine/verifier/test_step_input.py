@@ -19,8 +19,8 @@ DEAR, CHEAP = CostModel(ForwardTime({1: 1.0, 64: 64.0})), CostModel(ForwardTime(
 """Forwards where each row takes as long as the first, and where further rows are nearly free."""
 
 
-def worth(*chances: float) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    return np.array(chances, np.float32)
+def worth(*probs: float) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    return np.array(probs, np.float32)
 
 
 def test_every_tree_keeps_its_root_even_if_another_trees_nodes_are_worth_as_much() -> None:
@@ -36,9 +36,9 @@ def test_rows_that_cost_nothing_are_all_kept_and_the_likeliest_first_where_they_
 
 
 @given(st.lists(st.lists(st.floats(0.01, 1.0), max_size=8), min_size=1, max_size=4), st.floats(0.0, 1.0))
-def test_a_kept_nodes_better_nodes_are_kept_too(chances: list[list[float]], row_s: float) -> None:
+def test_a_kept_nodes_better_nodes_are_kept_too(probs: list[list[float]], row_s: float) -> None:
     """Worth never grows along a path, so a node's ancestors are among the better ones."""
-    trees = [worth(1.0, *sorted(some, reverse=True)) for some in chances]
+    trees = [worth(1.0, *sorted(some, reverse=True)) for some in probs]
     for nodes in paying(trees, CostModel(ForwardTime({1: 1.0, 64: 1.0 + 63 * row_s}))):
         assert nodes.tolist() == list(range(len(nodes))) and len(nodes)
 

@@ -226,12 +226,12 @@ def test_a_file_cut_short_anywhere_is_one_line(write: Callable[..., tuple[Path, 
 
 def test_damage_to_the_head_is_either_harmless_or_told(write: Callable[..., tuple[Path, Any]]) -> None:
     path, _ = write()
-    content, chance = path.read_bytes(), random.Random(0)
+    content, prob = path.read_bytes(), random.Random(0)
     start = read_gguf(path, "model=x").start
     for _ in range(400):
         damaged = bytearray(content)
-        for _ in range(chance.choice([1, 1, 8])):
-            damaged[chance.randrange(start)] = chance.randrange(256)
+        for _ in range(prob.choice([1, 1, 8])):
+            damaged[prob.randrange(start)] = prob.randrange(256)
         path.write_bytes(damaged)
         try:
             read_gguf(path, "model=x")

@@ -84,7 +84,7 @@ def dot(
     at: int,
     start: ir.Value,
 ) -> ir.Value:
-    """start + the sums of products of codes with the inputs from byte `at` behind x on, four for each vector of codes.
+    """start + the sums of products of codes with the inputs from byte `at` of x on, four for each vector of codes.
 
     bits: of a code; those of 8 bits count from 128 for VNNI, and AVX2 takes them signed and needs no start.
     """

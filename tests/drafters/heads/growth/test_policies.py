@@ -50,15 +50,15 @@ class RandomHead:
 
     def __call__(self, frontier: Frontier) -> Candidates:
         self.frontiers.append(frontier)
-        tokens, chances = [], []
+        tokens, probs = [], []
         for node in frontier.nodes:
-            path = [frontier.sketch.tokens[n] for n in ancestors(frontier.sketch.parents, node)]
-            chance = random.Random(repr((self.seed, path)))
-            weights = sorted((chance.random() ** self.sharpness for _ in range(self.k)), reverse=True)
-            total = sum(weights) * (1 + chance.random())
-            tokens.append(chance.sample(range(VOCAB), self.k))
-            chances.append([weight / total for weight in weights])
-        self.answers.append(Candidates(tokens, chances))
+            path = [frontier.builder.tokens[n] for n in ancestors(frontier.builder.parents, node)]
+            prob = random.Random(repr((self.seed, path)))
+            weights = sorted((prob.random() ** self.sharpness for _ in range(self.k)), reverse=True)
+            total = sum(weights) * (1 + prob.random())
+            tokens.append(prob.sample(range(VOCAB), self.k))
+            probs.append([weight / total for weight in weights])
+        self.answers.append(Candidates(tokens, probs))
         return self.answers[-1]
 
 
@@ -131,9 +131,9 @@ def test_the_talon_tree_is_that_of_the_papers_algorithm(mu: float, ungated: int,
     tree = grow(policy, 7, answers)
     behind = {}
     for frontier, seen in zip(answers.frontiers, answers.answers, strict=True):
-        for node, tokens, chances in zip(frontier.nodes, seen.tokens, seen.chance, strict=True):
-            path = tuple(frontier.sketch.tokens[n] for n in ancestors(frontier.sketch.parents, node))[1:]
-            behind[path] = list(zip(tokens, chances, strict=True))
+        for node, tokens, probs in zip(frontier.nodes, seen.tokens, seen.prob, strict=True):
+            path = tuple(frontier.builder.tokens[n] for n in ancestors(frontier.builder.parents, node))[1:]
+            behind[path] = list(zip(tokens, probs, strict=True))
     while len(kept) < 30 and layer:
         pool = sorted(((kept[p] * c, (*p, t)) for p in layer for t, c in behind[p]), key=lambda child: -child[0])
         gated = [child for child in pool if child[0] >= mu * pool[0][0]] if depth >= ungated else pool[:4]
@@ -158,8 +158,8 @@ def test_the_dynamic_tree_is_the_best_of_all_candidates(head: tuple[int, int, fl
 
 
 def test_adaptive_trees_are_deep_for_sure_heads_and_shallow_for_unsure_ones() -> None:
-    def head(chance: float) -> TokenTree:
-        row = [chance] + [(1 - chance) / 9] * 9
+    def head(prob: float) -> TokenTree:
+        row = [prob] + [(1 - prob) / 9] * 9
         return grow(Adaptive(), 0, lambda f: Candidates([list(range(10))] * len(f.nodes), [row] * len(f.nodes)))
 
     assert head(0.99).depths.max() > 20
@@ -187,10 +187,10 @@ def test_a_static_tree_without_the_parent_of_a_path_is_refused() -> None:
         Static([(1,), (0, 1)])
 
 
-def sure(*chances: float) -> Callable[[Frontier], Candidates]:
+def sure(*probs: float) -> Callable[[Frontier], Candidates]:
     """A head that sees the same candidates, 1, 2, ..., behind every node."""
-    tokens = list(range(1, len(chances) + 1))
-    return lambda frontier: Candidates([tokens] * len(frontier.nodes), [list(chances)] * len(frontier.nodes))
+    tokens = list(range(1, len(probs) + 1))
+    return lambda frontier: Candidates([tokens] * len(frontier.nodes), [list(probs)] * len(frontier.nodes))
 
 
 def asked(policy: Policy, head: Callable[[Frontier], Candidates]) -> list[list[int]]:
@@ -210,9 +210,9 @@ def test_a_head_is_told_of_every_node_all_that_it_needs() -> None:
     grow(Dynamic(depth=2, top_k=2, budget=20), 7, head)
     last = head.frontiers[-1]
     assert len(last.nodes) == 2
-    assert last.parents == [last.sketch.parents[node] for node in last.nodes]
-    assert last.tokens == [last.sketch.tokens[node] for node in last.nodes]
-    assert last.confidence == [last.sketch.confidence[node] for node in last.nodes]
+    assert last.parents == [last.builder.parents[node] for node in last.nodes]
+    assert last.tokens == [last.builder.tokens[node] for node in last.nodes]
+    assert last.confidence == [last.builder.confidence[node] for node in last.nodes]
     assert head.frontiers[0].tokens == [7] and head.frontiers[0].confidence == [1.0]
 
 
@@ -234,7 +234,7 @@ def test_talons_rule_needs_no_more_candidates_than_it_asks_for(head: tuple[int, 
 
     def asked_for(frontier: Frontier) -> Candidates:
         seen, k = answers(frontier), policy.top_k
-        return Candidates([row[:k] for row in seen.tokens], [row[:k] for row in seen.chance])
+        return Candidates([row[:k] for row in seen.tokens], [row[:k] for row in seen.prob])
 
     assert grow(policy, 7, asked_for).tokens.tolist() == grow(policy, 7, RandomHead(*head)).tokens.tolist()
 

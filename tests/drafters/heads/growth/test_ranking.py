@@ -23,7 +23,7 @@ def test_greedy_candidates_are_the_heads_best_with_their_softmax() -> None:
     seen = Ranking(SamplingParams(), IDS, 5)(logits, [7, 7, 7, 7])
     best = logits.softmax(-1).topk(5)
     assert seen.tokens == best.indices.tolist()
-    torch.testing.assert_close(torch.tensor(seen.chance), best.values)
+    torch.testing.assert_close(torch.tensor(seen.prob), best.values)
 
 
 def test_with_shared_noise_the_order_is_that_of_the_targets_draw() -> None:
@@ -51,12 +51,12 @@ def acceptance(shared_noise: bool, draws: int = 400) -> tuple[list[bool], list[f
     """Whether the first candidate is the target's draw, and the chance claimed; the head errs by a unit normal."""
     logits, error = random_logits(draws, 4), torch.randn(draws, VOCAB, generator=torch.Generator().manual_seed(9))
     ranking = Ranking(SamplingParams(temperature=1.0, seed=1), IDS, 4, shared_noise, ErrorScale(0.6))
-    hits, chances = [], []
+    hits, probs = [], []
     for row in range(draws):
         seen = ranking(logits[row : row + 1] + error[row], [row])
         hits.append(seen.tokens[0][0] == gumbel_argmax(logits[row], 1, row))
-        chances.append(seen.chance[0][0])
-    return hits, chances
+        probs.append(seen.prob[0][0])
+    return hits, probs
 
 
 def test_shared_noise_guesses_far_more_of_the_targets_draws() -> None:
@@ -65,10 +65,10 @@ def test_shared_noise_guesses_far_more_of_the_targets_draws() -> None:
 
 
 def test_the_claimed_chance_is_near_the_observed_one_where_it_is_high_and_where_it_is_low() -> None:
-    hits, chances = (torch.tensor(values).float() for values in acceptance(True, 800))
-    order = chances.argsort()
+    hits, probs = (torch.tensor(values).float() for values in acceptance(True, 800))
+    order = probs.argsort()
     for part in order.chunk(3):
-        assert abs(hits[part].mean() - chances[part].mean()) < 0.1
+        assert abs(hits[part].mean() - probs[part].mean()) < 0.1
 
 
 def test_the_heads_error_is_learnt_from_the_draws() -> None:
@@ -92,7 +92,7 @@ def test_tokens_the_request_rules_out_get_no_chance() -> None:
     ):
         for shared in (True, False):
             seen = Ranking(params, torch.arange(4), 4, shared)(logits, [0])
-            assert {t for t, c in zip(seen.tokens[0], seen.chance[0], strict=True) if c > 0} == {0, 1}
+            assert {t for t, c in zip(seen.tokens[0], seen.prob[0], strict=True) if c > 0} == {0, 1}
 
 
 def test_old_noise_is_forgotten() -> None:

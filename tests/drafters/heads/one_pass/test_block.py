@@ -226,7 +226,7 @@ def test_a_block_drafts_what_a_plain_forward_over_the_text_gives(
         sure = plain_confidence(kind, weights, states[row], path[-1])
         seen = session.rank(ranking, [node], None, [])
         assert seen.tokens[0] == expected.indices.tolist()
-        torch.testing.assert_close(torch.tensor(seen.chance[0]), expected.values * sure, atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(torch.tensor(seen.prob[0]), expected.values * sure, atol=1e-4, rtol=1e-3)
         path.append(seen.tokens[0][row % 2])  # not always the likeliest
         [node], _ = session.extend([node], path[-1:])
 
@@ -242,7 +242,7 @@ def test_the_confidence_head_says_what_a_plain_product_gives(
         return
     assert head.confidence is not None
     for token in (5, 6):
-        said = head.confidence.chance(head.outputs(head.output(states)).sure.numpy(), np.full(SIZE, token))
+        said = head.confidence.prob(head.outputs(head.output(states)).sure.numpy(), np.full(SIZE, token))
         plain = [plain_confidence(kind, weights, state, token) for state in states]
         assert said.tolist() == pytest.approx(plain, abs=1e-5)
 
@@ -277,7 +277,7 @@ def test_branches_of_a_tree_differ_by_their_links(
     first, second = session.rank(ranking, [0], None, []).tokens[0][:2]
     nodes, _ = session.extend([0, 0], [first, second])
     seen = session.rank(ranking, nodes, None, [])
-    assert (seen.chance[0] != seen.chance[1]) == kind.startswith("dspark")
+    assert (seen.prob[0] != seen.prob[1]) == kind.startswith("dspark")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -321,10 +321,10 @@ def test_a_draft_vocabulary_is_linked_with_any_token_before_it(
         gate = torch.sigmoid(gates + head.link.gate.of_token[before].float())
         logits = logits + (gate * head.link.first[before].float()) @ head.link.second.T.float()
         scores = ranking.scores(logits, [len(TEXT) + 1 + len(known)])
-        sure = head.confidence.chance(said.numpy(), np.array([before]))[0]
+        sure = head.confidence.prob(said.numpy(), np.array([before]))[0]
         expected = scores.softmax(-1)[0].topk(5)
         assert seen.tokens[0] == head.target_ids[expected.indices].tolist()
-        torch.testing.assert_close(torch.tensor(seen.chance[0]), expected.values * sure, atol=1e-5, rtol=1e-2)
+        torch.testing.assert_close(torch.tensor(seen.prob[0]), expected.values * sure, atol=1e-5, rtol=1e-2)
 
 
 @torch.inference_mode()
@@ -343,11 +343,11 @@ def test_only_a_rows_candidates_are_linked(
     expected = logits.scatter_add(1, candidates, linked.gather(1, candidates))
     for _ in range(2):
         torch.testing.assert_close(session.root_logits(), expected, atol=1e-5, rtol=1e-4)
-    chance = expected.softmax(-1)[0]
-    best = candidates[0][chance[candidates[0]].argsort(descending=True)][:5]
+    prob = expected.softmax(-1)[0]
+    best = candidates[0][prob[candidates[0]].argsort(descending=True)][:5]
     assert seen.tokens[0] == head.target_ids[best].tolist()
-    sure = float(head.confidence.chance(said.numpy(), np.array([TEXT[-1]]))[0])
-    assert seen.chance[0] == pytest.approx((sure * chance[best]).tolist(), abs=1e-5)
+    sure = float(head.confidence.prob(said.numpy(), np.array([TEXT[-1]]))[0])
+    assert seen.prob[0] == pytest.approx((sure * prob[best]).tolist(), abs=1e-5)
 
 
 def test_layouts_that_cannot_be_drafted_with_are_refused_by_key(tmp_path: Path, target: TargetWeights) -> None:

@@ -37,16 +37,16 @@ def test_a_link_adds_what_a_plain_product_gives(rank: int, gated: bool, dtype: t
 def test_chances_are_a_softmax_however_far_apart_scores_are(scores: list[float], rest: float) -> None:
     given = torch.tensor(scores, dtype=torch.float64)
     totals = ((given - given[0]).exp().sum() + rest).float()
-    chances = predicted(scores, float(totals))
+    probs = predicted(scores, float(totals))
     exact = torch.cat([given - given[0], torch.tensor([rest]).log()]).softmax(0)
-    assert chances == pytest.approx((0.5 * exact[:2]).tolist(), abs=1e-6)
+    assert probs == pytest.approx((0.5 * exact[:2]).tolist(), abs=1e-6)
 
 
 def predicted(scores: list[float], totals: float) -> list[float]:
     """Chances of the two best of a row whose tokens are right in half of all cases."""
-    ids, chances = np.zeros((1, 2), np.int64), np.empty((1, 2), np.float32)
+    ids, probs = np.zeros((1, 2), np.int64), np.empty((1, 2), np.float32)
     row, half = np.zeros(1, np.int64), np.full(1, 0.5, np.float32)
     of_row = np.array([scores], np.float32), np.array([totals], np.float32), np.arange(7, 10)[None]
-    likeliest(NO_LINK, row, row, *of_row, np.zeros((1, 0), np.float32), half, np.float32(1), ids, chances)
+    likeliest(NO_LINK, row, row, *of_row, np.zeros((1, 0), np.float32), half, np.float32(1), ids, probs)
     assert ids[0].tolist() == [7, 8]
-    return [float(chance) for chance in chances[0]]
+    return [float(prob) for prob in probs[0]]

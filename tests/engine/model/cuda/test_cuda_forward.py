@@ -21,8 +21,7 @@ from engine.core.batch import BLOCK, Batch, Segment
 from engine.core.kv_shape import KVShape
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
-from engine.model import cuda_products
-from engine.model import target as target_module
+from engine.model import cuda_products, forward_choice
 from engine.model.cuda import cuda_forward, triton_attention
 from engine.model.cuda.cuda_forward import CudaForward
 from engine.model.cuda.graphs import Recorded
@@ -351,21 +350,22 @@ def test_sizes_for_which_there_is_no_memory_leave_the_usual_one(monkeypatch: pyt
     assert forward.pool.free == free and forward.sizes == (4,)
 
 
-class AcceleratedTarget(Target):
+def accelerated(model: Any) -> Target:
     """Does what a target does on CUDA with whatever is here."""
-
-    accelerated = True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forward_choice.ForwardChoice, "accelerated", True)
+        return Target(model, "tiny", kv_memory=1 << 20)
 
 
 def target_of(family: str) -> Target:
-    return AcceleratedTarget(build(family, layers=1), family, kv_memory=1 << 20)
+    return accelerated(build(family, layers=1))
 
 
 def note_split_sums(patch: pytest.MonkeyPatch) -> list[str]:
     """Where it is noted that a target forbids products to split sums, or allows it."""
     flags: list[str] = []
     for way in ("forbid", "allow"):
-        patch.setattr(target_module, f"{way}_split_sums", lambda way=way: flags.append(way))
+        patch.setattr(forward_choice, f"{way}_split_sums", lambda way=way: flags.append(way))
     return flags
 
 
@@ -385,7 +385,7 @@ def test_a_target_takes_the_cuda_forward_and_drafts_do_not_change_its_text(
     family: str, loaded: tuple[Target, list[str]]
 ) -> None:
     target = loaded[0] if family == "llama" else target_of(family)
-    assert isinstance(target._forward, CudaForward) and target.exact, target.inexact
+    assert isinstance(target.forward, CudaForward) and target.exact, target.inexact
     assert target.forward_sizes == cuda_products.SIZES
     prompt, sampling = text(17, 10), SamplingParams(max_tokens=14)
     plain = decoded(target, prompt, sampling)
@@ -411,7 +411,7 @@ def test_what_is_recorded_with_short_windows_is_not_replayed_with_the_real_ones(
             return out
 
     monkeypatch.setattr(cuda_forward, "Recorded", Keeping)
-    target = AcceleratedTarget(model, "windowed", kv_memory=1 << 20)
+    target = accelerated(model)
     assert target.exact, target.inexact
 
 
@@ -434,7 +434,7 @@ def test_a_model_whose_logits_come_out_otherwise_is_run_with_masks() -> None:
     model.model.layers[0].self_attn.register_forward_hook(
         lambda module, inputs, out: (out[0] * (1 + (module.config._attn_implementation == NAME)), *out[1:])
     )
-    target = AcceleratedTarget(model, "llama", kv_memory=1 << 20)
+    target = accelerated(model)
     assert target.inexact == "its logits differ with exact attention"
     assert target.pool is None and model.config._attn_implementation == usual
     assert target.prefill(target.new_cache(20), [1, 2, 3])[0].isfinite().all()
@@ -446,7 +446,7 @@ def test_a_target_whose_bits_depend_on_a_rows_place_says_so() -> None:
 
     model = stock_only(build("llama", layers=1))
     model.model.norm.register_forward_hook(uneven)
-    target = AcceleratedTarget(model, "llama", kv_memory=1 << 20)
+    target = accelerated(model)
     assert target.inexact == "a token's logits depend on the rows beside it"
 
 
@@ -457,7 +457,7 @@ def test_a_target_whose_rows_depend_on_their_number_keeps_to_one_size_and_is_exa
 
     model = stock_only(build("llama", layers=1))
     model.model.norm.register_forward_hook(uneven)
-    target = AcceleratedTarget(model, "llama", kv_memory=1 << 20)
+    target = accelerated(model)
     assert target.exact, target.inexact
     assert target.forward_sizes == (cuda_products.SLICE,)
 
@@ -474,7 +474,7 @@ def test_a_target_whose_products_agree_in_one_size_alone_lets_sums_be_split_agai
 
     model = stock_only(build("llama", layers=1))
     model.model.layers[0].mlp.up_proj.register_forward_hook(uneven)
-    target = AcceleratedTarget(model, "llama", kv_memory=1 << 20)
+    target = accelerated(model)
     assert target.exact and target.forward_sizes == (cuda_products.SLICE,)
     assert flags == ["forbid", "allow"]
 

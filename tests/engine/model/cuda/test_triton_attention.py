@@ -70,7 +70,7 @@ class Texts:
         moved: Any = KVPool(pool.shape, 1)
         moved.keys, moved.values = pool.keys.to(DEVICE), pool.values.to(DEVICE)
         attention = TritonAttention(moved, GROUPS)
-        arrays = (batch.prefixes, batch.others, batch.listed, batch.tables, batch.table_of)
+        arrays = (batch.prefix_lens, batch.ancestor_ptr, batch.ancestor_slots, batch.tables, batch.table_of)
         firsts = grouped(batch.table_of, attention.together)
         rows = DeviceRows(*(torch.from_numpy(array).to(DEVICE) for array in (*arrays, firsts)))
         chunks = -(-seen // triton_attention.CHUNK)

@@ -1,0 +1,252 @@
+"""Which forward a model gets: the first of `engine.model.forward` whose logits are those of the stock forward.
+
+Each is tried at load (`engine.model.probe`). A model in memory is run by the stock forward with exact attention, then
+by the lean decoder, which has to agree with it too; if exact attention does not work, with masks. One whose matrices
+stay in a file's blocks can only be run by the lean decoder, and is compared layer by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from engine.config import Activations
+from engine.core.errors import ModelError, first_line
+from engine.core.kv_shape import KVShape
+from engine.kernels.attention.attention import has_pairs
+from engine.kernels.gemm.packed_linear import pack_linears
+from engine.kernels.pointwise import PointwiseOperations
+from engine.model.cuda_products import allow_split_sums, exact_sizes, forbid_split_sums
+from engine.model.decoder import LeanDecoder
+from engine.model.decoder_layer import OtherStructure
+from engine.model.forward import Forward
+from engine.model.kv_pool import KVPool
+from engine.model.loading import name_of
+from engine.model.masked import MaskedForward, refusal
+from engine.model.memory import free_memory
+from engine.model.probe import ModelProbe
+from engine.model.proof import Proof
+from engine.model.rotary import hold_frequencies
+from engine.model.runner import Runner
+from engine.model.stock import NAME, StockForward, Unsupported
+from engine.model.stock_logits import LayeredStock, WholeStock
+from engine.model.windows import short_windows
+from engine.weights.gguf_weights import GgufWeights
+
+_POOL_SHARE = 0.25  # share of free memory for keys and values
+_BESIDE = "a token's logits depend on the rows beside it"
+
+
+class Chosen(NamedTuple):
+    """inexact: why a token's bits depend on other rows, "" if they do not. unlike: why a CPU does not run the lean
+    decoder, "" if it does.
+    """
+
+    runner: Runner
+    inexact: str
+    unlike: str = ""
+
+
+class ForwardChoice:
+    """context: the positions that will be served. kv_memory: bytes for keys and values, None: a share of what is free.
+    device: where the forward runs.
+    """
+
+    def __init__(self, model: Any, name: str, context: int, kv_memory: int | None, device: torch.device):
+        self.model, self.name, self.context, self.kv_memory, self.device = model, name, context, kv_memory, device
+
+    @property
+    def accelerated(self) -> bool:
+        """Whether exact attention is that of `engine.model.cuda.cuda_forward`."""
+        return bool(self.device.type == "cuda")
+
+    @torch.inference_mode()
+    def of_model(self) -> Chosen:
+        """For a model in memory. Raises ModelError if its attention can take neither our function nor a mask."""
+        if self.accelerated:
+            forbid_split_sums()
+        trial = ModelProbe(self.model, self.name, self.context, WholeStock(self.model, self.name))
+        hold_frequencies(self.model)
+        chosen = self._try_exact(trial)
+        if not isinstance(chosen, str):
+            return chosen
+        return Chosen(self._masked(trial), chosen, chosen if self.device.type == "cpu" else "")
+
+    @torch.inference_mode()
+    def of_file(self, weights: GgufWeights, activations: Activations) -> Chosen:
+        """For a model on the meta device, whose matrices stay in blocks. Raises OtherStructure if the lean decoder
+        cannot run it, or differs from the stock forward.
+        """
+        weights.fill_small(self.model)
+        proof = Proof(Path(self.name), self.context, activations)
+        stock = LayeredStock(self.model, weights)
+        trial = None
+        if (rules := proof.read()) is None:
+            trial = ModelProbe(self.model, self.name, self.context, stock)
+            rules = stock.passed[-1]
+        hold_frequencies(self.model)
+        pool, q_per_kv = self._make_pool(weights.gguf.size)
+        lean = LeanDecoder(self.model, pool, q_per_kv, rules, weights.matrix, activations)
+        runner = Runner(self.model, lean, pool)
+        if trial is not None:
+            if trial.beyond is not None:
+                lean.take_rules(stock.passed[0])
+                agrees = trial.agrees(runner, trial.beyond)
+                lean.take_rules(rules)
+            if (trial.beyond is not None and not agrees) or not trial.agrees_anywhere(runner):
+                raise OtherStructure("its logits differ from those of the stock forward")
+            lean.forget_far()
+            if not trial.equal_bits(runner):
+                return Chosen(runner, _BESIDE)
+            proof.write(rules)
+        return Chosen(runner, "")
+
+    def _try_exact(self, trial: ModelProbe) -> Chosen | str:
+        """A forward with exact attention; or why there is none."""
+        if self.model.dtype not in (torch.float32, torch.bfloat16):
+            return f"its type is {name_of(self.model.dtype)}"
+        if self.accelerated:
+            return self._try_cuda(trial)
+        if self.device.type != "cpu":
+            return f"exact attention is not there for {self.device.type} yet"
+        with PointwiseOperations() as pointwise:
+            stock = self._try_attention(StockForward, trial)
+        if isinstance(stock, str):
+            pack_linears(self.model)
+            return stock
+        lean = self._try_lean(stock, trial)
+        if isinstance(lean, str):
+            return Chosen(stock, self._inexact_stock(stock, trial, pointwise), lean)
+        assert isinstance(lean.forward, LeanDecoder)
+        return Chosen(lean, self._inexact(lean, trial) if lean.forward.exact else self._uneven("number of rows"))
+
+    def _inexact_stock(self, stock: Runner, trial: ModelProbe, pointwise: PointwiseOperations) -> str:
+        """Why the stock forward is not exact on a CPU, "" if it is. Its products become our own."""
+        even = pack_linears(self.model)
+        if (other := _other_matrix(self.model)) is not None:
+            return f"{other} is multiplied in a way of its own"
+        if (operation := pointwise.depending_on_place(torch.get_num_threads())) is not None:
+            return f"on this machine {operation} depends on the rows before it"
+        return self._inexact(stock, trial) if even else self._uneven("number of rows")
+
+    @staticmethod
+    def _inexact(runner: Runner, trial: ModelProbe) -> str:
+        return "" if trial.equal_bits(runner) else _BESIDE
+
+    def _uneven(self, what: str) -> str:
+        return f"products in {name_of(self.model.dtype)} depend on the {what} on this machine"
+
+    def _try_cuda(self, trial: ModelProbe) -> Chosen | str:
+        """The same on CUDA."""
+        try:
+            from engine.model.cuda.cuda_forward import CudaForward
+        except ImportError:
+            return "exact attention on CUDA needs Triton: pip install triton"
+        runner = self._try_attention(CudaForward.tried, trial)
+        if isinstance(runner, str):
+            return runner
+        if (other := _other_matrix(self.model)) is not None:
+            return Chosen(runner, f"{other} is multiplied in a way of its own")
+        forward = runner.forward
+        assert isinstance(forward, CudaForward)
+        if forward.take_lean(self.context) and not trial.agrees_anywhere(runner):
+            forward.drop_lean()
+        usual = forward.sizes
+        found = exact_sizes(forward.linears, forward.possible)
+        if len(found) > 1:
+            found = forward.agreeing(found)
+        if len(found) > 1:
+            forward.sizes = found
+        else:
+            allow_split_sums()
+            forward.recorded.clear()  # they were captured with the other products
+            if exact_sizes(forward.linears, usual) != usual:
+                return Chosen(runner, self._uneven("row's place"))
+        return Chosen(runner, self._inexact(runner, trial))
+
+    def _try_attention(self, make: Callable[[Any, KVPool, int], Forward], trial: ModelProbe) -> Runner | str:
+        """The stock forward that `make` makes; or why that failed, with the model's own attention restored."""
+        usual = self.model.config._attn_implementation
+        try:
+            self.model.set_attn_implementation(NAME)
+            pool, q_per_kv = self._make_pool()
+            with short_windows(trial.config):  # a CUDA graph keeps the windows that it was captured with
+                runner = Runner(self.model, make(self.model, pool, q_per_kv), pool)
+                agrees = trial.beyond is None or trial.agrees(runner, trial.beyond)
+            runner = Runner(self.model, make(self.model, pool, q_per_kv), pool)
+            if trial.agrees_anywhere(runner) and agrees:
+                return runner
+            reason = "its logits differ with exact attention"
+        except torch.OutOfMemoryError as error:
+            raise ModelError(
+                f"verifier.kv_memory: the GPU has no room for the pool beside the model ({first_line(error)}); lower it"
+            ) from error
+        except (Unsupported, ValueError, TypeError, AttributeError, RuntimeError, KeyError) as error:
+            reason = f"its attention cannot be replaced ({first_line(error)})"
+        self.model.set_attn_implementation(usual)
+        return reason
+
+    def _try_lean(self, stock: Runner, trial: ModelProbe) -> Runner | str:
+        """The lean decoder, over the stock forward's pool; or why it cannot run the model."""
+        assert isinstance(stock.forward, StockForward) and stock.pool is not None
+        try:
+            q_per_kv = stock.forward.attention.q_per_kv
+            lean = LeanDecoder(self.model, stock.pool, q_per_kv, stock.forward.rules, lambda weight: weight)
+        except (OtherStructure, AttributeError) as error:  # a part of the structure is missing
+            return first_line(error)
+        runner = Runner(self.model, lean, stock.pool)
+        if not trial.agrees_anywhere(runner):
+            return "its logits differ from those of the lean decoder"
+        lean.forget_far()
+        return runner
+
+    def _masked(self, trial: ModelProbe) -> Runner:
+        """The stock forward with its own attention."""
+        try:
+            with short_windows(trial.config):  # a forward looks up the windows when it is made
+                runner = Runner(self.model, MaskedForward(self.model, self.name, trial.heeds_windows), None)
+                agrees = trial.beyond is None or trial.agrees(runner, trial.beyond)
+            masked = MaskedForward(self.model, self.name, trial.heeds_windows)
+            masked.check_recording()
+            runner = Runner(self.model, masked, None)
+            agrees = agrees and trial.agrees_anywhere(runner)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise refusal(self.model, self.name) from error
+        if not agrees:
+            raise refusal(self.model, self.name)
+        return runner
+
+    def _make_pool(self, weights: int = 0) -> tuple[KVPool, int]:
+        """The pool, and query heads per key head. weights: bytes that are still to be read into memory."""
+        config = self.model.config.get_text_config()
+        heads: int = config.num_attention_heads
+        kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
+        head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+        vnni = not self.accelerated and has_pairs(self.model.dtype)
+        shape = KVShape(config.num_hidden_layers, kv_heads, head_dim, self.model.dtype, vnni)
+        memory = self.kv_memory
+        if memory is None:
+            memory = int(_POOL_SHARE * (_free_memory(self.device) - weights))
+        return KVPool(shape, max(1, memory // shape.block_bytes), self.device), heads // kv_heads
+
+
+def _other_matrix(model: Any) -> str | None:
+    """A matrix that is neither an embedding nor in a linear layer (experts of few rows, say), by its name."""
+    known = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, torch.nn.Embedding) or type(module) is torch.nn.Linear
+    }
+    others = (name for name, weight in model.named_parameters() if weight.dim() > 1 and id(weight) not in known)
+    return next(others, None)
+
+
+def _free_memory(device: torch.device) -> int:
+    """Free bytes of the device."""
+    if device.type == "cuda":
+        free: int = torch.cuda.mem_get_info(device)[0]
+        return free
+    return free_memory()

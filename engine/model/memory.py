@@ -1,0 +1,55 @@
+"""How much memory a process can take on this machine, or in its container, and whether a GGUF file fits into it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from engine.core.errors import ModelError
+from engine.weights.gguf_file import GgufFile
+
+_UNKNOWN = 4 << 30  # if Linux does not say
+_CGROUPS = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+)
+"""For both cgroup versions: the files of the limit and of the usage, and the entry for page cache not used lately."""
+_BESIDE = 600_000_000  # bytes: libraries, compiled kernels, and a layer as bfloat16 while it is tried
+_GROWTH = 1.05  # of the blocks in memory; bytes of keys and values are a share of what is left
+_BITS = {"Q8_0": 8.5, "Q6_K": 6.6, "Q5_K_M": 5.7, "Q4_K_M": 4.9, "IQ4_XS": 4.3}
+"""Of a weight, by the names under which files are published, the largest first."""
+
+
+def free_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Free bytes, without swapping. The page cache counts as free, since Linux releases it when memory is needed."""
+    found = re.search(r"^MemAvailable:\s*(\d+) kB", _text(proc / "meminfo"), re.MULTILINE)
+    free = int(found[1]) * 1024 if found else _UNKNOWN
+    for limit, used, stat, name in _CGROUPS:
+        most, taken = _text(cgroup / limit).strip(), _text(cgroup / used).strip()
+        if most.isdecimal() and taken.isdecimal():
+            cached = re.search(rf"^{name} (\d+)$", _text(cgroup / stat), re.MULTILINE)
+            free = min(free, max(0, int(most) - int(taken) + (int(cached[1]) if cached else 0)))
+    return free
+
+
+def check_memory(gguf: GgufFile, field: str, free_bytes: int) -> None:
+    """Estimate before the file is read. Raise ModelError, which names the next smaller choice, if the file needs more
+    memory than is free.
+    """
+    needed = int(_GROWTH * gguf.size) + _BESIDE
+    if needed <= free_bytes:
+        return
+    sizes = {name: _GROWTH * bits / 8 * gguf.elements + _BESIDE for name, bits in _BITS.items()}
+    fitting = next((name for name, size in sizes.items() if size <= free_bytes and size < needed), None)
+    choice = "a model of fewer parameters" if fitting is None else f"its {fitting} ({sizes[fitting] / 1e9:.1f} GB)"
+    raise ModelError(
+        f"{field}: the file of {gguf.size / 1e9:.1f} GB needs {needed / 1e9:.1f} GB of memory, and "
+        f"{free_bytes / 1e9:.1f} GB are free; take {choice}, or free memory"
+    )
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf8")
+    except OSError:
+        return ""

@@ -1,0 +1,100 @@
+"""A model's forward with the caches that it takes: what decoding runs, and what a trial at load tries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.config import Activations
+from engine.core.batch import Batch, Segment
+from engine.core.tree import TokenTree
+from engine.model.decoder import LeanDecoder
+from engine.model.forward import Forward
+from engine.model.kv_pool import KVCache, KVPool
+from engine.model.masked import MaskedForward
+
+
+class Runner:
+    """pool: where the keys and values of all requests are; None for the forward with masks, whose caches hold them."""
+
+    def __init__(self, model: Any, forward: Forward | MaskedForward, pool: KVPool | None):
+        self.model, self.forward, self.pool = model, forward, pool
+        self.vocab_size: int = model.config.get_text_config().vocab_size
+        self.dtype: torch.dtype = model.dtype
+
+    @property
+    def activations(self) -> Activations:
+        """How the products take their rows: int8 if matrices in blocks do."""
+        return self.forward.activations if isinstance(self.forward, LeanDecoder) else "bfloat16"
+
+    def new_cache(self, capacity: int) -> Any:
+        """An empty cache for one request, with room for `capacity` positions, tree nodes included.
+
+        Raises OutOfBlocks if the pool has no room for it.
+        """
+        if isinstance(self.forward, MaskedForward):
+            return self.forward.new_cache(capacity)
+        assert self.pool is not None
+        cache = KVCache(self.pool)
+        cache.reserve(capacity)
+        return cache
+
+    def open_cache(self, most: int, tenant: str = "") -> Any:
+        """An empty cache for one request of at most `most` positions, drafts included; it takes blocks as it grows.
+        tenant: see `KVCache`.
+        """
+        return KVCache(self.pool, tenant) if self.pool is not None else self.new_cache(most)
+
+    def release(self, cache: Any) -> None:
+        """Release the cache of a finished request."""
+        if isinstance(self.forward, MaskedForward):
+            self.forward.release(cache)
+        else:
+            cache.release()
+
+    @torch.inference_mode()
+    def run(self, segments: Sequence[Segment], feature_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
+        """One forward over all segments; the caller commits.
+
+        Returns the logits of the rows wanted, in the segments' order, [chosen, vocab] in the model's type, and
+        [rows, layers, hidden] features if layers are requested.
+        """
+        if isinstance(self.forward, MaskedForward):
+            return self.forward(segments, feature_layers)
+        for segment in segments:
+            segment.cache.reserve(segment.past + segment.pending + len(segment))
+        return self.forward(Batch.of(segments), feature_layers)
+
+    def prefill(
+        self, cache: Any, tokens: Sequence[int], feature_layers: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """Forward `tokens` and commit them after what the cache holds.
+
+        Returns the last position's logits, [vocab] float32, and [tokens, layers, hidden] features if layers are
+        requested.
+        """
+        logits, features = self.run([Segment.of_text(tokens, cache)], feature_layers)
+        cache.commit(range(len(tokens)))
+        return logits[0].float(), features
+
+    def verify(
+        self, cache: Any, tree: TokenTree, feature_layers: tuple[int, ...] = (), first: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
+        """One forward over the tree's nodes from `first` on; the caller commits the accepted path.
+
+        The nodes before `first` were forwarded already (a draft model grows its tree level by level).
+        Returns [nodes, vocab] float32 logits and [nodes, layers, hidden] features if layers are requested.
+        """
+        logits, features = self.run([Segment.of_tree(tree, cache, first)], feature_layers)
+        return logits.float(), features
+
+
+def bfloat16_bits(features: Tensor) -> NDArray[np.uint16]:
+    """The features, rounded to bfloat16, as messages carry them: numpy has no such type."""
+    bits: NDArray[np.uint16] = features.to("cpu", torch.bfloat16).view(torch.uint16).numpy()
+    return bits
