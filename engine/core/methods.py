@@ -1,4 +1,4 @@
-"""The methods a configuration can name. Adding a drafter: its file, one line here, one file in configs/."""
+"""The methods a configuration can name. Adding a drafter: its file, and a last line here, as the place is its bit."""
 
 from __future__ import annotations
 

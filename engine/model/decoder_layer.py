@@ -140,7 +140,7 @@ def joined(
 ) -> Product:
     """One product that replaces several over the same input.
 
-    orders: for each of the parts the order of the outputs within every so many of them; None: as they are. activations:
+    orders: for each of the parts, the order of the outputs within each run of as many outputs; None: as they are. activations:
     how it takes its rows, if it is in blocks.
     """
     linears: list[Any] = [getattr(module, name, None) for name in ((whole,) if hasattr(module, whole) else parts)]
@@ -164,7 +164,7 @@ def _each(orders: Sequence[Tensor | None] | None, parts: Sequence[Any]) -> Seque
 
 
 def _ordered(part: Any, order: Tensor | None) -> Any:
-    """A tensor or a matrix of a file with its outputs in that order, within every so many of them."""
+    """A tensor or a matrix of a file, with the outputs of each run of `len(order)` in that order."""
     if order is None:
         return part
     whole = torch.arange(part.shape[0]).unflatten(0, (-1, len(order)))[:, order].flatten()

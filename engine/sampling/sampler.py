@@ -75,8 +75,8 @@ class NodeLogits:
 
 class Sampler:
     """Draws a request's tokens one after another: penalties and bias, minimum length, grammar, temperature, top-k,
-    top-p, min-p (as `transformers` does), and then Gumbel-max (DESIGN: noise keyed by seed, position and token, not by
-    history).
+    top-p, min-p (as `transformers` does), and then Gumbel-max (its noise is keyed by seed, position and token, not by
+    history: docs/exactness.md).
 
     answer: tokens drawn already, by an earlier sampler; the matcher has followed them. finish_reason: None while the
     request runs, then "eos", "stop" (a stop token) or "length". logprobs: of the tokens drawn since they were last

@@ -108,7 +108,7 @@ class _Writer:
             self.rules.append(f"{name}[lazy]: {_ANY} {json.dumps(reasoning.end)}")
 
     def _opened(self, trigger: str) -> None:
-        """A rule for text up to the first call. A trigger that is a token may be spelled with others too."""
+        """A rule for text up to the first call. The text of a trigger that is one token may also come in several."""
         ways = []
         if (lead := self._added.match(trigger)) is not None:
             tools = self.format.tools

@@ -141,9 +141,9 @@ class Verifier:
         return cut(rounds, self.timer.costs) if cuts else rounds
 
     def _reserve(self, plan: Plan, rounds: list[StepInput]) -> tuple[Plan, list[StepInput]]:
-        """The part of the plan that there are blocks for. Drafts never decide who takes part: roots and chunks get
-        theirs first, and trees are cut to what is left, the oldest request's first. Raises OutOfBlocks if not even the
-        last running request's root or chunk fits.
+        """The part of the plan that there are blocks for. Roots and chunks get blocks first, so drafts never
+        decide who takes part; trees are cut to the blocks that are left, the oldest request's first. Raises OutOfBlocks
+        if one request is left and its root or chunk does not fit.
         """
         chunks = dict(plan.reading)
         plan = self.requests.reserve(plan, lambda request: chunks.get(request, 1))

@@ -67,7 +67,7 @@ class Request:
         self.forget_states()
         self.since_ns = self.asked_ns = time.perf_counter_ns()
         self.rows_kept: Sequence[int] = ()
-        self.hit = False  # the next tree had arrived at the last verdict
+        self.hit = False  # when the last verdict was sent, the tree for it was already here
         self.root_only = False  # the next round verifies the root alone
         self.n_sent = 0  # tokens of the text that the drafter knows
 

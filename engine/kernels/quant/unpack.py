@@ -5,8 +5,8 @@ changes. A scale times a code is exact in float32, and so is a scale of two fact
 offset is added by the same instruction or by another, and then the one to bfloat16. Zeros of both signs count as equal.
 Numbers below 2**-126, which only MXFP4 has, become zeros, as they do in the instructions that multiply bfloat16.
 
-Integers become floats without a conversion, whose units are the scarcest: up to 32 values are looked up; others, bits
-of a float as they lie in a word, are completed by an exponent, so that the float is a power of two plus the integer. An
+Integers become floats without a conversion, whose units are the scarcest. Up to 32 values are looked up. Larger codes
+lie where a float has its mantissa: with an exponent put above them, they read as a power of two plus the code, and an
 exact constant then removes that power, the bias and the scale's product with both.
 """
 
