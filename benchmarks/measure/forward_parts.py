@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, record_function
 
 from engine.kernels.attention.attention import attention_kernels
 from engine.kernels.gemm.matmul_kernels import product_kernel
-from engine.kernels.gemm.packed_linear import PackedLinear, Product
+from engine.kernels.gemm.product import PackedLinear, Product
 from engine.kernels.layer.experts import experts_kernel
 from engine.kernels.threads import Kernel, Program, Timed
 from engine.model.cuda.graphs import wait

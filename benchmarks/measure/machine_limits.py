@@ -14,7 +14,7 @@ from numba import carray
 from torch import Tensor
 
 from engine.kernels.amx import LINE_BYTES, fetch
-from engine.kernels.gemm.packed_linear import pack, product
+from engine.kernels.gemm.onednn import pack, packed_product
 from engine.kernels.simd import FLOAT32, add, load, splat, store
 from engine.kernels.threads import address_of, kernel, num_threads, thread_id
 from engine.model.cuda.graphs import wait
@@ -97,4 +97,4 @@ class Limits:
 def _multiplication(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
     """The product as in a forward: with a packed matrix where there is one."""
     packed = pack(weight)
-    return partial(F.linear, x, weight) if packed is None else partial(product, x, packed, None)
+    return partial(F.linear, x, weight) if packed is None else partial(packed_product, x, packed, None)

@@ -20,7 +20,8 @@ from engine.kernels.gemm.int8.dots import instruction_sets
 from engine.kernels.gemm.int8.layout import has_integer_codes
 from engine.kernels.gemm.int8.matmul import Int8Matmul
 from engine.kernels.gemm.matmul import Matmul, Unit, units
-from engine.kernels.gemm.packed_linear import can_multiply, multiplies, pack, product
+from engine.kernels.gemm.onednn import pack, packed_product
+from engine.kernels.gemm.product import can_multiply, multiplies
 from engine.kernels.quant.layouts import STEP
 from engine.kernels.quant.nearest import nearest
 from engine.kernels.simd import LANES
@@ -66,7 +67,7 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         if self.matmul is not None:
             return self.matmul(x)
-        out = F.linear(x, self.weight, self.bias) if self.packed is None else product(x, self.packed, self.bias)
+        out = F.linear(x, self.weight, self.bias) if self.packed is None else packed_product(x, self.packed, self.bias)
         if not self.gated:
             return out
         gate, up = out.chunk(2, dim=-1)

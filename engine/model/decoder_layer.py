@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.config import Activations
-from engine.kernels.gemm.packed_linear import Product
+from engine.kernels.gemm.product import Product
 from engine.kernels.layer.weights import ExpertMlp, GatedMlp, LayerWeights, Norm
 from engine.kernels.quant.stored import StoredMatrix
 from engine.kernels.simd import LANES
@@ -140,8 +140,8 @@ def joined(
 ) -> Product:
     """One product that replaces several over the same input.
 
-    orders: for each of the parts, the order of the outputs within each run of as many outputs; None: as they are. activations:
-    how it takes its rows, if it is in blocks.
+    orders: for each of the parts, the order of the outputs within each run of as many outputs; None: as they are.
+    activations: how it takes its rows, if it is in blocks.
     """
     linears: list[Any] = [getattr(module, name, None) for name in ((whole,) if hasattr(module, whole) else parts)]
     if not all(type(linear) is nn.Linear for linear in linears) or (orders and len(orders) != len(linears)):

@@ -17,7 +17,7 @@ from engine.config import Activations
 from engine.core.errors import ModelError, first_line
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import has_pairs
-from engine.kernels.gemm.packed_linear import pack_linears
+from engine.kernels.gemm.product import pack_linears
 from engine.kernels.pointwise import PointwiseOperations
 from engine.model.cuda_products import allow_split_sums, exact_sizes, forbid_split_sums
 from engine.model.decoder import LeanDecoder

@@ -147,7 +147,7 @@ def find_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
     """The type a model with that `transformers` configuration is loaded in."""
     if dtype != "auto":
         return DTYPES[dtype]
-    from engine.kernels.gemm.packed_linear import multiplies  # imports all kernels, which the front end does not need
+    from engine.kernels.gemm.product import multiplies  # imports all kernels, which the front end does not need
 
     stored = config.get_text_config().dtype or torch.float32
     if device.type == "cpu" and (stored == torch.float16 or (stored == torch.bfloat16 and not multiplies(stored))):

@@ -13,7 +13,7 @@ import torch
 from engine.config import Activations, Config
 from engine.core.batch import BLOCK
 from engine.core.errors import ConfigError
-from engine.kernels.gemm.packed_linear import PackedLinear, multiplies
+from engine.kernels.gemm.product import PackedLinear, multiplies
 from engine.model.decoder import LeanDecoder
 from engine.model.decoder_layer import OtherStructure
 from engine.model.forward_choice import ForwardChoice

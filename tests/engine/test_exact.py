@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from engine.core.batch import Segment
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
-from engine.kernels.gemm.packed_linear import pack_linears
+from engine.kernels.gemm.product import pack_linears
 from engine.model.decoder import LeanDecoder
 from engine.model.decoder_layer import OtherStructure
 from engine.model.stock import NAME, StockForward

@@ -10,7 +10,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
-from engine.kernels.gemm.packed_linear import multiplies
+from engine.kernels.gemm.product import multiplies
 from engine.model import forward_choice
 from engine.model import target as targets
 from engine.model.decoder import LeanDecoder

@@ -25,7 +25,7 @@ from transformers import (
 from engine.core.errors import ConfigError, ModelError
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
-from engine.kernels.gemm.packed_linear import multiplies
+from engine.kernels.gemm.product import multiplies
 from engine.model.forward_choice import ForwardChoice
 from engine.model.masked import MaskedForward
 from engine.model.runner import bfloat16_bits

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from engine.kernels.gemm.int8.dots import PAIRS_OF_16_BITS, InstructionSet, instruction_sets
 from engine.kernels.gemm.int8.layout import rows_at_once
 from engine.kernels.gemm.int8.matmul import Int8Matmul
-from engine.kernels.gemm.packed_linear import int8_matmul
+from engine.kernels.gemm.product import int8_matmul
 from engine.kernels.quant.layouts import layout_of
 from engine.kernels.quant.nearest import nearest
 from tests.engine.kernels.gemm import int8_reference as reference

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from engine.kernels.gemm.matmul import NO_SCRATCH, Matmul, Unit, give_scratch, units
 from engine.kernels.gemm.matmul_kernels import AT_ONCE, rows_at_once
-from engine.kernels.gemm.packed_linear import _cancelling
+from engine.kernels.gemm.onednn import cancelling
 
 pytestmark = pytest.mark.skipif(not units(), reason="this processor has no unit that `Matmul` knows")
 Kind = tuple[Unit, torch.dtype]
@@ -73,7 +73,7 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(
 ) -> None:
     """With products whose true value is 0, so that all of the result is rounding. A gate of 1 lets them through."""
     unit, dtype = kind
-    x, weight = _cancelling(*shape, dtype)
+    x, weight = cancelling(*shape, dtype)
     bias = None
     if gated:
         outputs = -(-shape[0] // 16) * 16

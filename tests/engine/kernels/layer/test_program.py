@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Attention
 from engine.kernels.gemm.matmul import Matmul, units
-from engine.kernels.gemm.packed_linear import Product
+from engine.kernels.gemm.product import Product
 from engine.kernels.layer.program import LayerProgram
 from engine.kernels.layer.row_kernels import CAP, ROW_NORM, cap_kernel, row_norm_kernel
 from engine.kernels.layer.weights import ExpertMlp, GatedMlp, Norm

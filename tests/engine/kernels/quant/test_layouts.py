@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.kernels.gemm.matmul import Matmul, Unit, units
-from engine.kernels.gemm.packed_linear import Product
+from engine.kernels.gemm.product import Product
 from engine.kernels.quant.layouts import Arrangement, layout_of
 from engine.kernels.quant.pack import panels_of
 from engine.kernels.quant.stored import StoredMatrix

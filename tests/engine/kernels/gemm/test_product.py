@@ -6,15 +6,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.kernels.gemm import packed_linear
-from engine.kernels.gemm.packed_linear import PackedLinear, Product, _can_pack, _cancelling, pack_linears, product
+from engine.kernels.gemm import onednn
+from engine.kernels.gemm import product as product_module
+from engine.kernels.gemm.onednn import _can_pack, cancelling, packed_product
+from engine.kernels.gemm.product import PackedLinear, Product, pack_linears
 
 pytestmark = pytest.mark.skipif(not _can_pack(torch.float32), reason="this build of torch has no packed product")
 
 
 @pytest.fixture(autouse=True)
 def _without_kernels_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_linear, "multiplies", lambda dtype: False)
+    monkeypatch.setattr(product_module, "multiplies", lambda dtype: False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -39,7 +41,7 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(
     torch.set_num_threads(threads)
     if not _can_pack(dtype):
         pytest.skip(f"no packed product for {dtype} here")
-    x, weight = _cancelling(*shape, dtype)
+    x, weight = cancelling(*shape, dtype)
     product = Product(weight)
     if product.rows is None:
         pytest.skip("no number of rows gives the same bits here")
@@ -73,16 +75,16 @@ def test_few_numbers_of_rows_are_multiplied_all_of_them_measured_at_load(
     def counting(seen: set[int]) -> Callable[..., Tensor]:
         def multiply(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
             seen.add(len(x))
-            return product(x, packed, bias)
+            return packed_product(x, packed, bias)
 
         return multiply
 
     linear = nn.Linear(48, 56, bias=False)  # of a shape that no other test has measured
-    packed_linear._measure.cache_clear()
+    onednn._measure.cache_clear()
     with torch.no_grad():
-        monkeypatch.setattr(packed_linear, "product", counting(tried))
+        monkeypatch.setattr(onednn, "packed_product", counting(tried))
         layer = Product(linear.weight)
-        monkeypatch.setattr(packed_linear, "product", counting(multiplied))
+        monkeypatch.setattr(product_module, "packed_product", counting(multiplied))
         if not exact:
             layer.rows = None
         for rows in range(1, 513):
