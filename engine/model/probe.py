@@ -5,9 +5,8 @@ Logits are compared with those of the model as it was loaded, and a token's bits
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,27 +15,13 @@ from engine.core.batch import Segment
 from engine.core.errors import ModelError
 from engine.core.tree import TokenTree
 from engine.model.loading import name_of
+from engine.model.runner import Runner
 from engine.model.stock_logits import StockLogits
 from engine.model.windows import short_windows
 
 _TOKENS = 24
 _FAR_ERROR = 5.0  # how much more than the near text's error a far text's may be
 _LIMITS = ("original_max_position_embeddings", "sliding_window", "attention_chunk_size")
-
-
-class Runs(Protocol):
-    """A target that can be tried: the part of `engine.model.target.Target` that a trial needs."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def activations(self) -> str: ...
-    @property
-    def vocab_size(self) -> int: ...
-    def new_cache(self, capacity: int) -> Any: ...
-    def release(self, cache: Any) -> None: ...
-    def prefill(self, cache: Any, tokens: list[int]) -> Any: ...
-    def run(self, segments: Sequence[Segment]) -> tuple[Tensor, Any]: ...
 
 
 class ModelProbe:
@@ -67,11 +52,11 @@ class ModelProbe:
         """Whether the model attends by the windows that its configuration names, if any."""
         return self.beyond is None or not torch.equal(self.beyond, self.expected)
 
-    def agrees(self, target: Runs, expected: Tensor) -> bool:
+    def agrees(self, target: Runner, expected: Tensor) -> bool:
         """Whether the text gives the expected logits when read in two parts, the second as a tree of two branches."""
         return self._error(target, expected) <= _tolerance(target)
 
-    def agrees_anywhere(self, target: Runs) -> bool:
+    def agrees_anywhere(self, target: Runner) -> bool:
         """The same for the logits of the first positions and of all far ones. A far text may err little more than the
         near one does: in bfloat16 a scale by position can be smaller than what rounding is allowed. The near one is
         read last, so that it shows a forward that far positions change.
@@ -80,7 +65,7 @@ class ModelProbe:
         near, tolerance = self._error(target, self.expected), _tolerance(target)
         return near <= tolerance and far <= min(tolerance, max(1e-3, _FAR_ERROR * near))
 
-    def _error(self, target: Runs, expected: Tensor, start: int = 0) -> float:
+    def _error(self, target: Runner, expected: Tensor, start: int = 0) -> float:
         """The text's error in standard deviations of the expected logits, when it begins at position `start`."""
         tokens, split = self.tokens, _TOKENS - 4
         cache = target.new_cache(_TOKENS + 8)
@@ -97,7 +82,7 @@ class ModelProbe:
         error = (found - expected).pow(2).mean().sqrt() / expected.std()
         return float(error.nan_to_num(torch.inf))
 
-    def equal_bits(self, target: Runs) -> bool:
+    def equal_bits(self, target: Runner) -> bool:
         """Whether a token's logits are the same bits read with others, alone, and in a tree with wrong siblings."""
         tokens = self.tokens
         read = target.new_cache(_TOKENS)
@@ -141,7 +126,7 @@ def far_positions(config: Any, context: int) -> list[int]:
     return sorted(start for start in limits | {context // 2, last} if 0 < start <= last)
 
 
-def _tolerance(target: Runs) -> float:
+def _tolerance(target: Runner) -> float:
     if target.activations == "int8":
         return 0.3
     return 1e-3 if target.dtype == torch.float32 else 0.1
