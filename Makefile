@@ -46,7 +46,7 @@ types: .venv/installed
 
 # Of three, one mostly waits: for a worker to start, or for what must not come.
 test: lint types
-	$(BIN)/python -m pytest -n 3 --dist loadfile --max-worker-restart 0
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 soak: .venv/installed
 	TALON_SOAK_MINUTES=$(or $(MINUTES),30) $(BIN)/python -m pytest -m slow -s tests/faults/test_soak.py tests/engine/server/test_soak.py

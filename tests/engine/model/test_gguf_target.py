@@ -10,6 +10,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
+from engine.kernels.gemm.matmul import Unit, units
 from engine.kernels.gemm.product import multiplies
 from engine.model import forward_choice
 from engine.model import target as targets
@@ -103,7 +104,11 @@ def test_a_file_gives_the_bits_of_its_dequantised_weights(
     monkeypatch.setattr(targets, "open_gguf", lambda folder: None)
     whole = Target.load(folder)
     assert isinstance(whole.forward, LeanDecoder)
-    assert torch.equal(logits(packed), logits(whole))
+    found, expected = logits(packed), logits(whole)
+    if kind is Kind.F32 or units()[0] is not Unit.VECTORS:
+        assert torch.equal(found, expected)
+    else:  # codes are multiplied as they are, and not rounded to bfloat16 with their scales
+        assert (found - expected).float().norm() < 0.1 * expected.float().norm()
 
 
 def test_a_pass_is_remembered_until_a_version_changes(
@@ -131,8 +136,9 @@ def test_rows_in_a_wrong_order_are_not_taken(directory: Callable[..., str], monk
         return matrix if matrix.order is None else type(matrix)(matrix.kind, matrix.raw)
 
     folder = directory(kind=Kind.Q8_0)
-    expected = logits(Target.load(folder))
-    (Path(folder) / "proof.json").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(targets, "open_gguf", lambda folder: None)
+        expected = logits(Target.load(folder))
     model, weights = unfilled(folder)
     stock = LayeredStock(model, weights)
     monkeypatch.setattr(forward_choice, "LayeredStock", lambda *_: stock)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import tiny_tokenizer
 from tests.engine.server.process import ServerProcess
 from tests.engine.server.tool_model import WEATHER, tool
 
@@ -93,19 +92,6 @@ def test_what_the_grammar_forces_is_drafted(client: Any) -> None:
     answer = client.chat.completions.create(**asked(extra_body={"return_sources": True}))
     sources = [one["source"] for one in answer.choices[0].sources]
     assert sources.count("grammar") > len(sources) / 2
-
-
-def test_several_calls_have_ids_of_their_own(client: Any) -> None:
-    end, space, mark = (tiny_tokenizer().convert_tokens_to_ids(piece) for piece in ("<|end|>", "Ġ", "<"))
-    bias = {str(end): -100, str(space): -100, str(mark): 100}  # what follows a call is another one
-    for temperature in (0, 1):
-        more = {"tool_choice": "required", "logit_bias": bias, "temperature": temperature}
-        calls = client.chat.completions.create(**asked(**more)).choices[0].message.tool_calls
-        assert len({call.id for call in calls}) == len(calls) > 1
-        whole, _ = streamed(client, **more)
-        assert [call.function.arguments for call in whole.choices[0].message.tool_calls] == [
-            call.function.arguments for call in calls
-        ]
 
 
 def test_an_answer_that_may_call_nothing_is_text(client: Any) -> None:
