@@ -23,7 +23,6 @@ from engine.files.whole_file import write_whole
 from engine.kernels.attention.attention import Rule
 from engine.kernels.simd import features
 
-_NAME = "proof.json"
 _ENGINE = Path(__file__).parents[1]
 _COMPARED = ("kernels", "model", "weights", "core")  # folders whose code takes part
 _LIBRARIES = ("torch", "transformers", "numba", "llvmlite", "gguf", "numpy")
@@ -35,7 +34,7 @@ class Proof:
     """
 
     def __init__(self, folder: Path, context: int, activations: Activations):
-        self._file = folder / _NAME
+        self._file = folder / f"proof-{activations}.json"
         self._under = [f"context {context}", f"activations {activations}", *_versions()]
 
     def read(self) -> dict[int, Rule] | None:

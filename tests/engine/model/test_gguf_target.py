@@ -120,12 +120,25 @@ def test_a_pass_is_remembered_until_a_version_changes(
     folder = directory(kind=Kind.Q8_0)
     first, second = Target.load(folder), Target.load(folder)
     assert len(trials) == 1 and torch.equal(logits(first), logits(second))
-    proof = Path(folder) / "proof.json"
+    proof = Path(folder) / "proof-bfloat16.json"
     proof.write_text(proof.read_text().replace("transformers ", "transformers 0."))
     Target.load(folder)
     proof.write_text("{")
     Target.load(folder)
     assert len(trials) == 3
+
+
+def test_a_pass_is_remembered_for_each_kind_of_activations(
+    directory: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials: list[int] = []
+    usual = forward_choice.ModelProbe
+    monkeypatch.setattr(forward_choice, "ModelProbe", lambda *args: trials.append(1) or usual(*args))
+    folder = directory(kind=Kind.Q8_0)
+    for _ in range(2):
+        Target.load(folder)
+        Target.load(folder, activations="int8")
+    assert len(trials) == 2
 
 
 def test_rows_in_a_wrong_order_are_not_taken(directory: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +160,7 @@ def test_rows_in_a_wrong_order_are_not_taken(directory: Callable[..., str], monk
     monkeypatch.setattr(weights, "values", lambda weight: right[names[id(weight)]])
     monkeypatch.setattr(GgufWeights, "matrix", unordered)
     target = Target.load(folder)
-    assert not (Path(folder) / "proof.json").exists()
+    assert not (Path(folder) / "proof-bfloat16.json").exists()
     assert torch.equal(logits(target), expected), "the stock weights are read instead"
 
 
