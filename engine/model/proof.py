@@ -35,7 +35,7 @@ class Proof:
 
     def __init__(self, folder: Path, context: int, activations: Activations):
         self._file = folder / f"proof-{activations}.json"
-        self._under = [f"context {context}", f"activations {activations}", *_versions()]
+        self._under = [f"context {context}", *_versions()]
 
     def read(self) -> dict[int, Rule] | None:
         """The rule of each layer; None if the model has to be tried."""

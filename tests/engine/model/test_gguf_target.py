@@ -111,12 +111,16 @@ def test_a_file_gives_the_bits_of_its_dequantised_weights(
         assert (found - expected).float().norm() < 0.1 * expected.float().norm()
 
 
-def test_a_pass_is_remembered_until_a_version_changes(
-    directory: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trials: list[int] = []
+@pytest.fixture
+def trials(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One for each time that a model is tried."""
+    noted: list[int] = []
     usual = forward_choice.ModelProbe
-    monkeypatch.setattr(forward_choice, "ModelProbe", lambda *args: trials.append(1) or usual(*args))
+    monkeypatch.setattr(forward_choice, "ModelProbe", lambda *args: noted.append(1) or usual(*args))
+    return noted
+
+
+def test_a_pass_is_remembered_until_a_version_changes(directory: Callable[..., str], trials: list[int]) -> None:
     folder = directory(kind=Kind.Q8_0)
     first, second = Target.load(folder), Target.load(folder)
     assert len(trials) == 1 and torch.equal(logits(first), logits(second))
@@ -128,12 +132,7 @@ def test_a_pass_is_remembered_until_a_version_changes(
     assert len(trials) == 3
 
 
-def test_a_pass_is_remembered_for_each_kind_of_activations(
-    directory: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trials: list[int] = []
-    usual = forward_choice.ModelProbe
-    monkeypatch.setattr(forward_choice, "ModelProbe", lambda *args: trials.append(1) or usual(*args))
+def test_a_pass_is_remembered_for_each_kind_of_activations(directory: Callable[..., str], trials: list[int]) -> None:
     folder = directory(kind=Kind.Q8_0)
     for _ in range(2):
         Target.load(folder)
