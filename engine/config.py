@@ -16,6 +16,8 @@ from engine.places import ROOT
 AUTO = "auto"
 Activations = Literal["bfloat16", "int8"]
 """How products take their rows."""
+Weights = Literal["auto", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
+"""The type of the target's matrices, the largest first."""
 DEMO = ROOT / "configs" / "demo.yaml"
 
 
@@ -147,7 +149,8 @@ class Config(_Section):
     """Everything `Engine.start` needs.
 
     model: a Hugging Face directory or hub id, a GGUF file, or a name that `talon models list` knows. chat_template: a
-    Jinja file for a model that has none, or in place of its own. activations: int8 rounds the rows that matrices in
+    Jinja file for a model that has none, or in place of its own. weights: the model's own, or quantise a safetensors
+    checkpoint as it is loaded, which makes another model of it, whose own text is kept exactly. activations: int8 rounds the rows that matrices in
     blocks are multiplied with to 8 bits, as other engines do with GGUF files: further rows cost less, and plain
     decoding's own text is a slightly different one. method: which drafter (`drafters.registry`). mode: drafter and
     verifier in turns (sequential), both at once (async), or whichever proves faster (auto). transport: workers as
@@ -161,6 +164,7 @@ class Config(_Section):
     chat_template: str | None = None
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    weights: Weights = "auto"
     activations: Activations = "bfloat16"
     method: str = "suffix"
     mode: Literal["sequential", "async", "auto"] = "sequential"

@@ -12,17 +12,27 @@ import torch
 
 from engine.config import Activations, Config
 from engine.core.batch import BLOCK
-from engine.core.errors import ConfigError
+from engine.core.errors import ConfigError, ModelError, first_line
 from engine.kernels.gemm.product import PackedLinear, multiplies
 from engine.model.decoder import LeanDecoder
 from engine.model.decoder_layer import OtherStructure
 from engine.model.forward_choice import ForwardChoice
-from engine.model.loading import eos_tokens, find_device, find_dtype, load_config, load_model, skeleton, steady_context
+from engine.model.loading import (
+    eos_tokens,
+    find_device,
+    find_dtype,
+    load_config,
+    load_model,
+    open_stored,
+    skeleton,
+    steady_context,
+    weights_of,
+)
 from engine.model.masked import refusal
 from engine.model.memory import check_memory, free_memory
 from engine.model.runner import Runner
-from engine.weights.gguf_source import open_gguf
-from engine.weights.gguf_weights import GgufWeights, Unreadable
+from engine.weights.gguf_file import GgufFile
+from engine.weights.stored_weights import StoredWeights, Unreadable
 
 
 class Target(Runner):
@@ -39,7 +49,7 @@ class Target(Runner):
         model: Any,
         name: str,
         kv_memory: int | None = None,
-        weights: GgufWeights | None = None,
+        weights: StoredWeights[Any] | None = None,
         activations: Activations = "bfloat16",
     ):
         """weights: of a model on the meta device. activations: how their matrices take rows. Raises OtherStructure if
@@ -71,7 +81,7 @@ class Target(Runner):
         """Load a checkpoint directory or hub id. kv_memory: bytes for keys and values, None: a share of free memory.
         activations: int8 for matrices in blocks, where there are any and the lean decoder runs them: see `activations`.
         """
-        target = cls._load_gguf(path, dtype, find_device(device), kv_memory, activations)
+        target = cls._load_stored(path, dtype, find_device(device), kv_memory, activations)
         if target is None:
             target = cls(load_model(path, dtype, find_device(device)), path, kv_memory)
         if isinstance(target.forward, LeanDecoder):
@@ -91,23 +101,28 @@ class Target(Runner):
         return target
 
     @classmethod
-    def _load_gguf(
+    def _load_stored(
         cls, path: str, dtype: str, device: torch.device, kv_memory: int | None, activations: Activations
     ) -> Target | None:
-        """The target of a directory that describes a GGUF file, with nothing in memory but the decoder's own layout;
-        None if the stock forward has to be loaded for it.
+        """The target of a directory whose weights lie in blocks or are quantised, with nothing in memory but the
+        decoder's own layout; None if the stock forward has to be loaded for it.
         """
-        if device.type != "cpu" or (gguf := open_gguf(Path(path))) is None:
+        if device.type != "cpu" or (stored := open_stored(Path(path))) is None:
             return None
         config = load_config(path)
         if find_dtype(dtype, config, device) != torch.bfloat16 or not multiplies(torch.bfloat16):
             return None
-        check_memory(gguf, f"model={path}", free_memory())
+        check_memory(stored, f"model={path}", free_memory())
         model = skeleton(path, config)
         try:
-            return cls(model, path, kv_memory, GgufWeights(gguf, model), activations)
-        except (Unreadable, OtherStructure, AttributeError):  # a part of the structure is missing
-            return None
+            return cls(model, path, kv_memory, weights_of(stored, model), activations)
+        except (Unreadable, OtherStructure, AttributeError) as error:  # a part of the structure is missing
+            if isinstance(stored, GgufFile):
+                return None
+            raise ModelError(
+                f"weights={stored.kind.lower()}: this model cannot be run with quantised weights "
+                f"({first_line(error)}); leave weights out"
+            ) from error
 
     @property
     def context(self) -> int:

@@ -12,24 +12,22 @@ from typing import Any
 import numpy as np
 import torch
 from gguf import MODEL_ARCH_NAMES, dequantize, get_tensor_name_map
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
 from engine.core.errors import ModelError
 from engine.kernels.quant.layouts import has_layout
 from engine.kernels.quant.stored import StoredMatrix
 from engine.weights.gguf_file import GgufFile, GgufTensor
+from engine.weights.stored_weights import StoredWeights, Unreadable
 
 
-class Unreadable(Exception):
-    """A parameter is stored in a way that is not read here, but perhaps by transformers."""
-
-
-class GgufWeights:
-    """model: its parameters, known by identity, are those that the methods take."""
+class GgufWeights(StoredWeights[GgufTensor]):
+    """Those of `model`."""
 
     def __init__(self, gguf: GgufFile, model: Any):
-        self.gguf, self.dtype = gguf, model.dtype
+        super().__init__(model.dtype)
+        self.gguf, self.size = gguf, gguf.size
         config = model.config.get_text_config()
         self._processor = TENSOR_PROCESSORS.get(gguf.architecture, TensorProcessor)(config=config.to_dict())
         architecture = next((key for key, name in MODEL_ARCH_NAMES.items() if name == gguf.architecture), None)
@@ -37,21 +35,19 @@ class GgufWeights:
             raise Unreadable(f"gguf knows no {gguf.architecture}")
         names = get_tensor_name_map(architecture, config.num_hidden_layers)
         tensors = {tensor.name: tensor for tensor in gguf.tensors}
-        self._stored: dict[int, GgufTensor] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             module, _, suffix = name.rpartition(".")
             if (tensor := tensors.get(f"{names.get_name(module)}.{suffix}")) is not None:
-                self._stored[id(parameter)] = tensor
-        read = {tensor.name for tensor in self._stored.values()}
+                self.stored[id(parameter)] = tensor
+        read = {tensor.name for tensor in self.stored.values()}
         if left := [name for name in tensors if name not in read and not name.startswith("rope_")]:
             raise Unreadable(f"{left[0]} is not of this model")
         for name, parameter in model.named_parameters():
-            if id(parameter) not in self._stored:
+            if id(parameter) not in self.stored:
                 raise Unreadable(f"{name} is not in the file")
 
     def matrix(self, parameter: Tensor) -> StoredMatrix:
-        """A matrix [outputs, inputs] as the file stores it."""
-        tensor = self._stored[id(parameter)]
+        tensor = self.stored[id(parameter)]
         outputs, inputs = parameter.shape
         rows = np.arange(outputs)[:, None]
         made = self._processor.process(rows, name=tensor.name)
@@ -66,10 +62,9 @@ class GgufWeights:
         return matrix if np.array_equal(order, rows[:, 0]) else matrix.reordered(order)
 
     def values(self, parameter: Tensor) -> Tensor:
-        """A parameter in the model's type."""
         if parameter.dim() == 2:
             return self.matrix(parameter).values().to(self.dtype)
-        tensor = self._stored[id(parameter)]
+        tensor = self.stored[id(parameter)]
         raw = dequantize(self.gguf.read(tensor), tensor.kind).reshape(tensor.shape[::-1])
         made = self._processor.process(raw, name=tensor.name)
         if made.name is None or made.weights.shape != parameter.shape:
@@ -78,12 +73,3 @@ class GgufWeights:
         if not values.isfinite().all():
             raise ModelError(f"model={self.gguf.path}: tensor {tensor.name} holds NaN or infinity; get the file again")
         return values
-
-    def fill_small(self, model: nn.Module) -> None:
-        """Read every parameter but matrices into the model."""
-        for module in model.modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                if parameter.dim() != 2:
-                    made = nn.Parameter(self.values(parameter), requires_grad=False)
-                    setattr(module, name, made)
-                    self._stored[id(made)] = self._stored[id(parameter)]
