@@ -32,7 +32,8 @@ class Metrics(msgspec.Struct, frozen=True):
     tokens_per_second: of the answer, from the call to the last token. verifier_busy: share of the decoding time that
     the verifier spent in target forwards, for any request. draft_hit_rate: share of rounds whose tree had arrived by
     the previous verdict. cached_tokens: prompt tokens found in the prefix cache. exact: the text is that of plain
-    decoding, bit for bit; inexact: why that is not certain. activations: how the target's products took their rows.
+    decoding, bit for bit; inexact: why that is not certain. activations: how the target's products took their rows;
+    weights: the type that most of its matrices are held in.
     """
 
     mean_accepted_tokens: float
@@ -45,6 +46,7 @@ class Metrics(msgspec.Struct, frozen=True):
     exact: bool
     inexact: str
     activations: str
+    weights: str
     speculative_decoding: DraftingGains
 
 
@@ -131,6 +133,7 @@ class Answer:
             exact=self.target.exact,
             inexact=self.target.inexact,
             activations=self.target.activations,
+            weights=self.target.weights,
             speculative_decoding=speculative_decoding(self.rounds[1:]),
         )
         return Result(

@@ -150,14 +150,14 @@ class Config(_Section):
 
     model: a Hugging Face directory or hub id, a GGUF file, or a name that `talon models list` knows. chat_template: a
     Jinja file for a model that has none, or in place of its own. weights: the model's own, or quantise a safetensors
-    checkpoint as it is loaded, which makes another model of it, whose own text is kept exactly. activations: int8 rounds the rows that matrices in
-    blocks are multiplied with to 8 bits, as other engines do with GGUF files: further rows cost less, and plain
-    decoding's own text is a slightly different one. method: which drafter (`drafters.registry`). mode: drafter and
-    verifier in turns (sequential), both at once (async), or whichever proves faster (auto). transport: workers as
-    threads (inproc), as processes (ipc), or as processes of which the drafter may be on another machine (tcp). trace: a
-    file for a timeline of the workers, without remote drafters. start_timeout_s: for the workers to load.
-    heartbeat_timeout_s: a worker that is silent for longer is killed and replaced; workers send a heartbeat every 0.5
-    s, but not during a forward.
+    checkpoint as it is loaded, which makes another model of it, whose own text is kept exactly. activations: int8
+    rounds the rows that matrices in blocks are multiplied with to 8 bits, as other engines do with GGUF files: further
+    rows cost less, and plain decoding's own text is a slightly different one. method: which drafter
+    (`drafters.registry`). mode: drafter and verifier in turns (sequential), both at once (async), or whichever proves
+    faster (auto). transport: workers as threads (inproc), as processes (ipc), or as processes of which the drafter may
+    be on another machine (tcp). trace: a file for a timeline of the workers, without remote drafters. start_timeout_s:
+    for the workers to load. heartbeat_timeout_s: a worker that is silent for longer is killed and replaced; workers
+    send a heartbeat every 0.5 s, but not during a forward.
     """
 
     model: str = "smollm2-135m"

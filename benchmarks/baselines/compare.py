@@ -22,8 +22,7 @@ from engine.core.errors import ConfigError, TalonError
 from engine.core.params import SamplingParams
 from engine.core.processor import cores
 from engine.frontend.tasks import keep_under_way
-from engine.model.loading import dtype_of, load_model, name_of
-from engine.weights.gguf_source import open_gguf
+from engine.model.loading import dtype_of, load_model, name_of, open_stored
 from engine.weights.tokenizer import load_tokenizer
 
 from ..inputs.questions import check_prompts, mixed_questions
@@ -148,8 +147,8 @@ def _ratios(found: Sequence[Turn], level: int) -> list[list[float]]:
 
 
 def _with_weights(model: str, folder: Path) -> str:
-    """The directory that other engines load, written into `folder` if the model's weights are in a GGUF file."""
-    if open_gguf(Path(model)) is None:
+    """The directory that other engines load, written into `folder` if Talon's weights are quantised."""
+    if open_stored(Path(model)) is None:
         return model
     load_model(model, "bfloat16", torch.device("cpu")).save_pretrained(folder / "model")
     load_tokenizer(model).save_pretrained(folder / "model")

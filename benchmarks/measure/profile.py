@@ -17,7 +17,7 @@ from engine.core.errors import ConfigError
 from engine.core.tree import TokenTree
 from engine.model.target import Target
 from engine.verifier.placement import share_cores
-from engine.weights.resolve import resolve
+from engine.weights.resolve import target_folder
 
 from ..report.progress import progress_bar
 from ..report.tables import Table
@@ -60,6 +60,7 @@ class Profile(msgspec.Struct):
     multiply_adds_per_s: float
     forwards: list[ForwardTimes]
     activations: str = "bfloat16"
+    weights: str = "bfloat16"
     int8_multiply_adds_per_s: float | None = None
 
 
@@ -114,6 +115,7 @@ def profile_target(target: Target, rows: list[int], behind: int, repeats: int, c
             for count in rows
         ],
         target.activations,
+        target.weights,
         integers,
     )
 
@@ -163,8 +165,8 @@ def draw(profile: Profile, out: Path, console: Console) -> None:
     least = [f.arithmetic_ms if integers is None or f.int8_ms is None else f.int8_ms for f in profile.forwards]
     axis.plot(places, [forward.memory_ms for forward in profile.forwards], "k_-", label=memory)
     axis.plot(places, least, "k_--", label=arithmetic)
-    how = f"activations {profile.activations}, {profile.device}, threads: {profile.threads}, {profile.forward}"
-    title = f"{profile.model}, {profile.dtype}, {how}"
+    how = f"weights {profile.weights}, activations {profile.activations}, {profile.device}, threads: {profile.threads}"
+    title = f"{profile.model}, {profile.dtype}, {how}, {profile.forward}"
     axis.set_title(title, fontsize=9, loc="left")
     axis.set(xlabel=f"rows of a forward after {profile.behind} tokens", ylabel="ms")
     axis.legend(fontsize=8, loc="upper left")
@@ -177,7 +179,7 @@ def draw(profile: Profile, out: Path, console: Console) -> None:
 
 def loaded(config: Config) -> Target:
     torch.set_num_threads(share_cores(config).verifier_alone)
-    return Target.of_config(config.model_copy(update={"model": resolve(config.model)}))
+    return Target.of_config(config.model_copy(update={"model": target_folder(config)}))
 
 
 def show(found: Profile, as_json: bool) -> None:
@@ -185,8 +187,8 @@ def show(found: Profile, as_json: bool) -> None:
         print(json.dumps(msgspec.to_builtins(found), indent=2))
         return
     console = Console()
-    how = f"{found.dtype}, activations {found.activations}, {found.device}, threads: {found.threads}, {found.forward}"
-    console.print(f"{found.model}, {how}")
+    how = f"{found.dtype}, weights {found.weights}, activations {found.activations}, {found.device}"
+    console.print(f"{found.model}, {how}, threads: {found.threads}, {found.forward}")
     console.print(f"Forwards after {found.behind} tokens, which read {found.weights_mb:.3g} MB of weights.")
     integers = found.int8_multiply_adds_per_s
     rates = [f"reads {found.read_gb_per_s:.1f} GB/s", f"{found.multiply_adds_per_s / 1e9:.0f} billion multiply-adds/s"]

@@ -46,12 +46,13 @@ def check_memory(stored: GgufFile | QuantisedCheckpoint, field: str, free_bytes:
     needed = int(_GROWTH * stored.size) + _BESIDE
     if needed <= free_bytes:
         return
-    in_file = isinstance(stored, GgufFile)
-    bits, said = (_BITS, "its ") if in_file else (_QUANTISED_BITS, "weights=")
+    if isinstance(stored, GgufFile):
+        what, bits, said = "the file", _BITS, "its "
+    else:
+        what, bits, said = f"the model as {stored.kind.lower()},", _QUANTISED_BITS, "weights="
     sizes = {name: _GROWTH * size / 8 * stored.elements + _BESIDE for name, size in bits.items()}
     fitting = next((name for name, size in sizes.items() if size <= free_bytes and size < needed), None)
     choice = "a model of fewer parameters" if fitting is None else f"{said}{fitting} ({sizes[fitting] / 1e9:.1f} GB)"
-    what = "the file" if in_file else f"the model with weights={stored.kind.lower()},"
     raise ModelError(
         f"{field}: {what} of {stored.size / 1e9:.1f} GB needs {needed / 1e9:.1f} GB of memory, and "
         f"{free_bytes / 1e9:.1f} GB are free; take {choice}, or free memory"

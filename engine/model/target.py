@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from engine.config import Activations, Config
+from engine.config import AUTO, Activations, Config
 from engine.core.batch import BLOCK
 from engine.core.errors import ConfigError, ModelError, first_line
 from engine.kernels.gemm.product import PackedLinear, multiplies
@@ -23,6 +23,7 @@ from engine.model.loading import (
     find_dtype,
     load_config,
     load_model,
+    name_of,
     open_stored,
     skeleton,
     steady_context,
@@ -41,7 +42,7 @@ class Target(Runner):
     full_context: the maximum positions that the configuration names; own_context: those over which a cached key stays
     valid. eos_tokens: the ids that end an answer. exact: whether a token's logits have the same bits whatever other
     rows are in the forward; inexact: why not, "" if it is exact. unlike: why a CPU runs the stock forward, which takes
-    longer, and not the lean decoder; "" if it does not.
+    longer, and not the lean decoder; "" if it does not. weights: the type that most matrices are held in.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Target(Runner):
         choice = ForwardChoice(model.eval(), name, self.own_context, kv_memory, self.device)
         chosen = choice.of_model() if weights is None else choice.of_file(weights, activations)
         self.inexact, self.unlike = chosen.inexact, chosen.unlike
+        self.weights = name_of(model.dtype) if weights is None else weights.kind
         super().__init__(model, chosen.runner.forward, chosen.runner.pool)
 
     @classmethod
@@ -90,13 +92,19 @@ class Target(Runner):
 
     @classmethod
     def of_config(cls, config: Config) -> Target:
-        """The target that a configuration names. Raises ConfigError if it cannot have those activations."""
+        """The target that a configuration names. Raises ConfigError if it cannot have those weights or activations."""
         memory = config.verifier.kv_memory
         target = cls.load(config.model, config.dtype, config.device, memory, config.activations)
+        if config.weights not in (AUTO, target.weights):
+            raise ConfigError(
+                f"weights={config.weights}: quantised weights are multiplied by CPUs in bfloat16, and this is "
+                f"{target.weights} on {target.device.type}; set dtype=auto and device=cpu, or leave weights out"
+            )
         if config.activations != target.activations:
             raise ConfigError(
                 f"activations={config.activations}: this model has no matrices in blocks that this processor "
-                f"multiplies so; take a GGUF file of a common structure, or activations={target.activations}"
+                f"multiplies so; take a GGUF file of a common structure, weights=q8_0, or "
+                f"activations={target.activations}"
             )
         return target
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from engine.core.errors import ModelError, printable, shown
 
-_TYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+_TYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 _LARGEST_HEADER = 100_000_000  # bytes, as in safetensors itself
 
 
@@ -38,16 +38,15 @@ class CheckpointTensor:
 
     def numbers(self, first: int, count: int) -> NDArray[np.float32]:
         """`count` of its elements from one on. Raises ModelError if the file has been cut."""
-        stored = np.empty(count, _TYPES[self.kind])
-        view, done = memoryview(stored).cast("B"), 0
+        stored: NDArray[Any] = np.empty(count, _TYPES[self.kind])
+        view, done = memoryview(stored.data).cast("B"), 0
         at = self.start + first * stored.itemsize
         while done < len(view):
             if not (read := os.preadv(self.content.fileno(), [view[done:]], at + done)):
                 raise ModelError(f"model={self.path}: the file was cut short while it was read; get it again")
             done += read
-        if self.kind == "BF16":
-            return (stored.astype(np.uint32) << 16).view(np.float32)
-        return stored.astype(np.float32, copy=False)
+        wide: NDArray[Any] = stored.astype(np.uint32) << 16 if self.kind == "BF16" else stored
+        return wide.view(np.float32) if self.kind == "BF16" else wide.astype(np.float32, copy=False)
 
 
 def read_checkpoint(folder: Path, field: str) -> dict[str, CheckpointTensor]:

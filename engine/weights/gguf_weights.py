@@ -7,6 +7,7 @@ rows is then known without moving any.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ class GgufWeights(StoredWeights[GgufTensor]):
 
     def __init__(self, gguf: GgufFile, model: Any):
         super().__init__(model.dtype)
-        self.gguf, self.size = gguf, gguf.size
+        self.gguf, self.size, self.kind = gguf, gguf.size, _most(gguf)
         config = model.config.get_text_config()
         self._processor = TENSOR_PROCESSORS.get(gguf.architecture, TensorProcessor)(config=config.to_dict())
         architecture = next((key for key, name in MODEL_ARCH_NAMES.items() if name == gguf.architecture), None)
@@ -73,3 +74,11 @@ class GgufWeights(StoredWeights[GgufTensor]):
         if not values.isfinite().all():
             raise ModelError(f"model={self.gguf.path}: tensor {tensor.name} holds NaN or infinity; get the file again")
         return values
+
+
+def _most(gguf: GgufFile) -> str:
+    """The type of most of the file's weights, in lower case."""
+    elements = Counter[str]()
+    for tensor in gguf.tensors:
+        elements[tensor.kind.name.lower()] += tensor.elements
+    return elements.most_common(1)[0][0]

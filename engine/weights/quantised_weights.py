@@ -73,7 +73,7 @@ class QuantisedWeights(StoredWeights[CheckpointTensor]):
 
     def __init__(self, checkpoint: QuantisedCheckpoint, model: Any):
         super().__init__(model.dtype)
-        self.checkpoint, self.size = checkpoint, checkpoint.size
+        self.checkpoint, self.size, self.kind = checkpoint, checkpoint.size, checkpoint.kind.lower()
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if (tensor := checkpoint.tensors.get(name)) is not None and id(parameter) not in self.stored:
                 if tensor.shape != parameter.shape:

@@ -20,10 +20,12 @@ class Unreadable(Exception):
 class StoredWeights(ABC, Generic[Stored]):
     """The model's parameters, known by identity, are those that the methods take. dtype: the model's.
 
-    size: bytes of all matrices as they are multiplied. stored: where each parameter is, by its id.
+    size: bytes of all matrices as they are multiplied. kind: the type of most weights, in lower case. stored: where
+    each parameter is, by its id.
     """
 
     size: int
+    kind: str
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
@@ -55,4 +57,3 @@ class StoredWeights(ABC, Generic[Stored]):
                     made = filled[id(parameter)] = nn.Parameter(self.values(parameter), requires_grad=False)
                     self.stored[id(made)] = self.stored[id(parameter)]
                 setattr(module, name, made)
-
