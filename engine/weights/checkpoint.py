@@ -97,7 +97,8 @@ def _tensors_of(file: Path, content: BinaryIO, size: int, field: str) -> dict[st
             )
         start, end = about["data_offsets"]
         tensor = CheckpointTensor(name, kind, tuple(map(int, about["shape"])), 8 + length + start, content, file)
-        if not 0 <= start <= end <= size - 8 - length or end - start != tensor.elements * _TYPES[kind].itemsize:
+        whole = min(tensor.shape, default=0) >= 0 and 0 <= start <= end <= size - 8 - length
+        if not whole or end - start != tensor.elements * _TYPES[kind].itemsize:
             raise ValueError
         found[name] = tensor
     return found
