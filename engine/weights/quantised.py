@@ -66,7 +66,7 @@ def quantised_folder(model: str, weights: str) -> str:
     source = QuantisedSource.of(folder.resolve(), weights)
     if source.folder.is_dir() and quantised_source_of(source.folder) != source:
         print(f"talon: {source.folder} is damaged and is made anew", file=sys.stderr)
-        shutil.rmtree(source.folder)
+        shutil.rmtree(source.folder, ignore_errors=True)
     if source.folder.is_dir():
         return str(source.folder)
     config = _config_of(folder, field)

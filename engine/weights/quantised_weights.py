@@ -41,7 +41,7 @@ class QuantisedCheckpoint:
 
     @property
     def size(self) -> int:
-        """Bytes of all tensors once they are quantised."""
+        """Bytes of all matrices in blocks."""
         return sum(
             tensor.shape[0] * row_bytes(self.kind_of(tensor), tensor.shape[1]) if len(tensor.shape) == 2 else 0
             for tensor in self.tensors.values()
