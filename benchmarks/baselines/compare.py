@@ -1,5 +1,7 @@
 """Talon's methods against other engines: the same prompts, greedy, the same cores, in turn.
 
+Talon takes part with both kinds of activations, so that each engine finds one that multiplies as it does.
+
 Prompts are token ids, so every engine reads the same text. A contestant answers all prompts of a turn, several at once;
 tokens a second count the time from the first prompt to the last token, prompts included.
 """
@@ -10,14 +12,18 @@ import itertools
 import random
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from rich.console import Console
 
 from engine.api import Engine
+from engine.config import Config, load
 from engine.core.errors import ConfigError, TalonError
 from engine.core.params import SamplingParams
 from engine.core.processor import cores
@@ -31,13 +37,15 @@ from ..measure.budget import Budget, is_narrow
 from ..measure.load import engines
 from ..measure.plan import MeasurementPlan
 from ..report.engine_figures import ROWS, Turn, ratios
-from ..report.figures import PLAIN
 from ..report.load_figures import at_once
-from .engines import Baseline, Missing, Process, baselines
+from .engines import Baseline, Given, Missing, Process, baselines
+from .gguf import file_type
+from .rivals import Rivals
 
 Prompts = Sequence[Sequence[int]]
 _LEAST, _ROUNDS = 6, 3  # prompts of a turn: at least, and for each request at once
 _MOST = 20  # repeats
+_ACTIVATIONS = "bfloat16", "int8"
 
 
 def turns(
@@ -61,107 +69,135 @@ def turns(
             yield repeat, level, [*itertools.islice(endless, max(_LEAST, _ROUNDS * level))]
 
 
-async def answer(engine: Engine, prompts: Prompts, max_tokens: int, level: int) -> tuple[float, list[int]]:
-    """As `Process.answer`, for one of Talon's engines."""
-    tokens = [0] * len(prompts)
+class Rival(Protocol):
+    """What takes turns: one of Talon's engines, or another."""
 
-    async def one(place: int) -> None:
-        result = await engine.generate([*prompts[place]], SamplingParams(max_tokens=max_tokens))
-        tokens[place] = len(result.token_ids)
+    @property
+    def name(self) -> str: ...
 
-    started = time.perf_counter()
-    await keep_under_way(level, range(len(prompts)), one)
-    return time.perf_counter() - started, tokens
+    @property
+    def weights(self) -> str: ...
+
+    @property
+    def activations(self) -> str: ...
+
+    async def answer(self, prompts: Prompts, max_tokens: int, at_once: int) -> tuple[float, list[int]]:
+        """Seconds for all prompts, and the tokens of each answer."""
 
 
-async def run_baselines(
-    plan: MeasurementPlan, levels: Sequence[int], folder: Path, gguf: Path, console: Console
-) -> list[Turn]:
-    """Measure, and write rivals.jsonl as the turns end. levels: requests at once; folder: of the engines' virtual
-    environments; gguf: the model's weights.
-    """
+@dataclass(frozen=True)
+class Own:
+    """One of Talon's engines."""
+
+    name: str
+    weights: str
+    activations: str
+    engine: Engine
+
+    async def answer(self, prompts: Prompts, max_tokens: int, at_once: int) -> tuple[float, list[int]]:
+        tokens = [0] * len(prompts)
+
+        async def one(place: int) -> None:
+            result = await self.engine.generate([*prompts[place]], SamplingParams(max_tokens=max_tokens))
+            tokens[place] = len(result.token_ids)
+
+        started = time.perf_counter()
+        await keep_under_way(at_once, range(len(prompts)), one)
+        return time.perf_counter() - started, tokens
+
+
+async def run_baselines(plan: MeasurementPlan, levels: Sequence[int], rivals: Rivals, console: Console) -> list[Turn]:
+    """Measure, and write rivals.jsonl as the turns end. levels: requests at once."""
     if plan.sampling.temperature != 0:
         raise ConfigError("--temperature: rivals are compared at 0 only; leave it out with --rivals")
     plan = plan.resolved()
     asked = [plan.encoded(suite, question) for suite, question in mixed_questions(plan.files, plan.limit)]
-    threads, budget = plan.config.verifier.threads or cores(), Budget(plan.minutes)
+    budget = Budget(plan.minutes)
+    found: list[Turn] = []
+    order = turns(levels, [one.prompt for one in asked], plan.repeats, budget, lambda n: _ratios(found, n))
     with tempfile.TemporaryDirectory(prefix="talon-rivals-") as made, plan.row_file(ROWS) as file:
-        others = baselines(
-            folder, _with_weights(plan.config.model, Path(made)), retyped(gguf, Path(made)), threads, max(levels)
-        )
-        async with engines(plan.contestants, plan.config, plan.heads, console) as ours:
-            check_prompts(asked, plan.sampling.max_tokens, ours[PLAIN].target.context)
-            found: list[Turn] = []
-            order = turns(levels, [one.prompt for one in asked], plan.repeats, budget, lambda n: _ratios(found, n))
-            weights = name_of(dtype_of(plan.config))
-            async with aclosing(compare(ours, weights, others, order, plan.sampling.max_tokens, console)) as taken:
+        given = _given(rivals, plan.config, Path(made), max(levels))
+        async with AsyncExitStack() as running:
+            ours = [
+                Own(name, weights_of(plan.config), activations, engine)
+                for activations in _ACTIVATIONS
+                for name, engine in (
+                    await running.enter_async_context(
+                        engines(plan.contestants, load(plan.config, {"activations": activations}), plan.heads, console)
+                    )
+                ).items()
+            ]
+            check_prompts(asked, plan.sampling.max_tokens, ours[0].engine.target.context)
+            others = baselines(rivals.folder, given)
+            async with aclosing(compare(ours, others, order, plan.sampling.max_tokens, console)) as taken:
                 async for turn in taken:
                     found.append(turn)
                     file.write(turn)
-            return found
+    return found
 
 
 async def compare(
-    ours: Mapping[str, Engine],
-    weights: str,
+    ours: Sequence[Own],
     others: Sequence[Baseline | Missing],
     order: Iterator[tuple[int, int, Prompts]],
     max_tokens: int,
     console: Console,
 ) -> AsyncGenerator[Turn, None]:
     """Let all contestants take turns. Engines that cannot be started are named and left out; so are those that fail
-    later, from then on. weights: the type that Talon's engines compute with.
+    later, from then on.
     """
     drawn = random.Random(0)
     async with AsyncExitStack() as running:
-        processes = {}
-        for one in others:
-            if isinstance(one, Missing):
-                console.print(f"left out: {one.name}: not installed: {one.reason}")
+        taking_part: list[Rival] = [*ours]
+        for other in others:
+            if isinstance(other, Missing):
+                console.print(f"left out: {other.name}: not installed: {other.reason}")
                 continue
             try:
-                processes[one.name] = process = await Process.start(one)
+                taking_part.append(process := await Process.start(other))
                 running.push_async_callback(process.stop)
             except TalonError as error:
                 console.print(f"left out: {error}")
         for repeat, level, prompts in order:
-            names = [*ours, *processes]
-            for name in drawn.sample(names, len(names)):
-                console.print(f"repeat {repeat + 1}, {at_once(level)}: {name}", highlight=False)
+            for one in drawn.sample(taking_part, len(taking_part)):
+                about = f"{one.name}, {one.weights} by {one.activations}"
+                console.print(f"repeat {repeat + 1}, {at_once(level)}: {about}", highlight=False)
+                own = isinstance(one, Own)
                 try:
-                    if name in ours:
-                        seconds, tokens = await answer(ours[name], prompts, max_tokens, level)
-                    else:
-                        seconds, tokens = await processes[name].answer(prompts, max_tokens, level)
+                    seconds, tokens = await one.answer(prompts, max_tokens, level)
                 except TalonError as error:
-                    if name in ours:
+                    if own:
                         raise
-                    del processes[name]  # it has been stopped
+                    taking_part.remove(one)  # it has been stopped
                     console.print(f"left out from here on: {error}")
                     continue
-                kind = weights if name in ours else processes[name].baseline.weights
-                yield Turn(name, kind, level, repeat, seconds, tokens, talon=name in ours)
+                yield Turn(one.name, one.weights, one.activations, level, repeat, seconds, tokens, talon=own)
 
 
 def _ratios(found: Sequence[Turn], level: int) -> list[list[float]]:
     return [[*some.values()] for (_, setting, _), some in ratios(found).items() if setting == at_once(level)]
 
 
-def _with_weights(model: str, folder: Path) -> str:
+def weights_of(config: Config) -> str:
+    """The type in memory of most of the model's weights."""
+    file = open_gguf(Path(config.model))
+    return name_of(dtype_of(config)) if file is None else file_type(file.path)
+
+
+def _given(rivals: Rivals, config: Config, made: Path, most: int) -> Given:
+    """What the engines are given. made: a folder for what is written for them; most: requests at once."""
+    own = open_gguf(Path(config.model))
+    files = {file_type(file): file for file in (*([] if own is None else [own.path]), *rivals.files)}
+    if not files:
+        raise ConfigError("--gguf: name a GGUF file of the model's weights, which other engines read")
+    threads = config.verifier.threads or cores()
+    return Given(partial(_directory, config.model, made), files, rivals.draft, threads, most)
+
+
+def _directory(model: str, folder: Path) -> str:
     """The directory that other engines load, written into `folder` if the model's weights are in a GGUF file."""
     if open_gguf(Path(model)) is None:
         return model
     load_model(model, "bfloat16", torch.device("cpu")).save_pretrained(folder / "model")
     load_tokenizer(model).save_pretrained(folder / "model")
     return str(folder / "model")
-
-
-def retyped(gguf_file: Path, folder: Path) -> dict[str, Path]:
-    """The file as it is, under its own type, and its weights as bfloat16 and float16, written into `folder`."""
-    from .gguf import file_type, retype
-
-    kind = file_type(gguf_file)
-    made = {other: folder / f"{gguf_file.stem}.{other}.gguf" for other in ("BF16", "F16") if other != kind}
-    for other, goal in made.items():
-        retype(gguf_file, goal, other)
-    return made | {kind: gguf_file}

@@ -1,7 +1,11 @@
-"""A GGUF file's weights in another type, for engines that read GGUF but not the original's type."""
+"""A GGUF file's weights in another type, for comparisons of engines that read 16 bits a weight.
+
+python -m benchmarks.baselines.gguf SOURCE GOAL BF16
+"""
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -44,3 +48,9 @@ def retype(source: Path, goal: Path, kind: str) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return goal
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 4 or sys.argv[3] not in _FILE_TYPES:
+        sys.exit("python -m benchmarks.baselines.gguf SOURCE GOAL BF16 (or F16)")
+    retype(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

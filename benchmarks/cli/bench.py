@@ -17,13 +17,16 @@ from ..report.out_folder import compare_runs, results_in
 from ..report.runs import Run
 from .options import (
     AgainstOption,
+    DraftOption,
+    GgufOption,
     HeadsOption,
     MinutesOption,
     QuestionsOption,
-    gguf_file,
+    RivalsOption,
     names_in,
     numbers_in,
     question_files,
+    rivals_in,
 )
 
 
@@ -71,18 +74,9 @@ def bench(
             "time to the first token, refusals, failures. Its key is OPENAI_API_KEY. Rows: clients.jsonl.",
         ),
     ] = None,
-    rivals: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Compare with other engines instead, at --concurrency requests at once: llama.cpp, OpenVINO, vLLM, "
-            "each in a virtual environment of that folder; what is not there is left out, with the line that installs "
-            "it. Rows: rivals.jsonl.",
-        ),
-    ] = None,
-    gguf: Annotated[
-        Path | None, typer.Option(help="The model's GGUF file; --rivals gives its weights to engines that read GGUF.")
-    ] = None,
+    rivals: RivalsOption = None,
+    gguf: GgufOption = None,
+    draft: DraftOption = None,
     config: ConfigOption = configuration.DEMO,
     set_: SetOption = None,
 ) -> None:
@@ -118,12 +112,12 @@ def bench(
         with results_in(out):
             if server is not None:
                 return await measure_server(server, levels or [1, 4, 8, 16, 64], samplings[0])
-            weights = None if rivals is None else gguf_file(gguf)
+            others = rivals_in(rivals, gguf, draft)
             plan = MeasurementPlan(
                 settings, names, question_files(questions), out, samplings, limit, repeats, minutes, heads
             )
-            if rivals is not None and weights is not None:
-                failed = await parts.baselines(plan, levels or [1, 8], rivals, weights, console)
+            if others is not None:
+                failed = await parts.baselines(plan, levels or [1, 8], others, console)
             elif levels or shares:
                 failed = await parts.load(plan, levels, shares, console)
             else:

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.baselines.compare import compare, turns
-from benchmarks.baselines.engines import INSTALL, Baseline, Missing, Process, baselines
+from benchmarks.baselines.engines import INSTALL, Baseline, Given, Missing, Process, baselines
 from benchmarks.baselines.gguf import file_type, retype
 from benchmarks.measure.budget import Budget
 from benchmarks.report.engine_figures import Turn, table
@@ -29,7 +29,7 @@ for line in sys.stdin:
 
 
 def engine(name: str, program: str = ECHO) -> Baseline:
-    return Baseline(name, "float16", (sys.executable, "-c", program))
+    return Baseline(name, "float16", "float32", (sys.executable, "-c", program))
 
 
 def state(process: int) -> str | None:
@@ -55,7 +55,7 @@ async def compared(
     """The turns of two repeats, three tokens an answer, and what was printed."""
     console = Console(file=io.StringIO(), width=200)
     order = turns(levels, prompts, 2, Budget(None), lambda level: [])
-    found = [turn async for turn in compare({}, "", others, order, 3, console)]
+    found = [turn async for turn in compare([], others, order, 3, console)]
     return found, console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -87,22 +87,38 @@ async def test_an_engine_rests_between_its_turns_and_leaves_nothing_behind() -> 
     assert state(number) is None
 
 
+def printed(taken: list[Turn]) -> str:
+    """The table."""
+    console = Console(width=120, file=io.StringIO())
+    console.print(table(taken).rich())
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
 def test_the_table_gives_the_median_of_ratios_to_plain_decoding_in_the_same_repeat() -> None:
     rates = {"none": (10, 20, 40), "fast": (30, 40, 60)}
     taken = [
-        Turn(name, "bfloat16", 1, repeat, 1.0, [rate])
+        Turn(name, "Q4_K", "int8", 1, repeat, 1.0, [rate], talon=True)
         for name, by_repeat in rates.items()
         for repeat, rate in enumerate(by_repeat)
     ]
-    console = Console(width=80, file=io.StringIO())
-    console.print(table(taken).rich())
-    printed = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "40 (2.00x)" in printed and "20 (1.00x)" in printed
-    assert printed.index("fast") < printed.index("none")
+    shown = printed(taken)
+    assert "40.0 (2.00x)" in shown and "20.0 (1.00x)" in shown
+    assert shown.index("Talon fast") < shown.index("Talon none")
+
+
+def test_an_engine_is_compared_with_plain_decoding_of_the_same_weights_and_activations_alone() -> None:
+    ours = [
+        Turn("none", "Q4_K", kind, 1, 0, 1.0, [rate], talon=True) for kind, rate in (("bfloat16", 10), ("int8", 20))
+    ]
+    shown = printed(
+        [*ours, Turn("other", "Q4_K", "int8", 1, 0, 1.0, [30]), Turn("third", "F16", "int8", 1, 0, 1.0, [5])]
+    )
+    assert "30.0 (1.50x)" in shown and "5.0 (" not in shown
+    assert shown.count("Q4_K by int8") == 2
 
 
 def test_engines_that_are_not_installed_come_with_the_line_that_installs_them(tmp_path: Path) -> None:
-    found = baselines(tmp_path, "model", {}, 2, 8)
+    found = baselines(tmp_path, Given(lambda: "model", {}, None, 2, 8))
     assert [one.name for one in found] == list(INSTALL)
     assert all(isinstance(one, Missing) and "pip install" in one.reason for one in found)
 

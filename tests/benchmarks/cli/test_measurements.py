@@ -151,7 +151,7 @@ def test_all_the_evidence_is_one_command_and_one_report(tiny: str, tmp_path: Pat
     [
         (("--served", "sufix"), "method='sufix': no such"),
         (("--methods", "none,eagel"), "method='eagel': no such"),
-        (("--rivals", "environments"), "--gguf : name the model's GGUF file"),
+        (("--rivals", "environments", "--gguf", "nowhere"), "--gguf nowhere: no such file"),
     ],
 )
 def test_what_a_later_part_lacks_is_told_before_the_first(
