@@ -13,7 +13,7 @@ import random
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,17 +32,19 @@ from engine.model.loading import dtype_of, load_model, name_of
 from engine.weights.gguf_source import open_gguf
 from engine.weights.tokenizer import load_tokenizer
 
-from ..inputs.questions import check_prompts, mixed_questions
+from ..inputs.questions import mixed_questions
 from ..measure.budget import Budget, is_narrow
-from ..measure.load import engines
+from ..measure.load import settings_of
 from ..measure.plan import MeasurementPlan
 from ..report.engine_figures import ROWS, Turn, ratios
 from ..report.load_figures import at_once
-from .engines import Baseline, Given, Missing, Process, baselines
+from .engines import Baseline, Given, Missing, baselines
 from .gguf import file_type
 from .rivals import Rivals
 
 Prompts = Sequence[Sequence[int]]
+Part = tuple[int, Prompts]
+"""Requests at once, and the prompts that they ask."""
 _LEAST, _ROUNDS = 6, 3  # prompts of a turn: at least, and for each request at once
 _MOST = 20  # repeats
 _ACTIVATIONS = "bfloat16", "int8"
@@ -54,8 +56,8 @@ def turns(
     repeats: int,
     budget: Budget,
     ratios: Callable[[int], Iterable[Sequence[float]]],
-) -> Iterator[tuple[int, int, Prompts]]:
-    """(repeat, requests at once, prompts). Each turn takes the next prompts, so that as few as possible repeat.
+) -> Iterator[Sequence[Part]]:
+    """Of each repeat, what every contestant is asked. Parts take the next prompts, so that as few as possible repeat.
 
     With a bounded budget there are as many repeats as it allows, of the levels whose intervals are not narrow yet.
     ratios: at a level, of each contestant so far.
@@ -63,15 +65,22 @@ def turns(
     endless = itertools.cycle(prompts)
     for repeat in range(_MOST if budget.bounded else repeats):
         open_ = [level for level in levels if not repeat or not all(map(is_narrow, ratios(level)))]
-        for level in levels if not budget.bounded else open_:
-            if repeat and budget.spent:
-                return
-            yield repeat, level, [*itertools.islice(endless, max(_LEAST, _ROUNDS * level))]
+        asked = open_ if budget.bounded else levels
+        if repeat and (budget.spent or not asked):
+            return
+        yield [(level, [*itertools.islice(endless, max(_LEAST, _ROUNDS * level))]) for level in asked]
 
 
-class Rival(Protocol):
-    """What takes turns: one of Talon's engines, or another."""
+class Running(Protocol):
+    """An engine that has started."""
 
+    async def answer(self, prompts: Prompts, max_tokens: int, at_once: int) -> tuple[float, list[int]]:
+        """Seconds for all prompts, and the tokens of each answer."""
+
+    async def stop(self) -> None: ...
+
+
+class Contestant(Protocol):
     @property
     def name(self) -> str: ...
 
@@ -81,17 +90,16 @@ class Rival(Protocol):
     @property
     def activations(self) -> str: ...
 
-    async def answer(self, prompts: Prompts, max_tokens: int, at_once: int) -> tuple[float, list[int]]:
-        """Seconds for all prompts, and the tokens of each answer."""
+    @property
+    def talon(self) -> bool: ...
+
+    async def start(self) -> Running: ...
 
 
 @dataclass(frozen=True)
-class Own:
-    """One of Talon's engines."""
+class OwnEngine:
+    """One of Talon's, at work."""
 
-    name: str
-    weights: str
-    activations: str
     engine: Engine
 
     async def answer(self, prompts: Prompts, max_tokens: int, at_once: int) -> tuple[float, list[int]]:
@@ -105,6 +113,28 @@ class Own:
         await keep_under_way(at_once, range(len(prompts)), one)
         return time.perf_counter() - started, tokens
 
+    async def stop(self) -> None:
+        await self.engine.close()
+
+
+@dataclass(frozen=True)
+class Own:
+    """One of Talon's methods, with a kind of activations."""
+
+    name: str
+    weights: str
+    config: Config
+    talon: bool = True
+
+    @property
+    def activations(self) -> str:
+        return self.config.activations
+
+    async def start(self) -> OwnEngine:
+        engine = await Engine.start(self.config)
+        await engine.generate("Say hello.", SamplingParams(max_tokens=24))
+        return OwnEngine(engine)
+
 
 async def run_baselines(plan: MeasurementPlan, levels: Sequence[int], rivals: Rivals, console: Console) -> list[Turn]:
     """Measure, and write rivals.jsonl as the turns end. levels: requests at once."""
@@ -112,66 +142,63 @@ async def run_baselines(plan: MeasurementPlan, levels: Sequence[int], rivals: Ri
         raise ConfigError("--temperature: rivals are compared at 0 only; leave it out with --rivals")
     plan = plan.resolved()
     asked = [plan.encoded(suite, question) for suite, question in mixed_questions(plan.files, plan.limit)]
-    budget = Budget(plan.minutes)
     found: list[Turn] = []
-    order = turns(levels, [one.prompt for one in asked], plan.repeats, budget, lambda n: _ratios(found, n))
+    prompts = [one.prompt for one in asked]
+    order = turns(levels, prompts, plan.repeats, Budget(plan.minutes), lambda level: _ratios(found, level))
+    ours = [
+        Own(name, weights_of(plan.config), load(settings_of(name, plan.config, plan.heads), {"activations": kind}))
+        for kind in _ACTIVATIONS
+        for name in plan.contestants
+    ]
     with tempfile.TemporaryDirectory(prefix="talon-rivals-") as made, plan.row_file(ROWS) as file:
-        given = _given(rivals, plan.config, Path(made), max(levels))
-        async with AsyncExitStack() as running:
-            ours = [
-                Own(name, weights_of(plan.config), activations, engine)
-                for activations in _ACTIVATIONS
-                for name, engine in (
-                    await running.enter_async_context(
-                        engines(plan.contestants, load(plan.config, {"activations": activations}), plan.heads, console)
-                    )
-                ).items()
-            ]
-            check_prompts(asked, plan.sampling.max_tokens, ours[0].engine.target.context)
-            others = baselines(rivals.folder, given)
-            async with aclosing(compare(ours, others, order, plan.sampling.max_tokens, console)) as taken:
-                async for turn in taken:
-                    found.append(turn)
-                    file.write(turn)
+        others = baselines(rivals.folder, _given(rivals, plan.config, Path(made), max(levels)))
+        async with aclosing(compare(ours, others, order, plan.sampling.max_tokens, console)) as taken:
+            async for turn in taken:
+                found.append(turn)
+                file.write(turn)
     return found
 
 
 async def compare(
     ours: Sequence[Own],
     others: Sequence[Baseline | Missing],
-    order: Iterator[tuple[int, int, Prompts]],
+    order: Iterator[Sequence[Part]],
     max_tokens: int,
     console: Console,
 ) -> AsyncGenerator[Turn, None]:
-    """Let all contestants take turns. Engines that cannot be started are named and left out; so are those that fail
-    later, from then on.
+    """Let all contestants take turns, each alone in memory. Those that cannot be started are named and left out; so are
+    other engines that fail later, from then on.
     """
     drawn = random.Random(0)
-    async with AsyncExitStack() as running:
-        taking_part: list[Rival] = [*ours]
-        for other in others:
-            if isinstance(other, Missing):
-                console.print(f"left out: {other.name}: not installed: {other.reason}")
+    here: list[Contestant] = [*ours, *(one for one in others if isinstance(one, Baseline))]
+    for one in others:
+        if isinstance(one, Missing):
+            console.print(f"left out: {one.name}: not installed: {one.reason}")
+    for repeat, parts in enumerate(order):
+        for contestant in drawn.sample(here, len(here)):
+            about = f"{contestant.name}, {contestant.weights} by {contestant.activations}"
+            console.print(f"repeat {repeat + 1}: {about}", highlight=False)
+            try:
+                running = await contestant.start()
+            except TalonError as error:
+                here.remove(contestant)
+                console.print(f"left out: {error}")
                 continue
             try:
-                taking_part.append(process := await Process.start(other))
-                running.push_async_callback(process.stop)
+                for level, prompts in parts:
+                    seconds, tokens = await running.answer(prompts, max_tokens, level)
+                    yield Turn(*_about(contestant), level, repeat, seconds, tokens, contestant.talon)
             except TalonError as error:
-                console.print(f"left out: {error}")
-        for repeat, level, prompts in order:
-            for one in drawn.sample(taking_part, len(taking_part)):
-                about = f"{one.name}, {one.weights} by {one.activations}"
-                console.print(f"repeat {repeat + 1}, {at_once(level)}: {about}", highlight=False)
-                own = isinstance(one, Own)
-                try:
-                    seconds, tokens = await one.answer(prompts, max_tokens, level)
-                except TalonError as error:
-                    if own:
-                        raise
-                    taking_part.remove(one)  # it has been stopped
-                    console.print(f"left out from here on: {error}")
-                    continue
-                yield Turn(one.name, one.weights, one.activations, level, repeat, seconds, tokens, talon=own)
+                if contestant.talon:
+                    raise
+                here.remove(contestant)
+                console.print(f"left out from here on: {error}")
+            finally:
+                await running.stop()
+
+
+def _about(one: Contestant) -> tuple[str, str, str]:
+    return one.name, one.weights, one.activations
 
 
 def _ratios(found: Sequence[Turn], level: int) -> list[list[float]]:

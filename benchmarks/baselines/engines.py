@@ -38,6 +38,10 @@ class Baseline:
     activations: str
     command: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
+    talon: bool = False
+
+    async def start(self) -> Process:
+        return await Process.start(self)
 
 
 @dataclass(frozen=True)
@@ -156,11 +160,10 @@ def _script(python: Path, name: str) -> tuple[str, str]:
 
 
 class Process:
-    """A running engine. Between its turns all of its processes are stopped: some engines spin while they wait."""
+    """A running engine."""
 
-    def __init__(self, baseline: Baseline, process: asyncio.subprocess.Process):
-        self.name, self.weights, self.activations = baseline.name, baseline.weights, baseline.activations
-        self._process = process
+    def __init__(self, name: str, process: asyncio.subprocess.Process):
+        self.name, self._process = name, process
 
     @classmethod
     async def start(cls, baseline: Baseline) -> Process:
@@ -173,7 +176,7 @@ class Process:
             env={**os.environ, **baseline.environment},
             start_new_session=True,
         )
-        started = cls(baseline, process)
+        started = cls(baseline.name, process)
         await started._reply(_START_S)
         await started.answer([[1, 2, 3]], 4, 1)  # does the compilation of a first request
         return started
@@ -182,12 +185,10 @@ class Process:
         """Seconds for all prompts, and the tokens of each answer."""
         assert self._process.stdin is not None
         asked = {"prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens, "at_once": at_once}
-        self._signal(signal.SIGCONT)
         with suppress(ConnectionError):  # it has ended, as its missing reply shows
             self._process.stdin.write(json.dumps(asked).encode() + b"\n")
             await self._process.stdin.drain()
         reply = await self._reply(_ANSWER_S)
-        self._signal(signal.SIGSTOP)
         return float(reply["seconds"]), [int(count) for count in reply["tokens"]]
 
     async def _reply(self, limit_s: float) -> dict[str, Any]:
@@ -207,7 +208,6 @@ class Process:
 
     async def stop(self) -> None:
         """End it and whatever it has started, by force if it does not end by itself."""
-        self._signal(signal.SIGCONT)
         if self._process.stdin is not None:
             self._process.stdin.close()
         with suppress(asyncio.TimeoutError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import sys
 from pathlib import Path
@@ -62,6 +61,7 @@ async def compared(
 async def test_engines_take_turns_at_every_level() -> None:
     broken, gone = engine("broken", "raise SystemExit"), Missing("gone", "pip install gone")
     found, printed = await compared([engine("one"), engine("two"), broken, gone], [1, 8], [[1], [2], [3]])
+    assert [turn.at_once for turn in found] == [1, 8] * 4, "an engine started answers all levels"
     taken = sorted((turn.repeat, turn.at_once, turn.contestant, len(turn.tokens)) for turn in found)
     assert taken == [(r, n, name, count) for r in (0, 1) for n, count in ((1, 6), (8, 24)) for name in ("one", "two")]
     assert all(set(turn.tokens) == {3} for turn in found)
@@ -70,21 +70,32 @@ async def test_engines_take_turns_at_every_level() -> None:
 
 async def test_an_engine_that_ends_in_its_turn_is_left_out_from_there_on_and_ends_no_other() -> None:
     tried_and_one_turn = ECHO.replace("in sys.stdin", "in (sys.stdin.readline() for _ in range(2))")
-    found, printed = await compared([engine("one"), engine("mortal", tried_and_one_turn)], [1], [[1]])
-    assert sorted(turn.contestant for turn in found) == ["mortal", "one", "one"]
+    found, printed = await compared([engine("one"), engine("mortal", tried_and_one_turn)], [1, 8], [[1]])
+    assert sorted(turn.contestant for turn in found) == ["mortal", *["one"] * 4]
     assert printed.count("left out from here on: engine=mortal: ended") == 1
 
 
-async def test_an_engine_rests_between_its_turns_and_leaves_nothing_behind() -> None:
+async def test_an_engine_leaves_nothing_behind() -> None:
     process = await Process.start(engine("echo"))
     number = process._process.pid
-    for _ in range(500):
-        if state(number) == "T":
-            break
-        await asyncio.sleep(0.01)
-    assert state(number) == "T"
+    assert state(number) is not None
     await process.stop()
     assert state(number) is None
+
+
+async def test_an_engine_is_alone_in_memory_in_its_turn(tmp_path: Path) -> None:
+    """Each notes when it begins and when it ends."""
+    noting = f"""
+import json, sys
+from pathlib import Path
+note = Path({str(tmp_path / "notes")!r}).open("a")
+print("begun", file=note, flush=True)
+{ECHO}
+print("ended", file=note, flush=True)
+"""
+    found, _ = await compared([engine("one", noting), engine("two", noting)], [1], [[1]])
+    assert len(found) == 4
+    assert (tmp_path / "notes").read_text().split() == ["begun", "ended"] * 4
 
 
 def printed(taken: list[Turn]) -> str:
