@@ -1,7 +1,7 @@
 """OpenVINO GenAI. Runs under the Python that has `openvino-genai`; imports nothing of Talon.
 
-Arguments: a GGUF file, threads, requests at once at most, the hint of its precision ("": its own choice), and what
-drafts: plain (nothing), lookup (the prompt) or the GGUF file of a smaller model.
+Arguments: a GGUF file, threads, requests at once at most, and what drafts: plain (nothing), lookup (the prompt)
+or the GGUF file of a smaller model.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _DRAFTED = 5  # tokens
 
 
 def main() -> None:
-    model, hint, source = sys.argv[1], sys.argv[4], sys.argv[5]
+    model, source = sys.argv[1], sys.argv[4]
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size, scheduler.max_num_seqs, scheduler.enable_prefix_caching = 1, int(sys.argv[3]), False
     options: dict[str, Any] = {"INFERENCE_NUM_THREADS": int(sys.argv[2])}
-    options |= {"INFERENCE_PRECISION_HINT": hint} if hint else {}
+    options["INFERENCE_PRECISION_HINT"] = "f32"
     drafts: dict[str, Any] = {"prompt_lookup": True} if source == "lookup" else {}
     if source not in ("plain", "lookup"):
         drafts["draft_model"] = genai.draft_model(source, "CPU", **options)
