@@ -23,7 +23,6 @@ def main() -> None:
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size, scheduler.max_num_seqs, scheduler.enable_prefix_caching = 1, int(sys.argv[3]), False
     options: dict[str, Any] = {"INFERENCE_NUM_THREADS": int(sys.argv[2])}
-    options["INFERENCE_PRECISION_HINT"] = "f32"
     drafts: dict[str, Any] = {"prompt_lookup": True} if source == "lookup" else {}
     if source not in ("plain", "lookup"):
         drafts["draft_model"] = genai.draft_model(source, "CPU", **options)
