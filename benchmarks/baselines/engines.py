@@ -114,8 +114,8 @@ def _repacking(kind: str) -> tuple[str, ...]:
 
 
 def _openvino(python: Path, given: Given) -> Sequence[Baseline]:
-    """It multiplies as it chooses: in bfloat16 where the processor has it, otherwise weights in blocks by activations in
-    8 bits (dynamic quantisation). Its float32 hint changed no speed with a GGUF file. It reads no bfloat16 GGUF.
+    """It multiplies as it chooses: in bfloat16 where the processor has it, otherwise weights in blocks by activations
+    in 8 bits (dynamic quantisation). Its float32 hint changed no speed with a GGUF file. It reads no bfloat16 GGUF.
     """
     in_16_bits = Unit.VECTORS in units() or Unit.AMX in units()
     drafted = {"": "plain", ", prompt lookup": "lookup"} | ({", draft model": str(given.draft)} if given.draft else {})
