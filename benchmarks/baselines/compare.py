@@ -71,7 +71,7 @@ def turns(
         yield [(level, [*itertools.islice(endless, max(_LEAST, _ROUNDS * level))]) for level in asked]
 
 
-class Running(Protocol):
+class StartedEngine(Protocol):
     """An engine that has started."""
 
     async def answer(self, prompts: Prompts, max_tokens: int, at_once: int) -> tuple[float, list[int]]:
@@ -80,7 +80,9 @@ class Running(Protocol):
     async def stop(self) -> None: ...
 
 
-class Contestant(Protocol):
+class Entrant(Protocol):
+    """One of Talon's methods, or another engine."""
+
     @property
     def name(self) -> str: ...
 
@@ -93,7 +95,7 @@ class Contestant(Protocol):
     @property
     def talon(self) -> bool: ...
 
-    async def start(self) -> Running: ...
+    async def start(self) -> StartedEngine: ...
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,7 @@ async def compare(
     other engines that fail later, from then on.
     """
     drawn = random.Random(0)
-    here: list[Contestant] = [*ours, *(one for one in others if isinstance(one, Baseline))]
+    here: list[Entrant] = [*ours, *(one for one in others if isinstance(one, Baseline))]
     for one in others:
         if isinstance(one, Missing):
             console.print(f"left out: {one.name}: not installed: {one.reason}")
@@ -197,7 +199,7 @@ async def compare(
                 await running.stop()
 
 
-def _about(one: Contestant) -> tuple[str, str, str]:
+def _about(one: Entrant) -> tuple[str, str, str]:
     return one.name, one.weights, one.activations
 
 

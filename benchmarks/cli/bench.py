@@ -39,6 +39,14 @@ def bench(
             "are as published, every node verified; talon-pld, talon-suffix and talon as Talon serves them."
         ),
     ] = "none,pld,talon-suffix",
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="Five minutes (or --minutes): should speculation be on for this model, with these prompts, on this "
+            "machine? Ends with the line to paste. Without --questions it asks six prompts of its own.",
+        ),
+    ] = False,
     limit: Annotated[int | None, typer.Option(help="Questions per file.", show_default="all", min=1)] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
     temperature: Annotated[list[float] | None, typer.Option(help="May be given again.", show_default="0")] = None,
@@ -82,6 +90,8 @@ def bench(
 ) -> None:
     """Compare contestants on question files: tokens/s, speed-up over plain decoding, MAT, equality of texts.
 
+    talon bench --quick --set model=FILE.gguf --questions my-prompts.jsonl
+
     talon bench --questions gsm8k.jsonl --methods none,pld,talon-suffix --limit 10
 
     talon bench --questions gsm8k.jsonl --questions sum.jsonl --concurrency 1,4,16 --repeats 3
@@ -93,6 +103,8 @@ def bench(
         from ..measure.plan import MeasurementPlan
         from . import parts
 
+        if quick:
+            return await measure_quickly()
         groups = {"all": every(), "ablation": list(ABLATION)}
         names = groups.get(methods) or names_in(methods)
         given = overrides(set_)
@@ -121,10 +133,27 @@ def bench(
             elif levels or shares:
                 failed = await parts.load(plan, levels, shares, console)
             else:
-                failed = await parts.single(plan, console)
+                failed, _ = await parts.single(plan, console)
             if against is not None:
                 compare_runs(out, against, Console())
             return failed
+
+    async def measure_quickly() -> int:
+        from ..inputs.sample_prompts import write_sample_prompts
+        from ..measure.plan import MeasurementPlan
+        from ..report.recommendation import SERVED, recommendation
+        from . import parts
+
+        settings = configuration.load(config, overrides(set_))
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=(temperature or [0.0])[0], seed=seed).validate()
+        with results_in(out):
+            files = questions or [write_sample_prompts(out / "prompts.jsonl")]
+            plan = MeasurementPlan(
+                settings, [*SERVED], question_files(files), out, [sampling], limit, minutes=minutes or 5.0, heads=heads
+            )
+            failed, rows = await parts.single(plan, console)
+        Console().print(recommendation(rows, settings.model), highlight=False, markup=False, soft_wrap=True)
+        return failed
 
     async def measure_server(url: str, levels: list[int], sampling: SamplingParams) -> int:
         from ..measure.clients import failures, run_clients, table

@@ -91,6 +91,9 @@ def evidence(
                 settings, names, files, out, samplings or [sampling], limit, minutes=share, heads=heads
             )
 
+        async def alone(share: float) -> int:
+            return (await measured.single(plan(contestants, suites, share, sampling, drawn), console))[0]
+
         async def known(share: float) -> int:
             failed, retrieval, _ = await measured.knowledge(plan(KNOWLEDGE_METHODS, knowledge, share), 2, console)
             console.print(str(retrieval or "no passages"))
@@ -101,7 +104,7 @@ def evidence(
             return await measured.baselines(plan(names_in(served), suites, share), (1, 8), known_rivals, console)
 
         measure: dict[str, Callable[[float], Awaitable[int]]] = {
-            "single": lambda share: measured.single(plan(contestants, suites, share, sampling, drawn), console),
+            "single": alone,
             "concurrency": lambda share: measured.load(plan(names_in(served), suites, share), LEVELS, (), console),
             "qa": known,
             "rivals": others,

@@ -22,11 +22,11 @@ from ..report.qa_figures import QaRow, Retrieval
 from ..report.tables import Table
 
 
-async def single(plan: MeasurementPlan, console: Console) -> int:
+async def single(plan: MeasurementPlan, console: Console) -> tuple[int, list[Row]]:
     """One request at a time."""
     rows = await run_bench(plan, console)
     _show(plan, [speed_table(rows)], console)
-    return _tell(map(_difference, rows), console)
+    return _tell(map(_difference, rows), console), rows
 
 
 async def load(plan: MeasurementPlan, levels: Sequence[int], shares: Sequence[float], console: Console) -> int:

@@ -14,6 +14,7 @@ from .ratios import Ratios, Where
 from .tables import Table
 
 ROWS = "rivals.jsonl"
+_OURS = {PLAIN: "plain", "talon": "head and suffix"}
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -42,7 +43,7 @@ class Turn(msgspec.Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        return f"Talon {self.contestant}".replace("Talon talon", "Talon") if self.talon else self.contestant
+        return f"Talon, {_OURS.get(self.contestant, self.contestant)}" if self.talon else self.contestant
 
 
 Contestant = tuple[str, str]
