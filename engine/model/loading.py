@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import tempfile
 import threading
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -17,6 +16,7 @@ from engine.config import Config
 from engine.core.errors import ConfigError, ModelError, first_line
 from engine.weights.catalogue import suggestion
 from engine.weights.gguf_file import GgufFile
+from engine.weights.gguf_reader import MODEL, read_by_transformers
 from engine.weights.gguf_source import open_gguf
 from engine.weights.hub import hub_answers, is_hub_id, is_local
 
@@ -75,18 +75,16 @@ def _dequantised(gguf: GgufFile, path: str, config: Any, dtype: torch.dtype) -> 
     """The stock model of a GGUF file, and what transformers says of its keys. The weights of a quantised file are
     bfloat16, whatever it computes in.
     """
-    with tempfile.TemporaryDirectory() as alone:  # no other file of its folder is read with it
-        (Path(alone) / "model.gguf").symlink_to(f"/proc/self/fd/{gguf.content.fileno()}")
-        with redirect_stderr(io.StringIO()):  # transformers' progress bars
-            model, report = AutoModelForCausalLM.from_pretrained(
-                alone,
-                gguf_file="model.gguf",
-                config=config,
-                quantization_config=GgufConfig(dequantize=True),
-                dtype=torch.bfloat16,
-                local_files_only=True,
-                output_loading_info=True,
-            )
+    with read_by_transformers(gguf) as alone, redirect_stderr(io.StringIO()):  # transformers' progress bars
+        model, report = AutoModelForCausalLM.from_pretrained(
+            alone,
+            gguf_file=MODEL,
+            config=config,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.bfloat16,
+            local_files_only=True,
+            output_loading_info=True,
+        )
     model.generation_config = GenerationConfig.from_pretrained(path)
     for parameter in model.parameters():  # buffers of float32 stay what they are
         parameter.data = parameter.data.to(dtype)

@@ -18,7 +18,8 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 from engine.core.errors import ModelError
 from engine.kernels.quant.layouts import has_layout
 from engine.kernels.quant.stored import StoredMatrix
-from engine.weights.gguf_file import GgufFile, GgufTensor
+from engine.weights.gguf_file import GgufFile
+from engine.weights.gguf_header import GgufTensor
 
 
 class Unreadable(Exception):

@@ -15,7 +15,6 @@ import psutil
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from gguf import GGUFWriter
 from transformers import AutoTokenizer
 
 from engine.api import Engine
@@ -216,7 +215,7 @@ def test_a_file_is_described_once_until_it_changes(
 def test_a_file_cut_short_anywhere_is_one_line(write: Callable[..., tuple[Path, Any]]) -> None:
     path, _ = write()
     content = path.read_bytes()
-    start = read_gguf(path, "model=x").start
+    start = read_gguf(path, "model=x").parts[0].start
     for length in [*range(4, start, 97), start, len(content) - 1]:
         path.write_bytes(content[:length])
         with pytest.raises(ModelError, match="cut short") as caught:
@@ -227,7 +226,7 @@ def test_a_file_cut_short_anywhere_is_one_line(write: Callable[..., tuple[Path, 
 def test_damage_to_the_head_is_either_harmless_or_told(write: Callable[..., tuple[Path, Any]]) -> None:
     path, _ = write()
     content, prob = path.read_bytes(), random.Random(0)
-    start = read_gguf(path, "model=x").start
+    start = read_gguf(path, "model=x").parts[0].start
     for _ in range(400):
         damaged = bytearray(content)
         for _ in range(prob.choice([1, 1, 8])):
@@ -255,9 +254,9 @@ def test_what_is_no_gguf_file_of_today_is_told(tmp_path: Path, content: bytes, t
         read_gguf(tmp_path / "x.gguf", "model=x.gguf")
 
 
-def test_one_of_several_parts_says_how_to_join_them(write: Callable[..., tuple[Path, Any]]) -> None:
+def test_one_of_several_parts_under_another_name_says_what_to_do(write: Callable[..., tuple[Path, Any]]) -> None:
     path, _ = write(values={"split.count": 3})
-    with pytest.raises(ModelError, match="one of 3 parts; join them with llama-gguf-split --merge"):
+    with pytest.raises(ModelError, match="one of 3 parts, whose names have to end in -00001-of-00003.gguf"):
         read_gguf(path, "model=x")
 
 
@@ -353,20 +352,9 @@ def test_a_file_replaced_while_it_is_read_stays_what_it_was(
 def test_a_file_cut_while_it_is_read_is_one_line(write: Callable[..., tuple[Path, Any]]) -> None:
     path, _ = write()
     opened = read_gguf(path, "model=x")
-    os.truncate(path, opened.start)
+    os.truncate(path, opened.parts[0].start)
     with pytest.raises(ModelError, match="was cut short while it was read"):
         opened.read(opened.tensors[0])
-
-
-def test_a_part_of_several_is_told_even_where_only_the_first_says_what_it_is(tmp_path: Path) -> None:
-    writer = GGUFWriter(tmp_path / "tiny-00002-of-00003.gguf", "llama")
-    writer.kv_data[0].clear()
-    writer.add_uint16("split.count", 3)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    with pytest.raises(ModelError, match="one of 3 parts; join them with llama-gguf-split --merge"):
-        read_gguf(tmp_path / "tiny-00002-of-00003.gguf", "model=x")
 
 
 def test_a_shape_that_is_not_whole_blocks_is_told(write: Callable[..., tuple[Path, Any]]) -> None:
