@@ -256,7 +256,7 @@ def test_what_is_no_gguf_file_of_today_is_told(tmp_path: Path, content: bytes, t
 
 def test_one_of_several_parts_under_another_name_says_what_to_do(write: Callable[..., tuple[Path, Any]]) -> None:
     path, _ = write(values={"split.count": 3})
-    with pytest.raises(ModelError, match="one of 3 parts, whose names have to end in -00001-of-00003.gguf"):
+    with pytest.raises(ModelError, match=r"one of 3 parts, whose names have to end in -00001-of-00003\.gguf"):
         read_gguf(path, "model=x")
 
 
