@@ -22,6 +22,18 @@ from engine.weights.gguf_header import GgufHeader, GgufTensor, read_header
 
 _PART = re.compile(r"(?P<name>.*)-\d{5}-of-(?P<count>\d{5})(?P<ending>\.gguf)", re.DOTALL | re.IGNORECASE)
 _SAME_MODEL = "get all parts of one model"
+_COUNTS = (
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "vocab_size",
+    "expert_count",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+)
+_LARGEST = 1 << 24  # of any of them
 _SAME = ("general.architecture", "general.name", "split.tensors.count")  # in all parts that name them
 
 
@@ -125,6 +137,7 @@ def _checked(file: GgufFile, field: str) -> GgufFile:
     """Raise ModelError if the model has no name, or a tensor twice, or not as many as it says."""
     if not isinstance(file.metadata.get("general.architecture"), str):
         raise ModelError(f"{field}: {file.path.name} names no general.architecture; get the file again")
+    _check_counts(file, field)
     held: dict[str, int] = {}
     for tensor in file.tensors:
         if tensor.name in held:
@@ -134,6 +147,19 @@ def _checked(file: GgufFile, field: str) -> GgufFile:
     if (count := file.metadata.get("split.tensors.count", len(held))) != len(held):
         raise ModelError(f"{field}: its parts hold {len(held)} tensors, and {shown(count)} in all; {_SAME_MODEL}")
     return file
+
+
+def _check_counts(file: GgufFile, field: str) -> None:
+    """Raise ModelError for counts that the tensors contradict: whoever trusted them would make a model of that size."""
+    blocks = len({tensor.name.split(".")[1] for tensor in file.tensors if tensor.name.startswith("blk.")})
+    embedding = file.tensor("token_embd.weight")
+    held = {"block_count": blocks} | ({} if embedding is None else {"embedding_length": embedding.shape[0]})
+    for key in _COUNTS:
+        count = file.metadata.get(f"{file.architecture}.{key}")
+        if count is None or (isinstance(count, int) and 0 <= count <= min(_LARGEST, held.get(key, _LARGEST))):
+            continue
+        most = f"its tensors are of {held[key]}" if key in held else f"the most is {_LARGEST:,}"
+        raise ModelError(f"{field}: {file.architecture}.{key} is {shown(count)}, and {most}; get the file again")
 
 
 def _foreign(field: str, part: Path, why: str) -> ModelError:

@@ -11,6 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 
+import engine.weights.gguf_families  # noqa: F401  (transformers is to know them)
 from engine.weights.gguf_file import GgufFile
 
 MODEL = "model.gguf"
