@@ -134,7 +134,7 @@ class LeanDecoder:
         tiled = [] if self.head.matmul is None else self.head.matmul.tiled
         if weight is head and weight.is_meta and len(tiled) == 1:
             return tiled[0]
-        found = matrices(weight)
+        found = matrices.matrix(weight)
         return TiledMatrix(panels_of(found)) if isinstance(found, StoredMatrix) else found.detach().contiguous()
 
     def forget_far(self) -> None:

@@ -21,7 +21,7 @@ from engine.kernels.gemm.product import pack_linears
 from engine.kernels.pointwise import PointwiseOperations
 from engine.model.cuda_products import allow_split_sums, exact_sizes, forbid_split_sums
 from engine.model.decoder import LeanDecoder
-from engine.model.decoder_layer import OtherStructure
+from engine.model.decoder_layer import InMemory, OtherStructure
 from engine.model.forward import Forward
 from engine.model.kv_pool import KVPool
 from engine.model.loading import name_of
@@ -81,7 +81,7 @@ class ForwardChoice:
         cannot run it, or differs from the stock forward.
         """
         weights.fill_small(self.model)
-        proof = Proof(Path(self.name), self.context, activations)
+        proof = Proof(Path(self.name), len(self.model.model.layers), self.context, activations)
         stock = LayeredStock(self.model, weights)
         trial = None
         if (rules := proof.read()) is None:
@@ -89,7 +89,7 @@ class ForwardChoice:
             rules = stock.passed[-1]
         hold_frequencies(self.model)
         pool, q_per_kv = self._make_pool(weights.gguf.size)
-        lean = LeanDecoder(self.model, pool, q_per_kv, rules, weights.matrix, activations)
+        lean = LeanDecoder(self.model, pool, q_per_kv, rules, weights, activations)
         runner = Runner(self.model, lean, pool)
         if trial is not None:
             if trial.beyond is not None:
@@ -194,7 +194,7 @@ class ForwardChoice:
         assert isinstance(stock.forward, StockForward) and stock.pool is not None
         try:
             q_per_kv = stock.forward.attention.q_per_kv
-            lean = LeanDecoder(self.model, stock.pool, q_per_kv, stock.forward.rules, lambda weight: weight)
+            lean = LeanDecoder(self.model, stock.pool, q_per_kv, stock.forward.rules, InMemory())
         except (OtherStructure, AttributeError) as error:  # a part of the structure is missing
             return first_line(error)
         runner = Runner(self.model, lean, stock.pool)
