@@ -99,7 +99,9 @@ FAMILIES = {
 
 
 def random_model(family: str, **changes: Any) -> Any:
-    """A random model of that family, in float32. Norms are random too, so that one in a wrong place is seen."""
+    """A random model of that family, in float32. Norms are random too, so that one in a wrong place is seen. Routers
+    are as sure as trained ones: a near tie that rounding turns is another expert's output.
+    """
     about = FAMILIES[family]
     torch.manual_seed(0)
     options = COMMON | about.options | changes
@@ -108,6 +110,9 @@ def random_model(family: str, **changes: Any) -> Any:
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter += 0.2 * torch.randn(parameter.shape)
+        for name, parameter in model.named_parameters():
+            if name.endswith(("gate.weight", "router.weight")):
+                parameter *= 8
     return model.eval()
 
 
