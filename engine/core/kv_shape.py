@@ -10,14 +10,15 @@ from engine.core.batch import BLOCK
 
 CODE_GROUP = 32
 """Neighbouring dimensions of codes that share a scale."""
+_SCALE_BYTES = 2
 
 
 @dataclass(frozen=True)
 class KVShape:
     """The shape and dtype of a model's keys and values.
 
-    vnni: they are kept in pairs of bfloat16. q8_0: they are rounded to codes of 8 bits, in groups of 32 dimensions with
-    one scale, as GGUF's type of that name.
+    vnni: attention multiplies pairs of bfloat16, and numbers are kept in pairs. q8_0: numbers are kept as codes of 8
+    bits, in groups of 32 dimensions with one scale, as in GGUF's type of that name.
     """
 
     layers: int
@@ -42,7 +43,7 @@ class KVShape:
     def head_bytes(self) -> int:
         """Of one head's keys in a block, and of its values."""
         if self.q8_0:
-            return BLOCK * (self.dims + self.dims // CODE_GROUP * torch.float16.itemsize)
+            return BLOCK * (self.dims + self.dims // CODE_GROUP * _SCALE_BYTES)
         of_number: int = self.dtype.itemsize
         return BLOCK * self.dims * of_number
 

@@ -81,6 +81,7 @@ def enter_codes_kernel(address: Any) -> None:
     for unit in range(units * thread_id() // num_threads(), units * (thread_id() + 1) // num_threads()):
         kv_head, row = unit // work.rows, unit % work.rows
         x = work.qkv + row * (heads + 2 * work.kv_heads) * size
+        _pad(work, room)
         put_queries(work, unit, row, x + kv_head * work.q_per_kv * size, room)
         block, lane = int_at(work.slots + 4 * row) // LANES, int_at(work.slots + 4 * row) % LANES
         at = (block * work.kv_heads + kv_head) * head_bytes(work.dims)
@@ -93,10 +94,16 @@ def enter_codes_kernel(address: Any) -> None:
 
 
 @njit
-def _round(work: Any, x: int) -> None:
-    """Round [dims] float32 in place: the groups begin where they did."""
+def _pad(work: Any, x: int) -> None:
+    """Zeros after the first head_dim of [dims] float32: codes lie where they did."""
     for i in range(work.head_dim, work.dims):
         put_float(x + 4 * i, np.float32(0))
+
+
+@njit
+def _round(work: Any, x: int) -> None:
+    """Round [dims] float32 in place: the groups begin where they did."""
+    _pad(work, x)
     for group in range(work.dims // GROUP):
         at = x + 4 * GROUP * group
         round_group(FLOAT32, at, at)

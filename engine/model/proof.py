@@ -18,7 +18,7 @@ from zlib import crc32
 
 import torch
 
-from engine.config import Activations
+from engine.config import Activations, KVType
 from engine.files.whole_file import write_whole
 from engine.kernels.attention.attention import Rule
 from engine.kernels.simd import features
@@ -30,11 +30,12 @@ _LIBRARIES = ("torch", "transformers", "numba", "llvmlite", "gguf", "numpy")
 
 class Proof:
     """folder: the directory that describes the file, and is made anew when the file changes. context: of the trial.
-    activations: how products took their rows.
+    activations: how products took their rows. kv_type: how keys and values were kept.
     """
 
-    def __init__(self, folder: Path, context: int, activations: Activations):
-        self._file = folder / f"proof-{activations}.json"
+    def __init__(self, folder: Path, context: int, activations: Activations, kv_type: KVType):
+        kept = "" if kv_type == "auto" else f"-{kv_type}"
+        self._file = folder / f"proof-{activations}{kept}.json"
         self._under = [f"context {context}", *_versions()]
 
     def read(self) -> dict[int, Rule] | None:

@@ -5,7 +5,7 @@ whether it was decoded alone, verified in a tree with rejected siblings, or read
 
 Keys and values lie in blocks of 16 positions (`engine.model.kv_pool`). `lane_attention` reads them on any processor;
 for bfloat16, `tile_attention` does so with AMX and `pair_attention` with AVX512-BF16. `code_attention` reads those
-rounded to 8 bits.
+rounded to 8 bits, and `code_pair_attention` does so with AVX512-BF16.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from engine.core.kv_shape import KVShape
 from engine.kernels.amx import TILE_ROWS
 from engine.kernels.attention.attention_work import ATTENTION
 from engine.kernels.attention.code_attention import code_kernel, scratch_of_query
+from engine.kernels.attention.code_pair_attention import code_pair_kernel
 from engine.kernels.attention.lane_attention import VECTORS, lane_kernel
 from engine.kernels.attention.pair_attention import pair_kernel
 from engine.kernels.attention.paired_attention import scratch_of_own
@@ -39,6 +40,13 @@ def has_pairs(dtype: torch.dtype) -> bool:
 
 def _paired_kernel() -> Kernel:
     return tile_kernel() if units()[0] is Unit.AMX else pair_kernel()
+
+
+def _kernel(shape: KVShape) -> Kernel:
+    """The kernel that reads a pool of that shape."""
+    if shape.q8_0:
+        return code_pair_kernel() if shape.vnni else code_kernel()
+    return _paired_kernel() if shape.vnni else lane_kernel()
 
 
 def attention_kernels() -> list[Kernel]:
@@ -76,7 +84,7 @@ class Attention:
         for name, value in (("kv_heads", shape.kv_heads), ("q_per_kv", q_per_kv), ("dims", shape.dims)):
             work[name] = value
         work["head_dim"], work["width"] = shape.head_dim, shape.dtype.itemsize
-        self.kernel: Kernel = _paired_kernel() if shape.vnni else code_kernel() if shape.q8_0 else lane_kernel()
+        self.kernel = _kernel(shape)
         self._queries = TILE_ROWS if shape.vnni or shape.q8_0 else VECTORS  # per tile
         self._query_bytes = shape.dims * 4 + 4 + (scratch_of_query(shape.dims) if shape.q8_0 else 0)
         work["tile_sizes"] = TILES.ctypes.data

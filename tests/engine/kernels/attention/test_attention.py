@@ -31,7 +31,7 @@ class Kernel:
     q8_0: bool = False
 
     def __str__(self) -> str:
-        name = "codes" if self.q8_0 else "tiles" if self.paired else "lanes"
+        name = ("tiles" if self.paired else "lanes") + (" of codes" if self.q8_0 else "")
         return f"{name}-{str(self.dtype).removeprefix('torch.')}"
 
     def shape(self, dims: int, kv_heads: int = 1) -> KVShape:
@@ -48,6 +48,7 @@ class Kernel:
         """Queries as scores are made of them, in float64."""
         if not self.q8_0:
             return x.to(self.dtype).double()
+        x = x.to(self.dtype).float() if self.paired else x
         codes, scales = rounded(padded(x, self.shape(x.shape[-1])).flatten(0, -2).numpy())
         numbers = torch.from_numpy(codes * scales[..., None]).view(*x.shape[:-1], -1)
         return numbers[..., : x.shape[-1]].double()
@@ -59,9 +60,9 @@ KERNELS = [FLOAT32, Kernel(torch.bfloat16, False, 1e-5, 2**-8)]
 if has_pairs(torch.bfloat16):
     KERNELS.append(TILES)
 if instruction_sets():
-    KERNELS += [
-        Kernel(dtype, False, 1e-4, error, True) for dtype, error in ((torch.bfloat16, 2**-8), (torch.float32, 1e-4))
-    ]
+    KERNELS += [Kernel(torch.bfloat16, False, 1e-4, 2**-8, True), Kernel(torch.float32, False, 1e-4, 1e-4, True)]
+    if has_pairs(torch.bfloat16):
+        KERNELS.append(Kernel(torch.bfloat16, True, 0.05, 2**-8, True))
 KV_HEADS = 2
 # two branches below the root, the second longer than the first, and a sibling of the root's child without children
 BUSHY = TokenTree.from_lists([0, 1, 2, 3, 4, 5, 6, 7], [-1, 0, 0, 1, 2, 0, 4, 6], [1.0] * 8)
