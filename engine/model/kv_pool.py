@@ -9,7 +9,7 @@ Layout: keys [layers, blocks, kv_heads, dims, 16], so that 16 keys are read at o
 kv_heads, 16, dims]; dims is the head size rounded up to a multiple of 16, padded with zeros. Paired, for instructions
 that multiply pairs of bfloat16: a block's keys are [dims / 2, 16, 2], its values [dims / 16, 8, 16, 2] with the pairs
 of neighbouring positions, and dims is a multiple of 32. In codes of 8 bits, both are [layers, blocks, kv_heads, bytes]:
-`engine.kernels.kv_codes` says what these hold.
+`engine.kernels.attention.kv_codes` says what these hold.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from engine.core.errors import OutOfBlocks
 from engine.core.hidden_states import States
 from engine.core.kv_shape import KVShape
 from engine.files.cache_folder import CacheFolder
+from engine.kernels.attention.kv_codes import move_codes_kernel
 from engine.kernels.fused import MOVE, move_kernel
-from engine.kernels.kv_codes import move_codes_kernel
 from engine.model.saved_blocks import SavedBlocks
 
 _CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Exact attention over keys and values rounded to 8 bits: `engine.kernels.kv_codes` says how they lie.
+"""Exact attention over keys and values rounded to 8 bits: `engine.kernels.attention.kv_codes` says how they lie.
 
 Queries are rounded to 8 bits too, in the same groups of 32 dimensions, and scores are products of integers: 16 keys lie
 like 16 outputs of a Q8_0 matrix, so the sums are those of `engine.kernels.gemm.int8.sums`. Weights stay float32: each
@@ -16,13 +16,13 @@ from numba.extending import intrinsic
 
 from engine.kernels.amx import LINE_BYTES, fetch, pointer
 from engine.kernels.attention.attention_work import ATTENTION
+from engine.kernels.attention.kv_codes import CODES_KIND, head_bytes, value_codes_at, value_scales_at
 from engine.kernels.attention.lane_attention import attending
 from engine.kernels.gemm.int8.dots import InstructionSet, instruction_sets
 from engine.kernels.gemm.int8.layout import ROW_GROUP_BYTES, rows_at_once
 from engine.kernels.gemm.int8.rows import round_rows
 from engine.kernels.gemm.int8.sums import sum_groups
 from engine.kernels.gemm.matmul_sums import row_counts, row_starts
-from engine.kernels.kv_codes import CODES_KIND, head_bytes, value_codes_at, value_scales_at
 from engine.kernels.quant.layouts import STEP as GROUP
 from engine.kernels.quant.layouts import layout_of
 from engine.kernels.simd import (

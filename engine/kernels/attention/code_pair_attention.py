@@ -1,5 +1,5 @@
 """Exact bfloat16 attention over keys and values rounded to 8 bits, on processors that multiply bfloat16: see
-`paired_attention`, and `engine.kernels.kv_codes` for how codes lie.
+`paired_attention`, and `engine.kernels.attention.kv_codes` for how codes lie.
 
 Scores are those of `code_attention`, of queries in bfloat16. A block's values become bfloat16 in the layout of pairs
 (code times scale) for all queries of a tile at once, and are weighed as `pair_attention` weighs them.
@@ -17,6 +17,7 @@ from numba.extending import intrinsic
 from engine.kernels.amx import pointer
 from engine.kernels.attention.attention_work import ATTENTION
 from engine.kernels.attention.code_attention import next_codes, numbers, scoring
+from engine.kernels.attention.kv_codes import head_bytes, value_codes_at, value_scales_at
 from engine.kernels.attention.pair_attention import WEIGHED, add_block
 from engine.kernels.attention.paired_attention import (
     PANEL_BYTES,
@@ -26,7 +27,6 @@ from engine.kernels.attention.paired_attention import (
     scratch_of_own,
     slot_at,
 )
-from engine.kernels.kv_codes import head_bytes, value_codes_at, value_scales_at
 from engine.kernels.quant.layouts import STEP as GROUP
 from engine.kernels.simd import BFLOAT16, FLOAT32, LANES, float16_at, int_at, splat, spread, store
 from engine.kernels.threads import kernel

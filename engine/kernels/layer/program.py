@@ -34,11 +34,11 @@ import torch
 from torch import Tensor
 
 from engine.kernels.attention.attention import Attention, Rule
+from engine.kernels.attention.kv_codes import enter_codes_kernel
 from engine.kernels.fused import ENTER, GATE, NORM, enter_kernel, gate_kernel, norm_kernel
 from engine.kernels.gemm.matmul import NO_SCRATCH, Multiplies, add_product, give_scratch, row_words
 from engine.kernels.gemm.matmul_kernels import MATMUL
 from engine.kernels.gemm.onednn import filled
-from engine.kernels.kv_codes import enter_codes_kernel
 from engine.kernels.layer.experts import (
     ExpertRecords,
     combine_kernel,

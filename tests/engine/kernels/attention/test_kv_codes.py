@@ -11,9 +11,9 @@ from torch import Tensor
 
 from engine.core.batch import BLOCK
 from engine.core.kv_shape import KVShape
+from engine.kernels.attention.kv_codes import enter_codes_kernel
 from engine.kernels.fused import ENTER
 from engine.kernels.gemm.int8.dots import instruction_sets
-from engine.kernels.kv_codes import enter_codes_kernel
 from engine.kernels.threads import address_of
 from engine.model.kv_pool import KVPool
 from tests.engine.kernels.pool_layout import contents, in_codes, padded
