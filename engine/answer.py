@@ -33,6 +33,7 @@ class Metrics(msgspec.Struct, frozen=True):
     the verifier spent in target forwards, for any request. draft_hit_rate: share of rounds whose tree had arrived by
     the previous verdict. cached_tokens: prompt tokens found in the prefix cache. exact: the text is that of plain
     decoding, bit for bit; inexact: why that is not certain. activations: how the target's products took their rows.
+    kv_type: what its keys and values were kept as.
     """
 
     mean_accepted_tokens: float
@@ -45,6 +46,7 @@ class Metrics(msgspec.Struct, frozen=True):
     exact: bool
     inexact: str
     activations: str
+    kv_type: str
     speculative_decoding: DraftingGains
 
 
@@ -131,6 +133,7 @@ class Answer:
             exact=self.target.exact,
             inexact=self.target.inexact,
             activations=self.target.activations,
+            kv_type=self.target.kv_type,
             speculative_decoding=speculative_decoding(self.rounds[1:]),
         )
         return Result(

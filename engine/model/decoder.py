@@ -76,6 +76,11 @@ class LeanDecoder:
         self.rules = [rules[i] for i in range(len(self.layers))]
         self._program = self._program_for(1)
 
+    def take_pool(self, pool: KVPool) -> None:
+        """Keep keys and values in that pool from now on."""
+        self.attention = Attention(pool, self.attention.q_per_kv)
+        self._program = self._program_for(1)
+
     @property
     def activations(self) -> Activations:
         """int8 if any product rounds its rows to 8 bits."""

@@ -18,7 +18,7 @@ from zlib import crc32
 import msgspec
 import torch
 
-from engine.config import Activations
+from engine.config import Activations, KVType
 from engine.files.whole_file import write_whole
 from engine.kernels.attention.attention import Rule
 from engine.kernels.simd import features
@@ -47,11 +47,12 @@ class _Stored(msgspec.Struct):
 
 class Proof:
     """folder: the directory that describes the file, and is made anew when the file changes. layers: of its model.
-    context: of the trial. activations: how products took their rows.
+    context: of the trial. activations: how products took their rows. kv_type: how keys and values were kept.
     """
 
-    def __init__(self, folder: Path, layers: int, context: int, activations: Activations):
-        self._file, self._layers = folder / f"proof-{activations}.json", layers
+    def __init__(self, folder: Path, layers: int, context: int, activations: Activations, kv_type: KVType):
+        kept = "" if kv_type == "auto" else f"-{kv_type}"
+        self._file, self._layers = folder / f"proof-{activations}{kept}.json", layers
         source = source_of(folder)
         self._under = [f"file {'' if source is None else source.key}", f"context {context}", *_versions()]
 

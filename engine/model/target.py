@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from engine.config import Activations, Config
+from engine.config import Activations, Config, KVType
 from engine.core.batch import BLOCK
 from engine.core.errors import ConfigError
 from engine.kernels.gemm.product import PackedLinear, multiplies
@@ -41,9 +41,10 @@ class Target(Runner):
         kv_memory: int | None = None,
         weights: GgufWeights | None = None,
         activations: Activations = "bfloat16",
+        kv_type: KVType = "auto",
     ):
-        """weights: of a model on the meta device. activations: how their matrices take rows. Raises OtherStructure if
-        the lean decoder cannot run those.
+        """weights: of a model on the meta device. activations: how their matrices take rows. kv_type: what keys and
+        values are kept as, if the lean decoder runs the model. Raises OtherStructure if it cannot run `weights`.
         """
         self.name = name
         config = model.config.get_text_config()
@@ -54,7 +55,7 @@ class Target(Runner):
         self.layers: int = config.num_hidden_layers
         self.eos_tokens = eos_tokens(model.generation_config)
         self.device = torch.device("cpu") if weights is not None else model.device
-        choice = ForwardChoice(model.eval(), name, self.own_context, kv_memory, self.device)
+        choice = ForwardChoice(model.eval(), name, self.own_context, kv_memory, self.device, kv_type)
         chosen = choice.of_model() if weights is None else choice.of_file(weights, activations)
         self.inexact, self.unlike = chosen.inexact, chosen.unlike
         super().__init__(model, chosen.runner.forward, chosen.runner.pool)
@@ -67,32 +68,47 @@ class Target(Runner):
         device: str = "auto",
         kv_memory: int | None = None,
         activations: Activations = "bfloat16",
+        kv_type: KVType = "auto",
     ) -> Target:
         """Load a checkpoint directory or hub id. kv_memory: bytes for keys and values, None: a share of free memory.
         activations: int8 for matrices in blocks, where there are any and the lean decoder runs them: see `activations`.
+        kv_type: q8_0 for keys and values in 8 bits, where the lean decoder runs the model: see `kv_type`.
         """
-        target = cls._load_gguf(path, dtype, find_device(device), kv_memory, activations)
+        target = cls._load_gguf(path, dtype, find_device(device), kv_memory, activations, kv_type)
         if target is None:
-            target = cls(load_model(path, dtype, find_device(device)), path, kv_memory)
+            target = cls(load_model(path, dtype, find_device(device)), path, kv_memory, kv_type=kv_type)
         if isinstance(target.forward, LeanDecoder):
             target.model.model.layers = torch.nn.ModuleList()  # the decoder has copies in its own layout
         return target
 
     @classmethod
     def of_config(cls, config: Config) -> Target:
-        """The target that a configuration names. Raises ConfigError if it cannot have those activations."""
-        memory = config.verifier.kv_memory
-        target = cls.load(config.model, config.dtype, config.device, memory, config.activations)
+        """The target that a configuration names. Raises ConfigError if it cannot have those activations, or keys and
+        values of that type.
+        """
+        memory, kv_type = config.verifier.kv_memory, config.verifier.kv_type
+        target = cls.load(config.model, config.dtype, config.device, memory, config.activations, kv_type)
         if config.activations != target.activations:
             raise ConfigError(
                 f"activations={config.activations}: this model has no matrices in blocks that this processor "
                 f"multiplies so; take a GGUF file of a common structure, or activations={target.activations}"
             )
+        if kv_type not in ("auto", target.kv_type):
+            raise ConfigError(
+                f"verifier.kv_type={kv_type}: only the lean decoder keeps keys and values so, on a CPU with AVX2, and "
+                "this model does not run on it here; take verifier.kv_type=auto"
+            )
         return target
 
     @classmethod
     def _load_gguf(
-        cls, path: str, dtype: str, device: torch.device, kv_memory: int | None, activations: Activations
+        cls,
+        path: str,
+        dtype: str,
+        device: torch.device,
+        kv_memory: int | None,
+        activations: Activations,
+        kv_type: KVType,
     ) -> Target | None:
         """The target of a directory that describes a GGUF file, with nothing in memory but the decoder's own layout;
         None if the stock forward has to be loaded for it.
@@ -105,7 +121,7 @@ class Target(Runner):
         check_memory(gguf, f"model={path}", free_memory())
         model = skeleton(path, config)
         try:
-            return cls(model, path, kv_memory, GgufWeights(gguf, model), activations)
+            return cls(model, path, kv_memory, GgufWeights(gguf, model), activations, kv_type)
         except (Unreadable, OtherStructure, AttributeError):  # a part of the structure is missing
             return None
 

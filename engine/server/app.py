@@ -142,8 +142,9 @@ def create_app(serving: Serving) -> FastAPI:
 
     @app.get("/version")
     async def version_() -> Version:
-        """Talon's version, and how the target's products take their rows."""
-        return Version(version=VERSION, activations=engine.target.activations)
+        """Talon's version, how the target's products take their rows, and what its keys and values are kept as."""
+        target = engine.target
+        return Version(version=VERSION, activations=target.activations, kv_type=target.kv_type)
 
     @app.get("/metrics", response_class=Response, responses=_TEXT | _only(401))
     async def metrics() -> Response:

@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def proof(folder: Path, layers: int = 2, context: int = 512) -> Proof:
-    return Proof(folder, layers, context, "bfloat16")
+    return Proof(folder, layers, context, "bfloat16", "auto")
 
 
 def test_what_was_found_is_read_again(folder: Path) -> None:
