@@ -32,8 +32,8 @@ class Metrics(msgspec.Struct, frozen=True):
     tokens_per_second: of the answer, from the call to the last token. verifier_busy: share of the decoding time that
     the verifier spent in target forwards, for any request. draft_hit_rate: share of rounds whose tree had arrived by
     the previous verdict. cached_tokens: prompt tokens found in the prefix cache. exact: the text is that of plain
-    decoding, bit for bit; inexact: why that is not certain. activations: how the target's products took their rows.
-    kv_type: what its keys and values were kept as.
+    decoding, bit for bit; inexact: why that is not certain. activations: how the target's products took their rows;
+    weights: the type that most of its matrices are held in; kv_type: what its keys and values were kept as.
     """
 
     mean_accepted_tokens: float
@@ -47,6 +47,7 @@ class Metrics(msgspec.Struct, frozen=True):
     inexact: str
     activations: str
     kv_type: str
+    weights: str
     speculative_decoding: DraftingGains
 
 
@@ -134,6 +135,7 @@ class Answer:
             inexact=self.target.inexact,
             activations=self.target.activations,
             kv_type=self.target.kv_type,
+            weights=self.target.weights,
             speculative_decoding=speculative_decoding(self.rounds[1:]),
         )
         return Result(

@@ -18,6 +18,8 @@ Activations = Literal["bfloat16", "int8"]
 """How products take their rows."""
 KVType = Literal["auto", "q8_0"]
 """How keys and values are kept: in the model's own type, or in 8 bits."""
+Weights = Literal["auto", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
+"""The type of the target's matrices, the largest first."""
 DEMO = ROOT / "configs" / "demo.yaml"
 
 
@@ -152,20 +154,22 @@ class Config(_Section):
     """Everything `Engine.start` needs.
 
     model: a Hugging Face directory or hub id, a GGUF file, or a name that `talon models list` knows. chat_template: a
-    Jinja file for a model that has none, or in place of its own. activations: int8 rounds the rows that matrices in
-    blocks are multiplied with to 8 bits, as other engines do with GGUF files: further rows cost less, and plain
-    decoding's own text is a slightly different one. method: which drafter (`drafters.registry`). mode: drafter and
-    verifier in turns (sequential), both at once (async), or whichever proves faster (auto). transport: workers as
-    threads (inproc), as processes (ipc), or as processes of which the drafter may be on another machine (tcp). trace: a
-    file for a timeline of the workers, without remote drafters. start_timeout_s: for the workers to load.
-    heartbeat_timeout_s: a worker that is silent for longer is killed and replaced; workers send a heartbeat every 0.5
-    s, but not during a forward.
+    Jinja file for a model that has none, or in place of its own. weights: the model's own, or quantise a safetensors
+    checkpoint as it is loaded, which makes another model of it, whose own text is kept exactly. activations: int8
+    rounds the rows that matrices in blocks are multiplied with to 8 bits, as other engines do with GGUF files: further
+    rows cost less, and plain decoding's own text is a slightly different one. method: which drafter
+    (`drafters.registry`). mode: drafter and verifier in turns (sequential), both at once (async), or whichever proves
+    faster (auto). transport: workers as threads (inproc), as processes (ipc), or as processes of which the drafter may
+    be on another machine (tcp). trace: a file for a timeline of the workers, without remote drafters. start_timeout_s:
+    for the workers to load. heartbeat_timeout_s: a worker that is silent for longer is killed and replaced; workers
+    send a heartbeat every 0.5 s, but not during a forward.
     """
 
     model: str = "smollm2-135m"
     chat_template: str | None = None
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    weights: Weights = "auto"
     activations: Activations = "bfloat16"
     method: str = "suffix"
     mode: Literal["sequential", "async", "auto"] = "sequential"

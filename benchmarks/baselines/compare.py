@@ -28,7 +28,8 @@ from engine.core.errors import ConfigError, TalonError
 from engine.core.params import SamplingParams
 from engine.core.processor import cores
 from engine.frontend.tasks import keep_under_way
-from engine.model.loading import dtype_of, load_model, name_of
+from engine.model.loading import dtype_of, load_model, name_of, open_stored
+from engine.weights.gguf_file import GgufFile
 from engine.weights.gguf_source import open_gguf
 from engine.weights.tokenizer import load_tokenizer
 
@@ -209,8 +210,10 @@ def _ratios(found: Sequence[Turn], level: int) -> list[list[float]]:
 
 def weights_of(config: Config) -> str:
     """The type in memory of most of the model's weights."""
-    file = open_gguf(Path(config.model))
-    return name_of(dtype_of(config)) if file is None else file_type(file.path)
+    stored = open_stored(Path(config.model))
+    if isinstance(stored, GgufFile):
+        return file_type(stored.path)
+    return name_of(dtype_of(config)) if stored is None else stored.kind
 
 
 def _given(rivals: Rivals, config: Config, made: Path, most: int) -> Given:
@@ -224,8 +227,8 @@ def _given(rivals: Rivals, config: Config, made: Path, most: int) -> Given:
 
 
 def _directory(model: str, folder: Path) -> str:
-    """The directory that other engines load, written into `folder` if the model's weights are in a GGUF file."""
-    if open_gguf(Path(model)) is None:
+    """The directory that other engines load, written into `folder` if Talon's weights are quantised."""
+    if open_stored(Path(model)) is None:
         return model
     load_model(model, "bfloat16", torch.device("cpu")).save_pretrained(folder / "model")
     load_tokenizer(model).save_pretrained(folder / "model")

@@ -131,6 +131,7 @@ def row_of(suite: str, question: Question, name: str, sampling: SamplingParams, 
         exact=run.exact,
         inexact=run.inexact,
         activations=run.activations,
+        weights=run.weights,
         cached_tokens=run.cached_tokens,
     )
 

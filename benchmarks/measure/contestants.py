@@ -68,6 +68,7 @@ class TalonContestant:
             metrics.inexact,
             metrics.cached_tokens,
             metrics.activations,
+            metrics.weights,
         )
 
     def peak_memory_mb(self) -> float | None:

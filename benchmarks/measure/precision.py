@@ -1,7 +1,8 @@
 """`talon check --against float32`: how far rounding moves a model's logits, in bfloat16 and with rows of 8 bits.
 
-The reference is transformers' own forward in float32 with the weights that the file holds, not rounded. All read the
-same tokens: the last ones of each prompt, and the answer to it that plain decoding gives as configured.
+The reference is transformers' own forward in float32 with the weights that the model's files hold, not rounded, also
+where `weights` quantises them. All read the same tokens: the last ones of each prompt, and the answer to it that plain
+decoding gives as configured.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from engine.model.target import Target
 from engine.text.encode import encode_text
 from engine.weights.gguf_source import open_gguf
 from engine.weights.gguf_weights import GgufWeights
+from engine.weights.quantised import unquantised
 from engine.weights.resolve import resolved
 from engine.weights.tokenizer import tokenizer_of
 
@@ -86,7 +88,7 @@ def measure_precision(
 def precision_table(rows: Sequence[Precision]) -> Table:
     columns = ("activations", "answers: differs", "KL", "positions", "prompts: differs", "KL", "positions")
     cells = [(row.activations, *_cells(row.answers), *_cells(row.prompts)) for row in rows]
-    return Table("Against float32 with the file's own weights", columns, cells)
+    return Table("Against float32 with the files' own weights", columns, cells)
 
 
 def _cells(found: LogitAgreement) -> tuple[str, str, str]:
@@ -149,7 +151,7 @@ def _logits(target: Target, text: Text) -> Tensor:
 
 def _expected(config: Config, texts: Sequence[Text], progress: Progress) -> Iterator[Tensor]:
     """[positions, vocab] float32 of each text."""
-    model = load_model(config.model, "float32", find_device("cpu"))
+    model = load_model(str(unquantised(Path(config.model))), "float32", find_device("cpu"))
     if (gguf := open_gguf(Path(config.model))) is not None:
         weights = GgufWeights(gguf, model)
         for weight in model.parameters():

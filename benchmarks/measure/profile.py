@@ -17,7 +17,7 @@ from engine.core.errors import ConfigError
 from engine.core.tree import TokenTree
 from engine.model.target import Target
 from engine.verifier.placement import share_cores
-from engine.weights.resolve import resolve
+from engine.weights.resolve import target_folder
 
 from ..report.progress import progress_bar
 from ..report.tables import Table
@@ -64,6 +64,7 @@ class Profile(msgspec.Struct):
     activations: str = "bfloat16"
     kv_type: str = "bfloat16"
     kv_mb: float = 0.0
+    weights: str = "bfloat16"
     int8_multiply_adds_per_s: float | None = None
 
 
@@ -121,6 +122,7 @@ def profile_target(target: Target, rows: list[int], behind: int, repeats: int, c
         target.activations,
         target.kv_type,
         block_bytes / BLOCK / 1e3,
+        target.weights,
         integers,
     )
 
@@ -170,7 +172,7 @@ def draw(profile: Profile, out: Path, console: Console) -> None:
     least = [f.arithmetic_ms if integers is None or f.int8_ms is None else f.int8_ms for f in profile.forwards]
     axis.plot(places, [forward.memory_ms for forward in profile.forwards], "k_-", label=memory)
     axis.plot(places, least, "k_--", label=arithmetic)
-    kinds = f"activations {profile.activations}, keys and values {profile.kv_type}"
+    kinds = f"weights {profile.weights}, activations {profile.activations}, keys and values {profile.kv_type}"
     how = f"{kinds}, {profile.device}, threads: {profile.threads}, {profile.forward}"
     title = f"{profile.model}, {profile.dtype}, {how}"
     axis.set_title(title, fontsize=9, loc="left")
@@ -185,7 +187,7 @@ def draw(profile: Profile, out: Path, console: Console) -> None:
 
 def loaded(config: Config) -> Target:
     torch.set_num_threads(share_cores(config).verifier_alone)
-    return Target.of_config(config.model_copy(update={"model": resolve(config.model)}))
+    return Target.of_config(config.model_copy(update={"model": target_folder(config)}))
 
 
 def show(found: Profile, as_json: bool) -> None:
@@ -193,8 +195,9 @@ def show(found: Profile, as_json: bool) -> None:
         print(json.dumps(msgspec.to_builtins(found), indent=2))
         return
     console = Console()
-    kinds = f"{found.dtype}, activations {found.activations}, keys and values {found.kv_type}"
-    console.print(f"{found.model}, {kinds}, {found.device}, threads: {found.threads}, {found.forward}")
+    kinds = f"weights {found.weights}, activations {found.activations}, keys and values {found.kv_type}"
+    how = f"{found.dtype}, {kinds}, {found.device}, threads: {found.threads}, {found.forward}"
+    console.print(f"{found.model}, {how}")
     console.print(f"Forwards after {found.behind} tokens, which read {found.weights_mb:.3g} MB of weights.")
     if found.kv_mb:
         console.print(f"Keys and values of 1,000 tokens take {found.kv_mb:.1f} MB.")

@@ -10,7 +10,7 @@ from engine.wire.messages import Tokens
 class TimedAnswer(msgspec.Struct, frozen=True):
     """One answer and its timings. seconds: from the call to the last token. token_ms: for every token but the first,
     its share of the time since the last emission, as several may come at once. exact, inexact,
-    activations: as in engine.answer.
+    activations, weights: as in engine.answer.
     """
 
     token_ids: list[int]
@@ -26,3 +26,4 @@ class TimedAnswer(msgspec.Struct, frozen=True):
     inexact: str = ""
     cached_tokens: int | None = None
     activations: str | None = None
+    weights: str | None = None

@@ -47,7 +47,7 @@ class Row(msgspec.Struct, frozen=True):
     accepted: tokens emitted -> number of such rounds. tie: the text differs from plain decoding's, but only by
     rounding. token_ms: between tokens; those that come together share their wait. peak_memory_mb: of the contestant's
     processes so far. exact: any difference from plain decoding is an error; inexact: why it is not, if known.
-    activations: how products took their rows, if known. difference: the first.
+    activations: how products took their rows, weights: the type of most matrices, if known. difference: the first.
     """
 
     suite: str
@@ -79,6 +79,7 @@ class Row(msgspec.Struct, frozen=True):
     exact: bool = False
     inexact: str = ""
     activations: str | None = None
+    weights: str | None = None
     difference: Difference | None = None
     turn: int = 1
     prompt_tokens: int = 0

@@ -26,6 +26,7 @@ from engine.kernels.quant.stored import StoredMatrix
 from engine.weights.catalogue import suggestion
 from engine.weights.gguf_file import GgufFile
 from engine.weights.gguf_source import open_gguf
+from engine.weights.quantised import unquantised
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 _SCALES = ".scales"
@@ -165,7 +166,7 @@ class TargetWeights:
     @classmethod
     def read(cls, path: str) -> TargetWeights:
         """Read the two tensors, and only those, from the target's (possibly sharded) files."""
-        folder = find_folder(path, "model")
+        folder = unquantised(find_folder(path, "model"))
         config = read_config(folder, "model")
         config = config.get("text_config", config)
         if (gguf := open_gguf(folder)) is not None:

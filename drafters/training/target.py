@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from engine.core.errors import ConfigError, ModelError, first_line
-from engine.model.loading import has_native_bfloat16, load_model, name_of
-from engine.weights.gguf_source import SOURCE, open_gguf
+from engine.model.loading import has_native_bfloat16, load_model, name_of, open_stored
+from engine.weights.gguf_source import SOURCE
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -26,7 +26,7 @@ def load_target(folder: Path, device: str) -> tuple[Any, Any]:
     dtype = torch.bfloat16 if where.type == "cuda" or has_native_bfloat16() else torch.float32
     transformers_logging.disable_progress_bar()
     try:
-        if open_gguf(folder) is None:
+        if open_stored(folder) is None:
             model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
         else:
             model = load_model(str(folder), name_of(dtype), torch.device("cpu"))

@@ -20,7 +20,7 @@ T = TypeVar("T")
 ConfigOption = Annotated[Path, typer.Option("--config", help="YAML file, see configs/.", show_default="the demo model")]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override any configuration key: drafter.budget=40"),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override any configuration key: drafter.budget=40, weights=q8_0"),
 ]
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MODELS_OWN = "the model's own"

@@ -12,7 +12,8 @@ from engine.cli.command import one_line_errors
 from engine.core.errors import ModelError
 
 app = typer.Typer(
-    help="Models that Talon knows by name, and what it keeps for GGUF files, in TALON_HOME (~/.cache/talon).",
+    help="Models that Talon knows by name, and what it keeps for GGUF files and quantised checkpoints, in TALON_HOME "
+    "(~/.cache/talon).",
     no_args_is_help=True,
 )
 
@@ -35,10 +36,11 @@ def get_command(name: NameArgument) -> None:
 
 @app.command("list")
 def list_command() -> None:
-    """The models known by name, and what is kept for GGUF files, each with the space it takes."""
+    """The models known by name, and what is kept for GGUF files and checkpoints, each with the space it takes."""
     from engine.weights.cache import home
     from engine.weights.catalogue import CATALOGUE
     from engine.weights.gguf_source import source_of
+    from engine.weights.quantised import quantised_source_of
     from engine.weights.resolve import folder_of
 
     for model in CATALOGUE.values():
@@ -46,7 +48,8 @@ def list_command() -> None:
         where = f"{_megabytes(folder)} in {folder}" if folder.is_dir() else f"not here; talon models get {model.name}"
         typer.echo(f"{model.name}  {where}\n    {model.about}")
     for folder in _kept(home()):
-        old = "" if source_of(folder) is not None else "; of an earlier version, talon models remove frees it"
+        current = source_of(folder) is not None or quantised_source_of(folder) is not None
+        old = "" if current else "; of an earlier version, talon models remove frees it"
         typer.echo(f"{folder.name}  {_megabytes(folder)} in {folder}{old}")
 
 
@@ -65,7 +68,10 @@ def path_command(name: NameArgument) -> None:
 
 @app.command("remove")
 def remove_command(name: NameArgument) -> None:
-    """Remove a downloaded model, or what is kept for a GGUF file, which itself stays. Both can be made again."""
+    """Remove a downloaded model, or what is kept for a GGUF file or checkpoint, which itself stays.
+
+    All can be made again.
+    """
     from engine.weights.cache import home, lock_of
     from engine.weights.catalogue import CATALOGUE
     from engine.weights.resolve import folder_of
@@ -86,8 +92,8 @@ def _kept(home: Path) -> list[Path]:
     from engine.weights.catalogue import CATALOGUE
     from engine.weights.resolve import folder_of
 
-    known = {folder_of(model) for model in CATALOGUE.values()}
-    return [path for place in ("gguf", "models") for path in sorted((home / place).glob("[!.]*")) if path not in known]
+    known, places = {folder_of(model) for model in CATALOGUE.values()}, ("gguf", "quantised", "models")
+    return [path for place in places for path in sorted((home / place).glob("[!.]*")) if path not in known]
 
 
 def _megabytes(folder: Path) -> str:

@@ -35,7 +35,7 @@ from engine.model.runner import Runner
 from engine.model.stock import NAME, StockForward, Unsupported
 from engine.model.stock_logits import LayeredStock, WholeStock
 from engine.model.windows import short_windows
-from engine.weights.gguf_weights import GgufWeights
+from engine.weights.stored_weights import StoredWeights
 
 _POOL_SHARE = 0.25  # share of free memory for keys and values
 _BESIDE = "a token's logits depend on the rows beside it"
@@ -86,7 +86,7 @@ class ForwardChoice:
         return Chosen(self._masked(trial), chosen, chosen if self.device.type == "cpu" else "")
 
     @torch.inference_mode()
-    def of_file(self, weights: GgufWeights, activations: Activations) -> Chosen:
+    def of_file(self, weights: StoredWeights[Any], activations: Activations) -> Chosen:
         """For a model on the meta device, whose matrices stay in blocks. Raises OtherStructure if the lean decoder
         cannot run it, or differs from the stock forward.
         """
@@ -99,7 +99,7 @@ class ForwardChoice:
             trial = ModelProbe(self.model, self.name, self.context, stock)
             rules = stock.passed[-1]
         hold_frequencies(self.model)
-        pool, q_per_kv = self._make_pool(weights=weights.gguf.size)
+        pool, q_per_kv = self._make_pool(weights=weights.size)
         lean = LeanDecoder(self.model, pool, q_per_kv, rules, weights, activations)
         runner = Runner(self.model, lean, pool)
         if trial is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,10 @@ from engine.weights.catalogue import suggestion
 from engine.weights.gguf_file import GgufFile
 from engine.weights.gguf_reader import MODEL, read_by_transformers
 from engine.weights.gguf_source import open_gguf
+from engine.weights.gguf_weights import GgufWeights
 from engine.weights.hub import hub_answers, is_hub_id, is_local
+from engine.weights.quantised_weights import QuantisedCheckpoint, QuantisedWeights, open_quantised
+from engine.weights.stored_weights import StoredWeights
 
 # Threads as workers load target and draft model at once; `transformers` was seen to leave out tied weights then.
 _LOADING = threading.Lock()
@@ -33,11 +36,13 @@ def load_model(path: str, dtype: str, device: torch.device) -> Any:
     transformers_logging.set_verbosity_error()  # what a report warns of is refused below, in one line
     config = load_config(path)
     wanted = find_dtype(dtype, config, device)
-    gguf = open_gguf(Path(path))
+    stored = open_stored(Path(path))
     try:
         with _LOADING:
-            if gguf is not None:
-                model, report = _dequantised(gguf, path, config, wanted)
+            if isinstance(stored, GgufFile):
+                model, report = _dequantised(stored, path, config, wanted)
+            elif stored is not None:
+                model, report = _filled(stored, path, config, wanted), {"missing_keys": []}
             else:
                 model, report = AutoModelForCausalLM.from_pretrained(
                     path,
@@ -54,13 +59,13 @@ def load_model(path: str, dtype: str, device: torch.device) -> Any:
             f"model={path}: {len(missing)} weights are missing, {missing[0]} first; get the whole checkpoint"
         )
     if wrong := sorted(report["mismatched_keys"]):
-        name, stored, expected = wrong[0]
+        name, found, expected = wrong[0]
         raise ModelError(
             f"model={path}: {len(wrong)} weights have other sizes than its configuration says, {name} first "
-            f"({list(stored)}, not {list(expected)}); get the whole checkpoint"
+            f"({list(found)}, not {list(expected)}); get the whole checkpoint"
         )
-    if gguf is not None:
-        _check_whole(gguf, model, path)
+    if isinstance(stored, GgufFile):
+        _check_whole(stored, model, path)
     _check_numbers(model, path)
     try:
         return model.to(device)
@@ -68,6 +73,19 @@ def load_model(path: str, dtype: str, device: torch.device) -> Any:
         raise ModelError(
             f"model={path}: does not fit the GPU ({first_line(error)}); free its memory or name a smaller model"
         ) from error
+
+
+def open_stored(folder: Path) -> GgufFile | QuantisedCheckpoint | None:
+    """Where the weights of a directory lie in blocks, or are quantised from; None if it is another directory.
+
+    Raises ModelError if what the directory describes is gone or has changed.
+    """
+    return open_gguf(folder) or open_quantised(folder)
+
+
+def weights_of(stored: GgufFile | QuantisedCheckpoint, model: Any) -> StoredWeights[Any]:
+    """What reads the parameters of a `skeleton`. Raises Unreadable if it cannot."""
+    return GgufWeights(stored, model) if isinstance(stored, GgufFile) else QuantisedWeights(stored, model)
 
 
 def skeleton(path: str, config: Any) -> Any:
@@ -79,8 +97,18 @@ def skeleton(path: str, config: Any) -> Any:
             for name, buffer in buffers.items():
                 module.register_buffer(name, torch.zeros_like(buffer, device="cpu"), persistent=False)
             model._init_weights(module)  # as transformers itself fills what no checkpoint holds
-    model.generation_config = GenerationConfig.from_pretrained(path)
+    with suppress(OSError):  # a directory without one: the end tokens of its configuration
+        model.generation_config = GenerationConfig.from_pretrained(path)
     return model.eval()
+
+
+def _filled(stored: QuantisedCheckpoint, path: str, config: Any, dtype: torch.dtype) -> Any:
+    """The stock model with quantised weights, rounded to bfloat16, whatever it computes in."""
+    model = skeleton(path, config)
+    weights_of(stored, model).fill(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def _dequantised(gguf: GgufFile, path: str, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:

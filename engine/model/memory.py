@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import get_args
 
+from engine.config import AUTO, Weights
 from engine.core.errors import ModelError
+from engine.kernels.quant.layouts import STEP
+from engine.kernels.quant.stored import row_bytes
 from engine.weights.gguf_file import GgufFile
+from engine.weights.quantised_weights import QuantisedCheckpoint
 
 _UNKNOWN = 4 << 30  # if Linux does not say
 _CGROUPS = (
@@ -18,6 +23,8 @@ _BESIDE = 600_000_000  # bytes: libraries, compiled kernels, and a layer as bflo
 _GROWTH = 1.05  # of the blocks in memory; bytes of keys and values are a share of what is left
 _BITS = {"Q8_0": 8.5, "Q6_K": 6.6, "Q5_K_M": 5.7, "Q4_K_M": 4.9, "IQ4_XS": 4.3}
 """Of a weight, by the names under which files are published, the largest first."""
+_QUANTISED_BITS = {name: 8 * row_bytes(name.upper(), STEP) / STEP for name in get_args(Weights) if name != AUTO}
+"""The same for weights that are quantised as they are loaded."""
 
 
 def free_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
@@ -32,18 +39,22 @@ def free_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"
     return free
 
 
-def check_memory(gguf: GgufFile, field: str, free_bytes: int) -> None:
-    """Estimate before the file is read. Raise ModelError, which names the next smaller choice, if the file needs more
+def check_memory(stored: GgufFile | QuantisedCheckpoint, field: str, free_bytes: int) -> None:
+    """Estimate before the weights are read. Raise ModelError, which names the next smaller choice, if they need more
     memory than is free.
     """
-    needed = int(_GROWTH * gguf.size) + _BESIDE
+    needed = int(_GROWTH * stored.size) + _BESIDE
     if needed <= free_bytes:
         return
-    sizes = {name: _GROWTH * bits / 8 * gguf.elements + _BESIDE for name, bits in _BITS.items()}
+    if isinstance(stored, GgufFile):
+        what, bits, said = "the file", _BITS, "its "
+    else:
+        what, bits, said = f"the model as {stored.kind.lower()},", _QUANTISED_BITS, "weights="
+    sizes = {name: _GROWTH * size / 8 * stored.elements + _BESIDE for name, size in bits.items()}
     fitting = next((name for name, size in sizes.items() if size <= free_bytes and size < needed), None)
-    choice = "a model of fewer parameters" if fitting is None else f"its {fitting} ({sizes[fitting] / 1e9:.1f} GB)"
+    choice = "a model of fewer parameters" if fitting is None else f"{said}{fitting} ({sizes[fitting] / 1e9:.1f} GB)"
     raise ModelError(
-        f"{field}: the file of {gguf.size / 1e9:.1f} GB needs {needed / 1e9:.1f} GB of memory, and "
+        f"{field}: {what} of {stored.size / 1e9:.1f} GB needs {needed / 1e9:.1f} GB of memory, and "
         f"{free_bytes / 1e9:.1f} GB are free; take {choice}, or free memory"
     )
 

@@ -10,19 +10,30 @@ from typing import Any
 
 import torch
 
-from engine.config import Activations, Config, KVType
+from engine.config import AUTO, Activations, Config, KVType
 from engine.core.batch import BLOCK
-from engine.core.errors import ConfigError
+from engine.core.errors import ConfigError, ModelError, first_line
 from engine.kernels.gemm.product import PackedLinear, multiplies
 from engine.model.decoder import LeanDecoder
 from engine.model.decoder_layer import OtherStructure
 from engine.model.forward_choice import ForwardChoice
-from engine.model.loading import eos_tokens, find_device, find_dtype, load_config, load_model, skeleton, steady_context
+from engine.model.loading import (
+    eos_tokens,
+    find_device,
+    find_dtype,
+    load_config,
+    load_model,
+    name_of,
+    open_stored,
+    skeleton,
+    steady_context,
+    weights_of,
+)
 from engine.model.masked import refusal
 from engine.model.memory import check_memory, free_memory
 from engine.model.runner import Runner
-from engine.weights.gguf_source import open_gguf
-from engine.weights.gguf_weights import GgufWeights, Unreadable
+from engine.weights.gguf_file import GgufFile
+from engine.weights.stored_weights import StoredWeights, Unreadable
 
 
 class Target(Runner):
@@ -31,7 +42,7 @@ class Target(Runner):
     full_context: the maximum positions that the configuration names; own_context: those over which a cached key stays
     valid. eos_tokens: the ids that end an answer. exact: whether a token's logits have the same bits whatever other
     rows are in the forward; inexact: why not, "" if it is exact. unlike: why a CPU runs the stock forward, which takes
-    longer, and not the lean decoder; "" if it does not.
+    longer, and not the lean decoder; "" if it does not. weights: the type that most matrices are held in.
     """
 
     def __init__(
@@ -39,7 +50,7 @@ class Target(Runner):
         model: Any,
         name: str,
         kv_memory: int | None = None,
-        weights: GgufWeights | None = None,
+        weights: StoredWeights[Any] | None = None,
         activations: Activations = "bfloat16",
         kv_type: KVType = "auto",
     ):
@@ -58,6 +69,7 @@ class Target(Runner):
         choice = ForwardChoice(model.eval(), name, self.own_context, kv_memory, self.device, kv_type)
         chosen = choice.of_model() if weights is None else choice.of_file(weights, activations)
         self.inexact, self.unlike = chosen.inexact, chosen.unlike
+        self.weights = name_of(model.dtype) if weights is None else weights.kind
         super().__init__(model, chosen.runner.forward, chosen.runner.pool)
 
     @classmethod
@@ -74,7 +86,7 @@ class Target(Runner):
         activations: int8 for matrices in blocks, where there are any and the lean decoder runs them: see `activations`.
         kv_type: q8_0 for keys and values in 8 bits, where the lean decoder runs the model: see `kv_type`.
         """
-        target = cls._load_gguf(path, dtype, find_device(device), kv_memory, activations, kv_type)
+        target = cls._load_stored(path, dtype, find_device(device), kv_memory, activations, kv_type)
         if target is None:
             target = cls(load_model(path, dtype, find_device(device)), path, kv_memory, kv_type=kv_type)
         if isinstance(target.forward, LeanDecoder):
@@ -83,15 +95,21 @@ class Target(Runner):
 
     @classmethod
     def of_config(cls, config: Config) -> Target:
-        """The target that a configuration names. Raises ConfigError if it cannot have those activations, or keys and
-        values of that type.
+        """The target that a configuration names. Raises ConfigError if it cannot have those weights or activations, or
+        keys and values of that type.
         """
         memory, kv_type = config.verifier.kv_memory, config.verifier.kv_type
         target = cls.load(config.model, config.dtype, config.device, memory, config.activations, kv_type)
+        if config.weights not in (AUTO, target.weights):
+            raise ConfigError(
+                f"weights={config.weights}: quantised weights are multiplied by CPUs in bfloat16, and this is "
+                f"{target.weights} on {target.device.type}; set dtype=auto and device=cpu, or leave weights out"
+            )
         if config.activations != target.activations:
             raise ConfigError(
                 f"activations={config.activations}: this model has no matrices in blocks that this processor "
-                f"multiplies so; take a GGUF file of a common structure, or activations={target.activations}"
+                f"multiplies so; take a GGUF file of a common structure, weights=q8_0, or "
+                f"activations={target.activations}"
             )
         if kv_type not in ("auto", target.kv_type):
             raise ConfigError(
@@ -101,7 +119,7 @@ class Target(Runner):
         return target
 
     @classmethod
-    def _load_gguf(
+    def _load_stored(
         cls,
         path: str,
         dtype: str,
@@ -110,20 +128,25 @@ class Target(Runner):
         activations: Activations,
         kv_type: KVType,
     ) -> Target | None:
-        """The target of a directory that describes a GGUF file, with nothing in memory but the decoder's own layout;
-        None if the stock forward has to be loaded for it.
+        """The target of a directory whose weights lie in blocks or are quantised, with nothing in memory but the
+        decoder's own layout; None if the stock forward has to be loaded for it.
         """
-        if device.type != "cpu" or (gguf := open_gguf(Path(path))) is None:
+        if device.type != "cpu" or (stored := open_stored(Path(path))) is None:
             return None
         config = load_config(path)
         if find_dtype(dtype, config, device) != torch.bfloat16 or not multiplies(torch.bfloat16):
             return None
-        check_memory(gguf, f"model={path}", free_memory())
+        check_memory(stored, f"model={path}", free_memory())
         model = skeleton(path, config)
         try:
-            return cls(model, path, kv_memory, GgufWeights(gguf, model), activations, kv_type)
-        except (Unreadable, OtherStructure, AttributeError):  # a part of the structure is missing
-            return None
+            return cls(model, path, kv_memory, weights_of(stored, model), activations, kv_type)
+        except (Unreadable, OtherStructure, AttributeError) as error:  # a part of the structure is missing
+            if isinstance(stored, GgufFile):
+                return None
+            raise ModelError(
+                f"weights={stored.kind.lower()}: this model cannot be run with quantised weights "
+                f"({first_line(error)}); leave weights out"
+            ) from error
 
     @property
     def context(self) -> int:

@@ -102,8 +102,8 @@ class SpeculativeDecoding(BaseModel):
 class AnswerMetrics(BaseModel):
     """How an answer, or several choices together, was produced. decoding_s: from the first token to the last, by
     the verifier's clock; the longest of several choices. exact: the text is that of plain decoding. activations:
-    how products took their rows. kv_type: what keys and values were kept as. ignored: the request's fields that had no
-    effect.
+    how products took their rows. weights: the type of most matrices. kv_type: what keys and values were kept as.
+    ignored: the request's fields that had no effect.
     """
 
     rounds: int
@@ -114,6 +114,7 @@ class AnswerMetrics(BaseModel):
     exact: bool
     activations: str
     kv_type: str
+    weights: str
     ignored: list[str]
     speculative_decoding: SpeculativeDecoding
 
@@ -179,6 +180,7 @@ class Version(BaseModel):
     version: str
     activations: str
     kv_type: str
+    weights: str
 
 
 class Status(BaseModel):

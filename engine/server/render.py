@@ -312,6 +312,7 @@ def _metrics(results: Sequence[Result], ignored: list[str]) -> AnswerMetrics:
         exact=all(result.metrics.exact for result in results),
         activations=results[0].metrics.activations,
         kv_type=results[0].metrics.kv_type,
+        weights=results[0].metrics.weights,
         ignored=ignored,
         speculative_decoding=SpeculativeDecoding(
             drafts=drafted.drafts,

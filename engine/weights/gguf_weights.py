@@ -7,13 +7,14 @@ rows is then known without moving any. Experts are three tensors a layer, two of
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from gguf import MODEL_ARCH_NAMES, TensorNameMap, dequantize, get_tensor_name_map
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.core.errors import ModelError
 from engine.kernels.quant.layouts import has_layout
@@ -21,20 +22,18 @@ from engine.kernels.quant.stored import StoredMatrix
 from engine.weights.gguf_families import processor_of
 from engine.weights.gguf_file import GgufFile
 from engine.weights.gguf_header import GgufTensor
+from engine.weights.stored_weights import StoredWeights, Unreadable
 
 _EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Of the parameters that hold the matrices of all experts of a layer: which tensors hold their outputs in turn."""
 
 
-class Unreadable(Exception):
-    """A parameter is stored in a way that is not read here, but perhaps by transformers."""
-
-
-class GgufWeights:
-    """model: its parameters, known by identity, are those that the methods take."""
+class GgufWeights(StoredWeights[list[GgufTensor]]):
+    """Those of `model`."""
 
     def __init__(self, gguf: GgufFile, model: Any):
-        self.gguf, self.dtype = gguf, model.dtype
+        super().__init__(model.dtype)
+        self.gguf, self.size, self.kind = gguf, gguf.size, _most(gguf)
         config = model.config.get_text_config()
         self._processor = processor_of(gguf.architecture, config)
         architecture = next((key for key, name in MODEL_ARCH_NAMES.items() if name == gguf.architecture), None)
@@ -42,20 +41,18 @@ class GgufWeights:
             raise Unreadable(f"gguf knows no {gguf.architecture}")
         names = get_tensor_name_map(architecture, config.num_hidden_layers)
         tensors = {tensor.name: tensor for tensor in gguf.tensors}
-        self._stored: dict[int, list[GgufTensor]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if found := _find(name, names, tensors):
-                self._stored[id(parameter)] = found
-        read = {tensor.name for found in self._stored.values() for tensor in found}
+                self.stored[id(parameter)] = found
+        read = {tensor.name for found in self.stored.values() for tensor in found}
         if left := [name for name in tensors if name not in read and not name.startswith("rope_")]:
             raise Unreadable(f"{left[0]} is not of this model")
         for name, parameter in model.named_parameters():
-            if id(parameter) not in self._stored:
+            if id(parameter) not in self.stored:
                 raise Unreadable(f"{name} is not in the file")
 
     def matrix(self, parameter: Tensor) -> StoredMatrix:
-        """A matrix [outputs, inputs] as the file stores it."""
-        [tensor] = self._stored[id(parameter)]
+        [tensor] = self.stored[id(parameter)]
         outputs, inputs = parameter.shape
         rows = np.arange(outputs)[:, None]
         made = self._processor.process(rows, name=tensor.name)
@@ -68,9 +65,8 @@ class GgufWeights:
         return matrix if np.array_equal(order, rows[:, 0]) else matrix.reordered(order)
 
     def experts(self, parameter: Tensor) -> list[list[StoredMatrix]]:
-        """For each expert of a parameter [experts, outputs, inputs], the parts of its matrix, one after the other."""
         count, outputs, inputs = parameter.shape
-        parts = self._stored[id(parameter)]
+        parts = self.stored[id(parameter)]
         each = outputs // len(parts)
         if any(tensor.shape != (inputs, each, count) for tensor in parts) or each * len(parts) != outputs:
             raise Unreadable(f"{parts[0].name} is stored in another shape")
@@ -78,13 +74,12 @@ class GgufWeights:
         return [[rows.row_slice(each * expert, each * (expert + 1)) for rows in whole] for expert in range(count)]
 
     def values(self, parameter: Tensor) -> Tensor:
-        """A parameter in the model's type."""
         if parameter.dim() == 2:
             return self.matrix(parameter).values().to(self.dtype)
         if parameter.dim() == 3:
             experts = self.experts(parameter)
             return torch.stack([torch.cat([part.values() for part in parts]) for parts in experts]).to(self.dtype)
-        [tensor] = self._stored[id(parameter)]
+        [tensor] = self.stored[id(parameter)]
         raw = dequantize(self.gguf.read(tensor), tensor.kind).reshape(tensor.shape[::-1])
         made = self._processor.process(raw, name=tensor.name)
         if made.name is None or made.weights.shape != parameter.shape:
@@ -93,15 +88,6 @@ class GgufWeights:
         if not values.isfinite().all():
             raise ModelError(f"model={self.gguf.path}: tensor {tensor.name} holds NaN or infinity; get the file again")
         return values
-
-    def fill_small(self, model: nn.Module) -> None:
-        """Read every parameter but matrices into the model."""
-        for module in model.modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                if parameter.dim() < 2:
-                    made = nn.Parameter(self.values(parameter), requires_grad=False)
-                    setattr(module, name, made)
-                    self._stored[id(made)] = self._stored[id(parameter)]
 
     def _rows_of(self, tensor: GgufTensor) -> StoredMatrix:
         """The tensor's rows, of all experts one after the other."""
@@ -124,3 +110,11 @@ def _find(name: str, names: TensorNameMap, tensors: Mapping[str, GgufTensor]) ->
     if module.endswith(".experts"):
         sought = [f"{names.get_name(f'{module}.{part}')}.weight" for part in _EXPERTS.get(suffix, ())]
     return [tensors[stored] for stored in sought] if sought and all(stored in tensors for stored in sought) else []
+
+
+def _most(gguf: GgufFile) -> str:
+    """The type of most of the file's weights, in lower case."""
+    elements = Counter[str]()
+    for tensor in gguf.tensors:
+        elements[tensor.kind.name.lower()] += tensor.elements
+    return elements.most_common(1)[0][0]

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 _KINDS = (".safetensors", ".bin", ".pt", ".gguf", ".blocks", ".json", ".model")
 _BEGINNING = 1 << 16
 
 
-def model_identity(model: str) -> bytes:
-    """The SHA-256 of a directory's or file's identity. The weights themselves are not read: that would take seconds."""
+def model_identity(model: str, kinds: Sequence[str] = _KINDS) -> bytes:
+    """The SHA-256 of a directory's or file's identity. The weights themselves are not read: that would take seconds.
+
+    kinds: endings of the directory's files that count.
+    """
     path = Path(model)
-    files = [path] if path.is_file() else sorted(file for file in path.glob("*") if file.suffix in _KINDS)
+    files = [path] if path.is_file() else sorted(file for file in path.glob("*") if file.suffix in kinds)
     digest = hashlib.sha256(b"" if files else model.encode("utf8", "surrogateescape"))
     for file in files:
         status = file.stat()

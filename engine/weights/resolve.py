@@ -14,6 +14,7 @@ from engine.weights.gguf import DESCRIPTION_BYTES, describe, described
 from engine.weights.gguf_source import GgufSource, source_of
 from engine.weights.hub import fetched
 from engine.weights.progress import shown
+from engine.weights.quantised import quantised_folder
 from engine.weights.trained import trained_for, trained_for_name
 
 
@@ -38,9 +39,15 @@ def resolve(model: str, key: str = "model") -> str:
     return fetched(model)
 
 
+def target_folder(config: Config) -> str:
+    """The directory of the configuration's target, with its weights as configured. See `resolve`."""
+    folder = resolve(config.model)
+    return folder if config.weights == AUTO else quantised_folder(folder, config.weights)
+
+
 def resolved(config: Config) -> Config:
     """The configuration with the target, what comes with it, and the draft model if there is one, as directories."""
-    config = with_own(config.model_copy(update={"model": resolve(config.model)}))
+    config = with_own(config.model_copy(update={"model": target_folder(config)}))
     drafter = config.drafter
     if drafter.path is not None:
         drafter = drafter.model_copy(update={"path": resolve(drafter.path, "drafter.path")})

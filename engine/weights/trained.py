@@ -17,6 +17,7 @@ from engine.core.errors import ModelError
 from engine.places import ROOT
 from engine.weights.gguf_file import GgufFile, read_gguf
 from engine.weights.gguf_source import open_gguf
+from engine.weights.quantised import unquantised
 
 _TARGETS = {
     "b1c3b88d13d30d192c39ca32dfc07aa9f333844fccae2e5b34d3f3572dd6c5f4": "smollm2-135m",
@@ -66,6 +67,7 @@ def _norm_of_gguf(gguf: GgufFile) -> bytes | None:
 
 def _norm_of_directory(folder: Path) -> bytes | None:
     """Read without a tensor library, which takes seconds to import."""
+    folder = unquantised(folder)
     if (gguf := open_gguf(folder)) is not None:
         return _norm_of_gguf(gguf)
     file, index = folder / "model.safetensors", folder / "model.safetensors.index.json"

@@ -1,4 +1,4 @@
-"""Reads the codes of a file's blocks, a byte each: what all compiled loops over blocks share."""
+"""The codes of a file's blocks, a byte each: what all compiled loops over blocks share."""
 
 from __future__ import annotations
 
@@ -21,3 +21,24 @@ def read_codes(block: Any, planes: Any, codes: Any) -> None:
             some, goal = block[begin : begin + together], codes[first : first + together]
             for i in range(together):  # over slices from 0 on, which LLVM turns into vectors
                 goal[i] |= (some[i] >> down & mask) << np.uint8(up)
+
+
+@njit
+def write_codes(codes: Any, planes: Any, block: Any) -> None:
+    """The reverse: codes: [inputs] uint8. block: its bytes, out, of which those of codes are zeros."""
+    for p in range(len(planes)):
+        at, bits, together, up = planes[p]
+        if together == 1:  # bits, the lowest of a byte first
+            for byte in range(len(codes) // 8):
+                some, eight = codes[8 * byte : 8 * byte + 8], np.uint32(0)
+                for i in range(8):
+                    eight |= np.uint32(some[i] >> np.uint8(up) & np.uint8(1)) << np.uint32(i)
+                block[at + byte] = np.uint8(eight)
+            continue
+        mask = np.uint8((1 << bits) - 1)
+        for first in range(0, len(codes), together):
+            part = first // together
+            begin, down = at + part * bits // 8 * together, np.uint8(part * bits % 8)
+            some, goal = codes[first : first + together], block[begin : begin + together]
+            for i in range(together):
+                goal[i] |= (some[i] >> np.uint8(up) & mask) << down

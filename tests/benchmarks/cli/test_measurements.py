@@ -75,7 +75,7 @@ def test_bench_writes_a_row_per_question_and_method(tiny: str, questions: str, t
         "mean_accepted_tokens", "time_to_first_token_s", "verifier_busy", "draft_hit_rate", "output_equal", "loops",
         "round_ms_p50", "round_ms_p95", "verify_ms", "draft_ms", "nodes", "accepted", "tie",
         "token_ms_p50", "token_ms_p95", "other_ms", "depth", "peak_memory_mb",
-        "exact", "inexact", "activations", "difference", "turn", "prompt_tokens", "cached_tokens",
+        "exact", "inexact", "activations", "weights", "difference", "turn", "prompt_tokens", "cached_tokens",
     }  # fmt: skip
     assert {row["method"] for row in rows if row["exact"]} == {"none", "pld", "suffix"}
     assert "speed-up" in done.stdout

@@ -103,7 +103,7 @@ def test_a_file_gives_the_bits_of_its_dequantised_weights(
     folder = directory(kind=kind)
     packed = Target.load(folder)
     assert isinstance(packed.forward, LeanDecoder) and packed.exact
-    monkeypatch.setattr(targets, "open_gguf", lambda folder: None)
+    monkeypatch.setattr(targets, "open_stored", lambda folder: None)
     whole = Target.load(folder)
     assert isinstance(whole.forward, LeanDecoder)
     found, expected = logits(packed), logits(whole)
@@ -164,7 +164,7 @@ def test_rows_in_a_wrong_order_are_not_taken(directory: Callable[..., str], monk
 
     folder = directory(kind=Kind.Q8_0)
     with monkeypatch.context() as patch:
-        patch.setattr(targets, "open_gguf", lambda folder: None)
+        patch.setattr(targets, "open_stored", lambda folder: None)
         expected = logits(Target.load(folder))
     model, weights = unfilled(folder)
     stock = LayeredStock(model, weights)

@@ -1,0 +1,114 @@
+"""A checkpoint with quantised weights as a target: a directory in the cache says of which checkpoint, and how.
+
+It is another model than the checkpoint, so it is another directory. The weights stay where they are, and are quantised
+as they are read. Configuration and tokenizer are copies, made anew when any file of the checkpoint changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.core.errors import ConfigError, ModelError, first_line
+from engine.files.whole_file import write_whole
+from engine.weights.cache import home, keep
+from engine.weights.checkpoint import read_checkpoint
+from engine.weights.gguf_source import SOURCE, source_of
+from engine.weights.identity import model_identity
+from engine.weights.progress import shown
+
+FORMAT = 1
+"""Raise it when what stands in such a directory changes, or how weights are quantised."""
+_CONFIG = "config.json"
+_COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken")  # configuration and tokenizer
+
+
+@dataclass(frozen=True)
+class QuantisedSource:
+    """checkpoint: its directory. weights: as in the configuration, such as q8_0. state: of the checkpoint's files."""
+
+    checkpoint: str
+    weights: str
+    state: str
+    format: int = FORMAT
+
+    @classmethod
+    def of(cls, checkpoint: Path, weights: str) -> QuantisedSource:
+        state = model_identity(str(checkpoint), (".safetensors", *_COPIED)).hex()
+        return cls(str(checkpoint), weights, state)
+
+    @property
+    def folder(self) -> Path:
+        """Of the directory in the cache. Other files, another type and another format have another."""
+        path = Path(self.checkpoint)
+        hub = path.parent.parent.name if path.parent.name == "snapshots" else ""
+        key = hashlib.sha256(repr(self).encode("utf8", "surrogateescape")).hexdigest()[:12]
+        return home() / "quantised" / f"{hub.removeprefix('models--') or path.name}-{self.weights}-{key}"
+
+
+def quantised_folder(model: str, weights: str) -> str:
+    """The directory of a model with weights of that type, made if it is not there. model: its directory.
+
+    Raises ConfigError or ModelError, one line, if there is no such thing. What is no directory is returned unchanged.
+    """
+    folder, field = Path(model), f"weights={weights}"
+    if not folder.is_dir():
+        return model  # loading it says why
+    if (found := quantised_source_of(folder)) is not None and found.weights == weights:
+        return model
+    if found is not None or source_of(folder) is not None:
+        raise ConfigError(f"{field}: the weights of {model} are quantised already; leave weights out")
+    source = QuantisedSource.of(folder.resolve(), weights)
+    if source.folder.is_dir() and quantised_source_of(source.folder) != source:
+        print(f"talon: {source.folder} is damaged and is made anew", file=sys.stderr)
+        shutil.rmtree(source.folder, ignore_errors=True)
+    if source.folder.is_dir():
+        return str(source.folder)
+    config = _config_of(folder, field)
+    read_checkpoint(folder, field)  # refused before anything is written
+    copied = [file for file in folder.iterdir() if file.suffix in _COPIED and not file.name.endswith(".index.json")]
+
+    def build(unfinished: Path) -> None:
+        for file in copied:
+            shutil.copyfile(file, unfinished / file.name)
+        write_whole(unfinished / _CONFIG, json.dumps(config, indent=2).encode())
+        write_whole(unfinished / SOURCE, json.dumps(asdict(source)).encode())
+
+    with shown() as report:
+        return str(keep(source.folder, field, sum(file.stat().st_size for file in copied), build, report))
+
+
+def quantised_source_of(folder: Path) -> QuantisedSource | None:
+    """What the directory was made from; None if it is not such a directory, or one of another format."""
+    try:
+        source = QuantisedSource(**json.loads((folder / SOURCE).read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
+    return source if source.format == FORMAT else None
+
+
+def unquantised(folder: Path) -> Path:
+    """The directory of the checkpoint that this one is of; any other directory is its own."""
+    source = quantised_source_of(folder)
+    return folder if source is None else Path(source.checkpoint)
+
+
+def _config_of(folder: Path, field: str) -> dict[str, Any]:
+    """The model's configuration, with the type that quantised weights are computed with."""
+    try:
+        config: dict[str, Any] = json.loads((folder / _CONFIG).read_text(encoding="utf8"))
+        parts = [config, *(config[key] for key in ("text_config",) if key in config)]
+        quantisation = [key for part in parts for key in part if key == "quantization_config"]
+        for part in parts:
+            part.pop("torch_dtype", None)
+            part["dtype"] = "bfloat16"
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ModelError(f"model={folder}: no usable config.json in this directory: {first_line(error)}") from error
+    if quantisation:
+        raise ConfigError(f"{field}: the weights of {folder} are quantised already; leave weights out")
+    return config

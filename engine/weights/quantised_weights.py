@@ -1,0 +1,123 @@
+"""A checkpoint's matrices in blocks, quantised when they are read: `weights: q8_0` and others in the configuration.
+
+Those of layers, the embedding and the output matrix are; vectors stay numbers, and so do matrices whose rows are not
+whole blocks. A part of a matrix is in memory as numbers at a time.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.core.errors import ModelError
+from engine.kernels.quant.layouts import STEP
+from engine.kernels.quant.quantise import quantised
+from engine.kernels.quant.stored import StoredMatrix, row_bytes
+from engine.weights.checkpoint import CheckpointTensor, read_checkpoint
+from engine.weights.quantised import QuantisedSource, quantised_source_of
+from engine.weights.stored_weights import StoredWeights, Unreadable
+
+_AT_ONCE = 1 << 19  # numbers that a thread quantises together
+
+
+@dataclass(frozen=True)
+class QuantisedCheckpoint:
+    """folder: of the checkpoint. kind: the GGUF type that its matrices get, such as Q8_0."""
+
+    folder: Path
+    kind: str
+    tensors: dict[str, CheckpointTensor]
+
+    @property
+    def elements(self) -> int:
+        return sum(tensor.elements for tensor in self.tensors.values())
+
+    @property
+    def size(self) -> int:
+        """Bytes of all matrices in blocks."""
+        return sum(
+            tensor.shape[0] * row_bytes(self.kind_of(tensor), tensor.shape[1]) if len(tensor.shape) == 2 else 0
+            for tensor in self.tensors.values()
+        )
+
+    def kind_of(self, tensor: CheckpointTensor) -> str:
+        """The type that a matrix gets."""
+        return "BF16" if tensor.shape[1] % STEP else self.kind
+
+    def matrix(self, tensor: CheckpointTensor) -> StoredMatrix:
+        """[outputs, inputs] in blocks. Raises ModelError if it holds NaN or infinity."""
+        (outputs, inputs), kind = tensor.shape, self.kind_of(tensor)
+        raw = np.empty((outputs, row_bytes(kind, inputs)), np.uint8)
+        step = max(1, _AT_ONCE // inputs)
+
+        def quantise_some(start: int) -> None:
+            some = raw[start : start + step]
+            numbers = _finite(tensor, start * inputs, len(some) * inputs).reshape(-1, inputs)
+            some[:] = _rounded(numbers) if kind == "BF16" else quantised(numbers, kind)
+
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            for _ in threads.map(quantise_some, range(0, outputs, step)):
+                pass
+        return StoredMatrix(kind, raw)
+
+
+class QuantisedWeights(StoredWeights[CheckpointTensor]):
+    """Those of `model`, whose parameters have the names of the checkpoint's tensors. Raises Unreadable otherwise."""
+
+    def __init__(self, checkpoint: QuantisedCheckpoint, model: Any):
+        super().__init__(model.dtype)
+        self.checkpoint, self.size, self.kind = checkpoint, checkpoint.size, checkpoint.kind.lower()
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if (tensor := checkpoint.tensors.get(name)) is not None and id(parameter) not in self.stored:
+                if tensor.shape != parameter.shape:
+                    raise Unreadable(f"{name} is stored in another shape")
+                self.stored[id(parameter)] = tensor
+        for name, parameter in model.named_parameters():
+            if id(parameter) not in self.stored:
+                raise Unreadable(f"{name} is not stored under its name")
+
+    def matrix(self, parameter: Tensor) -> StoredMatrix:
+        return self.checkpoint.matrix(self.stored[id(parameter)])
+
+    def values(self, parameter: Tensor) -> Tensor:
+        if parameter.dim() == 2:
+            return self.matrix(parameter).values().to(self.dtype)
+        tensor = self.stored[id(parameter)]
+        return torch.from_numpy(_finite(tensor, 0, tensor.elements)).view(tensor.shape).to(self.dtype)
+
+
+def _finite(tensor: CheckpointTensor, first: int, count: int) -> NDArray[np.float32]:
+    numbers = tensor.numbers(first, count)
+    if not np.isfinite(numbers).all():
+        raise ModelError(f"model={tensor.path}: tensor {tensor.name} holds NaN or infinity; get the file again")
+    return numbers
+
+
+def _rounded(numbers: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """[rows, bytes]: bfloat16."""
+    return StoredMatrix.of_numbers(torch.from_numpy(numbers)).raw
+
+
+def open_quantised(folder: Path) -> QuantisedCheckpoint | None:
+    """The checkpoint of a directory that `engine.weights.quantised` has made; None if it is another directory.
+
+    Raises ModelError if the checkpoint is gone, or not what it was then.
+    """
+    if (source := quantised_source_of(folder)) is None:
+        return None
+    checkpoint = Path(source.checkpoint)
+    if not checkpoint.is_dir():
+        raise ModelError(f"model={folder}: its checkpoint {checkpoint} is gone; put it back, or name another model")
+    if QuantisedSource.of(checkpoint, source.weights) != source:
+        raise ModelError(
+            f"model={folder}: its checkpoint has changed; name the checkpoint itself: model={checkpoint} and "
+            f"weights={source.weights}"
+        )
+    return QuantisedCheckpoint(checkpoint, source.weights.upper(), read_checkpoint(checkpoint, f"model={checkpoint}"))

@@ -1,0 +1,211 @@
+"""A checkpoint that is quantised as it is loaded: on the lean decoder, proved layer by layer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import load_file, save_file
+
+from engine.config import Config
+from engine.core.errors import ConfigError, ModelError
+from engine.core.params import SamplingParams
+from engine.kernels.gemm.product import multiplies
+from engine.model.decoder import LeanDecoder
+from engine.model.loading import load_model
+from engine.model.memory import check_memory
+from engine.model.target import Target
+from engine.weights.checkpoint import CheckpointTensor
+from engine.weights.quantised import quantised_folder
+from engine.weights.quantised_weights import open_quantised
+from tests.conftest import VOCABULARY, save_tiny_llama, tiny_tokenizer
+from tests.engine.test_exact import EXPERTS, build
+from tests.engine.tiny_engine import PROMPTS, tiny_engine
+
+pytestmark = pytest.mark.skipif(not multiplies(torch.bfloat16), reason="no product of ours runs on this processor")
+KINDS = ["q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
+CPU = torch.device("cpu")
+TEXT = list(range(5, 45))
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TALON_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Callable[..., str]:
+    """Save a tiny checkpoint of a family in float32."""
+
+    def save(family: str = "llama", **changes: Any) -> str:
+        build(family, "float32", vocab_size=VOCABULARY, **changes).save_pretrained(tmp_path / "tiny")
+        tiny_tokenizer().save_pretrained(tmp_path / "tiny")
+        return str(tmp_path / "tiny")
+
+    return save
+
+
+def loaded(checkpoint: str, weights: str = "q8_0", **options: Any) -> Target:
+    return Target.load(quantised_folder(checkpoint, weights), device="cpu", kv_memory=1 << 22, **options)
+
+
+def logits(target: Target) -> torch.Tensor:
+    return target.prefill(target.new_cache(len(TEXT)), TEXT)[0].float()
+
+
+def stock_logits(path: str) -> torch.Tensor:
+    """Of transformers' forward in float32."""
+    with torch.inference_mode():
+        found: torch.Tensor = load_model(path, "float32", CPU)(torch.tensor([TEXT])).logits[0, -1]
+    return found
+
+
+@pytest.mark.parametrize("weights", KINDS)
+def test_matrices_are_quantised_as_llama_cpp_does_and_vectors_stay(
+    checkpoint: Callable[..., str], weights: str
+) -> None:
+    path = checkpoint("qwen2")
+    own = load_model(path, "float32", CPU).state_dict()
+    for name, found in load_model(quantised_folder(path, weights), "auto", CPU).state_dict().items():
+        expected, kind = own[name].numpy(), Kind[weights.upper()]
+        if expected.ndim == 2:
+            expected = gguf.dequantize(gguf.quantize(expected, kind), kind)
+        assert torch.equal(found, torch.from_numpy(expected).bfloat16()), name
+
+
+@pytest.mark.parametrize("weights", KINDS)
+def test_the_lean_decoder_runs_it_and_agrees_with_the_stock_forward(
+    checkpoint: Callable[..., str], weights: str
+) -> None:
+    path = checkpoint()
+    target = loaded(path, weights)
+    assert isinstance(target.forward, LeanDecoder) and target.exact and target.weights == weights
+    expected = stock_logits(quantised_folder(path, weights))
+    assert (logits(target) - expected).norm() < 0.1 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3", "phi3", "smollm3", "gemma2", "gemma3", "olmo2", "granite", "glm4", "mistral with a window"]
+)
+def test_every_dense_family_of_the_lean_decoder_can_be_quantised(checkpoint: Callable[..., str], family: str) -> None:
+    path = checkpoint(family)
+    target = loaded(path)
+    assert isinstance(target.forward, LeanDecoder) and target.exact
+    expected = stock_logits(quantised_folder(path, "q8_0"))
+    assert (logits(target) - expected).norm() < 0.1 * expected.norm()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_embedding_is_held_once(checkpoint: Callable[..., str], tied: bool) -> None:
+    path = checkpoint(tie_word_embeddings=tied)
+    target = loaded(path, "q4_1")
+    forward = target.forward
+    assert isinstance(forward, LeanDecoder) and forward.head.matmul is not None
+    assert (forward.embedding in forward.head.matmul.tiled) == tied
+    expected = stock_logits(quantised_folder(path, "q4_1"))
+    assert (logits(target) - expected).norm() < 0.1 * expected.norm()
+
+
+def test_matrices_whose_rows_are_not_whole_blocks_stay_numbers(checkpoint: Callable[..., str]) -> None:
+    path = checkpoint(intermediate_size=112)
+    own = load_model(path, "float32", CPU).model.layers[1].mlp.down_proj.weight
+    found = load_model(quantised_folder(path, "q4_0"), "auto", CPU).model.layers[1].mlp.down_proj.weight
+    assert torch.equal(found, own.bfloat16())
+    assert isinstance(loaded(path, "q4_0").forward, LeanDecoder)
+
+
+def test_few_numbers_are_in_memory_at_a_time(checkpoint: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = checkpoint(intermediate_size=1024)
+    counts, usual = list[int](), CheckpointTensor.numbers
+    monkeypatch.setattr(CheckpointTensor, "numbers", lambda *args: counts.append(args[2]) or usual(*args))
+    monkeypatch.setattr("engine.weights.quantised_weights._AT_ONCE", 256)
+    loaded(path)
+    assert max(counts) == 1024  # a row
+
+
+def test_a_pass_of_the_proof_is_remembered_beside_the_checkpoint_and_not_in_it(checkpoint: Callable[..., str]) -> None:
+    path = checkpoint()
+    loaded(path)
+    assert (Path(quantised_folder(path, "q8_0")) / "proof-bfloat16.json").is_file()
+    assert not (Path(path) / "proof-bfloat16.json").exists()
+
+
+def test_rows_of_8_bits_multiply_it_too(checkpoint: Callable[..., str]) -> None:
+    path = checkpoint()
+    expected, target = logits(loaded(path)), loaded(path, activations="int8")
+    if target.activations != "int8":
+        pytest.skip("this processor has no integer products that we know")
+    assert target.exact and 0 < (logits(target) - expected).norm() < 0.1 * expected.norm()
+
+
+@pytest.mark.parametrize("family", [*EXPERTS, "gpt_neox"])
+def test_other_structures_are_refused_in_one_line(checkpoint: Callable[..., str], family: str) -> None:
+    path = checkpoint(family)
+    with pytest.raises(
+        ModelError, match=r"^weights=q8_0: this model cannot be run with quantised weights \(.*\); leave"
+    ):
+        loaded(path)
+
+
+@pytest.mark.parametrize("options", [{"dtype": "float32"}])
+def test_a_configuration_that_would_dequantise_it_is_refused(
+    checkpoint: Callable[..., str], options: dict[str, str]
+) -> None:
+    folder = quantised_folder(checkpoint(), "q8_0")
+    with pytest.raises(ConfigError, match=r"^weights=q8_0: quantised weights are multiplied by CPUs in bfloat16, and"):
+        Target.of_config(Config(model=folder, weights="q8_0", device="cpu", **options))
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_numbers_that_are_none_are_one_line(checkpoint: Callable[..., str], name: str, bad: float) -> None:
+    path = checkpoint()
+    file = Path(path) / "model.safetensors"
+    tensors = load_file(file)
+    tensors[name].view(-1)[-1] = bad
+    save_file(tensors, file)
+    with pytest.raises(ModelError, match=f"tensor {name} holds NaN or infinity; get the file again"):
+        loaded(path)
+
+
+def test_a_checkpoint_that_lacks_a_matrix_is_one_line(checkpoint: Callable[..., str]) -> None:
+    path = checkpoint()
+    file = Path(path) / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, file)
+    with pytest.raises(ModelError, match=r"\(model\.layers\.1\.mlp\.up_proj\.weight is not stored under its name\)"):
+        loaded(path)
+
+
+def test_too_little_memory_names_the_type_that_fits(checkpoint: Callable[..., str]) -> None:
+    stored = open_quantised(Path(quantised_folder(checkpoint(hidden_size=256), "q8_0")))
+    assert stored is not None
+    needed = int(1.05 * stored.size) + 600_000_000
+    check_memory(stored, "model=x", needed)
+    with pytest.raises(ModelError, match=r"^model=x: the model as q8_0, of .* take weights=q5_1 \(.* GB\), or free"):
+        check_memory(stored, "model=x", needed - 1000)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("activations", ["bfloat16", "int8"])
+async def test_drafts_change_no_text_of_a_quantised_checkpoint(
+    tmp_path: Path, temperature: float, activations: str
+) -> None:
+    path = save_tiny_llama(tmp_path / "tiny", hidden_size=64)
+    sampling = SamplingParams(max_tokens=40, temperature=temperature, seed=3)
+    options = {"weights": "q4_1", "activations": activations, "device": "cpu", "verifier.kv_memory": 1 << 22}
+    async with tiny_engine(path, path, "none", **options) as engine:
+        plain = [await engine.generate(prompt, sampling) for prompt in PROMPTS]
+        assert engine.target.weights == "q4_1"
+    assert plain[0].metrics.weights == "q4_1" and plain[0].metrics.exact
+    for method in ("suffix", "sps"):
+        async with tiny_engine(path, path, method, **options) as engine:
+            found = await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in PROMPTS))
+        assert [result.token_ids for result in found] == [result.token_ids for result in plain]
