@@ -33,7 +33,7 @@ class Metrics(msgspec.Struct, frozen=True):
     the verifier spent in target forwards, for any request. draft_hit_rate: share of rounds whose tree had arrived by
     the previous verdict. cached_tokens: prompt tokens found in the prefix cache. exact: the text is that of plain
     decoding, bit for bit; inexact: why that is not certain. activations: how the target's products took their rows;
-    weights: the type that most of its matrices are held in.
+    weights: the type that most of its matrices are held in; kv_type: what its keys and values were kept as.
     """
 
     mean_accepted_tokens: float
@@ -46,6 +46,7 @@ class Metrics(msgspec.Struct, frozen=True):
     exact: bool
     inexact: str
     activations: str
+    kv_type: str
     weights: str
     speculative_decoding: DraftingGains
 
@@ -133,6 +134,7 @@ class Answer:
             exact=self.target.exact,
             inexact=self.target.inexact,
             activations=self.target.activations,
+            kv_type=self.target.kv_type,
             weights=self.target.weights,
             speculative_decoding=speculative_decoding(self.rounds[1:]),
         )

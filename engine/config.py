@@ -16,6 +16,8 @@ from engine.places import ROOT
 AUTO = "auto"
 Activations = Literal["bfloat16", "int8"]
 """How products take their rows."""
+KVType = Literal["auto", "q8_0"]
+"""How keys and values are kept: in the model's own type, or in 8 bits."""
 Weights = Literal["auto", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 """The type of the target's matrices, the largest first."""
 DEMO = ROOT / "configs" / "demo.yaml"
@@ -105,7 +107,9 @@ class DrafterConfig(_Section):
 class VerifierConfig(_Section):
     """threads: size of its torch pool, None: the cores the drafter leaves. prefill_chunk: prompt tokens read in one
     forward; fewer while others decode. max_running: requests that share forwards; the others wait. kv_memory: bytes for
-    keys and values of all requests, None: a quarter of free memory. draft_timeout_s: after this long without an answer
+    keys and values of all requests, None: a quarter of free memory. kv_type: q8_0 rounds keys and values to 8 bits, in
+    groups of 32 dimensions with one scale: nearly twice as many fit, and plain decoding's own text is a slightly
+    different one; auto keeps the model's type. draft_timeout_s: after this long without an answer
     the drafter counts as hung, and requests continue without it until its next message. cut: verify only those nodes of
     calibrated drafters' trees that pay for their time, and rest a draft model that does not. cache: a folder in which
     keys, values and answers outlive the process; cache_gb: gigabytes that it may take. simulated_latency_ms: a wait
@@ -117,6 +121,7 @@ class VerifierConfig(_Section):
     prefill_chunk: int = Field(512, ge=1)
     max_running: int = Field(32, ge=1)
     kv_memory: int | None = Field(None, ge=1 << 16)
+    kv_type: KVType = "auto"
     draft_timeout_s: float = Field(1.0, gt=0, le=3600)
     cut: bool = True
     cache: str | None = Field(None, min_length=1)

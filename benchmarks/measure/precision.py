@@ -73,7 +73,8 @@ def measure_precision(
         del target
         found: dict[Activations, list[Tensor]] = {}
         for kind in _KINDS:
-            target = Target.load(config.model, config.dtype, config.device, activations=kind)
+            kv_type = config.verifier.kv_type
+            target = Target.load(config.model, config.dtype, config.device, activations=kind, kv_type=kv_type)
             if target.activations == kind:
                 found[kind] = [_logits(target, text) for text in _told(progress, kind, texts)]
             del target

@@ -47,7 +47,9 @@ class ForwardTimes(msgspec.Struct):
 
 
 class Profile(msgspec.Struct):
-    """weights_mb: the matrices that a forward reads, as stored in memory. behind: tokens of text before the rows."""
+    """weights_mb: the matrices that a forward reads, as stored in memory. behind: tokens of text before the rows.
+    kv_mb: what keys and values of 1,000 tokens take, 0 if these are not pooled.
+    """
 
     model: str
     dtype: str
@@ -60,6 +62,8 @@ class Profile(msgspec.Struct):
     multiply_adds_per_s: float
     forwards: list[ForwardTimes]
     activations: str = "bfloat16"
+    kv_type: str = "bfloat16"
+    kv_mb: float = 0.0
     weights: str = "bfloat16"
     int8_multiply_adds_per_s: float | None = None
 
@@ -92,7 +96,8 @@ def profile_target(target: Target, rows: list[int], behind: int, repeats: int, c
                 progress.advance(task)
     target.release(cache)
     integers = limits.int8_multiply_adds_per_s or None
-    held = 0 if target.pool is None else target.pool.shape.block_bytes * -(-behind // BLOCK)
+    block_bytes = 0 if target.pool is None else target.pool.shape.block_bytes
+    held = block_bytes * -(-behind // BLOCK)
     return Profile(
         target.name,
         str(target.dtype).removeprefix("torch."),
@@ -115,6 +120,8 @@ def profile_target(target: Target, rows: list[int], behind: int, repeats: int, c
             for count in rows
         ],
         target.activations,
+        target.kv_type,
+        block_bytes / BLOCK / 1e3,
         target.weights,
         integers,
     )
@@ -165,8 +172,9 @@ def draw(profile: Profile, out: Path, console: Console) -> None:
     least = [f.arithmetic_ms if integers is None or f.int8_ms is None else f.int8_ms for f in profile.forwards]
     axis.plot(places, [forward.memory_ms for forward in profile.forwards], "k_-", label=memory)
     axis.plot(places, least, "k_--", label=arithmetic)
-    how = f"weights {profile.weights}, activations {profile.activations}, {profile.device}, threads: {profile.threads}"
-    title = f"{profile.model}, {profile.dtype}, {how}, {profile.forward}"
+    kinds = f"weights {profile.weights}, activations {profile.activations}, keys and values {profile.kv_type}"
+    how = f"{kinds}, {profile.device}, threads: {profile.threads}, {profile.forward}"
+    title = f"{profile.model}, {profile.dtype}, {how}"
     axis.set_title(title, fontsize=9, loc="left")
     axis.set(xlabel=f"rows of a forward after {profile.behind} tokens", ylabel="ms")
     axis.legend(fontsize=8, loc="upper left")
@@ -187,9 +195,12 @@ def show(found: Profile, as_json: bool) -> None:
         print(json.dumps(msgspec.to_builtins(found), indent=2))
         return
     console = Console()
-    how = f"{found.dtype}, weights {found.weights}, activations {found.activations}, {found.device}"
-    console.print(f"{found.model}, {how}, threads: {found.threads}, {found.forward}")
+    kinds = f"weights {found.weights}, activations {found.activations}, keys and values {found.kv_type}"
+    how = f"{found.dtype}, {kinds}, {found.device}, threads: {found.threads}, {found.forward}"
+    console.print(f"{found.model}, {how}")
     console.print(f"Forwards after {found.behind} tokens, which read {found.weights_mb:.3g} MB of weights.")
+    if found.kv_mb:
+        console.print(f"Keys and values of 1,000 tokens take {found.kv_mb:.1f} MB.")
     integers = found.int8_multiply_adds_per_s
     rates = [f"reads {found.read_gb_per_s:.1f} GB/s", f"{found.multiply_adds_per_s / 1e9:.0f} billion multiply-adds/s"]
     rates += [] if integers is None else [f"{integers / 1e9:.0f} billion of 8 bits"]

@@ -22,8 +22,8 @@ def write_about(folder: Path, config: Config, samplings: Sequence[SamplingParams
     lines = [
         f"Machine: {_processor()}, {cores()} cores, {_instructions()}, {platform.system()}{_gpu()}",
         f"Versions: Python {platform.python_version()}, {versions}",
-        f"Configuration: model {Path(config.model).name}, dtype {config.dtype}, weights "
-        f"{config.weights}, activations {config.activations}, device {config.device}, transport "
+        f"Configuration: model {Path(config.model).name}, dtype {config.dtype}, weights {config.weights}, activations "
+        f"{config.activations}, kv_type {config.verifier.kv_type}, device {config.device}, transport "
         f"{config.transport}{config.simulation}; answers of at most {samplings[0].max_tokens} tokens, T = "
         f"{temperatures}, seed {samplings[0].seed}, repeats {repeats}",
     ]

@@ -174,22 +174,28 @@ def enter_kernel(address: Any) -> None:
     for unit in range(units * thread_id() // num_threads(), units * (thread_id() + 1) // num_threads()):
         kv_head, row = unit // work.rows, unit % work.rows
         x = work.qkv + row * (heads + 2 * work.kv_heads) * size
-        for group in range(work.q_per_kv):
-            query, place = x + (kv_head * work.q_per_kv + group) * size, (unit * work.q_per_kv + group) * work.dims
-            if work.vnni == 0:
-                _rotated(work, row, query, work.query_norm, work.queries + 4 * place)
-            else:
-                _rotated(work, row, query, work.query_norm, room)
-                _put_halves(room, work.dims, work.queries + 2 * place)
+        put_queries(work, unit, row, x + kv_head * work.q_per_kv * size, room)
         block, lane = int_at(work.slots + 4 * row) // LANES, int_at(work.slots + 4 * row) % LANES
         at = (block * work.kv_heads + kv_head) * work.dims * LANES * work.width
-        _rotated(work, row, x + (heads + kv_head) * size, work.key_norm, room)
+        rotated(work, row, x + (heads + kv_head) * size, work.key_norm, room)
         _put_key(work, room, work.keys + at, lane)
         _put_value(work, x + (heads + work.kv_heads + kv_head) * size, work.values + at, lane)
 
 
 @njit
-def _rotated(work: Any, row: int, x: int, weight: int, out: int) -> None:
+def put_queries(work: Any, unit: int, row: int, x: int, room: int) -> None:
+    """Lay out the queries of the heads that share keys: a unit's, of which the first is at x."""
+    for group in range(work.q_per_kv):
+        query, place = x + group * work.head_dim * work.width, (unit * work.q_per_kv + group) * work.dims
+        if work.vnni == 0:
+            rotated(work, row, query, work.query_norm, work.queries + 4 * place)
+        else:
+            rotated(work, row, query, work.query_norm, room)
+            _put_halves(room, work.dims, work.queries + 2 * place)
+
+
+@njit
+def rotated(work: Any, row: int, x: int, weight: int, out: int) -> None:
     """One head's query or key, normalised if there is a weight, rotated by its position: [dims] float32."""
     whole, lanes = work.head_dim // LANES * LANES, splat(np.float32(0))
     for i in range(0, whole, LANES):

@@ -252,6 +252,29 @@ def float16_at(context: Any, address: Any) -> Any:
 
 
 @intrinsic(prefer_literal=True)
+def put_float16(context: Any, address: Any, x: Any) -> Any:
+    """Store x, rounded, as the float16 at `address`."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        half = ir.HalfType()
+        builder.store(builder.fptrunc(args[1], half), pointer(builder, args[0], half), align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32), generate
+
+
+@intrinsic(prefer_literal=True)
+def load_float16(context: Any, address: Any) -> Any:
+    """The 16 float16 numbers at `address`, as float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.VectorType(ir.HalfType(), LANES)
+        return builder.fpext(builder.load(pointer(builder, args[0], kind), align=2), VECTOR)
+
+    return vector(types.int64), generate
+
+
+@intrinsic(prefer_literal=True)
 def byte_at(context: Any, address: Any) -> Any:
     """The byte at `address`, 0 to 255."""
 

@@ -76,6 +76,11 @@ class LeanDecoder:
         self.rules = [rules[i] for i in range(len(self.layers))]
         self._program = self._program_for(1)
 
+    def take_pool(self, pool: KVPool) -> None:
+        """Keep keys and values in that pool from now on."""
+        self.attention = Attention(pool, self.attention.q_per_kv)
+        self._program = self._program_for(1)
+
     @property
     def activations(self) -> Activations:
         """int8 if any product rounds its rows to 8 bits."""
@@ -134,7 +139,7 @@ class LeanDecoder:
         tiled = [] if self.head.matmul is None else self.head.matmul.tiled
         if weight is head and weight.is_meta and len(tiled) == 1:
             return tiled[0]
-        found = matrices(weight)
+        found = matrices.matrix(weight)
         return TiledMatrix(panels_of(found)) if isinstance(found, StoredMatrix) else found.detach().contiguous()
 
     def forget_far(self) -> None:

@@ -6,9 +6,9 @@ What a layer is made of is read from its modules, and what a module computes by 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +20,25 @@ from engine.kernels.layer.weights import ExpertMlp, GatedMlp, LayerWeights, Norm
 from engine.kernels.quant.stored import StoredMatrix
 from engine.kernels.simd import LANES
 
-Matrices = Callable[[Tensor], Tensor | StoredMatrix]
-"""The matrix that a parameter of the stock model stands for: itself, or that of a file."""
+
+class Matrices(Protocol):
+    """Where the matrices that parameters of the stock model stand for are."""
+
+    def matrix(self, parameter: Tensor) -> Tensor | StoredMatrix: ...
+    def experts(self, parameter: Tensor) -> Sequence[Tensor | Sequence[StoredMatrix]]:
+        """For each expert, its matrix or the parts of it."""
+        ...
+
+
+class InMemory:
+    """The parameters themselves."""
+
+    def matrix(self, parameter: Tensor) -> Tensor:
+        return parameter
+
+    def experts(self, parameter: Tensor) -> Sequence[Tensor]:
+        return list(parameter)
+
 
 _NORMS = (  # names of a layer's norms: before attention, of its result, before the MLP, of its result
     ("input_layernorm", "", "post_attention_layernorm", ""),
@@ -90,7 +107,7 @@ class Layer:
     def _mlp(self, mlp: Any, matrices: Matrices) -> tuple[GatedMlp | ExpertMlp, list[Product]]:
         """The MLP or the experts, and the matrices that a row is multiplied with."""
         if hasattr(mlp, "experts"):
-            return self._experts(mlp)
+            return self._experts(mlp, matrices)
         only(mlp, _MLP)
         gelu = _is_gelu(getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None))
         take = self._activations
@@ -98,11 +115,9 @@ class Layer:
         down = joined(matrices, mlp, ("down_proj",), activations=take)
         return GatedMlp(gate_up, down, down.inputs, gate_up.gated, gelu), [gate_up, down]
 
-    def _experts(self, mlp: Any) -> tuple[ExpertMlp, list[Product]]:
+    def _experts(self, mlp: Any, matrices: Matrices) -> tuple[ExpertMlp, list[Product]]:
         only(mlp, {"gate", "experts"})
         router, experts = mlp.gate, mlp.experts
-        if router.weight.is_meta:
-            raise OtherStructure("experts in a GGUF file")
         parts = {name for name, _ in [*router.named_parameters(), *router.named_buffers()]}
         shapes = {name: weight.shape for name, weight in experts.named_parameters()}
         if parts != {"weight"} or shapes.keys() != {"gate_up_proj", "down_proj"}:
@@ -111,12 +126,17 @@ class Layer:
         whole = shapes["gate_up_proj"] == (count, 2 * inner, hidden) and hidden % 32 == inner % 32 == 0
         if not whole or _is_gelu(experts.act_fn):
             raise OtherStructure("experts that are not gated by SiLU, or of sizes that 32 does not divide")
-        gate_up = [Product(weight, gated=True) for weight in experts.gate_up_proj]
-        down = [Product(weight) for weight in experts.down_proj]
+        take = self._activations
+        gate_up = [Product(matrix, None, True, take) for matrix in matrices.experts(experts.gate_up_proj)]
+        down = [Product(matrix, None, False, take) for matrix in matrices.experts(experts.down_proj)]
         multiplied = [[p.matmul for p in products if p.matmul is not None] for products in (gate_up, down)]
         if not all(len(matmuls) == count for matmuls in multiplied):
             raise OtherStructure("experts, which this processor cannot multiply apart")
-        chosen, of_router = int(router.top_k), Product(router.weight)
+        if not all(product.gated for product in gate_up):
+            raise OtherStructure("experts whose gate and up projections are stored as different types")
+        found = matrices.matrix(router.weight)
+        of_router = Product(found if isinstance(found, Tensor) else [found])
+        chosen = int(router.top_k)
         self.idle_bytes = sum(product.bytes for product in [*gate_up[chosen:], *down[chosen:]])
         normalised = bool(getattr(router, "norm_topk_prob", True))
         mixed = ExpertMlp(of_router, multiplied[0], multiplied[1], inner, chosen, normalised)
@@ -151,7 +171,7 @@ def joined(
         zeros = (torch.zeros(m.out_features, dtype=m.weight.dtype) for m in linears)
         biases = [zero if m.bias is None else m.bias for m, zero in zip(linears, zeros, strict=True)]
         bias = torch.cat([_ordered(part, order) for part, order in zip(biases, _each(orders, linears), strict=True)])
-    found = [matrices(linear.weight) for linear in linears]
+    found = [matrices.matrix(linear.weight) for linear in linears]
     weights = [_ordered(part, order) for part, order in zip(found, _each(orders, linears), strict=True)]
     stored = [part for part in weights if isinstance(part, StoredMatrix)]
     if stored:  # a file holds all matrices of a model

@@ -13,15 +13,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine.config import Activations
-from engine.core.errors import ModelError, first_line
+from engine.config import Activations, KVType
+from engine.core.errors import ConfigError, ModelError, first_line
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import has_pairs
+from engine.kernels.gemm.int8.dots import instruction_sets
 from engine.kernels.gemm.product import pack_linears
 from engine.kernels.pointwise import PointwiseOperations
 from engine.model.cuda_products import allow_split_sums, exact_sizes, forbid_split_sums
 from engine.model.decoder import LeanDecoder
-from engine.model.decoder_layer import OtherStructure
+from engine.model.decoder_layer import InMemory, OtherStructure
 from engine.model.forward import Forward
 from engine.model.kv_pool import KVPool
 from engine.model.loading import name_of
@@ -52,11 +53,20 @@ class Chosen(NamedTuple):
 
 class ForwardChoice:
     """context: the positions that will be served. kv_memory: bytes for keys and values, None: a share of what is free.
-    device: where the forward runs.
+    device: where the forward runs. kv_type: what the lean decoder keeps keys and values as.
     """
 
-    def __init__(self, model: Any, name: str, context: int, kv_memory: int | None, device: torch.device):
+    def __init__(
+        self,
+        model: Any,
+        name: str,
+        context: int,
+        kv_memory: int | None,
+        device: torch.device,
+        kv_type: KVType = "auto",
+    ):
         self.model, self.name, self.context, self.kv_memory, self.device = model, name, context, kv_memory, device
+        self.kv_type: KVType = kv_type if instruction_sets() and device.type == "cpu" else "auto"
 
     @property
     def accelerated(self) -> bool:
@@ -81,15 +91,16 @@ class ForwardChoice:
         cannot run it, or differs from the stock forward.
         """
         weights.fill_small(self.model)
-        proof = Proof(Path(self.name), self.context, activations)
+        layers = len(self.model.model.layers)
+        proof = Proof(Path(self.name), layers, self.context, activations, self.kv_type)
         stock = LayeredStock(self.model, weights)
         trial = None
         if (rules := proof.read()) is None:
             trial = ModelProbe(self.model, self.name, self.context, stock)
             rules = stock.passed[-1]
         hold_frequencies(self.model)
-        pool, q_per_kv = self._make_pool(weights.size)
-        lean = LeanDecoder(self.model, pool, q_per_kv, rules, weights.matrix, activations)
+        pool, q_per_kv = self._make_pool(weights=weights.size)
+        lean = LeanDecoder(self.model, pool, q_per_kv, rules, weights, activations)
         runner = Runner(self.model, lean, pool)
         if trial is not None:
             if trial.beyond is not None:
@@ -99,10 +110,12 @@ class ForwardChoice:
             if (trial.beyond is not None and not agrees) or not trial.agrees_anywhere(runner):
                 raise OtherStructure("its logits differ from those of the stock forward")
             lean.forget_far()
-            if not trial.equal_bits(runner):
-                return Chosen(runner, _BESIDE)
+        served = self._served(lean, runner, trial)
+        if trial is not None:
+            if not trial.equal_bits(served):
+                return Chosen(served, _BESIDE)
             proof.write(rules)
-        return Chosen(runner, "")
+        return Chosen(served, "")
 
     def _try_exact(self, trial: ModelProbe) -> Chosen | str:
         """A forward with exact attention; or why there is none."""
@@ -121,7 +134,26 @@ class ForwardChoice:
         if isinstance(lean, str):
             return Chosen(stock, self._inexact_stock(stock, trial, pointwise), lean)
         assert isinstance(lean.forward, LeanDecoder)
-        return Chosen(lean, self._inexact(lean, trial) if lean.forward.exact else self._uneven("number of rows"))
+        served = self._served(lean.forward, lean, trial)
+        even = lean.forward.exact
+        return Chosen(served, self._inexact(served, trial) if even else self._uneven("number of rows"))
+
+    def _served(self, lean: LeanDecoder, tried: Runner, trial: ModelProbe | None) -> Runner:
+        """The lean decoder with keys and values of the type that is asked for, once it agreed with the stock forward in
+        the model's own, `tried`. Raises ConfigError if it is far from that with rounded ones.
+        """
+        if self.kv_type == "auto":
+            return tried
+        pool, _ = self._make_pool(self.kv_type)
+        lean.take_pool(pool)
+        served = Runner(self.model, lean, pool)
+        if trial is not None and not trial.agrees_anywhere(served):
+            raise ConfigError(
+                f"verifier.kv_type={self.kv_type}: this model's logits change too much with keys and values of 8 bits; "
+                "take verifier.kv_type=auto"
+            )
+        lean.forget_far()
+        return served
 
     def _inexact_stock(self, stock: Runner, trial: ModelProbe, pointwise: PointwiseOperations) -> str:
         """Why the stock forward is not exact on a CPU, "" if it is. Its products become our own."""
@@ -194,7 +226,7 @@ class ForwardChoice:
         assert isinstance(stock.forward, StockForward) and stock.pool is not None
         try:
             q_per_kv = stock.forward.attention.q_per_kv
-            lean = LeanDecoder(self.model, stock.pool, q_per_kv, stock.forward.rules, lambda weight: weight)
+            lean = LeanDecoder(self.model, stock.pool, q_per_kv, stock.forward.rules, InMemory())
         except (OtherStructure, AttributeError) as error:  # a part of the structure is missing
             return first_line(error)
         runner = Runner(self.model, lean, stock.pool)
@@ -219,18 +251,20 @@ class ForwardChoice:
             raise refusal(self.model, self.name)
         return runner
 
-    def _make_pool(self, weights: int = 0) -> tuple[KVPool, int]:
-        """The pool, and query heads per key head. weights: bytes that are still to be read into memory."""
+    def _make_pool(self, kv_type: KVType = "auto", weights: int = 0) -> tuple[KVPool, int]:
+        """The pool, and query heads per key head. weights: bytes that are still to be read into memory when the first
+        one is made, for which free memory is measured.
+        """
         config = self.model.config.get_text_config()
         heads: int = config.num_attention_heads
         kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
         head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+        q8_0 = kv_type == "q8_0"
         vnni = not self.accelerated and has_pairs(self.model.dtype)
-        shape = KVShape(config.num_hidden_layers, kv_heads, head_dim, self.model.dtype, vnni)
-        memory = self.kv_memory
-        if memory is None:
-            memory = int(_POOL_SHARE * (_free_memory(self.device) - weights))
-        return KVPool(shape, max(1, memory // shape.block_bytes), self.device), heads // kv_heads
+        shape = KVShape(config.num_hidden_layers, kv_heads, head_dim, self.model.dtype, vnni, q8_0)
+        if self.kv_memory is None:
+            self.kv_memory = int(_POOL_SHARE * (_free_memory(self.device) - weights))
+        return KVPool(shape, max(1, self.kv_memory // shape.block_bytes), self.device), heads // kv_heads
 
 
 def _other_matrix(model: Any) -> str | None:

@@ -8,7 +8,8 @@ kept with it. With a cache folder, full blocks are also written to it, and read 
 Layout: keys [layers, blocks, kv_heads, dims, 16], so that 16 keys are read at once, and values [layers, blocks,
 kv_heads, 16, dims]; dims is the head size rounded up to a multiple of 16, padded with zeros. Paired, for instructions
 that multiply pairs of bfloat16: a block's keys are [dims / 2, 16, 2], its values [dims / 16, 8, 16, 2] with the pairs
-of neighbouring positions, and dims is a multiple of 32.
+of neighbouring positions, and dims is a multiple of 32. In codes of 8 bits, both are [layers, blocks, kv_heads, bytes]:
+`engine.kernels.attention.kv_codes` says what these hold.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from engine.core.errors import OutOfBlocks
 from engine.core.hidden_states import States
 from engine.core.kv_shape import KVShape
 from engine.files.cache_folder import CacheFolder
+from engine.kernels.attention.kv_codes import move_codes_kernel
 from engine.kernels.fused import MOVE, move_kernel
 from engine.model.saved_blocks import SavedBlocks
 
@@ -41,9 +43,9 @@ class KVPool:
 
     def __init__(self, shape: KVShape, blocks: int, device: torch.device = _CPU):
         self.shape, self.blocks = shape, blocks
-        of_block = shape.kv_heads, shape.dims, BLOCK
-        self.keys = _untouched((shape.layers, blocks, *of_block), shape.dtype, device)
-        self.values = _untouched((shape.layers, blocks, of_block[0], BLOCK, shape.dims), shape.dtype, device)
+        sizes = [(shape.head_bytes,)] * 2 if shape.q8_0 else [(shape.dims, BLOCK), (BLOCK, shape.dims)]
+        dtype, of_pool = torch.uint8 if shape.q8_0 else shape.dtype, (shape.layers, blocks, shape.kv_heads)
+        self.keys, self.values = (_untouched((*of_pool, *size), dtype, device) for size in sizes)
         self._free = list(range(blocks - 1, -1, -1))
         self._references = [0] * blocks
         self._idle: OrderedDict[int, None] = OrderedDict()  # cached and unreferenced, least recently used first
@@ -185,7 +187,8 @@ class KVPool:
         record["sources"], record["places"], record["count"] = sources.ctypes.data, places.ctypes.data, len(sources)
         record["layers"], record["blocks"], record["kv_heads"] = shape.layers, self.blocks, shape.kv_heads
         record["dims"], record["width"], record["vnni"] = shape.dims, shape.dtype.itemsize, shape.vnni
-        move_kernel()(work.ctypes.data, shape.layers)
+        kernel = move_codes_kernel() if shape.q8_0 else move_kernel()
+        kernel(work.ctypes.data, shape.layers)
 
 
 @torch.inference_mode()  # the mode in which a target makes its pool

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import tempfile
 import threading
 from contextlib import redirect_stderr, suppress
 from pathlib import Path
@@ -17,6 +16,7 @@ from engine.config import Config
 from engine.core.errors import ConfigError, ModelError, first_line
 from engine.weights.catalogue import suggestion
 from engine.weights.gguf_file import GgufFile
+from engine.weights.gguf_reader import MODEL, read_by_transformers
 from engine.weights.gguf_source import open_gguf
 from engine.weights.gguf_weights import GgufWeights
 from engine.weights.hub import hub_answers, is_hub_id, is_local
@@ -33,6 +33,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch
 def load_model(path: str, dtype: str, device: torch.device) -> Any:
     """The model of a directory or hub id, with all of its weights present and finite."""
     transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()  # what a report warns of is refused below, in one line
     config = load_config(path)
     wanted = find_dtype(dtype, config, device)
     stored = open_stored(Path(path))
@@ -44,13 +45,24 @@ def load_model(path: str, dtype: str, device: torch.device) -> Any:
                 model, report = _filled(stored, path, config, wanted), {"missing_keys": []}
             else:
                 model, report = AutoModelForCausalLM.from_pretrained(
-                    path, config=config, dtype=wanted, local_files_only=is_local(path), output_loading_info=True
+                    path,
+                    config=config,
+                    dtype=wanted,
+                    local_files_only=is_local(path),
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # the first is named below
                 )
     except Exception as error:  # every file format has errors of its own
         raise ModelError(f"model={path}: cannot be loaded: {first_line(error)}") from error
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
             f"model={path}: {len(missing)} weights are missing, {missing[0]} first; get the whole checkpoint"
+        )
+    if wrong := sorted(report["mismatched_keys"]):
+        name, found, expected = wrong[0]
+        raise ModelError(
+            f"model={path}: {len(wrong)} weights have other sizes than its configuration says, {name} first "
+            f"({list(found)}, not {list(expected)}); get the whole checkpoint"
         )
     if isinstance(stored, GgufFile):
         _check_whole(stored, model, path)
@@ -103,18 +115,19 @@ def _dequantised(gguf: GgufFile, path: str, config: Any, dtype: torch.dtype) -> 
     """The stock model of a GGUF file, and what transformers says of its keys. The weights of a quantised file are
     bfloat16, whatever it computes in.
     """
-    with tempfile.TemporaryDirectory() as alone:  # no other file of its folder is read with it
-        (Path(alone) / "model.gguf").symlink_to(f"/proc/self/fd/{gguf.content.fileno()}")
-        with redirect_stderr(io.StringIO()):  # transformers' progress bars
-            model, report = AutoModelForCausalLM.from_pretrained(
-                alone,
-                gguf_file="model.gguf",
-                config=config,
-                quantization_config=GgufConfig(dequantize=True),
-                dtype=torch.bfloat16,
-                local_files_only=True,
-                output_loading_info=True,
-            )
+    if config.model_type == "mixtral":
+        raise ModelError("transformers reads no Mixtral from GGUF, which runs on a CPU in bfloat16 alone")
+    with read_by_transformers(gguf) as alone, redirect_stderr(io.StringIO()):  # transformers' progress bars
+        model, report = AutoModelForCausalLM.from_pretrained(
+            alone,
+            gguf_file=MODEL,
+            config=config,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.bfloat16,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
     model.generation_config = GenerationConfig.from_pretrained(path)
     for parameter in model.parameters():  # buffers of float32 stay what they are
         parameter.data = parameter.data.to(dtype)

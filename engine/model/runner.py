@@ -32,6 +32,12 @@ class Runner:
         """How the products take their rows: int8 if matrices in blocks do."""
         return self.forward.activations if isinstance(self.forward, LeanDecoder) else "bfloat16"
 
+    @property
+    def kv_type(self) -> str:
+        """What keys and values are kept as: the name of the model's type, or q8_0."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return dtype if self.pool is None else self.pool.shape.kind
+
     def new_cache(self, capacity: int) -> Any:
         """An empty cache for one request, with room for `capacity` positions, tree nodes included.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from engine.config import AUTO, Activations, Config
+from engine.config import AUTO, Activations, Config, KVType
 from engine.core.batch import BLOCK
 from engine.core.errors import ConfigError, ModelError, first_line
 from engine.kernels.gemm.product import PackedLinear, multiplies
@@ -52,9 +52,10 @@ class Target(Runner):
         kv_memory: int | None = None,
         weights: StoredWeights[Any] | None = None,
         activations: Activations = "bfloat16",
+        kv_type: KVType = "auto",
     ):
-        """weights: of a model on the meta device. activations: how their matrices take rows. Raises OtherStructure if
-        the lean decoder cannot run those.
+        """weights: of a model on the meta device. activations: how their matrices take rows. kv_type: what keys and
+        values are kept as, if the lean decoder runs the model. Raises OtherStructure if it cannot run `weights`.
         """
         self.name = name
         config = model.config.get_text_config()
@@ -65,7 +66,7 @@ class Target(Runner):
         self.layers: int = config.num_hidden_layers
         self.eos_tokens = eos_tokens(model.generation_config)
         self.device = torch.device("cpu") if weights is not None else model.device
-        choice = ForwardChoice(model.eval(), name, self.own_context, kv_memory, self.device)
+        choice = ForwardChoice(model.eval(), name, self.own_context, kv_memory, self.device, kv_type)
         chosen = choice.of_model() if weights is None else choice.of_file(weights, activations)
         self.inexact, self.unlike = chosen.inexact, chosen.unlike
         self.weights = name_of(model.dtype) if weights is None else weights.kind
@@ -79,22 +80,26 @@ class Target(Runner):
         device: str = "auto",
         kv_memory: int | None = None,
         activations: Activations = "bfloat16",
+        kv_type: KVType = "auto",
     ) -> Target:
         """Load a checkpoint directory or hub id. kv_memory: bytes for keys and values, None: a share of free memory.
         activations: int8 for matrices in blocks, where there are any and the lean decoder runs them: see `activations`.
+        kv_type: q8_0 for keys and values in 8 bits, where the lean decoder runs the model: see `kv_type`.
         """
-        target = cls._load_stored(path, dtype, find_device(device), kv_memory, activations)
+        target = cls._load_stored(path, dtype, find_device(device), kv_memory, activations, kv_type)
         if target is None:
-            target = cls(load_model(path, dtype, find_device(device)), path, kv_memory)
+            target = cls(load_model(path, dtype, find_device(device)), path, kv_memory, kv_type=kv_type)
         if isinstance(target.forward, LeanDecoder):
             target.model.model.layers = torch.nn.ModuleList()  # the decoder has copies in its own layout
         return target
 
     @classmethod
     def of_config(cls, config: Config) -> Target:
-        """The target that a configuration names. Raises ConfigError if it cannot have those weights or activations."""
-        memory = config.verifier.kv_memory
-        target = cls.load(config.model, config.dtype, config.device, memory, config.activations)
+        """The target that a configuration names. Raises ConfigError if it cannot have those weights or activations, or
+        keys and values of that type.
+        """
+        memory, kv_type = config.verifier.kv_memory, config.verifier.kv_type
+        target = cls.load(config.model, config.dtype, config.device, memory, config.activations, kv_type)
         if config.weights not in (AUTO, target.weights):
             raise ConfigError(
                 f"weights={config.weights}: quantised weights are multiplied by CPUs in bfloat16, and this is "
@@ -106,11 +111,22 @@ class Target(Runner):
                 f"multiplies so; take a GGUF file of a common structure, weights=q8_0, or "
                 f"activations={target.activations}"
             )
+        if kv_type not in ("auto", target.kv_type):
+            raise ConfigError(
+                f"verifier.kv_type={kv_type}: only the lean decoder keeps keys and values so, on a CPU with AVX2, and "
+                "this model does not run on it here; take verifier.kv_type=auto"
+            )
         return target
 
     @classmethod
     def _load_stored(
-        cls, path: str, dtype: str, device: torch.device, kv_memory: int | None, activations: Activations
+        cls,
+        path: str,
+        dtype: str,
+        device: torch.device,
+        kv_memory: int | None,
+        activations: Activations,
+        kv_type: KVType,
     ) -> Target | None:
         """The target of a directory whose weights lie in blocks or are quantised, with nothing in memory but the
         decoder's own layout; None if the stock forward has to be loaded for it.
@@ -123,7 +139,7 @@ class Target(Runner):
         check_memory(stored, f"model={path}", free_memory())
         model = skeleton(path, config)
         try:
-            return cls(model, path, kv_memory, weights_of(stored, model), activations)
+            return cls(model, path, kv_memory, weights_of(stored, model), activations, kv_type)
         except (Unreadable, OtherStructure, AttributeError) as error:  # a part of the structure is missing
             if isinstance(stored, GgufFile):
                 return None

@@ -102,7 +102,8 @@ class SpeculativeDecoding(BaseModel):
 class AnswerMetrics(BaseModel):
     """How an answer, or several choices together, was produced. decoding_s: from the first token to the last, by
     the verifier's clock; the longest of several choices. exact: the text is that of plain decoding. activations:
-    how products took their rows. weights: the type of most matrices. ignored: the request's fields that had no effect.
+    how products took their rows. weights: the type of most matrices. kv_type: what keys and values were kept as.
+    ignored: the request's fields that had no effect.
     """
 
     rounds: int
@@ -112,6 +113,7 @@ class AnswerMetrics(BaseModel):
     decoding_s: float
     exact: bool
     activations: str
+    kv_type: str
     weights: str
     ignored: list[str]
     speculative_decoding: SpeculativeDecoding
@@ -177,6 +179,7 @@ class JsonObject(RootModel[dict[str, Any]]):
 class Version(BaseModel):
     version: str
     activations: str
+    kv_type: str
     weights: str
 
 

@@ -142,8 +142,11 @@ def create_app(serving: Serving) -> FastAPI:
 
     @app.get("/version")
     async def version_() -> Version:
-        """Talon's version, how the target's products take their rows, and the type of its matrices."""
-        return Version(version=VERSION, activations=engine.target.activations, weights=engine.target.weights)
+        """Talon's version, the type of the target's matrices, how their products take rows, and what keys and values
+        are kept as.
+        """
+        target = engine.target
+        return Version(version=VERSION, activations=target.activations, weights=target.weights, kv_type=target.kv_type)
 
     @app.get("/metrics", response_class=Response, responses=_TEXT | _only(401))
     async def metrics() -> Response:

@@ -60,7 +60,8 @@ class Log:
 
     def started(self, url: str, model: str, target: Ready) -> None:
         """Requests are accepted from now on."""
-        fields = {"url": url, "model": model, "activations": target.activations, "weights": target.weights}
+        fields = {"url": url, "model": model, "activations": target.activations}
+        fields |= {"weights": target.weights, "kv_type": target.kv_type}
         megabytes = {"weights_mb": target.weight_bytes // 10**6, "kv_mb": target.kv_bytes // 10**6}
         self._logger.info("serving", extra={"fields": fields | megabytes})
 

@@ -311,6 +311,7 @@ def _metrics(results: Sequence[Result], ignored: list[str]) -> AnswerMetrics:
         decoding_s=max(sum(round_.round_us for round_ in result.rounds[1:]) for result in results) / 1e6,
         exact=all(result.metrics.exact for result in results),
         activations=results[0].metrics.activations,
+        kv_type=results[0].metrics.kv_type,
         weights=results[0].metrics.weights,
         ignored=ignored,
         speculative_decoding=SpeculativeDecoding(

@@ -122,6 +122,7 @@ class FrontEndLink:
             weight_bytes=target.weight_bytes,
             kv_bytes=0 if pool is None else pool.blocks * pool.shape.block_bytes,
             activations=target.activations,
+            kv_type=target.kv_type,
             weights=target.weights,
         )
         self.dealer.send(ready)

@@ -9,16 +9,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
@@ -27,26 +22,24 @@ from transformers.utils import logging as transformers_logging
 
 from engine.core.errors import ModelError, first_line, shown
 from engine.text.chat import turn_end
+from engine.weights.gguf_families import completed
 from engine.weights.gguf_file import GgufFile, read_gguf
+from engine.weights.gguf_reader import MODEL, read_by_transformers
 
 _DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 """Vocabularies (`tokenizer.ggml.pre`) for which llama.cpp splits off each digit first; transformers does not."""
 _LIKE_GPT2 = {"gpt-2", "gpt2", "default", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"}
-_LONG_ARRAY = 1000
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def describe(file: GgufFile, folder: Path, title: str, origin: str) -> None:
     """Fill `folder` with all but the weights, and a card. Raises ModelError if the file cannot be followed."""
-    with tempfile.TemporaryDirectory(dir=folder) as alone, _short_reader():  # no other file of its folder is read
-        (Path(alone) / "model.gguf").symlink_to(file.path.absolute())
-        source: dict[str, Any] = {"gguf_file": "model.gguf", "local_files_only": True}
+    with read_by_transformers(file) as alone:
+        source: dict[str, Any] = {"gguf_file": MODEL, "local_files_only": True}
         config = AutoConfig.from_pretrained(alone, **source)
         tokenizer = AutoTokenizer.from_pretrained(alone, config=config, **source)
-    config.vocab_size = file.metadata.get(f"{file.architecture}.vocab_size", file.metadata["tokenizer.ggml.tokens"])
+    config = completed(file, config)
     config.dtype = torch.bfloat16
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-    _scale_positions(file, config)
     _split_text(file, tokenizer)
     generation_config = GenerationConfig.from_model_config(config)
     generation_config.eos_token_id = _end_tokens(file, tokenizer)
@@ -55,67 +48,6 @@ def describe(file: GgufFile, folder: Path, title: str, origin: str) -> None:
     tokenizer.save_pretrained(folder)
     _drop_foreign_tokens(file, folder / "tokenizer.json")
     (folder / "README.md").write_text(_card(file, title, origin), encoding="utf8")
-
-
-class _ShortReader(gguf.GGUFReader):
-    """Leaves out long arrays, the vocabulary's. It makes objects of each of their numbers, for ten seconds, of which
-    transformers uses none: it reads vocabularies in another way.
-    """
-
-    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-        if raw_type == gguf.GGUFValueType.ARRAY:
-            kind = gguf.GGUFValueType(int(self._get(orig_offs, np.uint32)[0]))
-            if (count := int(self._get(orig_offs + 4, np.uint64)[0])) > _LONG_ARRAY:
-                return self._size(orig_offs + 12, kind, count) + 12, [], [], [gguf.GGUFValueType.ARRAY, kind]
-        return super()._get_field_parts(orig_offs, raw_type)
-
-    def _size(self, start: int, kind: gguf.GGUFValueType, count: int) -> int:
-        """Bytes of an array's values."""
-        if (number := self.gguf_scalar_to_np.get(kind)) is not None:
-            return int(count * np.dtype(number).itemsize)
-        content, at = memoryview(self.data), start
-        for _ in range(count):
-            at += 8 + int.from_bytes(content[at : at + 8], "little")
-        return int(at - start)
-
-
-@contextmanager
-def _short_reader() -> Iterator[None]:
-    """transformers imports the reader when it needs it."""
-    usual = gguf.GGUFReader
-    gguf.GGUFReader = _ShortReader
-    try:
-        yield
-    finally:
-        gguf.GGUFReader = usual
-
-
-def _scale_positions(file: GgufFile, config: Any) -> None:
-    """Set the scaling of positions that transformers does not read from the file; ModelError if its kind is unknown.
-
-    Llama 3's is stored as one factor per frequency, from which its parameters follow.
-    """
-    rope = config.get_text_config().rope_parameters or {}
-    factors = file.values("rope_freqs.weight")
-    if factors is not None:
-        factor = float(factors.max())
-        if not np.allclose(factors, llama3_factors(rope["rope_theta"], len(factors), factor), rtol=1e-3):
-            raise ModelError("its rope_freqs are not those of Llama 3")
-        config.rope_parameters = rope | {"rope_type": "llama3", "factor": factor, **_LLAMA3}
-    elif any(tensor.name.startswith("rope_") for tensor in file.tensors):
-        raise ModelError("its position factors (rope_*) are not read from GGUF")
-    elif rope.get("rope_type", "default") == "default":
-        kind = file.metadata.get(f"{file.architecture}.rope.scaling.type", "none")
-        if kind != "none":
-            raise ModelError(f"its scaling of positions ({shown(kind)}) is not read from GGUF")
-
-
-def llama3_factors(theta: float, frequencies: int, factor: float) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """What Llama 3.1 divides each frequency by: 1 for high ones, `factor` for low ones, interpolated in between."""
-    low, high, length = _LLAMA3.values()
-    wavelengths = 2 * np.pi * theta ** (np.arange(frequencies) / frequencies)
-    smooth = np.clip((length / wavelengths - low) / (high - low), 0, 1)
-    return np.asarray(1 / ((1 - smooth) / factor + smooth))
 
 
 def _split_text(file: GgufFile, tokenizer: Any) -> None:

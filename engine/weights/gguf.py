@@ -10,7 +10,7 @@ from pathlib import Path
 from engine.core.child_environment import child_environment
 from engine.core.errors import ModelError, printable
 from engine.weights.cache import home, keep
-from engine.weights.gguf_file import read_gguf
+from engine.weights.gguf_file import parts_of, read_gguf
 from engine.weights.gguf_source import GgufSource
 from engine.weights.progress import Report
 
@@ -19,19 +19,22 @@ DESCRIPTION_BYTES = 30_000_000
 
 
 def described(file: Path, field: str, report: Report) -> Path:
-    """The directory that describes a GGUF file, made once for each path and state of the file.
+    """The directory that describes a GGUF file, made once for each path and state of the file. Of a model in several
+    parts, `file` is any of them.
 
     field: `KEY=VALUE`, for errors. Raises ModelError if the file cannot be used or the cache cannot be written.
     """
+    first = parts_of(file)[0]
     try:
-        source = GgufSource.of(file, str(file.resolve()))
-    except OSError as error:
-        raise ModelError(f"{field}: cannot be read: {error.strerror}; name a GGUF file that is there") from error
-    folder = home() / "gguf" / f"{file.stem}-{source.key}"
-    origin = f"Made from `{file.name}` ({source.size:,} bytes, {file.resolve()})."
+        source = GgufSource.of(first, str(first.parent.resolve() / first.name))
+    except OSError:
+        read_gguf(file, field)  # says what is wrong
+        raise
+    folder = home() / "gguf" / f"{first.stem}-{source.key}"
+    origin = f"Made from `{first.name}` ({source.size:,} bytes, {first.resolve()})."
 
     def build(unfinished: Path) -> None:
-        describe(file, unfinished, field, file.stem, origin, report)
+        describe(first, unfinished, field, first.stem, origin, report)
         source.write(unfinished)
 
     if not folder.is_dir():

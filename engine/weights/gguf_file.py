@@ -1,63 +1,55 @@
-"""The header of a GGUF file: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""The GGUF file of a model, or the files that it was split into: `NAME-00001-of-00003.gguf`.
 
-It is read here, with every length checked, before the file is given to code that trusts it.
+The first part holds the metadata, every part some of the tensors.
 """
 
 from __future__ import annotations
 
 import os
-import struct
+import re
 from collections import Counter
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from engine.core.errors import ModelError, shown
+from engine.weights.gguf_header import GgufHeader, GgufTensor, read_header
 
-_MAGIC = b"GGUF"
-_VERSIONS = (2, 3)
-_STRING, _ARRAY = 8, 9
-_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
-_TOKEN_KINDS = ("bos", "eos", "eot", "eom", "unknown", "padding")
-_MOST_DIMENSIONS = 4
-_ALIGNMENTS = {2**power for power in range(3, 17)}
-_CHUNK = 4 << 20  # bytes of the header that are read together
-
-
-@dataclass(frozen=True)
-class GgufTensor:
-    """shape: in ggml's order, the fastest dimension first. offset: from the start of the data."""
-
-    name: str
-    shape: tuple[int, ...]
-    kind: GGMLQuantizationType
-    offset: int
-
-    @property
-    def elements(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        block, block_bytes = GGML_QUANT_SIZES[self.kind]
-        return int(self.elements // block * block_bytes)
+_PART = re.compile(r"(?P<name>.*)-\d{5}-of-(?P<count>\d{5})(?P<ending>\.gguf)", re.DOTALL | re.IGNORECASE)
+_SAME_MODEL = "get all parts of one model"
+_COUNTS = (
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "vocab_size",
+    "expert_count",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+)
+_LARGEST = 1 << 24  # of any of them
+_SAME = ("general.architecture", "general.name", "split.tensors.count")  # in all parts that name them
 
 
-@dataclass(frozen=True)
 class GgufFile:
-    """metadata: scalars and strings as they are, an array as its length. start: the byte where the data begins."""
+    """parts: at least one, in their order. metadata: scalars and strings as they are, an array as its length."""
 
-    path: Path
-    metadata: dict[str, Any]
-    tensors: list[GgufTensor]
-    start: int
-    content: BinaryIO  # stays open, so that whatever takes the file's name later is not read for it
+    def __init__(self, parts: Sequence[GgufHeader]):
+        self.parts = parts
+        self.metadata: dict[str, Any] = parts[0].metadata
+        numbered = ((i, tensor) for i, part in enumerate(parts) for tensor in part.tensors)
+        self.tensors: list[GgufTensor] = [replace(tensor, part=i) if i else tensor for i, tensor in numbered]
+
+    @property
+    def path(self) -> Path:
+        """The file, or the first part."""
+        return self.parts[0].path
 
     @property
     def architecture(self) -> str:
@@ -85,11 +77,12 @@ class GgufFile:
         """[bytes] a copy of the tensor's bytes. A mapping would end the process if the file were cut meanwhile; this
         raises ModelError.
         """
+        part = self.parts[tensor.part]
         raw = np.empty(tensor.size, np.uint8)
-        view, done, at = memoryview(raw.data), 0, self.start + tensor.offset
+        view, done, at = memoryview(raw.data), 0, part.start + tensor.offset
         while done < len(view):
-            if not (count := os.preadv(self.content.fileno(), [view[done:]], at + done)):
-                raise ModelError(f"model={self.path}: the GGUF file was cut short while it was read; get it again")
+            if not (count := os.preadv(part.content.fileno(), [view[done:]], at + done)):
+                raise ModelError(f"model={part.path}: the GGUF file was cut short while it was read; get it again")
             done += count
         return raw
 
@@ -100,135 +93,74 @@ class GgufFile:
         return ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
 
 
+def parts_of(path: Path) -> list[Path]:
+    """The files that hold the model of this one, which is any of them: by their names alone."""
+    if (named := _PART.fullmatch(path.name)) is None:
+        return [path]
+    ending = f"-of-{named['count']}{named['ending']}"
+    paths = [path.with_name(f"{named['name']}-{number:05d}{ending}") for number in range(1, int(named["count"]) + 1)]
+    return paths if path in paths else [path]
+
+
 def read_gguf(path: Path, field: str) -> GgufFile:
-    """The header of the file at `path`. field: `KEY=VALUE`, for errors.
+    """The model in the file at `path`, or that it is a part of. field: `KEY=VALUE`, for errors.
 
-    Raises ModelError if the file does not exist, is not a GGUF file, is cut short, or is one of several parts.
+    Raises ModelError if a file does not exist, is not a GGUF file, is cut short, or is of another model than the first.
     """
-    try:
-        file = path.open("rb")
-        size = os.fstat(file.fileno()).st_size
-        if file.read(len(_MAGIC)) != _MAGIC:
-            raise ModelError(f"{field}: is no GGUF file; give a .gguf file or a Hugging Face directory")
-        return _Reader(path, field, file, size).read()
-    except OSError as error:
-        raise ModelError(f"{field}: cannot be read: {error.strerror}; name a GGUF file that is there") from error
+    paths = parts_of(path)
+    if len(paths) == 1:
+        whole = read_header(path, field)
+        if isinstance(count := whole.metadata.get("split.count"), int) and count > 1:
+            raise ModelError(
+                f"{field}: is one of {count} parts, whose names have to end in -00001-of-{count:05d}.gguf and so on; "
+                "rename them, or join them with llama-gguf-split --merge"
+            )
+        return _checked(GgufFile([whole]), field)
+    parts: list[GgufHeader] = []
+    for number, name in enumerate(paths, 1):
+        if not name.exists():
+            raise ModelError(f"{field}: part {number} of {len(paths)} is missing: there is no {name}; get it too")
+        part = read_header(name, field if name == path else f"{field}: part {name.name}")
+        found = (part.metadata.get("split.no"), part.metadata.get("split.count"))
+        if found != (number - 1, len(paths)):
+            raise _foreign(field, name, f"its header says split.no {shown(found[0])} of {shown(found[1])}, from 0")
+        first = part if number == 1 else parts[0]
+        for key in _SAME:
+            if part.metadata.get(key, first.metadata.get(key)) != first.metadata.get(key):
+                other = f"{key} is {shown(part.metadata[key])}, and {shown(first.metadata.get(key))} in the first part"
+                raise _foreign(field, name, other)
+        parts.append(part)
+    return _checked(GgufFile(parts), field)
 
 
-class _Reader:
-    """Walks through the header. at: the byte that is read next; size: of the file."""
+def _checked(file: GgufFile, field: str) -> GgufFile:
+    """Raise ModelError if the model has no name, or a tensor twice, or not as many as it says."""
+    if not isinstance(file.metadata.get("general.architecture"), str):
+        raise ModelError(f"{field}: {file.path.name} names no general.architecture; get the file again")
+    _check_counts(file, field)
+    held: dict[str, int] = {}
+    for tensor in file.tensors:
+        if tensor.name in held:
+            where = file.parts[held[tensor.name]].path.name
+            raise _foreign(field, file.parts[tensor.part].path, f"tensor {shown(tensor.name)} is in {where} too")
+        held[tensor.name] = tensor.part
+    if (count := file.metadata.get("split.tensors.count", len(held))) != len(held):
+        raise ModelError(f"{field}: its parts hold {len(held)} tensors, and {shown(count)} in all; {_SAME_MODEL}")
+    return file
 
-    def __init__(self, path: Path, field: str, content: BinaryIO, size: int):
-        self.path, self.field, self.content, self.size = path, field, content, size
-        self.head = bytearray(_MAGIC)
-        self.at = len(_MAGIC)
 
-    def read(self) -> GgufFile:
-        try:
-            (version,) = self._unpack("<I")
-            if version not in _VERSIONS:
-                raise ModelError(
-                    f"{self.field}: is GGUF version {version}, or of the other byte order; convert the model again "
-                    "with a current llama.cpp"
-                )
-            tensor_count, values = self._unpack("<QQ")
-            metadata = dict(self._pair() for _ in range(values))
-            if isinstance(parts := metadata.get("split.count"), int) and parts > 1:
-                raise ModelError(
-                    f"{self.field}: is one of {parts} parts; join them with llama-gguf-split --merge and name the whole"
-                )
-            if not isinstance(metadata.get("general.architecture"), str):
-                raise self._broken("names no general.architecture")
-            if (alignment := metadata.get("general.alignment", 32)) not in _ALIGNMENTS:
-                raise self._broken(f"general.alignment is {shown(alignment)}")
-            self._check_tokens(metadata)
-            tensors = [self._tensor() for _ in range(tensor_count)]
-        except struct.error:
-            raise self._cut("its head is not complete") from None
-        start = -(-self.at // alignment) * alignment
-        end = max((start + tensor.offset + tensor.size for tensor in tensors), default=0)
-        if end > self.size:
-            raise self._cut(f"{self.size:,} of {end:,} bytes")
-        return GgufFile(self.path, metadata, tensors, start, self.content)
+def _check_counts(file: GgufFile, field: str) -> None:
+    """Raise ModelError for counts that the tensors contradict: whoever trusted them would make a model of that size."""
+    blocks = len({tensor.name.split(".")[1] for tensor in file.tensors if tensor.name.startswith("blk.")})
+    embedding = file.tensor("token_embd.weight")
+    held = {"block_count": blocks} | ({} if embedding is None else {"embedding_length": embedding.shape[0]})
+    for key in _COUNTS:
+        count = file.metadata.get(f"{file.architecture}.{key}")
+        if count is None or (isinstance(count, int) and 0 <= count <= min(_LARGEST, held.get(key, _LARGEST))):
+            continue
+        most = f"its tensors are of {held[key]}" if key in held else f"the most is {_LARGEST:,}"
+        raise ModelError(f"{field}: {file.architecture}.{key} is {shown(count)}, and {most}; get the file again")
 
-    def _check_tokens(self, metadata: dict[str, Any]) -> None:
-        """Refuse the id of a token that is none."""
-        count = metadata.get("tokenizer.ggml.tokens")
-        for key in (f"tokenizer.ggml.{kind}_token_id" for kind in _TOKEN_KINDS):
-            token = metadata.get(key)
-            if isinstance(token, int) and isinstance(count, int) and not 0 <= token < count:
-                raise ModelError(
-                    f"{self.field}: {key} is {token}, and the file has {count} tokens; correct it with "
-                    "gguf-set-metadata, or get the file again"
-                )
 
-    def _pair(self) -> tuple[str, Any]:
-        key = self._string()
-        (kind,) = self._unpack("<I")
-        return key, self._value(kind)
-
-    def _value(self, kind: int) -> Any:
-        if kind == _STRING:
-            return self._string()
-        if kind == _ARRAY:
-            kind, count = self._unpack("<IQ")
-            if kind in _SCALARS:
-                self._skip(count * struct.calcsize(_SCALARS[kind]))
-            elif kind == _STRING:
-                self._skip_strings(count)
-            else:
-                raise self._broken(f"holds an array of the unknown type {kind}")
-            return count
-        if kind not in _SCALARS:
-            raise self._broken(f"holds a value of the unknown type {kind}")
-        return self._unpack(_SCALARS[kind])[0]
-
-    def _tensor(self) -> GgufTensor:
-        name = self._string()
-        (dimensions,) = self._unpack("<I")
-        if not 1 <= dimensions <= _MOST_DIMENSIONS:
-            raise self._broken(f"tensor {shown(name)} has {dimensions} dimensions")
-        shape = self._unpack(f"<{dimensions}Q")
-        kind, offset = self._unpack("<IQ")
-        try:
-            tensor = GgufTensor(name, shape, GGMLQuantizationType(kind), offset)
-        except ValueError:
-            raise self._broken(f"tensor {shown(name)} is of the unknown type {kind}") from None
-        if not tensor.elements or shape[0] % GGML_QUANT_SIZES[tensor.kind][0]:
-            raise self._broken(f"tensor {shown(name)} of type {tensor.kind.name} has shape {list(shape)}")
-        return tensor
-
-    def _string(self) -> str:
-        (length,) = self._unpack("<Q")
-        start = self.at
-        self._skip(length)
-        return self.head[start : self.at].decode("utf8", "replace")
-
-    def _unpack(self, form: str) -> tuple[Any, ...]:
-        start = self.at
-        self._skip(struct.calcsize(form))
-        return struct.unpack_from(form, self.head, start)
-
-    def _skip_strings(self, count: int) -> None:
-        """A tokenizer has hundreds of thousands."""
-        head, at, length_of = self.head, self.at, struct.Struct("<Q").unpack_from
-        for _ in range(count):
-            if at + 8 > len(head):
-                self.at = at
-                self._skip(8)
-            at += 8 + length_of(head, at)[0]
-        self.at = at
-        self._skip(0)
-
-    def _skip(self, size: int) -> None:
-        self.at += size
-        while self.at > len(self.head):
-            if self.at > self.size or not (more := self.content.read(_CHUNK)):
-                raise struct.error
-            self.head += more
-
-    def _cut(self, what: str) -> ModelError:
-        return ModelError(f"{self.field}: the GGUF file is cut short ({what}); download it again")
-
-    def _broken(self, what: str) -> ModelError:
-        return ModelError(f"{self.field}: the GGUF file is damaged or newer than Talon ({what}); download it again")
+def _foreign(field: str, part: Path, why: str) -> ModelError:
+    return ModelError(f"{field}: {part.name} is not this part of that model ({why}); {_SAME_MODEL}")

@@ -1,4 +1,4 @@
-"""The GGUF file that a directory in the cache describes: the weights stay in the file."""
+"""The GGUF file, or files, that a directory in the cache describes: the weights stay there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from engine.core.errors import ModelError
 from engine.files.whole_file import write_whole
-from engine.weights.gguf_file import GgufFile, read_gguf
+from engine.weights.gguf_file import GgufFile, parts_of, read_gguf
 
 SOURCE = "source.json"
 FORMAT = 5
@@ -20,7 +20,9 @@ _HEAD_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class GgufSource:
-    """file: a path, or a name in the directory itself. size: bytes. head: SHA-256 of the file's first MiB."""
+    """file: a path, or a name in the directory itself; the first of several parts. size: bytes of all. mtime_ns: of
+    the first. head: SHA-256 of the first MiB of each, and of what tells further parts apart.
+    """
 
     file: str
     size: int
@@ -31,9 +33,14 @@ class GgufSource:
     @classmethod
     def of(cls, file: Path, name: str) -> GgufSource:
         """Of a file as it is now, which the directory calls `name`. Raises OSError."""
-        with file.open("rb") as opened:
-            state, head = os.fstat(opened.fileno()), opened.read(_HEAD_BYTES)
-        return cls(name, state.st_size, state.st_mtime_ns, hashlib.sha256(head).hexdigest())
+        states, head = [], hashlib.sha256()
+        for part in parts_of(file):
+            with part.open("rb") as opened:
+                states.append(os.fstat(opened.fileno()))
+                head.update(opened.read(_HEAD_BYTES))
+        for state in states[1:]:
+            head.update(repr((state.st_size, state.st_mtime_ns)).encode())
+        return cls(name, sum(state.st_size for state in states), states[0].st_mtime_ns, head.hexdigest())
 
     @property
     def key(self) -> str:
@@ -66,8 +73,8 @@ def open_gguf(folder: Path) -> GgufFile | None:
         now = GgufSource.of(file, source.file)
     except OSError as error:
         raise ModelError(
-            f"model={folder}: its GGUF file {file} cannot be read: {error.strerror}; put it back, or name a model "
-            "that is there"
+            f"model={folder}: its GGUF file {error.filename} cannot be read: {error.strerror}; put it back, or name a "
+            "model that is there"
         ) from error
     if now != source:
         raise ModelError(f"model={folder}: its GGUF file {file} has changed; name the file itself: model={file}")

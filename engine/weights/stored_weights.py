@@ -35,6 +35,10 @@ class StoredWeights(ABC, Generic[Stored]):
     def matrix(self, parameter: Tensor) -> StoredMatrix:
         """A matrix [outputs, inputs] in blocks."""
 
+    def experts(self, parameter: Tensor) -> list[list[StoredMatrix]]:
+        """For each expert of a parameter [experts, outputs, inputs], the parts of its matrix, one after the other."""
+        raise Unreadable("experts are read from GGUF files alone")
+
     @abstractmethod
     def values(self, parameter: Tensor) -> Tensor:
         """A parameter in the model's type."""
@@ -51,7 +55,7 @@ class StoredWeights(ABC, Generic[Stored]):
         filled: dict[int, nn.Parameter] = {}
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                if parameter.dim() == 2 and not matrices:
+                if parameter.dim() >= 2 and not matrices:
                     continue
                 if (made := filled.get(id(parameter))) is None:
                     made = filled[id(parameter)] = nn.Parameter(self.values(parameter), requires_grad=False)

@@ -58,7 +58,7 @@ class Ready(Message, frozen=True, kw_only=True):
     the other rows of the forward, "" if they do not. eos_tokens: the ids that end an answer. weight_bytes, kv_bytes:
     memory of the weights as they are laid out, and at most of keys and values, 0 if these are not pooled. activations:
     how products take their rows, bfloat16 (or the model's own type) or int8. weights: the type that most matrices are
-    held in, a GGUF type or the model's own.
+    held in, a GGUF type or the model's own. kv_type: what keys and values are kept as.
     """
 
     vocab_size: int = 0
@@ -69,6 +69,7 @@ class Ready(Message, frozen=True, kw_only=True):
     weight_bytes: int = 0
     kv_bytes: int = 0
     activations: str = "bfloat16"
+    kv_type: str = "bfloat16"
     weights: str = "bfloat16"
 
     @property

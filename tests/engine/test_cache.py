@@ -13,6 +13,7 @@ import pytest
 
 from engine.answer import Result
 from engine.core.params import SamplingParams, Speculation
+from engine.kernels.gemm.int8.dots import instruction_sets
 from tests.engine.tiny_engine import tiny_engine
 
 PROMPT = random.Random(1).choices(range(4, 260), k=100)
@@ -142,3 +143,14 @@ async def test_a_pool_that_evicts_reads_back_what_it_needs(tiny: str, tmp_path: 
     found = await answers(tiny, tmp_path, *asked, **SMALL)
     assert [result.token_ids for result in found] == [result.token_ids for result in plain]
     assert [result.metrics.cached_tokens for result in found] == [WHOLE] * 3
+
+
+@pytest.mark.skipif(not instruction_sets(), reason="this processor has no integer products that we know")
+async def test_keys_of_8_bits_are_read_back_as_they_were_and_not_in_another_type(tiny: str, tmp_path: Path) -> None:
+    codes: dict[str, Any] = {"dtype": "bfloat16", "verifier.kv_type": "q8_0"}
+    [plain] = await answers(tiny, None, (PROMPT, SAMPLED), name="none", **codes)
+    results = [(await answers(tiny, tmp_path, (PROMPT, SAMPLED), **codes))[0] for _ in range(2)]
+    assert [result.metrics.cached_tokens for result in results] == [0, WHOLE]
+    assert all(result.token_ids == plain.token_ids for result in results)
+    [other] = await answers(tiny, tmp_path, (PROMPT, SAMPLED), dtype="bfloat16")
+    assert other.metrics.cached_tokens == 0

@@ -4,7 +4,8 @@ It does not depend on other rows, the slots of its keys, padding, or threads. So
 whether it was decoded alone, verified in a tree with rejected siblings, or read with its prompt, in any batch.
 
 Keys and values lie in blocks of 16 positions (`engine.model.kv_pool`). `lane_attention` reads them on any processor;
-for bfloat16, `tile_attention` does so with AMX and `pair_attention` with AVX512-BF16.
+for bfloat16, `tile_attention` does so with AMX and `pair_attention` with AVX512-BF16. `code_attention` reads those
+rounded to 8 bits, and `code_pair_attention` does so with AVX512-BF16.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from engine.core.batch import BLOCK, Batch, BatchAddresses, Int
 from engine.core.kv_shape import KVShape
 from engine.kernels.amx import TILE_ROWS
 from engine.kernels.attention.attention_work import ATTENTION
+from engine.kernels.attention.code_attention import code_kernel, scratch_of_query
+from engine.kernels.attention.code_pair_attention import code_pair_kernel
 from engine.kernels.attention.lane_attention import VECTORS, lane_kernel
 from engine.kernels.attention.pair_attention import pair_kernel
 from engine.kernels.attention.paired_attention import scratch_of_own
@@ -37,6 +40,13 @@ def has_pairs(dtype: torch.dtype) -> bool:
 
 def _paired_kernel() -> Kernel:
     return tile_kernel() if units()[0] is Unit.AMX else pair_kernel()
+
+
+def _kernel(shape: KVShape) -> Kernel:
+    """The kernel that reads a pool of that shape."""
+    if shape.q8_0:
+        return code_pair_kernel() if shape.vnni else code_kernel()
+    return _paired_kernel() if shape.vnni else lane_kernel()
 
 
 def attention_kernels() -> list[Kernel]:
@@ -74,8 +84,9 @@ class Attention:
         for name, value in (("kv_heads", shape.kv_heads), ("q_per_kv", q_per_kv), ("dims", shape.dims)):
             work[name] = value
         work["head_dim"], work["width"] = shape.head_dim, shape.dtype.itemsize
-        self.kernel: Kernel = _paired_kernel() if shape.vnni else lane_kernel()
-        self._queries = TILE_ROWS if shape.vnni else VECTORS  # per tile
+        self.kernel = _kernel(shape)
+        self._queries = TILE_ROWS if shape.vnni or shape.q8_0 else VECTORS  # per tile
+        self._query_bytes = shape.dims * 4 + 4 + (scratch_of_query(shape.dims) if shape.q8_0 else 0)
         work["tile_sizes"] = TILES.ctypes.data
         self.queries = torch.zeros(0, dtype=shape.dtype if shape.vnni else torch.float32)
         self._of_batch, self._own_bytes = int_fields(work, "tables", "rows"), scratch_of_own.py_func(shape.dims)
@@ -93,7 +104,7 @@ class Attention:
         vectors = min(of_tile, rows) * self.q_per_kv
         # an odd number of cache lines, so that rows do not compete for the same ones
         step = (-(-max(map(len, batch.tables_of)) // 2) | 1) * 2 * BLOCK
-        bytes_each = vectors * (step * 6 + shape.dims * 4 + 4) + self._own_bytes
+        bytes_each = vectors * (step * 6 + self._query_bytes) + self._own_bytes
         bytes_each = -(-bytes_each // 64) * 64 + 64
         if self._scratch.numel() < (needed := bytes_each * torch.get_num_threads()):
             self._scratch = torch.zeros(needed, dtype=torch.uint8)

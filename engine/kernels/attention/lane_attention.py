@@ -35,71 +35,101 @@ in which up to 6 queries' values are summed.
 """
 
 
-@kernel(ATTENTION)
-def lane_kernel(address: Any) -> None:
-    """A unit of work is a tile with one KV head."""
-    work = carray(address, 1)[0]
-    team = num_threads()
-    for unit in range(thread_id(), work.tile_count * work.kv_heads, team):
-        _attend(work, unit // work.kv_heads, unit % work.kv_heads, work.scratch + thread_id() * work.scratch_bytes)
+def attending(score: Any, weigh: Any) -> Any:
+    """A thread's share of a layer's attention, as a function for kernels. A unit of work is a tile with one KV head:
+    all rows of the tile with that head and the query heads that share it.
 
+    score(work, queries, count, table, head, low, high, scores, room): the products of `count` queries with the blocks
+    from low to high. weigh(work, table, head, block, lane, many, last, count, weights, sums, room): add `many` weighted
+    values, from a lane of a block on, to the sums of `count` queries. weights: of the first value, a row for each
+    query; last: the block up to which later calls read on. room: what of the thread's scratch is left.
+    """
 
-@njit
-def _attend(work: Any, tile: int, head: int, scratch: int) -> None:
-    """Attend with all rows of a tile to one KV head, for the query heads that share it."""
-    first, end = int_at(work.tiles + 4 * tile), int_at(work.tiles + 4 * tile + 4)
-    count = (end - first) * work.q_per_kv
-    scores, step = scratch, work.step * 4
-    sums = scratch + count * step
-    queries = work.queries + (head * work.rows + first) * work.q_per_kv * work.dims * 4
-    table = work.tables + 4 * int_at(work.table_of + 4 * first)
+    @njit
+    def add_values(
+        work: Any,
+        table: int,
+        head: int,
+        count: int,
+        start: int,
+        end: int,
+        scores: int,
+        sums: int,
+        vector: int,
+        room: int,
+    ) -> None:
+        """Add the weighted values at positions start to end to the sums of `count` queries from `vector` on."""
+        position, last = start, (end - 1) // LANES
+        while position < end:
+            block, lane = position // LANES, position % LANES
+            many = min(LANES - lane, end - position)
+            weights = scores + vector * work.step * 4 + 4 * position
+            place = sums + vector * work.dims * 4
+            weigh(work, table, head, block, lane, many, last, count, weights, place, room)
+            position += many
 
-    low, high, reach = 1 << 40, 0, 1 << 40  # low: first position seen; high: end of slots read; reach: common prefix
-    lows = 0
-    for row in range(first, end):
-        start = first_seen(work, row)
-        low, lows = min(low, start), max(lows, start)
-        reach = min(reach, int_at(work.prefix_lens + 4 * row))
-        high = max(high, last_slot(work, row) + 1)
+    @njit
+    def attend(work: Any, tile: int, head: int, scratch: int) -> None:
+        """Attend with all rows of a tile to one KV head, for the query heads that share it."""
+        first, end = int_at(work.tiles + 4 * tile), int_at(work.tiles + 4 * tile + 4)
+        count = (end - first) * work.q_per_kv
+        scores, step = scratch, work.step * 4
+        sums = scratch + count * step
+        room = sums + count * (work.dims + 1) * 4
+        queries = work.queries + (head * work.rows + first) * work.q_per_kv * work.dims * 4
+        table = work.tables + 4 * int_at(work.table_of + 4 * first)
 
-    for block in range(low // LANES, (high + LANES - 1) // LANES):
-        at = (int_at(table + 4 * block) * work.kv_heads + head) * work.dims * LANES * work.width
-        if work.width == BFLOAT16:
-            _scores_of_halves(work.dims, count, queries, work.keys + at, scores + 4 * LANES * block, step)
-        else:
-            _scores_of_floats(work.dims, count, queries, work.keys + at, scores + 4 * LANES * block, step)
+        # low: first position seen; high: end of slots read; reach: common prefix
+        low, high, reach = 1 << 40, 0, 1 << 40
+        lows = 0
+        for row in range(first, end):
+            start = first_seen(work, row)
+            low, lows = min(low, start), max(lows, start)
+            reach = min(reach, int_at(work.prefix_lens + 4 * row))
+            high = max(high, last_slot(work, row) + 1)
 
-    for row in range(first, end):
-        for group in range(work.q_per_kv):
-            vector = (row - first) * work.q_per_kv + group
-            at = scores + vector * step
-            sum_of = softmax(work, row, head * work.q_per_kv + group, at, at, FLOAT32)
-            for i in range(0, work.dims, LANES):
-                store(splat(np.float32(0)), sums + (vector * work.dims + i) * 4, FLOAT32)
-            put_float(sums + (count * work.dims + vector) * 4, sum_of)
+        score(work, queries, count, table, head, low // LANES, (high + LANES - 1) // LANES, scores, room)
 
-    for row in range(first, end):  # from the row's own start to the positions that all rows see
-        vector = (row - first) * work.q_per_kv
-        stop = min(lows, int_at(work.prefix_lens + 4 * row))
-        _add_values(work, table, head, work.q_per_kv, first_seen(work, row), stop, scores, step, sums, vector)
-    if lows < reach:
-        _add_values(work, table, head, count, lows, reach, scores, step, sums, 0)
-    for row in range(first, end):
-        vector, prefix = (row - first) * work.q_per_kv, int_at(work.prefix_lens + 4 * row)
-        start = max(lows, reach, first_seen(work, row)) if lows < reach else max(lows, first_seen(work, row))
-        _add_values(work, table, head, work.q_per_kv, start, prefix, scores, step, sums, vector)
-        begin = int_at(work.ancestor_ptr + 4 * row)
-        for i in range(int_at(work.ancestor_ptr + 4 * row + 4) - begin):
-            if prefix + i >= first_seen(work, row):
-                slot = int_at(work.ancestor_slots + 4 * (begin + i))
-                _add_value(work, table, head, slot, prefix + i, scores, step, sums, vector)
+        for row in range(first, end):
+            for group in range(work.q_per_kv):
+                vector = (row - first) * work.q_per_kv + group
+                at = scores + vector * step
+                sum_of = softmax(work, row, head * work.q_per_kv + group, at, at, FLOAT32)
+                for i in range(0, work.dims, LANES):
+                    store(splat(np.float32(0)), sums + (vector * work.dims + i) * 4, FLOAT32)
+                put_float(sums + (count * work.dims + vector) * 4, sum_of)
 
-    for row in range(first, end):
-        for group in range(work.q_per_kv):
-            vector = (row - first) * work.q_per_kv + group
-            share = divide(splat(np.float32(1)), splat(float_at(sums + (count * work.dims + vector) * 4)))
-            place = work.out + ((row * work.kv_heads + head) * work.q_per_kv + group) * work.head_dim * work.width
-            put_shares(work, sums + vector * work.dims * 4, share, place)
+        for row in range(first, end):  # from the row's own start to the positions that all rows see
+            vector = (row - first) * work.q_per_kv
+            stop = min(lows, int_at(work.prefix_lens + 4 * row))
+            add_values(work, table, head, work.q_per_kv, first_seen(work, row), stop, scores, sums, vector, room)
+        if lows < reach:
+            add_values(work, table, head, count, lows, reach, scores, sums, 0, room)
+        for row in range(first, end):
+            vector, prefix = (row - first) * work.q_per_kv, int_at(work.prefix_lens + 4 * row)
+            start = max(lows, reach, first_seen(work, row)) if lows < reach else max(lows, first_seen(work, row))
+            add_values(work, table, head, work.q_per_kv, start, prefix, scores, sums, vector, room)
+            begin, place = int_at(work.ancestor_ptr + 4 * row), sums + vector * work.dims * 4
+            for i in range(int_at(work.ancestor_ptr + 4 * row + 4) - begin):
+                if prefix + i >= first_seen(work, row):
+                    block, lane = divmod(int_at(work.ancestor_slots + 4 * (begin + i)), LANES)
+                    weights = scores + vector * step + 4 * (prefix + i)
+                    weigh(work, table, head, block, lane, 1, block, work.q_per_kv, weights, place, room)
+
+        for row in range(first, end):
+            for group in range(work.q_per_kv):
+                vector = (row - first) * work.q_per_kv + group
+                share = divide(splat(np.float32(1)), splat(float_at(sums + (count * work.dims + vector) * 4)))
+                place = work.out + ((row * work.kv_heads + head) * work.q_per_kv + group) * work.head_dim * work.width
+                put_shares(work, sums + vector * work.dims * 4, share, place)
+
+    @njit
+    def attend_all(work: Any) -> None:
+        scratch = work.scratch + thread_id() * work.scratch_bytes
+        for unit in range(thread_id(), work.tile_count * work.kv_heads, num_threads()):
+            attend(work, unit // work.kv_heads, unit % work.kv_heads, scratch)
+
+    return attend_all
 
 
 def _scores_of(size: int) -> Any:
@@ -151,24 +181,15 @@ _sums_of_halves, _sums_of_floats = _sums_of(BFLOAT16), _sums_of(FLOAT32)
 
 
 @njit
-def _add_values(
-    work: Any, table: int, head: int, count: int, start: int, end: int, scores: int, step: int, sums: int, vector: int
+def _score_all(
+    work: Any, queries: int, count: int, table: int, head: int, low: int, high: int, scores: int, room: int
 ) -> None:
-    """Add the weighted values at positions start to end to the sums of `count` queries from `vector` on."""
-    position = start
-    while position < end:
-        block, lane = position // LANES, position % LANES
-        many = min(LANES - lane, end - position)
-        _weigh(work, table, head, block, lane, many, count, position, scores, step, sums, vector)
-        position += many
-
-
-@njit
-def _add_value(
-    work: Any, table: int, head: int, slot: int, position: int, scores: int, step: int, sums: int, vector: int
-) -> None:
-    """Add the value in `slot`, weighted by the score at `position`, to the sums of one row's queries."""
-    _weigh(work, table, head, slot // LANES, slot % LANES, 1, work.q_per_kv, position, scores, step, sums, vector)
+    for block in range(low, high):
+        at = work.keys + (int_at(table + 4 * block) * work.kv_heads + head) * work.dims * LANES * work.width
+        if work.width == BFLOAT16:
+            _scores_of_halves(work.dims, count, queries, at, scores + 4 * LANES * block, work.step * 4)
+        else:
+            _scores_of_floats(work.dims, count, queries, at, scores + 4 * LANES * block, work.step * 4)
 
 
 @njit
@@ -179,17 +200,23 @@ def _weigh(
     block: int,
     lane: int,
     many: int,
+    last: int,
     count: int,
-    position: int,
-    scores: int,
-    step: int,
+    weights: int,
     sums: int,
-    vector: int,
+    room: int,
 ) -> None:
     at = (int_at(table + 4 * block) * work.kv_heads + head) * work.dims * LANES
     values = work.values + (at + lane * work.dims) * work.width
-    weights, place = scores + vector * step + 4 * position, sums + vector * work.dims * 4
     if work.width == BFLOAT16:
-        _sums_of_halves(work.dims, count, weights, step, many, values, place)
+        _sums_of_halves(work.dims, count, weights, work.step * 4, many, values, sums)
     else:
-        _sums_of_floats(work.dims, count, weights, step, many, values, place)
+        _sums_of_floats(work.dims, count, weights, work.step * 4, many, values, sums)
+
+
+_attend_all = attending(_score_all, _weigh)
+
+
+@kernel(ATTENTION)
+def lane_kernel(address: Any) -> None:
+    _attend_all(carray(address, 1)[0])

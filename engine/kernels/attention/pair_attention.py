@@ -27,7 +27,7 @@ from engine.kernels.simd import FLOAT32, LANES, splat, store
 from engine.kernels.threads import kernel
 
 _SCORED = 16  # queries whose scores are kept in registers
-_WEIGHED, _PANELS = 6, 4  # queries, and panels of 16 dimensions, whose sums are kept there
+WEIGHED, _PANELS = 6, 4  # queries, and panels of 16 dimensions, whose sums are kept there
 _WORD = ir.IntType(64)
 
 
@@ -58,33 +58,33 @@ def _weigh_all(
     count = (end - first) * work.q_per_kv
     for i in range(count * work.dims // LANES):
         store(splat(np.float32(0)), sums + 4 * LANES * i, FLOAT32)
-    for begin in range(0, count, _WEIGHED):
-        some = min(_WEIGHED, count - begin)
+    for begin in range(0, count, WEIGHED):
+        some = min(WEIGHED, count - begin)
         for block in range(low, common):
             at = next_block(work, work.values, table, block, common, head)
-            _add(work, begin, some, block, at, weights, sums)
+            add_block(work, begin, some, block, at, weights, sums)
     values = own + 2 * WEIGHT_BYTES
     store(splat(np.float32(0)), own, FLOAT32)
     for row in range(first, end):
         begun, stop, seen = own_blocks(work, row, common)
         for block in range(begun, stop):
             gather(work, table, head, row, block * LANES, seen, 0, work.dims // LANES, values, own)
-            for group in range(0, work.q_per_kv, _WEIGHED):
-                some = min(_WEIGHED, work.q_per_kv - group)
-                _add(work, (row - first) * work.q_per_kv + group, some, block, values, weights, sums)
+            for group in range(0, work.q_per_kv, WEIGHED):
+                some = min(WEIGHED, work.q_per_kv - group)
+                add_block(work, (row - first) * work.q_per_kv + group, some, block, values, weights, sums)
 
 
 @njit
-def _add(work: Any, begin: int, some: int, block: int, values: int, weights: int, sums: int) -> None:
+def add_block(work: Any, begin: int, some: int, block: int, values: int, weights: int, sums: int) -> None:
     """Add a block's weighted values to the sums of `some` queries from `begin` on."""
     step, stride = work.step * 2, work.dims * 4
     of, panels = weights + begin * step + block * WEIGHT_BYTES, work.dims // LANES
     for panel in range(0, panels, _PANELS):
         at, place = values + panel * PANEL_BYTES, sums + begin * stride + panel * 4 * LANES
         if panels - panel < _PANELS:  # dimensions are a multiple of 32
-            _add_values(_WEIGHED, 2, some, of, step, at, place, stride)
+            _add_values(WEIGHED, 2, some, of, step, at, place, stride)
         else:
-            _add_values(_WEIGHED, _PANELS, some, of, step, at, place, stride)
+            _add_values(WEIGHED, _PANELS, some, of, step, at, place, stride)
 
 
 @intrinsic(prefer_literal=True)

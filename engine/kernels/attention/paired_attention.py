@@ -145,14 +145,20 @@ def gather(
 
 
 @njit
+def slot_at(work: Any, row: int, position: int) -> Any:
+    """The slot of the request in which a row's position is."""
+    prefix = int_at(work.prefix_lens + 4 * row)
+    if position < prefix:
+        return position
+    return int_at(work.ancestor_slots + 4 * (int_at(work.ancestor_ptr + 4 * row) + position - prefix))
+
+
+@njit
 def _value_at(work: Any, table: int, head: int, row: int, position: int, seen: int, panel: int) -> Any:
     """Address of the vector of pairs that holds the value, 0 if the row does not see it; bits to shift it by."""
     if position >= seen:
         return 0, 0
-    prefix = int_at(work.prefix_lens + 4 * row)
-    slot = position
-    if position >= prefix:
-        slot = int_at(work.ancestor_slots + 4 * (int_at(work.ancestor_ptr + 4 * row) + position - prefix))
+    slot = slot_at(work, row, position)
     block = _place_of(work, work.values, table, slot // LANES, head)
     return block + panel * PANEL_BYTES + slot % LANES // 2 * 64, slot % 2 * 16
 

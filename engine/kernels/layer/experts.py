@@ -36,7 +36,7 @@ from engine.kernels.simd import (
     put_numbers,
     splat,
 )
-from engine.kernels.threads import address_of, kernel, num_threads, run_step, thread_id
+from engine.kernels.threads import address_of, barrier, kernel, num_threads, run_step, thread_id
 
 EXPERTS = record_of(
     "rows",
@@ -57,6 +57,7 @@ EXPERTS = record_of(
     "inner_size",
     "width",
     "normalised",  # 1: the shares of the chosen sum to 1
+    "shared",  # 1: the products have scratch that all threads use together
 )
 _ROWS, _TILES, _X, _OUT = (MATMUL.fields[name][1] for name in ("rows", "tiles", "x", "out"))  # type: ignore[index]
 _RECORD = MATMUL.itemsize
@@ -143,11 +144,15 @@ def gather_kernel(address: Any) -> None:
 
 @kernel(EXPERTS)
 def experts_kernel(address: Any) -> None:
-    """One product of each expert that has rows. The threads share each."""
+    """One product of each expert that has rows. The threads share each. What they have in common, of rows in another
+    form, is there once: no thread begins the next expert while another needs this one's.
+    """
     work = carray(address, 1)[0]
     for expert in range(work.experts):
         if long_at(work.records + expert * _RECORD + _ROWS) != 0:
             run_step(work.steps + 16 * expert)
+            if work.shared != 0:
+                barrier()
 
 
 @kernel(EXPERTS)
@@ -177,7 +182,7 @@ class ExpertRecords:
         packed, inner = packed_rows.data_ptr(), packed_inner.data_ptr()
         self._kept = [torch.zeros(units, dtype=torch.int32) for _ in range(2)] + [torch.zeros(units)]
         chosen, places, shares = (part.data_ptr() for part in self._kept)
-        made = [product.record(1, packed, inner) for product in [*mlp.gate_up, *mlp.down]]
+        made = [product.record(units // mlp.top_k, packed, inner) for product in [*mlp.gate_up, *mlp.down]]
         self.products = np.concatenate(made)  # MATMUL
         kernels = [product.kernel.address for product in [*mlp.gate_up, *mlp.down]]
         records = [address_of(self.products, i) for i in range(len(made))]
@@ -187,6 +192,7 @@ class ExpertRecords:
         fields |= {"shares": shares, "places": places, "packed": packed, "inner": inner, "hidden": hidden}
         fields |= {"records": records[0], "tiles": row_words(0)[1], "experts": experts, "top_k": mlp.top_k}
         fields |= {"inner_size": mlp.inner, "width": x.itemsize, "normalised": mlp.normalised}
+        fields |= {"shared": self.products["shared_bytes"].any()}
         for name, value in fields.items():
             self._all[name] = value
         self._all["steps"] = [int(self._steps.ctypes.data) + 16 * experts * part for part in range(2)]

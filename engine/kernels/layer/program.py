@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.attention.attention import Attention, Rule
+from engine.kernels.attention.kv_codes import enter_codes_kernel
 from engine.kernels.fused import ENTER, GATE, NORM, enter_kernel, gate_kernel, norm_kernel
 from engine.kernels.gemm.matmul import NO_SCRATCH, Multiplies, add_product, give_scratch, row_words
 from engine.kernels.gemm.matmul_kernels import MATMUL
@@ -159,7 +160,8 @@ class LayerProgram:
                 norms |= {name: self._address(norm.weight), "epsilon": norm.epsilon}
             elif norm is not None:
                 self._row_norm(norm, qkv, first)
-        self.add(enter_kernel(), self._enters.add(**fields, **norms))
+        kernel = enter_codes_kernel() if shape.q8_0 else enter_kernel()
+        self.add(kernel, self._enters.add(**fields, **norms))
         self._tables.append(weights.rotary_table)
 
     def _row_norm(self, norm: Norm, x: Tensor, first: int) -> None:

@@ -38,7 +38,8 @@ def test_generate_json_is_exactly_one_object(tiny: str) -> None:
     assert set(answer) == {"text", "token_ids", "prompt_tokens", "finish_reason", "metrics"} | asked_for
     assert set(answer["metrics"]) == {
         "mean_accepted_tokens", "rounds", "tokens_per_second", "time_to_first_token_s", "verifier_busy",
-        "draft_hit_rate", "cached_tokens", "exact", "inexact", "activations", "weights", "speculative_decoding",
+        "draft_hit_rate", "cached_tokens", "exact", "inexact", "activations", "kv_type", "weights",
+        "speculative_decoding",
     }  # fmt: skip
     assert answer["metrics"]["exact"] and not answer["metrics"]["inexact"]
     assert (answer["model"], answer["method"], answer["seed"]) == (tiny, "pld", 0)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
@@ -23,7 +24,7 @@ from engine.weights.describe import describe
 from engine.weights.gguf_file import read_gguf
 from engine.weights.gguf_source import GgufSource, open_gguf
 from engine.weights.gguf_weights import GgufWeights
-from tests.engine.weights.tiny_gguf import write_gguf
+from tests.engine.weights.tiny_gguf import TOKENS, write_gguf
 
 pytestmark = pytest.mark.skipif(not multiplies(torch.bfloat16), reason="no product of ours runs on this processor")
 TEXT = list(range(5, 45))
@@ -32,11 +33,12 @@ TEXT = list(range(5, 45))
 @pytest.fixture
 def directory(tmp_path: Path) -> Callable[..., str]:
     def make(**changes: Any) -> str:
-        folder = tmp_path / "described"
-        folder.mkdir()
         write_gguf(tmp_path / "tiny.gguf", **changes)
-        describe(read_gguf(tmp_path / "tiny.gguf", "model=tiny"), folder, "tiny", "")
-        GgufSource.of(tmp_path / "tiny.gguf", "../tiny.gguf").write(folder)
+        path = min(tmp_path.glob("tiny*.gguf"))
+        folder = tmp_path / f"described {path.stem}"
+        folder.mkdir()
+        describe(read_gguf(path, "model=tiny"), folder, "tiny", "")
+        GgufSource.of(path, f"../{path.name}").write(folder)
         return str(folder)
 
     return make
@@ -109,6 +111,19 @@ def test_a_file_gives_the_bits_of_its_dequantised_weights(
         assert torch.equal(found, expected)
     else:  # codes are multiplied as they are, and not rounded to bfloat16 with their scales
         assert (found - expected).float().norm() < 0.1 * expected.float().norm()
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"], ids=["lean", "dequantised whole"])
+def test_a_file_in_parts_is_the_same_model(directory: Callable[..., str], tmp_path: Path, dtype: str) -> None:
+    last = np.random.default_rng(0).standard_normal((len(TOKENS), 64), np.float32)
+    whole = directory(kind=Kind.Q8_0, tensors={"output.weight": last})
+    expected = logits(Target.load(whole, dtype))
+    (tmp_path / "tiny.gguf").unlink()
+    parts = directory(kind=Kind.Q8_0, tensors={"output.weight": last}, part_tensors=4)
+    assert len([*tmp_path.glob("tiny-*.gguf")]) == 6
+    assert not load_config(parts).tie_word_embeddings, "the output matrix is in the last part"
+    target = Target.load(parts, dtype)
+    assert isinstance(target.forward, LeanDecoder) and torch.equal(logits(target), expected)
 
 
 @pytest.fixture

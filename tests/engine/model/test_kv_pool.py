@@ -14,7 +14,7 @@ from engine.core.errors import OutOfBlocks
 from engine.core.hidden_states import States
 from engine.core.kv_shape import KVShape
 from engine.model.kv_pool import KVCache, KVPool, move_by_index
-from tests.engine.kernels.pool_layout import contents, fill
+from tests.engine.kernels.pool_layout import contents, fill, in_codes, padded
 
 BLOCKS = 12
 
@@ -84,14 +84,14 @@ test_blocks_are_neither_lost_nor_given_twice = Blocks.TestCase
     st.permutations(range(BLOCKS)),
     st.integers(0, 60),
     st.sets(st.integers(0, 39), min_size=1),
-    st.sampled_from([(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]),
+    st.sampled_from([(torch.float32, ""), (torch.bfloat16, ""), (torch.bfloat16, "vnni"), (torch.bfloat16, "q8_0")]),
     st.sampled_from([8, 16, 24, 64]),
 )
 def test_commit_keeps_the_paths_keys_and_values_in_order_whatever_the_table(
-    table: list[int], past: int, nodes: set[int], kind: tuple[torch.dtype, bool], head_dim: int
+    table: list[int], past: int, nodes: set[int], kind: tuple[torch.dtype, str], head_dim: int
 ) -> None:
-    (dtype, paired), (layers, heads) = kind, (2, 3)
-    pool = KVPool(KVShape(layers, heads, head_dim, dtype, paired), BLOCKS)
+    (dtype, layout), (layers, heads) = kind, (2, 3)
+    pool = KVPool(KVShape(layers, heads, head_dim, dtype, layout == "vnni", layout == "q8_0"), BLOCKS)
     pool._free = list(table)
     cache, path = KVCache(pool), sorted(nodes)
     cache.reserve(past + 40)
@@ -110,6 +110,8 @@ def test_commit_keeps_the_paths_keys_and_values_in_order_whatever_the_table(
     for place, source in enumerate([*range(past), *(past + node for node in path)]):
         block, lane = int(cache.table[place // BLOCK]), place % BLOCK
         expected = (source % 7 + parts)[:, None].to(dtype).expand(layers, heads, head_dim)
+        if layout == "q8_0":
+            expected = in_codes(padded(expected, pool.shape))[..., :head_dim]
         assert torch.equal(keys[:, block, :, lane, :head_dim], expected)
         assert torch.equal(values[:, block, :, lane, :head_dim], -expected)
 

@@ -7,7 +7,8 @@ from gguf import GGMLQuantizationType as Kind
 
 from engine.core.errors import ModelError
 from engine.model.memory import check_memory, free_memory
-from engine.weights.gguf_file import GgufFile, GgufTensor
+from engine.weights.gguf_file import GgufFile
+from engine.weights.gguf_header import GgufHeader, GgufTensor
 
 MEMINFO = (
     "MemTotal:       24684000 kB\nMemFree:          300000 kB\nMemAvailable:   20000000 kB\nCached:  19000000 kB\n"
@@ -52,7 +53,7 @@ def test_where_nobody_tells_it_is_a_guess(tmp_path: Path) -> None:
 def file_of(parameters: int, kind: Kind) -> GgufFile:
     tensor = GgufTensor("some", (4096, parameters // 4096), kind, 0)
     with Path(__file__).open("rb") as content:
-        return GgufFile(Path("x.gguf"), {}, [tensor], 0, content)
+        return GgufFile([GgufHeader(Path("x.gguf"), {}, [tensor], 0, content)])
 
 
 def test_a_file_that_fits_is_taken() -> None:

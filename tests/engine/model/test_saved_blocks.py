@@ -22,6 +22,7 @@ SHAPES = [
     KVShape(2, 3, 24, torch.float32),
     KVShape(2, 3, 24, torch.bfloat16),
     KVShape(2, 3, 24, torch.bfloat16, vnni=True),
+    KVShape(2, 3, 24, torch.bfloat16, q8_0=True),
 ]
 
 
@@ -41,7 +42,7 @@ def read(pool: KVPool, text: list[int], tenant: str = "") -> KVCache:
     cache.reserve(len(text))
     for block in cache.table[cache.length // BLOCK :].tolist():
         pool.keys[:, block], pool.values[:, block] = (
-            torch.randn(part[:, 0].shape).to(part.dtype) for part in (pool.keys, pool.values)
+            (100 * torch.randn(part[:, 0].shape)).to(part.dtype) for part in (pool.keys, pool.values)
         )
     cache.length = len(text)
     cache.publish(text)

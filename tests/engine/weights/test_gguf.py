@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -15,16 +16,18 @@ import psutil
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from gguf import GGUFWriter
 from transformers import AutoTokenizer
 
 from engine.api import Engine
 from engine.core.errors import ModelError
 from engine.core.params import SamplingParams
+from engine.kernels.quant.stored import StoredMatrix
 from engine.model.loading import load_config, load_model, skeleton
-from engine.weights import gguf
-from engine.weights.describe import describe, llama3_factors
+from engine.model.target import Target
+from engine.weights import gguf, gguf_header, gguf_weights
+from engine.weights.describe import describe
 from engine.weights.gguf import described
+from engine.weights.gguf_families import llama3_factors
 from engine.weights.gguf_file import read_gguf
 from engine.weights.gguf_source import SOURCE, GgufSource, open_gguf
 from tests.engine.weights.tiny_gguf import TOKENS, write_gguf
@@ -216,7 +219,7 @@ def test_a_file_is_described_once_until_it_changes(
 def test_a_file_cut_short_anywhere_is_one_line(write: Callable[..., tuple[Path, Any]]) -> None:
     path, _ = write()
     content = path.read_bytes()
-    start = read_gguf(path, "model=x").start
+    start = read_gguf(path, "model=x").parts[0].start
     for length in [*range(4, start, 97), start, len(content) - 1]:
         path.write_bytes(content[:length])
         with pytest.raises(ModelError, match="cut short") as caught:
@@ -227,7 +230,7 @@ def test_a_file_cut_short_anywhere_is_one_line(write: Callable[..., tuple[Path, 
 def test_damage_to_the_head_is_either_harmless_or_told(write: Callable[..., tuple[Path, Any]]) -> None:
     path, _ = write()
     content, prob = path.read_bytes(), random.Random(0)
-    start = read_gguf(path, "model=x").start
+    start = read_gguf(path, "model=x").parts[0].start
     for _ in range(400):
         damaged = bytearray(content)
         for _ in range(prob.choice([1, 1, 8])):
@@ -255,9 +258,9 @@ def test_what_is_no_gguf_file_of_today_is_told(tmp_path: Path, content: bytes, t
         read_gguf(tmp_path / "x.gguf", "model=x.gguf")
 
 
-def test_one_of_several_parts_says_how_to_join_them(write: Callable[..., tuple[Path, Any]]) -> None:
+def test_one_of_several_parts_under_another_name_says_what_to_do(write: Callable[..., tuple[Path, Any]]) -> None:
     path, _ = write(values={"split.count": 3})
-    with pytest.raises(ModelError, match="one of 3 parts; join them with llama-gguf-split --merge"):
+    with pytest.raises(ModelError, match=r"one of 3 parts, whose names have to end in -00001-of-00003\.gguf"):
         read_gguf(path, "model=x")
 
 
@@ -353,20 +356,9 @@ def test_a_file_replaced_while_it_is_read_stays_what_it_was(
 def test_a_file_cut_while_it_is_read_is_one_line(write: Callable[..., tuple[Path, Any]]) -> None:
     path, _ = write()
     opened = read_gguf(path, "model=x")
-    os.truncate(path, opened.start)
+    os.truncate(path, opened.parts[0].start)
     with pytest.raises(ModelError, match="was cut short while it was read"):
         opened.read(opened.tensors[0])
-
-
-def test_a_part_of_several_is_told_even_where_only_the_first_says_what_it_is(tmp_path: Path) -> None:
-    writer = GGUFWriter(tmp_path / "tiny-00002-of-00003.gguf", "llama")
-    writer.kv_data[0].clear()
-    writer.add_uint16("split.count", 3)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    with pytest.raises(ModelError, match="one of 3 parts; join them with llama-gguf-split --merge"):
-        read_gguf(tmp_path / "tiny-00002-of-00003.gguf", "model=x")
 
 
 def test_a_shape_that_is_not_whole_blocks_is_told(write: Callable[..., tuple[Path, Any]]) -> None:
@@ -378,3 +370,58 @@ def test_a_shape_that_is_not_whole_blocks_is_told(write: Callable[..., tuple[Pat
         path.write_bytes(content[:at] + wrong.to_bytes(8, "little") + content[at + 8 :])
         with pytest.raises(ModelError, match=rf"tensor '{tensor.name}' of type Q8_0 has shape \[{wrong}, "):
             read_gguf(path, "model=x")
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong", "told"),
+    [
+        ("block_count", 1_000_000_000, "and its tensors are of 2"),
+        ("embedding_length", 65, "and its tensors are of 64"),
+        ("context_length", 1 << 30, "and the most is 16,777,216"),
+        ("attention.head_count", 1 << 30, "and the most is 16,777,216"),
+        ("feed_forward_length", 0.5, "and the most is 16,777,216"),
+    ],
+)
+def test_counts_that_no_model_has_are_told_before_one_is_made(
+    write: Callable[..., tuple[Path, Any]], key: str, wrong: float, told: str
+) -> None:
+    path, _ = write(values={f"llama.{key}": wrong})
+    with pytest.raises(ModelError, match=rf"llama\.{key} is {re.escape(str(wrong))}, {told}; get the file again"):
+        read_gguf(path, "model=x")
+
+
+def test_a_name_that_two_tensors_have_is_told(write: Callable[..., tuple[Path, Any]]) -> None:
+    path, _ = write()
+    path.write_bytes(path.read_bytes().replace(b"blk.1.ffn_up.weight", b"blk.0.ffn_up.weight"))
+    with pytest.raises(ModelError, match="20 tensors have 19 names"):
+        read_gguf(path, "model=x")
+
+
+def test_a_string_as_long_as_the_file_is_told_before_it_is_read(
+    write: Callable[..., tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = write()
+    monkeypatch.setattr(gguf_header, "_LARGEST", 1000)
+    monkeypatch.setattr(gguf_header, "_CHUNK", 64)
+    with pytest.raises(ModelError, match=r"damaged or newer than Talon \(its head has "):
+        read_gguf(path, "model=x")
+
+
+@pytest.mark.parametrize(("key", "wrong"), [("feed_forward_length", 128), ("attention.head_count_kv", 1)])
+def test_sizes_that_the_tensors_contradict_are_one_line(directory: Callable[..., Path], key: str, wrong: int) -> None:
+    folder = directory(kind=Kind.Q8_0, values={f"llama.{key}": wrong})
+    with pytest.raises(ModelError, match=r"weights have other sizes than its configuration says, model\.") as caught:
+        Target.load(str(folder))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_type_that_nobody_reads_is_one_line(directory: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = directory(kind=Kind.Q8_0)
+
+    def unread(*_: Any) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(gguf_weights, "has_layout", lambda kind: False)
+    monkeypatch.setattr(StoredMatrix, "values", unread)
+    with pytest.raises(ModelError, match=r"tensor \S+ is of type Q8_0, which is not read; take another quantisation"):
+        Target.load(str(folder))

@@ -54,11 +54,14 @@ def write_gguf(
     values: dict[str, Any] | None = None,
     tensors: dict[str, NDArray[np.float32] | None] | None = None,
     architecture: str = "llama",
+    part_tensors: int = 0,
 ) -> LlamaForCausalLM:
-    """Write a tiny Llama; returns it. kind: of its matrices. values, tensors: in place of its own, None leaves out."""
+    """Write a tiny Llama; returns it. kind: of its matrices. values, tensors: in place of its own, None leaves out.
+    part_tensors: the most in one of several files, 0 for one file.
+    """
     model = tiny_llama()
     config = model.config
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=part_tensors)
     writer.add_name("tiny")
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)

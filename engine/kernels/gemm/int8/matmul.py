@@ -17,10 +17,10 @@ from torch import Tensor
 from engine.kernels.gemm.int8.dots import InstructionSet, instruction_sets
 from engine.kernels.gemm.int8.layout import ROW_GROUP_BYTES, rows_at_once
 from engine.kernels.gemm.int8.rows import round_rows
-from engine.kernels.gemm.int8.sums import sum_groups
+from engine.kernels.gemm.int8.sums import AHEAD, sum_groups
 from engine.kernels.gemm.matmul import Matmul, bias_of, part_records, shape_of, tiled_parts
 from engine.kernels.gemm.matmul_kernels import PartKernel, own_panels, part_kernel, product_kernel, put_sums
-from engine.kernels.gemm.matmul_sums import PANELS, new_room
+from engine.kernels.gemm.matmul_sums import PANELS, ROW_BYTES, new_room
 from engine.kernels.quant.layouts import STEP as BLOCK_INPUTS
 from engine.kernels.quant.layouts import Arrangement, QuantLayout
 from engine.kernels.quant.stored import StoredMatrix
@@ -98,7 +98,7 @@ def _compiled(instructions: InstructionSet, layout: QuantLayout) -> PartKernel:
                 x = place + row * groups * ROW_GROUP_BYTES
                 for i in range(width):
                     tiles = part.weights + (panel + i) * part.panel_bytes
-                    sum_groups(used, number, rows, x, tiles, blocks, room + 4 * LANES * i)
+                    sum_groups(used, number, AHEAD, rows, x, tiles, blocks, room + 4 * LANES * i, ROW_BYTES)
                 put_sums(work, row, rows, part.first + panel, width, room)
                 row += rows
             panel += width

@@ -17,45 +17,57 @@ from numba.extending import intrinsic
 from engine.kernels.amx import LINE_BYTES, fetch_line, pointer
 from engine.kernels.gemm.int8.dots import InstructionSet, dot, same, spread_word, words
 from engine.kernels.gemm.int8.layout import OFFSET_AT, ROW_GROUP_BYTES, SCALE_AT, SUMS_AT, VECTORS
-from engine.kernels.gemm.matmul_sums import ROW_BYTES, row_counts
+from engine.kernels.gemm.matmul_sums import row_counts
 from engine.kernels.quant.layouts import LAYOUTS, QuantLayout
 from engine.kernels.quant.layouts import STEP as BLOCK_INPUTS
 from engine.kernels.simd import FLOAT, LANES, fused
 
 _BYTE, _INT, _WORD = ir.IntType(8), ir.IntType(32), ir.IntType(64)
-_AHEAD = 8  # groups by which codes are prefetched ahead
+AHEAD = 8
+"""Groups by which the codes of a matrix are prefetched ahead."""
 
 
 @intrinsic(prefer_literal=True)
 def sum_groups(
-    context: Any, instructions: Any, layout: Any, rows: Any, x: Any, tiles: Any, blocks: Any, room: Any
+    context: Any,
+    instructions: Any,
+    layout: Any,
+    ahead: Any,
+    rows: Any,
+    x: Any,
+    tiles: Any,
+    blocks: Any,
+    room: Any,
+    room_stride: Any,
 ) -> Any:
-    """The products of a block of rows with 16 outputs, in `room`: [rows, 2 * 16] float32, of which the first 16 of each
-    row are written.
+    """The products of a block of rows with 16 outputs, in `room`: 16 float32 for each row, one row every `room_stride`
+    bytes.
 
-    instructions, layout: compile-time constants. rows: at most `InstructionSet.rows`. x: address of the rows' groups
-    [groups, rows]. tiles: of the outputs' [blocks].
+    instructions, layout, ahead: compile-time constants, the last how many groups ahead codes are prefetched, 0: none.
+    rows: at most `InstructionSet.rows`. x: address of the rows' groups [groups, rows]. tiles: of the outputs' [blocks].
     """
     used, of = InstructionSet(instructions.literal_value), LAYOUTS[layout.literal_value]
+    later = ahead.literal_value
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         for part in range(LANES // used.lanes):
-            for count in row_counts(builder, args[2], used.rows):
-                _Block(builder, used, of, count, part).sum(*args[3:])
+            for count in row_counts(builder, args[3], used.rows):
+                _Block(builder, used, of, later, count, part).sum(*args[4:])
         return context.get_dummy_value()
 
-    return types.void(instructions, layout, *[types.int64] * 5), generate
+    return types.void(instructions, layout, ahead, *[types.int64] * 6), generate
 
 
 class _Block:
     """Emits the sums of `count` rows and the outputs of a vector, the `part`th of 16 outputs."""
 
-    def __init__(self, builder: ir.IRBuilder, used: InstructionSet, of: QuantLayout, count: int, part: int):
+    def __init__(self, builder: ir.IRBuilder, used: InstructionSet, of: QuantLayout, ahead: int, count: int, part: int):
         self.builder, self.used, self.of, self.count, self.part = builder, used, of, count, part
+        self.ahead = ahead * of.tile_bytes // of.steps
         self.offsets, self.halves = of.offset is not None, of.group < BLOCK_INPUTS
         self.floats, self.ints = ir.VectorType(FLOAT, used.lanes), words(used.lanes)
 
-    def sum(self, x: ir.Value, tiles: ir.Value, blocks: ir.Value, room: ir.Value) -> None:
+    def sum(self, x: ir.Value, tiles: ir.Value, blocks: ir.Value, room: ir.Value, room_stride: ir.Value) -> None:
         """As `sum_groups`."""
         builder, of = self.builder, self.of
         sums = [cgutils.alloca_once(builder, self.floats) for _ in range(self.count)]
@@ -74,7 +86,7 @@ class _Block:
                     here = self._after(groups, inner.index, self.count * ROW_GROUP_BYTES)
                     self._add_group(sums, tile, inner.index, here, numbers)
         for row, cell in enumerate(sums):
-            place = builder.add(room, _WORD(row * ROW_BYTES + 4 * self.part * self.used.lanes))
+            place = builder.add(self._after(room, _WORD(row), room_stride), _WORD(4 * self.part * self.used.lanes))
             builder.store(builder.load(cell), pointer(builder, place, self.floats), align=4)
 
     def _add_group(
@@ -83,9 +95,8 @@ class _Block:
         """Add a group's products. numbers: the tile's scales and offsets."""
         builder, of = self.builder, self.of
         codes_at = self._after(builder.add(tile, _WORD(of.codes_at)), group, of.code_bytes)
-        ahead = _AHEAD * of.tile_bytes // of.steps
-        for line in range(0, of.tile_bytes // of.steps, LINE_BYTES):
-            fetch_line(builder, builder.add(codes_at, _WORD(ahead + line)))
+        for line in range(0, of.tile_bytes // of.steps if self.ahead else 0, LINE_BYTES):
+            fetch_line(builder, builder.add(codes_at, _WORD(self.ahead + line)))
         if of.factors is not None:
             size = of.step_factors * LANES
             here = self._after(builder.add(tile, _WORD(of.factors_at)), group, size)
@@ -122,9 +133,10 @@ class _Block:
             parts.append((numbers[1], word(OFFSET_AT, FLOAT)))
         return parts
 
-    def _after(self, address: ir.Value, index: ir.Value, size: int) -> ir.Value:
+    def _after(self, address: ir.Value, index: ir.Value, size: int | ir.Value) -> ir.Value:
         """The address of an element of that size."""
-        return self.builder.add(address, self.builder.mul(index, _WORD(size)))
+        of_element = _WORD(size) if isinstance(size, int) else size
+        return self.builder.add(address, self.builder.mul(index, of_element))
 
     def _number(self, tile: ir.Value, index: int) -> ir.Value:
         """A tile's scales or offsets, as float32."""

@@ -14,8 +14,10 @@ from engine.core.batch import BLOCK, Batch, Segment
 from engine.core.kv_shape import KVShape
 from engine.core.tree import TokenTree
 from engine.kernels.attention.attention import Attention, Rule, has_pairs
+from engine.kernels.gemm.int8.dots import instruction_sets
 from engine.model.kv_pool import KVCache, KVPool
-from tests.engine.kernels.pool_layout import fill
+from tests.engine.kernels.gemm.int8_reference import rounded
+from tests.engine.kernels.pool_layout import fill, in_codes, padded
 
 
 @dataclass(frozen=True)
@@ -26,9 +28,30 @@ class Kernel:
     paired: bool
     absolute_error: float
     relative_error: float
+    q8_0: bool = False
 
     def __str__(self) -> str:
-        return f"{'tiles' if self.paired else 'lanes'}-{str(self.dtype).removeprefix('torch.')}"
+        name = ("tiles" if self.paired else "lanes") + (" of codes" if self.q8_0 else "")
+        return f"{name}-{str(self.dtype).removeprefix('torch.')}"
+
+    def shape(self, dims: int, kv_heads: int = 1) -> KVShape:
+        return KVShape(2, kv_heads, dims, self.dtype, self.paired, self.q8_0)
+
+    def kept(self, x: Tensor) -> Tensor:
+        """Keys or values as the pool holds them, in float64."""
+        x = x.to(self.dtype)
+        if not self.q8_0:
+            return x.double()
+        return in_codes(padded(x, self.shape(x.shape[-1])))[..., : x.shape[-1]].double()
+
+    def asked(self, x: Tensor) -> Tensor:
+        """Queries as scores are made of them, in float64."""
+        if not self.q8_0:
+            return x.to(self.dtype).double()
+        x = x.to(self.dtype).float() if self.paired else x
+        codes, scales = rounded(padded(x, self.shape(x.shape[-1])).flatten(0, -2).numpy())
+        numbers = torch.from_numpy(codes * scales[..., None]).view(*x.shape[:-1], -1)
+        return numbers[..., : x.shape[-1]].double()
 
 
 FLOAT32 = Kernel(torch.float32, False, 1e-4, 1e-5)
@@ -36,6 +59,10 @@ TILES = Kernel(torch.bfloat16, True, 0.05, 2**-8)  # weights are rounded to bflo
 KERNELS = [FLOAT32, Kernel(torch.bfloat16, False, 1e-5, 2**-8)]
 if has_pairs(torch.bfloat16):
     KERNELS.append(TILES)
+if instruction_sets():
+    KERNELS += [Kernel(torch.bfloat16, False, 1e-4, 2**-8, True), Kernel(torch.float32, False, 1e-4, 1e-4, True)]
+    if has_pairs(torch.bfloat16):
+        KERNELS.append(Kernel(torch.bfloat16, True, 0.05, 2**-8, True))
 KV_HEADS = 2
 # two branches below the root, the second longer than the first, and a sibling of the root's child without children
 BUSHY = TokenTree.from_lists([0, 1, 2, 3, 4, 5, 6, 7], [-1, 0, 0, 1, 2, 0, 4, 6], [1.0] * 8)
@@ -68,7 +95,7 @@ def attend(
 ) -> list[Tensor]:
     """Each request's result [rows, heads, head_dim]. order: seed of the blocks' order; unseen: what all else holds."""
     _, kv_heads, groups, dims = requests[0].queries.shape
-    pool = KVPool(KVShape(2, kv_heads, dims, kernel.dtype, kernel.paired), 64)
+    pool = KVPool(kernel.shape(dims, kv_heads), 64)
     random.Random(order).shuffle(pool._free)
     keys, values = torch.zeros(2, 2, 64, kv_heads, BLOCK, pool.shape.dims, dtype=kernel.dtype)
     keys[..., :dims] = unseen
@@ -87,15 +114,16 @@ def attend(
     attention.begin(batch)
     rows, padded = len(batch), pool.shape.dims
     queries = attention.queries[: rows * kv_heads * groups * padded].view(kv_heads, rows, groups, padded)
-    queries[..., :dims] = torch.cat([request.queries for request in requests]).to(kernel.dtype).transpose(0, 1)
+    asked = torch.cat([request.queries for request in requests])
+    queries[..., :dims] = asked.to(queries.dtype if kernel.q8_0 else kernel.dtype).transpose(0, 1)
     out = torch.empty(rows, kv_heads * groups, dims, dtype=kernel.dtype)
     attention.attend(1, rule, out)
     return list(out.split([request.rows for request in requests]))
 
 
-def definition(request: Request, rule: Rule, dtype: torch.dtype) -> Tensor:
-    """Softmax attention in float64, of numbers that are rounded to `dtype`."""
-    keys, values, queries = (x.to(dtype).double() for x in (request.keys, request.values, request.queries))
+def definition(request: Request, rule: Rule, kernel: Kernel) -> Tensor:
+    """Softmax attention in float64, of numbers that are rounded as the kernel's are."""
+    keys, values, queries = kernel.kept(request.keys), kernel.kept(request.values), kernel.asked(request.queries)
     out = torch.zeros(queries.shape, dtype=torch.float64)
     _, kv_heads, groups, _ = queries.shape
     for row in range(request.rows):
@@ -114,7 +142,7 @@ def definition(request: Request, rule: Rule, dtype: torch.dtype) -> Tensor:
 
 def assert_right(requests: Sequence[Request], rule: Rule, kernel: Kernel, **layout: float) -> None:
     for request, found in zip(requests, attend(requests, rule, kernel, **layout), strict=True):
-        expected = definition(request, rule, kernel.dtype)
+        expected = definition(request, rule, kernel)
         torch.testing.assert_close(found.double(), expected, atol=kernel.absolute_error, rtol=kernel.relative_error)
 
 

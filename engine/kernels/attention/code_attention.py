@@ -1,0 +1,178 @@
+"""Exact attention over keys and values rounded to 8 bits: `engine.kernels.attention.kv_codes` says how they lie.
+
+Queries are rounded to 8 bits too, in the same groups of 32 dimensions, and scores are products of integers: 16 keys lie
+like 16 outputs of a Q8_0 matrix, so the sums are those of `engine.kernels.gemm.int8.sums`. Weights stay float32: each
+is multiplied by the scale of its value's group and then by the codes, one position after the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from engine.kernels.amx import LINE_BYTES, fetch, pointer
+from engine.kernels.attention.attention_work import ATTENTION
+from engine.kernels.attention.kv_codes import CODES_KIND, head_bytes, value_codes_at, value_scales_at
+from engine.kernels.attention.lane_attention import attending
+from engine.kernels.gemm.int8.dots import InstructionSet, instruction_sets
+from engine.kernels.gemm.int8.layout import ROW_GROUP_BYTES, rows_at_once
+from engine.kernels.gemm.int8.rows import round_rows
+from engine.kernels.gemm.int8.sums import sum_groups
+from engine.kernels.gemm.matmul_sums import row_counts, row_starts
+from engine.kernels.quant.layouts import STEP as GROUP
+from engine.kernels.quant.layouts import layout_of
+from engine.kernels.simd import (
+    FLOAT,
+    FLOAT32,
+    INTS,
+    LANES,
+    VECTOR,
+    float16_at,
+    float_at,
+    fused,
+    int_at,
+    load,
+    load_float16,
+    multiply,
+    put_float,
+    read,
+    spread,
+    store,
+    write,
+)
+from engine.kernels.threads import kernel
+
+_USED = instruction_sets()[0] if instruction_sets() else InstructionSet.AVX2
+_SET, _SCORED, _LAYOUT = int(_USED), _USED.rows, layout_of(CODES_KIND).number
+_WEIGHED = 12 if _USED is InstructionSet.AVX512_VNNI else 2
+"""Queries whose sums of 32 dimensions fit into the registers."""
+_WEIGHT_BYTES = 4 * LANES
+_AHEAD = 4  # blocks by which one is prefetched ahead
+_WORD = ir.IntType(64)
+
+
+def scratch_of_query(dims: int) -> int:
+    """Bytes for a query in codes, and for its weights of a block."""
+    return dims // GROUP * ROW_GROUP_BYTES + _WEIGHT_BYTES
+
+
+def scoring(width: int) -> Any:
+    """`score` for a kernel of codes. width: of the queries' numbers, BFLOAT16 or FLOAT32. `room` is for their codes."""
+
+    @njit
+    def score(
+        work: Any, queries: int, count: int, table: int, head: int, low: int, high: int, scores: int, room: int
+    ) -> None:
+        groups, step = work.dims // GROUP, work.step * 4
+        round_rows(_SCORED, queries, width, count, groups, room, 0, 1)
+        for block in range(low, high):
+            at, row = next_codes(work, work.keys, table, block, high - 1, head), 0
+            while row < count:
+                rows = rows_at_once(count - row, _SCORED)
+                codes, place = room + row * groups * ROW_GROUP_BYTES, scores + row * step + 4 * LANES * block
+                sum_groups(_SET, _LAYOUT, 0, rows, codes, at, groups, place, step)
+                row += rows
+
+    return score
+
+
+@njit
+def next_codes(work: Any, keys_or_values: int, table: int, block: int, last: int, head: int) -> Any:
+    """The address of a head's part of the block to read now. A later block, at most `last`, is prefetched."""
+    size = head_bytes(work.dims)
+    ahead = keys_or_values + (int_at(table + 4 * min(block + _AHEAD, last)) * work.kv_heads + head) * size
+    for line in range(0, size, LINE_BYTES):
+        fetch(ahead + line)
+    return keys_or_values + (int_at(table + 4 * block) * work.kv_heads + head) * size
+
+
+@njit
+def _scaled(work: Any, block: int, group: int, lane: int, many: int, count: int, weights: int, room: int) -> Any:
+    """The address of the first query's weights of `many` values times their scales in a group; a row for each query."""
+    scales = value_scales_at(block, work.dims, group)
+    for vector in range(count):
+        of, place = weights + vector * work.step * 4, room + vector * _WEIGHT_BYTES
+        if many == 1:  # an ancestor need not lie where its position does
+            put_float(place + 4 * lane, float_at(of) * float16_at(scales + 2 * lane))
+        else:  # the whole block's: those of other lanes are not used
+            store(multiply(load(of - 4 * lane, FLOAT32), load_float16(scales)), place, FLOAT32)
+    return room + 4 * lane
+
+
+@intrinsic(prefer_literal=True)
+def _add_codes(context: Any, most: Any, rows: Any, weights: Any, count: Any, codes: Any, dims: Any, sums: Any) -> Any:
+    """Add `count` values of 32 dimensions, each times its weight, to each row's sum, in order.
+
+    most: a compile-time constant, of rows. weights: address of the first row's, one row every `_WEIGHT_BYTES`. codes:
+    address of the first value's, the next `dims` bytes further. sums: address of the first row's, one row every `dims`
+    float32.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        rows, weights, count, codes, dims, sums = args[1:]
+        halves = range(GROUP // LANES)
+        for number in row_counts(builder, rows, most.literal_value):
+            places = [
+                [builder.add(start, _WORD(4 * LANES * half)) for half in halves]
+                for start in row_starts(builder, number, sums, builder.mul(dims, _WORD(4)))
+            ]
+            cells = [[cgutils.alloca_once(builder, VECTOR) for _ in halves] for _ in range(number)]
+            for row in range(number):
+                for half in halves:
+                    builder.store(read(builder, places[row][half], FLOAT32), cells[row][half])
+            with cgutils.for_range(builder, count) as loop:
+                at = builder.add(codes, builder.mul(loop.index, dims))
+                values = [numbers(builder, builder.add(at, _WORD(LANES * half))) for half in halves]
+                of = builder.add(weights, builder.mul(loop.index, _WORD(4)))
+                for row in range(number):
+                    place = pointer(builder, builder.add(of, _WORD(row * _WEIGHT_BYTES)), FLOAT)
+                    weight = spread(builder, builder.load(place, align=4))
+                    for half, cell in enumerate(cells[row]):
+                        builder.store(fused(builder, weight, values[half], builder.load(cell)), cell)
+            for row in range(number):
+                for half in halves:
+                    write(builder, builder.load(cells[row][half]), places[row][half], FLOAT32)
+        return context.get_dummy_value()
+
+    return types.void(most, *[types.int64] * 6), generate
+
+
+def numbers(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """The 16 signed bytes at that address, as float32."""
+    kind = ir.VectorType(ir.IntType(8), LANES)
+    return builder.sitofp(builder.sext(builder.load(pointer(builder, address, kind), align=1), INTS), VECTOR)
+
+
+@njit
+def _weigh(
+    work: Any,
+    table: int,
+    head: int,
+    block: int,
+    lane: int,
+    many: int,
+    last: int,
+    count: int,
+    weights: int,
+    sums: int,
+    room: int,
+) -> None:
+    at = next_codes(work, work.values, table, block, last, head)
+    for group in range(work.dims // GROUP):
+        of = _scaled(work, at, group, lane, many, count, weights, room)
+        codes, place = value_codes_at(at, work.dims, lane, group), sums + 4 * GROUP * group
+        for vector in range(0, count, _WEIGHED):
+            rows, here = min(_WEIGHED, count - vector), of + vector * _WEIGHT_BYTES
+            _add_codes(_WEIGHED, rows, here, many, codes, work.dims, place + vector * work.dims * 4)
+
+
+_attend_all = attending(scoring(FLOAT32), _weigh)
+
+
+@kernel(ATTENTION)
+def code_kernel(address: Any) -> None:
+    _attend_all(carray(address, 1)[0])

@@ -1,0 +1,166 @@
+"""Keys and values rounded to codes of 8 bits (q8_0): where they lie in the pool, and the kernels that write and move
+them.
+
+Each 32 neighbouring dimensions of a key or value have one scale, a 127th of their largest amount, kept as float16; a
+code is the number over that, rounded to the nearest whole number (`engine.kernels.gemm.int8.rows`). The last group of a
+head size that 32 does not divide is padded with zeros. A block of 16 positions, for each head:
+
+    keys      [groups] tiles of a Q8_0 matrix whose outputs are the positions (`engine.kernels.quant.layouts`): scales
+              [16] float16, then codes [8, 16, 4], which count from 128
+    values    codes [16, dims] int8, then scales [groups, 16] float16
+
+An entry is rounded by itself, when it is written, so its bits depend on nothing else in its block.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import carray, njit
+
+from engine.kernels.fused import ENTER, MOVE, put_queries, rotated
+from engine.kernels.gemm.int8.layout import SCALE_AT
+from engine.kernels.gemm.int8.rows import round_group
+from engine.kernels.quant.layouts import STEP as GROUP
+from engine.kernels.quant.layouts import layout_of
+from engine.kernels.simd import (
+    FLOAT32,
+    LANES,
+    copy_half,
+    float_at,
+    int_at,
+    number_at,
+    put_float,
+    put_float16,
+    put_int,
+)
+from engine.kernels.threads import kernel, num_threads, thread_id
+
+CODES_KIND = "Q8_0"
+_TILE_BYTES, _CODES_AT = layout_of(CODES_KIND).tile_bytes, layout_of(CODES_KIND).codes_at
+_WORD, _WORDS = 4, GROUP // 4  # bytes of a key's word in a tile, and words of a group
+_BIAS = np.int32(-0x7F7F7F80)  # 128 in each byte
+
+
+@njit
+def head_bytes(dims: int) -> Any:
+    """Of one head's keys in a block, and of its values."""
+    return dims // GROUP * _TILE_BYTES
+
+
+@njit
+def value_codes_at(block: int, dims: int, lane: int, group: int) -> Any:
+    """The address of a group of a value's codes, within one head's values of a block."""
+    return block + lane * dims + group * GROUP
+
+
+@njit
+def value_scales_at(block: int, dims: int, group: int) -> Any:
+    """The address of a group's scales, [16] float16, within one head's values of a block."""
+    return block + LANES * dims + group * LANES * 2
+
+
+@njit
+def _key_at(block: int, lane: int, group: int, word: int) -> Any:
+    """The address of four of a key's codes, within one head's keys of a block."""
+    return block + group * _TILE_BYTES + _CODES_AT + (word * LANES + lane) * _WORD
+
+
+@njit
+def _key_scale_at(block: int, lane: int, group: int) -> Any:
+    return block + group * _TILE_BYTES + 2 * lane
+
+
+@kernel(ENTER)
+def enter_codes_kernel(address: Any) -> None:
+    """`engine.kernels.fused.enter_kernel` for keys and values in codes."""
+    work = carray(address, 1)[0]
+    size, heads = work.head_dim * work.width, work.q_per_kv * work.kv_heads
+    units, room = work.kv_heads * work.rows, work.scratch + thread_id() * work.dims * 4
+    for unit in range(units * thread_id() // num_threads(), units * (thread_id() + 1) // num_threads()):
+        kv_head, row = unit // work.rows, unit % work.rows
+        x = work.qkv + row * (heads + 2 * work.kv_heads) * size
+        _pad(work, room)
+        put_queries(work, unit, row, x + kv_head * work.q_per_kv * size, room)
+        block, lane = int_at(work.slots + 4 * row) // LANES, int_at(work.slots + 4 * row) % LANES
+        at = (block * work.kv_heads + kv_head) * head_bytes(work.dims)
+        rotated(work, row, x + (heads + kv_head) * size, work.key_norm, room)
+        _put_key(work, room, work.keys + at, lane)
+        value = x + (heads + work.kv_heads + kv_head) * size
+        for i in range(work.head_dim):
+            put_float(room + 4 * i, number_at(value + i * work.width, work.width))
+        _put_value(work, room, work.values + at, lane)
+
+
+@njit
+def _pad(work: Any, x: int) -> None:
+    """Zeros after the first head_dim of [dims] float32: codes lie where they did."""
+    for i in range(work.head_dim, work.dims):
+        put_float(x + 4 * i, np.float32(0))
+
+
+@njit
+def _round(work: Any, x: int) -> None:
+    """Round [dims] float32 in place: the groups begin where they did."""
+    _pad(work, x)
+    for group in range(work.dims // GROUP):
+        at = x + 4 * GROUP * group
+        round_group(FLOAT32, at, at)
+
+
+@njit
+def _put_key(work: Any, key: int, block: int, lane: int) -> None:
+    """Write one head's key, [dims] float32, to its lane of a block. The source is overwritten."""
+    _round(work, key)
+    for group in range(work.dims // GROUP):
+        of = key + 4 * GROUP * group
+        put_float16(_key_scale_at(block, lane, group), float_at(of + SCALE_AT))
+        for word in range(_WORDS):
+            put_int(_key_at(block, lane, group, word), int_at(of + _WORD * word) ^ _BIAS)
+
+
+@njit
+def _put_value(work: Any, value: int, block: int, lane: int) -> None:
+    """The same for its value."""
+    _round(work, value)
+    for group in range(work.dims // GROUP):
+        of = value + 4 * GROUP * group
+        put_float16(value_scales_at(block, work.dims, group) + 2 * lane, float_at(of + SCALE_AT))
+        place = value_codes_at(block, work.dims, lane, group)
+        for i in range(0, GROUP, 4):
+            put_int(place + i, int_at(of + i))
+
+
+@kernel(MOVE)
+def move_codes_kernel(address: Any) -> None:
+    """`engine.kernels.fused.move_kernel` for keys and values in codes."""
+    work = carray(address, 1)[0]
+    size = head_bytes(work.dims)
+    for layer in range(thread_id(), work.layers, num_threads()):
+        for i in range(work.count):
+            source, place = int_at(work.sources + 4 * i), int_at(work.places + 4 * i)
+            for head in range(work.kv_heads):
+                old = ((layer * work.blocks + source // LANES) * work.kv_heads + head) * size
+                new = ((layer * work.blocks + place // LANES) * work.kv_heads + head) * size
+                _move_key(work, work.keys + old, source % LANES, work.keys + new, place % LANES)
+                _move_value(work, work.values + old, source % LANES, work.values + new, place % LANES)
+
+
+@njit
+def _move_key(work: Any, old: int, source: int, new: int, place: int) -> None:
+    for group in range(work.dims // GROUP):
+        copy_half(_key_scale_at(old, source, group), _key_scale_at(new, place, group))
+        for word in range(_WORDS):
+            put_int(_key_at(new, place, group, word), int_at(_key_at(old, source, group, word)))
+
+
+@njit
+def _move_value(work: Any, old: int, source: int, new: int, place: int) -> None:
+    for group in range(work.dims // GROUP):
+        before, after = value_scales_at(old, work.dims, group), value_scales_at(new, work.dims, group)
+        copy_half(before + 2 * source, after + 2 * place)
+        before = value_codes_at(old, work.dims, source, group)
+        after = value_codes_at(new, work.dims, place, group)
+        for i in range(0, GROUP, 4):
+            put_int(after + i, int_at(before + i))

@@ -1,0 +1,138 @@
+"""What GGUF files say of a model and transformers does not read: keys of the metadata, and whole families.
+
+transformers' own tables are extended when this is imported; `completed` does the rest to a configuration made by them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from transformers import MixtralConfig
+from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+from transformers.modeling_gguf_pytorch_utils import (
+    GGUF_SUPPORTED_ARCHITECTURES,
+    TENSOR_PROCESSORS,
+    LlamaTensorProcessor,
+    TensorProcessor,
+)
+
+from engine.core.errors import ModelError, shown
+from engine.weights.gguf_file import GgufFile
+
+_COMMON = GGUF_CONFIG_MAPPING["qwen2"]
+_GRANITE = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+_KEYS: dict[str, dict[str, str | None]] = {
+    "qwen3": {"attention.key_length": "head_dim"},
+    "qwen3_moe": {"expert_feed_forward_length": "moe_intermediate_size"},
+    "phi3": {"attention.sliding_window": "sliding_window"},
+    "granite": _COMMON | _GRANITE,
+    "olmo2": _COMMON,
+    "glm4": _COMMON | {"attention.key_length": "head_dim"},
+    "smollm3": _COMMON,
+}
+"""Names in the configuration, by transformers' name of the family and the key of the metadata."""
+_OWN = ("granite", "olmo2", "glm4", "smollm3")
+"""Families that transformers reads from no GGUF file. Their names are those of the architectures too."""
+_NEIGHBOURS = ("granite", "smollm3")
+"""Of these, those whose heads llama.cpp stores with neighbouring dimensions rotated, as Llama's."""
+_SCALED_BY_HIDDEN = {("gemma2", 46), ("gemma3", 62)}
+"""Gemmas of 27 B, known by their layers as llama.cpp knows them: their queries are scaled by hidden size over heads."""
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+for _family, _names in _KEYS.items():
+    GGUF_CONFIG_MAPPING.setdefault(_family, {}).update(_names)
+for _family in _OWN:
+    GGUF_SUPPORTED_ARCHITECTURES.append(_family)
+for _family in _NEIGHBOURS:
+    TENSOR_PROCESSORS[_family] = LlamaTensorProcessor
+
+
+def processor_of(architecture: str, config: Any) -> TensorProcessor:
+    """What undoes llama.cpp's changes to the weights of that architecture."""
+    made: TensorProcessor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
+    return made
+
+
+def completed(file: GgufFile, config: Any) -> Any:
+    """The configuration that transformers has read, with what it has left out. Raises ModelError if the file's scaling
+    of positions cannot be followed.
+    """
+    value, architecture = _Values(file), file.architecture
+    if architecture == "gpt-oss":
+        raise ModelError("its expert biases, sinks and scaled positions are not read from GGUF")
+    if architecture == "olmo2" and value("attention.sliding_window"):
+        raise ModelError("OLMo 3, whose windows are not read from GGUF")
+    config.vocab_size = value("vocab_size", file.metadata["tokenizer.ggml.tokens"])
+    if (config.pad_token_id or 0) >= config.vocab_size:  # a default of the family's largest model
+        config.pad_token_id = None
+    if architecture == "llama" and value("expert_count", 0):
+        config = _with_experts(config, value)
+    if architecture in ("gemma2", "gemma3"):
+        by_hidden = (architecture, config.num_hidden_layers) in _SCALED_BY_HIDDEN
+        head = config.hidden_size // config.num_attention_heads if by_hidden else config.head_dim
+        config.query_pre_attn_scalar = head
+    if architecture == "phi3":
+        config.sliding_window = config.sliding_window or None
+    if architecture in _OWN and hasattr(config, "attention_bias"):
+        config.attention_bias = file.tensor("blk.0.attn_q.bias") is not None
+    _scale_positions(file, config, value)
+    return config
+
+
+class _Values:
+    """The metadata of the file's architecture."""
+
+    def __init__(self, file: GgufFile):
+        self.file = file
+
+    def __call__(self, key: str, default: Any = None) -> Any:
+        return self.file.metadata.get(f"{self.file.architecture}.{key}", default)
+
+
+def _with_experts(config: Any, value: _Values) -> MixtralConfig:
+    """Mixtral, which llama.cpp takes for a Llama."""
+    known = {key: what for key, what in config.to_dict().items() if key not in ("model_type", "architectures")}
+    counts = {"num_local_experts": value("expert_count"), "num_experts_per_tok": value("expert_used_count")}
+    return MixtralConfig(**known, **counts, sliding_window=None)
+
+
+def _scale_positions(file: GgufFile, config: Any, value: _Values) -> None:
+    """Set the part of a head that is rotated and the scaling of positions; ModelError if its kind is unknown.
+
+    Llama 3's is stored as one factor per frequency, from which its parameters follow.
+    """
+    rope = dict(config.get_text_config().rope_parameters or {})
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kind = value("rope.scaling.type", "none")
+    if "partial_rotary_factor" in rope:
+        rope["partial_rotary_factor"] = value("rope.dimension_count", head_dim) / head_dim
+    if value("rope.dimension_sections") is not None:
+        raise ModelError("its positions of images (rope.dimension_sections) are not read from GGUF")
+    factors = file.values("rope_freqs.weight")
+    if factors is not None:
+        factor = float(factors.max())
+        if not np.allclose(factors, llama3_factors(rope["rope_theta"], len(factors), factor), rtol=1e-3):
+            raise ModelError("its rope_freqs are not those of Llama 3")
+        rope |= {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+    elif any(tensor.name.startswith("rope_") for tensor in file.tensors):
+        raise ModelError("its position factors (rope_*) are not read from GGUF")
+    elif kind == "linear" and "full_attention" in rope:  # Gemma 3
+        rope["full_attention"] |= {"rope_type": "linear", "factor": value("rope.scaling.factor", 1.0)}
+    elif rope.get("rope_type", "default") == "default" and kind != "none":
+        raise ModelError(f"its scaling of positions ({shown(kind)}) is not read from GGUF")
+    if rope:
+        config.rope_parameters = rope
+
+
+def llama3_factors(theta: float, frequencies: int, factor: float) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """What Llama 3.1 divides each frequency by: 1 for high ones, `factor` for low ones, interpolated in between."""
+    low, high, length = _LLAMA3.values()
+    wavelengths = 2 * np.pi * theta ** (np.arange(frequencies) / frequencies)
+    smooth = np.clip((length / wavelengths - low) / (high - low), 0, 1)
+    return np.asarray(1 / ((1 - smooth) / factor + smooth))

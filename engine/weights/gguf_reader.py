@@ -1,0 +1,67 @@
+"""A GGUF file as transformers reads it: by the reader of the package `gguf`, which it imports when it needs it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+import engine.weights.gguf_families  # noqa: F401  (transformers is to know them)
+from engine.weights.gguf_file import GgufFile
+
+MODEL = "model.gguf"
+_LONG_ARRAY = 1000
+
+
+@contextmanager
+def read_by_transformers(file: GgufFile) -> Iterator[str]:
+    """A folder in which transformers finds the file, of whatever parts, as MODEL, and no other file.
+
+    It is read through the file as it was opened. Not for several threads at once.
+    """
+    opened = [Path(f"/proc/self/fd/{part.content.fileno()}") for part in file.parts]
+
+    class Reader(_ShortReader):
+        """Has the tensors of all parts."""
+
+        def __init__(self, path: Any, *options: Any):
+            super().__init__(path, *options)
+            self.further_parts = [_ShortReader(part) for part in opened[1:]]
+            for part in self.further_parts:
+                self.tensors.extend(part.tensors)
+
+    usual = gguf.GGUFReader
+    with tempfile.TemporaryDirectory() as alone:
+        (Path(alone) / MODEL).symlink_to(opened[0])
+        gguf.GGUFReader = Reader
+        try:
+            yield alone
+        finally:
+            gguf.GGUFReader = usual
+
+
+class _ShortReader(gguf.GGUFReader):
+    """Leaves out long arrays, the vocabulary's. It makes objects of each of their numbers, for ten seconds, of which
+    transformers uses none: it reads vocabularies in another way.
+    """
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        if raw_type == gguf.GGUFValueType.ARRAY:
+            kind = gguf.GGUFValueType(int(self._get(orig_offs, np.uint32)[0]))
+            if (count := int(self._get(orig_offs + 4, np.uint64)[0])) > _LONG_ARRAY:
+                return self._size(orig_offs + 12, kind, count) + 12, [], [], [gguf.GGUFValueType.ARRAY, kind]
+        return super()._get_field_parts(orig_offs, raw_type)
+
+    def _size(self, start: int, kind: gguf.GGUFValueType, count: int) -> int:
+        """Bytes of an array's values."""
+        if (number := self.gguf_scalar_to_np.get(kind)) is not None:
+            return int(count * np.dtype(number).itemsize)
+        content, at = memoryview(self.data), start
+        for _ in range(count):
+            at += 8 + int.from_bytes(content[at : at + 8], "little")
+        return int(at - start)

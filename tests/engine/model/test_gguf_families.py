@@ -1,0 +1,169 @@
+"""GGUF files of the families that the lean decoder runs: the model is that of transformers, and its bits are exact."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from transformers import AutoModelForCausalLM
+
+from engine.core.batch import Segment
+from engine.core.errors import ModelError
+from engine.core.params import SamplingParams
+from engine.kernels.gemm.product import multiplies
+from engine.model import target as targets
+from engine.model.decoder import LeanDecoder
+from engine.model.loading import load_config, skeleton
+from engine.model.target import Target
+from engine.weights.describe import describe
+from engine.weights.gguf_file import read_gguf
+from engine.weights.gguf_source import GgufSource, open_gguf
+from engine.weights.gguf_weights import GgufWeights
+from tests.engine.test_exact import decoded, read, with_siblings
+from tests.engine.weights.family_gguf import FAMILIES, random_model, write_family
+from tests.engine.weights.tiny_gguf import TOKENS
+
+pytestmark = pytest.mark.skipif(not multiplies(torch.bfloat16), reason="no product of ours runs on this processor")
+LEAN = sorted(FAMILIES.keys() - {"gpt-oss"})
+EXPERTS = ["qwen3 with experts", "mixtral"]
+TEXT = [random.Random(1).randrange(len(TOKENS)) for _ in range(48)]
+every_family = pytest.mark.parametrize("family", LEAN)
+
+
+@pytest.fixture(scope="module")
+def described(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Write a random model of a family as GGUF and describe it; its directory."""
+
+    @cache
+    def make(family: str, kind: Kind = Kind.Q8_0) -> str:
+        folder = tmp_path_factory.mktemp("family")
+        write_family(folder / "x.gguf", family, random_model(family), kind)
+        describe(read_gguf(folder / "x.gguf", "model=x"), folder, family, "")
+        GgufSource.of(folder / "x.gguf", "x.gguf").write(folder)
+        return str(folder)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def target_of(described: Callable[..., str]) -> Callable[[str], Target]:
+    @cache
+    def load(family: str) -> Target:
+        torch.set_num_threads(2)
+        target = Target.load(described(family), kv_memory=1 << 22)
+        torch.set_num_threads(1)
+        return target
+
+    return load
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+@every_family
+def test_the_described_model_computes_what_the_original_does(described: Callable[..., str], family: str) -> None:
+    original = random_model(family).to(torch.bfloat16).float()
+    folder = described(family, Kind.F32)
+    gguf = open_gguf(Path(folder))
+    assert gguf is not None
+    weights = GgufWeights(gguf, model := skeleton(folder, load_config(folder)))
+    values = {name: weights.values(parameter).float() for name, parameter in model.named_parameters()}
+    theirs = dict(original.named_parameters())
+    assert values.keys() == theirs.keys() and all(torch.equal(values[name], theirs[name]) for name in values)
+    copy = AutoModelForCausalLM.from_config(load_config(folder), dtype=torch.float32).eval()
+    copy.load_state_dict(values, strict=False)
+    copy.tie_weights()
+    for start in (0, 300):
+        places = torch.arange(start, start + len(TEXT))[None]
+        ours, expected = (each(torch.tensor([TEXT]), position_ids=places).logits for each in (copy, original))
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4 * float(expected.std()))
+
+
+@every_family
+def test_a_file_runs_on_the_lean_decoder_and_is_exact(target_of: Callable[[str], Target], family: str) -> None:
+    target = target_of(family)
+    assert isinstance(target.forward, LeanDecoder) and target.exact and not target.unlike
+
+
+@every_family
+def test_rows_have_the_bits_that_they_have_alone(target_of: Callable[[str], Target], family: str) -> None:
+    target = target_of(family)
+    alone = read(target, TEXT, 1)
+    tree, spine = with_siblings(TEXT[30], TEXT[31:40], random.Random(2))
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        assert all(torch.equal(read(target, TEXT, chunk), alone) for chunk in (3, 7, len(TEXT)))
+        held = target.new_cache(len(TEXT) + len(tree))
+        target.prefill(held, TEXT[:30])
+        assert torch.equal(target.run([Segment.of_tree(tree, held)])[0][spine], alone[30:40])
+        target.release(held)
+
+
+@every_family
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafted_text_is_plain_text(target_of: Callable[[str], Target], family: str, temperature: float) -> None:
+    sampling = SamplingParams(max_tokens=32, temperature=temperature, seed=5)
+    plain = decoded(target_of(family), TEXT[:20], sampling)
+    assert decoded(target_of(family), TEXT[:20], sampling, plain) == plain
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.F32], ids=["codes with offsets", "numbers"])
+def test_experts_have_one_set_of_bits_in_batches_of_many_rows(
+    described: Callable[..., str], family: str, kind: Kind
+) -> None:
+    """So many rows that threads share what they compute of an expert's rows."""
+    target = Target.load(described(family, kind), kv_memory=1 << 22)
+    assert isinstance(target.forward, LeanDecoder) and target.exact
+    rng = random.Random(3)
+    text = [rng.randrange(len(TOKENS)) for _ in range(400)]
+    expected = read(target, text, 1)
+    torch.set_num_threads(2)
+    for _ in range(3):
+        assert all(torch.equal(read(target, text, chunk), expected) for chunk in (64, 400))
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_round_their_rows_to_8_bits_where_that_is_wanted(described: Callable[..., str], family: str) -> None:
+    target = Target.load(described(family), kv_memory=1 << 22, activations="int8")
+    assert isinstance(target.forward, LeanDecoder) and target.exact and target.activations == "int8"
+    torch.set_num_threads(2)
+    assert torch.equal(read(target, TEXT, 1), read(target, TEXT, len(TEXT)))
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_lie_in_memory_with_the_files_bits(target_of: Callable[[str], Target], family: str) -> None:
+    target = target_of(family)
+    assert isinstance(target.forward, LeanDecoder)
+    experts = [layer.weights.mlp for layer in target.forward.layers]
+    assert all(product.coded for mlp in experts for product in [*mlp.gate_up, *mlp.down])  # type: ignore[union-attr]
+
+
+def test_experts_whose_projections_are_of_two_types_are_not_run_lean(
+    described: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = GgufWeights.experts
+
+    def mixed(self: GgufWeights, parameter: torch.Tensor) -> Any:
+        found = usual(self, parameter)
+        of_numbers = type(found[0][0]).of_numbers
+        return [[parts[0], *(of_numbers(part.values()) for part in parts[1:])] for parts in found]
+
+    monkeypatch.setattr(GgufWeights, "experts", mixed)
+    monkeypatch.setattr(targets, "load_model", lambda *_: pytest.fail("as it has to be"))
+    with pytest.raises(pytest.fail.Exception, match="as it has to be"):
+        Target.load(described("mixtral"), kv_memory=1 << 22)
+
+
+def test_gpt_oss_is_refused_with_the_reason(described: Callable[..., str]) -> None:
+    with pytest.raises(ModelError, match="expert biases, sinks and scaled positions are not read from GGUF"):
+        described("gpt-oss")

@@ -1,0 +1,209 @@
+"""GGUF files of random models of many families, written as llama.cpp's converter writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import gguf
+import numpy as np
+import torch
+import transformers
+from gguf import GGMLQuantizationType as Kind
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
+
+from tests.engine.weights.tiny_gguf import MERGES, SPECIAL, TEMPLATE, TOKENS
+
+COMMON: dict[str, Any] = {
+    "vocab_size": len(TOKENS),
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "bos_token_id": 0,
+    "eos_token_id": 3,
+    "pad_token_id": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50_000.0},
+}
+
+
+class Family(NamedTuple):
+    """config: the name of a class of transformers, with `options`. architecture: that GGUF files name. metadata: of the
+    family alone, without the architecture before it.
+    """
+
+    config: str
+    options: dict[str, Any]
+    architecture: str
+    metadata: Mapping[str, Any] = MappingProxyType({})
+
+
+_GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 12}
+_SCALED = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50_000.0},
+}
+_HALF = {"rope_type": "default", "rope_theta": 50_000.0, "partial_rotary_factor": 0.5}
+_OF_GEMMA = {"attention.sliding_window": 12}
+FAMILIES = {
+    "llama": Family("LlamaConfig", {}, "llama"),
+    "mistral": Family("MistralConfig", {"head_dim": 32, "sliding_window": None}, "llama", {"rope.dimension_count": 32}),
+    "qwen2": Family("Qwen2Config", {}, "qwen2"),
+    "qwen3": Family("Qwen3Config", {"head_dim": 32}, "qwen3"),
+    "phi3": Family("Phi3Config", {}, "phi3"),
+    "gemma2": Family(
+        "Gemma2Config", _GEMMA, "gemma2", _OF_GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    ),
+    "gemma3": Family(
+        "Gemma3TextConfig",
+        _GEMMA | {"num_hidden_layers": 7, "rope_parameters": _SCALED},
+        "gemma3",
+        _OF_GEMMA | {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
+    ),
+    "olmo2": Family("Olmo2Config", {"rms_norm_eps": 1e-5}, "olmo2"),
+    "granite": Family(
+        "GraniteConfig",
+        {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 2.0, "embedding_multiplier": 3.0},
+        "granite",
+        {"attention.scale": 0.2, "residual_scale": 0.5, "logit_scale": 2.0, "embedding_scale": 3.0},
+    ),
+    "glm4": Family("Glm4Config", {"head_dim": 32, "rope_parameters": _HALF}, "glm4", {"rope.dimension_count": 16}),
+    "smollm3": Family("SmolLM3Config", {"num_hidden_layers": 4}, "smollm3"),
+    "qwen3 with experts": Family(
+        "Qwen3MoeConfig",
+        {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+         "norm_topk_prob": True},
+        "qwen3moe",
+        {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 64},
+    ),
+    "mixtral": Family(
+        "MixtralConfig",
+        {"num_local_experts": 4, "num_experts_per_tok": 2},
+        "llama",
+        {"expert_count": 4, "expert_used_count": 2},
+    ),
+    "gpt-oss": Family(
+        "GptOssConfig",
+        {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12, "hidden_size": 64,
+         "intermediate_size": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}},
+        "gpt-oss",
+        {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 64, "attention.sliding_window": 12},
+    ),
+}  # fmt: skip
+
+
+def random_model(family: str, **changes: Any) -> Any:
+    """A random model of that family, in float32. Norms are random too, so that one in a wrong place is seen. Routers
+    are as sure as trained ones: a near tie that rounding turns is another expert's output.
+    """
+    about = FAMILIES[family]
+    torch.manual_seed(0)
+    options = COMMON | about.options | changes
+    model = AutoModelForCausalLM.from_config(getattr(transformers, about.config)(**options), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.2 * torch.randn(parameter.shape)
+        for name, parameter in model.named_parameters():
+            if name.endswith(("gate.weight", "router.weight")):
+                parameter *= 8
+    return model.eval()
+
+
+def write_family(path: Path, family: str, model: Any, kind: Kind = Kind.F32) -> None:
+    """kind: of the matrices."""
+    about, config = FAMILIES[family], model.config
+    writer = gguf.GGUFWriter(path, about.architecture)
+    writer.add_name("random")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(_theta(config))
+    if "rope.dimension_count" not in about.metadata:
+        writer.add_rope_dimension_count(head_dim)
+    for key, value in about.metadata.items():
+        writer.add_key_value(f"{about.architecture}.{key}", value, gguf.GGUFValueType.get_type(value))
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3] * len(SPECIAL) + [1] * (len(TOKENS) - len(SPECIAL)))
+    writer.add_token_merges(MERGES)
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(3)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(TEMPLATE)
+    for name, array in stored_tensors(family, model).items():
+        of_kind = kind if array.ndim > 1 and "ffn_gate_inp" not in name else Kind.F32
+        writer.add_tensor(name, gguf.quantize(array, of_kind), raw_dtype=of_kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def stored_tensors(family: str, model: Any) -> dict[str, NDArray[np.float32]]:
+    """The model's weights under the names, and in the order of rows, that llama.cpp has for them."""
+    about, config = FAMILIES[family], model.config
+    architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == about.architecture)
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    tied = config.tie_word_embeddings
+    made: dict[str, NDArray[np.float32]] = {}
+    for name, tensor in model.state_dict().items():
+        if tied and name == "lm_head.weight":
+            continue
+        array = tensor.numpy()
+        if ".experts." in name:
+            made |= _experts(name, array, about.architecture)
+            continue
+        module, _, suffix = name.rpartition(".")
+        if module.endswith("self_attn") and suffix == "sinks":
+            module, suffix = name, "weight"
+        found = names.get_name(module.replace("mlp.router", "mlp.gate") if "router" in module else module)
+        if found is None:
+            raise ValueError(f"gguf has no name for {name} of {about.architecture}")
+        if about.architecture in ("gemma2", "gemma3") and "norm" in found:
+            array = array + 1
+        if about.architecture in ("llama", "granite", "smollm3") and (
+            ".attn_q." in f"{found}." or ".attn_k." in f"{found}."
+        ):
+            heads = config.num_attention_heads if ".attn_q" in found else config.num_key_value_heads
+            halves = array.reshape(heads, 2, -1, *array.shape[1:])
+            array = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
+        made[f"{found}.{suffix}"] = array
+    return made
+
+
+def _experts(name: str, array: NDArray[np.float32], architecture: str) -> dict[str, NDArray[np.float32]]:
+    layer, part = name.split(".")[2], name.rpartition(".")[2]
+    if architecture == "gpt-oss":
+        suffix = "bias" if part.endswith("bias") else "weight"
+        matrix = array if suffix == "bias" else array.swapaxes(1, 2)
+        if part.startswith("down"):
+            return {f"blk.{layer}.ffn_down_exps.{suffix}": np.ascontiguousarray(matrix)}
+        return {
+            f"blk.{layer}.ffn_gate_exps.{suffix}": np.ascontiguousarray(matrix[:, ::2]),
+            f"blk.{layer}.ffn_up_exps.{suffix}": np.ascontiguousarray(matrix[:, 1::2]),
+        }
+    if part == "down_proj":
+        return {f"blk.{layer}.ffn_down_exps.weight": array}
+    gate, up = np.split(array, 2, axis=1)
+    return {f"blk.{layer}.ffn_gate_exps.weight": gate, f"blk.{layer}.ffn_up_exps.weight": up}
+
+
+def _theta(config: Any) -> float:
+    rope = config.rope_parameters
+    return float(rope["rope_theta"] if "rope_theta" in rope else rope["full_attention"]["rope_theta"])
