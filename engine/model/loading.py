@@ -42,7 +42,7 @@ def load_model(path: str, dtype: str, device: torch.device) -> Any:
             if isinstance(stored, GgufFile):
                 model, report = _dequantised(stored, path, config, wanted)
             elif stored is not None:
-                model, report = _filled(stored, path, config, wanted), {"missing_keys": []}
+                model, report = _filled(stored, path, config, wanted), {"missing_keys": [], "mismatched_keys": []}
             else:
                 model, report = AutoModelForCausalLM.from_pretrained(
                     path,
