@@ -31,9 +31,10 @@ from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Rule
 from engine.kernels.layer.weights import Norm
 from engine.model import stock
-from engine.model.cuda import cuda_forward, lean_layers
+from engine.model.cuda import layer_kernels
 from engine.model.cuda.cuda_forward import CudaForward
 from engine.model.cuda.lean_layers import LeanLayers
+from engine.model.cuda.padded_rows import PaddedRows
 from engine.model.cuda.triton_attention import TritonAttention
 from engine.model.kv_pool import KVCache, KVPool
 from engine.model.masked import MaskedForward
@@ -114,7 +115,7 @@ def target_forward(config: Any, features: tuple[int, ...]) -> None:
         cache = KVCache(forward.pool)
         cache.reserve(40)
         batch = Batch.of([Segment.of_text([*range(30)], cache, "all")])
-        rows, chunks = cuda_forward._Slice.of(batch, 0, 30, 64, together=16)
+        rows, chunks = PaddedRows.of(batch, 0, 30, 64, together=16)
         assert_on_device(forward._run(chunks, features, *map(on_device, rows)))
 
 
@@ -141,7 +142,7 @@ def lean_layers_forward(config: Any) -> None:
         forward.lean, cache = lean, KVCache(forward.pool)
         cache.reserve(40)
         batch = Batch.of([Segment.of_text([*range(30)], cache, "all")])
-        rows, chunks = cuda_forward._Slice.of(batch, 0, 30, 64, together=16)
+        rows, chunks = PaddedRows.of(batch, 0, 30, 64, together=16)
         assert_on_device(forward._run(chunks, (0, 2), *map(on_device, rows)))
 
 
@@ -212,7 +213,7 @@ def replace(module: ModuleType, **names: Any) -> None:
 
 def main() -> None:
     TritonAttention.__call__ = lambda self, rows, chunks, layer, rule, query: torch.empty_like(query)
-    replace(lean_layers, norm=NotLaunched(), enter=NotLaunched(), gate=NotLaunched())
+    replace(layer_kernels, norm=NotLaunched(), enter=NotLaunched(), gate=NotLaunched())
     replace(stock, _window=host_window)
     replace(drafters.heads.layers, can_multiply=lambda weight: False, pack=lambda weight: None)
     attempt("host sync", host_sync)
