@@ -1,4 +1,4 @@
-"""A head's decoder layers on CUDA, with the attention and the kernels of a target's lean layers, for all requests at once.
+"""A head's decoder layers on CUDA, for all requests at once, with the attention and kernels of a target's lean layers.
 
 What `drafters.heads.stack` says holds here too: rows are flat, keys and values of all requests lie in one pool of
 blocks, and a row lists the slots of its ancestors. So one graph serves the steps of all requests: it differs in the
@@ -23,7 +23,7 @@ from engine.core.batch import BLOCK, Batch, Int, Rows
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Rule
 from engine.kernels.layer.weights import Norm
-from engine.model.cuda.graphs import Recorded
+from engine.model.cuda.graphs import Recorded, uploaded
 from engine.model.cuda.layer_kernels import entered, gated, normed
 from engine.model.cuda.padded_rows import PaddedRows, longs
 from engine.model.cuda.triton_attention import TritonAttention
@@ -113,19 +113,18 @@ class CudaStack:
         rows, chunks = PaddedRows.of(batch, 0, count, size, self._attention.together)
         read, written = np.full(size, above[-1]), np.full(size, self.pool.blocks * BLOCK)  # padding writes to the end
         read[:count], written[:count] = above, batch.slots
-        inputs = longs(read), longs(written), *rows
-        picked = None if chosen is None else longs(np.asarray(chosen)).to(device)
+        picked = np.asarray(range(count) if chosen is None else chosen)
         if size not in SIZES:
-            return self._run(chunks, picked, *(part.to(device) for part in inputs))[0]
+            return self._run(chunks, *uploaded((longs(picked), longs(read), longs(written), *rows), device))[0]
+        filled = np.zeros(size)
+        filled[: len(picked)] = picked
         key = size, chunks, len(rows.ancestor_slots)
         if key not in self._recorded:
-            self._recorded[key] = Recorded(partial(self._run, chunks, None), device)
-        (out,) = self._recorded[key](*inputs)
-        return out[:count] if picked is None else out.index_select(0, picked)
+            self._recorded[key] = Recorded(partial(self._run, chunks), device)
+        (out,) = self._recorded[key](longs(filled), longs(read), longs(written), *rows)
+        return out[: len(picked)].clone()  # the next call overwrites it
 
-    def _run(
-        self, chunks: int, chosen: Tensor | None, read: Tensor, written: Tensor, *rows: Tensor
-    ) -> tuple[Tensor, ...]:
+    def _run(self, chunks: int, chosen: Tensor, read: Tensor, written: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
         """The head's outputs of the chosen rows: the part that a CUDA graph captures. read, written: [rows], where each
         row finds and leaves what is kept.
         """
@@ -143,21 +142,16 @@ class CudaStack:
             attended = self._attention(padded.seen, chunks, index, self._rule, query)
             x = normed(residual, layer.of.decoder.out(attended.flatten(1)), layer.inner_norm)
             delta = layer.of.decoder.down(gated(F.linear(x, layer.of.decoder.gate_up.weight)))
-        if self.norm is not None:
-            x = normed(residual, delta, self.norm)
-        else:
-            x = residual.add_(delta).to(self.dtype)
+        x = residual.add_(delta).to(self.dtype) if self.norm is None else normed(residual, delta, self.norm)
         if self.keeps:
             features.index_copy_(0, written, residual.to(features.dtype))
-        return (self.head(x if chosen is None else x.index_select(0, chosen)),)
+        return (self.head(x.index_select(0, chosen)),)
 
 
 class CudaReader:
     """Reads the context of a one-pass head, as `drafters.heads.one_pass.context.ContextReader` does."""
 
-    def __init__(
-        self, stack: CudaStack, fc: Linear, norm: RMSNorm, layers: Sequence[tuple[DecoderLayer, Linear]]
-    ):
+    def __init__(self, stack: CudaStack, fc: Linear, norm: RMSNorm, layers: Sequence[tuple[DecoderLayer, Linear]]):
         of_context = norm_of(norm)
         assert of_context is not None
         self.stack, self.fc, self.norm = stack, fc, of_context
@@ -182,7 +176,8 @@ class CudaReader:
             indexes = written, np.asarray(positions)[rows], sources, *np.divmod(places[rows], BLOCK)
             if size not in self._recorded:
                 self._recorded[size] = Recorded(self._run, stack.first.device)
-            self._recorded[size](F.pad(some, (0, 0, 0, size - len(some))).to(stack.dtype), *map(longs, indexes))
+            filled = F.pad(some.to(stack.dtype), (0, 0, 0, size - len(some)))
+            self._recorded[size](filled, *map(longs, indexes))
 
     def _run(self, features: Tensor, written: Tensor, *places: Tensor) -> tuple[Tensor, ...]:
         """The part that a CUDA graph captures."""

@@ -121,9 +121,7 @@ class Eagle3Head(FeatureHead):
 
     def new_stack(self) -> AnyStack | None:
         layer = StackLayer(self.qkv.linear, self.layer, None if self.norm_before_residual else self.feature_norm)
-        return new_stack(
-            [layer], self.dtype, self.lm_head, self.entered, self.norm, self.qkv.of_token, keeps=True
-        )
+        return new_stack([layer], self.dtype, self.lm_head, self.entered, self.norm, self.qkv.of_token, keeps=True)
 
     def entered(self, features: Tensor, tokens: Tensor) -> Tensor:
         if tokens.device.type == "cpu":

@@ -86,7 +86,7 @@ class FeatureSession(Session):
         """Read the pairs with true features at these positions of the text."""
         n, head = len(tokens), self.head
         guessed = head.forward(
-            head.fuse(features.to(head.dtype)),
+            head.fuse(features.to(head.device, head.dtype)),
             torch.tensor(tokens, device=head.device),
             torch.tensor(positions, device=head.device),
             self.cache,

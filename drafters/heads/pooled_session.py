@@ -17,6 +17,7 @@ from drafters.heads.feature_weights import FeatureWeights
 from drafters.heads.session import Session
 from drafters.heads.stack import PooledCache
 from engine.core.batch import Rows
+from engine.model.cuda.graphs import uploaded
 
 _READ = 512  # positions of texts that are read in one forward
 
@@ -117,8 +118,9 @@ def _read(head: FeatureWeights, taken: Sequence[tuple[PooledSession, Tensor, Row
     for rows in parts:
         rows.cache.reserve(rows.first + len(rows))
     slots = [slot for rows in parts for slot in rows.slots]
-    features = head.fuse(torch.cat([features for _, features, _ in taken]).to(head.dtype))
-    pool.features[torch.tensor(slots, device=features.device)] = features.to(pool.features.dtype)
+    true = torch.cat([features for _, features, _ in taken]).to(head.dtype)
+    features, places = uploaded([true, torch.tensor(slots)], head.device)
+    pool.features.index_copy_(0, places, head.fuse(features).to(pool.features.dtype))
     last = [end - 1 for end in accumulate(map(len, parts))]
     for (session, _, rows), of_session in zip(taken, head.guess(slots, parts, last).split(1), strict=True):
         session.took(rows)

@@ -28,6 +28,7 @@ from engine.kernels.simd import BFLOAT16, FLOAT32, LANES, add, int_at, load, sto
 from engine.kernels.threads import address_of, kernel, num_threads, thread_id
 from engine.model.kv_pool import KVCache, KVPool
 
+_CPU = torch.device("cpu")
 _BLOCKS = 256  # of the pool initially; it grows
 
 ADD_TOKENS = np.dtype([(name, "i8") for name in ("table", "tokens", "out", "rows", "columns", "width")])
@@ -97,9 +98,7 @@ class GrowingPool(KVPool):
     features: [slots + 1, width], what a head keeps of each slot's row; rows that pad a forward write to the last.
     """
 
-    def __init__(
-        self, shape: KVShape, blocks: int, width: int, dtype: torch.dtype, device: torch.device = torch.device("cpu")
-    ):
+    def __init__(self, shape: KVShape, blocks: int, width: int, dtype: torch.dtype, device: torch.device = _CPU):
         super().__init__(shape, blocks, device)
         self.features = torch.empty(blocks * BLOCK + 1, width, dtype=dtype, device=device)
         if device.type != "cpu":
@@ -111,9 +110,7 @@ class GrowingPool(KVPool):
         return super().take(wanted)
 
     def _grow(self, blocks: int) -> None:
-        larger = GrowingPool(
-            self.shape, blocks, self.features.shape[1], self.features.dtype, self.features.device
-        )
+        larger = GrowingPool(self.shape, blocks, self.features.shape[1], self.features.dtype, self.features.device)
         larger.keys[:, : self.blocks], larger.values[:, : self.blocks] = self.keys, self.values
         larger.features[: len(self.features)] = self.features
         self.keys, self.values, self.features = larger.keys, larger.values, larger.features
@@ -129,7 +126,7 @@ def fits(decoder: DecoderLayer) -> bool:
 
 
 class Stack:
-    """head: multiplies the last layer's output, or its `norm`. enters: what the rows start from. of_token: [vocab, qkv],
+    """head: multiplies the last layer's output, or its `norm`. enters: what rows start from. of_token: [vocab, qkv],
     added to the first layer's queries, keys and values. entry: makes the residual from what `enters` gives. keeps:
     whether a row's last residual is kept, in `pool.features`.
     """

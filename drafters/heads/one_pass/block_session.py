@@ -109,6 +109,11 @@ class BlockSession(Session):
                 found[place] = following
         return Candidates([tokens for tokens, _ in found], [probs for _, probs in found])
 
+    @property
+    def forwards(self) -> list[BlockForward]:
+        """Those that its blocks came of."""
+        return list(dict.fromkeys(block.forward for block in self.blocks))
+
     def room(self) -> int:
         return 1 << 20
 
@@ -199,7 +204,7 @@ class BlockSession(Session):
     def read(self, features: Tensor, positions: list[int]) -> None:
         """Read features into this session's caches alone."""
         for at in range(0, len(positions), _SYNC_CHUNK):
-            context = self.head.fuse(features[at : at + _SYNC_CHUNK])
+            context = self.head.fuse(features[at : at + _SYNC_CHUNK].to(self.head.device))
             places = torch.tensor(positions[at : at + _SYNC_CHUNK], device=self.head.device)
             for layer, cache in zip(self.head.layers, self.caches, strict=True):
                 layer.read(context, places, cache, self.slots + at)
@@ -230,8 +235,8 @@ def begin(asked: Sequence[tuple[BlockSession, list[tuple[int, ...]]]]) -> None:
     else:
         above = [session.above() for session, paths in new for _ in range(len(paths) * head.size)]
         multiplied = head.stack.run(above, [session.rows(paths) for session, paths in new], chosen)
-    for (session, paths), of_session in zip(new, multiplied.split(list(map(len, kept))), strict=True):
-        session.add(paths, head.outputs(of_session))
+    for (session, paths), outputs in zip(new, head.outputs(multiplied).split(list(map(len, kept))), strict=True):
+        session.add(paths, outputs)
 
 
 def _read(head: BlockWeights, sessions: Sequence[BlockSession]) -> None:

@@ -39,9 +39,9 @@ from drafters.heads.layers import (
     qkv_weights,
     small_dtype,
 )
+from drafters.heads.new_stack import AnyStack, new_stack
 from drafters.heads.one_pass.context import ContextReader
 from drafters.heads.one_pass.markov_link import Link
-from drafters.heads.new_stack import AnyStack, new_stack
 from drafters.heads.stack import Stack, StackLayer
 from drafters.heads.top import Floats, Integers
 from engine.core.errors import DrafterMismatch
@@ -103,13 +103,18 @@ class Confidence:
 
 
 class Outputs(NamedTuple):
-    """What comes of rows' states in one product. logits: [rows, draft_vocab], without links; gates: [rows, rank], the
-    states' part in the link's gate, zero without one; sure: [rows], their part in the confidence, if the head has one.
+    """What comes of rows' states in one product. logits: [rows, draft_vocab], without links, on the head's device. On
+    the CPU: gates [rows, rank], the states' part in the link's gate, zero without one; sure: [rows], their part in the
+    confidence, if the head has one.
     """
 
     logits: Tensor
     gates: Tensor
     sure: Tensor
+
+    def split(self, counts: list[int]) -> list[Outputs]:
+        """Of so many rows each."""
+        return [Outputs(*parts) for parts in zip(*(part.split(counts) for part in self), strict=True)]
 
 
 class BlockWeights(Head):
@@ -203,9 +208,12 @@ class BlockWeights(Head):
         """multiplied: [rows, outputs], states times `output`."""
         vocab, rank = len(self.target_ids), 0 if self.link is None else self.link.first.shape[1]
         gated = self.link is not None and self.link.gate is not None
-        ends = vocab, vocab + (rank if gated else 0)
-        logits, gates, sure = multiplied.tensor_split(ends, dim=1)
-        return Outputs(logits, gates if gated else logits.new_zeros(len(logits), rank), sure[:, :1].flatten())
+        logits, parts = multiplied[:, :vocab], multiplied[:, vocab:].cpu()
+        gates = parts[:, :rank] if gated else parts.new_zeros(len(parts), rank)
+        sure = (
+            parts[:, rank if gated else 0 :][:, :1] if self.confidence is not None else parts.new_zeros(len(parts), 1)
+        )
+        return Outputs(logits, gates, sure[:, 0])
 
     def predicting(self, path: Sequence[int]) -> range:
         """The rows that predict something in a block that starts with this path after the root."""

@@ -24,7 +24,7 @@ from engine.core.errors import first_line
 from engine.kernels.attention.attention import Rule
 from engine.model import cuda_products
 from engine.model.cuda import triton_attention
-from engine.model.cuda.graphs import Recorded, bucket
+from engine.model.cuda.graphs import Recorded, bucket, uploaded
 from engine.model.cuda.lean_layers import LeanLayers
 from engine.model.cuda.padded_rows import PaddedRows, longs
 from engine.model.cuda.triton_attention import TritonAttention
@@ -82,7 +82,7 @@ class CudaForward:
             )
             chosen = batch.chosen[(batch.chosen >= first) & (batch.chosen < end)] - first
             # copies, because the next slice's results reuse these tensors
-            logits.append(found.index_select(0, longs(chosen).to(found.device)))
+            logits.append(found.index_select(0, *uploaded([longs(chosen)], found.device)))
             features += [states[: end - first].clone() for states in asked]
             first = end
         return torch.cat(logits), torch.cat(features) if features else None
@@ -173,7 +173,7 @@ class CudaForward:
         device, work = self.pool.keys.device, partial(self._run, chunks, feature_layers)
         size = len(rows.tokens)
         if size > _CAPTURED:
-            return work(*(part.to(device) for part in rows))
+            return work(*uploaded(rows, device))
         key = size, chunks, len(rows.ancestor_slots), feature_layers
         if key not in self.recorded:
             self.recorded[key] = Recorded(work, device)

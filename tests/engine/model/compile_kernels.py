@@ -48,23 +48,16 @@ class Shape(NamedTuple):
     rule: Rule = PLAIN
 
 
-SHAPES = [
+SHAPES = [  # head sizes from end to end; of each size the most rows of a product, and each kind of rule once
     Shape("llama 8b", 8, 4, 128, BF16),
-    Shape("llama 8b", 8, 4, 128, FP32),
     Shape("smollm2", 3, 3, 64, BF16),
-    Shape("smollm2", 3, 3, 64, FP32),
     Shape("gemma2", 4, 2, 256, BF16, CAPPED),
     Shape("gemma2", 4, 2, 256, FP32, CAPPED),
     Shape("phi3", 32, 1, 96, BF16),
-    Shape("qwen2 7b", 4, 7, 128, BF16),
-    Shape("one kv head", 1, 32, 128, BF16),
-    Shape("heads of 16", 1, 2, 16, BF16),
     Shape("heads of 8", 1, 2, 8, FP32),
     Shape("gpt_oss", 8, 8, 64, BF16, Rule(0.1, window=128, sinks=torch.zeros(64))),
 ]
-
-
-LEAN = ("llama 8b", "smollm2")  # shapes whose other kernels are compiled too
+LEAN = ("llama 8b", "heads of 8")  # shapes whose other kernels are compiled too
 
 
 class NoGpu(CudaDriver):
