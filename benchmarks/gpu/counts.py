@@ -30,7 +30,7 @@ from engine.kernels.attention.attention import Rule
 from engine.model import cuda_products
 from engine.model.cuda import graphs, layer_kernels, triton_attention
 from engine.model.cuda.cuda_forward import CudaForward
-from engine.model.kv_pool import KVCache, KVPool
+from engine.model.kv_pool import KVPool
 from engine.model.runner import Runner, bfloat16_bits
 from engine.sampling.argmax import argmax
 from engine.sampling.sampler import Sampler, verify
@@ -68,7 +68,7 @@ def _replace_kernels(tracing: Tracing) -> None:
     graphs._GRAPHS = (DEVICE.type,)
     graphs._warm_up = lambda *_: None
     graphs._captured = tracing.captured
-    graphs._split_up = lambda packed, like: [invented(one.held) for one in like]  # type: ignore[attr-defined]
+    graphs._split_up = lambda packed, like: [invented(one.held) for one in like]
 
 
 def _target() -> Runner:
@@ -116,9 +116,8 @@ class _Weightless(Checkpoint):
 
 def _forwards(tracing: Tracing, runner: Runner) -> Record:
     """Kernels of a forward of 16 rows, and of each layer."""
-    cache = KVCache(runner.pool)
+    cache = runner.new_cache(64)
     tree = TokenTree.chain(1, [2] * 15, [1.0] * 15)
-    cache.reserve(64)
     runner.run([Segment.of_tree(tree, cache)])  # captures
     with tracing.counting() as counts:
         runner.run([Segment.of_tree(tree, cache)])
@@ -149,9 +148,8 @@ class _Rounds:
         prompt = [3 + i % 50 for i in range(_PAST)]
         sampling = SamplingParams(temperature=temperature, max_tokens=256)
         self.samplers = [Sampler(sampling, prompt, [], runner.vocab_size) for _ in self.numbers]
-        self.caches = [KVCache(runner.pool) for _ in self.numbers]
+        self.caches = [runner.new_cache(_PAST) for _ in self.numbers]
         for number, cache in zip(self.numbers, self.caches, strict=True):
-            cache.reserve(_PAST)
             cache.length = _PAST
             self.drafter.start(number, prompt, sampling)
             root = TokenTree.root_only(prompt[-1])

@@ -62,7 +62,7 @@ class Counts:
             self.names[name] = self.names.get(name, 0) + count
 
 
-class TracedTensor(Tensor):
+class TracedTensor(Tensor):  # type: ignore[misc]
     """held: the same without a device of its own, on "meta"."""
 
     held: Tensor
@@ -72,7 +72,7 @@ class TracedTensor(Tensor):
         made: TracedTensor = Tensor._make_wrapper_subclass(
             cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype,
             device=DEVICE,
-        )  # type: ignore[attr-defined]  # fmt: skip
+        )  # fmt: skip
         made.held = held
         return made
 
@@ -84,7 +84,7 @@ class TracedTensor(Tensor):
         return self.cpu().tolist()
 
 
-class Tracing(TorchDispatchMode):
+class Tracing(TorchDispatchMode):  # type: ignore[misc]
     """Counts what is done on the device."""
 
     def __init__(self) -> None:

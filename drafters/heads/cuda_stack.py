@@ -88,7 +88,7 @@ class CudaStack:
         self._rule = Rule(first.head_dim**-0.5)
         self._recorded: dict[tuple[int, ...], Recorded] = {}  # by rows, attention chunks and ancestors listed
         self._over = self.pool.keys  # what the graphs were captured over
-        self.reserve_positions(256)
+        self.cos_sin = self.first.rotary.halves(256)
 
     def reader(self, fc: Linear, norm: RMSNorm, layers: Sequence[tuple[DecoderLayer, Linear]]) -> CudaReader:
         """Reads what such layers attend to beside their rows into the pool."""
@@ -96,7 +96,7 @@ class CudaStack:
 
     def reserve_positions(self, positions: int) -> None:
         """Compute the cosines and sines of `positions` positions: [positions, head_dim] float32."""
-        if not hasattr(self, "cos_sin") or positions > len(self.cos_sin):
+        if positions > len(self.cos_sin):
             self.cos_sin = self.first.rotary.halves(2 * positions)
             self._recorded.clear()
 
@@ -116,7 +116,7 @@ class CudaStack:
         picked = np.asarray(range(count) if chosen is None else chosen)
         if size not in SIZES:
             return self._run(chunks, *uploaded((longs(picked), longs(read), longs(written), *rows), device))[0]
-        filled = np.zeros(size)
+        filled = np.zeros(size, np.int64)
         filled[: len(picked)] = picked
         key = size, chunks, len(rows.ancestor_slots)
         if key not in self._recorded:

@@ -29,7 +29,9 @@ class BlockHead(BlockWeights):
 
     def rank(self, asked: Sequence[Unranked]) -> list[Candidates]:
         if self.device.type != "cpu":
-            find_all([(forward, one.ranking) for one in asked for forward in one.session.forwards])
+            sessions: list[Any] = [one.session for one in asked]
+            new = [(each, one.ranking) for one, of in zip(asked, sessions, strict=True) for each in of.forwards]
+            find_all(new)
         return super().rank(asked)
 
     def begin(self, asked: Sequence[tuple[Any, list[list[int]]]]) -> list[list[int]]:

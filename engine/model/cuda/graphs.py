@@ -166,7 +166,8 @@ def _parts(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 def _padded_bytes(part: Tensor) -> int:
     """Kernels are compiled for addresses that are multiples of 16."""
-    return -(-part.nbytes // 16) * 16
+    padded: int = -(-part.nbytes // 16) * 16
+    return padded
 
 
 @cache

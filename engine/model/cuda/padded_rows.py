@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.batch import BLOCK, Batch, Int
@@ -89,5 +90,5 @@ def _filled(ancestors: Int) -> Int:
     return ancestor_slots
 
 
-def longs(array: Int) -> Tensor:
+def longs(array: NDArray[Any]) -> Tensor:
     return torch.from_numpy(array.astype(np.int64))
