@@ -35,7 +35,7 @@ heads: model
 
 evidence: .venv/installed
 	test -n "$(EVAL)" || { echo 'make evidence: name the folder of question files: EVAL=DIR'; exit 2; }
-	$(BIN)/talon evidence --questions $(EVAL) --out $(or $(OUT),out/evidence) --minutes $(or $(MINUTES),60) $(if $(RIVALS),--rivals $(RIVALS) --gguf $(GGUF))
+	$(BIN)/talon evidence --questions $(EVAL) --out $(or $(OUT),out/evidence) --minutes $(or $(MINUTES),60) $(if $(RIVALS),--rivals $(RIVALS)) $(if $(GGUF),--gguf $(GGUF))
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -69,6 +69,12 @@ def test_a_batch_over_a_file(tmp_path: Path, light: str) -> None:
     assert [row["prompt"] for row in rows] == prompts and all(row["answer"] for row in rows)
 
 
+def test_killed_workers_change_no_text(light: str) -> None:
+    lines = example("kill_the_workers", light).splitlines()
+    assert "--- kill -9 of every worker ---" in lines
+    assert lines[-1].startswith("--- the same text as without: ")
+
+
 def test_the_speculative_loop(light: str) -> None:
     assert "cat" in example("speculative_loop", light)
 

@@ -60,7 +60,6 @@ FLOORS = (  # folders and modules from the ground up: a floor imports itself and
 )
 
 LATE = {  # modules that import within functions, or folders (with a dot), and why
-    "benchmarks.baselines.compare": "retyping a GGUF file is rare",
     "benchmarks.baselines.run_vllm": "vLLM is in an environment of its own",
     "benchmarks.cli.": "options are checked and --help is shown before torch is there",
     "benchmarks.gpu.": "each step is a process of its own, and Triton is there with a GPU only",

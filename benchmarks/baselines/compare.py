@@ -1,5 +1,7 @@
 """Talon's methods against other engines: the same prompts, greedy, the same cores, in turn.
 
+Talon takes part with both kinds of activations, so that each engine finds one that multiplies as it does.
+
 Prompts are token ids, so every engine reads the same text. A contestant answers all prompts of a turn, several at once;
 tokens a second count the time from the first prompt to the last token, prompts included.
 """
@@ -10,14 +12,18 @@ import itertools
 import random
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from rich.console import Console
 
 from engine.api import Engine
+from engine.config import Config, load
 from engine.core.errors import ConfigError, TalonError
 from engine.core.params import SamplingParams
 from engine.core.processor import cores
@@ -26,18 +32,22 @@ from engine.model.loading import dtype_of, load_model, name_of
 from engine.weights.gguf_source import open_gguf
 from engine.weights.tokenizer import load_tokenizer
 
-from ..inputs.questions import check_prompts, mixed_questions
+from ..inputs.questions import mixed_questions
 from ..measure.budget import Budget, is_narrow
-from ..measure.load import engines
+from ..measure.load import settings_of
 from ..measure.plan import MeasurementPlan
 from ..report.engine_figures import ROWS, Turn, ratios
-from ..report.figures import PLAIN
 from ..report.load_figures import at_once
-from .engines import Baseline, Missing, Process, baselines
+from .engines import Baseline, Given, Missing, baselines
+from .gguf import file_type
+from .rivals import Rivals
 
 Prompts = Sequence[Sequence[int]]
+Part = tuple[int, Prompts]
+"""Requests at once, and the prompts that they ask."""
 _LEAST, _ROUNDS = 6, 3  # prompts of a turn: at least, and for each request at once
 _MOST = 20  # repeats
+_ACTIVATIONS = "bfloat16", "int8"
 
 
 def turns(
@@ -46,8 +56,8 @@ def turns(
     repeats: int,
     budget: Budget,
     ratios: Callable[[int], Iterable[Sequence[float]]],
-) -> Iterator[tuple[int, int, Prompts]]:
-    """(repeat, requests at once, prompts). Each turn takes the next prompts, so that as few as possible repeat.
+) -> Iterator[Sequence[Part]]:
+    """Of each repeat, what every contestant is asked. Parts take the next prompts, so that as few as possible repeat.
 
     With a bounded budget there are as many repeats as it allows, of the levels whose intervals are not narrow yet.
     ratios: at a level, of each contestant so far.
@@ -55,113 +65,168 @@ def turns(
     endless = itertools.cycle(prompts)
     for repeat in range(_MOST if budget.bounded else repeats):
         open_ = [level for level in levels if not repeat or not all(map(is_narrow, ratios(level)))]
-        for level in levels if not budget.bounded else open_:
-            if repeat and budget.spent:
-                return
-            yield repeat, level, [*itertools.islice(endless, max(_LEAST, _ROUNDS * level))]
+        asked = open_ if budget.bounded else levels
+        if repeat and (budget.spent or not asked):
+            return
+        yield [(level, [*itertools.islice(endless, max(_LEAST, _ROUNDS * level))]) for level in asked]
 
 
-async def answer(engine: Engine, prompts: Prompts, max_tokens: int, level: int) -> tuple[float, list[int]]:
-    """As `Process.answer`, for one of Talon's engines."""
-    tokens = [0] * len(prompts)
+class StartedEngine(Protocol):
+    """An engine that has started."""
 
-    async def one(place: int) -> None:
-        result = await engine.generate([*prompts[place]], SamplingParams(max_tokens=max_tokens))
-        tokens[place] = len(result.token_ids)
+    async def answer(self, prompts: Prompts, max_tokens: int, at_once: int) -> tuple[float, list[int]]:
+        """Seconds for all prompts, and the tokens of each answer."""
 
-    started = time.perf_counter()
-    await keep_under_way(level, range(len(prompts)), one)
-    return time.perf_counter() - started, tokens
+    async def stop(self) -> None: ...
 
 
-async def run_baselines(
-    plan: MeasurementPlan, levels: Sequence[int], folder: Path, gguf: Path, console: Console
-) -> list[Turn]:
-    """Measure, and write rivals.jsonl as the turns end. levels: requests at once; folder: of the engines' virtual
-    environments; gguf: the model's weights.
-    """
+class Entrant(Protocol):
+    """One of Talon's methods, or another engine."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def weights(self) -> str: ...
+
+    @property
+    def activations(self) -> str: ...
+
+    @property
+    def talon(self) -> bool: ...
+
+    async def start(self) -> StartedEngine: ...
+
+
+@dataclass(frozen=True)
+class OwnEngine:
+    """One of Talon's, at work."""
+
+    engine: Engine
+
+    async def answer(self, prompts: Prompts, max_tokens: int, at_once: int) -> tuple[float, list[int]]:
+        tokens = [0] * len(prompts)
+
+        async def one(place: int) -> None:
+            result = await self.engine.generate([*prompts[place]], SamplingParams(max_tokens=max_tokens))
+            tokens[place] = len(result.token_ids)
+
+        started = time.perf_counter()
+        await keep_under_way(at_once, range(len(prompts)), one)
+        return time.perf_counter() - started, tokens
+
+    async def stop(self) -> None:
+        await self.engine.close()
+
+
+@dataclass(frozen=True)
+class Own:
+    """One of Talon's methods, with a kind of activations."""
+
+    name: str
+    weights: str
+    config: Config
+    talon: bool = True
+
+    @property
+    def activations(self) -> str:
+        return self.config.activations
+
+    async def start(self) -> OwnEngine:
+        engine = await Engine.start(self.config)
+        await engine.generate("Say hello.", SamplingParams(max_tokens=24))
+        return OwnEngine(engine)
+
+
+async def run_baselines(plan: MeasurementPlan, levels: Sequence[int], rivals: Rivals, console: Console) -> list[Turn]:
+    """Measure, and write rivals.jsonl as the turns end. levels: requests at once."""
     if plan.sampling.temperature != 0:
         raise ConfigError("--temperature: rivals are compared at 0 only; leave it out with --rivals")
     plan = plan.resolved()
     asked = [plan.encoded(suite, question) for suite, question in mixed_questions(plan.files, plan.limit)]
-    threads, budget = plan.config.verifier.threads or cores(), Budget(plan.minutes)
+    found: list[Turn] = []
+    prompts = [one.prompt for one in asked]
+    order = turns(levels, prompts, plan.repeats, Budget(plan.minutes), lambda level: _ratios(found, level))
+    ours = [
+        Own(name, weights_of(plan.config), load(settings_of(name, plan.config, plan.heads), {"activations": kind}))
+        for kind in _ACTIVATIONS
+        for name in plan.contestants
+    ]
     with tempfile.TemporaryDirectory(prefix="talon-rivals-") as made, plan.row_file(ROWS) as file:
-        others = baselines(
-            folder, _with_weights(plan.config.model, Path(made)), retyped(gguf, Path(made)), threads, max(levels)
-        )
-        async with engines(plan.contestants, plan.config, plan.heads, console) as ours:
-            check_prompts(asked, plan.sampling.max_tokens, ours[PLAIN].target.context)
-            found: list[Turn] = []
-            order = turns(levels, [one.prompt for one in asked], plan.repeats, budget, lambda n: _ratios(found, n))
-            weights = name_of(dtype_of(plan.config))
-            async with aclosing(compare(ours, weights, others, order, plan.sampling.max_tokens, console)) as taken:
-                async for turn in taken:
-                    found.append(turn)
-                    file.write(turn)
-            return found
+        others = baselines(rivals.folder, _given(rivals, plan.config, Path(made), max(levels)))
+        async with aclosing(compare(ours, others, order, plan.sampling.max_tokens, console)) as taken:
+            async for turn in taken:
+                found.append(turn)
+                file.write(turn)
+    return found
 
 
 async def compare(
-    ours: Mapping[str, Engine],
-    weights: str,
+    ours: Sequence[Own],
     others: Sequence[Baseline | Missing],
-    order: Iterator[tuple[int, int, Prompts]],
+    order: Iterator[Sequence[Part]],
     max_tokens: int,
     console: Console,
 ) -> AsyncGenerator[Turn, None]:
-    """Let all contestants take turns. Engines that cannot be started are named and left out; so are those that fail
-    later, from then on. weights: the type that Talon's engines compute with.
+    """Let all contestants take turns, each alone in memory. Those that cannot be started are named and left out; so are
+    other engines that fail later, from then on.
     """
     drawn = random.Random(0)
-    async with AsyncExitStack() as running:
-        processes = {}
-        for one in others:
-            if isinstance(one, Missing):
-                console.print(f"left out: {one.name}: not installed: {one.reason}")
+    here: list[Entrant] = [*ours, *(one for one in others if isinstance(one, Baseline))]
+    for one in others:
+        if isinstance(one, Missing):
+            console.print(f"left out: {one.name}: not installed: {one.reason}")
+    for repeat, parts in enumerate(order):
+        for contestant in drawn.sample(here, len(here)):
+            about = f"{contestant.name}, {contestant.weights} by {contestant.activations}"
+            console.print(f"repeat {repeat + 1}: {about}", highlight=False)
+            try:
+                running = await contestant.start()
+            except TalonError as error:
+                here.remove(contestant)
+                console.print(f"left out: {error}")
                 continue
             try:
-                processes[one.name] = process = await Process.start(one)
-                running.push_async_callback(process.stop)
+                for level, prompts in parts:
+                    seconds, tokens = await running.answer(prompts, max_tokens, level)
+                    yield Turn(*_about(contestant), level, repeat, seconds, tokens, contestant.talon)
             except TalonError as error:
-                console.print(f"left out: {error}")
-        for repeat, level, prompts in order:
-            names = [*ours, *processes]
-            for name in drawn.sample(names, len(names)):
-                console.print(f"repeat {repeat + 1}, {at_once(level)}: {name}", highlight=False)
-                try:
-                    if name in ours:
-                        seconds, tokens = await answer(ours[name], prompts, max_tokens, level)
-                    else:
-                        seconds, tokens = await processes[name].answer(prompts, max_tokens, level)
-                except TalonError as error:
-                    if name in ours:
-                        raise
-                    del processes[name]  # it has been stopped
-                    console.print(f"left out from here on: {error}")
-                    continue
-                kind = weights if name in ours else processes[name].baseline.weights
-                yield Turn(name, kind, level, repeat, seconds, tokens, talon=name in ours)
+                if contestant.talon:
+                    raise
+                here.remove(contestant)
+                console.print(f"left out from here on: {error}")
+            finally:
+                await running.stop()
+
+
+def _about(one: Entrant) -> tuple[str, str, str]:
+    return one.name, one.weights, one.activations
 
 
 def _ratios(found: Sequence[Turn], level: int) -> list[list[float]]:
     return [[*some.values()] for (_, setting, _), some in ratios(found).items() if setting == at_once(level)]
 
 
-def _with_weights(model: str, folder: Path) -> str:
+def weights_of(config: Config) -> str:
+    """The type in memory of most of the model's weights."""
+    file = open_gguf(Path(config.model))
+    return name_of(dtype_of(config)) if file is None else file_type(file.path)
+
+
+def _given(rivals: Rivals, config: Config, made: Path, most: int) -> Given:
+    """What the engines are given. made: a folder for what is written for them; most: requests at once."""
+    own = open_gguf(Path(config.model))
+    files = {file_type(file): file for file in (*([] if own is None else [own.path]), *rivals.files)}
+    if not files:
+        raise ConfigError("--gguf: name a GGUF file of the model's weights, which other engines read")
+    threads = config.verifier.threads or cores()
+    return Given(partial(_directory, config.model, made), files, rivals.draft, threads, most)
+
+
+def _directory(model: str, folder: Path) -> str:
     """The directory that other engines load, written into `folder` if the model's weights are in a GGUF file."""
     if open_gguf(Path(model)) is None:
         return model
     load_model(model, "bfloat16", torch.device("cpu")).save_pretrained(folder / "model")
     load_tokenizer(model).save_pretrained(folder / "model")
     return str(folder / "model")
-
-
-def retyped(gguf_file: Path, folder: Path) -> dict[str, Path]:
-    """The file as it is, under its own type, and its weights as bfloat16 and float16, written into `folder`."""
-    from .gguf import file_type, retype
-
-    kind = file_type(gguf_file)
-    made = {other: folder / f"{gguf_file.stem}.{other}.gguf" for other in ("BF16", "F16") if other != kind}
-    for other, goal in made.items():
-        retype(gguf_file, goal, other)
-    return made | {kind: gguf_file}

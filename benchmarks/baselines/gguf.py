@@ -1,7 +1,12 @@
-"""A GGUF file's weights in another type, for engines that read GGUF but not the original's type."""
+"""A GGUF file's weights in another type, for comparisons of engines that read 16 bits a weight.
+
+python -m benchmarks.baselines.gguf SOURCE GOAL BF16
+"""
 
 from __future__ import annotations
 
+import math
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -9,14 +14,16 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 
+from engine.weights.gguf_file import read_gguf
+
 _FILE_TYPES = {"BF16": 32, "F16": 1}  # `general.file_type`
 
 
 def file_type(file: Path) -> str:
     """The type of most of a file's weights, such as Q4_1."""
     sizes: Counter[str] = Counter()
-    for tensor in GGUFReader(file).tensors:
-        sizes[tensor.tensor_type.name] += tensor.n_elements
+    for tensor in read_gguf(file, f"--gguf {file}").tensors:
+        sizes[tensor.kind.name] += math.prod(tensor.shape)
     return sizes.most_common(1)[0][0]
 
 
@@ -44,3 +51,9 @@ def retype(source: Path, goal: Path, kind: str) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return goal
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 4 or sys.argv[3] not in _FILE_TYPES:
+        sys.exit("python -m benchmarks.baselines.gguf SOURCE GOAL BF16 (or F16)")
+    retype(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

@@ -1,6 +1,7 @@
 """OpenVINO GenAI. Runs under the Python that has `openvino-genai`; imports nothing of Talon.
 
-Arguments: a GGUF file, threads, requests at once at most, and the tokens that prompt lookup drafts (0: plain decoding).
+Arguments: a GGUF file, threads, requests at once at most, and what drafts: plain (nothing), lookup (the prompt)
+or the GGUF file of a smaller model.
 """
 
 from __future__ import annotations
@@ -14,17 +15,24 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 
+_DRAFTED = 5  # tokens
+
 
 def main() -> None:
-    model, threads, most, drafted = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    model, source = sys.argv[1], sys.argv[4]
     scheduler = genai.SchedulerConfig()
-    scheduler.cache_size, scheduler.max_num_seqs, scheduler.enable_prefix_caching = 1, most, False
-    options: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads, **({"prompt_lookup": True} if drafted else {})}
-    pipeline = genai.ContinuousBatchingPipeline(model, scheduler, "CPU", options)
+    scheduler.cache_size, scheduler.max_num_seqs, scheduler.enable_prefix_caching = 1, int(sys.argv[3]), False
+    options: dict[str, Any] = {"INFERENCE_NUM_THREADS": int(sys.argv[2])}
+    drafts: dict[str, Any] = {"prompt_lookup": True} if source == "lookup" else {}
+    if source not in ("plain", "lookup"):
+        drafts["draft_model"] = genai.draft_model(source, "CPU", **options)
+    pipeline = genai.ContinuousBatchingPipeline(model, scheduler, "CPU", options | drafts)
     config = genai.GenerationConfig()
     config.eos_token_id = pipeline.get_tokenizer().get_eos_token_id()
-    if drafted:
-        config.num_assistant_tokens, config.max_ngram_size = drafted, 3
+    if drafts:
+        config.num_assistant_tokens = _DRAFTED
+    if source == "lookup":
+        config.num_assistant_tokens, config.max_ngram_size = 10, 3
     print(json.dumps({"ready": True}), flush=True)
     number = 0
     for line in sys.stdin:

@@ -17,13 +17,16 @@ from ..report.out_folder import compare_runs, results_in
 from ..report.runs import Run
 from .options import (
     AgainstOption,
+    DraftOption,
+    GgufOption,
     HeadsOption,
     MinutesOption,
     QuestionsOption,
-    gguf_file,
+    RivalsOption,
     names_in,
     numbers_in,
     question_files,
+    rivals_in,
 )
 
 
@@ -36,6 +39,14 @@ def bench(
             "are as published, every node verified; talon-pld, talon-suffix and talon as Talon serves them."
         ),
     ] = "none,pld,talon-suffix",
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="Five minutes (or --minutes): should speculation be on for this model, with these prompts, on this "
+            "machine? Ends with the line to paste. Without --questions it asks six prompts of its own.",
+        ),
+    ] = False,
     limit: Annotated[int | None, typer.Option(help="Questions per file.", show_default="all", min=1)] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
     temperature: Annotated[list[float] | None, typer.Option(help="May be given again.", show_default="0")] = None,
@@ -71,22 +82,15 @@ def bench(
             "time to the first token, refusals, failures. Its key is OPENAI_API_KEY. Rows: clients.jsonl.",
         ),
     ] = None,
-    rivals: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Compare with other engines instead, at --concurrency requests at once: llama.cpp, OpenVINO, vLLM, "
-            "each in a virtual environment of that folder; what is not there is left out, with the line that installs "
-            "it. Rows: rivals.jsonl.",
-        ),
-    ] = None,
-    gguf: Annotated[
-        Path | None, typer.Option(help="The model's GGUF file; --rivals gives its weights to engines that read GGUF.")
-    ] = None,
+    rivals: RivalsOption = None,
+    gguf: GgufOption = None,
+    draft: DraftOption = None,
     config: ConfigOption = configuration.DEMO,
     set_: SetOption = None,
 ) -> None:
     """Compare contestants on question files: tokens/s, speed-up over plain decoding, MAT, equality of texts.
+
+    talon bench --quick --set model=FILE.gguf --questions my-prompts.jsonl
 
     talon bench --questions gsm8k.jsonl --methods none,pld,talon-suffix --limit 10
 
@@ -99,6 +103,8 @@ def bench(
         from ..measure.plan import MeasurementPlan
         from . import parts
 
+        if quick:
+            return await measure_quickly()
         groups = {"all": every(), "ablation": list(ABLATION)}
         names = groups.get(methods) or names_in(methods)
         given = overrides(set_)
@@ -118,19 +124,36 @@ def bench(
         with results_in(out):
             if server is not None:
                 return await measure_server(server, levels or [1, 4, 8, 16, 64], samplings[0])
-            weights = None if rivals is None else gguf_file(gguf)
+            others = rivals_in(rivals, gguf, draft)
             plan = MeasurementPlan(
                 settings, names, question_files(questions), out, samplings, limit, repeats, minutes, heads
             )
-            if rivals is not None and weights is not None:
-                failed = await parts.baselines(plan, levels or [1, 8], rivals, weights, console)
+            if others is not None:
+                failed = await parts.baselines(plan, levels or [1, 8], others, console)
             elif levels or shares:
                 failed = await parts.load(plan, levels, shares, console)
             else:
-                failed = await parts.single(plan, console)
+                failed, _ = await parts.single(plan, console)
             if against is not None:
                 compare_runs(out, against, Console())
             return failed
+
+    async def measure_quickly() -> int:
+        from ..inputs.sample_prompts import write_sample_prompts
+        from ..measure.plan import MeasurementPlan
+        from ..report.recommendation import SERVED, recommendation
+        from . import parts
+
+        settings = configuration.load(config, overrides(set_))
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=(temperature or [0.0])[0], seed=seed).validate()
+        with results_in(out):
+            files = questions or [write_sample_prompts(out / "prompts.jsonl")]
+            plan = MeasurementPlan(
+                settings, [*SERVED], question_files(files), out, [sampling], limit, minutes=minutes or 5.0, heads=heads
+            )
+            failed, rows = await parts.single(plan, console)
+        Console().print(recommendation(rows, settings.model), highlight=False, markup=False, soft_wrap=True)
+        return failed
 
     async def measure_server(url: str, levels: list[int], sampling: SamplingParams) -> int:
         from ..measure.clients import failures, run_clients, table

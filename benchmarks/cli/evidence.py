@@ -16,7 +16,7 @@ from engine.core.params import SamplingParams
 
 from ..report.out_folder import compare_runs, results_in
 from ..report.runs import Run
-from .options import AgainstOption, gguf_file, names_in
+from .options import AgainstOption, DraftOption, GgufOption, HeadsOption, RivalsOption, names_in, rivals_in
 
 SHARES = {"single": 0.45, "concurrency": 0.18, "qa": 0.12, "rivals": 0.25}
 """Share of the minutes, by part."""
@@ -43,8 +43,10 @@ def evidence(
     served: Annotated[str, typer.Option(help="Comma-separated methods of the parts concurrency and rivals.")] = (
         "suffix,pld,talon"
     ),
-    rivals: Annotated[Path | None, typer.Option(help="Folder of the rivals' environments, as of talon bench.")] = None,
-    gguf: Annotated[Path | None, typer.Option(help="The model's GGUF file, for rivals.")] = None,
+    rivals: RivalsOption = None,
+    gguf: GgufOption = None,
+    draft: DraftOption = None,
+    heads: HeadsOption = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
     limit: Annotated[int | None, typer.Option(help="Questions per file.", show_default="all", min=1)] = None,
     seed: Annotated[int, typer.Option(help="Of the sampling and of the order of contestants.")] = 0,
@@ -76,7 +78,7 @@ def evidence(
             settings_of(name, settings)
         if against is not None:
             Run.read(against)  # before anything is measured, not after
-        weights = None if rivals is None else gguf_file(gguf)
+        known_rivals = rivals_in(rivals, gguf, draft)
         lacking = _lacking(questions, suites, knowledge, rivals)
         for part in (part for part in wanted if part in lacking):
             console.print(f"left out: {part}: {lacking[part]}", markup=False)
@@ -85,7 +87,12 @@ def evidence(
         def plan(
             names: Sequence[str], files: Sequence[Path], share: float, *samplings: SamplingParams
         ) -> MeasurementPlan:
-            return MeasurementPlan(settings, names, files, out, samplings or [sampling], limit, minutes=share)
+            return MeasurementPlan(
+                settings, names, files, out, samplings or [sampling], limit, minutes=share, heads=heads
+            )
+
+        async def alone(share: float) -> int:
+            return (await measured.single(plan(contestants, suites, share, sampling, drawn), console))[0]
 
         async def known(share: float) -> int:
             failed, retrieval, _ = await measured.knowledge(plan(KNOWLEDGE_METHODS, knowledge, share), 2, console)
@@ -93,11 +100,11 @@ def evidence(
             return failed
 
         async def others(share: float) -> int:
-            assert rivals is not None and weights is not None
-            return await measured.baselines(plan(names_in(served), suites, share), (1, 8), rivals, weights, console)
+            assert known_rivals is not None
+            return await measured.baselines(plan(names_in(served), suites, share), (1, 8), known_rivals, console)
 
         measure: dict[str, Callable[[float], Awaitable[int]]] = {
-            "single": lambda share: measured.single(plan(contestants, suites, share, sampling, drawn), console),
+            "single": alone,
             "concurrency": lambda share: measured.load(plan(names_in(served), suites, share), LEVELS, (), console),
             "qa": known,
             "rivals": others,
@@ -124,7 +131,7 @@ def _lacking(questions: Path, suites: Sequence[Path], knowledge: Sequence[Path],
     if not knowledge:
         lacking["qa"] = f"--questions {questions} holds none of {', '.join(KNOWLEDGE)}.jsonl"
     if rivals is None:
-        lacking["rivals"] = "name the folder of their environments with --rivals, and --gguf"
+        lacking["rivals"] = "name the folder of their environments with --rivals"
     return lacking
 
 

@@ -9,6 +9,8 @@ import typer
 
 from engine.core.errors import ConfigError
 
+from ..baselines.rivals import Rivals
+
 QuestionsOption = Annotated[
     list[Path] | None,
     typer.Option("--questions", help='JSONL with a "prompt" a line, or as Spec-Bench has it; may be given again.'),
@@ -26,6 +28,22 @@ MinutesOption = Annotated[
         show_default="until all is asked",
         min=0.0,
     ),
+]
+RivalsOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Compare with other engines, at --concurrency requests at once: llama.cpp, OpenVINO, vLLM, each in a "
+        "virtual environment of that folder; what is not there is left out, with the line that installs it. "
+        "Rows: rivals.jsonl.",
+    ),
+]
+GgufOption = Annotated[
+    list[Path] | None,
+    typer.Option(help="For --rivals: the model's weights in another type; may be given again.", show_default="model"),
+]
+DraftOption = Annotated[
+    Path | None, typer.Option(help="For --rivals: the GGUF file of a smaller model, with which others draft.")
 ]
 AgainstOption = Annotated[
     Path | None, typer.Option(help="Folder of an earlier run: which cells agree, and which changed?")
@@ -62,7 +80,9 @@ def numbers_in(option: str, listed: str | None, whole: bool = False) -> list[flo
     return numbers
 
 
-def gguf_file(gguf: Path | None) -> Path:
-    if gguf is None or not gguf.is_file():
-        raise ConfigError(f"--gguf {gguf or ''}: name the model's GGUF file, whose weights some rivals read")
-    return gguf
+def rivals_in(folder: Path | None, gguf: list[Path] | None, draft: Path | None) -> Rivals | None:
+    """What --rivals, --gguf and --draft say. ConfigError if a file is not there."""
+    for option, file in (*(("gguf", file) for file in gguf or []), *([("draft", draft)] if draft else [])):
+        if not file.is_file():
+            raise ConfigError(f"--{option} {file}: no such file")
+    return None if folder is None else Rivals(folder, gguf or [], draft)

@@ -5,11 +5,11 @@ report, and returns how many texts differ that must not.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from rich.console import Console
 
 from ..baselines.compare import run_baselines
+from ..baselines.rivals import Rivals
 from ..measure.bench import run_bench
 from ..measure.load import run_load
 from ..measure.plan import MeasurementPlan
@@ -22,11 +22,11 @@ from ..report.qa_figures import QaRow, Retrieval
 from ..report.tables import Table
 
 
-async def single(plan: MeasurementPlan, console: Console) -> int:
+async def single(plan: MeasurementPlan, console: Console) -> tuple[int, list[Row]]:
     """One request at a time."""
     rows = await run_bench(plan, console)
     _show(plan, [speed_table(rows)], console)
-    return _tell(map(_difference, rows), console)
+    return _tell(map(_difference, rows), console), rows
 
 
 async def load(plan: MeasurementPlan, levels: Sequence[int], shares: Sequence[float], console: Console) -> int:
@@ -50,9 +50,9 @@ def knowledge_tables(rows: Sequence[QaRow]) -> list[Table]:
     return [qa_figures.speed_table(rows), qa_figures.score_table(rows)]
 
 
-async def baselines(plan: MeasurementPlan, levels: Sequence[int], folder: Path, gguf: Path, console: Console) -> int:
+async def baselines(plan: MeasurementPlan, levels: Sequence[int], rivals: Rivals, console: Console) -> int:
     """Other engines."""
-    turns = await run_baselines(plan, levels, folder, gguf, console)
+    turns = await run_baselines(plan, levels, rivals, console)
     _show(plan, [engine_figures.table(turns)], console)
     return 0
 

@@ -14,13 +14,17 @@ from .ratios import Ratios, Where
 from .tables import Table
 
 ROWS = "rivals.jsonl"
+_OURS = {PLAIN: "plain", "talon": "head and suffix"}
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """A line of rivals.jsonl. tokens: of each answer; seconds: for all of them. talon: it is one of ours."""
+    """A line of rivals.jsonl. tokens: of each answer; seconds: for all of them. talon: it is one of ours.
+    weights: their type in memory; activations: the type by which they are multiplied.
+    """
 
     contestant: str
     weights: str
+    activations: str
     at_once: int
     repeat: int
     seconds: float
@@ -32,52 +36,63 @@ class Turn(msgspec.Struct, frozen=True):
         """Tokens a second."""
         return sum(self.tokens) / self.seconds
 
+    @property
+    def group(self) -> str:
+        """What is like it: engines are compared that read the same bits and multiply alike."""
+        return f"{self.weights} by {self.activations}"
 
-def rates(turns: Sequence[Turn], name: str, level: int) -> dict[int, float]:
+    @property
+    def label(self) -> str:
+        return f"Talon, {_OURS.get(self.contestant, self.contestant)}" if self.talon else self.contestant
+
+
+Contestant = tuple[str, str]
+"""A group and a label."""
+
+
+def rates(turns: Sequence[Turn], one: Contestant, level: int) -> dict[int, float]:
     """Tokens a second by repeat."""
-    return {turn.repeat: turn.rate for turn in turns if (turn.contestant, turn.at_once) == (name, level)}
+    return {turn.repeat: turn.rate for turn in turns if (turn.group, turn.label, turn.at_once) == (*one, level)}
 
 
 def ratios(turns: Sequence[Turn]) -> Ratios:
-    """Tokens a second over those of Talon's plain decoding, by repeat."""
+    """Tokens a second over those of Talon's plain decoding in the same group, by repeat."""
     found: dict[Where, dict[Any, float]] = {}
-    plain = {(turn.at_once, turn.repeat): turn.rate for turn in turns if turn.contestant == PLAIN}
+    plain = {(t.group, t.at_once, t.repeat): t.rate for t in turns if t.talon and t.contestant == PLAIN}
     for turn in turns:
-        if (turn.at_once, turn.repeat) in plain:
-            some = found.setdefault(("engines", at_once(turn.at_once), turn.contestant), {})
-            some[turn.repeat] = turn.rate / plain[turn.at_once, turn.repeat]
+        if base := plain.get((turn.group, turn.at_once, turn.repeat)):
+            found.setdefault(_where(turn.group, turn.label, turn.at_once), {})[turn.repeat] = turn.rate / base
     return found
 
 
-def speeds(turns: Sequence[Turn]) -> dict[str, dict[int, float]]:
-    """Median tokens a second by contestant and requests at once, the fastest at the most requests first."""
+def _where(group: str, label: str, level: int) -> Where:
+    return "engines", at_once(level), f"{label}, {group}"
+
+
+def speeds(turns: Sequence[Turn]) -> dict[Contestant, dict[int, float]]:
+    """Median tokens a second by contestant and requests at once: group by group, the fastest of one request first."""
     levels = sorted({turn.at_once for turn in turns})
+    groups = [*dict.fromkeys(turn.group for turn in sorted(turns, key=lambda turn: not turn.talon))]
     found = {
-        name: {level: median(some) for level in levels if (some := rates(turns, name, level).values())}
-        for name in dict.fromkeys(turn.contestant for turn in turns)
+        one: {level: median(some) for level in levels if (some := rates(turns, one, level).values())}
+        for one in dict.fromkeys((turn.group, turn.label) for turn in turns)
     }
-    return dict(sorted(found.items(), key=lambda one: -one[1].get(levels[-1], 0.0)))
-
-
-def is_small(weights: str) -> bool:
-    """Whether a weight has fewer than 16 bits."""
-    return weights not in ("bfloat16", "float16", "float32")
-
-
-def label(turn: Turn) -> str:
-    return f"Talon {turn.contestant}".replace("Talon talon", "Talon") if turn.talon else turn.contestant
+    return dict(sorted(found.items(), key=lambda one: (groups.index(one[0][0]), -one[1].get(levels[0], 0.0))))
 
 
 def table(turns: Sequence[Turn]) -> Table:
-    """A row for each contestant: median tokens a second, and the median of its ratios to Talon's plain decoding."""
-    found, one, over = speeds(turns), {turn.contestant: turn for turn in turns}, ratios(turns)
+    """A row for each contestant, those of a group together: median tokens a second, and the median of their ratios to
+    Talon's plain decoding of the group.
+    """
+    over = ratios(turns)
     levels = sorted({turn.at_once for turn in turns})
     rows = []
-    for name, by_level in found.items():
+    for (group, label), by_level in speeds(turns).items():
         shown = []
         for level in levels:
-            mine = over.get(("engines", at_once(level), name))
-            shown.append(f"{by_level[level]:.0f} ({median(mine.values()):.2f}x)" if mine else "-")
-        rows.append([label(one[name]), one[name].weights, *shown])
-    title = "Engines: tokens/s in all, and how many times Talon's plain decoding"
-    return Table(title, ("engine", "weights", *map(at_once, levels)), rows, words=2)
+            mine = over.get(_where(group, label, level))
+            speed = f"{by_level[level]:.1f}" if level in by_level else "-"
+            shown.append(speed + (f" ({median(mine.values()):.2f}x)" if mine else ""))
+        rows.append([label, group, *shown])
+    title = "Engines: tokens/s in all, and how many times Talon's plain decoding of the same weights and activations"
+    return Table(title, ("engine", "weights by activations", *map(at_once, levels)), rows, words=2)

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from .engine_figures import Turn, is_small, label, rates, speeds
+from .engine_figures import Turn, rates, speeds
 from .figures import PLAIN, Row, summaries, tokens_a_round
 from .load_figures import Level, at_once
 
@@ -26,7 +26,7 @@ HATCHES = ("", "//", "..", "xx", "\\\\")
 """Used besides colours, so that bars differ in black and white too."""
 _OURS = ("talon", "hybrid", "+")  # prefixes of our own methods' names
 _METHODS = {OURS: "Talon", PUBLISHED: "as published", OTHERS: "transformers"}
-_ENGINES = {OURS: "Talon", PUBLISHED: "16 bits a weight", OTHERS: "fewer bits a weight"}
+_ENGINES = {OURS: "Talon", OTHERS: "others"}
 
 
 class Bar(NamedTuple):
@@ -158,14 +158,16 @@ def concurrency(levels: Sequence[Level], path: Path) -> None:
 
 
 def engines(turns: Sequence[Turn], path: Path) -> None:
-    """Total tokens a second of Talon's methods and other engines, a panel for each number of requests at once."""
-    found, one = speeds(turns), {turn.contestant: turn for turn in turns}
+    """Total tokens a second, a panel for each number of requests at once and each group of engines with ours in it."""
+    ours = {(turn.group, turn.label) for turn in turns if turn.talon}
+    groups = [*dict.fromkeys(group for group, _ in speeds(turns) if group in dict(ours))]
     shown: dict[str, list[Bar]] = {}
-    for level in sorted({turn.at_once for turn in turns}):
-        for name, by_level in found.items():
-            weights, spread = one[name].weights, [*rates(turns, name, level).values()] or [0.0]
-            title = label(one[name]) + ("" if weights in name else f", {weights}")
-            colour = OURS if one[name].talon else OTHERS if is_small(weights) else PUBLISHED
-            bar = Bar(title, by_level.get(level, 0.0), min(spread), max(spread), colour)
-            shown.setdefault(at_once(level), []).append(bar)
+    for group in groups:
+        for level in sorted({turn.at_once for turn in turns}):
+            for one, by_level in speeds(turns).items():
+                if one[0] == group:
+                    spread = [*rates(turns, one, level).values()] or [0.0]
+                    colour = OURS if one in ours else OTHERS
+                    bar = Bar(one[1], by_level.get(level, 0.0), min(spread), max(spread), colour)
+                    shown.setdefault(f"{group}: {at_once(level)}", []).append(bar)
     bars(shown, "tokens/s in all", _ENGINES, path, ".0f")

@@ -32,7 +32,9 @@ class Table:
 
     def html(self) -> str:
         def line(tag: str, cells: Sequence[str]) -> str:
-            return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+            kinds = [' class="word"' if place < self.words else "" for place in range(len(cells))]
+            shown = (f"<{tag}{kind}>{html.escape(cell)}</{tag}>" for kind, cell in zip(kinds, cells, strict=True))
+            return f"<tr>{''.join(shown)}</tr>"
 
         return f"<table>{line('th', self.columns)}{''.join(line('td', row) for row in self.rows)}</table>"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.baselines.compare import compare, turns
-from benchmarks.baselines.engines import INSTALL, Baseline, Missing, Process, baselines
+from benchmarks.baselines.engines import INSTALL, Baseline, Given, Missing, Process, baselines
 from benchmarks.baselines.gguf import file_type, retype
 from benchmarks.measure.budget import Budget
 from benchmarks.report.engine_figures import Turn, table
@@ -29,7 +28,7 @@ for line in sys.stdin:
 
 
 def engine(name: str, program: str = ECHO) -> Baseline:
-    return Baseline(name, "float16", (sys.executable, "-c", program))
+    return Baseline(name, "float16", "float32", (sys.executable, "-c", program))
 
 
 def state(process: int) -> str | None:
@@ -55,13 +54,14 @@ async def compared(
     """The turns of two repeats, three tokens an answer, and what was printed."""
     console = Console(file=io.StringIO(), width=200)
     order = turns(levels, prompts, 2, Budget(None), lambda level: [])
-    found = [turn async for turn in compare({}, "", others, order, 3, console)]
+    found = [turn async for turn in compare([], others, order, 3, console)]
     return found, console.file.getvalue()  # type: ignore[attr-defined]
 
 
 async def test_engines_take_turns_at_every_level() -> None:
     broken, gone = engine("broken", "raise SystemExit"), Missing("gone", "pip install gone")
     found, printed = await compared([engine("one"), engine("two"), broken, gone], [1, 8], [[1], [2], [3]])
+    assert [turn.at_once for turn in found] == [1, 8] * 4, "an engine started answers all levels"
     taken = sorted((turn.repeat, turn.at_once, turn.contestant, len(turn.tokens)) for turn in found)
     assert taken == [(r, n, name, count) for r in (0, 1) for n, count in ((1, 6), (8, 24)) for name in ("one", "two")]
     assert all(set(turn.tokens) == {3} for turn in found)
@@ -70,39 +70,66 @@ async def test_engines_take_turns_at_every_level() -> None:
 
 async def test_an_engine_that_ends_in_its_turn_is_left_out_from_there_on_and_ends_no_other() -> None:
     tried_and_one_turn = ECHO.replace("in sys.stdin", "in (sys.stdin.readline() for _ in range(2))")
-    found, printed = await compared([engine("one"), engine("mortal", tried_and_one_turn)], [1], [[1]])
-    assert sorted(turn.contestant for turn in found) == ["mortal", "one", "one"]
+    found, printed = await compared([engine("one"), engine("mortal", tried_and_one_turn)], [1, 8], [[1]])
+    assert sorted(turn.contestant for turn in found) == ["mortal", *["one"] * 4]
     assert printed.count("left out from here on: engine=mortal: ended") == 1
 
 
-async def test_an_engine_rests_between_its_turns_and_leaves_nothing_behind() -> None:
+async def test_an_engine_leaves_nothing_behind() -> None:
     process = await Process.start(engine("echo"))
     number = process._process.pid
-    for _ in range(500):
-        if state(number) == "T":
-            break
-        await asyncio.sleep(0.01)
-    assert state(number) == "T"
+    assert state(number) is not None
     await process.stop()
     assert state(number) is None
+
+
+async def test_an_engine_is_alone_in_memory_in_its_turn(tmp_path: Path) -> None:
+    """Each notes when it begins and when it ends."""
+    noting = f"""
+import json, sys
+from pathlib import Path
+note = Path({str(tmp_path / "notes")!r}).open("a")
+print("begun", file=note, flush=True)
+{ECHO}
+print("ended", file=note, flush=True)
+"""
+    found, _ = await compared([engine("one", noting), engine("two", noting)], [1], [[1]])
+    assert len(found) == 4
+    assert (tmp_path / "notes").read_text().split() == ["begun", "ended"] * 4
+
+
+def printed(taken: list[Turn]) -> str:
+    """The table."""
+    console = Console(width=120, file=io.StringIO())
+    console.print(table(taken).rich())
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
 def test_the_table_gives_the_median_of_ratios_to_plain_decoding_in_the_same_repeat() -> None:
     rates = {"none": (10, 20, 40), "fast": (30, 40, 60)}
     taken = [
-        Turn(name, "bfloat16", 1, repeat, 1.0, [rate])
+        Turn(name, "Q4_K", "int8", 1, repeat, 1.0, [rate], talon=True)
         for name, by_repeat in rates.items()
         for repeat, rate in enumerate(by_repeat)
     ]
-    console = Console(width=80, file=io.StringIO())
-    console.print(table(taken).rich())
-    printed = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "40 (2.00x)" in printed and "20 (1.00x)" in printed
-    assert printed.index("fast") < printed.index("none")
+    shown = printed(taken)
+    assert "40.0 (2.00x)" in shown and "20.0 (1.00x)" in shown
+    assert shown.index("Talon, fast") < shown.index("Talon, plain")
+
+
+def test_an_engine_is_compared_with_plain_decoding_of_the_same_weights_and_activations_alone() -> None:
+    ours = [
+        Turn("none", "Q4_K", kind, 1, 0, 1.0, [rate], talon=True) for kind, rate in (("bfloat16", 10), ("int8", 20))
+    ]
+    shown = printed(
+        [*ours, Turn("other", "Q4_K", "int8", 1, 0, 1.0, [30]), Turn("third", "F16", "int8", 1, 0, 1.0, [5])]
+    )
+    assert "30.0 (1.50x)" in shown and "5.0 (" not in shown
+    assert shown.count("Q4_K by int8") == 2
 
 
 def test_engines_that_are_not_installed_come_with_the_line_that_installs_them(tmp_path: Path) -> None:
-    found = baselines(tmp_path, "model", {}, 2, 8)
+    found = baselines(tmp_path, Given(lambda: "model", {}, None, 2, 8))
     assert [one.name for one in found] == list(INSTALL)
     assert all(isinstance(one, Missing) and "pip install" in one.reason for one in found)
 

@@ -52,6 +52,14 @@ def test_a_corpus_line_without_a_text_is_named(tiny: str, tmp_path: Path, line: 
     assert len(told) == 1 and f"input={file}: line 3: " in told[0]
 
 
+def test_a_quick_bench_needs_no_questions_and_ends_with_a_line_to_paste(tiny: str, tmp_path: Path) -> None:
+    model = "--set", f"model={tiny}", "--set", "transport=inproc"
+    done = talon("bench", "--quick", "--minutes", "0.01", "--max-tokens", "8", "--out", str(tmp_path), *model)
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith(f"talon serve --set model={tiny} --method ")
+    assert len((tmp_path / "prompts.jsonl").read_text().splitlines()) == 6
+
+
 def test_bench_writes_a_row_per_question_and_method(tiny: str, questions: str, tmp_path: Path) -> None:
     done = talon(
         "bench", "--questions", questions, "--methods", "none,pld,suffix,hf", "--limit", "2", "--max-tokens", "12",
@@ -151,7 +159,7 @@ def test_all_the_evidence_is_one_command_and_one_report(tiny: str, tmp_path: Pat
     [
         (("--served", "sufix"), "method='sufix': no such"),
         (("--methods", "none,eagel"), "method='eagel': no such"),
-        (("--rivals", "environments"), "--gguf : name the model's GGUF file"),
+        (("--rivals", "environments", "--gguf", "nowhere"), "--gguf nowhere: no such file"),
     ],
 )
 def test_what_a_later_part_lacks_is_told_before_the_first(

@@ -51,7 +51,9 @@ def test_plain_decoding_alone_has_no_rounds_of_several_tokens_to_draw(tmp_path: 
 
 
 def test_other_engines_are_the_headline_where_they_were_measured(tmp_path: Path) -> None:
-    turns = [Turn(name, "bfloat16", n, 0, 1.0, [9 * n], name == "none") for name in ("none", "other") for n in (1, 8)]
+    turns = [
+        Turn(name, "Q4_K", "int8", n, 0, 1.0, [9 * n], name == "none") for name in ("none", "other") for n in (1, 8)
+    ]
     assert pictures(Run(run_of({"1": 1.5}), engines=turns), tmp_path)[:2] == ["headline.png", "speed-up.png"]
 
 

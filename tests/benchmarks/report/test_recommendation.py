@@ -1,0 +1,36 @@
+"""What `talon bench --quick` ends with."""
+
+from __future__ import annotations
+
+from benchmarks.report.figures import Row
+from benchmarks.report.recommendation import recommendation
+from tests.benchmarks.report.test_figures import row
+
+
+def answers(**speed_ups: list[float]) -> list[Row]:
+    """Of each method, in the order of the prompts."""
+    rows = []
+    for method, some in {"none": [1.0] * 6, **speed_ups}.items():
+        rows += [row(method.replace("_", "-"), str(number), 1 / ratio) for number, ratio in enumerate(some)]
+    return rows
+
+
+def test_the_fastest_method_is_recommended_with_the_line_that_serves_it() -> None:
+    told = recommendation(answers(talon_pld=[1.2] * 6, talon_suffix=[1.5] * 6), "FILE.gguf")
+    assert told.startswith("Turn speculation on with suffix, 1.50x plain decoding (95%: 1.50 to 1.50), 6 prompts")
+    assert told.splitlines()[1] == "talon serve --set model=FILE.gguf --method suffix"
+
+
+def test_a_method_that_may_be_slower_is_not_recommended() -> None:
+    told = recommendation(answers(talon_suffix=[0.7, 0.8, 0.9, 1.6, 1.7, 1.8], talon_pld=[1.1] * 6), "m")
+    assert "Turn speculation on with pld" in told and told.endswith("--method pld")
+    told = recommendation(answers(talon_suffix=[0.7, 0.8, 0.9, 1.6, 1.7, 1.8]), "m")
+    assert "Leave speculation off" in told and "suffix, 1.25x" in told and told.endswith("--method none")
+
+
+def test_methods_as_published_are_not_recommended() -> None:
+    assert "Leave speculation off" in recommendation(answers(eagle3=[2.0] * 6), "m")
+
+
+def test_a_path_with_spaces_can_be_pasted() -> None:
+    assert recommendation(answers(), "my model.gguf").endswith("--set 'model=my model.gguf' --method none")

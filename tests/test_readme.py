@@ -1,0 +1,26 @@
+"""The README's figures are those of the committed report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.report.engine_figures import speeds
+from benchmarks.report.runs import Run
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "qwen2.5-coder-1.5b-avx512"
+
+
+def test_its_first_table_is_that_of_the_committed_rows() -> None:
+    found = speeds(Run.read(RESULTS).engines)
+    text = (ROOT / "README.md").read_text()
+    table = text.partition("weights by activations")[2].partition("\n\n")[0].splitlines()[2:]
+    assert len(table) >= 4
+    for line in table:
+        label, group, *shown = (cell.strip().replace("`", "") for cell in line.strip("| ").split("|"))
+        assert shown == [f"{rate:.1f}" for rate in found[group, label].values()], line
+
+
+def test_its_picture_is_of_the_same_rows() -> None:
+    assert f"]({(RESULTS / 'headline.png').relative_to(ROOT)})" in (ROOT / "README.md").read_text()
+    assert (RESULTS / "headline.png").exists()
