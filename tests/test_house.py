@@ -71,6 +71,7 @@ LATE = {  # modules that import within functions, or folders (with a dot), and w
     "benchmarks.measure.ties": "the target is loaded a second time only where texts differ",
     "benchmarks.report.about": "torch and the kernels take seconds, which reports of old runs do not need",
     "benchmarks.report.out_folder": "matplotlib is of the extra bench",
+    "drafters.heads.new_stack": "Triton is there with a GPU only",
     "drafters.lookup.datastore": "numba takes half a second, which only users of an index pay",
     "drafters.lookup.suffix": "faiss is of the extra index",
     "drafters.registry": "torch takes seconds, which only methods with a model pay",

@@ -30,10 +30,10 @@ from .findings import tail
 
 STEPS = {
     "card": 90, "kernels": 120, "target": 120, "products": 150, "large": 150, "engines": 150, "heads": 90,
-    "workers": 90, "speed": 120,
+    "workers": 90, "speed": 120, "counts": 60,
 }  # fmt: skip
 """Most seconds of each step on a GPU."""
-_ORDER = "card,kernels+target,products,large,engines+heads,workers,speed"
+_ORDER = "card,kernels+target,products,large,engines+heads,workers,speed+counts"
 _SHOWN = 600  # characters of a line on standard output
 _LAST_WORDS_S = 1.0  # for the stacks of a step that took too long
 

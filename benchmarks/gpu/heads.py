@@ -6,7 +6,6 @@ import copy
 import tempfile
 import time
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,14 +19,13 @@ from drafters.heads.feature_head import FeatureHead
 from drafters.heads.head import Head
 from drafters.heads.head_drafter import HeadDrafter
 from engine.core.drafter_protocol import Verdict
-from engine.core.methods import METHODS
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.model.cuda.graphs import Recorded, wait
 from engine.model.runner import bfloat16_bits
 
 from .findings import Record, tried
-from .models import HEADS, LLAMA_8B, TOY, save_head
+from .models import HEADS, LLAMA_8B, TOY, kind_of, save_head
 
 _NODES = (1, 4, 8, 16)
 _PAST = 40
@@ -51,11 +49,10 @@ def run(device: str) -> Iterator[Record]:
 
 
 def _load(method: str, config: LlamaConfig, weights: TargetWeights, device: str, loaded: list[Head]) -> Record:
-    module, _, name = (METHODS[method].drafter or "").partition(":")
     with tempfile.TemporaryDirectory() as folder:
         save_head(method, config, Path(folder), device)
-        loaded.append(getattr(import_module(module), name).load(folder, weights, device))
-    return {"records": getattr(loaded[0], "records", None)}
+        loaded.append(kind_of(method).load(folder, weights, device))
+    return {"stack": type(getattr(loaded[0], "stack", None)).__name__}
 
 
 def _features(head: Head, config: LlamaConfig, count: int) -> Tensor:
@@ -90,7 +87,7 @@ def _steps(head: Any, config: LlamaConfig) -> Record:
     with torch.inference_mode():
         for nodes in _NODES:
             session = head.open([1, 2], 300, 64)
-            session.commit(0, _features(head, config, _PAST).to(head.device, head.dtype), [3] * _PAST)
+            session.commit(0, _features(head, config, _PAST).to(head.dtype), [3] * _PAST)
             session.root()
             times = []
             for _ in range(_REPEATS + 1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from engine.core.methods import METHODS
 
 LLAMA_8B = LlamaConfig(
     hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336,
@@ -48,7 +51,7 @@ def save_small(folder: Path, small: bool) -> str:
 def save_head(method: str, target: LlamaConfig, folder: Path, device: str) -> str:
     """A draft head with random weights for a target of that configuration, in the public layout of its method."""
     folder.mkdir(parents=True, exist_ok=True)
-    config, shapes, more = _LAYOUTS[method](target)
+    config, shapes, more = layout_of(method, target)
     tensors = {name: _weight(name, shape, device) for name, shape in shapes.items()} | more
     (folder / "config.json").write_text(json.dumps(config), encoding="utf8")
     if method in ("medusa", "hydra"):
@@ -64,7 +67,7 @@ def _weight(name: str, shape: tuple[int, ...], device: str) -> Tensor:
     return (torch.randn(shape, dtype=torch.bfloat16, device=device) * shape[-1] ** -0.5).cpu()
 
 
-_Layout = tuple[dict[str, Any], dict[str, tuple[int, ...]], dict[str, Tensor]]
+Layout = tuple[dict[str, Any], dict[str, tuple[int, ...]], dict[str, Tensor]]
 """Its config.json, the shapes of its weights, and its tensors that are no weights."""
 
 
@@ -82,7 +85,7 @@ def _layer(c: LlamaConfig, prefix: str, inputs: int) -> dict[str, tuple[int, ...
     }
 
 
-def _eagle3(c: LlamaConfig) -> _Layout:
+def _eagle3(c: LlamaConfig) -> Layout:
     hidden, vocab = c.hidden_size, c.vocab_size // 4
     shapes = {
         "fc.weight": (hidden, 3 * hidden),
@@ -96,7 +99,7 @@ def _eagle3(c: LlamaConfig) -> _Layout:
     return c.to_dict() | {"draft_vocab_size": vocab}, shapes, ids
 
 
-def _eagle(c: LlamaConfig) -> _Layout:
+def _eagle(c: LlamaConfig) -> Layout:
     hidden = c.hidden_size
     shapes = {
         "embed_tokens.weight": (c.vocab_size, hidden),
@@ -107,7 +110,7 @@ def _eagle(c: LlamaConfig) -> _Layout:
     return c.to_dict(), shapes, {}
 
 
-def _block(c: LlamaConfig) -> _Layout:
+def _block(c: LlamaConfig) -> Layout:
     """DFlash: five layers over blocks of 16."""
     hidden, count, read = c.hidden_size, 5, [1, c.num_hidden_layers // 2]
     shapes: dict[str, tuple[int, ...]] = {
@@ -127,7 +130,7 @@ def _block(c: LlamaConfig) -> _Layout:
     return config, shapes, {}
 
 
-def _medusa(c: LlamaConfig) -> _Layout:
+def _medusa(c: LlamaConfig) -> Layout:
     hidden, count = c.hidden_size, 3
     shapes: dict[str, tuple[int, ...]] = {}
     for i in range(count):
@@ -136,7 +139,7 @@ def _medusa(c: LlamaConfig) -> _Layout:
     return {"medusa_num_heads": count, "medusa_num_layers": 1}, shapes, {}
 
 
-def _hydra(c: LlamaConfig) -> _Layout:
+def _hydra(c: LlamaConfig) -> Layout:
     hidden, count = c.hidden_size, 3
     shapes: dict[str, tuple[int, ...]] = {}
     for i in range(count):
@@ -147,6 +150,17 @@ def _hydra(c: LlamaConfig) -> _Layout:
         shapes[f"hydra_lm_head.{i}.weight"] = (c.vocab_size, hidden)
     config = {"hydra_num_heads": count, "hydra_num_layers": 2, "hydra_head_arch": "mlp", "grounded_heads": True}
     return config, shapes, {}
+
+
+def layout_of(method: str, target: LlamaConfig) -> Layout:
+    """Of a head for a target of that configuration."""
+    return _LAYOUTS[method](target)
+
+
+def kind_of(method: str) -> Any:
+    """A method's class of heads."""
+    module, _, name = (METHODS[method].drafter or "").partition(":")
+    return getattr(import_module(module), name)
 
 
 _LAYOUTS = {"eagle3": _eagle3, "eagle": _eagle, "block": _block, "medusa": _medusa, "hydra": _hydra}

@@ -14,7 +14,8 @@ from drafters.heads.checkpoint import Checkpoint, TargetWeights
 from drafters.heads.feature_head import FeatureHead
 from drafters.heads.growth.policies import EAGLE_25, Static
 from drafters.heads.layers import DecoderLayer, HeadCache, Linear, PairLinear, draft_dtype, llama_config, qkv_weights
-from drafters.heads.stack import Stack, StackLayer, fits
+from drafters.heads.new_stack import AnyStack, new_stack
+from drafters.heads.stack import StackLayer
 
 
 class EagleHead(FeatureHead):
@@ -67,7 +68,7 @@ class EagleHead(FeatureHead):
         tokens: Tensor,
         positions: Tensor,
         cache: HeadCache,
-        at: int | Tensor,
+        at: int,
         mask: Tensor | None,
     ) -> Tensor:
         x = self.fc(tokens, features)
@@ -79,10 +80,8 @@ class EagleHead(FeatureHead):
     def new_cache(self, capacity: int) -> HeadCache:
         return HeadCache(self.layer, capacity)
 
-    def new_stack(self) -> Stack | None:
-        if not fits(self.hidden_size, self.layer):
-            return None
-        return Stack([StackLayer(self.qkv, self.layer, None)], self.dtype, self.lm_head)
+    def new_stack(self) -> AnyStack | None:
+        return new_stack([StackLayer(self.qkv, self.layer, None)], self.dtype, self.lm_head, self.entered, keeps=True)
 
-    def entered(self, features: Tensor, tokens: list[int]) -> Tensor:
-        return self.fc(torch.tensor(tokens), features.to(self.dtype))
+    def entered(self, features: Tensor, tokens: Tensor) -> Tensor:
+        return self.fc(tokens, features.to(self.dtype))

@@ -26,7 +26,8 @@ from drafters.heads.layers import (
     llama_config,
     qkv_weights,
 )
-from drafters.heads.stack import Stack, StackLayer, fits
+from drafters.heads.new_stack import AnyStack, new_stack
+from drafters.heads.stack import StackLayer
 from engine.core.errors import DrafterMismatch
 
 
@@ -105,7 +106,7 @@ class Eagle3Head(FeatureHead):
         tokens: Tensor,
         positions: Tensor,
         cache: HeadCache,
-        at: int | Tensor,
+        at: int,
         mask: Tensor | None,
     ) -> Tensor:
         normed = self.feature_norm(features)
@@ -118,12 +119,11 @@ class Eagle3Head(FeatureHead):
     def new_cache(self, capacity: int) -> HeadCache:
         return HeadCache(self.layer, capacity)
 
-    def new_stack(self) -> Stack | None:
-        if not fits(self.hidden_size, self.layer):
-            return None
+    def new_stack(self) -> AnyStack | None:
         layer = StackLayer(self.qkv.linear, self.layer, None if self.norm_before_residual else self.feature_norm)
-        return Stack([layer], self.dtype, self.lm_head, self.norm, self.qkv.of_token)
+        return new_stack([layer], self.dtype, self.lm_head, self.entered, self.norm, self.qkv.of_token, keeps=True)
 
-    def entered(self, features: Tensor, tokens: list[int]) -> Tensor:
-        self.qkv.reserve(tokens)
+    def entered(self, features: Tensor, tokens: Tensor) -> Tensor:
+        if tokens.device.type == "cpu":
+            self.qkv.reserve(tokens.numpy())
         return self.feature_norm(features.to(self.dtype)) if self.norm_before_residual else features

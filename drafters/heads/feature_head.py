@@ -11,7 +11,6 @@ from drafters.heads import pooled_session
 from drafters.heads.feature_session import FeatureSession
 from drafters.heads.feature_weights import FeatureWeights
 from drafters.heads.session import Session
-from engine.model.cuda.graphs import rounded
 
 
 class FeatureHead(FeatureWeights):
@@ -26,6 +25,4 @@ class FeatureHead(FeatureWeights):
     def open(self, prompt: Sequence[int], capacity: int, scratch: int) -> Session:
         if self.stack is not None:
             return pooled_session.PooledSession(self, scratch)
-        text = rounded(capacity) if self.records else capacity
-        spare = self.spare.take((text, scratch))
-        return FeatureSession(self, text, scratch) if spare is None else spare
+        return FeatureSession(self, capacity, scratch)

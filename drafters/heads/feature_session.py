@@ -4,6 +4,8 @@ The feature f[i] of text position i is paired with the token t[i + 1] after it; 
 at f[i + 1], from which the next token's logits come. Pairs with the target's true features fill the first cache
 slots; pairs of drafted nodes, whose features are the head's own guesses, follow them and are dropped at the next
 sync. A layer of the tree is one forward: a mask lets each node see the text and its ancestors.
+
+Where a head has a stack, `drafters.heads.pooled_session` does the same for all requests at once.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ from torch import Tensor
 from drafters.heads.feature_weights import FeatureWeights
 from drafters.heads.layers import causal_mask
 from drafters.heads.session import Session
-from engine.model.cuda.graphs import Recorded, bucket
 
 _SYNC_CHUNK = 512  # rows of one forward over a long prompt, which bounds the mask's size
 
@@ -23,18 +24,15 @@ class FeatureSession(Session):
     """One request of a `FeatureHead`; node n > 0 occupies the cache slot `slots + n - 1`."""
 
     def __init__(self, head: FeatureWeights, text: int, scratch: int):
-        self.head, self.text, self.scratch = head, text, scratch
-        self.cache = head.new_cache(text + scratch + 1)  # the last slot takes a bucket's padding rows
-        if head.records:
-            self.cache.data.zero_()  # masked slots are still read (0 x NaN = NaN)
+        self.head, self.scratch = head, scratch
+        self.cache = head.new_cache(text + scratch)
         self.slots = 0  # cache slots that hold true features
         self.nodes = 1
         # per node: its predicted feature, the position of its pair, and what it may attend to
-        self.features = torch.empty(scratch + 2, head.hidden_size, device=head.device, dtype=head.dtype)
+        self.features = torch.empty(scratch + 1, head.hidden_size, device=head.device, dtype=head.dtype)
         self.positions = [0] * (scratch + 1)
         # one row per node over the cache slots, so that a layer's mask is a slice and need not be assembled
-        self.visible = torch.zeros(scratch + 2, text + scratch + 1, dtype=torch.bool, device=head.device)
-        self._steps: dict[int, Recorded] = {}  # by rows
+        self.visible = torch.zeros(scratch + 1, text + scratch, dtype=torch.bool, device=head.device)
         self._pending: list[tuple[int, Tensor, list[int]]] = []
         self._root_logits: Tensor | None = None
 
@@ -68,8 +66,6 @@ class FeatureSession(Session):
         self.positions[first : first + n] = positions
         self.nodes += n
         nodes = list(range(first, first + n))
-        if head.records:
-            return nodes, self._recorded_step(parents, tokens, positions, nodes, start)
         # one transfer for all three
         rows, ids, at = torch.tensor([parents, tokens, positions], device=head.device).unbind()
         visible = self.visible[first : first + n]
@@ -80,47 +76,17 @@ class FeatureSession(Session):
         self.features[first : first + n] = features
         return nodes, head.logits(features)
 
-    def _recorded_step(
-        self, parents: list[int], tokens: list[int], positions: list[int], nodes: list[int], start: int
-    ) -> Tensor:
-        """`extend` as a CUDA graph. Rows that pad the bucket are unused children of node 0."""
-        rows = bucket(len(nodes))
-        slots = range(start, start + len(nodes))
-        unused = (0, 0, 0, self.scratch + 1, self.text + self.scratch)
-        columns = [*zip(parents, tokens, positions, nodes, slots, strict=True)] + [unused] * (rows - len(nodes))
-        if rows not in self._steps:
-            self._steps[rows] = Recorded(self._step, self.head.device)
-        (logits,) = self._steps[rows](torch.tensor(columns).T.contiguous())
-        return logits[: len(nodes)]
-
-    def _step(self, index: Tensor) -> tuple[Tensor]:
-        """index: [5, rows], parents, tokens, positions, nodes and slots."""
-        head, (parents, tokens, positions, nodes, slots) = self.head, index.unbind()
-        seen = self.visible.index_select(0, parents)
-        seen.scatter_(1, slots[:, None], True)
-        self.visible.index_copy_(0, nodes, seen)
-        features = head.forward(self.features.index_select(0, parents), tokens, positions, self.cache, slots, seen)
-        self.features.index_copy_(0, nodes, features)
-        return (head.logits(features),)
-
     def room(self) -> int:
         return self.scratch - (self.nodes - 1)
 
     def clear(self) -> None:
         self.nodes = 1
 
-    def close(self) -> None:
-        if self.head.records:
-            self.slots, self.synced, self._pending, self._root_logits = 0, 0, [], None
-            self.visible.zero_()
-            self.clear()
-            self.head.spare.give((self.text, self.scratch), self)
-
     def _sync(self, positions: list[int], features: Tensor, tokens: list[int]) -> None:
         """Read the pairs with true features at these positions of the text."""
         n, head = len(tokens), self.head
         guessed = head.forward(
-            head.fuse(features.to(head.dtype)),
+            head.fuse(features.to(head.device, head.dtype)),
             torch.tensor(tokens, device=head.device),
             torch.tensor(positions, device=head.device),
             self.cache,

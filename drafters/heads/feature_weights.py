@@ -11,10 +11,8 @@ from torch import Tensor
 
 from drafters.heads.head import Head
 from drafters.heads.layers import HeadCache, Linear
-from drafters.heads.session import Session
-from drafters.heads.stack import Stack
+from drafters.heads.new_stack import AnyStack
 from engine.core.batch import Rows
-from engine.model.cuda.graphs import Spare
 
 
 class FeatureWeights(Head):
@@ -35,10 +33,10 @@ class FeatureWeights(Head):
         tokens: Tensor,
         positions: Tensor,
         cache: HeadCache,
-        at: int | Tensor,
+        at: int,
         mask: Tensor | None,
     ) -> Tensor:
-        """[n, hidden_size]: the features guessed after (feature, token) pairs. at: slots, as in `HeadCache.write`."""
+        """[n, hidden_size]: the features guessed after (feature, token) pairs. at: as in `HeadCache.write`."""
 
     @abstractmethod
     def logits(self, features: Tensor) -> Tensor:
@@ -49,30 +47,20 @@ class FeatureWeights(Head):
         """A cache of the head's layer."""
 
     @abstractmethod
-    def new_stack(self) -> Stack | None:
+    def new_stack(self) -> AnyStack | None:
         """The head's layer and output matrix as a program, None where a stack does not fit."""
 
     @abstractmethod
-    def entered(self, features: Tensor, tokens: list[int]) -> Tensor:
+    def entered(self, features: Tensor, tokens: Tensor) -> Tensor:
         """The stack's residual for these pairs."""
 
     @cached_property
-    def stack(self) -> Stack | None:
+    def stack(self) -> AnyStack | None:
         return self.new_stack()
 
-    def guess(self, features: Tensor, parts: Sequence[Rows], chosen: Sequence[int] | None) -> Tensor:
-        """Logits [chosen, draft_vocab] after the pairs of these features [rows, hidden_size] and the parts' tokens. The
-        guessed features are in `stack.residual` afterwards.
+    def guess(self, above: Sequence[int], parts: Sequence[Rows], chosen: Sequence[int] | None) -> Tensor:
+        """Logits [chosen, draft_vocab] after pairs of features and the parts' tokens. above: [rows], the slots of the
+        pool where the features are kept; the guessed ones are kept in the rows' own slots afterwards.
         """
         assert self.stack is not None
-        return self.stack.run(parts, self.entered(features, [token for part in parts for token in part.tokens]), chosen)
-
-    @cached_property
-    def records(self) -> bool:
-        """Whether draft steps are captured as CUDA graphs (`engine.model.cuda.graphs`)."""
-        return bool(self.device.type == "cuda")
-
-    @cached_property
-    def spare(self) -> Spare[Session]:
-        """Sessions that have ended, for reuse."""
-        return Spare()
+        return self.stack.run(above, parts, chosen)

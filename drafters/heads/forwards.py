@@ -6,13 +6,14 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from torch import Tensor
+
 from drafters.heads.growth.trie import Trie, TriePlace
 from drafters.heads.head import Head
-from engine.model.cuda.graphs import wait
 
 
 class Forwards:
-    """count, seconds: of the forwards so far."""
+    """count, seconds: of the forwards so far, with what they predict."""
 
     def __init__(self, head: Head):
         self.head = head
@@ -63,8 +64,8 @@ class Forwards:
         found = [(trie, node, len(path)) for (trie, path), node in zip(places, nodes, strict=True) if node >= 0]
         for trie, node, depth in found:
             trie.depth[node] = depth
-        for trie in dict.fromkeys(trie for trie, _, _ in found):
-            trie.note([node for other, node, _ in found if other is trie], None)
+        begun_in = dict.fromkeys(trie for trie, _, _ in found)
+        self._note([(trie, [node for other, node, _ in found if other is trie], None) for trie in begun_in])
         return nodes
 
     def _draft_roots(self, tries: Iterable[Trie]) -> None:
@@ -73,19 +74,24 @@ class Forwards:
             return
         with self._counted():
             roots = self.head.roots([trie.session for trie in new])
-        for trie, logits in zip(new, roots, strict=True):
-            trie.note([0], logits)
+            self._note([(trie, [0], logits) for trie, logits in zip(new, roots, strict=True)])
 
     def _extend(self, new: dict[Trie, list[tuple[int, int]]]) -> None:
         """Draft these nodes, each given by its parent and token: a one-pass head has all they need already."""
         with self._counted(not self.head.one_pass):
             asked = [(trie.session, [p for p, _ in pairs], [t for _, t in pairs]) for trie, pairs in new.items()]
             extended = self.head.extend(asked)
-            wait(self.head.device)
-        for (trie, pairs), (nodes, logits) in zip(new.items(), extended, strict=True):
-            for pair, node in zip(pairs, nodes, strict=True):
-                trie.child[pair], trie.depth[node] = node, trie.depth[pair[0]] + 1
-            trie.note(nodes, logits)
+            for (trie, pairs), (nodes, _) in zip(new.items(), extended, strict=True):
+                for pair, node in zip(pairs, nodes, strict=True):
+                    trie.child[pair], trie.depth[node] = node, trie.depth[pair[0]] + 1
+            self._note([(trie, *found) for trie, found in zip(new, extended, strict=True)])
+
+    def _note(self, found: list[tuple[Trie, list[int], Tensor | None]]) -> None:
+        """Store what the head predicts after nodes of tries."""
+        if found:
+            ranked = self.head.rank([trie.after(nodes, logits) for trie, nodes, logits in found])
+            for (trie, nodes, _), seen in zip(found, ranked, strict=True):
+                trie.note(nodes, seen)
 
     @contextmanager
     def _counted(self, is_forward: bool = True) -> Iterator[None]:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from drafters.heads.checkpoint import TargetWeights
-from drafters.heads.growth.policies import Policy
-from drafters.heads.session import Session
+from drafters.heads.growth.policies import Candidates, Policy
+from drafters.heads.growth.ranking import Ranking
+from drafters.heads.session import Session, Unranked
 
 
 class Head(ABC):
@@ -51,6 +52,12 @@ class Head(ABC):
     def extend(self, asked: Sequence[tuple[Any, list[int], list[int]]]) -> list[tuple[list[int], Tensor | None]]:
         """`Session.extend` of each: (session, parents, tokens). Logits last until the next call."""
         return [session.extend(parents, tokens) for session, parents, tokens in asked]
+
+    def rank(self, asked: Sequence[Unranked]) -> list[Candidates]:
+        """`Session.rank` of each."""
+        if any(one.logits is None for one in asked):
+            return [one.session.rank(*one[1:]) for one in asked]
+        return Ranking.of_all([(one.ranking, one.logits, one.positions) for one in asked if one.logits is not None])
 
     def begin(self, asked: Sequence[tuple[Any, list[list[int]]]]) -> list[list[int]]:
         """Of each session the nodes at the end of some paths below node 0, all drafted together; -1 where no block

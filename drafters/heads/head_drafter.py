@@ -164,7 +164,7 @@ class HeadDrafter(Drafter):
         known = max(0, session.synced - start)
         if known >= len(verdict.features):
             return
-        bits = torch.tensor(verdict.features[known:], device=self.head.device)  # copied: messages' arrays are read-only
+        bits = torch.tensor(verdict.features[known:])  # copied: messages' arrays are read-only
         trie.commit(start + known, bits.view(torch.bfloat16))
 
     @torch.inference_mode()

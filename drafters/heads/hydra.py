@@ -12,6 +12,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +23,9 @@ from drafters.heads.checkpoint import WEIGHT_FILES, Checkpoint, TargetWeights
 from drafters.heads.growth.policies import MEDUSA_63, Static
 from drafters.heads.head import Head
 from drafters.heads.layers import Linear, draft_dtype
+from drafters.heads.medusa import ROWS
 from drafters.heads.session import Session
+from engine.model.cuda.graphs import RecordedRows
 
 
 @dataclass(frozen=True)
@@ -31,11 +35,12 @@ class _Tower:
     blocks: list[tuple[Linear, Linear | None]]
     output: Linear
 
-    def logits(self, x: Tensor) -> Tensor:
-        """x: [n, (2 + i) * hidden] -> [n, vocab]."""
+    def __call__(self, features: Tensor, embeddings: Tensor) -> tuple[Tensor]:
+        """features: [n, hidden]; embeddings: [n, (1 + i) * hidden]. Returns [n, vocab]."""
+        x = torch.cat([features, embeddings], dim=1)
         for linear, residual in self.blocks:
             x = (x if residual is None else residual(x)) + F.silu(linear(x))
-        return self.output(x)
+        return (self.output(x),)
 
 
 class HydraHead(Head):
@@ -85,6 +90,7 @@ class HydraHead(Head):
                 f"hydra_lm_head.{i}.1" if nested else f"hydra_lm_head.{i}", target.vocab_size, hidden
             )
             self.towers.append(_Tower(blocks, output))
+        self._recorded = [RecordedRows(partial(self._logits, tower), device, ROWS) for tower in self.towers]
         checkpoint.finish()
 
     @classmethod
@@ -92,42 +98,70 @@ class HydraHead(Head):
         files = ("hydra_lm_head.safetensors", "hydra_lm_head.pt", *WEIGHT_FILES)
         return cls(Checkpoint(path, "hydra", files), target, torch.device(device))
 
+    def roots(self, sessions: Sequence[Any]) -> list[Tensor | None]:
+        return list(self._after([(session, 0) for session in sessions]).split(1))
+
+    def extend(self, asked: Sequence[tuple[Any, list[int], list[int]]]) -> list[tuple[list[int], Tensor | None]]:
+        added = [session.add(parents, tokens) for session, parents, tokens in asked]
+        logits = self._after([(one[0], node) for one, nodes in zip(asked, added, strict=True) for node in nodes])
+        return [*zip(added, logits.split(list(map(len, added))), strict=True)]
+
+    def _after(self, nodes: Sequence[tuple[HydraSession, int]]) -> Tensor:
+        """[nodes, vocab]: the logits after nodes of sessions; the next call overwrites them."""
+        paths = [session.paths[node] for session, node in nodes]
+        number = {session: i for i, session in enumerate(dict.fromkeys(session for session, _ in nodes))}
+        features = torch.stack([session.feature for session in number])
+        logits = torch.empty(0)
+        depths = sorted({len(path) for path in paths})  # one unless several outcomes are drafted at once
+        for depth in depths:
+            rows = [row for row, path in enumerate(paths) if len(path) == depth]
+            tokens = torch.tensor([paths[row] for row in rows])
+            of_rows = features[[number[nodes[row][0]] for row in rows]]
+            (found,) = self._recorded[depth - 1](of_rows, tokens)
+            if len(depths) == 1:
+                return found
+            logits = logits if len(logits) else found.new_empty(len(nodes), found.shape[1])
+            logits[rows] = found
+        return logits
+
+    def _logits(self, tower: _Tower, features: Tensor, tokens: Tensor) -> tuple[Tensor]:
+        """features: [n, hidden]; tokens: [n, 1 + i]."""
+        return tower(features, F.embedding(tokens, self.embedding).flatten(1))
+
     def open(self, prompt: Sequence[int], capacity: int, scratch: int) -> HydraSession:
         return HydraSession(self, scratch)
 
 
 class HydraSession(Session):
-    """A node holds its depth and its head's input: the last true feature and the embeddings along its path."""
+    """A node is the tokens of its path, the text's last token first; its head also reads the last true feature."""
 
     def __init__(self, head: HydraHead, scratch: int):
         self.head, self.depth_limit, self.scratch = head, head.count, scratch
-        self.depth: list[int] = []
-        self.inputs: list[Tensor] = []
+        self.feature = torch.empty(0)  # [hidden]
+        self.paths: list[tuple[int, ...]] = []
 
     def commit(self, start: int, features: Tensor | None, tokens: list[int]) -> None:
         assert features is not None
-        root = F.embedding(torch.tensor(tokens[-1], device=self.head.device), self.head.embedding)
-        self.inputs, self.depth = [torch.cat([features[-1, 0].to(self.head.dtype), root])], [0]
+        self.feature, self.paths = features[-1, 0].to(self.head.dtype), [(tokens[-1],)]
         self.synced = start + len(tokens)
 
     def root(self) -> Tensor:
-        return self.head.towers[0].logits(self.inputs[0][None])
+        (logits,) = self.head.roots([self])
+        assert logits is not None
+        return logits
 
-    def extend(self, parents: list[int], tokens: list[int]) -> tuple[list[int], Tensor]:
-        first, head = len(self.depth), self.head
-        embeddings = F.embedding(torch.tensor(tokens, device=head.device), head.embedding)
-        for parent, embedding in zip(parents, embeddings, strict=True):
-            self.inputs.append(torch.cat([self.inputs[parent], embedding]))
-            self.depth.append(self.depth[parent] + 1)
-        nodes = list(range(first, len(self.depth)))
-        logits = embeddings.new_empty(len(nodes), head.embedding.shape[0])
-        for depth in sorted({self.depth[node] for node in nodes}):  # one unless several outcomes are drafted at once
-            rows = [row for row, node in enumerate(nodes) if self.depth[node] == depth]
-            logits[rows] = head.towers[depth].logits(torch.stack([self.inputs[nodes[row]] for row in rows]))
-        return nodes, logits
+    def extend(self, parents: list[int], tokens: list[int]) -> tuple[list[int], Tensor | None]:
+        (extended,) = self.head.extend([(self, parents, tokens)])
+        return extended
+
+    def add(self, parents: list[int], tokens: list[int]) -> list[int]:
+        """New nodes."""
+        first = len(self.paths)
+        self.paths += [(*self.paths[parent], token) for parent, token in zip(parents, tokens, strict=True)]
+        return list(range(first, len(self.paths)))
 
     def room(self) -> int:
-        return self.scratch - (len(self.depth) - 1)
+        return self.scratch - (len(self.paths) - 1)
 
     def clear(self) -> None:
-        del self.inputs[1:], self.depth[1:]
+        del self.paths[1:]

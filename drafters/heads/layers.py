@@ -34,12 +34,12 @@ _ROWS_AT_ONCE = 4096  # of a table, so that a load takes little more memory than
 
 def draft_dtype(device: torch.device) -> torch.dtype:
     """What heads compute in: bfloat16 where its products are fast, else float32."""
-    return torch.bfloat16 if device.type == "cuda" or multiplies(torch.bfloat16) else torch.float32
+    return torch.bfloat16 if device.type != "cpu" or multiplies(torch.bfloat16) else torch.float32
 
 
 def small_dtype(device: torch.device) -> torch.dtype:
     """What heads compute in where torch does the products: `draft_dtype`, but float32 where bfloat16 is slow."""
-    return draft_dtype(device) if device.type == "cuda" or has_native_bfloat16() else torch.float32
+    return draft_dtype(device) if device.type != "cpu" or has_native_bfloat16() else torch.float32
 
 
 # cuDNN's attention, torch's choice on an H100, builds a plan for every new length of a text: 30 to 50 ms, each round
@@ -128,7 +128,7 @@ class RMSNorm:
     """x * weight / sqrt(mean(x^2) + eps). Written out: on a CPU F.rms_norm takes 100 us for one row, this takes 10."""
 
     def __init__(self, weight: Tensor, eps: float):
-        self.weight, self.eps = weight, torch.tensor(eps, device=weight.device)
+        self.weight, self.eps = weight, torch.full((), eps, device=weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
@@ -144,13 +144,11 @@ class Rotary:
         hold_frequencies(self.module)
         self.device, self.dtype = device, dtype
         self.table = self._of(0, 256)
-        self._outgrown: list[Tensor] = []  # CUDA graphs may still read these
 
     def reserve(self, positions: int) -> None:
         """Prepare the cosines and sines of all positions below `positions`: table [positions, 2, 1, head_dim]."""
         if positions <= (held := len(self.table)):
             return
-        self._outgrown.append(self.table)
         self.table = torch.cat([self.table, self._of(held, 2 * positions)])
 
     def halves(self, positions: int) -> Tensor:
@@ -180,13 +178,9 @@ class HeadCache:
         layer.rotary.reserve(capacity)
         self.capacity = capacity
 
-    def write(self, keys: Tensor, values: Tensor, at: int | Tensor) -> tuple[Tensor, Tensor]:
-        """Write states [kv_heads, n, head_dim] to the slots from `at` on, and return all up to them; or, in a CUDA
-        graph, to the slots [n] that the tensor `at` holds, and return the whole buffers.
-        """
+    def write(self, keys: Tensor, values: Tensor, at: int) -> tuple[Tensor, Tensor]:
+        """Write states [kv_heads, n, head_dim] to the slots from `at` on, and return all up to them."""
         held_keys, held_values = self.data[0], self.data[1]
-        if isinstance(at, Tensor):
-            return held_keys.index_copy_(1, at, keys), held_values.index_copy_(1, at, values)
         end = at + keys.shape[1]
         held_keys[:, at:end], held_values[:, at:end] = keys, values
         return held_keys[:, :end], held_values[:, :end]
@@ -233,7 +227,7 @@ class DecoderLayer:
         self.key_norm: RMSNorm | None = None
 
     def __call__(
-        self, qkv: Tensor, residual: Tensor, positions: Tensor, cache: HeadCache, at: int | Tensor, mask: Tensor | None
+        self, qkv: Tensor, residual: Tensor, positions: Tensor, cache: HeadCache, at: int, mask: Tensor | None
     ) -> Tensor:
         """qkv: [n, (heads + 2 * kv_heads) * head_dim]; residual: [n, hidden]; at: as for `HeadCache.write`.
 

@@ -9,6 +9,7 @@ their own; `"tie_lm_head": true` in their config says so.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,10 @@ from drafters.heads.growth.policies import MEDUSA_63, Static
 from drafters.heads.head import Head
 from drafters.heads.layers import Linear, draft_dtype
 from drafters.heads.session import Session
+from engine.model.cuda.graphs import RecordedRows
+
+ROWS = (1, 4, 16, 64, 256, 1024)
+"""Rows of a CUDA graph: one for each request, or each node of a layer of a tree."""
 
 
 class MedusaHead(Head):
@@ -55,6 +60,7 @@ class MedusaHead(Head):
             self.outputs = [Linear(target.lm_head.to(device, self.dtype))] * self.count
         else:
             self.outputs = [Linear(take(f"{i}.{blocks}.weight", target.vocab_size, hidden)) for i in range(self.count)]
+        self._recorded = RecordedRows(self.logits, device, ROWS)
         checkpoint.finish()
 
     @classmethod
@@ -62,17 +68,24 @@ class MedusaHead(Head):
         files = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", *WEIGHT_FILES)
         return cls(Checkpoint(path, "medusa", files), target, torch.device(device))
 
-    def logits(self, feature: Tensor) -> Tensor:
-        """feature: [1, hidden] -> [heads, vocab]."""
+    def logits(self, features: Tensor) -> tuple[Tensor]:
+        """features: [n, hidden] -> [n, heads, vocab]."""
         rows = []
         for blocks, output in zip(self.blocks, self.outputs, strict=True):
-            x = feature
+            x = features
             for block in blocks:
                 x = x + F.silu(block(x))
             rows.append((x, output))
         if len({id(output) for _, output in rows}) == 1:
-            return rows[0][1](torch.cat([x for x, _ in rows]))
-        return torch.cat([output(x) for x, output in rows])
+            return (rows[0][1](torch.stack([x for x, _ in rows], dim=1).flatten(0, 1)).unflatten(0, (-1, self.count)),)
+        return (torch.stack([output(x) for x, output in rows], dim=1),)
+
+    def roots(self, sessions: Sequence[Any]) -> list[Tensor | None]:
+        if lacking := [session for session in sessions if session.logits is None]:
+            (logits,) = self._recorded(torch.cat([session.feature for session in lacking]))
+            for session, own in zip(lacking, logits.clone(), strict=True):
+                session.logits = own
+        return [session.logits[:1] for session in sessions]
 
     def open(self, prompt: Sequence[int], capacity: int, scratch: int) -> MedusaSession:
         return MedusaSession(self)
@@ -84,27 +97,28 @@ class MedusaSession(Session):
     def __init__(self, head: MedusaHead):
         self.head, self.depth_limit = head, head.count
         self.depth = [0]
-        self._feature: Tensor | None = None
-        self._logits: Tensor | None = None
+        self.feature: Tensor | None = None  # [1, hidden]
+        self.logits: Tensor | None = None  # [heads, vocab]
 
     def commit(self, start: int, features: Tensor | None, tokens: list[int]) -> None:
         assert features is not None
-        self._feature, self._logits = features[-1].to(self.head.dtype), None
+        self.feature, self.logits = features[-1].to(self.head.dtype), None
         self.synced = start + len(tokens)
         self.clear()
 
     def root(self) -> Tensor:
-        if self._logits is None:
-            assert self._feature is not None
-            self._logits = self.head.logits(self._feature)
-        return self._logits[:1]
+        (logits,) = self.head.roots([self])
+        assert logits is not None
+        return logits
 
     def extend(self, parents: list[int], tokens: list[int]) -> tuple[list[int], Tensor]:
-        assert self._logits is not None
+        assert self.logits is not None
         first, depths = len(self.depth), [self.depth[parent] + 1 for parent in parents]
         self.depth += depths
         one = len(set(depths)) == 1
-        return list(range(first, len(self.depth))), self._logits[depths[:1] if one else depths]
+        return list(range(first, len(self.depth))), self.logits[depths[0] : depths[0] + 1] if one else self.logits[
+            depths
+        ]
 
     def room(self) -> int:
         return 1 << 20

@@ -1,7 +1,8 @@
-"""Sessions of feature heads on a CPU: all requests' rows go through the head in the same forwards.
+"""Sessions of feature heads with a stack: all requests' rows go through the head in the same forwards.
 
-What `drafters.heads.feature_session` says about slots and nodes holds here too. The differences: keys and values of all
-requests lie in one pool, a node lists the slots of its ancestors instead of having a mask, and features are float32.
+What `drafters.heads.feature_session` says about slots and nodes holds here too. The differences: keys, values and
+features of all requests lie in one pool, and a node lists the slots of its ancestors instead of having a mask. A
+feature lies in the slot of the row that it was guessed after, node 0's in that of the text's last position.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from drafters.heads.feature_weights import FeatureWeights
 from drafters.heads.session import Session
 from drafters.heads.stack import PooledCache
 from engine.core.batch import Rows
+from engine.model.cuda.graphs import uploaded
 
 _READ = 512  # positions of texts that are read in one forward
 
@@ -28,7 +30,7 @@ class PooledSession(Session):
         self.head, self.scratch = head, scratch
         self.cache = PooledCache(head.stack.pool)
         self.slots = 0  # cache slots that hold true features
-        self.features = torch.empty(scratch + 1, head.hidden_size)  # by node, as predicted
+        self.places = [0]  # by node, where in the pool its feature is
         self.positions = [0]  # by node, the position of its pair
         self.sees: list[list[int]] = [[]]  # by node, the slots after the text that it sees
         self._unread: list[tuple[int, Tensor, list[int]]] = []
@@ -58,7 +60,7 @@ class PooledSession(Session):
         return self.scratch - (len(self.positions) - 1)
 
     def clear(self) -> None:
-        del self.positions[1:], self.sees[1:]
+        del self.places[1:], self.positions[1:], self.sees[1:]
 
     def close(self) -> None:
         self.cache.release()
@@ -71,14 +73,14 @@ class PooledSession(Session):
         positions = list(range(start, start + len(tokens)))
         return features, Rows(self.cache, self.slots, tokens, positions, [s + 1 for s in slots], [[]] * len(tokens))
 
-    def took(self, rows: Rows, guessed: Tensor) -> None:
-        """The head has read these positions and guesses this feature after the last."""
+    def took(self, rows: Rows) -> None:
+        """The head has read these positions."""
         start, features, tokens = self._unread.pop(0)
         count = len(rows)
         if count < len(tokens):
             self._unread.insert(0, (start + count, features[count:], tokens[count:]))
         self.slots += count
-        self.features[0], self.positions[0] = guessed, rows.positions[-1]
+        self.places[0], self.positions[0] = rows.slots[-1], rows.positions[-1]
 
     def grow(self, parents: list[int], tokens: list[int]) -> Rows:
         """The rows of new nodes."""
@@ -86,7 +88,10 @@ class PooledSession(Session):
         self.positions += [self.positions[parent] + 1 for parent in parents]
         self.sees += [[*self.sees[parent], place + row] for row, parent in enumerate(parents)]
         n = len(tokens)
-        return Rows(self.cache, place, tokens, self.positions[-n:], [self.slots] * n, self.sees[-n:])
+        self.cache.reserve(place + n)
+        rows = Rows(self.cache, place, tokens, self.positions[-n:], [self.slots] * n, self.sees[-n:])
+        self.places += rows.slots
+        return rows
 
     @property
     def unread(self) -> bool:
@@ -109,12 +114,16 @@ def roots(head: FeatureWeights, sessions: Sequence[PooledSession]) -> list[Tenso
 def _read(head: FeatureWeights, taken: Sequence[tuple[PooledSession, Tensor, Rows]]) -> None:
     """Read positions of several texts in one forward."""
     assert head.stack is not None
-    features = head.fuse(torch.cat([features for _, features, _ in taken]).to(head.dtype))
-    parts = [rows for _, _, rows in taken]
+    parts, pool = [rows for _, _, rows in taken], head.stack.pool
+    for rows in parts:
+        rows.cache.reserve(rows.first + len(rows))
+    slots = [slot for rows in parts for slot in rows.slots]
+    true = torch.cat([features for _, features, _ in taken]).to(head.dtype)
+    features, places = uploaded([true, torch.tensor(slots)], head.device)
+    pool.features.index_copy_(0, places, head.fuse(features).to(pool.features.dtype))
     last = [end - 1 for end in accumulate(map(len, parts))]
-    logits = head.guess(features, parts, last)
-    for (session, _, rows), row, of_session in zip(taken, last, logits.split(1), strict=True):
-        session.took(rows, head.stack.residual[row])
+    for (session, _, rows), of_session in zip(taken, head.guess(slots, parts, last).split(1), strict=True):
+        session.took(rows)
         session.logits = of_session
 
 
@@ -122,15 +131,10 @@ def extend(
     head: FeatureWeights, asked: Sequence[tuple[PooledSession, list[int], list[int]]]
 ) -> list[tuple[list[int], Tensor | None]]:
     """Draft new nodes of several sessions in one forward."""
-    assert head.stack is not None
-    features = [session.features.index_select(0, torch.tensor(parents)) for session, parents, _ in asked]
+    above = [session.places[parent] for session, parents, _ in asked for parent in parents]
     parts = [session.grow(parents, tokens) for session, parents, tokens in asked]
-    logits = head.guess(features[0] if len(features) == 1 else torch.cat(features), parts, None)
-    found: list[tuple[list[int], Tensor | None]] = []
-    at = 0
-    for (session, _, _), part in zip(asked, parts, strict=True):
-        first, end = len(session.positions) - len(part), at + len(part)
-        session.features[first : first + len(part)] = head.stack.residual[at:end]
-        found.append((list(range(first, first + len(part))), logits[at:end]))
-        at = end
-    return found
+    logits = head.guess(above, parts, None).split(list(map(len, parts)))
+    return [
+        (list(range(len(session.positions) - len(part), len(session.positions))), of_session)
+        for (session, _, _), part, of_session in zip(asked, parts, logits, strict=True)
+    ]

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 from torch import Tensor
 
 from drafters.heads.growth.policies import Candidates
 from drafters.heads.growth.ranking import Ranking
+
+
+class Unranked(NamedTuple):
+    """What `Session.rank` is asked of a session."""
+
+    session: Session
+    ranking: Ranking
+    nodes: list[int]
+    logits: Tensor | None
+    positions: list[int]
 
 
 class Session(ABC):
@@ -22,8 +33,8 @@ class Session(ABC):
 
     @abstractmethod
     def commit(self, start: int, features: Tensor | None, tokens: list[int]) -> None:
-        """True features [m, layers, hidden] of the text's positions from `start` on; tokens: the m that follow them.
-        None for a head without `feature_layers`.
+        """True features [m, layers, hidden] of the text's positions from `start` on, on the CPU; tokens: the m that
+        follow them. None for a head without `feature_layers`.
 
         Drops all drafted nodes. `start` is `synced` unless features were lost in between; the head then lacks them.
         """

@@ -9,7 +9,7 @@ features are float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from numba import carray
 from torch import Tensor
 
 from drafters.heads.layers import DecoderLayer, Linear, RMSNorm
-from engine.core.batch import Batch, Int, Rows
+from engine.core.batch import BLOCK, Batch, Int, Rows
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Attention, Rule, has_pairs
 from engine.kernels.layer.program import LayerProgram
@@ -28,6 +28,7 @@ from engine.kernels.simd import BFLOAT16, FLOAT32, LANES, add, int_at, load, sto
 from engine.kernels.threads import address_of, kernel, num_threads, thread_id
 from engine.model.kv_pool import KVCache, KVPool
 
+_CPU = torch.device("cpu")
 _BLOCKS = 256  # of the pool initially; it grows
 
 ADD_TOKENS = np.dtype([(name, "i8") for name in ("table", "tokens", "out", "rows", "columns", "width")])
@@ -85,8 +86,23 @@ class PooledCache(KVCache):
         return self._slots(np.arange(first, first + count, dtype=np.int32))
 
 
+Enters = Callable[[Tensor, Tensor], Tensor]
+"""What a stack's rows start from, [rows, hidden] or `entry`'s inputs, of what is kept above them, [rows, hidden], and
+their tokens, [rows].
+"""
+
+
 class GrowingPool(KVPool):
-    """A pool that grows, so nobody has to wait for blocks."""
+    """A pool that grows, so nobody has to wait for blocks.
+
+    features: [slots + 1, width], what a head keeps of each slot's row; rows that pad a forward write to the last.
+    """
+
+    def __init__(self, shape: KVShape, blocks: int, width: int, dtype: torch.dtype, device: torch.device = _CPU):
+        super().__init__(shape, blocks, device)
+        self.features = torch.empty(blocks * BLOCK + 1, width, dtype=dtype, device=device)
+        if device.type != "cpu":
+            self.features.zero_()  # what pads a forward reads any row
 
     def take(self, wanted: int) -> list[int]:
         if wanted > self.free:
@@ -94,25 +110,25 @@ class GrowingPool(KVPool):
         return super().take(wanted)
 
     def _grow(self, blocks: int) -> None:
-        larger = KVPool(self.shape, blocks)
+        larger = GrowingPool(self.shape, blocks, self.features.shape[1], self.features.dtype, self.features.device)
         larger.keys[:, : self.blocks], larger.values[:, : self.blocks] = self.keys, self.values
-        self.keys, self.values = larger.keys, larger.values
+        larger.features[: len(self.features)] = self.features
+        self.keys, self.values, self.features = larger.keys, larger.values, larger.features
         self._free = [*range(blocks - 1, self.blocks - 1, -1), *self._free]
         self._references += [0] * (blocks - self.blocks)
         self.blocks = blocks
 
 
-def fits(hidden: int, decoder: DecoderLayer) -> bool:
-    """Whether this machine can run such layers as a stack."""
-    sizes = (hidden, decoder.gate_up.outputs, decoder.head_dim * (decoder.heads + 2 * decoder.kv_heads))
-    return decoder.device.type == "cpu" and all(size % LANES == 0 for size in sizes)
+def fits(decoder: DecoderLayer) -> bool:
+    """Whether a CPU can run such layers as a stack."""
+    sizes = (decoder.out.outputs, decoder.gate_up.outputs, decoder.head_dim * (decoder.heads + 2 * decoder.kv_heads))
+    return all(size % LANES == 0 for size in sizes)
 
 
 class Stack:
-    """head: multiplies the last layer's output, or its `norm`. of_token: [vocab, qkv], added to the first layer's
-    queries, keys and values. entry: makes the residual from the rows' inputs.
-
-    `residual` [capacity, hidden] holds the rows' residuals in and out, `buffers["x"]` of the program the head's input.
+    """head: multiplies the last layer's output, or its `norm`. enters: what rows start from. of_token: [vocab, qkv],
+    added to the first layer's queries, keys and values. entry: makes the residual from what `enters` gives. keeps:
+    whether a row's last residual is kept, in `pool.features`.
     """
 
     def __init__(
@@ -120,34 +136,31 @@ class Stack:
         layers: Sequence[StackLayer],
         dtype: torch.dtype,
         head: Linear,
+        enters: Enters,
         norm: RMSNorm | None = None,
         of_token: Tensor | None = None,
         entry: Linear | None = None,
+        keeps: bool = False,
     ):
+        self.enters, self.keeps = enters, keeps
         self.layers, self.dtype, self.norm, self.of_token = list(layers), dtype, norm, of_token
         self.head, self.entry = head, entry
         first = self.first = layers[0].decoder
         self.hidden = first.out.outputs
         shape = KVShape(len(layers), first.kv_heads, first.head_dim, dtype, has_pairs(dtype))
-        self.pool = GrowingPool(shape, _BLOCKS)
+        self.pool = GrowingPool(shape, _BLOCKS, self.hidden, torch.float32)
         self.cos_sin = first.rotary.halves(256)  # [positions, head_dim], as the kernels read them
         self._adds = np.zeros(1, ADD_TOKENS)
         self._program = self._program_for(1)
-
-    @property
-    def residual(self) -> Tensor:
-        return self._program.residual
 
     def reserve_positions(self, positions: int) -> None:
         """Compute the cosines and sines of `positions` positions."""
         if positions > len(self.cos_sin):
             self.cos_sin = self.first.rotary.halves(2 * positions)
 
-    def run(self, parts: Sequence[Rows], begun: Tensor, chosen: Sequence[int] | None) -> Tensor:
-        """The head's outputs for the chosen rows (None: all), [chosen, outputs].
-
-        begun: the rows' residuals [rows, hidden], or what `entry` makes them from. A chosen row's output before the
-        norm is in `residual` afterwards.
+    def run(self, above: Sequence[int], parts: Sequence[Rows], chosen: Sequence[int] | None) -> Tensor:
+        """The head's outputs for the chosen rows (None: all), [chosen, outputs]. above: [rows], the slots of the pool
+        that hold what each row enters with.
         """
         for part in parts:
             part.cache.reserve(part.first + len(part))
@@ -157,6 +170,8 @@ class Stack:
         if rows > self._program.capacity or self._blocks != self.pool.blocks:
             self._program = self._program_for(max(self._program.capacity, 1 << (rows - 1).bit_length()))
         program, places = self._program, self._attention.begin(batch)
+        features, tokens = self.pool.features, [token for part in parts for token in part.tokens]
+        begun = self.enters(features.index_select(0, torch.tensor(above)), torch.tensor(tokens))
         if self.entry is None:
             program.residual[:rows] = begun
         else:
@@ -166,7 +181,11 @@ class Stack:
         count, address = (rows, 0) if picked is None else (len(picked), picked.ctypes.data)
         self._adds["tokens"], self._adds["rows"] = places.tokens, rows
         program.begin(rows, places.positions, places.slots, [self.cos_sin], count=count, chosen=address)
-        return program.run_to_head(count)
+        out = program.run_to_head(count)
+        if self.keeps:  # of rows that were not chosen the last residual is not computed
+            slots, rows_kept = batch.slots.astype(np.int64), slice(0, rows) if picked is None else picked
+            features.index_copy_(0, torch.from_numpy(slots[rows_kept]), program.residual[rows_kept])
+        return out
 
     def _program_for(self, capacity: int) -> LayerProgram:
         """The program for up to `capacity` rows of all blocks that the pool has now."""

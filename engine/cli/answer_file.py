@@ -82,7 +82,7 @@ def answer(
         done = open_answers(out, settings.model, sampling)
         left = [prompt for prompt in asked if prompt not in done]
         from engine.api import Engine  # takes seconds, so options are checked first
-        from engine.weights.progress import shown
+        from engine.files.progress import shown
 
         refused: dict[str, str] = {}
         if left:

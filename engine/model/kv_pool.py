@@ -30,6 +30,7 @@ from engine.core.kv_shape import KVShape
 from engine.files.cache_folder import CacheFolder
 from engine.kernels.attention.kv_codes import move_codes_kernel
 from engine.kernels.fused import MOVE, move_kernel
+from engine.model.cuda.graphs import uploaded
 from engine.model.saved_blocks import SavedBlocks
 
 _CPU = torch.device("cpu")
@@ -194,7 +195,7 @@ class KVPool:
 @torch.inference_mode()  # the mode in which a target makes its pool
 def move_by_index(keys: Tensor, values: Tensor, sources: Int, places: Int) -> None:
     """What `KVPool.move` does, for a pool on any device."""
-    slots = torch.from_numpy(np.stack([sources, places]).astype(np.int64)).to(keys.device)
+    (slots,) = uploaded([torch.from_numpy(np.stack([sources, places]).astype(np.int64))], keys.device)
     (old, new), (old_lane, new_lane) = slots // BLOCK, slots % BLOCK
     keys[:, new, :, :, new_lane] = keys[:, old, :, :, old_lane]
     values[:, new, :, new_lane] = values[:, old, :, old_lane]

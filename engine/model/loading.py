@@ -42,8 +42,7 @@ def load_model(path: str, dtype: str, device: torch.device) -> Any:
             if isinstance(stored, GgufFile):
                 model, report = _dequantised(stored, path, config, wanted)
             elif stored is not None:
-                model = _filled(stored, path, config, wanted)  # raises what is missing or of another size
-                report = {"missing_keys": [], "mismatched_keys": []}
+                model, report = _filled(stored, path, config, wanted), {"missing_keys": [], "mismatched_keys": []}
             else:
                 model, report = AutoModelForCausalLM.from_pretrained(
                     path,

@@ -13,7 +13,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from engine.core.errors import ModelError
-from engine.weights.progress import Report
+from engine.files.progress import Report
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 

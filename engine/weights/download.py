@@ -13,8 +13,8 @@ import zipfile
 from pathlib import Path
 
 from engine.core.errors import ModelError
+from engine.files.progress import Report
 from engine.weights.catalogue import KnownModel
-from engine.weights.progress import Report
 
 _POLL_S = 0.1
 _CHUNK = 1 << 20

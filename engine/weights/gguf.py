@@ -9,10 +9,10 @@ from pathlib import Path
 
 from engine.core.child_environment import child_environment
 from engine.core.errors import ModelError, printable
+from engine.files.progress import Report
 from engine.weights.cache import home, keep
 from engine.weights.gguf_file import parts_of, read_gguf
 from engine.weights.gguf_source import GgufSource
-from engine.weights.progress import Report
 
 DESCRIPTION_BYTES = 30_000_000
 """Upper bound on a directory without weights."""

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.errors import ConfigError, ModelError, first_line
-from engine.files.checkpoint import read_checkpoint
+from engine.files.progress import shown
 from engine.files.whole_file import write_whole
 from engine.weights.cache import home, keep
+from engine.weights.checkpoint import read_checkpoint
 from engine.weights.gguf_source import SOURCE, source_of
 from engine.weights.identity import model_identity
-from engine.weights.progress import shown
 
 FORMAT = 1
 """Raise it when what stands in such a directory changes, or how weights are quantised."""

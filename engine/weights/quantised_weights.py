@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.errors import ModelError
-from engine.files.checkpoint import CheckpointTensor, read_checkpoint
 from engine.kernels.quant.layouts import STEP
 from engine.kernels.quant.quantise import quantised
 from engine.kernels.quant.stored import StoredMatrix, row_bytes
+from engine.weights.checkpoint import CheckpointTensor, read_checkpoint
 from engine.weights.quantised import QuantisedSource, quantised_source_of
 from engine.weights.stored_weights import StoredWeights, Unreadable
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from engine.config import AUTO, Config
 from engine.core.errors import ModelError
+from engine.files.progress import shown
 from engine.weights.cache import home, keep
 from engine.weights.catalogue import CATALOGUE, KnownModel
 from engine.weights.download import download
 from engine.weights.gguf import DESCRIPTION_BYTES, describe, described
 from engine.weights.gguf_source import GgufSource, source_of
 from engine.weights.hub import fetched
-from engine.weights.progress import shown
 from engine.weights.quantised import quantised_folder
 from engine.weights.trained import trained_for, trained_for_name
 

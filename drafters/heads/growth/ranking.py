@@ -17,6 +17,7 @@ Both are raw scores: `drafters.calibration` maps them to observed acceptance.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from torch import Tensor
 from drafters.heads.growth.policies import Candidates
 from drafters.heads.top import top
 from engine.core.params import SamplingParams
+from engine.model.cuda.graphs import downloaded
 from engine.sampling.noise import gumbel_nearby
 from engine.sampling.sampler import truncate
 
@@ -74,6 +76,24 @@ class Ranking:
         prob = (best.values - best.values[:, :1]).exp_() / best.totals[:, None]
         tokens = best.indices if self.same_ids else self.target_ids[best.indices]
         return Candidates(tokens.tolist(), prob.clamp_(max=1.0).tolist())
+
+    @staticmethod
+    def of_all(asked: Sequence[tuple[Ranking, Tensor, list[int]]]) -> list[Candidates]:
+        """What each ranking makes of its logits and positions, of one head. On a GPU all of it comes to the host at
+        once: each result that is read waits for the device.
+        """
+        if asked[0][1].device.type == "cpu":
+            return [ranking(logits, positions) for ranking, logits, positions in asked]
+        rankings = [ranking for ranking, _, _ in asked]
+        scores = torch.cat([ranking.scores(logits, positions) for ranking, logits, positions in asked])
+        best = top(scores, max(ranking.top_k for ranking in rankings))
+        prob = ((best.values - best.values[:, :1]).exp_() / best.totals[:, None]).clamp_(max=1.0)
+        tokens, chances = downloaded([rankings[0].target_ids[best.indices], prob])
+        counts = [len(logits) for _, logits, _ in asked]
+        return [
+            Candidates(some[:, : ranking.top_k].tolist(), of_some[:, : ranking.top_k].tolist())
+            for ranking, some, of_some in zip(rankings, tokens.split(counts), chances.split(counts), strict=True)
+        ]
 
     @property
     def learns(self) -> bool:

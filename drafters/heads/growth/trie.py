@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from drafters.heads.growth.policies import Candidates
 from drafters.heads.growth.ranking import Ranking
-from drafters.heads.session import Session
+from drafters.heads.session import Session, Unranked
 from engine.core.outcomes import Following
 
 
@@ -65,11 +66,14 @@ class Trie:
         node = self.child[parent, token] = -1 - len(self.child)
         self.depth[node], self.seen[node] = self.depth[parent] + 1, ([], [])
 
-    def note(self, nodes: list[int], logits: Tensor | None) -> None:
-        """Store what the head predicts after each node."""
+    def after(self, nodes: list[int], logits: Tensor | None) -> Unranked:
+        """What is to be ranked after these nodes."""
         first = nodes if logits is None else nodes[: len(logits)]
         positions = [self.session.synced + 1 + self.depth[node] for node in first]
-        seen = self.session.rank(self.ranking, nodes, logits, positions)
+        return Unranked(self.session, self.ranking, nodes, logits, positions)
+
+    def note(self, nodes: list[int], seen: Candidates) -> None:
+        """Store what the head predicts after each node."""
         for row, node in enumerate(nodes):
             row = row if len(seen.tokens) > 1 else 0
             self.seen[node] = (seen.tokens[row], seen.prob[row])

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from drafters.heads.checkpoint import WEIGHT_FILES, Checkpoint, TargetWeights
+from drafters.heads.growth.policies import Candidates
+from drafters.heads.one_pass.block_forward import find_all
 from drafters.heads.one_pass.block_session import BlockSession, begin
 from drafters.heads.one_pass.block_weights import BlockWeights
+from drafters.heads.session import Unranked
 
 
 class BlockHead(BlockWeights):
@@ -23,6 +26,13 @@ class BlockHead(BlockWeights):
     def roots(self, sessions: Sequence[Any]) -> list[Tensor | None]:
         begin([(session, [()]) for session in sessions])
         return [None] * len(sessions)
+
+    def rank(self, asked: Sequence[Unranked]) -> list[Candidates]:
+        if self.device.type != "cpu":
+            sessions: list[Any] = [one.session for one in asked]
+            new = [(each, one.ranking) for one, of in zip(asked, sessions, strict=True) for each in of.forwards]
+            find_all(new)
+        return super().rank(asked)
 
     def begin(self, asked: Sequence[tuple[Any, list[list[int]]]]) -> list[list[int]]:
         begin([(session, session.short(paths)) for session, paths in asked])

@@ -19,9 +19,10 @@ from torch import Tensor
 from drafters.heads.growth.ranking import Ranking
 from drafters.heads.one_pass.block_weights import BlockWeights, Outputs
 from drafters.heads.one_pass.markov_link import NO_LINK, add_link
-from drafters.heads.top import enter, write_top
+from drafters.heads.top import enter, top, write_top
 from engine.core.outcomes import Following
 from engine.kernels.jit_cache import versioned
+from engine.model.cuda.graphs import downloaded
 
 _CANDIDATES = 128  # per row, by the row alone; a link often lifts one that is far down
 
@@ -48,7 +49,7 @@ class BlockForward:
         self._gain = np.float32(1)  # of a link
         self._scores, self._ids = np.empty((rows, candidates), np.float32), np.empty((rows, candidates), np.int64)
         self._totals = np.empty(rows, np.float32)  # sum of exp(score - best score) of all tokens
-        self._gates, self._sure = (part.float().cpu().contiguous().numpy() for part in (outputs.gates, outputs.sure))
+        self._gates, self._sure = (part.float().contiguous().numpy() for part in (outputs.gates, outputs.sure))
 
     def following(self, head: BlockWeights, ranking: Ranking, asked: Sequence[RowQuery]) -> list[Following]:
         """What the head predicts in each case."""
@@ -80,15 +81,33 @@ class BlockForward:
         """Find the likeliest tokens of these rows."""
         if not (new := rows - self._found):
             return
-        if not self._found:
-            self._gain = np.float32(ranking.gain)  # it changes with every verdict, those of other requests too
-        parts, logits = [slice(row, row + 1) for row in new], self.outputs.logits
-        if logits.device.type != "cpu":  # a copy to the CPU takes longer than the search
-            rows, parts = set(range(len(logits))), [slice(None)]
-        for part in parts:
-            scores = ranking.scores(logits[part], self.positions[part])
+        if self.outputs.logits.device.type != "cpu":
+            return find_all([(self, ranking)])
+        self._begin(ranking)
+        for part in (slice(row, row + 1) for row in new):
+            scores = ranking.scores(self.outputs.logits[part], self.positions[part])
             write_top(scores, self._scores[part], self._ids[part], self._totals[part])
         self._found |= rows
+
+    def _begin(self, ranking: Ranking) -> None:
+        if not self._found:
+            self._gain = np.float32(ranking.gain)  # it changes with every verdict, those of other requests too
+
+
+def find_all(asked: Sequence[tuple[BlockForward, Ranking]]) -> None:
+    """Find the likeliest tokens of all rows of forwards on a GPU, for these rankings, and take them to the host
+    together: each result that is read waits for the device.
+    """
+    if not (new := [(forward, ranking) for forward, ranking in asked if not forward._found]):
+        return
+    scores = torch.cat([ranking.scores(forward.outputs.logits, forward.positions) for forward, ranking in new])
+    best = top(scores, new[0][0]._scores.shape[1])
+    counts = [len(forward.positions) for forward, _ in new]
+    found = zip(*(part.split(counts) for part in downloaded(best)), strict=True)
+    for (forward, ranking), (scores, ids, totals) in zip(new, found, strict=True):
+        forward._begin(ranking)
+        forward._scores[:], forward._ids[:], forward._totals[:] = scores.numpy(), ids.numpy(), totals.numpy()
+        forward._found = set(range(len(ids)))
 
 
 @njit(cache=True, nogil=True)

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from drafters.heads.growth.policies import Candidates
 from drafters.heads.growth.ranking import Ranking
 from drafters.heads.one_pass.block_forward import BlockForward, RowQuery
-from drafters.heads.one_pass.block_weights import BlockWeights, Outputs
+from drafters.heads.one_pass.block_weights import UNKNOWN, BlockWeights, Outputs
 from drafters.heads.session import Session
 from drafters.heads.stack import PooledCache
 from engine.core.batch import Int, Rows
@@ -52,7 +53,7 @@ class BlockSession(Session):
         self.cache = PooledCache(head.stack.pool) if head.stack is not None else None
         self.caches = [] if head.stack is not None else head.new_caches(capacity + _BLOCKS * head.size)
         self.slots = 0
-        self.last = torch.empty(0)  # the last position's context vector
+        self.last = torch.empty(0)  # the last position's context vector, where there is no stack to keep it
         self.blocks: list[_Block] = []
         self.nodes = _Nodes()
         self._pending: list[tuple[int, Tensor, list[int]]] = []
@@ -108,6 +109,11 @@ class BlockSession(Session):
                 found[place] = following
         return Candidates([tokens for tokens, _ in found], [probs for _, probs in found])
 
+    @property
+    def forwards(self) -> list[BlockForward]:
+        """Those that its blocks came of."""
+        return list(dict.fromkeys(block.forward for block in self.blocks))
+
     def room(self) -> int:
         return 1 << 20
 
@@ -136,19 +142,16 @@ class BlockSession(Session):
         there = {block.known for block in self.blocks}
         return [path for path in dict.fromkeys(paths) if path not in there][: _BLOCKS - len(self.blocks)]
 
-    def begun(self, paths: list[tuple[int, ...]]) -> Tensor:
-        """[blocks * size, inputs]: what the rows of blocks that begin with the root and these tokens start from."""
-        head, size = self.head, self.head.size
-        known = [(block * size + row, token) for block, path in enumerate(paths)
-                 for row, token in zip(range(size), (self._root_token, *path), strict=False)]  # fmt: skip
-        rows, tokens = torch.tensor(known, device=head.device).unbind(1)
-        masks = head.mask.expand(size * len(paths), -1).contiguous()  # quicker than repeat
-        x = masks.index_copy_(0, rows, head.embedding.index_select(0, tokens))
-        return x if head.entry is None else torch.cat([x, self.last.expand_as(x)], dim=1)
+    def tokens(self, paths: list[tuple[int, ...]]) -> list[int]:
+        """[blocks * size]: the tokens of blocks that begin with the root and these, `UNKNOWN` after them."""
+        begins = [(self._root_token, *path)[: self.head.size] for path in paths]
+        return [token for known in begins for token in (*known, *[UNKNOWN] * (self.head.size - len(known)))]
 
-    def computed(self, x: Tensor, paths: list[tuple[int, ...]]) -> Tensor:
-        """[blocks * size, hidden]: the states of the rows that start from x, computed for this session alone."""
+    def computed(self, paths: list[tuple[int, ...]]) -> Tensor:
+        """[blocks * size, hidden]: the states of the blocks' rows, computed for this session alone."""
         head, count = self.head, len(paths)
+        tokens = torch.tensor(self.tokens(paths), device=head.device)
+        x = head.entered(self.last.expand(len(tokens), -1), tokens)
         own = torch.ones(head.size, head.size, dtype=torch.bool, device=head.device)
         own = torch.block_diag(*[own.tril() if head.causal else own] * count).bool()
         mask = torch.cat([own.new_ones(len(x), self.slots), own], dim=1)
@@ -167,7 +170,12 @@ class BlockSession(Session):
         blocks = [list(range(at, at + size)) for at in range(self.slots, self.slots + size * count, size)]
         sees = [block[: row + 1] if self.head.causal else block for block in blocks for row in range(size)]
         n = size * count
-        return Rows(self.cache, self.slots, [0] * n, self.positions(count), [self.slots] * n, sees)
+        return Rows(self.cache, self.slots, self.tokens(paths), self.positions(count), [self.slots] * n, sees)
+
+    def above(self) -> int:
+        """The slot of the pool that keeps the last position's context vector."""
+        assert self.cache is not None
+        return int(self.cache.places(self.slots - 1, 1)[0])
 
     def add(self, paths: list[tuple[int, ...]], outputs: Outputs) -> None:
         """New blocks. outputs: of the rows after the known tokens."""
@@ -196,17 +204,17 @@ class BlockSession(Session):
     def read(self, features: Tensor, positions: list[int]) -> None:
         """Read features into this session's caches alone."""
         for at in range(0, len(positions), _SYNC_CHUNK):
-            context = self.head.fuse(features[at : at + _SYNC_CHUNK])
+            context = self.head.fuse(features[at : at + _SYNC_CHUNK].to(self.head.device))
             places = torch.tensor(positions[at : at + _SYNC_CHUNK], device=self.head.device)
             for layer, cache in zip(self.head.layers, self.caches, strict=True):
                 layer.read(context, places, cache, self.slots + at)
-        self.has_read(len(positions), context[-1])
+        self.last = context[-1].clone()
+        self.has_read(len(positions))
 
-    def has_read(self, count: int, last: Tensor) -> None:
-        """All features are read: their keys and values are in the next `count` slots. last: the last context vector."""
+    def has_read(self, count: int) -> None:
+        """All features are read: their keys and values are in the next `count` slots."""
         self._pending.clear()
         self.slots += count
-        self.last = last.clone()
 
 
 def begin(asked: Sequence[tuple[BlockSession, list[tuple[int, ...]]]]) -> None:
@@ -222,14 +230,13 @@ def begin(asked: Sequence[tuple[BlockSession, list[tuple[int, ...]]]]) -> None:
     for (_, paths), start in zip(new, starts, strict=False):
         kept.append([start + i * head.size + row for i, path in enumerate(paths) for row in head.predicting(path)])
     chosen = [row for rows in kept for row in rows]
-    begun = [session.begun(paths) for session, paths in new]
     if head.stack is None:
-        parts = [session.computed(x, paths) for (session, paths), x in zip(new, begun, strict=True)]
-        multiplied = head.output(torch.cat(parts)[chosen])
+        multiplied = head.output(torch.cat([session.computed(paths) for session, paths in new])[chosen])
     else:
-        multiplied = head.stack.run([session.rows(paths) for session, paths in new], torch.cat(begun), chosen)
-    for (session, paths), of_session in zip(new, multiplied.split(list(map(len, kept))), strict=True):
-        session.add(paths, head.outputs(of_session))
+        above = [session.above() for session, paths in new for _ in range(len(paths) * head.size)]
+        multiplied = head.stack.run(above, [session.rows(paths) for session, paths in new], chosen)
+    for (session, paths), outputs in zip(new, head.outputs(multiplied).split(list(map(len, kept))), strict=True):
+        session.add(paths, outputs)
 
 
 def _read(head: BlockWeights, sessions: Sequence[BlockSession]) -> None:
@@ -239,8 +246,8 @@ def _read(head: BlockWeights, sessions: Sequence[BlockSession]) -> None:
         for session, features, positions in unread:
             session.read(features, positions)
     elif unread:
-        slots = [session.places(len(positions)) for session, _, positions in unread]
+        places = np.concatenate([session.places(len(positions)) for session, _, positions in unread])
         features = torch.cat([features for _, features, _ in unread]).flatten(1)
-        context = head.reader.read(features, [at for _, _, positions in unread for at in positions], slots)
-        for (session, _, _), own in zip(unread, context.split(list(map(len, slots))), strict=True):
-            session.has_read(len(own), own[-1])
+        head.reader.read(features, [at for _, _, positions in unread for at in positions], places)
+        for session, _, positions in unread:
+            session.has_read(len(positions))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,12 +39,19 @@ from drafters.heads.layers import (
     qkv_weights,
     small_dtype,
 )
+from drafters.heads.new_stack import AnyStack, new_stack
 from drafters.heads.one_pass.context import ContextReader
 from drafters.heads.one_pass.markov_link import Link
-from drafters.heads.stack import Stack, StackLayer, fits
+from drafters.heads.stack import Stack, StackLayer
 from drafters.heads.top import Floats, Integers
 from engine.core.errors import DrafterMismatch
 from engine.kernels.simd import LANES
+
+if TYPE_CHECKING:
+    from drafters.heads.cuda_stack import CudaReader
+
+UNKNOWN = -1
+"""In the place of a token that a block is to predict."""
 
 
 class BlockLayer:
@@ -96,13 +103,18 @@ class Confidence:
 
 
 class Outputs(NamedTuple):
-    """What comes of rows' states in one product. logits: [rows, draft_vocab], without links; gates: [rows, rank], the
-    states' part in the link's gate, zero without one; sure: [rows], their part in the confidence, if the head has one.
+    """What comes of rows' states in one product. logits: [rows, draft_vocab], without links, on the head's device. On
+    the CPU: gates [rows, rank], the states' part in the link's gate, zero without one; sure: [rows], their part in the
+    confidence, if the head has one.
     """
 
     logits: Tensor
     gates: Tensor
     sure: Tensor
+
+    def split(self, counts: list[int]) -> list[Outputs]:
+        """Of so many rows each."""
+        return [Outputs(*parts) for parts in zip(*(part.split(counts) for part in self), strict=True)]
 
 
 class BlockWeights(Head):
@@ -196,32 +208,40 @@ class BlockWeights(Head):
         """multiplied: [rows, outputs], states times `output`."""
         vocab, rank = len(self.target_ids), 0 if self.link is None else self.link.first.shape[1]
         gated = self.link is not None and self.link.gate is not None
-        ends = vocab, vocab + (rank if gated else 0)
-        logits, gates, sure = multiplied.tensor_split(ends, dim=1)
-        return Outputs(logits, gates if gated else logits.new_zeros(len(logits), rank), sure[:, :1].flatten())
+        logits, parts = multiplied[:, :vocab], multiplied[:, vocab:].cpu()
+        gates = parts[:, :rank] if gated else parts.new_zeros(len(parts), rank)
+        sure = (
+            parts[:, rank if gated else 0 :][:, :1] if self.confidence is not None else parts.new_zeros(len(parts), 1)
+        )
+        return Outputs(logits, gates, sure[:, 0])
 
     def predicting(self, path: Sequence[int]) -> range:
         """The rows that predict something in a block that starts with this path after the root."""
         return range(self.first + len(path), self.size)
 
     @cached_property
-    def stack(self) -> Stack | None:
+    def stack(self) -> AnyStack | None:
         """All from the rows' inputs to their outputs as a program, None where a stack does not fit."""
-        if not fits(self.hidden_size, self.layers[0].decoder):
-            return None
         layers = [StackLayer(layer.qkv, layer.decoder, layer.input_norm) for layer in self.layers]
-        return Stack(layers, self.dtype, self.output, self.norm, entry=self.entry)
+        return new_stack(layers, self.dtype, self.output, self.entered, self.norm, entry=self.entry)
 
     @cached_property
-    def reader(self) -> ContextReader | None:
+    def reader(self) -> ContextReader | CudaReader | None:
         """Reads the context into the stack's pool."""
-        return (
-            None
-            if self.stack is None
-            else ContextReader(
-                self.stack, self.fc, self.hidden_norm, [(layer.decoder, layer.kv) for layer in self.layers], self.dtype
-            )
-        )
+        if self.stack is None:
+            return None
+        layers = [(layer.decoder, layer.kv) for layer in self.layers]
+        if isinstance(self.stack, Stack):
+            return ContextReader(self.stack, self.fc, self.hidden_norm, layers, self.dtype)
+        return self.stack.reader(self.fc, self.hidden_norm, layers)
+
+    def entered(self, context: Tensor, tokens: Tensor) -> Tensor:
+        """[rows, inputs]: what rows of blocks start from. context: [rows, hidden], the text's last context vector;
+        tokens: [rows], `UNKNOWN` where the mask embedding stands.
+        """
+        known = self.embedding.index_select(0, tokens.clamp(min=0))
+        x = torch.where((tokens >= 0)[:, None], known, self.mask)
+        return x if self.entry is None else torch.cat([x, context.to(x.dtype)], dim=1)
 
     def new_caches(self, capacity: int) -> list[HeadCache]:
         return [HeadCache(layer.decoder, capacity) for layer in self.layers]

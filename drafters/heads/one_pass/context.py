@@ -34,26 +34,24 @@ class ContextReader:
         self.layers = [StackLayer(kv, decoder, None) for decoder, kv in layers]
         self._program = self._new_program()
 
-    def read(self, features: Tensor, positions: Sequence[int], slots: Sequence[Int]) -> Tensor:
-        """The context, [n, hidden], of these features, [n, layers * hidden]. positions: [n]; slots: n places in the
-        pool.
+    def read(self, features: Tensor, positions: Sequence[int], places: Int) -> None:
+        """Read these features, [n, layers * hidden], into the pool, and keep the context that they make in their slots.
+        positions: [n]; places: [n] slots of the pool.
         """
-        at, places = np.asarray(positions, np.int32), np.concatenate(slots)
+        at = np.asarray(positions, np.int32)
         self.stack.reserve_positions(int(at.max()) + 1)
         if self._blocks != self.stack.pool.blocks:
             self._program = self._new_program()
-        parts = [
+        for first in range(0, len(features), _MOST):
             self._run(features[first : first + _MOST], at[first:], places[first:])
-            for first in range(0, len(features), _MOST)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _run(self, features: Tensor, positions: Int, places: Int) -> Tensor:
+    def _run(self, features: Tensor, positions: Int, places: Int) -> None:
         program, rows = self._program, len(features)
         program.buffers["features"][:rows], program.residual[:rows] = features, 0  # the norm adds what was fused to it
         program.begin(rows, positions.ctypes.data, places.ctypes.data, [self.stack.cos_sin])
         program.run()
-        return program.buffers["x"][:rows].clone()
+        kept = torch.from_numpy(places[:rows].astype(np.int64))
+        self.stack.pool.features[kept] = program.buffers["x"][:rows].float()
 
     def _new_program(self) -> LayerProgram:
         """The program for all blocks that the pool has now."""

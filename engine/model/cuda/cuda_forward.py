@@ -14,81 +14,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from engine.core.batch import BLOCK, Batch, Int, Segment
+from engine.core.batch import BLOCK, Batch, Segment
 from engine.core.errors import first_line
 from engine.kernels.attention.attention import Rule
 from engine.model import cuda_products
 from engine.model.cuda import triton_attention
-from engine.model.cuda.graphs import Recorded, bucket
+from engine.model.cuda.graphs import Recorded, bucket, uploaded
 from engine.model.cuda.lean_layers import LeanLayers
-from engine.model.cuda.triton_attention import DeviceRows, TritonAttention, grouped
+from engine.model.cuda.padded_rows import PaddedRows, longs
+from engine.model.cuda.triton_attention import TritonAttention
 from engine.model.decoder_layer import OtherStructure
 from engine.model.kv_pool import KVCache, KVPool
 from engine.model.stock import NoCache, Unsupported
 
 _CAPTURED = 256  # rows: larger forwards, of prompts, take longer than their launches, and graphs of them much memory
 _PROBES = 16  # rows compared between sizes
-_LEAST_LISTED = 4096  # a tree seldom lists more ancestors, so their number is nearly always the same
 _SCRATCH_BYTES = 512 << 20  # of a layer's attention: after long texts fewer rows go together
-
-
-class _Slice(NamedTuple):
-    """At most `rows` rows of a batch, padded to so many with copies of the last one, as tensors.
-
-    tokens, positions: [rows]. sources: [rows] the row whose key and value this one stores; blocks, lanes: [rows]
-    where. prefix_lens: [rows]; ancestor_ptr: [rows + 1]; ancestor_slots: [capacity]; see `engine.core.batch.Batch`.
-    tables: [rows, blocks], a table for each row, so that the size depends only on the blocks; table_of: [rows] where it
-    begins. firsts: [rows + 1] where each group of rows begins, which attention reads a text for.
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    sources: Tensor
-    blocks: Tensor
-    lanes: Tensor
-    prefix_lens: Tensor
-    ancestor_ptr: Tensor
-    ancestor_slots: Tensor
-    tables: Tensor
-    table_of: Tensor
-    firsts: Tensor
-
-    @classmethod
-    def of(cls, batch: Batch, first: int, end: int, size: int, together: int) -> tuple[_Slice, int]:
-        """Rows `first` to `end` of the batch, padded to `size`, and the number of attention chunks that they need.
-        together: most rows of a group.
-
-        A padding row repeats the last row. It stores the last row's key and value again, so it changes nothing, and it
-        sees only its text's first position, so it costs little.
-        """
-        sources = np.minimum(np.arange(size), end - first - 1)
-        rows = first + sources
-        begins = batch.ancestor_ptr[np.minimum(first + np.arange(size + 1), end)]
-        ancestors = batch.ancestor_slots[begins[0] : begins[-1]]
-        prefix_lens = batch.prefix_lens[rows]
-        prefix_lens[end - first :] = 1
-        reach = max(int(batch.prefix_lens[first:end].max()), 1 + int(ancestors.max(initial=0)))
-        chunks = bucket(-(-reach // triton_attention.CHUNK))
-        width = chunks * triton_attention.CHUNK // BLOCK
-        # entries past the end of a request's own table are arbitrary: no row reads them
-        places = np.minimum(batch.table_of[rows][:, None] + np.arange(width), len(batch.tables) - 1)
-        indexes = batch.tokens[rows], batch.positions[rows], sources, *np.divmod(batch.slots[rows], BLOCK)
-        tables = batch.tables[places], np.arange(0, size * width, width)
-        seen = prefix_lens, begins - begins[0], _filled(ancestors), *tables, grouped(batch.table_of[rows], together)
-        return cls(*map(_longs, indexes), *(torch.from_numpy(array.astype(np.int32)) for array in seen)), chunks
-
-    @property
-    def seen(self) -> DeviceRows:
-        """What attention reads of it."""
-        return DeviceRows(
-            self.prefix_lens, self.ancestor_ptr, self.ancestor_slots, self.tables, self.table_of, self.firsts
-        )
 
 
 class CudaForward:
@@ -104,7 +50,7 @@ class CudaForward:
         self.lean: LeanLayers | None = None
         self.sizes: tuple[int, ...] = (cuda_products.SLICE,)
         self.recorded: dict[tuple[int, int, int, tuple[int, ...]], Recorded] = {}
-        self._slice: _Slice | None = None  # the one being run
+        self._slice: PaddedRows | None = None  # the one being run
         self._chunks = 0
 
     @classmethod
@@ -132,11 +78,11 @@ class CudaForward:
             size = self._size(batch, first)
             end = min(first + size, len(batch))
             found, *asked = self._forward(
-                *_Slice.of(batch, first, end, size, self._attention.together), tuple(feature_layers)
+                *PaddedRows.of(batch, first, end, size, self._attention.together), tuple(feature_layers)
             )
             chosen = batch.chosen[(batch.chosen >= first) & (batch.chosen < end)] - first
             # copies, because the next slice's results reuse these tensors
-            logits.append(found.index_select(0, _longs(chosen).to(found.device)))
+            logits.append(found.index_select(0, *uploaded([longs(chosen)], found.device)))
             features += [states[: end - first].clone() for states in asked]
             first = end
         return torch.cat(logits), torch.cat(features) if features else None
@@ -222,12 +168,12 @@ class CudaForward:
         fitting = [size for size in self.sizes if size * row_bytes <= _SCRATCH_BYTES] or self.sizes[:1]
         return next((size for size in fitting if size >= rows), fitting[-1])
 
-    def _forward(self, rows: _Slice, chunks: int, feature_layers: tuple[int, ...]) -> tuple[Tensor, ...]:
+    def _forward(self, rows: PaddedRows, chunks: int, feature_layers: tuple[int, ...]) -> tuple[Tensor, ...]:
         """All logits, [rows, vocab], and [rows, layers, hidden] features if layers are given."""
         device, work = self.pool.keys.device, partial(self._run, chunks, feature_layers)
         size = len(rows.tokens)
         if size > _CAPTURED:
-            return work(*(part.to(device) for part in rows))
+            return work(*uploaded(rows, device))
         key = size, chunks, len(rows.ancestor_slots), feature_layers
         if key not in self.recorded:
             self.recorded[key] = Recorded(work, device)
@@ -235,9 +181,9 @@ class CudaForward:
 
     def _run(self, chunks: int, feature_layers: tuple[int, ...], *rows: Tensor) -> tuple[Tensor, ...]:
         """A forward over tensors on the device: the part that a CUDA graph captures."""
-        self._slice, self._chunks = _Slice(*rows), chunks
+        self._slice, self._chunks = PaddedRows(*rows), chunks
         if self.lean is not None:
-            return self.lean(self._slice, self._slice.seen, chunks, self._attention, feature_layers)
+            return self.lean(self._slice, chunks, self._attention, feature_layers)
         out = self.model(
             input_ids=self._slice.tokens[None],
             position_ids=self._slice.positions[None],
@@ -249,14 +195,3 @@ class CudaForward:
         if not feature_layers:
             return (out.logits[0],)
         return out.logits[0], torch.stack([out.hidden_states[layer][0] for layer in feature_layers], dim=1)
-
-
-def _filled(ancestors: Int) -> Int:
-    """Padded with zeros."""
-    ancestor_slots = np.zeros(max(_LEAST_LISTED, bucket(max(1, len(ancestors)))), np.int32)
-    ancestor_slots[: len(ancestors)] = ancestors
-    return ancestor_slots
-
-
-def _longs(array: Int) -> Tensor:
-    return torch.from_numpy(array.astype(np.int64))

@@ -10,9 +10,11 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import accumulate
+from operator import itemgetter
 from typing import Generic, TypeVar
 
 import torch
@@ -46,25 +48,35 @@ class Recorded:
 
     def __init__(self, work: Work, device: torch.device):
         self._work, self._device = work, device
-        self._inputs: list[Tensor] | None = None
+        self._inputs: tuple[Tensor, ...] | None = None
+        self._upload: Tensor | None = None  # what the inputs that come from the host are views of
         self._outputs: tuple[Tensor, ...] = ()
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """What `work` returns; the next call overwrites it. inputs: on any device."""
         if self._inputs is None:
-            held = [given.to(self._device, copy=True) for given in inputs]
+            upload, held = _uploaded(inputs, self._device)
             if self._device.type in _GRAPHS:
                 self._capture(held)
-            self._inputs = held
-        for kept, given in zip(self._inputs, inputs, strict=True):
-            kept.copy_(given)
+            self._upload, self._inputs = upload, held
+        else:
+            self._renew(inputs)
         if self._graph is None:
             return self._work(*self._inputs)
         self._graph.replay()
         return self._outputs
 
-    def _capture(self, inputs: list[Tensor]) -> None:
+    def _renew(self, inputs: Sequence[Tensor]) -> None:
+        """Replace the inputs that the work finds."""
+        assert self._inputs is not None
+        if self._upload is not None:
+            self._upload.copy_(_packed(inputs, self._device), non_blocking=True)
+        for kept, given in zip(self._inputs, inputs, strict=True):
+            if given.device.type != "cpu" or self._upload is None:
+                kept.copy_(given)
+
+    def _capture(self, inputs: Sequence[Tensor]) -> None:
         """Capture the work. Where that fails, say so once: some models synchronise with the host, which a graph cannot
         hold.
         """
@@ -83,13 +95,88 @@ class Recorded:
                 print(f"talon: forwards are not captured as CUDA graphs: {first_line(error)}", file=sys.stderr)
 
 
+class RecordedRows:
+    """`work` over rows, captured for a few numbers of rows: fewer are padded with zeros. More than `sizes[-1]` rows are
+    not captured.
+    """
+
+    def __init__(self, work: Work, device: torch.device, sizes: Sequence[int]):
+        self._work, self._device, self._sizes = work, device, sizes
+        self._recorded: dict[int, Recorded] = {}
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """What `work` returns of these rows, [rows, ...]; the next call overwrites it. inputs: [rows, ...]."""
+        rows = len(inputs[0])
+        size = next((size for size in self._sizes if size >= rows), None)
+        if self._device.type == "cpu" or size is None:
+            return self._work(*uploaded(inputs, self._device))
+        if size not in self._recorded:
+            self._recorded[size] = Recorded(self._work, self._device)
+        padded = (given.new_zeros(size, *given.shape[1:]) for given in inputs)
+        filled = [torch.cat([given, rest[rows:]]) for given, rest in zip(inputs, padded, strict=True)]
+        return tuple(out[:rows] for out in self._recorded[size](*filled))
+
+
+def uploaded(inputs: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
+    """The inputs on the device: those from the host in one copy, which nobody waits for."""
+    return tuple(inputs) if device.type == "cpu" else _uploaded(inputs, device)[1]
+
+
+def downloaded(results: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The results on the host, in one copy: each copy waits for the device."""
+    if all(one.device.type == "cpu" for one in results):
+        return tuple(results)
+    order = sorted(range(len(results)), key=lambda i: -results[i].itemsize)  # so that each one begins at its multiple
+    like = [results[i] for i in order]
+    parts = _split_up(torch.cat([one.contiguous().flatten().view(torch.uint8) for one in like]).cpu(), like)
+    return tuple(part for _, part in sorted(zip(order, parts, strict=True), key=itemgetter(0)))
+
+
+def _split_up(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    sizes = [one.nbytes for one in like]
+    return [part.view(one.dtype).view(one.shape) for part, one in zip(packed.split(sizes), like, strict=True)]
+
+
+def _uploaded(inputs: Sequence[Tensor], device: torch.device) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+    """The inputs on the device, and the memory that those from the host are views of."""
+    if device.type == "cpu":
+        return None, tuple(given.clone() for given in inputs)
+    upload = _packed(inputs, device).to(device, non_blocking=True)
+    parts = iter(_parts(upload, [given for given in inputs if given.device.type == "cpu"]))
+    return upload, tuple(next(parts) if given.device.type == "cpu" else given.clone() for given in inputs)
+
+
+def _packed(inputs: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The inputs that are on the host, one after the other, in pinned memory, which torch keeps until it is copied."""
+    of_host = [given for given in inputs if given.device.type == "cpu"]
+    total = sum(_padded_bytes(given) for given in of_host)
+    packed = torch.empty(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for part, given in zip(_parts(packed, of_host), of_host, strict=True):
+        part.copy_(given)
+    return packed
+
+
+def _parts(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    starts = accumulate(map(_padded_bytes, like), initial=0)
+    return [
+        packed[start : start + one.nbytes].view(one.dtype).view(one.shape)
+        for start, one in zip(starts, like, strict=False)
+    ]
+
+
+def _padded_bytes(part: Tensor) -> int:
+    """Kernels are compiled for addresses that are multiples of 16."""
+    padded: int = -(-part.nbytes // 16) * 16
+    return padded
+
+
 @cache
 def _aside(device: torch.device, priority: int) -> torch.cuda.Stream:
     """The stream that captures are made on: one for each priority, which a graph's kernels keep when it is replayed."""
     return torch.cuda.Stream(device, priority=priority)
 
 
-def _warm_up(work: Work, inputs: list[Tensor], device: torch.device) -> None:
+def _warm_up(work: Work, inputs: Sequence[Tensor], device: torch.device) -> None:
     """Let libraries do their one-time setup, on the stream that will be captured."""
     here = torch.cuda.current_stream(device)
     aside = _aside(device, here.priority)
@@ -101,7 +188,7 @@ def _warm_up(work: Work, inputs: list[Tensor], device: torch.device) -> None:
 
 
 def _captured(
-    work: Work, inputs: list[Tensor], device: torch.device
+    work: Work, inputs: Sequence[Tensor], device: torch.device
 ) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
     """The graph of the work, and the tensors that it writes its results to."""
     here, graph = torch.cuda.current_stream(device), torch.cuda.CUDAGraph()

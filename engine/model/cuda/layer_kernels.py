@@ -2,14 +2,26 @@
 
 Rows are independent: a row's result is the same bits whatever the other rows. Numbers are summed in float32 and rounded
 once, when they are stored. `engine.kernels.fused` has the same steps for CPUs.
+
+`normed`, `gated` and `entered` launch them, for the layers of a target and of a draft head.
 """
 
 # mypy: disable-error-code="no-untyped-def"
 # Triton allows only constexpr annotations on a kernel's parameters.
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from engine.core.batch import BLOCK
+from engine.kernels.layer.weights import Norm
+from engine.model.cuda.padded_rows import Places
+from engine.model.kv_pool import KVPool
+
+_GATE_TILE = 1024
+_UNFUSED = {"enable_fp_fusion": False}
 
 
 @triton.jit
@@ -103,3 +115,56 @@ def enter(
     else:
         place = (block * KV_HEADS + head - HEADS) * DIMS * BLOCK + lane
         tl.store(keys + place + dim * BLOCK, x.to(keys.dtype.element_ty), mask=there)
+
+
+def normed(residual: Tensor, delta: Tensor, by: Norm, added: bool = True) -> Tensor:
+    """[rows, hidden] of delta's type: the norm of the residual, [rows, hidden] float32, to which delta is added."""
+    out, (rows, hidden) = torch.empty_like(delta), residual.shape
+    sizes = {"HIDDEN": hidden, "FILLED": triton.next_power_of_2(hidden), "ADDED": added}
+    norm[(rows,)](residual, delta, by.weight, out, by.epsilon, **sizes, **_UNFUSED)
+    return out
+
+
+def gated(gate_up: Tensor) -> Tensor:
+    """[rows, inner] of [rows, 2 * inner]."""
+    rows, inner = len(gate_up), gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, inner)
+    gate[(rows, triton.cdiv(inner, _GATE_TILE))](gate_up, out, INNER=inner, TILE=_GATE_TILE, **_UNFUSED)
+    return out
+
+
+def entered(
+    pool: KVPool, layer: int, qkv: Tensor, places: Places, cos_sin: Tensor, norms: Tensor | None, epsilon: float
+) -> Tensor:
+    """Queries [rows, heads, head_dim]; keys and values go to the layer's part of the pool.
+
+    qkv: [rows, (heads + 2 * kv_heads) * head_dim], heads may be 0. cos_sin: [positions, rotated] float32, cosines of
+    half of the rotated dimensions, then sines. norms: [2, head_dim] float32, of each head's query and key, or None.
+    """
+    shape, rows = pool.shape, len(qkv)
+    heads = qkv.shape[1] // shape.head_dim - 2 * shape.kv_heads
+    queries = qkv.new_empty(rows, heads, shape.head_dim)
+    enter[(rows, heads + 2 * shape.kv_heads)](
+        qkv,
+        cos_sin if norms is None else norms,  # a pointer that is not read
+        cos_sin,
+        places.positions,
+        places.sources,
+        places.blocks,
+        places.lanes,
+        queries,
+        pool.keys[layer],
+        pool.values[layer],
+        epsilon,
+        HEADS=heads,
+        KV_HEADS=shape.kv_heads,
+        HEAD_DIM=shape.head_dim,
+        HEAD_FILLED=triton.next_power_of_2(shape.head_dim),
+        DIMS=shape.dims,
+        ROTATED=cos_sin.shape[1],
+        BLOCK=BLOCK,
+        NORMED=norms is not None,
+        num_warps=1,
+        **_UNFUSED,
+    )
+    return queries

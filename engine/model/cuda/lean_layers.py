@@ -11,20 +11,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor, nn
 
-from engine.core.batch import BLOCK
 from engine.kernels.attention.attention import Rule
-from engine.kernels.layer.weights import Norm
-from engine.model.cuda.layer_kernels import enter, gate, norm
-from engine.model.cuda.triton_attention import DeviceRows, TritonAttention
+from engine.model.cuda.layer_kernels import entered, gated, normed
+from engine.model.cuda.padded_rows import PaddedRows
+from engine.model.cuda.triton_attention import TritonAttention
 from engine.model.decoder_layer import OtherStructure, norm_of, only
 from engine.model.kv_pool import KVPool
 from engine.model.rotary import cosines_sines
-
-_GATE_TILE = 1024
-_UNFUSED = {"enable_fp_fusion": False}
 
 
 class LeanLayers:
@@ -59,70 +54,30 @@ class LeanLayers:
         return [self._head, *(linear for layer in self._layers for linear in layer.products.values())]
 
     def __call__(
-        self, rows: Any, seen: DeviceRows, chunks: int, attention: TritonAttention, feature_layers: Sequence[int]
+        self, rows: PaddedRows, chunks: int, attention: TritonAttention, feature_layers: Sequence[int]
     ) -> tuple[Tensor, ...]:
         """All logits, [rows, vocab], and [rows, layers, hidden] hidden states if layers are given.
 
-        rows: `cuda_forward._Slice` on the device. seen: what attention reads of it.
+        rows: on the device.
         """
         embedded = self._embedding(rows.tokens)
         residual, delta, states = embedded.float(), embedded, dict[int, Tensor]()
         for index, layer in enumerate(self._layers):
-            x = self._normed(residual, delta, layer.input_norm, added=index > 0)
+            x = normed(residual, delta, layer.input_norm, added=index > 0)
             if index in feature_layers:
                 states[index] = residual.to(x.dtype, copy=True)  # it is added to in place
-            query = self._entered(rows, index, layer, layer.products["qkv"](x))
-            attended = attention(seen, chunks, index, self._rules[index], query)
+            qkv = layer.products["qkv"](x)
+            query = entered(self.pool, index, qkv, rows, self._cos_sin, layer.norms, layer.epsilon)
+            attended = attention(rows.seen, chunks, index, self._rules[index], query)
             delta = layer.products["out"](attended.flatten(1))
-            x = self._normed(residual, delta, layer.inner_norm)
-            delta = layer.products["down"](self._gated(layer.products["gate_up"](x)))
-        x = self._normed(residual, delta, self._norm)
+            x = normed(residual, delta, layer.inner_norm)
+            delta = layer.products["down"](gated(layer.products["gate_up"](x)))
+        x = normed(residual, delta, self._norm)
         states[len(self._layers)] = x
         logits = self._head(x)
         if not feature_layers:
             return (logits,)
         return logits, torch.stack([states[layer] for layer in feature_layers], dim=1)
-
-    def _normed(self, residual: Tensor, delta: Tensor, by: Norm, added: bool = True) -> Tensor:
-        out, (rows, hidden) = torch.empty_like(delta), residual.shape
-        sizes = {"HIDDEN": hidden, "FILLED": triton.next_power_of_2(hidden), "ADDED": added}
-        norm[(rows,)](residual, delta, by.weight, out, by.epsilon, **sizes, **_UNFUSED)
-        return out
-
-    def _gated(self, gate_up: Tensor) -> Tensor:
-        rows, inner = len(gate_up), gate_up.shape[1] // 2
-        out = gate_up.new_empty(rows, inner)
-        gate[(rows, triton.cdiv(inner, _GATE_TILE))](gate_up, out, INNER=inner, TILE=_GATE_TILE, **_UNFUSED)
-        return out
-
-    def _entered(self, rows: Any, index: int, layer: _LeanLayer, qkv: Tensor) -> Tensor:
-        """Queries [rows, heads, head_dim]; keys and values go to the pool."""
-        shape = self.pool.shape
-        queries = qkv.new_empty(len(qkv), self.heads, shape.head_dim)
-        enter[(len(qkv), self.heads + 2 * shape.kv_heads)](
-            qkv,
-            layer.input_norm.weight if layer.norms is None else layer.norms,
-            self._cos_sin,
-            rows.positions,
-            rows.sources,
-            rows.blocks,
-            rows.lanes,
-            queries,
-            self.pool.keys[index],
-            self.pool.values[index],
-            layer.epsilon,
-            HEADS=self.heads,
-            KV_HEADS=shape.kv_heads,
-            HEAD_DIM=shape.head_dim,
-            HEAD_FILLED=triton.next_power_of_2(shape.head_dim),
-            DIMS=shape.dims,
-            ROTATED=self._cos_sin.shape[1],
-            BLOCK=BLOCK,
-            NORMED=layer.norms is not None,
-            num_warps=1,
-            **_UNFUSED,
-        )
-        return queries
 
 
 class _LeanLayer:

@@ -255,24 +255,3 @@ def test_a_pickle_with_code_in_it_is_not_run(tmp_path: Path, target: TargetWeigh
 def test_a_missing_directory_is_refused_with_its_path(tmp_path: Path, target: TargetWeights) -> None:
     with pytest.raises(ModelError, match=r"drafter\.path=.*nowhere"):
         EagleHead.load(str(tmp_path / "nowhere"), target)
-
-
-@both
-def test_recorded_steps_give_the_trees_of_plain_ones(name: str, tmp_path: Path, target: TargetWeights) -> None:
-    plain, recorded = (HeadDrafter(BUILD[name](tmp_path, target), Adaptive(budget=20)) for _ in range(2))
-    assert isinstance(plain.head, FeatureHead) and isinstance(recorded.head, FeatureHead)
-    plain.head.stack = recorded.head.stack = None
-    recorded.head.records = True
-    recorded.warm_up(HIDDEN)
-    for request in (1, 2):  # the second in the buffers of the first
-        trees = []
-        for drafter in (plain, recorded):
-            drafter.start(request, [5, 6, 7, 8], SamplingParams(max_tokens=40))
-            drafter.observe(request, prefill(name, [9]))
-            tree = drafter.propose(request)
-            more = bfloat16_bits(true_features(2, name, seed=8))
-            drafter.observe(request, Verdict(tree, [0, 1], [int(tree.tokens[1]), 33], more))
-            trees.append([tree, *drafter.propose_many([(request, path) for path in ([], [3], [17, 2])])])
-            drafter.finish(request)
-        assert all(same(one, other) for one, other in zip(*trees, strict=True))
-    assert len(recorded.head.spare) == 1

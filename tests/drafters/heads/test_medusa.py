@@ -91,14 +91,14 @@ def drafter(head: Head, policy: Any) -> HeadDrafter:
 
 def test_a_public_medusa_checkpoint_gives_the_reference_logits(tmp_path: Path, target: TargetWeights) -> None:
     head = medusa(tmp_path, target)
-    logits = head.logits(features(1)[0])
+    ((logits,),) = head.logits(features(1)[0])
     for i in range(COUNT):
         torch.testing.assert_close(logits[i], medusa_reference(MEDUSA, i, features(1)[0, 0]), atol=1e-5, rtol=1e-5)
 
 
 def test_a_medusa_head_may_share_the_targets_output_matrix(tmp_path: Path, target: TargetWeights) -> None:
     blocks = {name: tensor for name, tensor in MEDUSA.items() if "linear" in name}
-    logits = medusa(tmp_path, target, blocks, tie_lm_head=True).logits(features(1)[0])
+    ((logits,),) = medusa(tmp_path, target, blocks, tie_lm_head=True).logits(features(1)[0])
     tied = MEDUSA | {f"{i}.1.weight": target.lm_head for i in range(COUNT)}
     for i in range(COUNT):
         torch.testing.assert_close(logits[i], medusa_reference(tied, i, features(1)[0, 0]), atol=1e-4, rtol=1e-4)
@@ -152,7 +152,8 @@ def test_hydra_files_with_dropout_places_in_their_names_are_read(tmp_path: Path,
     }
     one, two = hydra(tmp_path / "one", target), hydra(tmp_path / "two", target, renamed)
     x = torch.randn(2, 3 * HIDDEN)
-    torch.testing.assert_close(one.towers[1].logits(x), two.towers[1].logits(x))
+    first, second = x.split([HIDDEN, 2 * HIDDEN], dim=1)
+    torch.testing.assert_close(one.towers[1](first, second), two.towers[1](first, second))
 
 
 def test_hydra_drafts_a_tree_as_deep_as_it_has_heads(tmp_path: Path, target: TargetWeights) -> None:

@@ -8,11 +8,9 @@ name, and error ("" if there is none).
 from __future__ import annotations
 
 import json
-import tempfile
 import traceback
 from collections.abc import Callable
 from copy import deepcopy
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -22,24 +20,19 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-import drafters.heads.layers
-from drafters.heads.checkpoint import TargetWeights
-from drafters.heads.feature_head import FeatureHead
-from drafters.heads.feature_session import FeatureSession
 from engine.core.batch import Batch, Segment
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Rule
 from engine.kernels.layer.weights import Norm
 from engine.model import stock
-from engine.model.cuda import cuda_forward, lean_layers
+from engine.model.cuda import layer_kernels
 from engine.model.cuda.cuda_forward import CudaForward
 from engine.model.cuda.lean_layers import LeanLayers
+from engine.model.cuda.padded_rows import PaddedRows
 from engine.model.cuda.triton_attention import TritonAttention
 from engine.model.kv_pool import KVCache, KVPool
 from engine.model.masked import MaskedForward
 from engine.model.masked_cache import MaskedCache
-from tests.drafters.conftest import HIDDEN, LAYERS, VOCAB
-from tests.drafters.heads import test_eagle
 
 COMMON = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -79,26 +72,20 @@ def on_device(of: Tensor) -> Tensor:
     return FakeTensor(MODE, torch.empty(of.shape, dtype=of.dtype, device="meta"), DEVICE)
 
 
-def move(owner: Any, seen: set[int]) -> Any:
+def move(owner: Any) -> Any:
     """`owner` on the device, with all tensors that are reached from it."""
     if isinstance(owner, Tensor):
         return on_device(owner)
     if isinstance(owner, list | tuple):
-        return type(owner)(move(part, seen) for part in owner)
+        return type(owner)(move(part) for part in owner)
     if isinstance(owner, dict):
-        return {name: move(part, seen) for name, part in owner.items()}
+        return {name: move(part) for name, part in owner.items()}
     if isinstance(owner, nn.Module):
         for module in owner.modules():
             for name, weight in module._parameters.items():
                 if weight is not None:
                     module._parameters[name] = nn.Parameter(on_device(weight), requires_grad=False)
             module._buffers.update({name: on_device(held) for name, held in module._buffers.items()})
-    elif isinstance(owner, torch.device):
-        return DEVICE
-    elif type(owner).__module__.startswith("drafters") and id(owner) not in seen:
-        seen.add(id(owner))
-        for name, part in list(vars(owner).items()):
-            setattr(owner, name, move(part, seen))
     return owner
 
 
@@ -106,7 +93,7 @@ def target_forward(config: Any, features: tuple[int, ...]) -> None:
     """What `CudaForward` captures, but for the kernels."""
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     model.set_attn_implementation(stock.NAME)
-    move(model, set())
+    move(model)
     heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     shape = KVShape(3, kv_heads or heads, getattr(config, "head_dim", None) or 16, torch.bfloat16)
     with MODE, torch.inference_mode():
@@ -114,7 +101,7 @@ def target_forward(config: Any, features: tuple[int, ...]) -> None:
         cache = KVCache(forward.pool)
         cache.reserve(40)
         batch = Batch.of([Segment.of_text([*range(30)], cache, "all")])
-        rows, chunks = cuda_forward._Slice.of(batch, 0, 30, 64, together=16)
+        rows, chunks = PaddedRows.of(batch, 0, 30, 64, together=16)
         assert_on_device(forward._run(chunks, features, *map(on_device, rows)))
 
 
@@ -130,42 +117,29 @@ def lean_layers_forward(config: Any) -> None:
     rules = dict.fromkeys(range(3), Rule(0.1))
     with torch.inference_mode():
         lean = LeanLayers(model, KVPool(shape, 60), heads // kv_heads, rules, 64)
-    move(model, set())
+    move(model)
     with MODE, torch.inference_mode():
         forward = CudaForward(model, KVPool(shape, 60, DEVICE), heads // kv_heads)
         lean.pool, lean._cos_sin, lean._norm = forward.pool, on_device(lean._cos_sin), moved(lean._norm)
         for layer in lean._layers:
             layer.input_norm, layer.inner_norm = moved(layer.input_norm), moved(layer.inner_norm)
             layer.norms = None if layer.norms is None else on_device(layer.norms)
-            move(nn.ModuleDict(layer.products), set())
+            move(nn.ModuleDict(layer.products))
         forward.lean, cache = lean, KVCache(forward.pool)
         cache.reserve(40)
         batch = Batch.of([Segment.of_text([*range(30)], cache, "all")])
-        rows, chunks = cuda_forward._Slice.of(batch, 0, 30, 64, together=16)
+        rows, chunks = PaddedRows.of(batch, 0, 30, 64, together=16)
         assert_on_device(forward._run(chunks, (0, 2), *map(on_device, rows)))
 
 
 def masked_forward(config: Any) -> None:
     """What `MaskedForward` captures."""
-    model = move(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval(), set())
+    model = move(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval())
     with MODE, torch.inference_mode():
         forward, cache = MaskedForward(model, "any"), MaskedCache(3, 256, fixed=True)
         ids, places = (torch.zeros(1, ROWS, dtype=torch.int64, device=DEVICE) for _ in range(2))
         mask = torch.zeros(1, 1, ROWS, 256, dtype=torch.bfloat16, device=DEVICE)
         assert_on_device(forward._forward_into(cache, (0, 2), ids, places, mask, places[0]))
-
-
-def draft_step(load: Callable[[Path, TargetWeights], FeatureHead]) -> None:
-    """What a session of a head captures."""
-    embedding = torch.zeros(VOCAB, HIDDEN)
-    with tempfile.TemporaryDirectory() as folder:
-        head = load(Path(folder), TargetWeights(embedding, embedding, LAYERS))
-    move(head, set())
-    head.__dict__ |= {"records": True, "stack": None}
-    with MODE, torch.inference_mode():
-        session = head.open([1, 2], 200, 16)
-        assert isinstance(session, FeatureSession)
-        assert_on_device(session._step(torch.zeros(5, ROWS, dtype=torch.int64, device=DEVICE)))
 
 
 def assert_on_device(found: tuple[Tensor, ...]) -> None:
@@ -212,9 +186,8 @@ def replace(module: ModuleType, **names: Any) -> None:
 
 def main() -> None:
     TritonAttention.__call__ = lambda self, rows, chunks, layer, rule, query: torch.empty_like(query)
-    replace(lean_layers, norm=NotLaunched(), enter=NotLaunched(), gate=NotLaunched())
+    replace(layer_kernels, norm=NotLaunched(), enter=NotLaunched(), gate=NotLaunched())
     replace(stock, _window=host_window)
-    replace(drafters.heads.layers, can_multiply=lambda weight: False, pack=lambda weight: None)
     attempt("host sync", host_sync)
     attempt("mixed devices", mixed_devices)
     for name, config in CONFIGS.items():
@@ -224,8 +197,6 @@ def main() -> None:
     attempt("target without features", target_forward, CONFIGS["llama"], ())
     for name in ("llama", "gpt_neox"):
         attempt(f"masked {name}", masked_forward, CONFIGS[name])
-    attempt("draft eagle", draft_step, test_eagle.eagle)
-    attempt("draft eagle3", draft_step, test_eagle.eagle3)
 
 
 if __name__ == "__main__":

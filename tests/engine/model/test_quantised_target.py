@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from engine.config import Config
 from engine.core.errors import ConfigError, ModelError
 from engine.core.params import SamplingParams
-from engine.files.checkpoint import CheckpointTensor
 from engine.kernels.gemm.product import multiplies
 from engine.model.decoder import LeanDecoder
 from engine.model.loading import load_model
 from engine.model.memory import check_memory
 from engine.model.target import Target
+from engine.weights.checkpoint import CheckpointTensor
 from engine.weights.quantised import quantised_folder
 from engine.weights.quantised_weights import open_quantised
 from tests.conftest import VOCABULARY, save_tiny_llama, tiny_tokenizer

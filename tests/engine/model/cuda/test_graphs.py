@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.model.cuda import graphs
-from engine.model.cuda.graphs import Recorded, bucket, own_stream, wait
+from engine.model.cuda.graphs import Recorded, RecordedRows, bucket, downloaded, own_stream, uploaded, wait
 
 CPU = torch.device("cpu")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -189,3 +189,34 @@ def test_work_on_a_stream_of_its_own_is_waited_for(device: torch.device) -> None
         product = torch.ones(64, 64, device=device) @ torch.ones(64, 64, device=device)
         wait(device)
     assert product.sum().item() == 64**3
+
+
+def test_what_travels_together_comes_out_as_it_was_at_addresses_that_kernels_are_compiled_for() -> None:
+    parts = [torch.arange(3), torch.arange(5, dtype=torch.int32), torch.randn(2, 3).bfloat16(), torch.ones(1).bool()]
+    packed = graphs._packed(parts, CPU)
+    for part, found in zip(parts, graphs._parts(packed, parts), strict=True):
+        assert torch.equal(part, found) and part.dtype == found.dtype
+        assert (found.data_ptr() - packed.data_ptr()) % 16 == 0
+
+
+def test_results_of_several_types_are_split_up_as_they_were() -> None:
+    parts = [torch.randn(2, 3), torch.arange(4).view(2, 2), torch.ones(3).bfloat16()]
+    packed = torch.cat([part.flatten().view(torch.uint8) for part in parts])
+    assert all(map(torch.equal, parts, graphs._split_up(packed, parts)))
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_what_goes_up_comes_down_as_it_was(device: torch.device) -> None:
+    parts = [torch.arange(3, dtype=torch.int32), torch.randn(2, 3), torch.arange(4).view(2, 2)]
+    there = uploaded(parts, device)
+    assert {part.device.type for part in there} == {device.type}
+    assert all(map(torch.equal, parts, downloaded(there)))
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 5])
+def test_recorded_rows_are_those_of_the_work(rows: int, device: torch.device) -> None:
+    work = RecordedRows(lambda x, y: (x + y, x[:, :1] * 2), device, (1, 4))
+    for _ in range(2):
+        x, y = torch.randn(rows, 3), torch.randn(rows, 3)
+        assert all(map(torch.equal, (x + y, x[:, :1] * 2), (part.cpu() for part in work(x, y))))

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.core.errors import ModelError
-from engine.files.checkpoint import read_checkpoint
+from engine.weights.checkpoint import read_checkpoint
 
 TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

@@ -1,0 +1,199 @@
+"""A head's decoder layers on CUDA, for all requests at once, with the attention and kernels of a target's lean layers.
+
+What `drafters.heads.stack` says holds here too: rows are flat, keys and values of all requests lie in one pool of
+blocks, and a row lists the slots of its ancestors. So one graph serves the steps of all requests: it differs in the
+number of rows and in the text length alone. A step reads and writes what a head keeps of its rows within the graph, and
+takes nothing from the host but the rows' numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drafters.heads.layers import DecoderLayer, Linear, RMSNorm
+from drafters.heads.stack import Enters, GrowingPool, StackLayer, norm_of
+from engine.core.batch import BLOCK, Batch, Int, Rows
+from engine.core.kv_shape import KVShape
+from engine.kernels.attention.attention import Rule
+from engine.kernels.layer.weights import Norm
+from engine.model.cuda.graphs import Recorded, uploaded
+from engine.model.cuda.layer_kernels import entered, gated, normed
+from engine.model.cuda.padded_rows import PaddedRows, longs
+from engine.model.cuda.triton_attention import TritonAttention
+
+SIZES = (4, 16, 64, 256, 512)
+"""Rows of a graph. More, of prompts, are launched kernel by kernel."""
+_BLOCKS = 1024  # of the pool initially: when it grows, graphs are captured anew
+
+
+def padded_size(rows: int) -> int:
+    """The rows of the graph that serves so many, or as many if none does."""
+    return next((size for size in SIZES if size >= rows), rows)
+
+
+class _Layer(NamedTuple):
+    """A layer's weights as the kernels take them. norms: [2, head_dim] float32, of queries and keys."""
+
+    of: StackLayer
+    input_norm: Norm | None
+    inner_norm: Norm
+    norms: Tensor | None
+    epsilon: float
+
+    @classmethod
+    def over(cls, layer: StackLayer) -> _Layer:
+        decoder = layer.decoder
+        inner = norm_of(decoder.norm)
+        assert inner is not None
+        return cls(layer, norm_of(layer.input_norm), inner, *norms_of(decoder))
+
+
+def norms_of(decoder: DecoderLayer) -> tuple[Tensor | None, float]:
+    """Weights of the norms of each head's query and key, [2, head_dim] float32, if there are any; and their epsilon."""
+    query, key = norm_of(decoder.query_norm), norm_of(decoder.key_norm)
+    if query is None or key is None:
+        return None, 0.0
+    return torch.stack([query.weight, key.weight]), query.epsilon
+
+
+class CudaStack:
+    """The same as `drafters.heads.stack.Stack`; see there."""
+
+    def __init__(
+        self,
+        layers: Sequence[StackLayer],
+        dtype: torch.dtype,
+        head: Linear,
+        enters: Enters,
+        norm: RMSNorm | None = None,
+        of_token: Tensor | None = None,
+        entry: Linear | None = None,
+        keeps: bool = False,
+    ):
+        self.dtype, self.head, self.enters, self.entry = dtype, head, enters, entry
+        self.of_token, self.norm, self.keeps = of_token, norm_of(norm), keeps
+        self.layers = [_Layer.over(layer) for layer in layers]
+        first = self.first = layers[0].decoder
+        self.hidden = first.out.outputs
+        shape = KVShape(len(layers), first.kv_heads, first.head_dim, dtype)
+        self.pool = GrowingPool(shape, _BLOCKS, self.hidden, dtype, first.device)
+        self._attention = TritonAttention(self.pool, first.heads // first.kv_heads)
+        self._rule = Rule(first.head_dim**-0.5)
+        self._recorded: dict[tuple[int, ...], Recorded] = {}  # by rows, attention chunks and ancestors listed
+        self._over = self.pool.keys  # what the graphs were captured over
+        self.cos_sin = self.first.rotary.halves(256)
+
+    def reader(self, fc: Linear, norm: RMSNorm, layers: Sequence[tuple[DecoderLayer, Linear]]) -> CudaReader:
+        """Reads what such layers attend to beside their rows into the pool."""
+        return CudaReader(self, fc, norm, layers)
+
+    def reserve_positions(self, positions: int) -> None:
+        """Compute the cosines and sines of `positions` positions: [positions, head_dim] float32."""
+        if positions > len(self.cos_sin):
+            self.cos_sin = self.first.rotary.halves(2 * positions)
+            self._recorded.clear()
+
+    def run(self, above: Sequence[int], parts: Sequence[Rows], chosen: Sequence[int] | None) -> Tensor:
+        """See `Stack.run`."""
+        for part in parts:
+            part.cache.reserve(part.first + len(part))
+        batch, device = Batch(parts), self.first.device
+        self.reserve_positions(batch.reach)
+        if self._over is not self.pool.keys:
+            self._recorded.clear()
+            self._over = self.pool.keys
+        count, size = len(batch), padded_size(len(batch))
+        rows, chunks = PaddedRows.of(batch, 0, count, size, self._attention.together)
+        read, written = np.full(size, above[-1]), np.full(size, self.pool.blocks * BLOCK)  # padding writes to the end
+        read[:count], written[:count] = above, batch.slots
+        picked = np.asarray(range(count) if chosen is None else chosen)
+        if size not in SIZES:
+            return self._run(chunks, *uploaded((longs(picked), longs(read), longs(written), *rows), device))[0]
+        filled = np.zeros(size, np.int64)
+        filled[: len(picked)] = picked
+        key = size, chunks, len(rows.ancestor_slots)
+        if key not in self._recorded:
+            self._recorded[key] = Recorded(partial(self._run, chunks), device)
+        (out,) = self._recorded[key](longs(filled), longs(read), longs(written), *rows)
+        return out[: len(picked)].clone()  # the next call overwrites it
+
+    def _run(self, chunks: int, chosen: Tensor, read: Tensor, written: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+        """The head's outputs of the chosen rows: the part that a CUDA graph captures. read, written: [rows], where each
+        row finds and leaves what is kept.
+        """
+        padded, features = PaddedRows(*rows), self.pool.features
+        begun = self.enters(features.index_select(0, read), padded.tokens)
+        residual = (begun if self.entry is None else self.entry(begun)).float()
+        delta = x = residual.to(self.dtype)
+        for index, layer in enumerate(self.layers):
+            if layer.input_norm is not None:
+                x = normed(residual, delta, layer.input_norm, added=index > 0)
+            qkv = layer.of.qkv(x)
+            if index == 0 and self.of_token is not None:
+                qkv += self.of_token.index_select(0, padded.tokens)
+            query = entered(self.pool, index, qkv, padded, self.cos_sin, layer.norms, layer.epsilon)
+            attended = self._attention(padded.seen, chunks, index, self._rule, query)
+            x = normed(residual, layer.of.decoder.out(attended.flatten(1)), layer.inner_norm)
+            delta = layer.of.decoder.down(gated(F.linear(x, layer.of.decoder.gate_up.weight)))
+        x = residual.add_(delta).to(self.dtype) if self.norm is None else normed(residual, delta, self.norm)
+        if self.keeps:
+            features.index_copy_(0, written, residual.to(features.dtype))
+        return (self.head(x.index_select(0, chosen)),)
+
+
+class CudaReader:
+    """Reads the context of a one-pass head, as `drafters.heads.one_pass.context.ContextReader` does."""
+
+    def __init__(self, stack: CudaStack, fc: Linear, norm: RMSNorm, layers: Sequence[tuple[DecoderLayer, Linear]]):
+        of_context = norm_of(norm)
+        assert of_context is not None
+        self.stack, self.fc, self.norm = stack, fc, of_context
+        self.layers = [(kv, *norms_of(decoder)) for decoder, kv in layers]
+        self._recorded: dict[int, Recorded] = {}  # by rows
+        self._over: tuple[Tensor, Tensor] | None = None
+
+    def read(self, features: Tensor, positions: Sequence[int], places: Int) -> None:
+        stack, count = self.stack, len(features)
+        stack.reserve_positions(max(positions) + 1)
+        over = stack.pool.keys, stack.cos_sin
+        if self._over is None or any(a is not b for a, b in zip(self._over, over, strict=True)):
+            self._recorded.clear()
+            self._over = over
+        for first in range(0, count, SIZES[-1]):
+            some = features[first : first + SIZES[-1]]
+            size = padded_size(len(some))
+            sources = np.minimum(np.arange(size), len(some) - 1)
+            rows = first + sources
+            written = np.full(size, stack.pool.blocks * BLOCK)
+            written[: len(some)] = places[rows[: len(some)]]
+            indexes = written, np.asarray(positions)[rows], sources, *np.divmod(places[rows], BLOCK)
+            if size not in self._recorded:
+                self._recorded[size] = Recorded(self._run, stack.first.device)
+            filled = F.pad(some.to(stack.dtype), (0, 0, 0, size - len(some)))
+            self._recorded[size](filled, *map(longs, indexes))
+
+    def _run(self, features: Tensor, written: Tensor, *places: Tensor) -> tuple[Tensor, ...]:
+        """The part that a CUDA graph captures."""
+        stack, rows = self.stack, _Places(*places)
+        fused = self.fc(features)
+        context = normed(fused.float(), fused, self.norm, added=False)
+        for index, (kv, norms, epsilon) in enumerate(self.layers):
+            entered(stack.pool, index, kv(context), rows, stack.cos_sin, norms, epsilon)
+        stack.pool.features.index_copy_(0, written, context)
+        return (context,)
+
+
+class _Places(NamedTuple):
+    """See `engine.model.cuda.padded_rows.Places`."""
+
+    positions: Tensor
+    sources: Tensor
+    blocks: Tensor
+    lanes: Tensor

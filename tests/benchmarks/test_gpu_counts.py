@@ -1,0 +1,60 @@
+"""What a round does on CUDA, counted on a device without memory, in a process of its own: the device stays for good."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed: CUDA builds of torch bring it, or pip install triton")
+
+Record = dict[str, Any]
+HEADS = ("eagle3", "eagle", "block", "medusa", "hydra")
+
+
+@pytest.fixture(scope="module")
+def records() -> list[Record]:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu.step", "counts", "cpu"],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        input="go\n",
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def of(records: list[Record], check: str) -> list[Record]:
+    return [record for record in records if record["check"] == check]
+
+
+def test_everything_is_captured_without_a_wait_and_on_one_device(records: list[Record]) -> None:
+    """Either would be an error where the work is traced."""
+    assert [record for record in records if "failed" in record] == []
+
+
+def test_a_lean_layer_is_ten_kernels(records: list[Record]) -> None:
+    (target,) = of(records, "target")
+    assert target["kernels_a_layer"] == 10
+    assert target["kernels"] < 10 * 32 + 10
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_more_requests_take_no_more_launches_or_waits_of_a_draft_step(head: str, records: list[Record]) -> None:
+    one, *more = of(records, f"{head}, T=0")
+    for record in more:
+        assert record["a_draft_step"]["waits"] <= one["a_draft_step"]["waits"]
+        assert record["a_draft_step"]["launches"] <= one["a_draft_step"]["launches"] + 1
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_round_waits_as_often_for_many_requests_as_for_one(head: str, records: list[Record]) -> None:
+    one, *more = of(records, f"{head}, T=0")
+    assert {sum(record["waits"].values()) for record in more} == {sum(one["waits"].values())}

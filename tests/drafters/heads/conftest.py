@@ -1,0 +1,5 @@
+"""Triton's interpreter is as quick for heads as for the target's kernels."""
+
+from __future__ import annotations
+
+from tests.engine.model.cuda.conftest import _language_is_replaced_once as _language_is_replaced_once

@@ -1,0 +1,109 @@
+"""Heads as they draft on CUDA, the kernels through Triton's interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed: CUDA builds of torch bring it, or pip install triton")
+
+from drafters.heads import cuda_stack
+from drafters.heads.checkpoint import TargetWeights
+from drafters.heads.growth.policies import Dynamic
+from engine.core.drafter_protocol import Verdict
+from engine.core.params import SamplingParams
+from engine.core.tree import TokenTree
+from engine.model.cuda import triton_attention
+from engine.model.runner import bfloat16_bits
+from tests.drafters.conftest import HIDDEN
+from tests.drafters.heads.one_pass.test_block import block
+from tests.drafters.heads.test_eagle import eagle, eagle3, same
+from tests.drafters.test_many_requests import TEXTS, Build, drafter_of
+
+pytestmark = pytest.mark.skipif(not triton_attention._INTERPRETED, reason="heads are on the CPU here")
+POLICY = Dynamic(depth=2, top_k=2, budget=8)  # steps that feed on each other amplify rounding
+OUTCOMES = [(1, []), (2, [4]), (3, [21, 22]), (2, [])]
+heads = pytest.mark.parametrize("build", [eagle, eagle3, block], ids=lambda build: build.__name__)
+
+
+@pytest.fixture(autouse=True)
+def _as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices are as they are, and graphs are of few rows, which Triton's interpreter takes one by one."""
+    monkeypatch.setattr("drafters.heads.layers.can_multiply", lambda weight: False)
+    monkeypatch.setattr("drafters.heads.layers.pack", lambda weight: None)
+    monkeypatch.setattr(cuda_stack, "_BLOCKS", 64)
+    monkeypatch.setattr(cuda_stack, "SIZES", (2, 4, 8, 16, 24))
+
+
+def on_cuda(build: Build, folder: Path, target: TargetWeights) -> Any:
+    """A head with the stack that it would have on CUDA."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("eagle", "eagle3", "one_pass.block_weights"):
+            patch.setattr(f"drafters.heads.{module}.new_stack", cuda_stack.CudaStack)
+        head: Any = build(folder, target)
+        assert isinstance(head.stack, cuda_stack.CudaStack)
+        return head
+
+
+def plain(build: Build, folder: Path, target: TargetWeights) -> Any:
+    """The same head without any stack."""
+    head: Any = build(folder, target)
+    head.stack = None
+    return head
+
+
+@heads
+def test_trees_of_several_requests_are_those_of_plain_operations(
+    build: Build, tmp_path: Path, target: TargetWeights
+) -> None:
+    of = [drafter_of(make(build, tmp_path / make.__name__, target), list(TEXTS), POLICY) for make in (on_cuda, plain)]
+    for wanted in (OUTCOMES, OUTCOMES[:2]):
+        trees = [drafter.propose_many(wanted) for drafter in of]
+        assert all(same(one, other) for one, other in zip(*trees, strict=True))
+        for request in TEXTS:  # the roots alone are accepted
+            more = torch.randn(1, len(of[0].feature_layers), HIDDEN, generator=torch.manual_seed(request))
+            for drafter in of:
+                root = TokenTree.root_only(drafter.last_token(request))
+                drafter.observe(request, Verdict(root, [0], [33], bfloat16_bits(more)))
+
+
+@heads
+def test_graphs_are_shared_by_all_requests(build: Build, tmp_path: Path, target: TargetWeights) -> None:
+    drafter = drafter_of(on_cuda(build, tmp_path, target), [1], POLICY)
+    stack: Any = drafter.head.stack  # type: ignore[attr-defined]
+    drafter.propose(1)
+    graphs = dict(stack._recorded)
+    assert graphs
+    drafter.start(9, [3, 4, 5, 6], SamplingParams(max_tokens=40))
+    features = torch.randn(4, len(drafter.feature_layers), HIDDEN, generator=torch.manual_seed(9))
+    drafter.observe(9, Verdict(TokenTree.root_only(6), [0], [7], bfloat16_bits(features)))
+    drafter.propose(9)
+    assert stack._recorded == graphs
+
+
+@heads
+def test_when_the_pool_grows_what_it_holds_stays_and_graphs_are_captured_anew(
+    build: Build, tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = drafter_of(on_cuda(build, tmp_path / "a", target), list(TEXTS), POLICY)
+    monkeypatch.setattr(cuda_stack, "_BLOCKS", 1)
+    grown = drafter_of(on_cuda(build, tmp_path / "b", target), list(TEXTS), POLICY)
+    trees = [drafter.propose_many(OUTCOMES) for drafter in (usual, grown)]
+    assert grown.head.stack.pool.blocks > 1  # type: ignore[attr-defined]
+    assert all(same(one, other) for one, other in zip(*trees, strict=True))
+
+
+@pytest.mark.parametrize("build", [eagle3, block], ids=lambda build: build.__name__)
+def test_long_texts_are_read_in_parts(
+    build: Build, tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More rows than a graph has are not recorded, or are read in parts."""
+    monkeypatch.setitem(TEXTS, 3, [token % 60 for token in range(40)])
+    trees = [
+        drafter_of(make(build, tmp_path / make.__name__, target), [3, 1], POLICY).propose_many([(3, []), (1, [7])])
+        for make in (on_cuda, plain)
+    ]
+    assert all(same(one, other) for one, other in zip(*trees, strict=True))
