@@ -24,7 +24,7 @@ from engine.weights.checkpoint import CheckpointTensor, read_checkpoint
 from engine.weights.quantised import QuantisedSource, quantised_source_of
 from engine.weights.stored_weights import StoredWeights, Unreadable
 
-_AT_ONCE = 1 << 19  # numbers that a thread quantises together
+_AT_ONCE = 1 << 18  # numbers that a thread quantises together
 
 
 @dataclass(frozen=True)
