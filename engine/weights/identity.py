@@ -8,6 +8,7 @@ from pathlib import Path
 
 _KINDS = (".safetensors", ".bin", ".pt", ".gguf", ".blocks", ".json", ".model")
 _BEGINNING = 1 << 16
+_PROOF = "proof"  # how the names of proofs begin: a first start writes one, and the model is the same
 
 
 def model_identity(model: str, kinds: Sequence[str] = _KINDS) -> bytes:
@@ -16,7 +17,8 @@ def model_identity(model: str, kinds: Sequence[str] = _KINDS) -> bytes:
     kinds: endings of the directory's files that count.
     """
     path = Path(model)
-    files = [path] if path.is_file() else sorted(file for file in path.glob("*") if file.suffix in kinds)
+    of_kinds = (file for file in path.glob("*") if file.suffix in kinds and not file.name.startswith(_PROOF))
+    files = [path] if path.is_file() else sorted(of_kinds)
     digest = hashlib.sha256(b"" if files else model.encode("utf8", "surrogateescape"))
     for file in files:
         status = file.stat()
