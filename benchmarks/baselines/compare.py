@@ -29,18 +29,17 @@ from engine.core.params import SamplingParams
 from engine.core.processor import cores
 from engine.frontend.tasks import keep_under_way
 from engine.model.loading import dtype_of, load_model, name_of, open_stored
-from engine.weights.gguf_file import GgufFile
+from engine.weights.gguf_file import read_gguf
 from engine.weights.gguf_source import open_gguf
 from engine.weights.tokenizer import load_tokenizer
 
-from ..inputs.questions import mixed_questions
+from ..inputs.questions import check_prompts, mixed_questions
 from ..measure.budget import Budget, is_narrow
 from ..measure.load import settings_of
 from ..measure.plan import MeasurementPlan
 from ..report.engine_figures import ROWS, Turn, ratios
 from ..report.load_figures import at_once
 from .engines import Baseline, Given, Missing, baselines
-from .gguf import file_type
 from .rivals import Rivals
 
 Prompts = Sequence[Sequence[int]]
@@ -153,6 +152,11 @@ async def run_baselines(plan: MeasurementPlan, levels: Sequence[int], rivals: Ri
         for kind in _ACTIVATIONS
         for name in plan.contestants
     ]
+    first = await ours[0].start()
+    try:
+        check_prompts(asked, plan.sampling.max_tokens, first.engine.target.context)
+    finally:
+        await first.stop()
     with tempfile.TemporaryDirectory(prefix="talon-rivals-") as made, plan.row_file(ROWS) as file:
         others = baselines(rivals.folder, _given(rivals, plan.config, Path(made), max(levels)))
         async with aclosing(compare(ours, others, order, plan.sampling.max_tokens, console)) as taken:
@@ -173,35 +177,30 @@ async def compare(
     other engines that fail later, from then on.
     """
     drawn = random.Random(0)
-    here: list[Entrant] = [*ours, *(one for one in others if isinstance(one, Baseline))]
-    for one in others:
-        if isinstance(one, Missing):
-            console.print(f"left out: {one.name}: not installed: {one.reason}")
+    here: list[Entrant] = [*ours, *(other for other in others if isinstance(other, Baseline))]
+    for missing in (other for other in others if isinstance(other, Missing)):
+        console.print(f"left out: {missing.name}: not installed: {missing.reason}")
     for repeat, parts in enumerate(order):
-        for contestant in drawn.sample(here, len(here)):
-            about = f"{contestant.name}, {contestant.weights} by {contestant.activations}"
+        for one in drawn.sample(here, len(here)):
+            about = f"{one.name}, {one.weights} by {one.activations}"
             console.print(f"repeat {repeat + 1}: {about}", highlight=False)
             try:
-                running = await contestant.start()
+                running = await one.start()
             except TalonError as error:
-                here.remove(contestant)
+                here.remove(one)
                 console.print(f"left out: {error}")
                 continue
             try:
                 for level, prompts in parts:
                     seconds, tokens = await running.answer(prompts, max_tokens, level)
-                    yield Turn(*_about(contestant), level, repeat, seconds, tokens, contestant.talon)
+                    yield Turn(one.name, one.weights, one.activations, level, repeat, seconds, tokens, one.talon)
             except TalonError as error:
-                if contestant.talon:
+                if one.talon:
                     raise
-                here.remove(contestant)
+                here.remove(one)
                 console.print(f"left out from here on: {error}")
             finally:
                 await running.stop()
-
-
-def _about(one: Entrant) -> tuple[str, str, str]:
-    return one.name, one.weights, one.activations
 
 
 def _ratios(found: Sequence[Turn], level: int) -> list[list[float]]:
@@ -211,15 +210,14 @@ def _ratios(found: Sequence[Turn], level: int) -> list[list[float]]:
 def weights_of(config: Config) -> str:
     """The type in memory of most of the model's weights."""
     stored = open_stored(Path(config.model))
-    if isinstance(stored, GgufFile):
-        return file_type(stored.path)
     return name_of(dtype_of(config)) if stored is None else stored.kind
 
 
 def _given(rivals: Rivals, config: Config, made: Path, most: int) -> Given:
     """What the engines are given. made: a folder for what is written for them; most: requests at once."""
     own = open_gguf(Path(config.model))
-    files = {file_type(file): file for file in (*([] if own is None else [own.path]), *rivals.files)}
+    others = (read_gguf(file, f"--gguf {file}") for file in rivals.files)
+    files = {file.kind: file.path for file in (*([] if own is None else [own]), *others)}
     if not files:
         raise ConfigError("--gguf: name a GGUF file of the model's weights, which other engines read")
     threads = config.verifier.threads or cores()

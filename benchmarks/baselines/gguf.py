@@ -5,26 +5,14 @@ python -m benchmarks.baselines.gguf SOURCE GOAL BF16
 
 from __future__ import annotations
 
-import math
 import sys
-from collections import Counter
 from pathlib import Path
 
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 
-from engine.weights.gguf_file import read_gguf
-
 _FILE_TYPES = {"BF16": 32, "F16": 1}  # `general.file_type`
-
-
-def file_type(file: Path) -> str:
-    """The type of most of a file's weights, such as Q4_1."""
-    sizes: Counter[str] = Counter()
-    for tensor in read_gguf(file, f"--gguf {file}").tensors:
-        sizes[tensor.kind.name] += math.prod(tensor.shape)
-    return sizes.most_common(1)[0][0]
 
 
 def retype(source: Path, goal: Path, kind: str) -> Path:

@@ -87,6 +87,14 @@ class GgufFile:
         return raw
 
     @property
+    def kind(self) -> str:
+        """The type of most of the weights, such as Q4_K."""
+        elements = Counter[str]()
+        for tensor in self.tensors:
+            elements[tensor.kind.name] += tensor.elements
+        return elements.most_common(1)[0][0]
+
+    @property
     def kinds(self) -> str:
         """How the tensors are stored: `210 Q4_1, 61 F32, 1 Q8_0`."""
         counts = Counter(tensor.kind.name for tensor in self.tensors)

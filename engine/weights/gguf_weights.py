@@ -7,7 +7,6 @@ rows is then known without moving any. Experts are three tensors a layer, two of
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,7 +32,7 @@ class GgufWeights(StoredWeights[list[GgufTensor]]):
 
     def __init__(self, gguf: GgufFile, model: Any):
         super().__init__(model.dtype)
-        self.gguf, self.size, self.kind = gguf, gguf.size, _most(gguf)
+        self.gguf, self.size, self.kind = gguf, gguf.size, gguf.kind.lower()
         config = model.config.get_text_config()
         self._processor = processor_of(gguf.architecture, config)
         architecture = next((key for key, name in MODEL_ARCH_NAMES.items() if name == gguf.architecture), None)
@@ -110,11 +109,3 @@ def _find(name: str, names: TensorNameMap, tensors: Mapping[str, GgufTensor]) ->
     if module.endswith(".experts"):
         sought = [f"{names.get_name(f'{module}.{part}')}.weight" for part in _EXPERTS.get(suffix, ())]
     return [tensors[stored] for stored in sought] if sought and all(stored in tensors for stored in sought) else []
-
-
-def _most(gguf: GgufFile) -> str:
-    """The type of most of the file's weights, in lower case."""
-    elements = Counter[str]()
-    for tensor in gguf.tensors:
-        elements[tensor.kind.name.lower()] += tensor.elements
-    return elements.most_common(1)[0][0]

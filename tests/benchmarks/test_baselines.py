@@ -13,10 +13,11 @@ from rich.console import Console
 
 from benchmarks.baselines.compare import compare, turns
 from benchmarks.baselines.engines import INSTALL, Baseline, Given, Missing, Process, baselines
-from benchmarks.baselines.gguf import file_type, retype
+from benchmarks.baselines.gguf import retype
 from benchmarks.measure.budget import Budget
 from benchmarks.report.engine_figures import Turn, table
 from engine.core.errors import ConfigError
+from engine.weights.gguf_file import read_gguf
 
 ECHO = """
 import json, sys
@@ -150,7 +151,7 @@ def test_weights_keep_their_numbers_in_another_type(tmp_path: Path, kind: str) -
     assert reader.fields["llama.context_length"].contents() == 128
     assert reader.fields["tokenizer.ggml.tokens"].contents() == ["a", "b"]
     found = {tensor.name: tensor for tensor in reader.tensors}
-    assert file_type(tmp_path / "small.gguf") == "F32"
+    assert read_gguf(tmp_path / "small.gguf", "model").kind == "F32"
     assert found["matrix"].tensor_type.name == kind and found["vector"].tensor_type.name == "F32"
     for name, numbers in (("matrix", matrix), ("vector", vector)):
         tensor = found[name]
