@@ -11,13 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import reduce
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
 from drafters.heads.head_drafter import HeadDrafter
 from drafters.hybrid.merge import Merge
-from drafters.hybrid.rescues import Rescues
+from drafters.hybrid.rescues import Gains, Rescues
 from drafters.hybrid.retrieval_advice import RetrievalAdvice, followings
 from engine.config import Config
 from engine.core.drafter_protocol import BetweenSteps, Drafter, Verdict, Wanted
@@ -26,16 +27,23 @@ from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 
 _LONG = 64  # positions of the text that take the head longer to read than a step
+_NOTHING = 0.3  # tokens that retrieval is expected to have accepted
 _NUDGE = 1.05  # factor by which one measurement moves the time of a draft step
 
 
 class KnownDraft(NamedTuple):
-    """What was drafted for an outcome. retrieved: retrieval's tree. misses: next tokens that it was expected to miss
-    where the head drafted; 0 if the head was not asked.
+    """What was drafted for an outcome. retrieved: retrieval's tree. asked: whether the head drafted too; misses: next
+    tokens that retrieval was then expected to miss.
     """
 
     retrieved: TokenTree
+    asked: bool = False
     misses: float = 0.0
+
+    @property
+    def expected(self) -> float:
+        """Tokens of retrieval's tree that are expected to be accepted."""
+        return float(self.retrieved.confidence[1:].sum())
 
 
 class Unlearned(NamedTuple):
@@ -60,7 +68,7 @@ class HybridDrafter(Drafter):
         self.successors = max((memory.successors for memory in memories), default=0)
         self.merge = Merge()
         self.draft_s, self.read_s = head.draft_s, head.read_s
-        self._rescues = Rescues()
+        self._gains, self._rescues = Gains(), Rescues()
         self._resting: set[int] = set()  # requests for which retrieval drafts alone for now
         self._step_s = head.step_s  # the time from one of the head's forwards to the next
         self._token_s, self._row_tokens = 0.01, 0.0  # what a token and a row are worth, by the verifier's cost model
@@ -113,20 +121,22 @@ class HybridDrafter(Drafter):
                 if len(tree) > 1:
                     trees[row] = self._merged(tree, trees[row])
         for row, (request, continuation) in enumerate(wanted):
-            self._known[request][tuple(continuation)] = KnownDraft(retrieved[row], advice[row].misses)
+            self._known[request][tuple(continuation)] = KnownDraft(retrieved[row], row in drafting, advice[row].misses)
         return trees
 
     def _advice(self, wanted: Sequence[Wanted], trees: Sequence[TokenTree]) -> list[RetrievalAdvice]:
         """Retrieval's part in the growth of each tree. The requests share the time of the head's forwards.
 
-        Whether the head drafts is the verifier's choice, which the head follows where retrieval is unsure: it then
-        counts as likely enough to be right for one step at least.
+        Whether the head drafts is the verifier's choice, which the head follows where retrieval has next to nothing.
         """
         needed = self._step_s / self._token_s / max(1, len({request for request, _ in wanted}))
-        return [
-            RetrievalAdvice(self.merge, tree, needed, max(self._rescues.of(request), 2 * needed), self.head.one_pass)
-            for (request, _), tree in zip(wanted, trees, strict=True)
-        ]
+        advice = []
+        for (request, _), tree in zip(wanted, trees, strict=True):
+            expected = KnownDraft(tree).expected
+            gain = self._gains.of(expected) if expected > _NOTHING else inf
+            rescue = max(self._rescues.of(request), 2 * needed)
+            advice.append(RetrievalAdvice(self.merge, tree, needed, gain, rescue, self.head.one_pass))
+        return advice
 
     def _so_far(self, retrieved: Sequence[TokenTree], grown: dict[int, TokenTree]) -> dict[int, TokenTree]:
         """The trees under way where they already hold more than retrieval's, elsewhere retrieval's."""
@@ -163,9 +173,10 @@ class HybridDrafter(Drafter):
         if request not in self._resting:  # retrieval's own calibration covers what it drafts alone
             now = known[()] if () in known else KnownDraft(self._retrieve(request, ()))
             self._unlearned.append(Unlearned(now.retrieved, self.head.seen(request, tokens[:-1]), tokens))
-            if now.misses and len(verdict.tree) > 1:  # the root alone may have been verified instead
-                rescued = int(np.count_nonzero(verdict.tree.source[verdict.path] & self.head.source))
-                self._rescues.learn(request, rescued, now.misses)
+            if now.asked and len(verdict.tree) > 1:  # the root alone may have been verified instead
+                brought = int(np.count_nonzero(verdict.tree.source[verdict.path] & self.head.source))
+                self._rescues.learn(request, brought, now.misses)
+                self._gains.learn(now.expected, brought)
         self._known[request] = {(): known[ahead]} if (ahead := tuple(tokens)) in known else {}
         self._token_s, self._row_tokens = verdict.token_s, verdict.row_tokens or 0.0
         (self._resting.add if verdict.rest else self._resting.discard)(request)

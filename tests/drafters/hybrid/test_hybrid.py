@@ -12,7 +12,7 @@ from drafters.heads.growth.policies import Adaptive, TreeBuilder
 from drafters.heads.head_drafter import HeadDrafter
 from drafters.hybrid.hybrid import HybridDrafter, with_sources
 from drafters.hybrid.merge import Merge
-from drafters.hybrid.rescues import Rescues
+from drafters.hybrid.rescues import Gains, Rescues
 from drafters.hybrid.retrieval_advice import RetrievalAdvice
 from drafters.lookup.prompt_lookup import PromptLookup
 from drafters.lookup.recycling import TokenRecycling
@@ -105,9 +105,8 @@ def test_the_more_requests_share_a_step_the_less_it_has_to_bring(tmp_path: Path,
     drafter.start(2, TEXT[:-1], SamplingParams(max_tokens=160))
     drafter.observe(2, Verdict(TokenTree.root_only(TEXT[-2]), [0], TEXT[-1:], features, token_s=1.0))
     steps = drafter.head.steps
-    advice = RetrievalAdvice(drafter.merge, drafter._retrieve(1, ()), 0.0, drafter._rescues.of(1))
-    assert advice.begins()
-    drafter._step_s = 1.5 * advice.misses * advice.rescue  # of a token's time
+    expected = float(drafter._retrieve(1, ()).confidence[1:].sum())
+    drafter._step_s = 1.5 * drafter._gains.of(expected)  # of a token's time
     drafter.propose(1)
     assert drafter.head.steps == steps
     drafter.propose_many([(1, ()), (2, ())])
@@ -117,7 +116,7 @@ def test_the_more_requests_share_a_step_the_less_it_has_to_bring(tmp_path: Path,
 def test_below_the_root_a_one_pass_heads_candidates_cost_no_forward() -> None:
     text, tree = TreeBuilder([5]), TokenTree.root_only(5)
     below = text.frontier([text.add(0, 6, 0.01)])
-    dear = {one_pass: RetrievalAdvice(Merge(), tree, 1.0, 0.5, one_pass) for one_pass in (False, True)}
+    dear = {one_pass: RetrievalAdvice(Merge(), tree, 1.0, 0.5, 0.5, one_pass) for one_pass in (False, True)}
     assert [dear[one_pass].worth_drafting(below) for one_pass in (False, True)] == [False, True]
     assert not dear[True].begins()  # the first forward is weighed
 
@@ -172,7 +171,18 @@ def test_a_forward_may_bring_several_tokens_for_one_that_retrieval_misses() -> N
     for _ in range(100):
         rescues.learn(1, 3, 1.0)
     assert rescues.of(1) == pytest.approx(3, rel=0.2)
-    assert RetrievalAdvice(Merge(), TokenTree.root_only(5), 2.0, rescues.of(1)).begins()
+
+
+def test_a_draft_is_given_up_where_it_brings_little_beside_as_much_of_retrievals_and_tried_again_later() -> None:
+    gains, hoped = Gains(), Gains().of(2.0)
+    for _ in range(50):
+        gains.learn(5.0, 0.0)
+        gains.learn(1.0, 2.0)
+    assert gains.of(4.0) < 0.2 < hoped < gains.of(0.8)
+    assert gains.of(2.0) == hoped, "nothing was seen of these"
+    for _ in range(500):
+        gains.learn(1.0, 2.0)
+    assert gains.of(4.0) > 0.8 * hoped, "it has faded"
 
 
 def test_a_node_is_the_heads_where_retrieval_alone_would_not_have_had_it_verified() -> None:
