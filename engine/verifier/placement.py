@@ -48,7 +48,8 @@ def settled(config: Config) -> tuple[Config, str | None]:
 def _on_gpu(config: Config) -> bool:
     from engine.model.loading import find_device
 
-    return find_device(config.device).type != "cpu"
+    device: str = find_device(config.device).type
+    return device != "cpu"
 
 
 class Threads(NamedTuple):

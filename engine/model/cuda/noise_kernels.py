@@ -129,7 +129,7 @@ def _joined(logits: Tensor, draws: Sequence[Draw], found: NDArray[np.float64]) -
     for draw, rival, token, score, near in zip(draws, rivals, *found[1:], strict=True):
         if (near < 0).any():
             tokens.append(NAN)
-        elif not rival.any() or (near[rival] != 1).any():
+        elif not rival.any() or near[rival].max() > 1 or near[rival].min() == 0:  # several, or infinities
             scores = divided(logits[draw.row].float(), draw.temperature)
             tokens.append(gumbel_argmax(scores, draw.seed, draw.position))
         else:
