@@ -149,8 +149,13 @@ class Ranking:
             for noise, (ranking, _, positions) in zip(noisy, asked, strict=True)
             for position in positions
         ]
-        logits = torch.cat([ranking.truncated(logits).float() for ranking, logits, _ in asked])
-        return add_noise(logits, asked[0][0].target_ids, rows)
+        if any(ranking.truncates for ranking, _, _ in asked):
+            scores = torch.cat([ranking.truncated(logits).float() for ranking, logits, _ in asked])
+        else:
+            by = [[1.0 if r.sampling.greedy else r.sampling.temperature] for r, _, at in asked for _ in at]
+            logits = torch.cat([logits for _, logits, _ in asked])
+            scores = logits.float() / uploaded([torch.tensor(by)], logits.device)[0]
+        return add_noise(scores, asked[0][0].target_ids, rows)
 
     @property
     def learns(self) -> bool:
@@ -176,6 +181,12 @@ class Ranking:
         if self.shared_noise:
             scores = (scores + self._noise_at(positions)) * (self.sampling.temperature / self.error.value)
         return scores
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top-k, top-p or min-p may rule a token out."""
+        params = self.sampling
+        return not params.greedy and bool(params.top_k or (params.top_p or 1.0) < 1 or params.min_p)
 
     def truncated(self, logits: Tensor) -> Tensor:
         """logits / temperature, float32, without what top-k, top-p and min-p rule out; greedy, the logits."""
