@@ -5,6 +5,7 @@ How it is run is found by trial (`engine.model.forward_choice`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from engine.core.errors import ConfigError, ModelError, first_line
 from engine.kernels.gemm.product import PackedLinear, multiplies
 from engine.model.decoder import LeanDecoder
 from engine.model.decoder_layer import OtherStructure
+from engine.model.forward import Captures
 from engine.model.forward_choice import ForwardChoice
 from engine.model.loading import (
     eos_tokens,
@@ -161,6 +163,12 @@ class Target(Runner):
     def forward_sizes(self) -> tuple[int, ...]:
         """How many rows a forward computes: fewer are padded to the next of these, more run in slices of the last."""
         return self.forward.sizes
+
+    @torch.inference_mode()
+    def capture(self, feature_layers: Sequence[int]) -> None:
+        """Before requests come: capture the CUDA graphs that most of them need, where there are such."""
+        if isinstance(self.forward, Captures):
+            self.forward.capture(feature_layers, self.context)
 
     @property
     def weight_bytes(self) -> int:
