@@ -27,6 +27,7 @@ from numba.core import caching, event
 
 _PACKAGES = ("engine", "drafters", "retrieval_index")
 _COMPILED = re.compile(rb"numba|^@(?:kernel|inlined)\b", re.MULTILINE)
+_TOLD = set[str]()  # why kernels cannot be kept
 
 
 def versioned(work: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,7 +76,10 @@ class _Files(caching.IndexDataCacheFile):
                 if key not in names:
                     self._save_index({**names, key: free})
         except OSError as error:
-            _tell_once(error.strerror or str(error), self._cache_path)
+            if (reason := error.strerror or str(error)) not in _TOLD:
+                _TOLD.add(reason)
+                where = f"{self._cache_path}: compiled kernels cannot be kept ({reason})"
+                print(f"talon: {where}: each start compiles them", file=sys.stderr)
 
     def load(self, key: Any) -> Any:
         try:
@@ -105,8 +109,3 @@ class _Nowhere(caching._SourceFileBackedLocatorMixin, caching._CacheLocator):
 
 caching.IndexDataCacheFile = _Files
 caching.CacheImpl._locator_classes.append(_Nowhere)
-
-
-@cache
-def _tell_once(reason: str, folder: str) -> None:
-    print(f"talon: {folder}: compiled kernels cannot be kept ({reason}): each start compiles them", file=sys.stderr)
