@@ -91,7 +91,7 @@ def _target() -> Runner:
     forward.sizes = cuda_products.SIZES
     if not forward.take_lean(config.max_position_embeddings):
         raise RuntimeError("the lean layers do not take this model")
-    return Runner(model, forward, pool)
+    return Runner(forward, pool, config.vocab_size, model.dtype)
 
 
 def _moved(tensor: Tensor) -> Tensor:

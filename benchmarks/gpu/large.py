@@ -49,7 +49,9 @@ def _load(device: str, model: dict[str, Any]) -> Record:
     with torch.device(device):
         stock = LlamaForCausalLM._from_config(LLAMA_8B if device == "cuda" else TOY, dtype=torch.bfloat16)
     made_s = time.perf_counter() - started
-    target = model["target"] = Target(stock, "random weights", kv_memory=6 << 30 if device == "cuda" else 4 << 20)
+    target = model["target"] = Target.of_model(
+        stock, "random weights", kv_memory=6 << 30 if device == "cuda" else 4 << 20
+    )
     forward = target.forward
     return {
         "exact": target.exact,

@@ -50,7 +50,7 @@ def _load(name: str, dtype: torch.dtype, device: str) -> Record:
     config = getattr(transformers, family)(**_COMMON | more)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).to(device)
     Recorded.captures = True
-    target = Target(model, name, kv_memory=64 << 20)
+    target = Target.of_model(model, name, kv_memory=64 << 20)
     return {
         "exact": target.exact,
         "inexact": target.inexact,

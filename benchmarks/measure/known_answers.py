@@ -56,7 +56,7 @@ def record(
     task = progress.add_task(f"answers, T = {sampling.temperature:g}", total=sum(map(len, suites.values())))
     drafter, found = PromptLookup(), []
     drafter.feature_layers = tuple(sorted(set(layers)))
-    sampling = sampling.over(own_defaults(target.model.generation_config, target.name))
+    sampling = sampling.over(own_defaults(target.facts.generation, target.name))
     for suite, prompts in suites.items():
         for prompt in prompts:
             progress.advance(task)
@@ -122,7 +122,7 @@ def answer(
     target: Target, drafter: Drafter, prompt: list[int], sampling: SamplingParams, budget: int
 ) -> Iterator[Verdict]:
     """Every round of one request, drafter and target in turn; the first verdict is the prefill's."""
-    sampling = sampling.over(own_defaults(target.model.generation_config, target.name))
+    sampling = sampling.over(own_defaults(target.facts.generation, target.name))
     cache = target.new_cache(len(prompt) + sampling.max_tokens + budget)
     sampler = Sampler(sampling, prompt, target.eos_tokens, target.vocab_size)
     drafter.start(0, prompt, sampling)

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from engine.config import Activations, Config
 from engine.core.batch import Segment
-from engine.model.loading import find_device, load_model
+from engine.model.loading import find_device, load_model, weights_of
 from engine.model.target import Target
 from engine.text.encode import encode_text
 from engine.weights.gguf_source import open_gguf
-from engine.weights.gguf_weights import GgufWeights
 from engine.weights.quantised import unquantised
 from engine.weights.resolve import resolved
 from engine.weights.tokenizer import tokenizer_of
@@ -153,10 +152,10 @@ def _expected(config: Config, texts: Sequence[Text], progress: Progress) -> Iter
     """[positions, vocab] float32 of each text."""
     model = load_model(str(unquantised(Path(config.model))), "float32", find_device("cpu"))
     if (gguf := open_gguf(Path(config.model))) is not None:
-        weights = GgufWeights(gguf, model)
-        for weight in model.parameters():
+        weights = weights_of(gguf, model)
+        for name, weight in model.named_parameters():
             if weight.dim() == 2:
-                weight.data = weights.matrix(weight).values(torch.float32)
+                weight.data = weights.matrix(name).values(torch.float32)
     for text in _told(progress, "float32", texts):
         rows = _rows(text)
         with torch.inference_mode():

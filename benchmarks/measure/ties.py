@@ -62,7 +62,7 @@ def score_gap(target: Target, prompt: list[int], one: list[int], other: list[int
         return float("inf")
     text = prompt + one[:at]
     logits, _ = target.prefill(target.new_cache(len(text)), text)
-    sampling = sampling.over(own_defaults(target.model.generation_config, target.name))
+    sampling = sampling.over(own_defaults(target.facts.generation, target.name))
     if sampling.repetition_penalty is not None:
         seen = torch.zeros_like(logits, dtype=torch.bool)
         seen[torch.tensor(text)] = True

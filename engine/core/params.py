@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -228,13 +229,12 @@ def _is_count(logprobs: int | None) -> bool:
     return logprobs is None or 0 <= logprobs <= MOST_LOGPROBS
 
 
-def own_defaults(generation_config: Any, model: str) -> SamplingParams:
-    """The values in a model's generation_config.json, as `transformers` loads it, of the fields that a request may
-    leave open. Raises ModelError naming an invalid value.
+def own_defaults(generation: Mapping[str, Any], model: str) -> SamplingParams:
+    """The values of a model's generation_config.json for the fields that a request may leave open (FROM_MODEL). Raises
+    ModelError naming an invalid one.
     """
-    values: dict[str, Any] = {name: getattr(generation_config, name, None) for name in FROM_MODEL}
     try:
-        return SamplingParams(**values).validate()
+        return SamplingParams(**generation).validate()
     except RequestError as error:
         raise ModelError(f"model={model}: generation_config.json: {error}") from None
 

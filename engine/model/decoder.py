@@ -1,9 +1,9 @@
 """A lean forward for decoders of the common structure: RMSNorms before or after attention and MLP, rotary positions,
 grouped queries, a gated MLP or experts.
 
-It takes the weights of a loaded stock model. Whether a model has this structure is read from its modules, never from
-its family's name (`engine.model.decoder_layer`), and confirmed by comparing logits with the stock forward's
-(`engine.model.forward_choice`); any other model keeps the stock forward. All layers are one program
+Whether a stock model has this structure is read from its modules (`engine.model.structure`), and confirmed by comparing
+logits with the stock forward's (`engine.model.forward_choice`); any other model keeps the stock forward. A decoder is
+built from the structure and the parameters alone. All layers are one program
 (`engine.kernels.layer.program`): where the products are our own too, a forward is one call instead of the stock
 forward's 1,500.
 """
@@ -11,11 +11,10 @@ forward's 1,500.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.config import Activations
 from engine.core.batch import Batch
@@ -28,46 +27,37 @@ from engine.kernels.quant.stored import StoredMatrix
 from engine.kernels.quant.tiled import TiledMatrix
 from engine.kernels.simd import LANES
 from engine.kernels.threads import address_of
-from engine.model.decoder_layer import Layer, Matrices, OtherStructure, joined, norm_of, only
+from engine.model.decoder_layer import Layer, Parameters, joined, made_norm
 from engine.model.kv_pool import KVPool
 from engine.model.rotary import RotaryTables
+from engine.model.structure import DecoderStructure, OtherStructure
 
 
 class LeanDecoder:
     """Runs batches. rules: each layer's attention rule, as the stock forward passed it.
 
-    matrices: where the model's matrices are read. activations: how those in blocks take their rows.
+    activations: how matrices in blocks take their rows.
     """
 
     sizes = (1,)
 
     def __init__(
         self,
-        model: Any,
+        structure: DecoderStructure,
         pool: KVPool,
-        q_per_kv: int,
         rules: dict[int, Rule],
-        matrices: Matrices,
+        parameters: Parameters,
         activations: Activations = "bfloat16",
     ):
-        base, config = getattr(model, "model", None), model.config.get_text_config()
-        if base is None or not isinstance(getattr(model, "lm_head", None), nn.Linear):
-            raise OtherStructure("no model with lm_head")
-        only(model, {"model", "lm_head"})
-        only(base, {"embed_tokens", "layers", "norm", "rotary_emb"})
-        self._rotary = RotaryTables(base.rotary_emb, getattr(config, "layer_types", None))
-        shape = pool.shape
-        self.layers = [
-            Layer(layer, matrices, activations, shape.head_dim, self._rotary.width, self._rotary.of_layer(index))
-            for index, layer in enumerate(base.layers)
-        ]
-        self.embedding_scale = _embedding_scale(base)
-        self.norm = norm_of(base.norm)
-        self.head = joined(matrices, model, ("lm_head",), activations=activations)
-        self.embedding = self._embedding(base.embed_tokens.weight, model.lm_head.weight, matrices)
-        self._cap = _Cap(config)
-        (self.vocab_size, self.hidden), self.dtype = base.embed_tokens.weight.shape, base.embed_tokens.weight.dtype
-        self.attention = Attention(pool, q_per_kv)
+        self._rotary = RotaryTables(structure.rotary)
+        self.layers = [Layer(layer, parameters, activations) for layer in structure.layers]
+        self.embedding_scale = structure.embedding_scale
+        self.norm = made_norm(structure.norm, parameters.vector(structure.norm.weight))
+        self.head = joined(structure.head, parameters, activations)
+        self.embedding = self._embedding(structure, parameters)
+        self._cap = _Cap(structure)
+        self.vocab_size, self.hidden, self.dtype = structure.vocab_size, structure.hidden, pool.shape.dtype
+        self.attention = Attention(pool, structure.heads // structure.kv_heads)
         self._check_sizes()
         self.take_rules(rules)
 
@@ -134,12 +124,12 @@ class LeanDecoder:
             features = features[:, [kept.index(layer) for layer in feature_layers]]
         return logits, features
 
-    def _embedding(self, weight: Tensor, head: Tensor, matrices: Matrices) -> Tensor | TiledMatrix:
+    def _embedding(self, structure: DecoderStructure, parameters: Parameters) -> Tensor | TiledMatrix:
         """What tokens are looked up in: the output matrix itself, if it is the same in a file's blocks."""
         tiled = [] if self.head.matmul is None else self.head.matmul.tiled
-        if weight is head and weight.is_meta and len(tiled) == 1:
+        if structure.tied and len(tiled) == 1:
             return tiled[0]
-        found = matrices.matrix(weight)
+        found = parameters.matrix(structure.embedding)
         return TiledMatrix(panels_of(found)) if isinstance(found, StoredMatrix) else found.detach().contiguous()
 
     def forget_far(self) -> None:
@@ -176,13 +166,13 @@ class LeanDecoder:
 
 
 class _Cap:
-    """What the configuration does to logits: they are divided, or capped by tanh."""
+    """What the structure does to logits: they are divided, or capped by tanh."""
 
-    def __init__(self, config: Any):
+    def __init__(self, structure: DecoderStructure):
         self._work = np.zeros(1, CAP)
-        scale, cap = getattr(config, "logits_scaling", None), getattr(config, "final_logit_softcapping", None)
-        self._work["scale"], self._work["cap"] = 1 / (scale or 1.0), cap or 0.0
-        self._needed = bool(cap) or (scale or 1.0) != 1.0
+        divisor, cap = structure.logit_divisor, structure.logit_cap
+        self._work["scale"], self._work["cap"] = 1 / divisor, cap
+        self._needed = cap > 0 or divisor != 1.0
 
     def __call__(self, logits: Tensor) -> None:
         """logits: [rows, vocab], changed in place."""
@@ -190,12 +180,3 @@ class _Cap:
             self._work["x"], self._work["width"] = logits.data_ptr(), logits.itemsize
             self._work["rows"], self._work["columns"] = logits.shape
             cap_kernel()(address_of(self._work), logits.shape[1] // LANES)
-
-
-def _embedding_scale(base: Any) -> float:
-    """By which the model multiplies the embeddings of its tokens."""
-    embed = base.embed_tokens
-    scale = torch.tensor(float(getattr(embed, "scalar_embed_scale", 1.0))).to(embed.weight.dtype)
-    if type(embed) is not nn.Embedding and not hasattr(embed, "scalar_embed_scale"):
-        raise OtherStructure(f"the embedding {type(embed).__name__}")
-    return float(scale) * float(getattr(base, "embedding_multiplier", 1.0))

@@ -8,8 +8,7 @@ stay in a file's blocks can only be run by the lean decoder, and is compared lay
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,33 +21,23 @@ from engine.kernels.gemm.product import pack_linears
 from engine.kernels.pointwise import PointwiseOperations
 from engine.model.cuda_products import allow_split_sums, exact_sizes, forbid_split_sums
 from engine.model.decoder import LeanDecoder
-from engine.model.decoder_layer import InMemory, OtherStructure
+from engine.model.decoder_layer import InMemory
 from engine.model.forward import Forward
 from engine.model.kv_pool import KVPool
-from engine.model.loading import name_of
+from engine.model.loading import Facts, name_of
 from engine.model.masked import MaskedForward, refusal
-from engine.model.memory import free_memory
+from engine.model.memory import free_memory, kv_share
 from engine.model.probe import ModelProbe
-from engine.model.proof import Proof
+from engine.model.proof import Proof, ProvedModel
 from engine.model.rotary import hold_frequencies
-from engine.model.runner import Runner
+from engine.model.runner import Chosen, Runner
 from engine.model.stock import NAME, StockForward, Unsupported
 from engine.model.stock_logits import LayeredStock, WholeStock
+from engine.model.structure import OtherStructure, describe, head_sizes
 from engine.model.windows import short_windows
 from engine.weights.stored_weights import StoredWeights
 
-_POOL_SHARE = 0.25  # share of free memory for keys and values
 _BESIDE = "a token's logits depend on the rows beside it"
-
-
-class Chosen(NamedTuple):
-    """inexact: why a token's bits depend on other rows, "" if they do not. unlike: why a CPU does not run the lean
-    decoder, "" if it does.
-    """
-
-    runner: Runner
-    inexact: str
-    unlike: str = ""
 
 
 class ForwardChoice:
@@ -86,36 +75,34 @@ class ForwardChoice:
         return Chosen(self._masked(trial), chosen, chosen if self.device.type == "cpu" else "")
 
     @torch.inference_mode()
-    def of_file(self, weights: StoredWeights[Any], activations: Activations) -> Chosen:
-        """For a model on the meta device, whose matrices stay in blocks. Raises OtherStructure if the lean decoder
-        cannot run it, or differs from the stock forward.
+    def of_file(self, weights: StoredWeights, activations: Activations, facts: Facts, proof: Proof) -> Chosen:
+        """For a model on the meta device, whose matrices stay in blocks; what is found out goes to `proof`. Raises
+        OtherStructure if the lean decoder cannot run it, or differs from the stock forward.
         """
         weights.fill_small(self.model)
-        layers = len(self.model.model.layers)
-        proof = Proof(Path(self.name), layers, self.context, activations, self.kv_type)
         stock = LayeredStock(self.model, weights)
-        trial = None
-        if (rules := proof.read()) is None:
-            trial = ModelProbe(self.model, self.name, self.context, stock)
-            rules = stock.passed[-1]
+        trial = ModelProbe(self.model, self.name, self.context, stock)
+        rules = stock.passed[-1]
         hold_frequencies(self.model)
-        pool, q_per_kv = self._make_pool(weights=weights.size)
-        lean = LeanDecoder(self.model, pool, q_per_kv, rules, weights, activations)
-        runner = Runner(self.model, lean, pool)
-        if trial is not None:
-            if trial.beyond is not None:
-                lean.take_rules(stock.passed[0])
-                agrees = trial.agrees(runner, trial.beyond)
-                lean.take_rules(rules)
-            if (trial.beyond is not None and not agrees) or not trial.agrees_anywhere(runner):
-                raise OtherStructure("its logits differ from those of the stock forward")
-            lean.forget_far()
+        pool, _ = self._make_pool(weights=weights.size)
+        structure = describe(self.model)
+        lean = LeanDecoder(structure, pool, rules, weights, activations)
+        runner = self._runner(lean, pool)
+        if trial.beyond is not None:
+            lean.take_rules(stock.passed[0])
+            agrees = trial.agrees(runner, trial.beyond)
+            lean.take_rules(rules)
+        if (trial.beyond is not None and not agrees) or not trial.agrees_anywhere(runner):
+            raise OtherStructure("its logits differ from those of the stock forward")
+        lean.forget_far()
         served = self._served(lean, runner, trial)
-        if trial is not None:
-            if not trial.equal_bits(served):
-                return Chosen(served, _BESIDE)
-            proof.write(rules)
+        if not trial.equal_bits(served):
+            return Chosen(served, _BESIDE)
+        proof.write(ProvedModel(facts, structure, rules, weights.places, weights.vectors))
         return Chosen(served, "")
+
+    def _runner(self, forward: Forward | MaskedForward, pool: KVPool | None) -> Runner:
+        return Runner(forward, pool, self.model.config.get_text_config().vocab_size, self.model.dtype)
 
     def _try_exact(self, trial: ModelProbe) -> Chosen | str:
         """A forward with exact attention; or why there is none."""
@@ -138,7 +125,7 @@ class ForwardChoice:
         even = lean.forward.exact
         return Chosen(served, self._inexact(served, trial) if even else self._uneven("number of rows"))
 
-    def _served(self, lean: LeanDecoder, tried: Runner, trial: ModelProbe | None) -> Runner:
+    def _served(self, lean: LeanDecoder, tried: Runner, trial: ModelProbe) -> Runner:
         """The lean decoder with keys and values of the type that is asked for, once it agreed with the stock forward in
         the model's own, `tried`. Raises ConfigError if it is far from that with rounded ones.
         """
@@ -146,8 +133,8 @@ class ForwardChoice:
             return tried
         pool, _ = self._make_pool(self.kv_type)
         lean.take_pool(pool)
-        served = Runner(self.model, lean, pool)
-        if trial is not None and not trial.agrees_anywhere(served):
+        served = self._runner(lean, pool)
+        if not trial.agrees_anywhere(served):
             raise ConfigError(
                 f"verifier.kv_type={self.kv_type}: this model's logits change too much with keys and values of 8 bits; "
                 "take verifier.kv_type=auto"
@@ -206,9 +193,9 @@ class ForwardChoice:
             self.model.set_attn_implementation(NAME)
             pool, q_per_kv = self._make_pool()
             with short_windows(trial.config):  # a CUDA graph keeps the windows that it was captured with
-                runner = Runner(self.model, make(self.model, pool, q_per_kv), pool)
+                runner = self._runner(make(self.model, pool, q_per_kv), pool)
                 agrees = trial.beyond is None or trial.agrees(runner, trial.beyond)
-            runner = Runner(self.model, make(self.model, pool, q_per_kv), pool)
+            runner = self._runner(make(self.model, pool, q_per_kv), pool)
             if trial.agrees_anywhere(runner) and agrees:
                 return runner
             reason = "its logits differ with exact attention"
@@ -225,11 +212,10 @@ class ForwardChoice:
         """The lean decoder, over the stock forward's pool; or why it cannot run the model."""
         assert isinstance(stock.forward, StockForward) and stock.pool is not None
         try:
-            q_per_kv = stock.forward.attention.q_per_kv
-            lean = LeanDecoder(self.model, stock.pool, q_per_kv, stock.forward.rules, InMemory())
+            lean = LeanDecoder(describe(self.model), stock.pool, stock.forward.rules, InMemory(self.model))
         except (OtherStructure, AttributeError) as error:  # a part of the structure is missing
             return first_line(error)
-        runner = Runner(self.model, lean, stock.pool)
+        runner = self._runner(lean, stock.pool)
         if not trial.agrees_anywhere(runner):
             return "its logits differ from those of the lean decoder"
         lean.forget_far()
@@ -239,11 +225,11 @@ class ForwardChoice:
         """The stock forward with its own attention."""
         try:
             with short_windows(trial.config):  # a forward looks up the windows when it is made
-                runner = Runner(self.model, MaskedForward(self.model, self.name, trial.heeds_windows), None)
+                runner = self._runner(MaskedForward(self.model, self.name, trial.heeds_windows), None)
                 agrees = trial.beyond is None or trial.agrees(runner, trial.beyond)
             masked = MaskedForward(self.model, self.name, trial.heeds_windows)
             masked.check_recording()
-            runner = Runner(self.model, masked, None)
+            runner = self._runner(masked, None)
             agrees = agrees and trial.agrees_anywhere(runner)
         except (TypeError, ValueError, RuntimeError) as error:
             raise refusal(self.model, self.name) from error
@@ -256,14 +242,12 @@ class ForwardChoice:
         one is made, for which free memory is measured.
         """
         config = self.model.config.get_text_config()
-        heads: int = config.num_attention_heads
-        kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
-        head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+        heads, kv_heads, head_dim = head_sizes(config)
         q8_0 = kv_type == "q8_0"
         vnni = not self.accelerated and has_pairs(self.model.dtype)
         shape = KVShape(config.num_hidden_layers, kv_heads, head_dim, self.model.dtype, vnni, q8_0)
         if self.kv_memory is None:
-            self.kv_memory = int(_POOL_SHARE * (_free_memory(self.device) - weights))
+            self.kv_memory = kv_share(_free_memory(self.device) - weights)
         return KVPool(shape, max(1, self.kv_memory // shape.block_bytes), self.device), heads // kv_heads
 
 

@@ -1,28 +1,31 @@
-"""Loads a model of `transformers` onto its device, and reads what its files say."""
+"""Loads a model of `transformers` onto its device, and reads what its files say.
+
+`transformers` takes seconds to import, which a model that is known from an earlier start does not need.
+"""
 
 from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, GgufConfig
-from transformers.utils import logging as transformers_logging
+from torch import Tensor
 
 from engine.config import Config
 from engine.core.errors import ConfigError, ModelError, first_line
+from engine.core.params import FROM_MODEL, not_applied
 from engine.weights.catalogue import suggestion
 from engine.weights.gguf_file import GgufFile
-from engine.weights.gguf_reader import MODEL, read_by_transformers
 from engine.weights.gguf_source import open_gguf
 from engine.weights.gguf_weights import GgufWeights
 from engine.weights.hub import hub_answers, is_hub_id, is_local
-from engine.weights.quantised_weights import QuantisedCheckpoint, QuantisedWeights, open_quantised
-from engine.weights.stored_weights import StoredWeights
+from engine.weights.quantised_weights import QuantisedCheckpoint, QuantisedWeights, matched, open_quantised
+from engine.weights.stored_weights import Place, StoredWeights
 
 # Threads as workers load target and draft model at once; `transformers` was seen to leave out tied weights then.
 _LOADING = threading.Lock()
@@ -33,6 +36,9 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch
 
 def load_model(path: str, dtype: str, device: torch.device) -> Any:
     """The model of a directory or hub id, with all of its weights present and finite."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()  # what a report warns of is refused below, in one line
     config = load_config(path)
@@ -95,13 +101,27 @@ def open_stored(folder: Path) -> GgufFile | QuantisedCheckpoint | None:
     return open_gguf(folder) or open_quantised(folder)
 
 
-def weights_of(stored: GgufFile | QuantisedCheckpoint, model: Any) -> StoredWeights[Any]:
+def weights_of(stored: GgufFile | QuantisedCheckpoint, model: Any) -> StoredWeights:
     """What reads the parameters of a `skeleton`. Raises Unreadable if it cannot."""
-    return GgufWeights(stored, model) if isinstance(stored, GgufFile) else QuantisedWeights(stored, model)
+    if isinstance(stored, QuantisedCheckpoint):
+        return QuantisedWeights(stored, *matched(stored, model))
+    from engine.weights.gguf_families import located
+
+    return GgufWeights(stored, *located(stored, model))
+
+
+def reopened(
+    stored: GgufFile | QuantisedCheckpoint, places: Mapping[str, Place], vectors: Mapping[str, Tensor]
+) -> StoredWeights:
+    """The same, by what an earlier start has kept of it."""
+    kind = GgufWeights if isinstance(stored, GgufFile) else QuantisedWeights
+    return kind(stored, places, vectors)  # type: ignore[arg-type]
 
 
 def skeleton(path: str, config: Any) -> Any:
     """The stock model of a directory without its weights, on the meta device; its buffers are there."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for module in model.modules():
@@ -127,6 +147,10 @@ def _dequantised(gguf: GgufFile, path: str, config: Any, dtype: torch.dtype) -> 
     """The stock model of a GGUF file, and what transformers says of its keys. The weights of a quantised file are
     bfloat16, whatever it computes in.
     """
+    from transformers import AutoModelForCausalLM, GenerationConfig, GgufConfig
+
+    from engine.weights.gguf_reader import MODEL, read_by_transformers
+
     if config.model_type == "mixtral":
         raise ModelError("transformers reads no Mixtral from GGUF, which runs on a CPU in bfloat16 alone")
     with read_by_transformers(gguf) as alone, redirect_stderr(io.StringIO()):  # transformers' progress bars
@@ -158,6 +182,8 @@ def _check_whole(gguf: GgufFile, model: Any, path: str) -> None:
 
 def load_config(path: str) -> Any:
     """The model's `transformers` configuration; ModelError if there is none or it is not a decoder-only model."""
+    from transformers import AutoConfig
+
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=is_local(path))
     except Exception as error:  # an invalid file may raise anything
@@ -218,7 +244,38 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def eos_tokens(generation_config: GenerationConfig) -> frozenset[int]:
+class Facts(msgspec.Struct, frozen=True):
+    """What decoding needs to know about a model. full_context: the maximum positions that the configuration names;
+    own_context: those over which a cached key stays valid. eos_tokens: the ids that end an answer. generation: of
+    generation_config.json, what requests may leave open; not_applied: what Talon does not follow.
+    """
+
+    vocab_size: int
+    layers: int
+    full_context: int
+    own_context: int
+    eos_tokens: frozenset[int]
+    generation: dict[str, Any]
+    not_applied: list[str]
+
+
+def facts_of(model: Any) -> Facts | None:
+    """Those of a stock model; None if its configuration names no maximum of positions."""
+    config, generation = model.config.get_text_config(), model.generation_config
+    if (context := getattr(config, "max_position_embeddings", None)) is None:
+        return None
+    return Facts(
+        vocab_size=config.vocab_size,
+        layers=config.num_hidden_layers,
+        full_context=context,
+        own_context=steady_context(config, context),
+        eos_tokens=eos_tokens(generation),
+        generation={name: getattr(generation, name, None) for name in FROM_MODEL},
+        not_applied=not_applied(generation),
+    )
+
+
+def eos_tokens(generation_config: Any) -> frozenset[int]:
     """The token ids that end an answer."""
     eos = generation_config.eos_token_id
     return frozenset([eos] if isinstance(eos, int) else eos or [])

@@ -19,6 +19,7 @@ _CGROUPS = (
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
 """For both cgroup versions: the files of the limit and of the usage, and the entry for page cache not used lately."""
+_KV_SHARE = 0.25  # of free memory
 _BESIDE = 600_000_000  # bytes: libraries, compiled kernels, and a layer as bfloat16 while it is tried
 _GROWTH = 1.05  # of the blocks in memory; bytes of keys and values are a share of what is left
 _BITS = {"Q8_0": 8.5, "Q6_K": 6.6, "Q5_K_M": 5.7, "Q4_K_M": 4.9, "IQ4_XS": 4.3}
@@ -37,6 +38,11 @@ def free_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"
             cached = re.search(rf"^{name} (\d+)$", _text(cgroup / stat), re.MULTILINE)
             free = min(free, max(0, int(most) - int(taken) + (int(cached[1]) if cached else 0)))
     return free
+
+
+def kv_share(free_bytes: int) -> int:
+    """Bytes for keys and values, where the configuration does not say."""
+    return int(_KV_SHARE * free_bytes)
 
 
 def check_memory(stored: GgufFile | QuantisedCheckpoint, field: str, free_bytes: int) -> None:

@@ -1,32 +1,50 @@
-"""What a trial at load found, remembered for later starts with the same file, software and processor.
+"""What a first start found out about a model whose weights stay where they are stored, kept for later starts.
 
-The trial compares the lean decoder with the stock forward, for which every weight is dequantised: seconds for each
-billion; and a token's bits alone with those in a batch. What it found is the attention rule of each layer; that all
-agreed is what the file's existence says.
+The trial at load compares the lean decoder with the stock forward, for which every weight is dequantised: seconds for
+each billion; and a token's bits alone with those in a batch. That all agreed is what the file's existence says. With it
+goes all that was read from the stock model, whose code takes seconds to import: the decoder is built from the same
+values, by the same code, at every start.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import platform
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 from zlib import crc32
 
 import msgspec
 import torch
+from torch import Tensor
 
 from engine.config import Activations, KVType
-from engine.files.whole_file import write_whole
+from engine.files.checked_file import Damaged, read_checked, write_checked
 from engine.kernels.attention.attention import Rule
 from engine.kernels.simd import features
-from engine.weights.gguf_source import source_of
+from engine.model.loading import Facts
+from engine.model.structure import DecoderStructure
+from engine.weights.gguf_source import SOURCE
+from engine.weights.stored_weights import Place
 
 _ENGINE = Path(__file__).parents[1]
 _COMPARED = ("kernels", "model", "weights", "core")  # folders whose code takes part
 _LIBRARIES = ("torch", "transformers", "numba", "llvmlite", "gguf", "numpy")
+_READ = (SOURCE, "config.json", "generation_config.json")  # files of the folder that say what the model is
+
+
+class ProvedModel(NamedTuple):
+    """rules: the attention rule of each layer. places, vectors: see `StoredWeights`."""
+
+    facts: Facts
+    structure: DecoderStructure
+    rules: dict[int, Rule]
+    places: Mapping[str, Place]
+    vectors: Mapping[str, Tensor]
 
 
 class _StoredRule(msgspec.Struct):
@@ -39,42 +57,51 @@ class _StoredRule(msgspec.Struct):
 
 
 class _Stored(msgspec.Struct):
-    """under: the versions, and what else a bit may depend on."""
+    """A `ProvedModel`. vectors: the bits of each, bfloat16."""
 
-    under: list[str]
+    facts: Facts
+    structure: DecoderStructure
     rules: list[_StoredRule]
+    places: dict[str, Place]
+    vectors: dict[str, bytes]
 
 
 class Proof:
-    """folder: the directory that describes the file, and is made anew when the file changes. layers: of its model.
-    context: of the trial. activations: how products took their rows. kv_type: how keys and values were kept.
+    """folder: the directory that names the weights, and is made anew when they change. dtype: as in the configuration.
+    activations: how products took their rows. kv_type: how keys and values were kept.
     """
 
-    def __init__(self, folder: Path, layers: int, context: int, activations: Activations, kv_type: KVType):
+    def __init__(self, folder: Path, dtype: str, activations: Activations, kv_type: KVType):
         kept = "" if kv_type == "auto" else f"-{kv_type}"
-        self._file, self._layers = folder / f"proof-{activations}{kept}.json", layers
-        source = source_of(folder)
-        self._under = [f"file {'' if source is None else source.key}", f"context {context}", *_versions()]
+        self._file = folder / f"proof-{activations}{kept}.msgpack"
+        files = [_content(folder / name) for name in _READ]
+        self._key = hashlib.sha256(repr((files, dtype, *_versions())).encode()).digest()
 
-    def read(self) -> dict[int, Rule] | None:
-        """The rule of each layer; None if the model has to be tried."""
+    def read(self) -> ProvedModel | None:
+        """What is known; None if the model has to be tried."""
         try:
-            found = msgspec.json.decode(self._file.read_bytes(), type=_Stored)
-        except (OSError, msgspec.MsgspecError):
+            room = memoryview(bytearray(self._file.stat().st_size))
+            found = msgspec.msgpack.decode(read_checked(self._file, self._key, room), type=_Stored)
+        except (OSError, Damaged, msgspec.MsgspecError):
             return None
-        if found.under != self._under or len(found.rules) != self._layers:
-            return None
-        return {layer: _rule(stored) for layer, stored in enumerate(found.rules)}
+        rules = {layer: _rule(stored) for layer, stored in enumerate(found.rules)}
+        vectors = {
+            name: torch.frombuffer(bytearray(bits), dtype=torch.bfloat16) for name, bits in found.vectors.items()
+        }
+        return ProvedModel(found.facts, found.structure, rules, found.places, vectors)
 
-    def write(self, rules: dict[int, Rule]) -> None:
+    def write(self, proved: ProvedModel) -> None:
         """Remember that the model agreed. It only saves time, so a folder that cannot be written is no error."""
-        ordered = (rule for _, rule in sorted(rules.items()))
-        stored = [
+        rules = [
             _StoredRule(rule.scale, rule.window, rule.softcap, None if rule.sinks is None else rule.sinks.tolist())
-            for rule in ordered
+            for _, rule in sorted(proved.rules.items())
         ]
+        vectors = {
+            name: vector.detach().view(torch.uint16).numpy().tobytes() for name, vector in proved.vectors.items()
+        }
+        stored = _Stored(proved.facts, proved.structure, rules, dict(proved.places), vectors)
         with contextlib.suppress(OSError):
-            write_whole(self._file, msgspec.json.encode(_Stored(self._under, stored)))
+            write_checked(self._file, self._key, [msgspec.msgpack.encode(stored)])
 
 
 def _rule(stored: _StoredRule) -> Rule:
@@ -82,12 +109,19 @@ def _rule(stored: _StoredRule) -> Rule:
     return Rule(stored.scale, stored.window, stored.softcap, sinks)
 
 
+def _content(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError:
+        return b""
+
+
 @cache
 def _versions() -> list[str]:
     """Of all that may change a bit: our code, the libraries, the processor, the threads' number aside."""
     files = [file for folder in _COMPARED for file in sorted((_ENGINE / folder).rglob("*.py"))]
     ours = crc32(b"".join(file.read_bytes() for file in files))
-    processor: Any = crc32(" ".join(sorted(features())).encode())
+    processor = crc32(" ".join(sorted(features())).encode())
     return [
         f"talon {ours:x}",
         *(f"{name} {version(name)}" for name in _LIBRARIES),

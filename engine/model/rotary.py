@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -29,35 +30,60 @@ def hold_frequencies(model: nn.Module) -> None:
             module.rope_type = "default"
 
 
+class Frequencies(msgspec.Struct, frozen=True):
+    """Angles of positions. of_position: radians for each, of every pair of dimensions, float32. scaling: of cosines and
+    sines.
+    """
+
+    of_position: tuple[float, ...]
+    scaling: float
+
+
+def frequencies_of(rotary: Any) -> dict[str, Frequencies] | None:
+    """Those of a stock rotary module, by the kinds of layers that it tells apart, "" if it tells none apart. None if
+    its cosines and sines are not those of `RotaryTables`, to the bit.
+    """
+    kinds: list[str] = [*rotary.rope_type] if isinstance(getattr(rotary, "rope_type", None), dict) else [""]
+    found = {}
+    for kind in kinds:
+        prefix = f"{kind}_" if kind else ""
+        angles = getattr(rotary, f"{prefix}inv_freq").float().tolist()
+        found[kind] = Frequencies(tuple(angles), float(getattr(rotary, f"{prefix}attention_scaling", 1.0)))
+        stock = torch.cat(cosines_sines(rotary, 0, _CHUNK, torch.device("cpu"), kind or None), dim=1)
+        if not torch.equal(_table(found[kind], 0, _CHUNK), stock):
+            return None
+    return found
+
+
 class RotaryTables:
-    """Cosines and sines of all positions so far, a table for each kind of layer that the rotary module tells apart.
+    """Cosines and sines of all positions so far, a table for each of `kinds`.
 
     tables: [positions, width] float32 each, first cosines, then sines.
     """
 
-    def __init__(self, rotary: Any, layer_types: Sequence[str] | None):
-        self._rotary, self._types = rotary, layer_types
-        told_apart = isinstance(getattr(rotary, "rope_type", None), dict)
-        self._kinds: list[str | None] = [*rotary.rope_type] if told_apart else [None]
-        self.tables = [self._of(kind, 0, rounded_up(1)) for kind in self._kinds]
+    def __init__(self, kinds: Sequence[Frequencies]):
+        self._kinds = kinds
+        self.tables = [_table(kind, 0, rounded_up(1)) for kind in kinds]
         self.width = self.tables[0].shape[1]
-
-    def of_layer(self, layer: int) -> int:
-        """The number of the layer's table."""
-        return self._kinds.index(self._types[layer]) if len(self._kinds) > 1 and self._types else 0
 
     def reserve(self, positions: int) -> None:
         """Append positions; those that are there keep their values, because cached keys were rotated by them."""
         if positions > (held := len(self.tables[0])):
-            more = [self._of(kind, held, rounded_up(positions)) for kind in self._kinds]
+            more = [_table(kind, held, rounded_up(positions)) for kind in self._kinds]
             self.tables = [torch.cat(parts) for parts in zip(self.tables, more, strict=True)]
 
     def shrink(self) -> None:
         """Release all but the first positions."""
         self.tables = [table[: rounded_up(1)].clone() for table in self.tables]
 
-    def _of(self, kind: str | None, first: int, end: int) -> Tensor:
-        return torch.cat(cosines_sines(self._rotary, first, end, torch.device("cpu"), kind), dim=1)
+
+def _table(kind: Frequencies, first: int, end: int) -> Tensor:
+    """[positions, width] float32, of whole chunks."""
+    of_position, chunks = torch.tensor(kind.of_position, dtype=torch.float32), []
+    for start in range(first, end, _CHUNK):
+        angles = torch.arange(start, start + _CHUNK).float()[:, None] * of_position
+        chunks.append(torch.cat([angles.cos() * kind.scaling, angles.sin() * kind.scaling], dim=1))
+    return torch.cat(chunks)
 
 
 def cosines_sines(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -16,16 +16,20 @@ from engine.core.tree import TokenTree
 from engine.model.decoder import LeanDecoder
 from engine.model.forward import Forward
 from engine.model.kv_pool import KVCache, KVPool
-from engine.model.masked import MaskedForward
+
+if TYPE_CHECKING:
+    from engine.model.masked import MaskedForward
 
 
 class Runner:
     """pool: where the keys and values of all requests are; None for the forward with masks, whose caches hold them."""
 
-    def __init__(self, model: Any, forward: Forward | MaskedForward, pool: KVPool | None):
-        self.model, self.forward, self.pool = model, forward, pool
-        self.vocab_size: int = model.config.get_text_config().vocab_size
-        self.dtype: torch.dtype = model.dtype
+    def __init__(self, forward: Forward | MaskedForward, pool: KVPool | None, vocab_size: int, dtype: torch.dtype):
+        self.forward, self.pool, self.vocab_size, self.dtype = forward, pool, vocab_size, dtype
+
+    @property
+    def _masked(self) -> MaskedForward:
+        return cast("MaskedForward", self.forward)  # whose module imports transformers, for seconds
 
     @property
     def activations(self) -> Activations:
@@ -43,9 +47,8 @@ class Runner:
 
         Raises OutOfBlocks if the pool has no room for it.
         """
-        if isinstance(self.forward, MaskedForward):
-            return self.forward.new_cache(capacity)
-        assert self.pool is not None
+        if self.pool is None:
+            return self._masked.new_cache(capacity)
         cache = KVCache(self.pool)
         cache.reserve(capacity)
         return cache
@@ -58,8 +61,8 @@ class Runner:
 
     def release(self, cache: Any) -> None:
         """Release the cache of a finished request."""
-        if isinstance(self.forward, MaskedForward):
-            self.forward.release(cache)
+        if self.pool is None:
+            self._masked.release(cache)
         else:
             cache.release()
 
@@ -70,11 +73,11 @@ class Runner:
         Returns the logits of the rows wanted, in the segments' order, [chosen, vocab] in the model's type, and
         [rows, layers, hidden] features if layers are requested.
         """
-        if isinstance(self.forward, MaskedForward):
-            return self.forward(segments, feature_layers)
+        if self.pool is None:
+            return self._masked(segments, feature_layers)
         for segment in segments:
             segment.cache.reserve(segment.past + segment.pending + len(segment))
-        return self.forward(Batch.of(segments), feature_layers)
+        return cast("Forward", self.forward)(Batch.of(segments), feature_layers)
 
     def prefill(
         self, cache: Any, tokens: Sequence[int], feature_layers: tuple[int, ...] = ()
@@ -98,6 +101,16 @@ class Runner:
         """
         logits, features = self.run([Segment.of_tree(tree, cache, first)], feature_layers)
         return logits.float(), features
+
+
+class Chosen(NamedTuple):
+    """inexact: why a token's bits depend on other rows, "" if they do not. unlike: why a CPU does not run the lean
+    decoder, "" if it does.
+    """
+
+    runner: Runner
+    inexact: str
+    unlike: str = ""
 
 
 def bfloat16_bits(features: Tensor) -> NDArray[np.uint16]:

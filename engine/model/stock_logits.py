@@ -54,8 +54,8 @@ class WholeStock:
 class ReadsParameters(Protocol):
     """Where the weights come from."""
 
-    def matrix(self, parameter: Tensor) -> StoredMatrix: ...
-    def values(self, parameter: Tensor) -> Tensor: ...
+    def matrix(self, name: str) -> StoredMatrix: ...
+    def values(self, name: str) -> Tensor: ...
 
 
 class LayeredStock:
@@ -76,7 +76,9 @@ class LayeredStock:
         states = [call[0].args[0] for call in calls]
         rules: dict[int, Rule] = {}
         for index, layer in enumerate(self.model.model.layers):
-            weights = {name: self.weights.values(weight) for name, weight in layer.named_parameters()}
+            weights = {
+                name: self.weights.values(f"model.layers.{index}.{name}") for name, _ in layer.named_parameters()
+            }
             with self._talons_attention():
                 _run(layer, weights, marked[index], states[0], exact=_Observer(rules))
             states = [_run(layer, weights, call[index], state) for call, state in zip(calls, states, strict=True)]
@@ -114,7 +116,9 @@ class LayeredStock:
         """In this context, the vocabulary is the tokens of the text, in its order."""
         embedding = self.model.model.embed_tokens
         whole, padding = embedding.weight, embedding.padding_idx
-        embedding.weight = nn.Parameter(self.weights.matrix(whole).rows(torch.tensor(tokens)), requires_grad=False)
+        embedding.weight = nn.Parameter(
+            self.weights.matrix("model.embed_tokens.weight").rows(torch.tensor(tokens)), requires_grad=False
+        )
         embedding.padding_idx = None
         try:
             yield
@@ -125,7 +129,7 @@ class LayeredStock:
     def _head_in_slices(self) -> Iterator[None]:
         """In this context, few rows of the output matrix are in memory together."""
         head = self.model.lm_head
-        matrix = self.weights.matrix(head.weight)
+        matrix = self.weights.matrix("lm_head.weight")
 
         def multiply(state: Tensor) -> Tensor:
             starts = range(0, len(head.weight), _HEAD_ROWS)

@@ -1,6 +1,7 @@
 """A loaded Hugging Face causal language model that verifies token trees, of many requests in one forward.
 
-How it is run is found by trial (`engine.model.forward_choice`).
+How it is run is found by trial (`engine.model.forward_choice`), unless an earlier start has found it
+(`engine.model.proof`).
 """
 
 from __future__ import annotations
@@ -14,66 +15,61 @@ import torch
 from engine.config import AUTO, Activations, Config, KVType
 from engine.core.batch import BLOCK
 from engine.core.errors import ConfigError, ModelError, first_line
+from engine.core.kv_shape import KVShape
+from engine.kernels.attention.attention import has_pairs
+from engine.kernels.gemm.int8.dots import instruction_sets
 from engine.kernels.gemm.product import PackedLinear, multiplies
 from engine.model.decoder import LeanDecoder
-from engine.model.decoder_layer import OtherStructure
 from engine.model.forward import Captures
-from engine.model.forward_choice import ForwardChoice
+from engine.model.kv_pool import KVPool
 from engine.model.loading import (
+    Facts,
     copy_mapped,
-    eos_tokens,
+    facts_of,
     find_device,
     find_dtype,
     load_config,
     load_model,
     name_of,
     open_stored,
+    reopened,
     skeleton,
-    steady_context,
     weights_of,
 )
-from engine.model.masked import refusal
-from engine.model.memory import check_memory, free_memory
-from engine.model.runner import Runner
+from engine.model.memory import check_memory, free_memory, kv_share
+from engine.model.proof import Proof, ProvedModel
+from engine.model.runner import Chosen, Runner
+from engine.model.structure import OtherStructure
 from engine.weights.gguf_file import GgufFile
-from engine.weights.stored_weights import StoredWeights, Unreadable
+from engine.weights.quantised_weights import QuantisedCheckpoint
+from engine.weights.stored_weights import Unreadable
 
 
 class Target(Runner):
     """A model, and the facts about it that decoding needs.
 
-    full_context: the maximum positions that the configuration names; own_context: those over which a cached key stays
-    valid. eos_tokens: the ids that end an answer. exact: whether a token's logits have the same bits whatever other
-    rows are in the forward; inexact: why not, "" if it is exact. unlike: why a CPU runs the stock forward, which takes
-    longer, and not the lean decoder; "" if it does not. weights: the type that most matrices are held in.
+    full_context, own_context, eos_tokens: see `Facts`. exact: whether a token's logits have the same bits whatever
+    other rows are in the forward; inexact: why not, "" if it is exact. unlike: why a CPU runs the stock forward, which
+    takes longer, and not the lean decoder; "" if it does not. weights: the type that most matrices are held in. model:
+    the stock model; None if the target is known from an earlier start.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        name: str,
-        kv_memory: int | None = None,
-        weights: StoredWeights[Any] | None = None,
-        activations: Activations = "bfloat16",
-        kv_type: KVType = "auto",
-    ):
-        """weights: of a model on the meta device. activations: how their matrices take rows. kv_type: what keys and
-        values are kept as, if the lean decoder runs the model. Raises OtherStructure if it cannot run `weights`.
-        """
-        self.name = name
-        config = model.config.get_text_config()
-        if (context := getattr(config, "max_position_embeddings", None)) is None:
-            raise refusal(model, name)
-        self.full_context: int = context
-        self.own_context = steady_context(config, context)
-        self.layers: int = config.num_hidden_layers
-        self.eos_tokens = eos_tokens(model.generation_config)
-        self.device = torch.device("cpu") if weights is not None else model.device
-        choice = ForwardChoice(model.eval(), name, self.own_context, kv_memory, self.device, kv_type)
-        chosen = choice.of_model() if weights is None else choice.of_file(weights, activations)
+    def __init__(self, name: str, facts: Facts, chosen: Chosen, device: torch.device, weights: str, model: Any = None):
+        runner = chosen.runner
+        super().__init__(runner.forward, runner.pool, runner.vocab_size, runner.dtype)
+        self.name, self.facts, self.device, self.weights, self.model = name, facts, device, weights, model
+        self.full_context, self.own_context = facts.full_context, facts.own_context
+        self.layers, self.eos_tokens = facts.layers, facts.eos_tokens
         self.inexact, self.unlike = chosen.inexact, chosen.unlike
-        self.weights = name_of(model.dtype) if weights is None else weights.kind
-        super().__init__(model, chosen.runner.forward, chosen.runner.pool)
+
+    @classmethod
+    def of_model(cls, model: Any, name: str, kv_memory: int | None = None, kv_type: KVType = "auto") -> Target:
+        """The target of a stock model in memory. kv_memory, kv_type: see `load`."""
+        from engine.model.forward_choice import ForwardChoice
+
+        facts = _facts_of(model, name)
+        choice = ForwardChoice(model.eval(), name, facts.own_context, kv_memory, model.device, kv_type)
+        return cls(name, facts, choice.of_model(), model.device, name_of(model.dtype), model)
 
     @classmethod
     def load(
@@ -91,7 +87,9 @@ class Target(Runner):
         """
         target = cls._load_stored(path, dtype, find_device(device), kv_memory, activations, kv_type)
         if target is None:
-            target = cls(load_model(path, dtype, find_device(device)), path, kv_memory, kv_type=kv_type)
+            target = cls.of_model(load_model(path, dtype, find_device(device)), path, kv_memory, kv_type)
+        if target.model is None:
+            return target
         if isinstance(target.forward, LeanDecoder):  # which has copies in its own layout
             target.model.model.layers, target.model.lm_head = torch.nn.ModuleList(), torch.nn.Identity()
         elif target.device.type == "cpu":
@@ -138,13 +136,24 @@ class Target(Runner):
         """
         if device.type != "cpu" or (stored := open_stored(Path(path))) is None:
             return None
+        proof = Proof(Path(path), dtype, activations, kv_type)
+        proved = proof.read()
+        if proved is not None:
+            check_memory(stored, f"model={path}", free_memory())
+            with torch.inference_mode():
+                return cls._of_proved(path, proved, stored, kv_memory, activations, kv_type)
         config = load_config(path)
         if find_dtype(dtype, config, device) != torch.bfloat16 or not multiplies(torch.bfloat16):
             return None
         check_memory(stored, f"model={path}", free_memory())
+        from engine.model.forward_choice import ForwardChoice
+
         model = skeleton(path, config)
+        facts = _facts_of(model, path)
+        choice = ForwardChoice(model, path, facts.own_context, kv_memory, device, kv_type)
         try:
-            return cls(model, path, kv_memory, weights_of(stored, model), activations, kv_type)
+            weights = weights_of(stored, model)
+            return cls(path, facts, choice.of_file(weights, activations, facts, proof), device, weights.kind, model)
         except (Unreadable, OtherStructure, AttributeError) as error:  # a part of the structure is missing
             if isinstance(stored, GgufFile):
                 return None
@@ -152,6 +161,26 @@ class Target(Runner):
                 f"weights={stored.kind.lower()}: this model cannot be run with quantised weights "
                 f"({first_line(error)}); leave weights out"
             ) from error
+
+    @classmethod
+    def _of_proved(
+        cls,
+        path: str,
+        proved: ProvedModel,
+        stored: GgufFile | QuantisedCheckpoint,
+        kv_memory: int | None,
+        activations: Activations,
+        kv_type: KVType,
+    ) -> Target:
+        """The target that an earlier start has tried, without transformers."""
+        weights, structure, dtype = reopened(stored, proved.places, proved.vectors), proved.structure, torch.bfloat16
+        q8_0 = kv_type == "q8_0" and bool(instruction_sets())
+        shape = KVShape(len(structure.layers), structure.kv_heads, structure.head_dim, dtype, has_pairs(dtype), q8_0)
+        room = kv_share(free_memory() - weights.size) if kv_memory is None else kv_memory
+        pool = KVPool(shape, max(1, room // shape.block_bytes))
+        lean = LeanDecoder(structure, pool, proved.rules, weights, activations)
+        chosen = Chosen(Runner(lean, pool, proved.facts.vocab_size, dtype), "")
+        return cls(path, proved.facts, chosen, torch.device("cpu"), weights.kind)
 
     @property
     def context(self) -> int:
@@ -186,3 +215,11 @@ class Target(Runner):
     def matrix_bytes(self) -> int | None:
         """Bytes of the weights that a forward reads; None if their layout is not ours."""
         return self.forward.matrix_bytes if isinstance(self.forward, LeanDecoder) else None
+
+
+def _facts_of(model: Any, name: str) -> Facts:
+    if (facts := facts_of(model)) is None:
+        from engine.model.masked import refusal
+
+        raise refusal(model, name)
+    return facts

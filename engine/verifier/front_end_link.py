@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 from engine.config import Config
 from engine.core.errors import NotANumber, ProtocolError, RequestError, first_line
-from engine.core.params import not_applied, own_defaults
+from engine.core.params import own_defaults
 from engine.model.target import Target
 from engine.sampling.matcher import Matcher, Matchers
 from engine.verifier.request import Request
@@ -89,9 +89,8 @@ class FrontEndLink:
     def send_ready(self) -> None:
         """Send the front end the facts about the target."""
         target = self.target
-        own = target.model.generation_config
-        if ignored := not_applied(own):
-            names = ", ".join(ignored)
+        if target.facts.not_applied:
+            names = ", ".join(target.facts.not_applied)
             print(f"talon: model={target.name}: of generation_config.json not applied: {names}", file=sys.stderr)
         if target.unlike:
             print(
@@ -111,7 +110,7 @@ class FrontEndLink:
                 f"{target.own_context} positions; longer requests are refused",
                 file=sys.stderr,
             )
-        defaults = own_defaults(own, target.name)
+        defaults = own_defaults(target.facts.generation, target.name)
         pool = target.pool
         ready = Ready(
             vocab_size=target.vocab_size,

@@ -1,13 +1,21 @@
-"""What GGUF files say of a model and transformers does not read: keys of the metadata, and whole families.
+"""How GGUF files hold a model, by transformers' tables and what they leave out: keys of the metadata, whole families.
 
 transformers' own tables are extended when this is imported; `completed` does the rest to a configuration made by them.
+
+llama.cpp renames tensors, permutes the rows of some and offsets the values of others. What undoes that are the names of
+the package `gguf` and transformers' own processors, given the numbers of the rows instead of a matrix: the order of the
+rows is then known without moving any. Experts are three tensors a layer, two of which transformers holds as one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
+from gguf import MODEL_ARCH_NAMES, TensorNameMap, dequantize, get_tensor_name_map
+from torch import Tensor
 from transformers import MixtralConfig
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.modeling_gguf_pytorch_utils import (
@@ -19,6 +27,8 @@ from transformers.modeling_gguf_pytorch_utils import (
 
 from engine.core.errors import ModelError, shown
 from engine.weights.gguf_file import GgufFile
+from engine.weights.gguf_header import GgufTensor
+from engine.weights.stored_weights import Place, Unreadable, named
 
 _COMMON = GGUF_CONFIG_MAPPING["qwen2"]
 _GRANITE = {
@@ -53,10 +63,77 @@ for _family in _NEIGHBOURS:
     TENSOR_PROCESSORS[_family] = LlamaTensorProcessor
 
 
-def processor_of(architecture: str, config: Any) -> TensorProcessor:
-    """What undoes llama.cpp's changes to the weights of that architecture."""
-    made: TensorProcessor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
-    return made
+_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Of the parameters that hold the matrices of all experts of a layer: which tensors hold their outputs in turn."""
+
+
+def located(file: GgufFile, model: Any) -> tuple[dict[str, Place], dict[str, Tensor]]:
+    """Where the matrices of a stock model on the meta device are, and the values of its other parameters, by name.
+
+    Raises Unreadable if the file holds them in a way that is not read, and ModelError for values that are no numbers.
+    """
+    config = model.config.get_text_config()
+    processor: TensorProcessor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=config.to_dict())
+    architecture = next((key for key, name in MODEL_ARCH_NAMES.items() if name == file.architecture), None)
+    if architecture is None:
+        raise Unreadable(f"gguf knows no {file.architecture}")
+    names = get_tensor_name_map(architecture, config.num_hidden_layers)
+    tensors = {tensor.name: tensor for tensor in file.tensors}
+    read: set[str] = set()
+    places: dict[str, Place] = {}
+    vectors: dict[str, Tensor] = {}
+    for name, same in named(model).items():
+        found = next((held for one in reversed(same) if (held := _find(one, names, tensors))), None)
+        if found is None:
+            raise Unreadable(f"{name} is not in the file")
+        read |= {tensor.name for tensor in found}
+        parameter = model.get_parameter(name)
+        if parameter.dim() < 2:
+            values = _values(file, found[0], processor, parameter.shape).to(model.dtype)
+            vectors |= dict.fromkeys(same, values)
+        else:
+            places |= dict.fromkeys(same, _place(found, processor, tuple(parameter.shape)))
+    if left := [name for name in tensors if name not in read and not name.startswith("rope_")]:
+        raise Unreadable(f"{left[0]} is not of this model")
+    return places, vectors
+
+
+def _find(name: str, names: TensorNameMap, tensors: Mapping[str, GgufTensor]) -> list[GgufTensor]:
+    """The tensors that hold a parameter, in their order; none if one of them is not there."""
+    module, _, suffix = name.rpartition(".")
+    sought = [f"{names.get_name(module)}.{suffix}"]
+    if module.endswith(".experts"):
+        sought = [f"{names.get_name(f'{module}.{part}')}.weight" for part in _EXPERTS.get(suffix, ())]
+    return [tensors[stored] for stored in sought] if sought and all(stored in tensors for stored in sought) else []
+
+
+def _place(tensors: list[GgufTensor], processor: TensorProcessor, shape: tuple[int, ...]) -> Place:
+    named = tuple(tensor.name for tensor in tensors)
+    *count, outputs, inputs = shape
+    each = outputs // len(tensors)
+    if any(tensor.shape != (inputs, each, *count) for tensor in tensors) or each * len(tensors) != outputs:
+        raise Unreadable(f"{named[0]} is stored in another shape")
+    if count:
+        return Place(named, shape)
+    rows = np.arange(outputs)
+    made = processor.process(rows[:, None], name=named[0])
+    if made.name is None or made.weights.shape != (outputs, 1):
+        raise Unreadable(f"{named[0]} is stored in another shape")
+    order = np.ascontiguousarray(made.weights[:, 0])
+    if not np.array_equal(np.sort(order), rows):
+        raise Unreadable(f"{named[0]} is stored with other values")
+    return Place(named, shape, b"" if np.array_equal(order, rows) else order.astype(np.int64).tobytes())
+
+
+def _values(file: GgufFile, tensor: GgufTensor, processor: TensorProcessor, shape: torch.Size) -> Tensor:
+    raw = dequantize(file.read(tensor), tensor.kind).reshape(tensor.shape[::-1])
+    made = processor.process(raw, name=tensor.name)
+    if made.name is None or made.weights.shape != shape:
+        raise Unreadable(f"{tensor.name} is stored in another shape")
+    values = torch.from_numpy(np.ascontiguousarray(made.weights))
+    if not values.to(torch.bfloat16).isfinite().all():
+        raise ModelError(f"model={file.path}: tensor {tensor.name} holds NaN or infinity; get the file again")
+    return values
 
 
 def completed(file: GgufFile, config: Any) -> Any:

@@ -6,6 +6,7 @@ whole blocks. A part of a matrix is in memory as numbers at a time.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from engine.kernels.quant.quantise import quantised
 from engine.kernels.quant.stored import StoredMatrix, row_bytes
 from engine.weights.checkpoint import CheckpointTensor, read_checkpoint
 from engine.weights.quantised import QuantisedSource, quantised_source_of
-from engine.weights.stored_weights import StoredWeights, Unreadable
+from engine.weights.stored_weights import Place, StoredWeights, Unreadable, named
 
 _AT_ONCE = 1 << 18  # numbers that a thread quantises together
 
@@ -68,29 +69,49 @@ class QuantisedCheckpoint:
         return StoredMatrix(kind, raw)
 
 
-class QuantisedWeights(StoredWeights[CheckpointTensor]):
-    """Those of `model`, whose parameters have the names of the checkpoint's tensors. Raises Unreadable otherwise."""
+class QuantisedWeights(StoredWeights):
+    """places, vectors: of `matched`, or what an earlier start has kept of them."""
 
-    def __init__(self, checkpoint: QuantisedCheckpoint, model: Any):
-        super().__init__(model.dtype)
-        self.checkpoint, self.size, self.kind = checkpoint, checkpoint.size, checkpoint.kind.lower()
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if (tensor := checkpoint.tensors.get(name)) is not None and id(parameter) not in self.stored:
-                if tensor.shape != parameter.shape:
-                    raise Unreadable(f"{name} is stored in another shape")
-                self.stored[id(parameter)] = tensor
-        for name, parameter in model.named_parameters():
-            if id(parameter) not in self.stored:
-                raise Unreadable(f"{name} is not stored under its name")
+    def __init__(self, checkpoint: QuantisedCheckpoint, places: Mapping[str, Place], vectors: Mapping[str, Tensor]):
+        super().__init__(checkpoint.size, checkpoint.kind.lower(), places, vectors)
+        self.checkpoint = checkpoint
 
-    def matrix(self, parameter: Tensor) -> StoredMatrix:
-        return self.checkpoint.matrix(self.stored[id(parameter)])
+    def rows(self, tensor: str) -> StoredMatrix:
+        return self.checkpoint.matrix(self.checkpoint.tensors[tensor])
 
-    def values(self, parameter: Tensor) -> Tensor:
-        if parameter.dim() == 2:
-            return self.matrix(parameter).values().to(self.dtype)
-        tensor = self.stored[id(parameter)]
-        return torch.from_numpy(_finite(tensor, 0, tensor.elements)).view(tensor.shape).to(self.dtype)
+    def experts(self, name: str) -> list[list[StoredMatrix]]:
+        raise Unreadable("experts are read from GGUF files alone")
+
+    def values(self, name: str) -> Tensor:
+        if name in self.vectors or len(self.places[name].shape) == 2:
+            return super().values(name)
+        [tensor] = self.places[name].tensors
+        return _numbers(self.checkpoint.tensors[tensor])
+
+
+def matched(checkpoint: QuantisedCheckpoint, model: Any) -> tuple[dict[str, Place], dict[str, Tensor]]:
+    """Where the matrices of a stock model on the meta device are, and the values of its other parameters, by name: the
+    parameters have the names of the checkpoint's tensors. Raises Unreadable otherwise.
+    """
+    places: dict[str, Place] = {}
+    vectors: dict[str, Tensor] = {}
+    for first, same in named(model).items():
+        name = next((name for name in same if name in checkpoint.tensors), None)
+        if name is None:
+            raise Unreadable(f"{first} is not stored under its name")
+        tensor = checkpoint.tensors[name]
+        if tensor.shape != tuple(model.get_parameter(first).shape):
+            raise Unreadable(f"{name} is stored in another shape")
+        if len(tensor.shape) < 2:
+            vectors |= dict.fromkeys(same, _numbers(tensor))
+        else:
+            places |= dict.fromkeys(same, Place((name,), tuple(tensor.shape)))
+    return places, vectors
+
+
+def _numbers(tensor: CheckpointTensor) -> Tensor:
+    """The tensor as bfloat16."""
+    return torch.from_numpy(_finite(tensor, 0, tensor.elements)).view(tensor.shape).to(torch.bfloat16)
 
 
 def _finite(tensor: CheckpointTensor, first: int, count: int) -> NDArray[np.float32]:

@@ -1,63 +1,94 @@
-"""The parameters of a stock model on the meta device, read one at a time from where they are stored."""
+"""The parameters of a model by their names, read one at a time from where they are stored."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Generic, TypeVar
+from collections.abc import Mapping
 
+import msgspec
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from engine.kernels.quant.stored import StoredMatrix
-
-Stored = TypeVar("Stored")
 
 
 class Unreadable(Exception):
     """A parameter is stored in a way that is not read here, but perhaps by transformers."""
 
 
-class StoredWeights(ABC, Generic[Stored]):
-    """The model's parameters, known by identity, are those that the methods take. dtype: the model's.
+class Place(msgspec.Struct, frozen=True):
+    """Where a matrix [outputs, inputs] is stored, or those of all experts [experts, outputs, inputs].
 
-    size: bytes of all matrices as they are multiplied. kind: the type of most weights, in lower case. stored: where
-    each parameter is, by its id.
+    tensors: names; an expert's outputs are those of each in turn. shape: of the parameter. order: int64, the stored row
+    that each output is; empty if they are the same.
     """
 
-    size: int
-    kind: str
+    tensors: tuple[str, ...]
+    shape: tuple[int, ...]
+    order: bytes = b""
 
-    def __init__(self, dtype: torch.dtype):
-        self.dtype = dtype
-        self.stored: dict[int, Stored] = {}
+
+class StoredWeights(ABC):
+    """size: bytes of all matrices as they are multiplied. kind: the type of most weights, in lower case. places: of
+    matrices. vectors: all other parameters, bfloat16.
+    """
+
+    def __init__(self, size: int, kind: str, places: Mapping[str, Place], vectors: Mapping[str, Tensor]):
+        self.size, self.kind, self.places, self.vectors = size, kind, places, vectors
 
     @abstractmethod
-    def matrix(self, parameter: Tensor) -> StoredMatrix:
+    def rows(self, tensor: str) -> StoredMatrix:
+        """All rows of a stored tensor, in blocks, of all experts one after the other."""
+
+    def matrix(self, name: str) -> StoredMatrix:
         """A matrix [outputs, inputs] in blocks."""
+        place = self.places[name]
+        [tensor] = place.tensors
+        matrix = self.rows(tensor)
+        return matrix.reordered(np.frombuffer(place.order, np.int64)) if place.order else matrix
 
-    def experts(self, parameter: Tensor) -> list[list[StoredMatrix]]:
+    def experts(self, name: str) -> list[list[StoredMatrix]]:
         """For each expert of a parameter [experts, outputs, inputs], the parts of its matrix, one after the other."""
-        raise Unreadable("experts are read from GGUF files alone")
+        place = self.places[name]
+        count, outputs, _ = place.shape
+        whole, each = [self.rows(tensor) for tensor in place.tensors], outputs // len(place.tensors)
+        return [[rows.row_slice(each * expert, each * (expert + 1)) for rows in whole] for expert in range(count)]
 
-    @abstractmethod
-    def values(self, parameter: Tensor) -> Tensor:
-        """A parameter in the model's type."""
+    def vector(self, name: str) -> Tensor:
+        """A parameter that is no matrix."""
+        return self.vectors[name]
+
+    def values(self, name: str) -> Tensor:
+        """A parameter as bfloat16."""
+        if name in self.vectors:
+            return self.vectors[name]
+        if len(self.places[name].shape) == 2:
+            return self.matrix(name).values()
+        return torch.stack([torch.cat([part.values() for part in parts]) for parts in self.experts(name)])
 
     def fill_small(self, model: nn.Module) -> None:
-        """Read every parameter but matrices into the model."""
-        self._fill(model, matrices=False)
+        """Put every parameter but matrices into a model on the meta device."""
+        self._fill(model, self.vectors)
 
     def fill(self, model: nn.Module) -> None:
-        """Read every parameter into the model."""
-        self._fill(model, matrices=True)
+        """Put every parameter into a model on the meta device."""
+        self._fill(model, {**self.vectors, **self.places})
 
-    def _fill(self, model: nn.Module, matrices: bool) -> None:
-        filled: dict[int, nn.Parameter] = {}
-        for module in model.modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                if parameter.dim() >= 2 and not matrices:
-                    continue
-                if (made := filled.get(id(parameter))) is None:
-                    made = filled[id(parameter)] = nn.Parameter(self.values(parameter), requires_grad=False)
-                    self.stored[id(made)] = self.stored[id(parameter)]
-                setattr(module, name, made)
+    def _fill(self, model: nn.Module, names: Mapping[str, object]) -> None:
+        filled: dict[int, nn.Parameter] = {}  # by the parameter on the meta device, which may have several names
+        for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+            if name not in names:
+                continue
+            if id(parameter) not in filled:
+                filled[id(parameter)] = nn.Parameter(self.values(name), requires_grad=False)
+            module, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(module), attribute, filled[id(parameter)])
+
+
+def named(model: nn.Module) -> dict[str, list[str]]:
+    """All names of each parameter of a model, by the first."""
+    first: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first.setdefault(id(parameter), []).append(name)
+    return {names[0]: names for names in first.values()}

@@ -19,8 +19,8 @@ from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.kernels.gemm.product import pack_linears
 from engine.model.decoder import LeanDecoder
-from engine.model.decoder_layer import OtherStructure
 from engine.model.stock import NAME, StockForward
+from engine.model.structure import OtherStructure
 from engine.model.target import Target
 from engine.sampling.sampler import Sampler, verify
 
@@ -83,7 +83,7 @@ def build(family: str, dtype: str, **changes: Any) -> Any:
 def target_of(family: str, dtype: str) -> Target:
     """A target whose products were measured with one thread and with two."""
     torch.set_num_threads(2)
-    made = Target(build(family, dtype), family, kv_memory=1 << 22)
+    made = Target.of_model(build(family, dtype), family, kv_memory=1 << 22)
     torch.set_num_threads(1)
     return made
 
@@ -258,7 +258,7 @@ def test_transformers_own_generate_gives_the_text_of_the_stock_forward(
 ) -> None:
     """An oracle of its own: transformers' loop, cache and masks, and only attention and products are ours."""
     monkeypatch.setattr(LeanDecoder, "__init__", refused)
-    target = Target(build(family, dtype), family, kv_memory=1 << 22)
+    target = Target.of_model(build(family, dtype), family, kv_memory=1 << 22)
     assert isinstance(target.forward, StockForward) and target.exact
     model, prompt = build(family, dtype), text_of(family, dtype)[:20]
     model.set_attn_implementation(NAME)
@@ -299,13 +299,13 @@ def test_a_family_with_products_of_its_own_is_not_called_exact_and_the_matrix_is
     config: Any, matrix: str
 ) -> None:
     torch.manual_seed(0)
-    target = Target(AutoModelForCausalLM.from_config(config).eval(), "other", kv_memory=1 << 22)
+    target = Target.of_model(AutoModelForCausalLM.from_config(config).eval(), "other", kv_memory=1 << 22)
     assert not target.exact
     assert target.inexact == f"{matrix} is multiplied in a way of its own"
 
 
 def test_rows_that_are_no_whole_vectors_are_not_called_exact_where_a_function_is_not() -> None:
-    target = Target(build("gpt_neox", "bfloat16", intermediate_size=112), "gpt_neox", kv_memory=1 << 22)
+    target = Target.of_model(build("gpt_neox", "bfloat16", intermediate_size=112), "gpt_neox", kv_memory=1 << 22)
     assert target.exact or target.inexact == "on this machine gelu over rows of 112 depends on the rows before it"
 
 

@@ -29,9 +29,9 @@ from engine.model.cuda.graphs import Recorded, bucket, uploaded
 from engine.model.cuda.lean_layers import LeanLayers
 from engine.model.cuda.padded_rows import PaddedRows, longs
 from engine.model.cuda.triton_attention import TritonAttention
-from engine.model.decoder_layer import OtherStructure
 from engine.model.kv_pool import KVCache, KVPool
 from engine.model.stock import NoCache, Unsupported
+from engine.model.structure import OtherStructure
 
 _CAPTURED = 256  # rows: larger forwards, of prompts, take longer than their launches, and graphs of them much memory
 _PROBES = 16  # rows compared between sizes

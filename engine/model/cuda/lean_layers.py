@@ -17,9 +17,10 @@ from engine.kernels.attention.attention import Rule
 from engine.model.cuda.layer_kernels import entered, gated, normed
 from engine.model.cuda.padded_rows import PaddedRows
 from engine.model.cuda.triton_attention import TritonAttention
-from engine.model.decoder_layer import OtherStructure, norm_of, only
+from engine.model.decoder_layer import norm_of
 from engine.model.kv_pool import KVPool
 from engine.model.rotary import cosines_sines
+from engine.model.structure import OtherStructure, only
 
 
 class LeanLayers:

@@ -90,7 +90,7 @@ def forward_of(target: Target, rows: int = 3) -> Any:
 
 @pytest.mark.parametrize("family", ["llama with grouped queries", "gpt_neox"])
 def test_watching_leaves_the_forward_as_it_was(family: str) -> None:
-    target = Target(build(family), family)
+    target = Target.of_model(build(family), family)
     before = Kernel.__call__
     seconds = split(target, forward_of(target))
     assert Kernel.__call__ is before
@@ -99,10 +99,10 @@ def test_watching_leaves_the_forward_as_it_was(family: str) -> None:
 
 
 def test_a_stock_forward_and_one_with_masks_are_told_apart_and_split() -> None:
-    target = Target(build("gpt_neox"), "gpt_neox")
+    target = Target.of_model(build("gpt_neox"), "gpt_neox")
     assert isinstance(target.forward, StockForward)
     assert forward_name(target) == "stock forward with exact attention"
-    masked = Target(build("gpt_neox"), "gpt_neox")
+    masked = Target.of_model(build("gpt_neox"), "gpt_neox")
     masked.model.set_attn_implementation("sdpa")
     masked.forward, masked.pool = MaskedForward(masked.model, "gpt_neox"), None
     assert forward_name(masked) == "stock forward with masks"
@@ -114,7 +114,7 @@ def test_the_numbers_multiplied_are_those_of_all_matrices_but_the_embedding(fami
     model = build(family)
     tables = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     expected = sum(w.numel() for w in model.parameters() if w.dim() > 1 and id(w) not in tables)
-    assert multiplied(Target(model, family)) == expected
+    assert multiplied(Target.of_model(model, family)) == expected
 
 
 def test_limits_keep_the_best_rates_seen() -> None:

@@ -89,7 +89,7 @@ def test_half_a_character_is_refused_where_it_stands(params: dict[str, Any], nam
 
 def test_a_value_that_makes_no_sense_is_refused_with_the_file_it_is_in() -> None:
     with pytest.raises(ModelError, match=r"^model=m: generation_config\.json: repetition_penalty=-1\.0: use"):
-        own_defaults(GenerationConfig(repetition_penalty=-1.0), "m")
+        own_defaults({"repetition_penalty": -1.0}, "m")
 
 
 def test_settings_that_would_change_the_text_and_are_not_followed_are_named() -> None:

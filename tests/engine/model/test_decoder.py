@@ -20,7 +20,7 @@ def build(dtype: torch.dtype, **changes: Any) -> Target:
     config = LlamaConfig(
         vocab_size=130, num_hidden_layers=3, max_position_embeddings=256, initializer_range=0.2, **sizes
     )
-    return Target(LlamaForCausalLM(config).to(dtype).eval(), "tiny", kv_memory=1 << 22)
+    return Target.of_model(LlamaForCausalLM(config).to(dtype).eval(), "tiny", kv_memory=1 << 22)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

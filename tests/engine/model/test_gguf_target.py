@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +17,10 @@ from gguf import GGMLQuantizationType as Kind
 from engine.kernels.gemm.matmul import Unit, units
 from engine.kernels.gemm.product import multiplies
 from engine.model import forward_choice
+from engine.model import proof as proofs
 from engine.model import target as targets
 from engine.model.decoder import LeanDecoder
-from engine.model.loading import load_config, load_model, skeleton
+from engine.model.loading import load_config, load_model, skeleton, weights_of
 from engine.model.stock_logits import LayeredStock, WholeStock
 from engine.model.target import Target
 from engine.model.windows import short_windows
@@ -24,6 +28,7 @@ from engine.weights.describe import describe
 from engine.weights.gguf_file import read_gguf
 from engine.weights.gguf_source import GgufSource, open_gguf
 from engine.weights.gguf_weights import GgufWeights
+from engine.weights.stored_weights import StoredWeights
 from tests.engine.weights.tiny_gguf import TOKENS, write_gguf
 
 pytestmark = pytest.mark.skipif(not multiplies(torch.bfloat16), reason="no product of ours runs on this processor")
@@ -44,12 +49,12 @@ def directory(tmp_path: Path) -> Callable[..., str]:
     return make
 
 
-def unfilled(folder: str) -> tuple[Any, GgufWeights]:
+def unfilled(folder: str) -> tuple[Any, StoredWeights]:
     """The stock model without matrices, and what reads them."""
     gguf = open_gguf(Path(folder))
     assert gguf is not None
     model = skeleton(folder, load_config(folder))
-    weights = GgufWeights(gguf, model)
+    weights = weights_of(gguf, model)
     weights.fill_small(model)
     return model, weights
 
@@ -63,8 +68,8 @@ def test_every_parameter_is_what_transformers_reads(directory: Callable[..., str
     folder = directory(kind=kind)
     model, weights = unfilled(folder)
     theirs = dict(load_model(folder, "auto", torch.device("cpu")).named_parameters())
-    for name, parameter in model.named_parameters():
-        assert torch.equal(weights.values(parameter), theirs.pop(name)), name
+    for name, _ in model.named_parameters():
+        assert torch.equal(weights.values(name), theirs.pop(name)), name
     assert not theirs
 
 
@@ -135,16 +140,45 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return noted
 
 
-def test_a_pass_is_remembered_until_a_version_changes(directory: Callable[..., str], trials: list[int]) -> None:
+def test_a_pass_is_remembered_until_a_version_changes(
+    directory: Callable[..., str], trials: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = directory(kind=Kind.Q8_0)
     first, second = Target.load(folder), Target.load(folder)
     assert len(trials) == 1 and torch.equal(logits(first), logits(second))
-    proof = Path(folder) / "proof-bfloat16.json"
-    proof.write_text(proof.read_text().replace("transformers ", "transformers 0."))
+    with monkeypatch.context() as patch:
+        patch.setattr(proofs, "_versions", lambda: ["transformers 0.1"])
+        Target.load(folder)
+    assert len(trials) == 2
     Target.load(folder)
-    proof.write_text("{")
+    assert len(trials) == 3, "what the other version found is replaced"
+    (Path(folder) / "proof-bfloat16.msgpack").write_bytes(b"{")
     Target.load(folder)
-    assert len(trials) == 3
+    assert len(trials) == 4
+
+
+def test_a_later_start_needs_no_transformers_and_has_the_same_bits(directory: Callable[..., str]) -> None:
+    folder = directory(kind=Kind.Q4_1)
+    expected = logits(Target.load(folder))
+    code = (
+        "import sys, torch; from engine.model.target import Target\n"
+        f"target = Target.load({folder!r}); torch.set_num_threads(1)\n"
+        f"print(*target.prefill(target.new_cache(99), {TEXT!r})[0].tolist())\n"
+        "sys.exit('transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert [*map(float, done.stdout.split())] == expected.tolist()
+
+
+def test_an_edited_configuration_is_tried_again(directory: Callable[..., str], trials: list[int]) -> None:
+    folder = directory(kind=Kind.Q8_0)
+    first = logits(Target.load(folder))
+    config = Path(folder) / "config.json"
+    values = json.loads(config.read_text())
+    config.write_text(json.dumps(values | {"rms_norm_eps": 0.5}))
+    assert not torch.equal(logits(Target.load(folder)), first) and len(trials) == 2
+    config.write_text(json.dumps(values))
+    assert torch.equal(logits(Target.load(folder)), first)
 
 
 def test_a_pass_is_remembered_for_each_kind_of_activations(directory: Callable[..., str], trials: list[int]) -> None:
@@ -158,8 +192,8 @@ def test_a_pass_is_remembered_for_each_kind_of_activations(directory: Callable[.
 def test_rows_in_a_wrong_order_are_not_taken(directory: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     usual = GgufWeights.matrix
 
-    def unordered(self: GgufWeights, parameter: torch.Tensor) -> Any:
-        matrix = usual(self, parameter)
+    def unordered(self: GgufWeights, name: str) -> Any:
+        matrix = usual(self, name)
         return matrix if matrix.order is None else type(matrix)(matrix.kind, matrix.raw)
 
     folder = directory(kind=Kind.Q8_0)
@@ -169,12 +203,11 @@ def test_rows_in_a_wrong_order_are_not_taken(directory: Callable[..., str], monk
     model, weights = unfilled(folder)
     stock = LayeredStock(model, weights)
     monkeypatch.setattr(forward_choice, "LayeredStock", lambda *_: stock)
-    right = {name: weights.values(weight) for name, weight in model.named_parameters()}
-    names = {id(weight): name for name, weight in model.named_parameters()}
-    monkeypatch.setattr(weights, "values", lambda weight: right[names[id(weight)]])
+    right = {name: weights.values(name) for name, _ in model.named_parameters()}
+    monkeypatch.setattr(weights, "values", right.__getitem__)
     monkeypatch.setattr(GgufWeights, "matrix", unordered)
     target = Target.load(folder)
-    assert not (Path(folder) / "proof-bfloat16.json").exists()
+    assert not (Path(folder) / "proof-bfloat16.msgpack").exists()
     assert torch.equal(logits(target), expected), "the stock weights are read instead"
 
 
@@ -188,6 +221,7 @@ def test_families_beyond_the_lean_decoder_run_the_stock_forward(
         raise forward_choice.OtherStructure
 
     monkeypatch.setattr(LeanDecoder, "__init__", refuse)
+    (Path(folder) / "proof-bfloat16.msgpack").unlink()
     target = Target.load(folder)
     assert not isinstance(target.forward, LeanDecoder)
     assert (logits(target) - expected).pow(2).mean().sqrt() < 0.1 * expected.std()

@@ -125,7 +125,10 @@ def test_a_model_whose_logits_change_too_much_is_refused_in_one_line(
 def test_a_files_pass_is_remembered_for_each_type_of_keys(folder: str) -> None:
     for kv_type in ("auto", "q8_0"):
         loaded(folder, kv_type=kv_type)
-    assert {file.name for file in Path(folder).glob("proof-*")} == {"proof-bfloat16.json", "proof-bfloat16-q8_0.json"}
+    assert {file.name for file in Path(folder).glob("proof-*")} == {
+        "proof-bfloat16.msgpack",
+        "proof-bfloat16-q8_0.msgpack",
+    }
     again = loaded(folder)
     assert again.exact and again.kv_type == "q8_0"
     assert torch.equal(logits_of(again, (20,)), logits_of(again))

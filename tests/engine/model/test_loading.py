@@ -20,7 +20,7 @@ def test_why_the_hub_gives_no_model_is_told(error: Exception, monkeypatch: pytes
     def refuse(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", refuse)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", refuse)
     monkeypatch.setattr(loading, "hub_answers", lambda: True)
     monkeypatch.setattr(loading, "is_local", lambda path: False)
     with pytest.raises(ModelError) as caught:

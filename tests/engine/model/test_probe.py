@@ -17,8 +17,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from engine.core.batch import Segment
 from engine.core.tree import TokenTree
 from engine.model.decoder import LeanDecoder
-from engine.model.decoder_layer import Layer, OtherStructure, only
+from engine.model.decoder_layer import Layer
 from engine.model.probe import far_positions
+from engine.model.structure import OtherStructure, describe
 from engine.model.target import Target
 
 CONTEXT, ORIGINAL = 256, 64
@@ -114,7 +115,7 @@ def stock(model: Any, text: list[int]) -> Tensor:
 )
 def test_texts_up_to_the_served_length_are_the_stock_forwards_plain_and_drafted(family: str, rope: str) -> None:
     model = build(family, rope)
-    untouched, target = deepcopy(model), Target(model, family, kv_memory=1 << 22)
+    untouched, target = deepcopy(model), Target.of_model(model, family, kv_memory=1 << 22)
     assert target.context == (ORIGINAL if rope == "longrope" else CONTEXT)
     for length in (target.context // 2, ORIGINAL + 20, target.context - TREE.depths.max() - 1):
         text = text_of(min(int(length), target.context - 4))
@@ -130,12 +131,17 @@ def test_texts_up_to_the_served_length_are_the_stock_forwards_plain_and_drafted(
 
 
 class Zeros:
-    """In the place of a meta model's matrices."""
+    """In the place of a meta model's parameters."""
 
-    def matrix(self, parameter: Tensor) -> Tensor:
-        return torch.zeros(parameter.shape)
+    def __init__(self, model: Any):
+        self.model = model
 
-    def experts(self, parameter: Tensor) -> list[Tensor]:
+    def matrix(self, name: str) -> Tensor:
+        return torch.zeros(self.model.get_parameter(name).shape)
+
+    vector = matrix
+
+    def experts(self, name: str) -> list[Tensor]:
         raise OtherStructure("tested apart")
 
 
@@ -145,11 +151,10 @@ def test_the_families_of_the_common_structure_are_the_ones_tested() -> None:
         try:
             with torch.device("meta"):
                 model: Any = AutoModelForCausalLM.from_config(family(**SIZES))
-            only(model, {"model", "lm_head"})
-            only(model.model, {"embed_tokens", "layers", "norm", "rotary_emb"})
-            for layer in model.model.layers:
-                layer.self_attn.to_empty(device="cpu")  # its biases are read
-                Layer(layer, Zeros(), "bfloat16", 16, 16, 0)
+            rotary = model.model.rotary_emb
+            model.model.rotary_emb = type(rotary)(rotary.config)
+            for layer in describe(model).layers:
+                Layer(layer, Zeros(model), "bfloat16")
         except OtherStructure:
             continue
         except Exception:  # the sizes mean nothing to that family, or a part is missing
@@ -163,7 +168,9 @@ def test_the_families_of_the_common_structure_are_the_ones_tested() -> None:
     [("LlamaConfig", "dynamic"), ("Phi3Config", "longrope"), ("OlmoConfig", "longrope"), ("GPTNeoXConfig", "dynamic")],
 )
 def test_a_text_and_a_draft_past_the_limit_change_no_other_text(family: str, rope: str) -> None:
-    target = Target(build(family, rope, **({} if "Neo" not in family else {"num_key_value_heads": None})), family)
+    target = Target.of_model(
+        build(family, rope, **({} if "Neo" not in family else {"num_key_value_heads": None})), family
+    )
     text = text_of(20)
     expected = read(target, text)
     near, far = target.new_cache(40), target.new_cache(40)
@@ -174,13 +181,13 @@ def test_a_text_and_a_draft_past_the_limit_change_no_other_text(family: str, rop
 
 
 def test_a_scale_by_position_is_seen_by_the_trial_though_no_module_shows_it() -> None:
-    scaled, plain = Target(build("Ministral3Config"), "scaled"), Target(build("LlamaConfig"), "plain")
+    scaled, plain = Target.of_model(build("Ministral3Config"), "scaled"), Target.of_model(build("LlamaConfig"), "plain")
     assert not isinstance(scaled.forward, LeanDecoder) and scaled.exact
     assert isinstance(plain.forward, LeanDecoder) and plain.exact
 
 
 def test_the_trial_leaves_no_table_of_all_positions() -> None:
-    decoder = Target(build("LlamaConfig", max_position_embeddings=1 << 16), "long").forward
+    decoder = Target.of_model(build("LlamaConfig", max_position_embeddings=1 << 16), "long").forward
     assert isinstance(decoder, LeanDecoder)
     assert len(decoder._rotary.tables[0]) < 1 << 12
 

@@ -3,75 +3,126 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 import torch
 
 from engine.kernels.attention.attention import Rule
-from engine.model.proof import Proof
+from engine.model import proof as proofs
+from engine.model.loading import Facts
+from engine.model.proof import Proof, ProvedModel
+from engine.model.rotary import Frequencies
+from engine.model.structure import (
+    DecoderStructure,
+    ExpertsStructure,
+    LayerStructure,
+    LinearStructure,
+    MlpStructure,
+    NormStructure,
+)
 from engine.weights.gguf_source import GgufSource
+from engine.weights.stored_weights import Place
 
+LINEAR = LinearStructure(("a.weight", "b.weight"), ("a.bias", ""), ((0, 2, 1, 3), ()))
+NORM = NormStructure("norm.weight", 1e-5, True)
+MLPS = MlpStructure(LINEAR, LINEAR, True), ExpertsStructure("gate.weight", "gate_up", "down", 4, 32, 2, False)
+LAYERS = tuple(LayerStructure(LINEAR, LINEAR, mlp, NORM, None, NORM, None, NORM, NORM, 0.5, 8, 1) for mlp in MLPS)
+FREQUENCIES = Frequencies(tuple(torch.tensor([1.0, 0.1]).tolist()), 0.7)
+STRUCTURE = DecoderStructure(64, 32, 4, 2, 8, (FREQUENCIES,), LAYERS, NORM, LINEAR, "embedding", True, 2.0, 3.0, 30.0)
 RULES = {0: Rule(0.25, 12, 30.0, torch.tensor([1.0, 2.0])), 1: Rule(0.5)}
+FACTS = Facts(64, 2, 512, 256, frozenset([1, 2]), {"top_k": 20, "top_p": None}, ["num_beams=2"])
+PROVED = ProvedModel(
+    FACTS, STRUCTURE, RULES, {"a.weight": Place(("q", "k"), (2, 3), b"12")}, {"norm": torch.tensor([0.1]).bfloat16()}
+)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     GgufSource("x.gguf", 1, 2, "head").write(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
     return tmp_path
 
 
-def proof(folder: Path, layers: int = 2, context: int = 512) -> Proof:
-    return Proof(folder, layers, context, "bfloat16", "auto")
+def proof(folder: Path, dtype: str = "auto") -> Proof:
+    return Proof(folder, dtype, "bfloat16", "auto")
 
 
 def test_what_was_found_is_read_again(folder: Path) -> None:
-    proof(folder).write(RULES)
+    proof(folder).write(PROVED)
     found = proof(folder).read()
-    assert found is not None and found[1] == RULES[1] and found[0].window == 12
-    assert found[0].sinks is not None and found[0].sinks.tolist() == [1.0, 2.0]
+    assert found is not None and found.rules[1] == RULES[1] and found.rules[0].window == 12
+    assert found.rules[0].sinks is not None and found.rules[0].sinks.tolist() == [1.0, 2.0]
+    assert (found.facts, found.structure, found.places) == (FACTS, STRUCTURE, PROVED.places)
+    assert found.vectors.keys() == {"norm"} and torch.equal(found.vectors["norm"], PROVED.vectors["norm"])
 
 
-@pytest.mark.parametrize("changes", [{"layers": 3}, {"context": 256}])
-def test_a_proof_of_another_model_or_context_is_none(folder: Path, changes: dict[str, int]) -> None:
-    proof(folder).write(RULES)
-    assert proof(folder, **changes).read() is None
+def test_a_proof_of_another_type_is_none(folder: Path) -> None:
+    proof(folder).write(PROVED)
+    assert proof(folder, "bfloat16").read() is None
+
+
+@pytest.mark.parametrize("edited", ["config.json", "generation_config.json", "source.json"])
+def test_what_the_folder_says_of_the_model_may_not_change(folder: Path, edited: str) -> None:
+    proof(folder).write(PROVED)
+    (folder / edited).write_text('{"other": 1}')
+    assert proof(folder).read() is None
 
 
 def test_a_proof_that_was_copied_from_another_file_is_none(folder: Path, tmp_path: Path) -> None:
-    proof(folder).write(RULES)
+    proof(folder).write(PROVED)
     other = tmp_path / "other"
     other.mkdir()
     GgufSource("y.gguf", 1, 2, "head").write(other)
-    shutil.copy(folder / "proof-bfloat16.json", other)
+    shutil.copy(folder / "config.json", other)
+    shutil.copy(folder / "proof-bfloat16.msgpack", other)
     assert proof(other).read() is None
+
+
+@pytest.mark.parametrize("library", proofs._LIBRARIES)
+def test_a_proof_of_another_version_is_none(folder: Path, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    proof(folder).write(PROVED)
+    usual = proofs.version
+    monkeypatch.setattr(proofs, "version", lambda name: "9.9" if name == library else usual(name))
+    proofs._versions.cache_clear()
+    assert proof(folder).read() is None
+    proofs._versions.cache_clear()
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        b"",
-        b"\xff",
-        b"[]",
-        {"rules": None},
-        {"rules": [{"scale": "0.5", "window": 0, "softcap": 0.0, "sinks": None}] * 2},
-        {"rules": [{"scale": 0.5, "window": 0, "softcap": 0.0, "sinks": [[1.0], [2.0, 3.0]]}] * 2},
-        {"rules": [{"scale": 0.5}] * 2},
-        {"under": "x"},
+        lambda content: b"",
+        lambda content: b"\xff",
+        lambda content: content[:-1],
+        lambda content: content + b"\0",
+        lambda content: content[:-9] + bytes([content[-9] ^ 1]) + content[-8:],
     ],
+    ids=["nothing", "another", "cut", "longer", "one bit"],
 )
-def test_a_damaged_proof_is_none(folder: Path, damage: bytes | dict[str, Any]) -> None:
-    proof(folder).write(RULES)
-    file = folder / "proof-bfloat16.json"
-    if not isinstance(damage, bytes):
-        damage = msgspec.json.encode(msgspec.json.decode(file.read_bytes()) | damage)
-    file.write_bytes(damage)
+def test_a_damaged_proof_is_none(folder: Path, damage: Callable[[bytes], bytes]) -> None:
+    proof(folder).write(PROVED)
+    file = folder / "proof-bfloat16.msgpack"
+    file.write_bytes(damage(file.read_bytes()))
     assert proof(folder).read() is None
+
+
+def test_a_proof_with_other_contents_is_none(folder: Path) -> None:
+    made = proof(folder)
+    proofs.write_checked(made._file, made._key, [msgspec.msgpack.encode({"facts": None})])
+    assert made.read() is None
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(folder: Path) -> None:
-    (folder / "proof-bfloat16.json").mkdir()
-    proof(folder).write(RULES)
+    (folder / "proof-bfloat16.msgpack").mkdir()
+    proof(folder).write(PROVED)
     assert proof(folder).read() is None
+
+
+def test_the_verifier_imports_no_transformers() -> None:
+    code = "import sys, engine.verifier.loop, engine.model.target; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -133,8 +133,8 @@ def test_few_numbers_are_in_memory_at_a_time(checkpoint: Callable[..., str], mon
 def test_a_pass_of_the_proof_is_remembered_beside_the_checkpoint_and_not_in_it(checkpoint: Callable[..., str]) -> None:
     path = checkpoint()
     loaded(path)
-    assert (Path(quantised_folder(path, "q8_0")) / "proof-bfloat16.json").is_file()
-    assert not (Path(path) / "proof-bfloat16.json").exists()
+    assert (Path(quantised_folder(path, "q8_0")) / "proof-bfloat16.msgpack").is_file()
+    assert not (Path(path) / "proof-bfloat16.msgpack").exists()
 
 
 def test_rows_of_8_bits_multiply_it_too(checkpoint: Callable[..., str]) -> None:

@@ -112,7 +112,7 @@ def test_decoding_through_trees_is_greedy_generate_token_for_token(family: str, 
     truth = model.generate(
         torch.tensor([prompt]), max_new_tokens=40, do_sample=False, attention_mask=torch.ones(1, len(prompt))
     )[0, len(prompt) :].tolist()
-    target = Target(model, family)
+    target = Target.of_model(model, family)
     for seed in range(3):
         tokens, accepted = decode(target, prompt, truth, random.Random(seed), 40)
         assert accepted > 10 or tokens != truth
@@ -124,7 +124,7 @@ def test_decoding_through_trees_is_greedy_generate_token_for_token(family: str, 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_in_a_tree_are_those_of_each_path_alone(family: str, way: str) -> None:
-    target = Target(build(family), family)
+    target = Target.of_model(build(family), family)
     prompt = [random.Random(2).randrange(128) for _ in range(18)]
     tree = TokenTree.from_lists([5, 1, 2, 3, 4, 6], [-1, 0, 0, 1, 3, 2], [1.0] * 6)
     cache = target.new_cache(40)
@@ -178,7 +178,7 @@ def test_a_window_longer_than_what_is_tried_at_load_is_the_models_own(config: An
     with torch.inference_mode():
         rows = [prompt + tree.path_tokens(node) for node in range(len(tree))]
         expected = torch.stack([model(torch.tensor([row]), use_cache=False).logits[0, -1] for row in rows])
-    target = Target(model, "windowed")
+    target = Target.of_model(model, "windowed")
     assert isinstance(target.forward, MaskedForward) != (way == "exact attention")
     cache = target.new_cache(80)
     target.prefill(cache, prompt)
@@ -191,13 +191,13 @@ def test_a_window_that_is_no_sliding_one_is_refused_though_it_is_longer_than_wha
     options = {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 64}
     config = transformers.Llama4TextConfig(**COMMON | options, attention_chunk_size=64)
     with pytest.raises(ModelError, match="chunked_attention"):
-        Target(AutoModelForCausalLM.from_config(config), "chunks")
+        Target.of_model(AutoModelForCausalLM.from_config(config), "chunks")
 
 
 def test_a_family_that_cannot_take_a_tree_mask_is_refused_by_name() -> None:
     bloom = AutoModelForCausalLM.from_config(BloomConfig(vocab_size=128, hidden_size=32, n_layer=2, n_head=4))
     with pytest.raises(ModelError, match="bloom"):
-        Target(bloom, "some/bloom")
+        Target.of_model(bloom, "some/bloom")
 
 
 def test_a_family_whose_window_counts_cache_slots_is_refused_by_name() -> None:
@@ -205,19 +205,19 @@ def test_a_family_whose_window_counts_cache_slots_is_refused_by_name() -> None:
     shared = {key: COMMON[key] for key in ("vocab_size", "hidden_size", "max_position_embeddings")}
     model = AutoModelForCausalLM.from_config(GPTNeoConfig(**shared | options))
     with pytest.raises(ModelError, match="gpt_neo family cannot take a tree mask"):
-        Target(model, "neo")
+        Target.of_model(model, "neo")
 
 
 def test_positions_that_longrope_would_turn_otherwise_are_no_context() -> None:
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
     config = Phi3Config(**COMMON, original_max_position_embeddings=64, rope_parameters=rope)
-    assert Target(AutoModelForCausalLM.from_config(config), "phi").context == 64
+    assert Target.of_model(AutoModelForCausalLM.from_config(config), "phi").context == 64
 
 
 def test_a_model_without_attention_is_refused_by_name() -> None:
     mamba = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=128, hidden_size=32, num_hidden_layers=2))
     with pytest.raises(ModelError, match="mamba"):
-        Target(mamba, "some/mamba")
+        Target.of_model(mamba, "some/mamba")
 
 
 def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_the_memory_of_weights_is_known(family: Any) -> None:
     small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = AutoModelForCausalLM.from_config(family(vocab_size=256, **small)).to(torch.bfloat16)
     whole = sum(weight.nbytes for weight in model.parameters())
-    assert 0.9 * whole < Target(model, "tiny").weight_bytes < 1.3 * whole  # laid out in tiles
+    assert 0.9 * whole < Target.of_model(model, "tiny").weight_bytes < 1.3 * whole  # laid out in tiles
 
 
 def test_a_directory_without_weights_is_named(tmp_path: Path) -> None:

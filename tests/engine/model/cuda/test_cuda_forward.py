@@ -354,7 +354,7 @@ def accelerated(model: Any) -> Target:
     """Does what a target does on CUDA with whatever is here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forward_choice.ForwardChoice, "accelerated", True)
-        return Target(model, "tiny", kv_memory=1 << 20)
+        return Target.of_model(model, "tiny", kv_memory=1 << 20)
 
 
 def target_of(family: str) -> Target:
@@ -391,7 +391,7 @@ def test_a_target_takes_the_cuda_forward_and_drafts_do_not_change_its_text(
     plain = decoded(target, prompt, sampling)
     assert decoded(target, prompt, sampling, plain) == plain
     assert target.pool is not None and target.pool.free == target.pool.blocks
-    assert decoded(Target(build(family, layers=1), family, 1 << 20), prompt, sampling) == plain
+    assert decoded(Target.of_model(build(family, layers=1), family, 1 << 20), prompt, sampling) == plain
 
 
 def test_what_is_recorded_with_short_windows_is_not_replayed_with_the_real_ones(
