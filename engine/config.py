@@ -39,8 +39,8 @@ class GrowthConfig(_Section):
     policy: published is that of the method's paper; None: adaptive for heads, the chain for sps. tree: for `static`.
     depth: layers of `dynamic`. top_k: candidates after each node (`talon`: width of the ungated layers). mu: gate
     threshold of `talon`, the rule of its paper, and of `adaptive`, our variant; gate: `adaptive` compares with mu (with
-    what a row costs, where that is less), or with mu times the layer's best. ungated: number of first layers that
-    `talon` does not gate.
+    what a row costs, where that is less, or half of that, where that is more), or with mu times the layer's best.
+    ungated: number of first layers that `talon` does not gate.
     """
 
     policy: Literal["published", "static", "dynamic", "talon", "adaptive"] | None = None

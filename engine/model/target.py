@@ -20,6 +20,7 @@ from engine.model.decoder_layer import OtherStructure
 from engine.model.forward import Captures
 from engine.model.forward_choice import ForwardChoice
 from engine.model.loading import (
+    copy_mapped,
     eos_tokens,
     find_device,
     find_dtype,
@@ -91,8 +92,10 @@ class Target(Runner):
         target = cls._load_stored(path, dtype, find_device(device), kv_memory, activations, kv_type)
         if target is None:
             target = cls(load_model(path, dtype, find_device(device)), path, kv_memory, kv_type=kv_type)
-        if isinstance(target.forward, LeanDecoder):
-            target.model.model.layers = torch.nn.ModuleList()  # the decoder has copies in its own layout
+        if isinstance(target.forward, LeanDecoder):  # which has copies in its own layout
+            target.model.model.layers, target.model.lm_head = torch.nn.ModuleList(), torch.nn.Identity()
+        elif target.device.type == "cpu":
+            copy_mapped(parameter for parameter in target.model.parameters() if parameter.dim() > 1)
         return target
 
     @classmethod
