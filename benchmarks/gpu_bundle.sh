@@ -1,13 +1,16 @@
 #!/bin/sh
 # benchmarks/gpu_bundle.sh OUT.tar: what python -m benchmarks.gpu needs on a GPU machine without a network: the tree
-# without its weights and results, and wheels of what an image with torch may lack (Python 3.12 on x86-64, or PYTHON).
+# without its weights and results, and wheels of what an image may lack that has torch, Triton, numpy, numba and pip
+# (Python 3.12 on x86-64, or PYTHON). numba brings llvmlite, which alone is as large as an archive may be.
 # There: tar xf OUT.tar && python3 -m pip install -q --no-index --no-deps --upgrade --target site .whl/*.whl
 # && PYTHONPATH=site python3 -m benchmarks.gpu
 set -eu
 test $# = 1 || { echo "gpu_bundle.sh: name the archive: benchmarks/gpu_bundle.sh OUT.tar" >&2; exit 2; }
 out=$(realpath "$1")
 cd "$(dirname "$0")/.."
-wheels="pyzmq msgspec pydantic pydantic_core annotated-types typing-inspection typing_extensions gguf transformers filelock pytest-asyncio"
+wheels="pyzmq msgspec pydantic pydantic_core annotated-types typing-inspection typing_extensions gguf transformers filelock
+    typer annotated-doc click shellingham rich markdown-it-py mdurl pygments pyyaml anyio idna
+    huggingface_hub hf-xet httpx2 httpcore2 h11 truststore tokenizers safetensors regex tqdm packaging fsspec psutil"
 most_mb=60
 
 rm -rf .whl

@@ -55,6 +55,10 @@ class Counting:
     def __init__(self) -> None:
         self.pool = KVPool(KVShape(1, 1, 16, torch.float32), BLOCKS)
         self.forwards: list[list[Segment]] = []
+        self.captured: list[tuple[int, ...]] = []
+
+    def capture(self, feature_layers: tuple[int, ...]) -> None:
+        self.captured.append(feature_layers)
 
     def open_cache(self, most: int, tenant: str = "") -> KVCache:
         return KVCache(self.pool)
@@ -309,6 +313,11 @@ def test_a_drafter_that_wants_other_layers_gets_none_of_the_hidden_states_kept_f
         stage.step()
         told += stage.verdicts()
     assert other.cached == 0 and positions_sent(told, 2) == [*range(10, 27)]
+
+
+def test_graphs_are_captured_when_a_drafter_says_which_layers_it_wants() -> None:
+    target: Any = Stage(HEAD).verifier.target
+    assert target.captured == [HEAD.feature_layers]
 
 
 def test_while_a_head_rests_that_drafts_alone_nobody_waits_for_it() -> None:
