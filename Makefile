@@ -44,9 +44,16 @@ lint: .venv/installed
 types: .venv/installed
 	$(BIN)/mypy
 
-# Of three, one mostly waits: for a worker to start, or for what must not come.
-test: lint types
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+
+# The tests of kernels go first, beside mypy: they compile what others use, which three processes would each compile.
+# Of the three, one mostly waits: for a worker to start, or for what must not come.
+test: lint
+	$(MAKE) --jobs 2 types test-kernels
+	$(PYTEST) -n 3 --ignore tests/engine/kernels
+
+test-kernels: .venv/installed
+	$(PYTEST) -n 2 tests/engine/kernels
 
 soak: .venv/installed
 	TALON_SOAK_MINUTES=$(or $(MINUTES),30) $(BIN)/python -m pytest -m slow -s tests/faults/test_soak.py tests/engine/server/test_soak.py
@@ -57,4 +64,4 @@ mutants: .venv/installed
 clean:
 	rm -rf mutants .venv build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-.PHONY: install model demo heads evidence lint types test soak mutants clean
+.PHONY: install model demo heads evidence lint types test test-kernels soak mutants clean

@@ -39,8 +39,8 @@ class GrowthConfig(_Section):
     policy: published is that of the method's paper; None: adaptive for heads, the chain for sps. tree: for `static`.
     depth: layers of `dynamic`. top_k: candidates after each node (`talon`: width of the ungated layers). mu: gate
     threshold of `talon`, the rule of its paper, and of `adaptive`, our variant; gate: `adaptive` compares with mu (with
-    what a row costs, where that is less), or with mu times the layer's best. ungated: number of first layers that
-    `talon` does not gate.
+    what a row costs, where that is less, or half of that, where that is more), or with mu times the layer's best.
+    ungated: number of first layers that `talon` does not gate.
     """
 
     policy: Literal["published", "static", "dynamic", "talon", "adaptive"] | None = None
@@ -160,9 +160,10 @@ class Config(_Section):
     rows cost less, and plain decoding's own text is a slightly different one. method: which drafter
     (`drafters.registry`). mode: drafter and verifier in turns (sequential), both at once (async), or whichever proves
     faster (auto). transport: workers as threads (inproc), as processes (ipc), or as processes of which the drafter may
-    be on another machine (tcp). trace: a file for a timeline of the workers, without remote drafters. start_timeout_s:
-    for the workers to load. heartbeat_timeout_s: a worker that is silent for longer is killed and replaced; workers
-    send a heartbeat every 0.5 s, but not during a forward.
+    be on another machine (tcp); auto is ipc, or inproc where drafter and verifier use one GPU at the same time. trace:
+    a file for a timeline of the workers, without remote drafters. start_timeout_s: for the workers to load.
+    heartbeat_timeout_s: a worker that is silent for longer is killed and replaced; workers send a heartbeat every 0.5
+    s, but not during a forward.
     """
 
     model: str = "smollm2-135m"
@@ -173,7 +174,7 @@ class Config(_Section):
     activations: Activations = "bfloat16"
     method: str = "suffix"
     mode: Literal["sequential", "async", "auto"] = "sequential"
-    transport: Literal["inproc", "ipc", "tcp"] = "ipc"
+    transport: Literal["auto", "inproc", "ipc", "tcp"] = "auto"
     drafter: DrafterConfig = DrafterConfig()
     verifier: VerifierConfig = VerifierConfig()
     queue: QueueConfig = QueueConfig()

@@ -146,8 +146,24 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+SERVERS = "tests/engine/server/"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadfile`, with the files that share servers as one: else each process would start servers of its own."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return SERVERS if nodeid.startswith(SERVERS) else str(super()._split_scope(nodeid))
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that take minutes by their nature are not ended for it."""
+    """The longest work of one process comes first. Tests that take minutes by their nature are not ended for it."""
+    items.sort(key=lambda item: not item.nodeid.startswith(SERVERS))
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.timeout(0))

@@ -65,8 +65,10 @@ class StepProcess:
             self._end()
         record: dict[str, Any] = {"ended": True}
         if status != 0:
-            why = f"exit status {status}" if status is not None else f"no more time after {max(0.0, limit_s):.0f} s"
+            why = f"exit status {status}" if status is not None else f"no more time after {limit_s:.0f} s"
             record = {"log": tail(self._errors.read_text(errors="replace")), "failed": why}
+            if limit_s <= 0:
+                record = {"failed": f"not begun: no time was left; --steps {self.name} runs it alone"}
         records.add(record | {"seconds": round(time.perf_counter() - started, 1)})
         self._log.write(f"--- {self.name}\n".encode() + self._errors.read_bytes())
         self._log.flush()

@@ -28,12 +28,12 @@ from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.kernels.attention.attention import Rule
 from engine.model import cuda_products
-from engine.model.cuda import graphs, layer_kernels, triton_attention
+from engine.model.cuda import graphs, layer_kernels, noise_kernels, triton_attention
 from engine.model.cuda.cuda_forward import CudaForward
 from engine.model.kv_pool import KVPool
-from engine.model.runner import Runner, bfloat16_bits
-from engine.sampling.argmax import argmax
+from engine.model.runner import Runner
 from engine.sampling.sampler import Sampler, verify
+from engine.verifier.known_tokens import known_tokens, row_states
 
 from .findings import Record, tried
 from .models import HEADS, LLAMA_8B, kind_of, layout_of
@@ -42,7 +42,13 @@ from .traced_device import DEVICE, Counts, Launched, TracedTensor, Tracing, inve
 REQUESTS = (1, 8, 32)
 _PAST = 512  # positions of each text
 _ROUNDS = 3  # of which the last is counted: the graphs of the others are captured
-_KERNELS = {layer_kernels: ("norm", "enter", "gate"), triton_attention: ("_attend_chunk", "_attend_joined")}
+_ACCEPTED = 2  # nodes of each tree below its root
+_ABSENT = LLAMA_8B.vocab_size - 1  # a token that no tree has
+_KERNELS = {
+    layer_kernels: ("norm", "enter", "gate"),
+    triton_attention: ("_attend_chunk", "_attend_joined"),
+    noise_kernels: ("draw_parts", "score_noisily"),
+}
 _BANDWIDTH, _FLOPS = 0.8 * 3.35e12, 0.6 * 989e12  # of an H100 SXM: bytes and operations a second that are reached
 _LAUNCH_S, _IN_GRAPH_S, _WAIT_S, _BUS = 5e-6, 1.5e-6, 15e-6, 20e9  # of a kernel, of one in a graph, of a wait; bytes/s
 SGLANG = 373.25
@@ -176,21 +182,32 @@ class _Rounds:
         return _Parts(draft, forward, draws, told), len(logits)
 
     def _draw(self, trees: Sequence[TokenTree], logits: Tensor, hidden_states: Tensor | None) -> list[Verdict]:
-        """As `engine.verifier.step_result` does."""
-        ends = list(accumulate(map(len, trees)))
-        best = argmax(logits) if self.samplers[0].params.greedy else None
-        states = None if hidden_states is None else bfloat16_bits(hidden_states)
+        """As `engine.verifier.step_result` does. Of each tree the same number of nodes is accepted."""
+        begins = accumulate(map(len, trees), initial=0)
+        known = [
+            None if tokens is None else _accepting(tree, tokens)
+            for tree, tokens in zip(trees, known_tokens(trees, self.samplers, logits), strict=True)
+        ]
+        states = row_states(hidden_states, trees, known)
         verdicts = []
-        for tree, end, sampler in zip(trees, ends, self.samplers, strict=True):
-            rows = slice(end - len(tree), end)
-            path, tokens = verify(tree, logits[rows], sampler, None if best is None else best[rows])
-            verdicts.append(Verdict(tree, path, tokens, None if states is None else states[rows][path]))
+        for tree, begin, sampler, tokens in zip(trees, begins, self.samplers, known, strict=False):
+            path, drawn = verify(tree, logits[begin : begin + len(tree)], sampler, tokens)
+            sent = None if states is None else states.of([begin + node for node in path])
+            verdicts.append(Verdict(tree, path, drawn, sent))
         return verdicts
 
     def close(self) -> None:
         for number, cache in zip(self.numbers, self.caches, strict=True):
             self.drafter.finish(number)
             cache.release()
+
+
+def _accepting(tree: TokenTree, tokens: Sequence[int]) -> list[int]:
+    """What may be drawn at the tree's nodes, for the most confident ones to be accepted, as many as is usual."""
+    drawn = [_ABSENT] * len(tokens)
+    for node in tree.path(int(np.flatnonzero(tree.depths == min(_ACCEPTED, tree.depths.max()))[0]))[1:]:
+        drawn[int(tree.parents[node])] = int(tree.tokens[node])
+    return drawn
 
 
 def _round(tracing: Tracing, runner: Runner, method: str, requests: int, temperature: float) -> Record:

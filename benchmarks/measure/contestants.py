@@ -113,6 +113,8 @@ CONTESTANTS: dict[str, dict[str, Any]] = {name: AS_PUBLISHED | {"method": name} 
     "talon-suffix": {"method": "suffix", "mode": "sequential"},
     "talon-session": {"method": "suffix", "mode": "sequential", "drafter.answers": None},
     "talon-datastore": {"method": "datastore", "mode": "sequential"},
+    "talon-block": {"method": "block", "mode": "sequential"},
+    "talon-eagle3": {"method": "eagle3", "mode": "sequential"},
     "hybrid": {"method": "hybrid", "mode": "sequential"},
     "talon": {"method": "hybrid", "mode": "auto"},
     # what each of our parts adds to eagle3
@@ -124,8 +126,8 @@ CONTESTANTS: dict[str, dict[str, Any]] = {name: AS_PUBLISHED | {"method": name} 
     "+async": {"method": "hybrid", "mode": "async"},
 }
 """What each name stands for: configuration keys. Baselines run as published: their trees, no calibration, no shared
-noise, no initial answers, every node verified; talon-pld, talon-suffix and talon-datastore draft and verify what pays,
-as they are served; talon-session is talon-suffix without initial answers."""
+noise, no initial answers, every node verified; talon-pld, talon-suffix, talon-datastore, talon-block and talon-eagle3
+draft and verify what pays, as they are served; talon-session is talon-suffix without initial answers."""
 
 ABLATION = ("eagle3", "+adaptive", "+noise", "+calibration", "+merge", "+budget", "+async")
 

@@ -211,7 +211,8 @@ def read_tensors(file: Path, field: str) -> dict[str, Tensor]:
     try:
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as opened:
-                return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+                # copied out of the mapped file, which somebody may cut
+                return {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118 (not a dict)
         tensors = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, ValueError, EOFError, SafetensorError) as error:
         raise ModelError(f"{field}={file}: cannot be read ({first_line(error)}): copy the file again") from None
@@ -254,6 +255,6 @@ def _read_one(file: Path, suffix: str) -> Tensor | None:
     try:
         with safe_open(file, framework="pt") as opened:
             name = next((name for name in opened.keys() if name.endswith(suffix)), None)  # noqa: SIM118
-            return None if name is None else opened.get_tensor(name)
+            return None if name is None else opened.get_tensor(name).clone()
     except (OSError, SafetensorError) as error:
         raise ModelError(f"model={file}: cannot be read ({error}): copy the file again") from None

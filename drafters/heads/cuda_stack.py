@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafters.heads.layers import DecoderLayer, Linear, RMSNorm
-from drafters.heads.stack import Enters, GrowingPool, StackLayer, norm_of
+from drafters.heads.stack import GrowingPool, StackLayer, StackSpec, norm_of
 from engine.core.batch import BLOCK, Batch, Int, Rows
-from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Rule
 from engine.kernels.layer.weights import Norm
 from engine.model.cuda.graphs import Recorded, uploaded
@@ -66,24 +65,12 @@ def norms_of(decoder: DecoderLayer) -> tuple[Tensor | None, float]:
 class CudaStack:
     """The same as `drafters.heads.stack.Stack`; see there."""
 
-    def __init__(
-        self,
-        layers: Sequence[StackLayer],
-        dtype: torch.dtype,
-        head: Linear,
-        enters: Enters,
-        norm: RMSNorm | None = None,
-        of_token: Tensor | None = None,
-        entry: Linear | None = None,
-        keeps: bool = False,
-    ):
-        self.dtype, self.head, self.enters, self.entry = dtype, head, enters, entry
-        self.of_token, self.norm, self.keeps = of_token, norm_of(norm), keeps
-        self.layers = [_Layer.over(layer) for layer in layers]
-        first = self.first = layers[0].decoder
+    def __init__(self, spec: StackSpec):
+        self.spec, self.dtype = spec, spec.dtype
+        self._layers, self._norm = [_Layer.over(layer) for layer in spec.layers], norm_of(spec.norm)
+        first = self.first = spec.first
         self.hidden = first.out.outputs
-        shape = KVShape(len(layers), first.kv_heads, first.head_dim, dtype)
-        self.pool = GrowingPool(shape, _BLOCKS, self.hidden, dtype, first.device)
+        self.pool = GrowingPool(spec.kv_shape(), _BLOCKS, self.hidden, spec.dtype, first.device)
         self._attention = TritonAttention(self.pool, first.heads // first.kv_heads)
         self._rule = Rule(first.head_dim**-0.5)
         self._recorded: dict[tuple[int, ...], Recorded] = {}  # by rows, attention chunks and ancestors listed
@@ -128,24 +115,24 @@ class CudaStack:
         """The head's outputs of the chosen rows: the part that a CUDA graph captures. read, written: [rows], where each
         row finds and leaves what is kept.
         """
-        padded, features = PaddedRows(*rows), self.pool.features
-        begun = self.enters(features.index_select(0, read), padded.tokens)
-        residual = (begun if self.entry is None else self.entry(begun)).float()
+        spec, padded, features = self.spec, PaddedRows(*rows), self.pool.features
+        begun = spec.enters(features.index_select(0, read), padded.tokens)
+        residual = (begun if spec.entry is None else spec.entry(begun)).float()
         delta = x = residual.to(self.dtype)
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self._layers):
             if layer.input_norm is not None:
                 x = normed(residual, delta, layer.input_norm, added=index > 0)
             qkv = layer.of.qkv(x)
-            if index == 0 and self.of_token is not None:
-                qkv += self.of_token.index_select(0, padded.tokens)
+            if index == 0 and spec.of_token is not None:
+                qkv += spec.of_token.index_select(0, padded.tokens)
             query = entered(self.pool, index, qkv, padded, self.cos_sin, layer.norms, layer.epsilon)
             attended = self._attention(padded.seen, chunks, index, self._rule, query)
             x = normed(residual, layer.of.decoder.out(attended.flatten(1)), layer.inner_norm)
             delta = layer.of.decoder.down(gated(F.linear(x, layer.of.decoder.gate_up.weight)))
-        x = residual.add_(delta).to(self.dtype) if self.norm is None else normed(residual, delta, self.norm)
-        if self.keeps:
+        x = residual.add_(delta).to(self.dtype) if self._norm is None else normed(residual, delta, self._norm)
+        if spec.keeps:
             features.index_copy_(0, written, residual.to(features.dtype))
-        return (self.head(x.index_select(0, chosen)),)
+        return (spec.head(x.index_select(0, chosen)),)
 
 
 class CudaReader:

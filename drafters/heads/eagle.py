@@ -15,7 +15,7 @@ from drafters.heads.feature_head import FeatureHead
 from drafters.heads.growth.policies import EAGLE_25, Static
 from drafters.heads.layers import DecoderLayer, HeadCache, Linear, PairLinear, draft_dtype, llama_config, qkv_weights
 from drafters.heads.new_stack import AnyStack, new_stack
-from drafters.heads.stack import StackLayer
+from drafters.heads.stack import StackLayer, StackSpec
 
 
 class EagleHead(FeatureHead):
@@ -81,7 +81,8 @@ class EagleHead(FeatureHead):
         return HeadCache(self.layer, capacity)
 
     def new_stack(self) -> AnyStack | None:
-        return new_stack([StackLayer(self.qkv, self.layer, None)], self.dtype, self.lm_head, self.entered, keeps=True)
+        layers = [StackLayer(self.qkv, self.layer, None)]
+        return new_stack(StackSpec(layers, self.dtype, self.lm_head, self.entered, keeps=True))
 
     def entered(self, features: Tensor, tokens: Tensor) -> Tensor:
         return self.fc(tokens, features.to(self.dtype))

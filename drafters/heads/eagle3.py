@@ -27,7 +27,7 @@ from drafters.heads.layers import (
     qkv_weights,
 )
 from drafters.heads.new_stack import AnyStack, new_stack
-from drafters.heads.stack import StackLayer
+from drafters.heads.stack import StackLayer, StackSpec
 from engine.core.errors import DrafterMismatch
 
 
@@ -121,7 +121,9 @@ class Eagle3Head(FeatureHead):
 
     def new_stack(self) -> AnyStack | None:
         layer = StackLayer(self.qkv.linear, self.layer, None if self.norm_before_residual else self.feature_norm)
-        return new_stack([layer], self.dtype, self.lm_head, self.entered, self.norm, self.qkv.of_token, keeps=True)
+        return new_stack(
+            StackSpec([layer], self.dtype, self.lm_head, self.entered, self.norm, self.qkv.of_token, keeps=True)
+        )
 
     def entered(self, features: Tensor, tokens: Tensor) -> Tensor:
         if tokens.device.type == "cpu":

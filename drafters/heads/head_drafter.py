@@ -91,6 +91,7 @@ class HeadDrafter(Drafter):
 
         advice: one for each outcome, if another source takes part.
         """
+        self.error.settle()
         places = [self._requests[request].place(path) for request, path in wanted]
         trees = {
             row: TokenTree.root_only([*trie.text, *path][-1])
@@ -138,6 +139,7 @@ class HeadDrafter(Drafter):
 
     @torch.inference_mode()
     def following(self, wanted: Sequence[Wanted]) -> list[Following]:
+        self.error.settle()
         places = [self._requests[request].place(path) for request, path in wanted]
         resting = {self._requests[request] for request in self._resting}
         room = {trie: trie.session.room() if trie not in resting and trie.session.synced else -1 for trie, _ in places}

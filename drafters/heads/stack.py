@@ -125,30 +125,41 @@ def fits(decoder: DecoderLayer) -> bool:
     return all(size % LANES == 0 for size in sizes)
 
 
-class Stack:
-    """head: multiplies the last layer's output, or its `norm`. enters: what rows start from. of_token: [vocab, qkv],
-    added to the first layer's queries, keys and values. entry: makes the residual from what `enters` gives. keeps:
-    whether a row's last residual is kept, in `pool.features`.
+@dataclass(frozen=True)
+class StackSpec:
+    """What a head computes from its rows' inputs to its outputs.
+
+    head: multiplies the last layer's output, or its `norm`. enters: what rows start from. of_token: [vocab, qkv], added
+    to the first layer's queries, keys and values. entry: makes the residual from what `enters` gives. keeps: whether a
+    row's last residual is kept, in `pool.features`.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[StackLayer],
-        dtype: torch.dtype,
-        head: Linear,
-        enters: Enters,
-        norm: RMSNorm | None = None,
-        of_token: Tensor | None = None,
-        entry: Linear | None = None,
-        keeps: bool = False,
-    ):
-        self.enters, self.keeps = enters, keeps
-        self.layers, self.dtype, self.norm, self.of_token = list(layers), dtype, norm, of_token
-        self.head, self.entry = head, entry
-        first = self.first = layers[0].decoder
+    layers: Sequence[StackLayer]
+    dtype: torch.dtype
+    head: Linear
+    enters: Enters
+    norm: RMSNorm | None = None
+    of_token: Tensor | None = None
+    entry: Linear | None = None
+    keeps: bool = False
+
+    @property
+    def first(self) -> DecoderLayer:
+        return self.layers[0].decoder
+
+    def kv_shape(self, pairs: bool = False) -> KVShape:
+        """Of the pool that holds what its layers read. pairs: see `KVShape`."""
+        return KVShape(len(self.layers), self.first.kv_heads, self.first.head_dim, self.dtype, pairs)
+
+
+class Stack:
+    """Runs what a spec says, for the rows of all requests."""
+
+    def __init__(self, spec: StackSpec):
+        self.spec, self.dtype = spec, spec.dtype
+        first = self.first = spec.first
         self.hidden = first.out.outputs
-        shape = KVShape(len(layers), first.kv_heads, first.head_dim, dtype, has_pairs(dtype))
-        self.pool = GrowingPool(shape, _BLOCKS, self.hidden, torch.float32)
+        self.pool = GrowingPool(spec.kv_shape(has_pairs(spec.dtype)), _BLOCKS, self.hidden, torch.float32)
         self.cos_sin = first.rotary.halves(256)  # [positions, head_dim], as the kernels read them
         self._adds = np.zeros(1, ADD_TOKENS)
         self._program = self._program_for(1)
@@ -169,10 +180,11 @@ class Stack:
         self.reserve_positions(batch.reach)
         if rows > self._program.capacity or self._blocks != self.pool.blocks:
             self._program = self._program_for(max(self._program.capacity, 1 << (rows - 1).bit_length()))
-        program, places = self._program, self._attention.begin(batch)
-        features, tokens = self.pool.features, [token for part in parts for token in part.tokens]
-        begun = self.enters(features.index_select(0, torch.tensor(above)), torch.tensor(tokens))
-        if self.entry is None:
+        spec, program, places = self.spec, self._program, self._attention.begin(batch)
+        features = self.pool.features.numpy()  # numpy takes less time than torch to copy a few rows
+        tokens = torch.from_numpy(batch.tokens.astype(np.int64))
+        begun = spec.enters(torch.from_numpy(features[np.asarray(above)]), tokens)
+        if spec.entry is None:
             program.residual[:rows] = begun
         else:
             program.buffers["entering"][:rows] = begun
@@ -182,30 +194,30 @@ class Stack:
         self._adds["tokens"], self._adds["rows"] = places.tokens, rows
         program.begin(rows, places.positions, places.slots, [self.cos_sin], count=count, chosen=address)
         out = program.run_to_head(count)
-        if self.keeps:  # of rows that were not chosen the last residual is not computed
-            slots, rows_kept = batch.slots.astype(np.int64), slice(0, rows) if picked is None else picked
-            features.index_copy_(0, torch.from_numpy(slots[rows_kept]), program.residual[rows_kept])
+        if spec.keeps:  # of rows that were not chosen the last residual is not computed
+            kept = slice(0, rows) if picked is None else picked
+            features[batch.slots[kept]] = program.residual.numpy()[kept]
         return out
 
     def _program_for(self, capacity: int) -> LayerProgram:
         """The program for up to `capacity` rows of all blocks that the pool has now."""
-        first, self._blocks = self.first, self.pool.blocks
-        self._attention = Attention(self.pool, first.heads // first.kv_heads)
-        program = LayerProgram(self._attention, capacity, self.hidden, self.dtype, len(self.layers))
-        if self.entry is not None:
-            program.buffer("entering", self.entry.inputs)
-            program.product(self.entry, "entering", "delta", self.hidden)
+        spec, self._blocks = self.spec, self.pool.blocks
+        self._attention = Attention(self.pool, self.first.heads // self.first.kv_heads)
+        program = LayerProgram(self._attention, capacity, self.hidden, self.dtype, len(spec.layers))
+        if spec.entry is not None:
+            program.buffer("entering", spec.entry.inputs)
+            program.product(spec.entry, "entering", "delta", self.hidden)
             program.delta()
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(spec.layers):
             weights = layer.weights
             program.norm(weights.input_norm)
             program.product(layer.qkv, "x", "qkv", layer.qkv.outputs)
-            if index == 0 and self.of_token is not None:
+            if index == 0 and spec.of_token is not None:
                 out = program.buffers["qkv"]
-                self._adds["table"], self._adds["out"] = self.of_token.data_ptr(), out.data_ptr()
+                self._adds["table"], self._adds["out"] = spec.of_token.data_ptr(), out.data_ptr()
                 self._adds["columns"], self._adds["width"] = out.shape[1], out.itemsize
                 program.add(add_tokens_kernel(), address_of(self._adds))
             program.attention_and_mlp(index, weights, Rule(layer.decoder.head_dim**-0.5))
-        program.norm(norm_of(self.norm))
-        program.head(self.head, self.head.outputs)
+        program.norm(norm_of(spec.norm))
+        program.head(spec.head, spec.head.outputs)
         return program

@@ -11,13 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import reduce
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
-from drafters.heads.growth.policies import Frontier, TreeBuilder
 from drafters.heads.head_drafter import HeadDrafter
 from drafters.hybrid.merge import Merge
+from drafters.hybrid.rescues import Gains, Rescues
 from drafters.hybrid.retrieval_advice import RetrievalAdvice, followings
 from engine.config import Config
 from engine.core.drafter_protocol import BetweenSteps, Drafter, Verdict, Wanted
@@ -25,30 +26,32 @@ from engine.core.outcomes import Following
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 
-_NEW = 0.1  # weight of the latest observation of a chance in a request
-_SLOWLY = 0.01  # the same, in all of them
 _LONG = 64  # positions of the text that take the head longer to read than a step
-_HOPED = 0.6
+_NOTHING = 0.3  # tokens that retrieval is expected to have accepted
 _NUDGE = 1.05  # factor by which one measurement moves the time of a draft step
 
 
 class KnownDraft(NamedTuple):
-    """What was drafted for an outcome. retrieved: retrieval's tree; asked: whether the head drafted too."""
+    """What was drafted for an outcome. retrieved: retrieval's tree. asked: whether the head drafted too; misses: next
+    tokens that retrieval was then expected to miss.
+    """
 
     retrieved: TokenTree
     asked: bool = False
+    misses: float = 0.0
+
+    @property
+    def expected(self) -> float:
+        """Tokens of retrieval's tree that are expected to be accepted."""
+        return float(self.retrieved.confidence[1:].sum())
 
 
 class Unlearned(NamedTuple):
-    """A verdict to learn from. seen: what the head predicts along its tokens. asked: whether the tree that was verified
-    has the head's nodes.
-    """
+    """A verdict to learn from. seen: what the head predicts along its tokens."""
 
-    request: int
     retrieved: TokenTree
     seen: list[Following]
     tokens: list[int]
-    asked: bool
 
 
 class HybridDrafter(Drafter):
@@ -65,11 +68,10 @@ class HybridDrafter(Drafter):
         self.successors = max((memory.successors for memory in memories), default=0)
         self.merge = Merge()
         self.draft_s, self.read_s = head.draft_s, head.read_s
-        # chance that the head's nodes are accepted where retrieval misses the next token: of all requests, of each
-        self._rescue, self._rescues = _HOPED, dict[int, float]()
+        self._gains, self._rescues = Gains(), Rescues()
         self._resting: set[int] = set()  # requests for which retrieval drafts alone for now
         self._step_s = head.step_s  # the time from one of the head's forwards to the next
-        self._token_s = 0.01  # what a token is worth, by the verifier's cost model
+        self._token_s, self._row_tokens = 0.01, 0.0  # what a token and a row are worth, by the verifier's cost model
         self._known: dict[int, dict[tuple[int, ...], KnownDraft]] = {}  # per request, by continuation
         self._unlearned: list[Unlearned] = []
         self._unread: list[tuple[int, Verdict]] = []  # by the head
@@ -86,7 +88,8 @@ class HybridDrafter(Drafter):
         return self.head.forward_s
 
     def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
-        self._known[request], self._rescues[request] = {}, self._rescue
+        self._known[request] = {}
+        self._rescues.start(request)
         for drafter in (*self.memories, self.head):
             drafter.start(request, prompt, sampling)
 
@@ -99,14 +102,13 @@ class HybridDrafter(Drafter):
             self._catch_up()
         trees = [self._retrieve(request, continuation) for request, continuation in wanted]
         advice = self._advice(wanted, trees)
-        drafting = [row for row in awake if advice[row].surplus(_root_of(trees[row])) > 0]
-        for row, ((request, continuation), tree) in enumerate(zip(wanted, trees, strict=True)):
-            self._known[request][tuple(continuation)] = KnownDraft(tree, row in drafting)
+        drafting = [row for row in awake if advice[row].begins()]
 
         def so_far(grown: Callable[[], dict[int, TokenTree]]) -> None:
             assert between_steps is not None
             between_steps(lambda: self._so_far(trees, {drafting[i]: tree for i, tree in grown().items()}))
 
+        retrieved = [*trees]
         if drafting:
             reads = sum(self.head.count_unread(request) for request in {wanted[row][0] for row in drafting}) > _LONG
             started, steps = time.perf_counter(), self.head.steps
@@ -118,19 +120,23 @@ class HybridDrafter(Drafter):
             for row, tree in zip(drafting, grown, strict=True):
                 if len(tree) > 1:
                     trees[row] = self._merged(tree, trees[row])
+        for row, (request, continuation) in enumerate(wanted):
+            self._known[request][tuple(continuation)] = KnownDraft(retrieved[row], row in drafting, advice[row].misses)
         return trees
 
     def _advice(self, wanted: Sequence[Wanted], trees: Sequence[TokenTree]) -> list[RetrievalAdvice]:
         """Retrieval's part in the growth of each tree. The requests share the time of the head's forwards.
 
-        Whether the head drafts is the verifier's choice, which the head follows where retrieval is unsure: it then
-        counts as likely enough to be right for one step at least.
+        Whether the head drafts is the verifier's choice, which the head follows where retrieval has next to nothing.
         """
         needed = self._step_s / self._token_s / max(1, len({request for request, _ in wanted}))
-        return [
-            RetrievalAdvice(self.merge, tree, needed, max(self._rescues[request], 2 * needed), self.head.one_pass)
-            for (request, _), tree in zip(wanted, trees, strict=True)
-        ]
+        advice = []
+        for (request, _), tree in zip(wanted, trees, strict=True):
+            expected = KnownDraft(tree).expected
+            gain = self._gains.of(expected) if expected > _NOTHING else inf
+            rescue = max(self._rescues.of(request), 2 * needed)
+            advice.append(RetrievalAdvice(self.merge, tree, needed, gain, rescue, self.head.one_pass))
+        return advice
 
     def _so_far(self, retrieved: Sequence[TokenTree], grown: dict[int, TokenTree]) -> dict[int, TokenTree]:
         """The trees under way where they already hold more than retrieval's, elsewhere retrieval's."""
@@ -141,7 +147,7 @@ class HybridDrafter(Drafter):
         return trees
 
     def _merged(self, tree: TokenTree, retrieved: TokenTree) -> TokenTree:
-        return _with_sources(tree, retrieved, self.head.source)
+        return with_sources(tree, retrieved, self.head.source, self._row_tokens)
 
     def _time_steps(self, seconds: float) -> None:
         """Update the estimated step time. Each measurement moves it by a fixed factor, so it follows the median."""
@@ -166,11 +172,13 @@ class HybridDrafter(Drafter):
         known, tokens = self._known[request], verdict.tokens
         if request not in self._resting:  # retrieval's own calibration covers what it drafts alone
             now = known[()] if () in known else KnownDraft(self._retrieve(request, ()))
-            asked = now.asked and len(verdict.tree) > 1  # the root alone may have been verified instead
-            seen = self.head.seen(request, tokens[:-1])
-            self._unlearned.append(Unlearned(request, now.retrieved, seen, tokens, asked))
+            self._unlearned.append(Unlearned(now.retrieved, self.head.seen(request, tokens[:-1]), tokens))
+            if now.asked and len(verdict.tree) > 1:  # the root alone may have been verified instead
+                brought = int(np.count_nonzero(verdict.tree.source[verdict.path] & self.head.source))
+                self._rescues.learn(request, brought, now.misses)
+                self._gains.learn(now.expected, brought)
         self._known[request] = {(): known[ahead]} if (ahead := tuple(tokens)) in known else {}
-        self._token_s = verdict.token_s
+        self._token_s, self._row_tokens = verdict.token_s, verdict.row_tokens or 0.0
         (self._resting.add if verdict.rest else self._resting.discard)(request)
         for memory in self.memories:
             memory.observe(request, verdict)
@@ -191,7 +199,7 @@ class HybridDrafter(Drafter):
         self._unread = [(of, verdict) for of, verdict in self._unread if of != request]
         self._resting.discard(request)
         self._known.pop(request, None)
-        self._rescues.pop(request, None)
+        self._rescues.finish(request)
         for drafter in (*self.memories, self.head):
             drafter.finish(request)
 
@@ -207,29 +215,22 @@ class HybridDrafter(Drafter):
 
     def _learn(self, verdict: Unlearned) -> None:
         """Learn about every candidate along the accepted path, the head's and retrieval's."""
-        request, retrieved, seen, tokens, asked = verdict
-        predicted, place = followings(retrieved), 0
-        for depth, token in enumerate(tokens):
-            model, memory = seen[depth] if depth < len(seen) else None, predicted[place]
-            for candidate, p, q in self.merge.candidates(model, memory):
+        predicted, place = followings(verdict.retrieved), 0
+        for depth, token in enumerate(verdict.tokens):
+            model = verdict.seen[depth] if depth < len(verdict.seen) else None
+            for candidate, p, q in self.merge.candidates(model, predicted[place]):
                 self.merge.learn(p, q, candidate == token)
-            if asked and model is not None and token not in memory[0]:
-                is_accepted = depth + 1 < len(tokens)
-                self._rescue += _SLOWLY * (is_accepted - self._rescue)
-                if request in self._rescues:
-                    self._rescues[request] += _NEW * (is_accepted - self._rescues[request])
-            child = retrieved.child(place, token)
+            child = verdict.retrieved.child(place, token)
             if child is None:
                 break
             place = child
 
 
-def _root_of(tree: TokenTree) -> Frontier:
-    return TreeBuilder([int(tree.tokens[0])]).frontier([0])
-
-
-def _with_sources(tree: TokenTree, retrieved: TokenTree, head: int) -> TokenTree:
-    """The tree with each node's source marked: retrieval where it has the node, the head for all others."""
+def with_sources(tree: TokenTree, retrieved: TokenTree, head: int, row_tokens: float) -> TokenTree:
+    """The tree with each node's sources marked: retrieval where it has the node, and the head where retrieval alone
+    would not have had it verified, since it has no such node or one that is not worth its row. row_tokens: what that
+    costs.
+    """
     source = np.full(len(tree), head, np.uint32)
     place: list[int | None] = [0] * len(tree)
     source[0] = 0
@@ -238,5 +239,6 @@ def _with_sources(tree: TokenTree, retrieved: TokenTree, head: int) -> TokenTree
             above = place[parent]
             place[node] = found = None if above is None else retrieved.child(above, token)
             if found is not None:
-                source[node] = retrieved.source[found]
+                is_worth = retrieved.confidence[found] >= row_tokens
+                source[node] = retrieved.source[found] | (0 if is_worth else head)
     return TokenTree(tree.tokens, tree.parents, tree.confidence, source)

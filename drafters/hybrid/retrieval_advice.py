@@ -14,29 +14,33 @@ class RetrievalAdvice:
     """Retrieval's part in the growth of one tree (`drafters.heads.growth.lockstep.Advice`). retrieved: its tree over
     the same root.
 
-    needed: the accepted tokens that a forward of the head must yield to be worth its time. It gains where retrieval
-    misses the next token and the head's is accepted; `rescue` is the chance of the latter, given the former. one_pass:
-    the first forward is the only one.
+    gain: accepted tokens that a draft of the head is expected to bring; needed: those that one of its forwards must
+    yield to be worth its time. A forward below the root yields `rescue` for each next token that retrieval is expected
+    to miss. one_pass: the first forward is the only one. misses: those that retrieval is expected to miss where the
+    head was asked, 0 if it was not.
     """
 
-    def __init__(self, merge: Merge, retrieved: TokenTree, needed: float, rescue: float, one_pass: bool = False):
-        self.merge, self.retrieved, self.needed, self.rescue = merge, retrieved, needed, rescue
-        self.one_pass = one_pass
+    def __init__(
+        self, merge: Merge, retrieved: TokenTree, needed: float, gain: float, rescue: float, one_pass: bool = False
+    ):
+        self.merge, self.retrieved, self.one_pass = merge, retrieved, one_pass
+        self.needed, self.gain, self.rescue, self.misses = needed, gain, rescue, 0.0
         self._followings = followings(retrieved)
         self._place: dict[int, int | None] = {0: 0}  # node of the growing tree -> node of `retrieved`
 
-    def worth_drafting(self, frontier: Frontier) -> bool:
-        return self.one_pass or self.surplus(frontier) > 0
+    def begins(self) -> bool:
+        """Whether a draft of the head is worth its first forward, the one at the root."""
+        self.misses = max(0.0, 1 - sum(self._followings[0][1])) if self.gain > self.needed else 0.0
+        return self.gain > self.needed
 
-    def surplus(self, frontier: Frontier) -> float:
-        """Accepted tokens that a step over these nodes is expected to yield, less `needed`."""
-        gain = 0.0
-        for node, parent, token, confidence in zip(
-            frontier.nodes, frontier.parents, frontier.tokens, frontier.confidence, strict=True
-        ):
-            known = sum(self._known(node, parent, token)[1])
-            gain += confidence * max(0.0, 1 - known) * self.rescue
-        return gain - self.needed
+    def worth_drafting(self, frontier: Frontier) -> bool:
+        if self.one_pass:
+            return True
+        places = zip(frontier.nodes, frontier.parents, frontier.tokens, frontier.confidence, strict=True)
+        misses = sum(chance * max(0.0, 1 - sum(self._known(*place)[1])) for *place, chance in places)
+        is_worth = misses * self.rescue > self.needed
+        self.misses += misses * is_worth
+        return is_worth
 
     def candidates(self, node: int, parent: int, token: int, seen: Following | None) -> Following:
         return self.merge.following(seen, self._known(node, parent, token))

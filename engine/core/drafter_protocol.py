@@ -24,7 +24,7 @@ class Verdict:
     `Drafter.feature_layers` at the path's nodes (the whole prompt, for the verdict of the prefill), or None.
     successors: [nodes, Drafter.successors] int32, the target's likeliest tokens after each node of the tree, best
     first, or None. rest: whether a draft model should rest. token_s: the time that one more token is currently
-    worth. row_tokens: what verifying one more node costs, in tokens.
+    worth. row_tokens: what verifying one more node costs, in tokens, None if that is unknown.
     """
 
     tree: TokenTree
@@ -34,7 +34,7 @@ class Verdict:
     successors: NDArray[np.int32] | None = None
     rest: bool = False
     token_s: float = 0.01
-    row_tokens: float = 1.0
+    row_tokens: float | None = None
 
 
 Wanted = tuple[int, Sequence[int]]

@@ -93,6 +93,15 @@ class TokenTree:
         """The child of `node` that carries `token`, if the tree has it."""
         return self._child_of.get((node, token))
 
+    def walk(self, tokens: Sequence[int]) -> list[int]:
+        """The nodes from the root on, each the child that carries the token of the one before. tokens: [nodes]."""
+        path: list[int] = []
+        node: int | None = 0
+        while node is not None:
+            path.append(node)
+            node = self.child(node, tokens[node])
+        return path
+
     def children(self, node: int) -> list[int]:
         """The children of `node` in the order they were drafted."""
         return [int(child) for child in np.flatnonzero(self.parents == node)]

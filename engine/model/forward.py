@@ -19,7 +19,7 @@ its caches itself (`new_cache`, `release`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -44,3 +44,11 @@ class Forward(Protocol):
         model has no embedding of.
         """
         ...
+
+
+@runtime_checkable
+class Captures(Protocol):
+    """A forward whose work is captured as CUDA graphs."""
+
+    def capture(self, feature_layers: Sequence[int], context: int) -> None:
+        """Capture those that most requests need. context: positions served."""

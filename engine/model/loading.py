@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
@@ -74,12 +74,23 @@ def load_model(path: str, dtype: str, device: torch.device) -> Any:
     if isinstance(stored, GgufFile):
         _check_whole(stored, model, path)
     _check_numbers(model, path)
+    if device.type == "cpu":
+        embedding = model.get_input_embeddings().weight
+        copy_mapped(parameter for parameter in model.parameters() if parameter is embedding or parameter.dim() < 2)
     try:
         return model.to(device)
     except torch.OutOfMemoryError as error:
         raise ModelError(
             f"model={path}: does not fit the GPU ({first_line(error)}); free its memory or name a smaller model"
         ) from error
+
+
+def copy_mapped(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Let no parameter lie in a file that safetensors has mapped: if the file is cut, the kernel ends whoever reads it,
+    and what is written over it would change answers. Matrices that are packed need no copy, they are ones.
+    """
+    for parameter in parameters:
+        parameter.data = parameter.data.clone()
 
 
 def open_stored(folder: Path) -> GgufFile | QuantisedCheckpoint | None:

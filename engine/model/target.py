@@ -6,6 +6,7 @@ How it is run is found by trial (`engine.model.forward_choice`), unless an earli
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from engine.kernels.attention.attention import has_pairs
 from engine.kernels.gemm.int8.dots import instruction_sets
 from engine.kernels.gemm.product import PackedLinear, multiplies
 from engine.model.decoder import LeanDecoder
+from engine.model.forward import Captures
 from engine.model.kv_pool import KVPool
 from engine.model.loading import (
     Facts,
+    copy_mapped,
     facts_of,
     find_device,
     find_dtype,
@@ -85,8 +88,12 @@ class Target(Runner):
         target = cls._load_stored(path, dtype, find_device(device), kv_memory, activations, kv_type)
         if target is None:
             target = cls.of_model(load_model(path, dtype, find_device(device)), path, kv_memory, kv_type)
-        if isinstance(target.forward, LeanDecoder) and target.model is not None:
-            target.model.model.layers = torch.nn.ModuleList()  # the decoder has copies in its own layout
+        if target.model is None:
+            return target
+        if isinstance(target.forward, LeanDecoder):  # which has copies in its own layout
+            target.model.model.layers, target.model.lm_head = torch.nn.ModuleList(), torch.nn.Identity()
+        elif target.device.type == "cpu":
+            copy_mapped(parameter for parameter in target.model.parameters() if parameter.dim() > 1)
         return target
 
     @classmethod
@@ -188,6 +195,12 @@ class Target(Runner):
     def forward_sizes(self) -> tuple[int, ...]:
         """How many rows a forward computes: fewer are padded to the next of these, more run in slices of the last."""
         return self.forward.sizes
+
+    @torch.inference_mode()
+    def capture(self, feature_layers: Sequence[int]) -> None:
+        """Before requests come: capture the CUDA graphs that most of them need, where there are such."""
+        if isinstance(self.forward, Captures):
+            self.forward.capture(feature_layers, self.context)
 
     @property
     def weight_bytes(self) -> int:

@@ -26,6 +26,13 @@ def gumbel_nearby(seed: int, position: int, tokens: Tensor) -> Tensor:
     return gumbel(seed, position, tokens) if tokens.device.type == "cpu" else _nearly(seed, position, tokens)
 
 
+def divided(logits: Tensor, temperature: float) -> Tensor:
+    """logits / temperature. torch multiplies by the reciprocal of a number on a GPU; quotients are the CPU's here, as
+    in the kernel that draws for many rows.
+    """
+    return logits / (temperature if logits.device.type == "cpu" else logits.new_full((), temperature))
+
+
 def gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
     """argmax over tokens of scores + noise, the first of equals: one draw from softmax(scores), exactly.
 

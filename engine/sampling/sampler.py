@@ -18,7 +18,7 @@ from engine.sampling.argmax import NAN, argmax
 from engine.sampling.gumbel_max import draw_bfloat16
 from engine.sampling.logprobs import token_logprob
 from engine.sampling.matcher import Matcher
-from engine.sampling.noise import gumbel_argmax
+from engine.sampling.noise import divided, gumbel_argmax
 from engine.sampling.noise_bits import key_of
 from engine.sampling.penalties import Penalties
 from engine.wire.messages import TokenLogprob
@@ -29,19 +29,20 @@ _UNITS = 2**40  # of a chance, in sums of integers
 @dataclass(frozen=True)
 class LogitsView:
     """The target's logits at a tree's nodes. rows: [nodes, vocab] in any type. settled: that tokens are drawn from them
-    unchanged, whatever came before. best: [nodes] the argmax of each node's logits, if known.
+    unchanged, whatever came before. known: [nodes] what is drawn at each node from logits that are unchanged, if that
+    is known (`Sampler.is_plain`).
     """
 
     rows: Tensor
     settled: bool
-    best: Sequence[int] | None = None
+    known: Sequence[int] | None = None
 
     def __getitem__(self, node: int) -> NodeLogits:
         return NodeLogits(self, node)
 
     def best_of(self, node: int) -> int:
         """The argmax of a node's logits, `NAN` if they hold NaN."""
-        return argmax(self.rows[node : node + 1])[0] if self.best is None else self.best[node]
+        return argmax(self.rows[node : node + 1])[0] if self.known is None else self.known[node]
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,13 @@ class NodeLogits:
 
     def sampled(self, temperature: float, seed: int, position: int) -> int:
         """A draw from softmax(logits / temperature), `NAN` if they hold NaN."""
-        rows = self.choices.rows
+        rows, known = self.choices.rows, self.choices.known
+        if known is not None:
+            return known[self.node]
         if rows.device.type == "cpu" and rows.dtype == torch.bfloat16:
             bits = rows.view(torch.int16).numpy()
             return int(draw_bfloat16(key_of(seed, position), bits, self.node, temperature))
-        return gumbel_argmax(self.logits / temperature, seed, position)
+        return gumbel_argmax(divided(self.logits, temperature), seed, position)
 
 
 class Sampler:
@@ -104,9 +107,25 @@ class Sampler:
         self._greedy = params.greedy
         self._truncates = bool(params.top_k or (params.top_p or 1.0) < 1 or params.min_p)
 
-    def choices(self, logits: Tensor, best: Sequence[int] | None = None) -> LogitsView:
-        """The choices that `logits`, [nodes, vocab] in any type, leave. best: the argmax of each node's, if known."""
-        return LogitsView(logits, not self._penalties and self._is_long_enough, best)
+    @property
+    def position(self) -> int:
+        """Of the next token, absolute."""
+        return self._position
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether tokens are drawn from the logits alone, so that they can be drawn before it is known which nodes are
+        accepted. A grammar may still rule a token out.
+        """
+        return self._is_settled and (self._greedy or not self._truncates)
+
+    @property
+    def _is_settled(self) -> bool:
+        return not self._penalties and self._is_long_enough
+
+    def choices(self, logits: Tensor, known: Sequence[int] | None = None) -> LogitsView:
+        """The choices that `logits`, [nodes, vocab] in any type, leave. known: see `LogitsView`."""
+        return LogitsView(logits, self._is_settled, known)
 
     def draw(self, choice: NodeLogits) -> int:
         """The next token. Raises NotANumber if the logits are not a distribution."""
@@ -187,7 +206,7 @@ class Sampler:
         logits = self._changed(choice.logits, allowed)
         if self._greedy:
             return argmax(logits[None])[0]
-        scores = logits / temperature
+        scores = divided(logits, temperature)
         if self._truncates:
             among = slice(None) if allowed is None else allowed  # sorting a row of equal infinities takes for ever
             left = truncate(scores[among], params.top_k or 0, params.top_p or 1.0, params.min_p or 0.0)
@@ -233,14 +252,14 @@ def truncate(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
 
 
 def verify(
-    tree: TokenTree, logits: Tensor, sampler: Sampler, best: Sequence[int] | None = None
+    tree: TokenTree, logits: Tensor, sampler: Sampler, known: Sequence[int] | None = None
 ) -> tuple[list[int], list[int]]:
-    """Accept the drawn path. logits: [nodes, vocab] in any type, the target's after each node; best: as for
+    """Accept the drawn path. logits: [nodes, vocab] in any type, the target's after each node; known: as for
     `Sampler.choices`.
 
     Returns the accepted nodes, root first, and the tokens emitted: the path's below the root, then the bonus token.
     """
-    choices = sampler.choices(logits, best)
+    choices = sampler.choices(logits, known)
     node: int | None = 0
     path, tokens = [], []
     while node is not None:

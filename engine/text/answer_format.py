@@ -13,6 +13,17 @@ Style = Literal["json", "parameters", "gemma"]
 
 
 @dataclass(frozen=True)
+class Recipient:
+    """Another form of a call: a message to the tool. It is `begin`, the tool's name, one of `middles`, the arguments,
+    at the beginning of an answer or after the `header` of a message.
+    """
+
+    header: str
+    begin: str
+    middles: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class ToolFormat:
     """How calls are written: `opens`, then calls with `between` between them, then `closes`. A call is `begin`, the
     tool's name, `middle`, its arguments, `end`.
@@ -23,7 +34,7 @@ class ToolFormat:
     JSON object, Qwen3-Coder's <parameter=NAME>, or Gemma's object with its texts between two `quote`. skipped: control
     texts between the parts of an answer that are not part of its text. id_length: of a call's id, where the template
     wants one. bare: some models of this format leave out what calls are written between, so an answer that begins with
-    the JSON of a call is one.
+    the JSON of a call is one. recipient: a call's other form, if it has one.
     """
 
     name: str
@@ -43,6 +54,7 @@ class ToolFormat:
     skipped: tuple[str, ...] = ()
     id_length: int | None = None
     bare: bool = False
+    recipient: Recipient | None = None
 
     @property
     def rest(self) -> str:
@@ -72,8 +84,9 @@ _DEEPSEEK: dict[str, Any] = {
     "opens": "<｜tool▁calls▁begin｜>",
     "closes": "<｜tool▁calls▁end｜>",
 }
+_HARMONY_HEADER = "<|start|>assistant"
 _HARMONY = (
-    "<|start|>assistant",
+    _HARMONY_HEADER,
     "<|channel|>final <|constrain|>json<|message|>",
     "<|channel|>final<|message|>",
     "<|channel|>commentary<|message|>",
@@ -90,6 +103,11 @@ TOOL_FORMATS = (  # the first whose marks a template contains
         end="",
         single=True,  # <|call|> ends the answer
         skipped=_HARMONY,
+        recipient=Recipient(
+            _HARMONY_HEADER,
+            " to=functions.",
+            ("<|channel|>commentary <|constrain|>json<|message|>", "<|channel|>commentary json<|message|>"),
+        ),
     ),
     ToolFormat(
         "qwen3-coder",
@@ -223,6 +241,7 @@ class AnswerFormat:
             texts += [self.reasoning.begin, self.reasoning.end]
         if calls and (one := self.tools) is not None:
             texts += [one.opens, one.begin, one.middle, one.end, one.between, one.closes, one.quote]
+            texts += one.recipient.middles if one.recipient is not None else ()
         return frozenset(number for mark, number in self.added.items() if any(mark in text for text in texts))
 
 

@@ -32,6 +32,7 @@ class AnswerReader:
     def __init__(self, format_: AnswerFormat, tools: Sequence[Tool] = (), thinking: bool = False):
         self._reasoning = format_.reasoning
         self._tools = format_.tools if tools else None
+        self._recipient = self._tools.recipient if self._tools is not None else None
         self._skipped = format_.tools.skipped if format_.tools is not None else ()
         self._named = {tool.name: tool for tool in tools}
         names = "|".join(re.escape(tool.name) for tool in tools)
@@ -40,9 +41,10 @@ class AnswerReader:
             (form, re.compile(form.lead.replace("NAME", f"(?P<name>{names})"))) for form in BARE_FORMS if bare
         ]
         self._bare_end: re.Pattern[str] | None = None
+        self._middles: Sequence[str] = ()  # what may follow the name of the call
         self._held, self._blank = "", ""
         self._arguments: ArgumentsReader | None = None
-        self._state: Callable[[], list[AnswerPart] | None] = self._thinks if thinking else self._talks
+        self._state: Callable[[], list[AnswerPart] | None] = self._thinks if thinking else self._opens
         self._said, self._thought = False, False  # text that is not blank; reasoning
         self.calls = 0
 
@@ -61,11 +63,23 @@ class AnswerReader:
             return [AnswerPart("reasoning", held)] if held else []
         return (
             [AnswerPart("content", blank + held)]
-            if blank + held and self._state == self._talks and not self.calls
+            if blank + held and self._state in (self._talks, self._opens) and not self.calls
             else []
         )
 
     # Each state reads what it can of the text held, and returns the parts; None when it needs more text.
+
+    def _opens(self) -> list[AnswerPart] | None:
+        """A message begins: whom it is to, if it is to a tool."""
+        if self._recipient is not None:
+            begin = self._recipient.begin
+            if self._held.startswith(begin):
+                self._middles = self._recipient.middles
+                return self._expect(begin, self._names)
+            if begin.startswith(self._held):
+                return None
+        self._state = self._talks
+        return []
 
     def _talks(self) -> list[AnswerPart] | None:
         if self._bare and not self._said and (found := self._maybe_bare()) is not True:
@@ -83,6 +97,8 @@ class AnswerReader:
         self._held, self._blank = self._held[len(mark) :], ""
         if (state := marks[mark]) is not None:
             self._state, self._said = state, False
+        elif self._recipient is not None and mark == self._recipient.header:
+            self._state = self._opens
         return parts
 
     def _say(self, text: str, held: int) -> list[AnswerPart] | None:
@@ -104,7 +120,7 @@ class AnswerReader:
         count = len(self._held) - begun(self._held, end) if at < 0 else at
         thought, self._held = self._held[:count], self._held[count:]
         if at >= 0:
-            self._held, self._state = self._held[len(end) :], self._talks
+            self._held, self._state = self._held[len(end) :], self._opens
             return [AnswerPart("reasoning", thought)]
         return [AnswerPart("reasoning", thought)] if thought else None
 
@@ -136,6 +152,7 @@ class AnswerReader:
 
     def _begins(self) -> list[AnswerPart] | None:
         assert self._tools is not None
+        self._middles = (self._tools.middle,)
         return self._expect(self._tools.rest, self._names)
 
     def _names(self) -> list[AnswerPart] | None:
@@ -151,8 +168,8 @@ class AnswerReader:
         return [AnswerPart("call", name)]
 
     def _middle(self) -> list[AnswerPart] | None:
-        assert self._tools is not None
-        return self._expect(self._tools.middle, self._argues)
+        found = next((middle for middle in self._middles if self._held.startswith(middle)), None)
+        return None if found is None else self._expect(found, self._argues)
 
     def _argues(self) -> list[AnswerPart] | None:
         assert self._arguments is not None

@@ -66,9 +66,9 @@ class _Writer:
     def grammar(self, wanted: Wanted) -> str:
         tools, ways = self.format.tools, []
         reasoning = self._reasoning(wanted.thinking)
+        leads = wanted.calls == "required" or wanted.answer is not None
         if wanted.calls != "none" and tools is not None:
             self._calls(tools, wanted)
-            leads = wanted.calls == "required" or wanted.answer is not None
             ways.append(self._literal(tools.trigger) + " calls" if leads or tools.leading else "opened calls")
             if not leads and not tools.leading:
                 self._opened(tools.trigger)
@@ -80,6 +80,9 @@ class _Writer:
             skips = " | ".join(f"({self._literal(text)})" for text in tools.skipped)
             self.rules.append(f"skipped: ({skips}){{0,3}}")
             ways = [f"skipped {way}" for way in ways]
+        if wanted.calls != "none" and tools is not None and tools.recipient is not None:
+            lead = "skipped" if leads else "skipped (OTHER skipped)?"
+            ways.append(f"({lead} {self._literal(tools.recipient.header)})? {self._call_to(tools, wanted)}")
         self.rules.append(f"start: {reasoning} ({' | '.join(ways)})")
         return "\n".join(["%llguidance {}", *reversed(self.rules)])
 
@@ -149,6 +152,17 @@ class _Writer:
         for name, tool in zip(named, wanted.tools, strict=True):
             lead, end = self._literal(tool.name + tools.middle), self._literal(tools.end)
             self.rules.append(f"{name}: {lead} {self._arguments(tools, tool, name)} {end}")
+
+    def _call_to(self, tools: ToolFormat, wanted: Wanted) -> str:
+        """Rules for a call in the form of a message to a tool."""
+        assert tools.recipient is not None
+        middles = " | ".join(f"({self._literal(middle)})" for middle in tools.recipient.middles)
+        ways = []
+        for number, tool in enumerate(wanted.tools):
+            arguments = self._arguments(tools, tool, f"to_{number}")
+            ways.append(f"{self._literal(tool.name)} ({middles}) {arguments} {self._literal(tools.end)}")
+        self.rules.append(f"to[lazy]: /{re.escape(tools.recipient.begin)}/")  # lazy: it is no other text
+        return f"to ({' | '.join(ways)})"
 
     def _bare_calls(self, wanted: Wanted) -> str:
         """Rules for calls without their marks, with which an answer begins. They hold from the arguments on."""

@@ -22,7 +22,7 @@ _PRIOR = 4.0  # rounds that the mean of all requests counts for in each
 _NEW = 0.05  # weight of a request's latest round
 _SLOWLY = 0.02  # the same, in the mean of all requests
 _EXPLORED = 0.01  # share of the emitted tokens that trials may lose
-_LOSS = 0.5  # tokens of plain decoding that an answer may lose besides by drafts that were expected to pay
+_LOSS = 0.9  # tokens of plain decoding that an answer may lose besides by drafts that were expected to pay
 
 
 class Bandit:

@@ -90,6 +90,7 @@ class DrafterLink:
             return
         if hello.feature_layers != self.wants.feature_layers:
             self._forget_states(hello.feature_layers)
+            self.target.capture(hello.feature_layers)
         self.drafter, self._late, self._dropped, self.wants = peer, False, None, hello
         self.kinds = self._kinds_of(hello)
         self.requests.needs_states = bool(hello.feature_layers)

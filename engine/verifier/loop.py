@@ -66,6 +66,7 @@ class Verifier:
     def run(self) -> None:
         """Serve until the front end stops it."""
         self.timer.measure()
+        self.target.capture(())
         self.front_end.send_ready()
         poller = zmq.Poller()
         for socket in (self.front_end.dealer.socket, self.drafter.router.socket):

@@ -20,19 +20,36 @@ _BOTH_CORES = 4  # with fewer, drafting during the target's forward slows it dow
 
 
 def settled(config: Config) -> tuple[Config, str | None]:
-    """The configuration with `mode: auto` set to `sequential` if overlap cannot pay, and a line that says so.
+    """The configuration with `mode: auto` set to `sequential` if overlap cannot pay, and `transport: auto` to what it
+    is on this device; and a line that says what runs beside what, where that is not the usual.
 
     On two cores drafting ahead was 0.4 times (`hybrid`) to 0.9 times (`block`) as fast as turns in one loop.
     """
+    line = None
+    elsewhere = config.transport == "tcp" or config.verifier.simulated_latency_ms > 0
+    drafts = find(config.method).drafter is not None
+    if config.mode == "auto" and drafts and not elsewhere and cores() < _BOTH_CORES and not _on_gpu(config):
+        line = f"mode=auto: drafter and verifier work in turns, as both at once would share {cores()} cores"
+        config = config.model_copy(update={"mode": "sequential"})
+    at_once = config.mode != "sequential" and config.transport != "tcp" and find(config.method).has_model
+    together = at_once and _on_gpu(config)
+    if together and config.transport == "ipc":
+        line = (
+            "transport=ipc: drafter and verifier are two processes, whose work a GPU does not overlap unless MPS runs; "
+            "with transport=auto it does"
+        )
+    elif together:
+        line = "drafter and verifier are threads of this process, and work on the GPU at once, in a stream each"
+    if config.transport == "auto":
+        config = config.model_copy(update={"transport": "inproc" if together else "ipc"})
+    return config, line
+
+
+def _on_gpu(config: Config) -> bool:
     from engine.model.loading import find_device
 
-    if config.mode != "auto" or find(config.method).drafter is None:
-        return config, None
-    elsewhere = config.transport == "tcp" or config.verifier.simulated_latency_ms > 0
-    if cores() >= _BOTH_CORES or elsewhere or find_device(config.device).type != "cpu":
-        return config, None
-    line = f"mode=auto: drafter and verifier work in turns, as both at once would share {cores()} cores"
-    return config.model_copy(update={"mode": "sequential"}), line
+    device: str = find_device(config.device).type
+    return device != "cpu"
 
 
 class Threads(NamedTuple):

@@ -13,14 +13,12 @@ from engine.core.batch import Segment
 from engine.core.hidden_states import States
 from engine.core.methods import GRAMMAR
 from engine.model.runner import bfloat16_bits
-from engine.sampling.argmax import argmax
 from engine.sampling.logprobs import token_logprobs
 from engine.sampling.sampler import verify
+from engine.verifier.known_tokens import Known, RowStates, known_tokens, row_states
 from engine.verifier.request import Request
 from engine.verifier.step_input import StepInput
 from engine.wire.messages import Array, TokenLogprob
-
-_SMALL = 8  # nodes of a tree of which the argmax is found without knowing whether it is needed
 
 
 @dataclass(frozen=True)
@@ -47,15 +45,16 @@ class StepResult:
 
 @dataclass(frozen=True)
 class TreeRows:
-    """A tree's rows of a forward's output. logits: [nodes, vocab]; best: [nodes] their argmax, if known; states:
-    [nodes, layers, hidden], None if nobody wants them. successors: how many of the likeliest tokens the drafter wants
-    of each node.
+    """A tree's rows of a forward's output. logits: [nodes, vocab]; known: what is drawn at each node, if known; states:
+    of all trees' rows, None if nobody wants them; first: its first row there. successors: how many of the likeliest
+    tokens the drafter wants of each node.
     """
 
     step: StepInput
     logits: Tensor
-    best: Sequence[int] | None
-    states: States | None
+    known: Known
+    states: RowStates | None
+    first: int
     successors: int
 
     @property
@@ -64,9 +63,10 @@ class TreeRows:
 
     def verify(self) -> StepResult:
         """Walk down the tree. Raises if the logits are not numbers."""
-        path, tokens = verify(self.step.tree, self.logits, self.request.sampler, self.best)
+        path, tokens = verify(self.step.tree, self.logits, self.request.sampler, self.known)
         ranked = _successors(self.step, self.logits, self.successors) if self.successors else None
-        return _conclude(self.step, path, tokens, None if self.states is None else self.states[path], ranked)
+        states = None if self.states is None else self.states.of([self.first + node for node in path])
+        return _conclude(self.step, path, tokens, states, ranked)
 
 
 def tree_rows(
@@ -75,23 +75,13 @@ def tree_rows(
     """Each tree's part of a forward's output. logits: [rows, vocab], hidden_states: [rows, layers, hidden]; the trees'
     rows come first.
     """
-    ends = list(accumulate(len(step.kept) for step in steps))
-    count = ends[-1] if ends else 0
-    # one call for all nodes, since a call takes longer than a row's argmax; but of a large tree few nodes are drawn
-    # from, and on a CPU the logits of the others need not be read
-    at_once = logits.device.type != "cpu" or count <= _SMALL * len(steps)
-    greedy = any(step.request.sampling.greedy for step in steps)
-    best = argmax(logits[:count]) if at_once and greedy else None
-    states = None if hidden_states is None else bfloat16_bits(hidden_states[:count])
+    trees = [step.tree for step in steps]
+    begins = [0, *accumulate(map(len, trees))]
+    known = known_tokens(trees, [step.request.sampler for step in steps], logits[: begins[-1]])
+    states = row_states(None if hidden_states is None else hidden_states[: begins[-1]], trees, known)
     return [
-        TreeRows(
-            step,
-            logits[end - len(step.kept) : end],
-            None if best is None else best[end - len(step.kept) : end],
-            None if states is None else states[end - len(step.kept) : end],
-            successors,
-        )
-        for step, end in zip(steps, ends, strict=True)
+        TreeRows(step, logits[begin : begin + len(step.tree)], tokens, states, begin, successors)
+        for step, begin, tokens in zip(steps, begins, known, strict=False)
     ]
 
 

@@ -6,6 +6,7 @@ input closes. Lines that start with "talon: " are for the user; if it fails, the
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -90,7 +91,7 @@ def _card(file: GgufFile, title: str, origin: str) -> str:
 
 
 def main() -> None:
-    """Describe the file; on failure, print the reason in one line."""
+    """Describe the file; on failure, print the reason in one line. On a full disk, exit with the error's number."""
 
     def watch() -> None:
         while os.read(0, 4096):
@@ -104,6 +105,8 @@ def main() -> None:
         describe(read_gguf(Path(file), "file"), Path(folder), title, origin)
     except Exception as error:  # every family's code raises its own errors
         reason = first_line(error)
+        if getattr(error, "errno", None) == errno.ENOSPC or f"(os error {errno.ENOSPC})" in reason:  # tokenizers' own
+            sys.exit(errno.ENOSPC)
         sys.exit(
             f"talon: {reason if isinstance(error, ModelError | ValueError) else f'{type(error).__name__}: {reason}'}"
         )

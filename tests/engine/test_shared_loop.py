@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from engine import Engine, SamplingParams
 from engine.config import load
@@ -54,6 +56,39 @@ def test_auto_means_in_turns_where_both_at_once_have_too_few_cores(
     config, why = settled(load({"model": "any"}, AUTO | changes))
     assert config.mode == mode
     assert (why is not None) == (mode == "sequential")
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "transport", "said"),
+    [
+        ("cuda", {"method": "eagle3", "mode": "async"}, "inproc", "in a stream each"),
+        ("cuda", {"method": "hybrid", "mode": "auto"}, "inproc", "in a stream each"),
+        ("cuda", {"method": "eagle3", "mode": "async", "transport": "ipc"}, "ipc", "unless MPS runs"),
+        ("cuda", {"method": "eagle3", "mode": "sequential"}, "ipc", None),  # in turns, in one process
+        ("cuda", {"method": "suffix", "mode": "async"}, "ipc", None),  # drafts on the CPU
+        ("cpu", {"method": "eagle3", "mode": "async"}, "ipc", None),
+        ("cpu", {"method": "eagle3", "mode": "async", "transport": "inproc"}, "inproc", None),
+    ],
+)
+def test_two_workers_on_one_gpu_share_a_process(
+    monkeypatch: pytest.MonkeyPatch, device: str, changes: dict[str, Any], transport: str, said: str | None
+) -> None:
+    monkeypatch.setattr("engine.model.loading.find_device", lambda _: torch.device(device))
+    config, why = settled(load({"model": "any"}, {"drafter.path": "any"} | changes))
+    assert config.transport == transport
+    assert why is None if said is None else said in (why or "")
+
+
+async def test_an_engine_of_threads_ends_the_process_that_began_early(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[float] = []
+    early: Any = SimpleNamespace(end=ended.append)
+    monkeypatch.setattr("engine.api.begin_imports", lambda _: early)
+    threads = load({"model": tiny, "method": "none", "transport": "inproc"}, UNCUT)
+    monkeypatch.setattr("engine.api.settled", lambda _: (threads, None))
+    async with await Engine.start({"model": tiny, "method": "none"}, **UNCUT) as engine:
+        assert engine._workers.in_threads and ended == [0]
 
 
 async def test_an_engine_says_why_auto_means_in_turns(

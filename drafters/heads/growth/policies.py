@@ -120,13 +120,13 @@ class Policy(ABC):
     """How a tree grows. budget: maximum nodes, root included. top_k: candidates wanted after each node.
 
     max_expansions: the most nodes it yields in one growth, for which a head must have room. row_tokens: what verifying
-    one more node costs at present, in tokens, by the verifier's cost model.
+    one more node costs at present, in tokens, by the verifier's cost model; None if that is unknown.
     """
 
     budget: int
     top_k: int
     max_expansions: int
-    row_tokens: float = 1.0
+    row_tokens: float | None = None
 
     @abstractmethod
     def steps(self, root: int) -> Steps:
@@ -243,8 +243,9 @@ class Adaptive(Policy):
     Layer 0 takes the best `top_k` ungated. A deeper candidate passes if c(v) >= mu (gate "path") or c(v) >= mu times
     the best c of its layer (gate "layer"); `top_k` candidates of each node are considered. So size, depth and width
     follow the head's confidence. Where a row costs less than mu, as on a GPU, its cost is the path gate: trees then
-    grow to the budget. As in `Dynamic`, a full tree takes better nodes in place of its worst, and the best `top_k` of
-    a layer are expanded as long as they may have such children. max_depth: an optional limit.
+    grow to the budget. Where it costs more than twice as much, half of its cost is: nodes below are not verified. As in
+    `Dynamic`, a full tree takes better nodes in place of its worst, and the best `top_k` of a layer are expanded as
+    long as they may have such children. max_depth: an optional limit.
     """
 
     def __init__(
@@ -269,4 +270,6 @@ class Adaptive(Policy):
     @property
     def _floor(self) -> float:
         """The confidence that every node needs, whatever its layer."""
-        return min(self.mu, self.row_tokens) if self.gate == "path" else 0.0
+        if self.gate != "path":
+            return 0.0
+        return self.mu if self.row_tokens is None else max(min(self.mu, self.row_tokens), self.row_tokens / 2)

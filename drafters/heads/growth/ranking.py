@@ -17,7 +17,8 @@ Both are raw scores: `drafters.calibration` maps them to observed acceptance.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,11 +26,22 @@ from torch import Tensor
 from drafters.heads.growth.policies import Candidates
 from drafters.heads.top import top
 from engine.core.params import SamplingParams
-from engine.model.cuda.graphs import downloaded
+from engine.model.cuda.graphs import downloaded, uploaded
 from engine.sampling.noise import gumbel_nearby
 from engine.sampling.sampler import truncate
 
 _KEPT_POSITIONS = 64
+
+
+def _noise_kernel(device: torch.device) -> Callable[..., Tensor] | None:
+    """`engine.model.cuda.noise_kernels.noisy_scores`, None where it cannot run."""
+    if device.type == "cpu":
+        return None
+    try:
+        from engine.model.cuda.noise_kernels import noisy_scores
+    except ImportError:  # no Triton
+        return None
+    return noisy_scores
 
 
 class ErrorScale:
@@ -42,11 +54,41 @@ class ErrorScale:
 
     def __init__(self, value: float = 1.0):
         self.value = value
+        self._unread: list[Drawn] = []
 
-    def learn(self, surprise: float) -> None:
+    def learn(self, one: Drawn) -> None:
+        """From a draw, on a GPU only when it is told to `settle`."""
+        self._unread.append(one)
+        if one.logits.device.type == "cpu":
+            self.settle()
+
+    def settle(self) -> None:
+        """Learn from all draws so far. On a GPU all of them are read at once."""
+        if not (drawn := self._unread):
+            return
+        self._unread = []
+        ids, device = drawn[0].ranking.target_ids, drawn[0].logits.device
+        scores = Ranking.scores_of([(one.ranking, one.logits, [one.position]) for one in drawn])
+        expected = (scores.softmax(-1) * scores.clamp(min=-1e9)).sum(-1)
+        (tokens,) = uploaded([torch.tensor([[one.token] for one in drawn])], device)
+        found = scores.float().masked_fill(ids != tokens, -torch.inf).amax(-1)  # the drawn token's
+        for surprise in downloaded([expected - found])[0].tolist():
+            if math.isfinite(surprise):  # else the head does not know the token, or truncation ruled it out
+                self._learn(surprise)
+
+    def _learn(self, surprise: float) -> None:
         """surprise: how far the drawn token's s * T lay below its expectation, in units of b."""
         self.value *= math.exp(max(-0.1, min(0.1, 0.05 * surprise)))
         self.value = max(0.05, min(5.0, self.value))
+
+
+class Drawn(NamedTuple):
+    """The target drew `token` at `position`, for which the head predicted `logits`, [1, draft_vocab]."""
+
+    ranking: Ranking
+    logits: Tensor
+    position: int
+    token: int
 
 
 class Ranking:
@@ -85,8 +127,7 @@ class Ranking:
         if asked[0][1].device.type == "cpu":
             return [ranking(logits, positions) for ranking, logits, positions in asked]
         rankings = [ranking for ranking, _, _ in asked]
-        scores = torch.cat([ranking.scores(logits, positions) for ranking, logits, positions in asked])
-        best = top(scores, max(ranking.top_k for ranking in rankings))
+        best = top(Ranking.scores_of(asked), max(ranking.top_k for ranking in rankings))
         prob = ((best.values - best.values[:, :1]).exp_() / best.totals[:, None]).clamp_(max=1.0)
         tokens, chances = downloaded([rankings[0].target_ids[best.indices], prob])
         counts = [len(logits) for _, logits, _ in asked]
@@ -94,6 +135,27 @@ class Ranking:
             Candidates(some[:, : ranking.top_k].tolist(), of_some[:, : ranking.top_k].tolist())
             for ranking, some, of_some in zip(rankings, tokens.split(counts), chances.split(counts), strict=True)
         ]
+
+    @staticmethod
+    def scores_of(asked: Sequence[tuple[Ranking, Tensor, list[int]]]) -> Tensor:
+        """[rows, draft_vocab]: the `scores` of all, with logits and positions, of one head. On a GPU one kernel adds
+        the noise.
+        """
+        noisy = [ranking.shared_noise and not ranking.sampling.greedy for ranking, _, _ in asked]
+        if (add_noise := _noise_kernel(asked[0][1].device) if any(noisy) else None) is None:
+            return torch.cat([ranking.scores(logits, positions) for ranking, logits, positions in asked])
+        rows = [
+            (ranking.sampling.seed, position, ranking.sampling.temperature / ranking.error.value if noise else 0.0)
+            for noise, (ranking, _, positions) in zip(noisy, asked, strict=True)
+            for position in positions
+        ]
+        if any(ranking.truncates for ranking, _, _ in asked):
+            scores = torch.cat([ranking.truncated(logits).float() for ranking, logits, _ in asked])
+        else:
+            by = [[1.0 if r.sampling.greedy else r.sampling.temperature] for r, _, at in asked for _ in at]
+            logits = torch.cat([logits for _, logits, _ in asked])
+            scores = logits.float() / uploaded([torch.tensor(by)], logits.device)[0]
+        return add_noise(scores, asked[0][0].target_ids, rows)
 
     @property
     def learns(self) -> bool:
@@ -108,25 +170,31 @@ class Ranking:
         return 1 / self.error.value if self.shared_noise else 1 / self.sampling.temperature
 
     def learn(self, logits: Tensor, position: int, drawn: int) -> None:
-        """If it `learns`: the target drew the token `drawn` at `position`, for which the head predicted `logits`, of
-        shape [1, draft_vocab].
-        """
-        place = torch.nonzero(self.target_ids == drawn).flatten()
-        scores = self.scores(logits, [position])[0]
-        if len(place) and scores[place[0]] > -torch.inf:
-            prob = scores.softmax(-1)
-            expected = (prob * scores.clamp(min=-1e9)).sum()
-            self.error.learn(float(expected - scores[place[0]]))
+        """If it `learns`: from the token that the target drew, see `Drawn`."""
+        self.error.learn(Drawn(self, logits, position, drawn))
 
     def scores(self, logits: Tensor, positions: list[int]) -> Tensor:
         """[n, draft_vocab]: candidates are ranked by these, and their softmax is the chance."""
-        params, temperature = self.sampling, self.sampling.temperature
+        if self.sampling.greedy:
+            return logits
+        scores = self.truncated(logits)
+        if self.shared_noise:
+            scores = (scores + self._noise_at(positions)) * (self.sampling.temperature / self.error.value)
+        return scores
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top-k, top-p or min-p may rule a token out."""
+        params = self.sampling
+        return not params.greedy and bool(params.top_k or (params.top_p or 1.0) < 1 or params.min_p)
+
+    def truncated(self, logits: Tensor) -> Tensor:
+        """logits / temperature, float32, without what top-k, top-p and min-p rule out; greedy, the logits."""
+        params = self.sampling
         if params.greedy:
             return logits
-        scores = truncate(logits.float() / temperature, params.top_k or 0, params.top_p or 1.0, params.min_p or 0.0)
-        if self.shared_noise:
-            scores = (scores + self._noise_at(positions)) * (temperature / self.error.value)
-        return scores
+        scores = logits.float() / params.temperature
+        return truncate(scores, params.top_k or 0, params.top_p or 1.0, params.min_p or 0.0)
 
     def _noise_at(self, positions: list[int]) -> Tensor:
         """[n or 1, draft_vocab]: the target's noise; all nodes of a layer share it, and later rounds need it again."""

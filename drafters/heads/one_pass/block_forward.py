@@ -100,7 +100,7 @@ def find_all(asked: Sequence[tuple[BlockForward, Ranking]]) -> None:
     """
     if not (new := [(forward, ranking) for forward, ranking in asked if not forward._found]):
         return
-    scores = torch.cat([ranking.scores(forward.outputs.logits, forward.positions) for forward, ranking in new])
+    scores = Ranking.scores_of([(ranking, forward.outputs.logits, forward.positions) for forward, ranking in new])
     best = top(scores, new[0][0]._scores.shape[1])
     counts = [len(forward.positions) for forward, _ in new]
     found = zip(*(part.split(counts) for part in downloaded(best)), strict=True)

@@ -42,7 +42,7 @@ from drafters.heads.layers import (
 from drafters.heads.new_stack import AnyStack, new_stack
 from drafters.heads.one_pass.context import ContextReader
 from drafters.heads.one_pass.markov_link import Link
-from drafters.heads.stack import Stack, StackLayer
+from drafters.heads.stack import Stack, StackLayer, StackSpec
 from drafters.heads.top import Floats, Integers
 from engine.core.errors import DrafterMismatch
 from engine.kernels.simd import LANES
@@ -223,7 +223,7 @@ class BlockWeights(Head):
     def stack(self) -> AnyStack | None:
         """All from the rows' inputs to their outputs as a program, None where a stack does not fit."""
         layers = [StackLayer(layer.qkv, layer.decoder, layer.input_norm) for layer in self.layers]
-        return new_stack(layers, self.dtype, self.output, self.entered, self.norm, entry=self.entry)
+        return new_stack(StackSpec(layers, self.dtype, self.output, self.entered, self.norm, entry=self.entry))
 
     @cached_property
     def reader(self) -> ContextReader | CudaReader | None:
@@ -232,7 +232,7 @@ class BlockWeights(Head):
             return None
         layers = [(layer.decoder, layer.kv) for layer in self.layers]
         if isinstance(self.stack, Stack):
-            return ContextReader(self.stack, self.fc, self.hidden_norm, layers, self.dtype)
+            return ContextReader(self.stack, self.fc, self.hidden_norm, layers)
         return self.stack.reader(self.fc, self.hidden_norm, layers)
 
     def entered(self, context: Tensor, tokens: Tensor) -> Tensor:

@@ -22,15 +22,8 @@ class ContextReader:
     layers: what each layer of the head reads it with.
     """
 
-    def __init__(
-        self,
-        stack: Stack,
-        fc: Linear,
-        norm: RMSNorm,
-        layers: Sequence[tuple[DecoderLayer, Linear]],
-        dtype: torch.dtype,
-    ):
-        self.stack, self.fc, self.norm, self.dtype = stack, fc, norm, dtype
+    def __init__(self, stack: Stack, fc: Linear, norm: RMSNorm, layers: Sequence[tuple[DecoderLayer, Linear]]):
+        self.stack, self.fc, self.norm = stack, fc, norm
         self.layers = [StackLayer(kv, decoder, None) for decoder, kv in layers]
         self._program = self._new_program()
 
@@ -56,7 +49,7 @@ class ContextReader:
     def _new_program(self) -> LayerProgram:
         """The program for all blocks that the pool has now."""
         self._blocks, keys_alone = self.stack.pool.blocks, Attention(self.stack.pool, 0)
-        program = LayerProgram(keys_alone, _MOST, self.stack.hidden, self.dtype, len(self.layers))
+        program = LayerProgram(keys_alone, _MOST, self.stack.hidden, self.stack.dtype, len(self.layers))
         program.buffer("features", self.fc.inputs)
         program.product(self.fc, "features", "delta", self.stack.hidden)
         program.delta()

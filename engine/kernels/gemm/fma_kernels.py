@@ -7,15 +7,24 @@ multiplied and added with one rounding. Each thread first widens rows of bfloat1
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.kernels.amx import pointer
-from engine.kernels.gemm.matmul_kernels import PartKernel, own_panels, part_kernel, put_sums, unpack_panels
+from engine.kernels.gemm.matmul_kernels import (
+    PartKernel,
+    call_sums,
+    own_panels,
+    part_kernel,
+    put_sums,
+    unpack_panels,
+)
 from engine.kernels.gemm.matmul_sums import (
     PANELS,
     ROW_BYTES,
@@ -25,6 +34,7 @@ from engine.kernels.gemm.matmul_sums import (
     row_counts,
     sums_in_registers,
 )
+from engine.kernels.jit_cache import versioned
 from engine.kernels.quant.layouts import STEP, QuantLayout
 from engine.kernels.simd import BFLOAT16, FLOAT, FLOAT32, LANES, features, fused, integers, load, read, spread, store
 from engine.kernels.threads import thread_id
@@ -61,21 +71,17 @@ def fma_kernel(layout: QuantLayout) -> PartKernel:
                     weights = unpack_panels(number, work, weights, part.panel_bytes, width, scratch + WIDENED * stride)
                 for row in range(0, count, _ROWS):
                     rows = min(_ROWS, count - row)
-                    if coded or work.width == BFLOAT16:
-                        _sums_of_halves(rows, width, x + row * stride, stride, weights, steps, room)
-                    else:
-                        _sums_of_floats(rows, width, x + row * stride, stride, weights, steps, room)
+                    call_sums(part.number_sums, rows, x + row * stride, stride, weights, width, steps, room)
                     put_sums(work, first + row, rows, part.first + panel, width, room)
                 panel += width
 
     return compiled
 
 
-def _sums_of(size: int) -> Any:
+def _sums_of(size: int) -> Callable[[], Any]:
     panel_bytes = STEP * LANES * size
 
-    @njit
-    def sums(rows: int, width: int, x: int, stride: int, weights: int, steps: int, room: int) -> None:
+    def sums(rows: int, x: int, stride: int, weights: int, width: int, steps: int, room: int) -> None:
         """Products of up to _ROWS rows with one or two panels."""
         if width == 2 and rows <= _ROWS_OF_TWO:
             sum_fused(_ROWS_OF_TWO, 2, size, rows, x, stride, weights, steps, room)
@@ -84,7 +90,12 @@ def _sums_of(size: int) -> Any:
                 at, place = weights + panel * steps * panel_bytes, room + 4 * LANES * panel
                 sum_fused(_ROWS, 1, size, rows, x, stride, at, steps, place)
 
-    return sums
+    @cache
+    def compiled() -> Any:
+        sums.__qualname__ += f"_{size}"
+        return cfunc(types.void(*[types.int64] * 7), cache=True)(versioned(sums))
+
+    return compiled
 
 
 @intrinsic(prefer_literal=True)
@@ -135,4 +146,4 @@ def _pair(builder: ir.IRBuilder, address: ir.Value, size: int) -> tuple[ir.Value
     return builder.bitcast(builder.shl(both, integers(16)), SUMS), builder.bitcast(upper, SUMS)
 
 
-_sums_of_halves, _sums_of_floats = _sums_of(BFLOAT16), _sums_of(FLOAT32)
+half_sums, float_sums = _sums_of(BFLOAT16), _sums_of(FLOAT32)

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels.amx import TILE_ROWS, tile_sizes
-from engine.kernels.gemm.fma_kernels import WIDENED, fma_kernel
+from engine.kernels.gemm.fma_kernels import WIDENED, float_sums, fma_kernel, half_sums
 from engine.kernels.gemm.matmul_kernels import (
     MATMUL,
     OWN_TOTALS,
@@ -164,8 +164,9 @@ class Matmul:
             made["kernel"] = self.unit.kernel(BFLOAT16_LAYOUT).address
             made["weights"], made["panels"] = self._tiles.data_ptr(), len(self._tiles)
             made["panel_bytes"] = self._tiles[0].nbytes
-        if self.unit is Unit.VECTORS:
-            made["number_sums"] = number_sums().address
+        if self.unit is not Unit.AMX:
+            of_halves = number_sums if self.unit is Unit.VECTORS else half_sums
+            made["number_sums"] = (of_halves if self._tiles is None else float_sums)().address
         return made
 
     @property

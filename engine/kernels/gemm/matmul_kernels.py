@@ -70,7 +70,7 @@ PART = np.dtype(
         (name, "i8")
         for name in (
             "kernel",  # address of the function that multiplies it
-            "number_sums",  # vectors: address of the function that multiplies panels of bfloat16
+            "number_sums",  # without AMX: address of the function that multiplies panels of numbers
             "weights",  # [panels, panel_bytes]: tiles of `engine.kernels.quant.layouts`, or [steps, 32, 16] float32
             "panel_bytes",
             "first",  # of all panels of the product
@@ -246,7 +246,7 @@ def _numbers_kernel(layout: QuantLayout) -> PartKernel:
             row = 0
             while row < work.rows:
                 rows, x = rows_at_once(work.rows - row), work.x + row * stride
-                _sum_numbers(part.number_sums, rows, x, stride, weights, apart, steps, room)
+                call_sums(part.number_sums, rows, x, stride, weights, apart, steps, room)
                 put_sums(work, row, rows, part.first + panel, width, room)
                 row += rows
             panel += width
@@ -285,18 +285,12 @@ def _codes_kernel(layout: QuantLayout) -> PartKernel:
 
 
 @intrinsic
-def _sum_numbers(
-    context: Any,
-    function: Any,
-    rows: Any,
-    x: Any,
-    stride: Any,
-    weights: Any,
-    panel_bytes: Any,
-    steps: Any,
-    room: Any,
+def call_sums(
+    context: Any, function: Any, rows: Any, x: Any, stride: Any, weights: Any, panels: Any, steps: Any, room: Any
 ) -> Any:
-    """Call the function of `number_sums`, which is compiled once for all layouts."""
+    """Call the function of a PART's `number_sums`, which is compiled once for all layouts. panels: how far apart two
+    panels are, or how many there are, as it wants.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 7)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from engine.core.batch import BLOCK, Batch, Segment
 from engine.core.errors import first_line
+from engine.core.tree import TokenTree
 from engine.kernels.attention.attention import Rule
 from engine.model import cuda_products
 from engine.model.cuda import triton_attention
@@ -34,6 +35,7 @@ from engine.model.structure import OtherStructure
 
 _CAPTURED = 256  # rows: larger forwards, of prompts, take longer than their launches, and graphs of them much memory
 _PROBES = 16  # rows compared between sizes
+_AHEAD = (0, 1, 2, 4)  # chunks of a text before the rows, for the graphs that are captured at the start
 _SCRATCH_BYTES = 512 << 20  # of a layer's attention: after long texts fewer rows go together
 
 
@@ -86,6 +88,20 @@ class CudaForward:
             features += [states[: end - first].clone() for states in asked]
             first = end
         return torch.cat(logits), torch.cat(features) if features else None
+
+    def capture(self, feature_layers: Sequence[int], context: int) -> None:
+        """Capture the graphs of texts of a few thousand positions, which requests would wait for. context: positions
+        served.
+        """
+        text, room = KVCache(self.pool), min(context, self.pool.free * BLOCK)
+        for size in self.sizes:
+            tree = TokenTree.chain(0, [0] * (size - 1), [1.0] * (size - 1))
+            for past in (chunks * triton_attention.CHUNK for chunks in _AHEAD):
+                if size <= _CAPTURED and past + size <= room:
+                    text.reserve(past + size)
+                    text.length = past
+                    self(Batch.of([Segment.of_tree(tree, text)]), feature_layers)
+        text.release()
 
     def take_lean(self, context: int) -> bool:
         """Run the layers lean from now on, if the model has the common structure. context: positions served."""

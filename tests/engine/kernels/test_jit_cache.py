@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+
+import pytest
+from numba import njit
+from numba.core import caching
 
 from engine.kernels import jit_cache
 
@@ -77,3 +85,65 @@ print(doubled(1), doubled(1.5))
     (tmp_path / "kernels.py").write_text(source)
     said = [subprocess.check_output([sys.executable, "kernels.py"], cwd=tmp_path, text=True) for _ in range(2)]
     assert said == ["compiles\n2 3.0\n", "2 3.0\n"]
+
+
+def files_in(folder: Path) -> Any:
+    """numba's files of one function there."""
+    return caching.IndexDataCacheFile(str(folder), "kernel", "version of its source")
+
+
+def test_writers_at_once_give_no_two_functions_one_file(tmp_path: Path) -> None:
+    def keep(key: int) -> None:
+        files_in(tmp_path).save(key, f"code of {key}")
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(keep, range(64)))
+    assert [files_in(tmp_path).load(key) for key in range(64)] == [f"code of {key}" for key in range(64)]
+
+
+def test_a_full_disk_costs_the_cache_alone_and_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        for key in range(2):
+            files_in(tmp_path).save(key, "x" * 5000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    told = capsys.readouterr().err
+    assert told == f"talon: {tmp_path}: compiled kernels cannot be kept (File too large): each start compiles them\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["talon.lock"]
+    assert files_in(tmp_path).load(0) is None
+    files_in(tmp_path).save(0, "code")
+    assert files_in(tmp_path).load(0) == "code"
+
+
+@pytest.mark.parametrize("ending", ["nbi", "nbc"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_what_a_power_cut_has_left_is_compiled_again(tmp_path: Path, ending: str, parts: int) -> None:
+    files_in(tmp_path).save(1, "code")
+    [file] = tmp_path.glob(f"*.{ending}")
+    os.truncate(file, file.stat().st_size // 2 * (parts - 1))
+    assert files_in(tmp_path).load(1) is None
+    files_in(tmp_path).save(1, "code")
+    assert files_in(tmp_path).load(1) == "code"
+
+
+def test_a_function_is_compiled_though_no_folder_can_keep_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened = open
+
+    def read_only(file: Any, mode: str = "r", *more: Any, **options: Any) -> Any:
+        if "w" in mode:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return opened(file, mode, *more, **options)
+
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda dir: read_only(dir, "w"))  # by which numba tries folders
+    monkeypatch.setattr("builtins.open", read_only)
+
+    @njit(cache=True)
+    def doubled(x: int) -> int:
+        return 2 * x
+
+    assert doubled(4) == 8
+    assert "compiled kernels cannot be kept (Read-only file system)" in capsys.readouterr().err

@@ -26,7 +26,8 @@ from triton.backends.nvidia.driver import CudaDriver
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Rule
 from engine.kernels.layer.weights import Norm
-from engine.model.cuda import layer_kernels, triton_attention
+from engine.model.cuda import layer_kernels, noise_kernels, triton_attention
+from engine.model.cuda.noise_kernels import Draw
 from engine.model.cuda.triton_attention import DeviceRows, TritonAttention
 from engine.model.kv_pool import KVPool
 
@@ -107,6 +108,8 @@ def launch_lean(shape: Shape, pool: KVPool) -> None:
     x = torch.zeros(2, _HIDDEN, dtype=shape.dtype)
     layer_kernels.normed(x.float(), x, Norm(torch.zeros(_HIDDEN), 1e-6))
     layer_kernels.gated(x)
+    noise_kernels.noisy_scores(torch.zeros(2, 5000), torch.zeros(5000, dtype=torch.int64), [(1, 2, 0.5)] * 2)
+    noise_kernels.drawn(torch.zeros(2, 5000, dtype=shape.dtype), [Draw(0, 1.0, 1, 2)])  # what it finds is arbitrary
 
 
 def spills(ptx: str, capability: int) -> int:
@@ -122,6 +125,7 @@ def spills(ptx: str, capability: int) -> int:
 def main() -> None:
     places = [(triton_attention, name) for name in ("_attend_chunk", "_attend_joined")]
     places += [(layer_kernels, name) for name in ("enter", "norm", "gate")]
+    places += [(noise_kernels, name) for name in ("draw_parts", "score_noisily")]
     kernels = [Compiled(getattr(*place)) for place in places]
     for (module, name), kernel in zip(places, kernels, strict=True):
         setattr(module, name, kernel)

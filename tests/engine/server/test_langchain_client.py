@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,11 +13,19 @@ from pydantic import BaseModel, Field
 from tests.engine.server.figures import refusals, settle, tokens, until
 from tests.engine.server.process import KEY, ServerProcess, occupied
 
-langchain_openai = pytest.importorskip("langchain_openai", reason="pip install langchain-openai")
-from langchain_core import exceptions  # noqa: E402
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage  # noqa: E402
-
+langchain_openai: Any
+exceptions: Any
+messages: Any
 HI = "1 2 3 1 2 3 1 2"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """Here, since it takes seconds, and each of pytest's processes reads every file of tests."""
+    global langchain_openai, exceptions, messages
+    langchain_openai = pytest.importorskip("langchain_openai", reason="pip install langchain-openai")
+    exceptions = importlib.import_module("langchain_core.exceptions")
+    messages = importlib.import_module("langchain_core.messages")
 
 
 class Person(BaseModel):
@@ -66,7 +75,7 @@ def test_answers_have_log_probabilities(server: ServerProcess) -> None:
 
 
 def test_several_choices_are_several_generations(server: ServerProcess) -> None:
-    (generations,) = model(server, n=3, seed=7, **ENDLESS).generate([[HumanMessage(HI)]]).generations
+    (generations,) = model(server, n=3, seed=7, **ENDLESS).generate([[messages.HumanMessage(HI)]]).generations
     assert len({generation.text for generation in generations}) > 1 and len(generations) == 3
 
 
@@ -86,11 +95,20 @@ def test_a_conversation_goes_on_with_its_own_answers(server: ServerProcess) -> N
     whole, total = talker.invoke(HI), None
     for chunk in talker.stream(HI):
         total = chunk if total is None else total + chunk
-    parts = HumanMessage([{"type": "text", "text": HI}])
-    said = [SystemMessage("be brief"), HumanMessage(HI), whole, parts, total, AIMessage(""), AIMessage([]), parts]
+    parts = messages.HumanMessage([{"type": "text", "text": HI}])
+    said = [
+        messages.SystemMessage("be brief"),
+        messages.HumanMessage(HI),
+        whole,
+        parts,
+        total,
+        messages.AIMessage(""),
+        messages.AIMessage([]),
+        parts,
+    ]
     assert talker.invoke(said).content
     blocks = model(server, output_version="v1").invoke(HI)
-    assert talker.invoke([HumanMessage(HI), blocks, parts]).content
+    assert talker.invoke([messages.HumanMessage(HI), blocks, parts]).content
 
 
 def test_what_changes_no_answer_is_let_through(server: ServerProcess) -> None:

@@ -13,11 +13,17 @@ from pydantic import BaseModel, Field
 from tests.engine.server.figures import refusals, settle, tokens, until
 from tests.engine.server.process import KEY, ServerProcess, occupied
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # read at import: it would ask the network for a list of prices
-litellm = pytest.importorskip("litellm", reason="pip install litellm")
-
+litellm: Any
 HI = [{"role": "user", "content": "1 2 3 1 2 3 1 2"}]
 LONG = [{"role": "user", "content": "x" * 600}]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """Here, since it takes seconds, and each of pytest's processes reads every file of tests."""
+    global litellm
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would ask the network for a list of prices
+    litellm = pytest.importorskip("litellm", reason="pip install litellm")
 
 
 class Person(BaseModel):

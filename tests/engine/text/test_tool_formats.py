@@ -305,6 +305,43 @@ def test_harmonys_channels_are_its_parts() -> None:
     assert calls_of(parts(AnswerReader(format_, TOOLS), iter(call))) == CALLS[:1]
 
 
+@pytest.mark.parametrize("written_type", ["<|constrain|>json", "json"])
+@pytest.mark.parametrize(
+    "before",
+    [
+        "",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        "<|start|>assistant",
+    ],
+)
+def test_harmony_may_name_the_tool_as_whom_a_message_is_to(before: str, written_type: str) -> None:
+    format_ = format_of(TOOL_FORMATS[0], True, REASONING_FORMATS[0])
+    arguments = json.dumps(CALLS[0][1], ensure_ascii=False)
+    text = f"{before} to=functions.weather<|channel|>commentary {written_type}<|message|>{arguments}"
+    assert takes(format_, Wanted(TOOLS, "auto"), text) is None
+    assert takes(format_, Wanted(TOOLS, "auto"), text.replace('"days": 3', '"days": 10')) is not None
+    assert takes(format_, Wanted(TOOLS, "auto"), text.replace("weather", "nothing", 1)) is not None
+    if "I look." not in before:
+        assert takes(format_, Wanted(TOOLS, "required"), text) is None
+    for size in (1, 5, 1000):
+        found = parts(AnswerReader(format_, TOOLS), (text[at : at + size] for at in range(0, len(text), size)))
+        assert calls_of(found) == CALLS[:1]
+        assert [part.text for part in found if part.kind == "content"] == ["I look."] * ("I look." in before)
+
+
+@pytest.mark.parametrize("text", [" to=", " to=functions", " to=function calls.", "Ask to=functions.now"])
+def test_a_text_that_only_looks_like_such_a_header_is_text(text: str) -> None:
+    format_ = format_of(TOOL_FORMATS[0], True, REASONING_FORMATS[0])
+    for before in ("", "<|channel|>final<|message|>"):
+        assert takes(format_, Wanted(TOOLS, "auto"), before + text) is None
+        assert parts(AnswerReader(format_, TOOLS), iter(before + text)) == [AnswerPart("content", text)]
+    after = "<|channel|>final<|message|> to=functions.now"
+    assert parts(AnswerReader(format_, TOOLS), iter(after)) == [AnswerPart("content", " to=functions.now")]
+    assert takes(format_, Wanted(TOOLS, "auto"), after) is None
+    assert takes(format_, Wanted(TOOLS, "required"), after) is not None
+
+
 def test_a_call_that_is_cut_off_is_as_far_as_it_came() -> None:
     text = written(HERMES, CALLS[:1])
     found = parts(AnswerReader(format_of(HERMES, True), TOOLS), iter(text[: text.index("York")]))

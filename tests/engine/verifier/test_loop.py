@@ -370,7 +370,7 @@ def test_a_model_that_is_slow_by_its_own_account_rests_from_the_first_token_on()
 
 def test_a_request_whose_drafts_gain_nothing_goes_on_without_and_others_with() -> None:
     stage = Stage(CALIBRATED)
-    stage.verifier.timer.costs = CostModel(ForwardTime({1: 1.0, 64: 3.0}))  # rows cost something
+    stage.verifier.timer.costs = CostModel(ForwardTime({1: 1.0, 64: 6.0}))  # rows cost something
     poor, rich = stage.submit(1, [10]), stage.submit(2, [50])
     for number in range(1, 20):
         stage.step()

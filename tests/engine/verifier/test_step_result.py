@@ -35,7 +35,8 @@ def conclude(parts: Sequence[TreeRows | ChunkRows], failed: list[Exception]) -> 
 
 def conclude_a_tree(monkeypatch: pytest.MonkeyPatch, error: Exception, failed: list[Exception]) -> None:
     monkeypatch.setattr(step_result, "verify", fails(error))
-    request = SimpleNamespace(sampling=SamplingParams(temperature=1.0), sampler=None)
+    params = SamplingParams(temperature=1.0)
+    request = SimpleNamespace(sampling=params, sampler=SimpleNamespace(params=params, is_plain=True))
     round_: Any = SimpleNamespace(request=request, tree=TokenTree.root_only(1), kept=np.zeros(1, int))
     conclude(tree_rows([round_], torch.zeros(1, 8), None, 0), failed)
 

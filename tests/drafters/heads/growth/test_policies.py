@@ -305,10 +305,11 @@ def test_where_a_row_costs_nothing_an_adaptive_tree_is_the_best_of_all_candidate
     assert sorted(adaptive.confidence.tolist()) == pytest.approx(sorted(dynamic.confidence.tolist()))
 
 
-def test_a_node_is_kept_if_it_brings_what_its_row_costs_and_mu_is_the_most_that_is_asked() -> None:
+def test_a_node_is_kept_if_it_brings_what_its_row_costs_or_mu_or_half_of_a_dear_rows_cost() -> None:
     sizes = []
-    for row_tokens in (0.001, 0.01, 0.03, 0.5):
+    for row_tokens in (0.001, 0.01, 0.03, 0.06, 0.5):
         policy = Adaptive()
         policy.row_tokens = row_tokens
         sizes.append(len(grow(policy, 7, sure(0.3, 0.2))))
-    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[1] > sizes[2] == sizes[3]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[1] > sizes[2] == sizes[3] > sizes[4]
+    assert len(grow(Adaptive(), 7, sure(0.3, 0.2))) == sizes[2], "what a row costs is unknown"

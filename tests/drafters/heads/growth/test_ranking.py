@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -100,3 +101,30 @@ def test_old_noise_is_forgotten() -> None:
     for position in range(200):
         ranking(random_logits(1, 0), [position])
     assert len(ranking._noise) <= 65
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+def test_a_kernel_scores_the_rows_of_all_requests_as_each_ones_own_are(
+    truncated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy, sampled, and sampled without the noise, in one call."""
+    kernels = pytest.importorskip("engine.model.cuda.noise_kernels")
+    ids, error = torch.randperm(90, generator=torch.Generator().manual_seed(2))[:40], ErrorScale(0.6)
+    warm = SamplingParams(temperature=0.7, seed=5, top_p=0.8 if truncated else None)
+    asked = [
+        (
+            Ranking(params, ids, 4, shared, error),
+            torch.randn(rows, 40, generator=torch.Generator().manual_seed(rows)),
+            at,
+        )
+        for params, shared, rows, at in [
+            (SamplingParams(temperature=0.0), True, 2, [7, 8]),
+            (warm, True, 3, [9, 10, 9]),
+            (SamplingParams(temperature=0.7, top_k=1), True, 1, [4]),
+            (SamplingParams(temperature=1.3, seed=5), False, 4, [4] * 4),
+            (SamplingParams(temperature=1.3, seed=-6), True, 5, [4, 5, 6, 7, 8]),
+        ]
+    ]
+    expected = torch.cat([ranking.scores(logits, at) for ranking, logits, at in asked])
+    monkeypatch.setattr("drafters.heads.growth.ranking._noise_kernel", lambda device: kernels.noisy_scores)
+    assert torch.allclose(Ranking.scores_of(asked), expected, atol=1e-5)

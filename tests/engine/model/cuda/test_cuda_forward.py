@@ -490,3 +490,14 @@ def test_without_triton_a_target_on_cuda_is_run_with_masks(monkeypatch: pytest.M
     assert target.inexact == "exact attention on CUDA needs Triton: pip install triton"
     assert target.forward_sizes == (1,)
     assert target.prefill(target.new_cache(20), [1, 2, 3])[0].isfinite().all()
+
+
+def test_texts_do_not_wait_for_graphs_that_are_captured_at_the_start() -> None:
+    """And the pool is as free as before."""
+    forward = lean_of("llama")
+    free = forward.pool.free
+    forward.capture(FEATURES, 256)
+    graphs = set(forward.recorded)
+    assert {chunks for _, chunks, *_ in graphs} == {1, 2, 4} and forward.pool.free == free
+    read(forward, text(150, 1), chunk=4)
+    assert set(forward.recorded) == graphs
