@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig
 
 from engine.config import Config
-from engine.core.params import SamplingParams, own_defaults
+from engine.core.params import SamplingParams, left_open, own_defaults
 from engine.model.loading import dtype_of, find_device, load_model, name_of
 from engine.verifier.placement import share_cores
 
@@ -25,7 +25,7 @@ class TransformersContestant:
 
     def __init__(self, model: Any, threads: int, options: dict[str, Any]):
         self.model, self.options = model, options
-        self.defaults = own_defaults(model.generation_config, model.name_or_path)
+        self.defaults = own_defaults(left_open(model.generation_config), model.name_or_path)
         model.generation_config = end_of_answers(model.generation_config)
         self._thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,))
 

@@ -229,10 +229,13 @@ def _is_count(logprobs: int | None) -> bool:
     return logprobs is None or 0 <= logprobs <= MOST_LOGPROBS
 
 
+def left_open(generation_config: Any) -> dict[str, Any]:
+    """What a model's generation_config.json, as `transformers` loads it, says of the fields in FROM_MODEL."""
+    return {name: getattr(generation_config, name, None) for name in FROM_MODEL}
+
+
 def own_defaults(generation: Mapping[str, Any], model: str) -> SamplingParams:
-    """The values of a model's generation_config.json for the fields that a request may leave open (FROM_MODEL). Raises
-    ModelError naming an invalid one.
-    """
+    """What `left_open` has found, as parameters. Raises ModelError naming an invalid value."""
     try:
         return SamplingParams(**generation).validate()
     except RequestError as error:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.config import Config
 from engine.core.errors import ConfigError, ModelError, first_line
-from engine.core.params import FROM_MODEL, not_applied
+from engine.core.params import left_open, not_applied
 from engine.weights.catalogue import suggestion
 from engine.weights.gguf_file import GgufFile
 from engine.weights.gguf_source import open_gguf
@@ -270,7 +270,7 @@ def facts_of(model: Any) -> Facts | None:
         full_context=context,
         own_context=steady_context(config, context),
         eos_tokens=eos_tokens(generation),
-        generation={name: getattr(generation, name, None) for name in FROM_MODEL},
+        generation=left_open(generation),
         not_applied=not_applied(generation),
     )
 
