@@ -82,6 +82,7 @@ class TransformersContestant:
 
     async def close(self) -> None:
         self._thread.shutdown()
+        self.model, self.options = None, {}  # the next model may need the memory
 
 
 def end_of_answers(stored: GenerationConfig) -> GenerationConfig:
