@@ -165,6 +165,20 @@ def test_only_rounds_whose_tree_has_the_heads_nodes_tell_what_it_brings(tmp_path
     assert rescue_after(alone, TokenTree.root_only(TEXT[-1]), [0], [unforeseen]) == before
 
 
+def test_what_a_draft_brings_counts_the_heads_accepted_nodes_alone(tmp_path: Path, target: TargetWeights) -> None:
+    def gain_after(folder: str, source: int) -> float:
+        drafter = hybrid(tmp_path / folder, target)
+        expected, tree = float(drafter._retrieve(1, ()).confidence[1:].sum()), drafter.propose(1)
+        own = next(node for node in tree.children(0) if tree.source[node] == source)
+        unforeseen = next(t for t in range(VOCAB) if tree.child(0, t) is None)
+        rescue_after(drafter, tree, [0, own], [int(tree.tokens[own]), unforeseen])
+        return drafter._gains.of(expected)
+
+    hoped = Gains().of(0.0)
+    by_head, by_retrieval = gain_after("head", source_of("eagle3")), gain_after("suffix", source_of("suffix"))
+    assert by_retrieval < by_head == hoped, "it has brought the one token that was hoped for, and none"
+
+
 def test_a_forward_may_bring_several_tokens_for_one_that_retrieval_misses() -> None:
     rescues = Rescues()
     rescues.start(1)
