@@ -152,7 +152,9 @@ def bench(
                 settings, [*SERVED], question_files(files), out, [sampling], limit, minutes=minutes or 5.0, heads=heads
             )
             failed, rows = await parts.single(plan, console)
-        Console().print(recommendation(rows, settings.model), highlight=False, markup=False, soft_wrap=True)
+        options = [] if config == configuration.DEMO else ["--config", str(config)]
+        options += [part for one in set_ or [] for part in ("--set", one)]
+        Console().print(recommendation(rows, options), highlight=False, markup=False, soft_wrap=True)
         return failed
 
     async def measure_server(url: str, levels: list[int], sampling: SamplingParams) -> int:

@@ -11,9 +11,9 @@ SERVED = {"talon-pld": "pld", "talon-suffix": "suffix", "hybrid": "hybrid"}
 """The contestants that run as Talon serves them, and the method of each."""
 
 
-def recommendation(rows: Sequence[Row], model: str) -> str:
+def recommendation(rows: Sequence[Row], options: Sequence[str]) -> str:
     """A sentence with its figures, and the line to paste. A method is recommended only if its whole interval is above
-    plain decoding's speed.
+    plain decoding's speed. options: of the command line that say what was measured, and are to be pasted too.
     """
     served = [one for one in summaries(rows) if one.method in SERVED]
     best = next((one for one in served if one.low > 1.0), None)
@@ -21,14 +21,14 @@ def recommendation(rows: Sequence[Row], model: str) -> str:
     if best is None:
         tried = f": at best {_figures(served[0])}" if served else ""
         told = f"Leave speculation off: no method was surely faster than plain decoding{tried}, {questions} prompts."
-        return f"{told}\n{_line(model, PLAIN)}"
+        return f"{told}\n{_line(options, PLAIN)}"
     told = f"Turn speculation on with {_figures(best)}, {questions} prompts; texts as without: {best.same_text}."
-    return f"{told}\n{_line(model, SERVED[best.method])}"
+    return f"{told}\n{_line(options, SERVED[best.method])}"
 
 
 def _figures(one: Summary) -> str:
     return f"{SERVED[one.method]}, {one.speed_up:.2f}x plain decoding (95%: {one.low:.2f} to {one.high:.2f})"
 
 
-def _line(model: str, method: str) -> str:
-    return f"talon serve --set {shlex.quote(f'model={model}')} --method {method}"
+def _line(options: Sequence[str], method: str) -> str:
+    return shlex.join(["talon", "serve", *options, "--method", method])

@@ -56,7 +56,7 @@ def test_a_quick_bench_needs_no_questions_and_ends_with_a_line_to_paste(tiny: st
     model = "--set", f"model={tiny}", "--set", "transport=inproc"
     done = talon("bench", "--quick", "--minutes", "0.01", "--max-tokens", "8", "--out", str(tmp_path), *model)
     assert done.exit_code == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith(f"talon serve --set model={tiny} --method ")
+    assert done.stdout.splitlines()[-1].startswith(f"talon serve --set model={tiny} --set transport=inproc --method ")
     assert len((tmp_path / "prompts.jsonl").read_text().splitlines()) == 6
 
 

@@ -6,6 +6,8 @@ from benchmarks.report.figures import Row
 from benchmarks.report.recommendation import recommendation
 from tests.benchmarks.report.test_figures import row
 
+OPTIONS = ["--set", "model=FILE.gguf", "--set", "activations=int8"]
+
 
 def answers(**speed_ups: list[float]) -> list[Row]:
     """Of each method, in the order of the prompts."""
@@ -16,21 +18,23 @@ def answers(**speed_ups: list[float]) -> list[Row]:
 
 
 def test_the_fastest_method_is_recommended_with_the_line_that_serves_it() -> None:
-    told = recommendation(answers(talon_pld=[1.2] * 6, talon_suffix=[1.5] * 6), "FILE.gguf")
+    told = recommendation(answers(talon_pld=[1.2] * 6, talon_suffix=[1.5] * 6), OPTIONS)
     assert told.startswith("Turn speculation on with suffix, 1.50x plain decoding (95%: 1.50 to 1.50), 6 prompts")
-    assert told.splitlines()[1] == "talon serve --set model=FILE.gguf --method suffix"
+    assert told.splitlines()[1] == "talon serve --set model=FILE.gguf --set activations=int8 --method suffix"
 
 
 def test_a_method_that_may_be_slower_is_not_recommended() -> None:
-    told = recommendation(answers(talon_suffix=[0.7, 0.8, 0.9, 1.6, 1.7, 1.8], talon_pld=[1.1] * 6), "m")
+    told = recommendation(answers(talon_suffix=[0.7, 0.8, 0.9, 1.6, 1.7, 1.8], talon_pld=[1.1] * 6), [])
     assert "Turn speculation on with pld" in told and told.endswith("--method pld")
-    told = recommendation(answers(talon_suffix=[0.7, 0.8, 0.9, 1.6, 1.7, 1.8]), "m")
+    told = recommendation(answers(talon_suffix=[0.7, 0.8, 0.9, 1.6, 1.7, 1.8]), [])
     assert "Leave speculation off" in told and "suffix, 1.25x" in told and told.endswith("--method none")
 
 
 def test_methods_as_published_are_not_recommended() -> None:
-    assert "Leave speculation off" in recommendation(answers(eagle3=[2.0] * 6), "m")
+    assert "Leave speculation off" in recommendation(answers(eagle3=[2.0] * 6), [])
 
 
 def test_a_path_with_spaces_can_be_pasted() -> None:
-    assert recommendation(answers(), "my model.gguf").endswith("--set 'model=my model.gguf' --method none")
+    assert recommendation(answers(), ["--set", "model=my model.gguf"]).endswith(
+        "--set 'model=my model.gguf' --method none"
+    )
