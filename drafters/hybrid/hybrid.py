@@ -18,7 +18,7 @@ import numpy as np
 
 from drafters.heads.head_drafter import HeadDrafter
 from drafters.hybrid.merge import Merge
-from drafters.hybrid.rescues import Gains, Rescues
+from drafters.hybrid.rescues import NOTHING, Gains, Rescues
 from drafters.hybrid.retrieval_advice import RetrievalAdvice, followings
 from engine.config import Config
 from engine.core.drafter_protocol import BetweenSteps, Drafter, Verdict, Wanted
@@ -27,7 +27,6 @@ from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 
 _LONG = 64  # positions of the text that take the head longer to read than a step
-_NOTHING = 0.3  # tokens that retrieval is expected to have accepted
 _NUDGE = 1.05  # factor by which one measurement moves the time of a draft step
 
 
@@ -39,11 +38,6 @@ class KnownDraft(NamedTuple):
     retrieved: TokenTree
     asked: bool = False
     misses: float = 0.0
-
-    @property
-    def expected(self) -> float:
-        """Tokens of retrieval's tree that are expected to be accepted."""
-        return float(self.retrieved.confidence[1:].sum())
 
 
 class Unlearned(NamedTuple):
@@ -132,8 +126,8 @@ class HybridDrafter(Drafter):
         needed = self._step_s / self._token_s / max(1, len({request for request, _ in wanted}))
         advice = []
         for (request, _), tree in zip(wanted, trees, strict=True):
-            expected = KnownDraft(tree).expected
-            gain = self._gains.of(expected) if expected > _NOTHING else inf
+            expected = expected_of(tree)
+            gain = self._gains.of(expected) if expected > NOTHING else inf
             rescue = max(self._rescues.of(request), 2 * needed)
             advice.append(RetrievalAdvice(self.merge, tree, needed, gain, rescue, self.head.one_pass))
         return advice
@@ -176,7 +170,7 @@ class HybridDrafter(Drafter):
             if now.asked and len(verdict.tree) > 1:  # the root alone may have been verified instead
                 brought = int(np.count_nonzero(verdict.tree.source[verdict.path] & self.head.source))
                 self._rescues.learn(request, brought, now.misses)
-                self._gains.learn(now.expected, brought)
+                self._gains.learn(expected_of(now.retrieved), brought)
         self._known[request] = {(): known[ahead]} if (ahead := tuple(tokens)) in known else {}
         self._token_s, self._row_tokens = verdict.token_s, verdict.row_tokens or 0.0
         (self._resting.add if verdict.rest else self._resting.discard)(request)
@@ -224,6 +218,11 @@ class HybridDrafter(Drafter):
             if child is None:
                 break
             place = child
+
+
+def expected_of(tree: TokenTree) -> float:
+    """Tokens of a tree that are expected to be accepted."""
+    return float(tree.confidence[1:].sum())
 
 
 def with_sources(tree: TokenTree, retrieved: TokenTree, head: int, row_tokens: float) -> TokenTree:

@@ -10,7 +10,10 @@ _PRIOR = 4.0  # misses, or drafts, that what was expected before counts for
 _KEPT = 0.95  # share of a request's observations that is kept with every new one
 _KEPT_OF_ALL = 0.99
 
-_EDGES = (0.3, 0.7, 1.5, 3.0)  # of tokens that retrieval is expected to have accepted
+NOTHING = 0.3
+"""Tokens that retrieval is expected to have accepted, up to which it has next to nothing."""
+
+_EDGES = (NOTHING, 0.7, 1.5, 3.0)  # of these tokens
 _HOPED_GAIN = 1.0  # of a draft, before any was seen
 
 

@@ -248,7 +248,7 @@ class ForwardChoice:
         shape = KVShape(config.num_hidden_layers, kv_heads, head_dim, self.model.dtype, vnni, q8_0)
         if self.kv_memory is None:
             self.kv_memory = kv_share(_free_memory(self.device) - weights)
-        return KVPool(shape, max(1, self.kv_memory // shape.block_bytes), self.device), heads // kv_heads
+        return KVPool(shape, shape.blocks_in(self.kv_memory), self.device), heads // kv_heads
 
 
 def _other_matrix(model: Any) -> str | None:

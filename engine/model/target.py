@@ -177,7 +177,7 @@ class Target(Runner):
         q8_0 = kv_type == "q8_0" and bool(instruction_sets())
         shape = KVShape(len(structure.layers), structure.kv_heads, structure.head_dim, dtype, has_pairs(dtype), q8_0)
         room = kv_share(free_memory() - weights.size) if kv_memory is None else kv_memory
-        pool = KVPool(shape, max(1, room // shape.block_bytes))
+        pool = KVPool(shape, shape.blocks_in(room))
         lean = LeanDecoder(structure, pool, proved.rules, weights, activations)
         chosen = Chosen(Runner(lean, pool, proved.facts.vocab_size, dtype), "")
         return cls(path, proved.facts, chosen, torch.device("cpu"), weights.kind)
