@@ -233,17 +233,19 @@ def _place_words(raw: Any, planes: Any, bits: int, codes_at: int, tiles: Any) ->
     """raw: [panels, 16, blocks, bytes]. tiles: [panels, blocks, bytes]."""
     panels, _, blocks, _ = raw.shape
     codes, step_words = np.empty((tiles.shape[2] - codes_at) * 8 // (bits * LANES), np.uint8), LANES * bits
-    pairs, apart = codes.view(np.uint16), np.empty(STEP // 2, np.uint32)
+    pairs, apart = codes.view(np.uint16), np.empty(len(codes) // 2, np.uint32)
     for panel in range(panels):
         for block in range(blocks):
             tile = tiles[panel, block][codes_at:].view(np.uint32)
             for output in range(LANES):
                 read_codes(raw[panel, output, block], planes, codes)
+                for i in range(len(pairs)):
+                    apart[i] = np.uint32(pairs[i] & np.uint16(0xFF)) | np.uint32(pairs[i] >> np.uint16(8)) << np.uint32(
+                        16
+                    )
                 for step in range(len(codes) // STEP):
-                    some = pairs[step * STEP // 2 : (step + 1) * STEP // 2]
-                    for i in range(STEP // 2):
-                        apart[i] = some[i] & 0xFF | (some[i] & 0xFF00) << 8
-                    _place_vectors(bits, apart, tile[step * step_words + output : (step + 1) * step_words])
+                    some = apart[step * STEP // 2 : (step + 1) * STEP // 2]
+                    _place_vectors(bits, some, tile[step * step_words + output : (step + 1) * step_words])
 
 
 @njit
