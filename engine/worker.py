@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,6 @@ import zmq
 
 from engine.config import Config
 from engine.core.errors import TalonError
-from engine.core.methods import find
 from engine.verifier.placement import share_cores, shares_loop
 from engine.wire.keys import Keys, load
 from engine.wire.loop_link import LoopDealer, LoopRouter
@@ -29,7 +27,6 @@ from engine.wire.messages import Failed
 from engine.wire.transport import Dealer, Router
 
 if TYPE_CHECKING:
-    from engine.core.drafter_protocol import Drafter
     from engine.drafting.worker import DrafterWorker
 
 
@@ -65,23 +62,20 @@ def _run_verifier(spec: WorkerSpec, config: Config, context: zmq.Context[Any], l
     ):
         import torch
 
-        from drafters.registry import build_for_worker
         from engine.model.cuda.graphs import own_stream
+        from engine.model.loading import find_device
         from engine.model.target import Target
         from engine.verifier.prompt_cache import prompt_cache
 
-        threads = share_cores(config)
+        threads = share_cores(config, gpu=find_device(config.device).type != "cpu")
         torch.set_num_threads(threads.verifier(config.mode == "async"))
-        with ThreadPoolExecutor(1) as beside:  # retrieval reads its answers while the target is packed
-            retrieval = shares_loop(config) and not find(config.method).has_model
-            early = beside.submit(build_for_worker, config) if retrieval else None
-            target = Target.of_config(config)
+        target = Target.of_config(config)
         with (
             own_stream(target.device, urgent=False),
             prompt_cache(config, target),
-            _inline_drafter(spec, config, context, drafts, early) as inline_drafter,
+            _inline_drafter(spec, config, context, drafts) as drafter,
         ):
-            verifier = Verifier(config, target, control, drafts, threads, inline_drafter)
+            verifier = Verifier(config, target, control, drafts, threads, drafter)
             loaded()
             verifier.run()
 
@@ -97,19 +91,13 @@ def _router(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -> Rout
 
 @contextmanager
 def _inline_drafter(
-    spec: WorkerSpec,
-    config: Config,
-    context: zmq.Context[Any],
-    drafts: Router | LoopRouter,
-    early: Future[Drafter] | None,
+    spec: WorkerSpec, config: Config, context: zmq.Context[Any], drafts: Router | LoopRouter
 ) -> Iterator[DrafterWorker | None]:
-    """The drafter that takes turns with the verifier in its own loop; None if it runs elsewhere. early: it is being
-    built.
-    """
+    """The drafter that takes turns with the verifier in its own loop; None if it runs elsewhere."""
     if isinstance(drafts, LoopRouter):
         with (
             closing(Dealer(context, spec.control, f"drafter-of-{spec.name}", ())) as control,
-            _drafter(config, control, drafts.dealer, early) as worker,
+            _drafter(config, control, drafts.dealer) as worker,
         ):
             yield worker
     else:
@@ -133,22 +121,21 @@ def _run_drafter(spec: WorkerSpec, config: Config, context: zmq.Context[Any], lo
             from engine.model.cuda.graphs import own_stream
             from engine.model.loading import find_device
 
-            torch.set_num_threads(share_cores(config).drafter)
-            stream = own_stream(find_device(config.device), urgent=True)
-        with stream, _drafter(config, control, verdicts, None) as worker:
+            device = find_device(config.device)
+            torch.set_num_threads(share_cores(config, gpu=device.type != "cpu").drafter)
+            stream = own_stream(device, urgent=True)
+        with stream, _drafter(config, control, verdicts) as worker:
             loaded()
             worker.run()
 
 
 @contextmanager
-def _drafter(
-    config: Config, control: Dealer, verdicts: Dealer | LoopDealer, early: Future[Drafter] | None
-) -> Iterator[DrafterWorker]:
+def _drafter(config: Config, control: Dealer, verdicts: Dealer | LoopDealer) -> Iterator[DrafterWorker]:
     """The loaded drafter, which is closed at the end."""
     from drafters.registry import build_for_worker
     from engine.drafting.worker import DrafterWorker
 
-    with closing(build_for_worker(config) if early is None else early.result()) as drafter:
+    with closing(build_for_worker(config)) as drafter:
         yield DrafterWorker(drafter, control, verdicts, config.trace is not None)
 
 

@@ -169,11 +169,8 @@ class Target(Runner):
         kv_type: KVType,
     ) -> Target:
         """The target that an earlier start has tried, without transformers."""
-        weights, structure, device = (
-            reopened(stored, proved.places, proved.vectors),
-            proved.structure,
-            torch.device("cpu"),
-        )
+        weights = reopened(stored, proved.places, proved.vectors)
+        structure, device = proved.structure, torch.device("cpu")
         sizes = (len(structure.layers), structure.kv_heads, structure.head_dim)
         room = kv_room(kv_memory, device, weights.size)
         pool = pool_of(sizes, torch.bfloat16, kept_as(kv_type, device), room, device)

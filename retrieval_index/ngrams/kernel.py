@@ -11,8 +11,8 @@ from engine.kernels.jit_cache import versioned
 
 
 def kernel(work: Callable[..., Any]) -> Any:
-    """Decorator: compiled when first called, and cached on disk. It runs beside Python, while the target is loaded."""
-    return njit(cache=True, error_model="numpy", nogil=True)(versioned(work))
+    """Decorator: compiled when first called, and cached on disk."""
+    return njit(cache=True, error_model="numpy")(versioned(work))
 
 
 def inlined(work: Callable[..., Any]) -> Any:
