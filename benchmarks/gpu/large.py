@@ -46,7 +46,14 @@ def run(device: str) -> Iterator[Record]:
         target.release(cache)
     for method, temperature in _ROUNDS:
         for requests in REQUESTS if device == "cuda" else REQUESTS[:2]:
-            yield tried(f"rounds of {method}, T={temperature:g}", _rounds, target, method, temperature, requests)
+            yield tried(
+                f"rounds of {method}, T={temperature:g}",
+                torch.inference_mode()(_rounds),
+                target,
+                method,
+                temperature,
+                requests,
+            )
     if device == "cuda":
         yield {"check": "memory", "peak_gb": round(torch.cuda.max_memory_allocated() / 2**30, 2)}
 
@@ -118,7 +125,6 @@ def _breakdown(target: Target, cache: Any) -> Record:
     }
 
 
-@torch.inference_mode()
 def _rounds(target: Target, method: str, temperature: float, requests: int) -> Record:
     """Median milliseconds of the parts of a round of so many requests."""
     assert target.pool is not None
