@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -129,6 +130,14 @@ def test_real_ones_are_equal_to_those_of_transformers() -> None:
         pytest.skip("no model is in the cache: run talon models get smollm2-135m")
     for folder in folders:
         check_equal(*pair(AutoTokenizer.from_pretrained(folder, local_files_only=True)))
+
+
+def test_llama_2s_is_equal_to_that_of_transformers(shared: Path) -> None:
+    file = shared / "models" / "tokenizers" / "llama2" / "tokenizer.json"
+    if not file.is_file():
+        pytest.skip("no tokenizer of Llama 2 beside the benchmark data")
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    check_equal(*pair(PreTrainedTokenizerFast(tokenizer_file=str(file), **named)))
 
 
 def test_several_texts_are_encoded_together(both: Both) -> None:
