@@ -29,6 +29,7 @@ TEMPLATES = {
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}""",
+    "lines": "{% if true %}\n  a\n  {% endif %}\n{{ messages[0].content }}\n",
     "trimmed": "{% for m in messages %}{{ m.content | trim }}|{% endfor %}",
     "tools": "{% if tools %}{% for t in tools %}{{ t | tojson(indent=2) }}{% endfor %}{% endif %}content",
     "json": "{{ messages | tojson(separators=(',', ':'), sort_keys=True) }} {{ documents }} {{ tools is none }}",
