@@ -92,6 +92,19 @@ def check_memory(stored: GgufFile | QuantisedCheckpoint, field: str, free_bytes:
     )
 
 
+def check_stock_memory(stored: GgufFile, field: str, why: str, free_bytes: int) -> None:
+    """The same for a file that transformers' own forward runs, since the lean decoder does not (`why`): every weight is
+    a bfloat16 number there.
+    """
+    needed = 2 * stored.elements + _BESIDE
+    if needed > free_bytes:
+        raise ModelError(
+            f"{field}: the lean decoder does not run it ({why}), and transformers' own forward needs "
+            f"{needed / 1e9:.1f} GB of memory, where {free_bytes / 1e9:.1f} GB are free; take a model of fewer "
+            "parameters or of a common structure, or free memory"
+        )
+
+
 def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf8")
