@@ -94,15 +94,15 @@ class HybridDrafter(Drafter):
         awake = [row for row, (request, _) in enumerate(wanted) if request not in self._resting]
         if awake or not self.memories:
             self._catch_up()
-        trees = [self._retrieve(request, continuation) for request, continuation in wanted]
-        advice = self._advice(wanted, trees)
+        retrieved = [self._retrieve(request, continuation) for request, continuation in wanted]
+        advice = self._advice(wanted, retrieved)
         drafting = [row for row in awake if advice[row].begins()]
 
         def so_far(grown: Callable[[], dict[int, TokenTree]]) -> None:
             assert between_steps is not None
-            between_steps(lambda: self._so_far(trees, {drafting[i]: tree for i, tree in grown().items()}))
+            between_steps(lambda: self._so_far(retrieved, {drafting[i]: tree for i, tree in grown().items()}))
 
-        retrieved = [*trees]
+        trees = retrieved
         if drafting:
             reads = sum(self.head.count_unread(request) for request in {wanted[row][0] for row in drafting}) > _LONG
             started, steps = time.perf_counter(), self.head.steps
@@ -111,9 +111,9 @@ class HybridDrafter(Drafter):
             )
             if (taken := self.head.steps - steps) and not reads:
                 self._time_steps((time.perf_counter() - started) / taken)
-            for row, tree in zip(drafting, grown, strict=True):
-                if len(tree) > 1:
-                    trees[row] = self._merged(tree, trees[row])
+            trees = self._merged(
+                retrieved, {row: tree for row, tree in zip(drafting, grown, strict=True) if len(tree) > 1}
+            )
         for row, (request, continuation) in enumerate(wanted):
             self._known[request][tuple(continuation)] = KnownDraft(retrieved[row], row in drafting, advice[row].misses)
         return trees
@@ -134,14 +134,16 @@ class HybridDrafter(Drafter):
 
     def _so_far(self, retrieved: Sequence[TokenTree], grown: dict[int, TokenTree]) -> dict[int, TokenTree]:
         """The trees under way where they already hold more than retrieval's, elsewhere retrieval's."""
-        trees = dict(enumerate(retrieved))
-        for row, tree in grown.items():
-            if tree.confidence.sum() > trees[row].confidence.sum():
-                trees[row] = self._merged(tree, trees[row])
-        return trees
+        more = {row: tree for row, tree in grown.items() if expected_of(tree) > expected_of(retrieved[row])}
+        return dict(enumerate(self._merged(retrieved, more)))
 
-    def _merged(self, tree: TokenTree, retrieved: TokenTree) -> TokenTree:
-        return with_sources(tree, retrieved, self.head.source, self._row_tokens)
+    def _merged(self, retrieved: Sequence[TokenTree], grown: dict[int, TokenTree]) -> list[TokenTree]:
+        """The grown trees, and retrieval's where there is none, with their sources."""
+        source, row_tokens = self.head.source, self._row_tokens
+        return [
+            with_sources(grown.get(row, tree), tree, source, row_tokens).prune(self.budget)
+            for row, tree in enumerate(retrieved)
+        ]
 
     def _time_steps(self, seconds: float) -> None:
         """Update the estimated step time. Each measurement moves it by a fixed factor, so it follows the median."""
@@ -228,16 +230,28 @@ def expected_of(tree: TokenTree) -> float:
 def with_sources(tree: TokenTree, retrieved: TokenTree, head: int, row_tokens: float) -> TokenTree:
     """The tree with each node's sources marked: retrieval where it has the node, and the head where retrieval alone
     would not have had it verified, since it has no such node or one that is not worth its row. row_tokens: what that
-    costs.
+    costs. Nodes that retrieval alone would have had verified and the tree lacks are added with confidence 0: they tell
+    the verifier what the head has saved.
     """
-    source = np.full(len(tree), head, np.uint32)
-    place: list[int | None] = [0] * len(tree)
-    source[0] = 0
-    for node, (parent, token) in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)):
-        if node:
-            above = place[parent]
-            place[node] = found = None if above is None else retrieved.child(above, token)
-            if found is not None:
-                is_worth = retrieved.confidence[found] >= row_tokens
-                source[node] = retrieved.source[found] | (0 if is_worth else head)
-    return TokenTree(tree.tokens, tree.parents, tree.confidence, source)
+    tokens, parents, confidence = tree.tokens.tolist(), tree.parents.tolist(), tree.confidence.tolist()
+    is_worth = (retrieved.confidence >= row_tokens).tolist()
+    source, place = [0], {0: 0}  # place: node of `retrieved` -> node of the tree
+    above: list[int | None] = [0]  # node of the tree -> node of `retrieved`
+    for node in range(1, len(tree)):
+        parent = above[parents[node]]
+        found = None if parent is None else retrieved.child(parent, tokens[node])
+        above.append(found)
+        if found is None:
+            source.append(head)
+        else:
+            place[found] = node
+            source.append(int(retrieved.source[found]) | (0 if is_worth[found] else head))
+    for node in range(1, len(retrieved)):
+        if is_worth[node] and node not in place:
+            place[node] = len(tokens)
+            tokens.append(int(retrieved.tokens[node]))
+            parents.append(place[int(retrieved.parents[node])])
+            confidence.append(0.0)
+            source.append(int(retrieved.source[node]))
+    arrays = np.asarray(tokens, np.int32), np.asarray(parents, np.int32), np.asarray(confidence, np.float32)
+    return TokenTree(*arrays, np.asarray(source, np.uint32))

@@ -103,13 +103,17 @@ class ConservativeBandit:
         """The gain of the next draft."""
         return (self._gained + _PRIOR * shared.gained) / (self._rounds + _PRIOR)
 
+    def pays(self, shared: Experience, cost: float) -> bool:
+        """Whether a draft that costs so much is made because it is expected to pay, and not on trial."""
+        return self._balance > 0 and self.expected(shared) > cost
+
     def takes(self, shared: Experience, cost: float, emitted: int, entry: float = 0.0, rounds: float = 1.0) -> bool:
         """Whether the next draft is made, after a round that emitted so many tokens. cost: of its time; entry: of
         reading the text first, which pays for itself over `rounds` rounds.
         """
         expected, self._on_trial = self.expected(shared), False
         self._balance += _EXPLORED * emitted
-        if self._balance > 0 and expected > cost + entry / rounds:
+        if self.pays(shared, cost + entry / rounds):
             return True
         price = cost + entry - min(0.0, expected)
         shared.spare = min(shared.spare, price)  # nothing is saved up for a second trial

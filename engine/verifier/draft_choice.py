@@ -24,9 +24,11 @@ class DraftKinds:
 
 @dataclass(frozen=True)
 class DraftedRound:
-    """A round that verified a draft. by_retrieval, by_model: tokens accepted from each; retrieval_rows_s,
-    model_rows_s: time that their nodes take in the forward. waited_s: for the draft, 0 if it was there, as a share of
-    the requests that waited together. model_drafted: whether the model computed for it.
+    """A round that verified a draft. by_retrieval: tokens that retrieval's draft has accepted, or would have had
+    accepted without the model; by_model: those of the round less these. retrieval_rows_s, model_rows_s: time that their
+    nodes take in the forward, likewise: where the model keeps retrieval's from being verified, its own are negative.
+    waited_s: for the draft, 0 if it was there, as a share of the requests that waited together. model_drafted: whether
+    the model computed for it.
     """
 
     by_retrieval: int
@@ -85,6 +87,8 @@ class DraftChoice:
         if (shared := kinds.model) is not None and drafted.model_drafted:
             model_s = waited_s - min(waited_s, 0.0 if kinds.retrieval is None else kinds.retrieval.draft_s)
             waited_s -= model_s
+            if (other := kinds.retrieval) is not None and not self._retrieval.pays(other, rate * other.draft_s):
+                by_model += by_retrieval - rate * other.draft_s  # without the model nothing would be drafted
             shared.observe(by_model, model_s, self._reading)
             lost = rate * max(0.0, model_s - self._reading * shared.read_s)
             self._model.observe(shared, by_model, plain * (by_model - lost))

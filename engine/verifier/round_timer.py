@@ -11,6 +11,7 @@ import torch
 from engine.config import Config
 from engine.core.batch import BLOCK, Segment
 from engine.core.methods import GRAMMAR, MODELS
+from engine.core.tree import TokenTree
 from engine.model.cuda.graphs import wait
 from engine.model.target import Target
 from engine.verifier.cost_model import CostModel
@@ -22,6 +23,7 @@ from engine.verifier.placement import Threads
 from engine.verifier.request import Request
 from engine.verifier.step_input import StepInput
 from engine.verifier.step_result import StepResult
+from engine.wire.messages import Array
 from engine.wire.trace import Trace
 
 _MEASURED_ROWS = 256  # maximum rows of the forwards measured at start-up
@@ -88,23 +90,24 @@ class RoundTimer:
         """What a draft has brought and taken. step: the request's part of the round; result: what it came to."""
         if drafts.drafter is None or not step.asked:
             return
-        sources = step.uncut.source[step.kept[step.kept < len(step.proposal.tree)][1:]]
-        by_model = int(np.count_nonzero(sources & MODELS))
-        accepted = [source for source in result.sources if source and source != GRAMMAR]
-        accepted_of_model = sum(bool(source & MODELS) for source in accepted)
+        tree, of_model = step.proposal.tree, step.proposal.draft_us > 0
+        verified = step.kept[step.kept < len(tree)]
+        alone = np.flatnonzero(tree.source & MODELS == 0)  # what is retrieval's, of a model's tree verified or not
+        if not of_model:
+            alone = np.intersect1d(alone, verified)
+        accepted = sum(bool(source) and source != GRAMMAR for source in result.sources)
+        by_retrieval, told = _followed(tree, alone, result.tokens)
+        others = self._rows - len(verified)
+        root_s, alone_s, all_s = map(self.costs.forward.seconds, (others + 1, others + told, self._rows))
         drafted = DraftedRound(
-            len(accepted) - accepted_of_model,
-            accepted_of_model,
-            self._rows_s(len(sources) - by_model),
-            self._rows_s(by_model),
+            by_retrieval,
+            accepted - by_retrieval,
+            alone_s - root_s,
+            all_s - alone_s,
             step.request.waited_s,
-            step.proposal.draft_us > 0,
+            of_model,
         )
         step.request.choice.observe(drafts.kinds, self.costs, self._requests, drafted)
-
-    def _rows_s(self, rows: int) -> float:
-        """Time that so many rows have taken in the latest forward."""
-        return self.costs.forward.seconds(self._rows) - self.costs.forward.seconds(max(1, self._rows - rows))
 
     def observe_round(
         self,
@@ -137,3 +140,16 @@ class RoundTimer:
         self.costs.observe_mode(requests, tokens, round_s)
         if self.costs.ahead.second != ahead:
             torch.set_num_threads(self.threads.verifier(not ahead))
+
+
+def _followed(tree: TokenTree, nodes: Array, tokens: Sequence[int]) -> tuple[int, int]:
+    """How many of the tokens after its root the tree has with these nodes, and of how many nodes these tokens tell
+    whether they are right: of all but those below the last token. nodes: the root among them.
+    """
+    among, node, matched = set(nodes.tolist()), 0, 0
+    for token in tokens:
+        below = tree.child(node, token)
+        if below is None or below not in among:
+            return matched, len(nodes)
+        node, matched = below, matched + 1
+    return matched, len(nodes) - int(np.count_nonzero(tree.ancestor_mask[nodes, node])) + 1

@@ -208,6 +208,36 @@ def test_a_node_is_the_heads_where_retrieval_alone_would_not_have_had_it_verifie
     assert with_sources(both, TokenTree.root_only(5), head, 0.0).source.tolist() == [0, head, head, head]
 
 
+def test_what_retrieval_alone_would_have_had_verified_stays_in_the_tree_without_confidence() -> None:
+    head, suffix = source_of("eagle3"), source_of("suffix")
+    tree = TokenTree.from_lists([5, 6, 7], [-1, 0, 1], [1.0, 0.6, 0.3])
+    retrieved = TokenTree.from_lists([5, 6, 8, 9, 1], [-1, 0, 1, 2, 3], [1.0, 0.8, 0.7, 0.5, 0.1]).marked(suffix)
+    marked = with_sources(tree, retrieved, head, 0.2).validate(10)
+    assert marked.tokens.tolist() == [5, 6, 7, 8, 9] and marked.parents.tolist() == [-1, 0, 1, 1, 3]
+    assert marked.confidence.tolist() == pytest.approx([1, 0.6, 0.3, 0, 0])
+    assert marked.source.tolist() == [0, suffix, head, suffix, suffix]
+
+
+def test_with_these_nodes_too_a_tree_fits_the_budget_and_the_likelier_nodes_stay(
+    tmp_path: Path, target: TargetWeights
+) -> None:
+    drafter = hybrid(tmp_path, target)
+    grown, drafter.budget = drafter.propose(1), 3
+    chain = TokenTree.chain(int(grown.tokens[0]), [9, 9, 9], [0.9, 0.8, 0.7]).marked(source_of("suffix"))
+    (tree,) = drafter._merged([chain], {0: grown})
+    assert len(tree) == 3 and (tree.confidence > 0).all()
+
+
+def test_what_is_retrievals_alone_is_marked_where_the_head_has_drafted_for_another_outcome(
+    tmp_path: Path, target: TargetWeights
+) -> None:
+    drafter = hybrid(tmp_path, target)
+    drafter._row_tokens = 0.5
+    chain = TokenTree.chain(5, [6, 7], [0.9, 0.2]).marked(source_of("suffix"))
+    (tree,) = drafter._merged([chain], {})
+    assert tree.source.tolist() == [0, source_of("suffix"), source_of("suffix") | source_of("eagle3")]
+
+
 def test_a_tree_that_has_just_begun_does_not_replace_retrievals(tmp_path: Path, target: TargetWeights) -> None:
     def offers(drafter: HybridDrafter) -> list[TokenTree]:
         offered: list[TokenTree] = []

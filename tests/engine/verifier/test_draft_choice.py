@@ -145,6 +145,17 @@ def test_a_draft_that_its_model_did_not_compute_for_tells_nothing_of_the_model()
     assert kinds.retrieval is not None and kinds.retrieval.gained < Experience().gained
 
 
+@pytest.mark.parametrize("retrieval_pays", [False, True])
+def test_where_nothing_else_would_be_drafted_the_model_is_credited_with_all_that_its_draft_brings(
+    retrieval_pays: bool,
+) -> None:
+    kinds, costs, choice = DraftKinds(Experience(), Experience()), CostModel(ForwardTime({1: 0.01})), DraftChoice(10)
+    assert kinds.retrieval is not None and kinds.model is not None
+    kinds.retrieval.gained, before = (1.0 if retrieval_pays else -1.0), kinds.model.gained
+    choice.observe(kinds, costs, 1, DraftedRound(2, 0, 0.0, 0.0, waited_s=0.0, model_drafted=True))
+    assert (kinds.model.gained > before) != retrieval_pays
+
+
 def test_drafts_that_need_not_pay_are_made_whatever_they_cost() -> None:
     choice, kinds, costs = DraftChoice(10), DraftKinds(), CostModel(ForwardTime({1: 0.01}))
     for _ in range(50):

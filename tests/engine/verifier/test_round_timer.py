@@ -3,12 +3,17 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.config import Config
+from engine.core.methods import GRAMMAR, source_of
+from engine.core.tree import TokenTree
 from engine.verifier.cost_model import CostModel
+from engine.verifier.draft_choice import DraftedRound
 from engine.verifier.forward_time import ForwardTime
 from engine.verifier.round_timer import RoundTimer
+from engine.verifier.step_input import Proposal
 
 FORWARDS = {1: 0.010, 8: 0.010, 64: 0.080}
 
@@ -78,3 +83,72 @@ def test_the_cost_model_hears_of_rows_keys_and_past_positions(
     assert heard["observe_round"][:3] == (1, 4, 3) and heard["observe_round"][4] == 100
     end_round(meter, rows=4, tokens=3, chunk=8)
     assert heard["observe"][:2] == (12, (200, 1200))
+
+
+SUFFIX, HEAD = source_of("suffix"), source_of("block")
+ROW_S = 0.001
+
+
+def drafted(tree: TokenTree, verified: list[int], path: list[int], tokens: list[int], of_model: bool) -> DraftedRound:
+    """What a round teaches: of a tree these nodes were verified, `path` was accepted, and `tokens` were emitted. Every
+    row takes `ROW_S`.
+    """
+    nothing: Any = None
+    timer, seen = RoundTimer(Config(model="none"), nothing, nothing, nothing), []
+    timer.costs = CostModel(ForwardTime({1: ROW_S, 64: 64 * ROW_S}))
+    timer._rows = len(verified)
+    choice = SimpleNamespace(observe=lambda *told: seen.append(told[-1]))
+    request, proposal = SimpleNamespace(choice=choice, waited_s=0.002), Proposal(1, tree, 100 * of_model)
+    step: Any = SimpleNamespace(request=request, asked=True, proposal=proposal, kept=np.array(verified))
+    sources = [int(tree.source[node]) if node < len(tree) else GRAMMAR for node in path[1:]]
+    result: Any = SimpleNamespace(sources=[*sources, 0], tokens=tokens)
+    drafts: Any = SimpleNamespace(drafter=b"there", kinds=None)
+    timer.observe_draft(step, result, drafts)
+    return seen[0]
+
+
+def tree_of(tokens: list[int], parents: list[int], sources: list[int]) -> TokenTree:
+    tree = TokenTree.from_lists(tokens, parents, [1.0] * len(tokens))
+    return TokenTree(tree.tokens, tree.parents, tree.confidence, np.array(sources, np.uint32))
+
+
+def test_a_models_tokens_are_those_that_retrieval_alone_would_not_have_had() -> None:
+    tree = tree_of([5, 6, 7, 8], [-1, 0, 1, 2], [0, SUFFIX, HEAD | SUFFIX, HEAD])
+    round_ = drafted(tree, [0, 1, 2, 3], [0, 1, 2, 3], [6, 7, 8, 9], of_model=True)
+    assert (round_.by_retrieval, round_.by_model) == (1, 2)
+    assert (round_.retrieval_rows_s, round_.model_rows_s) == pytest.approx((ROW_S, 2 * ROW_S))
+    assert round_.waited_s == 0.002 and round_.model_drafted
+
+
+def test_rows_that_retrieval_alone_would_have_had_verified_in_vain_are_the_models_gain() -> None:
+    tree = tree_of([5, 6, 7, 8, 9], [-1, 0, 0, 2, 3], [0, HEAD, SUFFIX, SUFFIX, SUFFIX])
+    round_ = drafted(tree, [0, 1], [0, 1], [6, 1], of_model=True)
+    assert (round_.by_retrieval, round_.by_model) == (0, 1)
+    assert (round_.retrieval_rows_s, round_.model_rows_s) == pytest.approx((3 * ROW_S, -2 * ROW_S))
+
+
+def test_a_token_that_retrieval_alone_would_have_had_and_the_model_kept_from_it_is_the_models_loss() -> None:
+    tree = tree_of([5, 6, 7], [-1, 0, 0], [0, HEAD, SUFFIX])
+    round_ = drafted(tree, [0, 1], [0], [7], of_model=True)
+    assert (round_.by_retrieval, round_.by_model) == (1, -1)
+
+
+def test_nodes_below_the_last_token_are_neither_gain_nor_loss_since_nobody_knows_whether_they_are_right() -> None:
+    tree = tree_of([5, 7, 8, 9], [-1, 0, 1, 2], [0, SUFFIX, SUFFIX, SUFFIX])
+    round_ = drafted(tree, [0], [0], [7], of_model=True)
+    assert (round_.by_retrieval, round_.by_model) == (1, -1)
+    assert (round_.retrieval_rows_s, round_.model_rows_s) == pytest.approx((ROW_S, -ROW_S))
+
+
+def test_of_retrievals_own_draft_only_what_was_verified_counts() -> None:
+    tree = tree_of([5, 6, 7, 8], [-1, 0, 1, 0], [0, SUFFIX, SUFFIX, SUFFIX])
+    round_ = drafted(tree, [0, 1], [0, 1], [6, 7], of_model=False)
+    assert (round_.by_retrieval, round_.by_model) == (1, 0)
+    assert (round_.retrieval_rows_s, round_.model_rows_s) == pytest.approx((ROW_S, 0))
+
+
+def test_tokens_that_the_grammar_implies_are_no_drafters_gain() -> None:
+    tree = tree_of([5, 6], [-1, 0], [0, HEAD])
+    round_ = drafted(tree, [0, 1, 2], [0, 2], [7, 8], of_model=True)  # the third node is the grammar's
+    assert (round_.by_retrieval, round_.by_model) == (0, 0)
+    assert round_.model_rows_s == pytest.approx(ROW_S)
